@@ -1,0 +1,63 @@
+# Needs make and Python 3.10 to 3.13. Every target makes the virtual environment it needs, inside the tree, once.
+PYTHON ?= python3
+PYTEST ?= -q
+BIN := .venv/bin
+OLDEST := .venv-oldest/bin
+
+.PHONY: demo test test-slow test-mpi test-aarch64 test-oldest lint bench clean
+
+demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
+	$(BIN)/numflash demo
+
+test: .venv/ready  ## the default tests
+	$(BIN)/python -m pytest $(PYTEST)
+
+test-slow: .venv/ready  ## the tests marked slow
+	$(BIN)/python -m pytest $(PYTEST) -m slow
+
+test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own
+	$(BIN)/python -m pytest $(PYTEST) tests/mpi
+
+test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX and Neoverse (x86-64 Debian; downloads, no root)
+	PYTHON=$(CURDIR)/$(BIN)/python tools/aarch64/test.sh
+
+test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy
+	$(OLDEST)/python -m pytest $(PYTEST)
+
+lint: .venv/lint  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is installed
+	$(BIN)/python -m pytest -q -o python_files='bench_*.py' -o python_functions='bench_*' tests/benchmarks \
+		--benchmark-columns=median,iqr,rounds --benchmark-json=.benchmarks/latest.json
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+		{ echo "numflash needs Python 3.10 to 3.13, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/ready: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cli,aarch64]'
+	@touch $@
+
+.venv/lint: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lint]'
+	@touch $@
+
+.venv/bench: .venv/ready
+	@mkdir -p .benchmarks
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench,plot]'
+	@touch $@
+
+.venv/mpi: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[mpi]' mpich
+	@touch $@
+
+.venv-oldest/ready: pyproject.toml tests/oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt --editable '.[test,cli]'
+	@touch $@

@@ -1,0 +1,123 @@
+# %% [markdown]
+# # 21. Many machines: a ring of ranks
+#
+# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values travel. What makes this
+# possible is one property of softmax: attention over two disjoint sets of keys can be merged exactly from the two outputs and their
+# log-sum-exps. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
+
+# %%
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+import numflash
+from numflash.mpi import Split, causal_work, imbalance
+from numflash.mpi.model import LINKS, Ring
+
+rng = np.random.default_rng(0)
+length, heads, head_dim, ranks = 512, 2, 32, 4
+query, key, value = (rng.standard_normal((1, heads, length, head_dim), np.float32) for _ in range(3))
+whole = numflash.attention(query, key, value, impl="reference")
+
+# %% [markdown]
+# ## The ring by hand
+#
+# Four ranks in a row; at step t rank r holds the keys of rank r - t. Each partial result comes with its log-sum-exp, and
+# `merge_states` weighs the two by e^lse. The state before the first step is "nothing seen": output 0, log-sum-exp minus infinity.
+
+# %%
+split = Split.plain(length, ranks)
+q, k, v = ([split.shard(x, r) for r in range(ranks)] for x in (query, key, value))
+shards = []
+for r in range(ranks):
+    out, lse = np.zeros_like(q[r]), np.full(q[r].shape[:3], -np.inf, np.float32)
+    for t in range(ranks):
+        owner = (r - t) % ranks
+        part = numflash.attention(q[r], k[owner], v[owner], return_lse=True, impl="reference")
+        out, lse = numflash.merge_states(out, lse, *part)
+    shards.append(out)
+difference = np.abs(split.join(shards) - whole).max()
+print(f"largest difference from one process: {difference:.1e}")
+assert difference < 1e-6
+
+# %% [markdown]
+# ## Who works, who waits
+#
+# With a causal mask, a row sees only what lies before it. Work per rank (rows) and step (columns), in query-key pairs: with
+# consecutive shards the first ranks soon have nothing left to do, and the last one sets the pace. Zigzag gives each rank a chunk
+# from the front and one from the back: every column of its table is even.
+
+# %%
+for name in ("plain", "zigzag"):
+    dealt = getattr(Split, name)(length, ranks)
+    print(f"{name}: chunks {dealt.chunks}\n{causal_work(dealt)}\nbusiest over mean: {imbalance(dealt):.2f}\n")
+assert imbalance(Split.plain(length, ranks)) > 1.7 and imbalance(Split.zigzag(length, ranks)) == 1.0
+
+# %% [markdown]
+# ## The same over MPI
+#
+# Each rank is a process of its own, started by `mpiexec`. It sends the block that it holds and receives the next one while its
+# kernel runs. The script is what a user would write; rank 0 collects the shards to compare them. INT8 sends about a quarter of the
+# bytes.
+
+# %%
+SCRIPT = '''
+import pickle, sys
+import numpy as np
+from mpi4py import MPI
+from numflash.mpi import Report, Split, ring_attention
+
+comm = MPI.COMM_WORLD
+query, key, value = pickle.load(open(sys.argv[1], "rb"))
+found = {}
+for name in ("plain", "zigzag"):
+    split = getattr(Split, name)(query.shape[2], comm.size)
+    mine = [split.shard(x, comm.rank) for x in (query, key, value)]
+    for precision in ("float32", "int8"):
+        report = Report()
+        out = ring_attention(comm, *mine, split=name, is_causal=True, precision=precision, impl="reference", report=report)
+        found[name, precision] = split.join(comm.allgather(out)), comm.allreduce(report.sent)
+if comm.rank == 0:
+    pickle.dump(found, open(sys.argv[2], "wb"))
+'''
+mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+found = {}
+if mpiexec and find_spec("mpi4py"):
+    with tempfile.TemporaryDirectory() as folder:
+        script, given, result = (Path(folder) / name for name in ("ring.py", "given.pickle", "found.pickle"))
+        script.write_text(SCRIPT)
+        given.write_bytes(pickle.dumps((query, key, value)))
+        environment = {**os.environ, "NUMBA_NUM_THREADS": "1", "PYTHONPATH": str(Path(numflash.__file__).parents[1])}
+        subprocess.run([mpiexec, "-n", str(ranks), sys.executable, script, given, result], check=True, timeout=300, env=environment)
+        found = pickle.loads(result.read_bytes())
+else:
+    print("no MPI here: pip install 'numflash[mpi]' mpich")
+
+# %%
+causal = numflash.attention(query, key, value, is_causal=True, impl="reference")
+for (name, precision), (out, sent) in found.items():
+    error = np.abs(out - causal).sum() / np.abs(causal).sum()
+    print(f"{name:7s} {precision:8s} relative L1 {error:.1e}, {sent / 1e3:6.1f} kB sent by all ranks")
+    assert error < (1e-6 if precision == "float32" else 0.03)
+if found:
+    assert found["plain", "int8"][1] / found["plain", "float32"][1] == (2 * head_dim + 4) / (8 * head_dim)
+
+# %% [markdown]
+# ## When does the exchange hide?
+#
+# The kernel's time grows with the square of the shard, the message with its length. From some length on, the ring costs nothing:
+
+# %%
+for link in LINKS:
+    for precision, rate in (("float32", 1e12), ("int8", 4e12)):
+        ring = Ring(rate, link, heads=32, kv_heads=32, head_dim=128, precision=precision, causal=True)
+        n = ring.hiding_length()
+        print(f"{link.name:16s} {precision:8s} at {rate / 1e12:.0f} TOP/s: {n} tokens per rank")
+        assert ring.kernel(n) >= ring.exchange(n)

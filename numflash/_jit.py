@@ -1,0 +1,174 @@
+"""The one place for JIT options and for the on-disk cache of compiled kernels.
+
+Numba's own cache looks only at the file of the function itself (PITFALLS P1, P2): an edited helper in another file, another
+option set of the same function, or a data file cut short by a full disk can each run the wrong code. `_PackageCache` closes
+all three: the stamp is a hash of every source file of the package, the key holds options and closure values, and each entry
+carries its own key and checksum; anything that does not match is compiled again.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import caching
+
+from .errors import UnsupportedError
+
+logger = logging.getLogger("numflash")
+
+# Threads come from `prange` alone: array expressions inside a worker must not become parallel loops of their own (they cost
+# compile time and run serially anyway).
+PRANGE_ONLY = {"prange": True, "comprehension": False, "fusion": False, "inplace_binop": False, "numpy": False,
+               "reduction": False, "setitem": False, "stencil": False}
+# Reassociation and contraction for float kernels. Never nnan/ninf: they break masked rows (P11).
+FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
+
+
+@functools.cache
+def package_digest() -> str:
+    """Hash of every Python source file of the package: the version of all compiled code."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _announce() -> None:
+    logger.warning("compiling numflash kernels: the first call only, they are cached on disk (numflash warmup does it ahead)")
+
+
+def _salt(value: Any) -> str:
+    """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(_salt, value)) + ")"
+    function = getattr(value, "py_func", getattr(value, "_defn", value))     # a dispatcher's or an intrinsic's own function
+    if callable(function):
+        cells = getattr(function, "__closure__", None) or ()
+        inner = ",".join(_salt(cell.cell_contents) for cell in cells)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return f"{getattr(function, '__module__', '')}.{name}[{inner}]"
+    return repr(value)
+
+
+class _CheckedFile(caching.IndexDataCacheFile):
+    """Cache files whose entries prove that they are whole and belong to the key that asks."""
+
+    def save(self, key: Any, data: Any) -> None:
+        payload = pickle.dumps(data, protocol=-1)
+        super().save(key, (repr(key), hashlib.sha256(payload).digest(), payload))
+
+    def load(self, key: Any) -> Any:
+        try:
+            entry = super().load(key)
+            if entry is None:
+                return None
+            owner, checksum, payload = entry
+            if owner == repr(key) and checksum == hashlib.sha256(payload).digest():
+                return pickle.loads(payload)
+        except Exception as error:          # any damage at all: compile again
+            logger.info("ignoring a damaged cache entry: %s", error)
+        return None
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception as error:
+            logger.info("ignoring a damaged cache index: %s", error)
+            return {}
+
+
+class _PackageCache(caching.FunctionCache):
+    def __init__(self, py_func: Callable, options: str) -> None:
+        super().__init__(py_func)
+        self._options = options
+        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, package_digest())
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (str(sig), codegen.magic_tuple(), self._options, _salt(self._py_func))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _announce()
+        return found
+
+
+def kernel(function: Callable | None = None, *, parallel: bool = False, float_math: bool = False, **options: Any) -> Any:
+    """`numba.njit` as numflash uses it: no GIL, NumPy's division (P12), the package's cache.
+
+    Parameters
+    ----------
+    parallel : bool
+        Compile `prange` loops to threads.
+    float_math : bool
+        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised (P10, P11).
+    """
+    if function is None:
+        return functools.partial(kernel, parallel=parallel, float_math=float_math, **options)
+    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
+               "parallel": dict(PRANGE_ONLY) if parallel else False,
+               "fastmath": set(FLOAT_MATH) if float_math else False, **options}
+    dispatcher = numba.njit(**options)(function)
+    shown = repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
+    dispatcher._cache = _PackageCache(dispatcher.py_func, shown)
+    return dispatcher
+
+
+_kernels = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Around parallel kernels: concurrent callers wait where Numba's threads are its own work queue, which is not thread-safe
+    and ends the process (P27); OpenMP and TBB need no waiting.
+    """
+    try:
+        layer = numba.threading_layer()
+    except ValueError:                           # not chosen yet: the first kernel chooses
+        layer = "workqueue"
+    if layer == "workqueue":
+        with _kernels:
+            yield
+    else:
+        yield
+
+
+_first_process: int | None = None
+
+
+def refuse_after_fork() -> None:
+    """To be called before parallel kernels run.
+
+    Raises
+    ------
+    UnsupportedError
+        In a process forked from one that has run them already: GNU OpenMP would end it without a word to the caller (P28).
+    """
+    global _first_process
+    if _first_process is None:
+        _first_process = os.getpid()
+    elif _first_process != os.getpid():
+        try:
+            layer = numba.threading_layer()
+        except ValueError:                       # no kernel has run yet
+            _first_process = os.getpid()
+            return
+        if layer == "omp":
+            raise UnsupportedError("forked from a process that has run numflash kernels, which GNU OpenMP cannot survive; "
+                                   "allowed: worker processes started by 'spawn', or forked before the first call")
+
+
+# A function that other kernels call: compiled into its callers, never cached by itself.
+inline = functools.partial(numba.njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)

@@ -1,0 +1,234 @@
+"""The public functions: check, choose a backend, convert arrays. Nothing is computed here."""
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import merge, validation
+from ._jit import refuse_after_fork
+from .errors import ArgumentError, UnsupportedError
+from .interop import Imported, convert, import_array, on_device
+from .validation import Problem
+
+BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
+
+
+def solve(problem: Problem, impl: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the problem asks for it."""
+    b, h, _, length, s, _, dv = problem.shape
+    if 0 in (b, length, s):
+        out, lse = np.zeros((b, h, length, dv), np.float32), np.full((b, h, length), -np.inf, np.float32)
+    else:
+        if problem.precision == "int8" and isinstance(problem.query, np.ndarray):
+            from .quantization import quantize_problem
+            problem = quantize_problem(problem)
+        out, lse = _run(problem, impl)
+    if problem.sinks is not None:
+        out, lse = merge.apply_sinks(convert(out, "float32"), lse, problem.sinks)
+    return out, lse if problem.return_lse else None
+
+
+def _run(problem: Problem, impl: str) -> tuple[np.ndarray, Any]:
+    if impl == "reference":
+        from . import reference
+        out, lse = reference.solve(replace(problem, sinks=None))
+        return out.astype(np.float32), lse.astype(np.float32)
+    device = BACKENDS["cpu" if impl == "auto" else impl]
+    if device == "cpu":
+        refuse_after_fork()
+    try:
+        launch = importlib.import_module(f".{device}.launch", __package__)
+    except ImportError as error:
+        raise UnsupportedError(f"impl: got {impl!r}, which cannot be loaded here ({error})") from error
+    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}, "cuda-emulator": {"emulator": True}}
+    return launch.run(problem, **options.get(impl, {}))
+
+
+def _restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
+    """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the query's)."""
+    if x is None:
+        return None
+    if layout == "blhd":
+        x = x.swapaxes(1, 2)
+        return x if ndim == 4 else x[0] if ndim == 3 else x[0, :, 0]
+    return x.reshape(x.shape[4 - ndim:])
+
+
+def _deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
+    """The result as the query's kind and dtype (float32 for float64), lse as float32 of the same kind."""
+    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(taken.dtype, taken.dtype)
+    result = taken.export(convert(out, dtype), dtype)
+    return (result, taken.export(lse, "float32")) if return_lse else result
+
+
+def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+              scale: float | None = None, enable_gqa: bool = False, *, window: Any = None, alignment: str = "upper_left",
+              key_lengths: Any = None, softcap: float = 0.0, alibi_slopes: Any = None, sinks: Any = None,
+              precision: str | None = None, pv: str | None = None, layout: str = "bhld", return_lse: bool = False,
+              impl: str = "auto") -> Any:
+    """Scaled dot-product attention: softmax(query . key^T * scale + mask) . value, the score matrix never stored.
+
+    Parameters
+    ----------
+    query : (B, H, L, D) array, 2-D and 3-D arrays are promoted
+        float32, float64 (computed in float32), float16, bfloat16 (ml_dtypes, torch, or uint16 bits with precision "bfloat16").
+        NumPy array, PyTorch CPU tensor, or any object that speaks DLPack.
+    key : (B, Hkv, S, D) array
+    value : (B, Hkv, S, Dv) array; D and Dv from 1 to 512
+    attn_mask : broadcastable to (B, H, L, S)
+        bool (True = may attend), or float, added to the scaled scores.
+    dropout_p : float
+        0.0 only.
+    is_causal : bool
+        Row i sees no key beyond its diagonal.
+    scale : float
+        1 / sqrt(D) unless given.
+    enable_gqa : bool
+        Allow fewer key heads than query heads; Hkv divides H.
+    window : (left, right)
+        Keys a row sees before and after its diagonal, None for no limit.
+    alignment : "upper_left" or "lower_right"
+        Whether the diagonal begins at key 0 (PyTorch) or ends at the last valid key (FlashAttention 2, decoding).
+    key_lengths : (B,) integers
+        Valid keys of each batch entry; the rest is padding.
+    softcap : float
+        Scores become softcap * tanh(score / softcap), before masks; 0 is none.
+    alibi_slopes : (H,) or (B, H)
+        Adds -slope * |distance to the diagonal|.
+    sinks : (H,)
+        One extra score per head that takes part in the denominator only.
+    precision : "float32", "bfloat16", "float16" or "int8"
+        The inputs' own unless given.
+    pv : "int8" or "fp32"
+        With "int8": how weights and values are multiplied.
+    layout : "bhld" or "blhd"
+    return_lse : bool
+        Also return the log-sum-exp of each row.
+    impl : "auto", "reference", "portable", "cpu", "cuda" or "cuda-emulator"
+        An explicit choice never falls back to another.
+
+    Returns
+    -------
+    out : (B, H, L, Dv) in the layout, kind and dtype of query (float32 for float64)
+    lse : (B, H, L) float32 in the layout of query, natural log; only with `return_lse`
+
+    Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never reaches the output.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed.
+    UnsupportedError
+        What `impl` names cannot run here.
+    """
+    validation.choice("impl", impl, validation.IMPLS)
+    if impl in ("auto", "cuda") and on_device(query):
+        from .cuda import arrays
+        return arrays.attention(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            window=window, alignment=alignment, key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            precision=precision, pv=pv, layout=layout, return_lse=return_lse)
+    problem = validation.problem(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window, alignment=alignment,
+        key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv, layout=layout,
+        return_lse=return_lse)
+    taken = import_array("query", query)
+    ndim = taken.array.ndim
+    out, lse = solve(problem, impl)
+    return _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, return_lse)
+
+
+def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:
+    """`attention` on operands that are quantised already: nothing is quantised inside.
+
+    Parameters
+    ----------
+    query : QuantizedTensor (B, H, L, D), granularity "row", "block" or "tensor"; 2-D and 3-D data are promoted
+    key : QuantizedTensor (B, Hkv, S, D), granularity "row", "block" or "tensor", smoothed or not
+    value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="fp32"
+    options
+        attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap, alibi_slopes, sinks, pv, return_lse: as
+        `attention` takes them.
+
+    Returns
+    -------
+    out : (B, H, L, Dv) float32 array
+    lse : (B, H, L) float32; only with `return_lse`
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+    validation.choice("impl", impl, validation.IMPLS)
+    problem = validation.quantized_problem(query, key, value, **options)
+    ndim = query.data.ndim
+    out, lse = solve(problem, impl)
+    return (_restore(out, ndim, "bhld"), _restore(lse, ndim, "bhld")) if problem.return_lse else _restore(out, ndim, "bhld")
+
+
+def attention_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, is_causal: bool = False,
+                     return_lse: bool = False, impl: str = "auto", **options: Any) -> Any:
+    """Attention over sequences packed one behind the other, each on its own.
+
+    Parameters
+    ----------
+    query : (total_q, H, D) array;  key, value : (total_k, Hkv, D) and (total_k, Hkv, Dv)
+    cu_seqlens_q, cu_seqlens_k : (N + 1,) integers
+        Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the total.
+    options
+        scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as `attention` takes them.
+
+    Returns
+    -------
+    out : (total_q, H, Dv), of the kind and dtype of query
+    lse : (total_q, H) float32; only with `return_lse`
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+    for name in ("attn_mask", "key_lengths", "layout", "dropout_p"):
+        if name in options:
+            raise ArgumentError(f"{name}: got {options[name]!r}; allowed: nothing, attention_varlen does not take it")
+    validation.choice("impl", impl, validation.IMPLS)
+    taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
+    for name, x in taken.items():
+        if x.array.ndim != 3:
+            raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)")
+    cu_q = validation.cumulative("cu_seqlens_q", cu_seqlens_q, taken["query"].array.shape[0])
+    cu_k = validation.cumulative("cu_seqlens_k", cu_seqlens_k, taken["key"].array.shape[0])
+    if len(cu_q) != len(cu_k):
+        raise ArgumentError(f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}")
+    whole = validation.problem(query, key, value, is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
+    shape = taken["query"].array.shape
+    out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
+    lse = np.full(shape[:2], -np.inf, np.float32)
+    for problem, rows in validation.sequences(whole, cu_q, cu_k, options.get("alignment", "upper_left")):
+        part, part_lse = solve(problem, impl)
+        out[rows] = convert(part, "float32").swapaxes(1, 2).reshape(out[rows].shape)
+        if part_lse is not None:
+            lse[rows] = part_lse.swapaxes(1, 2).reshape(lse[rows].shape)
+    return _deliver(out, lse, taken["query"], return_lse)
+
+
+def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
+    """What `attention` would do for a problem: tiling, bytes in each cache, operations, and the roof it will meet.
+
+    Parameters
+    ----------
+    query, key, value : arrays as `attention` takes them, or shapes (tuples); key and value are like query unless given
+    options
+        As `attention` takes them; shapes are taken as float32.
+
+    Returns
+    -------
+    Explanation
+        `print` it, or read its fields.
+    """
+    from .explanation import explain_problem
+    return explain_problem(query, key, value, **options)
+
+

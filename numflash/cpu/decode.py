@@ -1,0 +1,397 @@
+"""Attention of a few new tokens over a KV cache: one pass over the keys of each KV head, in splits that are merged in order.
+
+Flash-Decoding (Dao et al. 2023) on the layout of `decode_tiles`. A task is one tile of query rows of one KV head and one split of
+its key blocks; it leaves an unnormalised output, its octave or maximum m and its sum l. The splits are merged in fixed order, and
+the division by the sum that the T4 document's reduce step leaves out comes last:
+
+    out = sum_i(2**(m_i - m) o_i) / sum_i(2**(m_i - m) l_i)
+
+In the INT8 pipeline every m is a whole octave, so nothing is rounded by the merge but the additions; `reference.integer_decode` is
+the definition, split for split and bit for bit.
+"""
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from numba import prange
+
+from .. import fixedpoint as fx
+from .._jit import inline, kernel
+from ..tiling import KEY_BLOCK
+from .decode_append import quantize_row
+from .decode_tiles import HIDDEN, Tile, score_tile, softmax_int8, value_tile
+from .float_tiles import row_exp, row_max
+from .vectors import next_task
+
+F, I = np.float32, np.int32
+INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+ROUND = F(1.5 * 2.0**23)
+UNSEEN = F(fx.MIN_OCTAVE)
+NOTHING = F(-3e38)                               # maximum of a float row that has seen no key
+GROWTH = F(8)                                    # octaves that a float maximum may grow before O is rescaled
+FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
+
+
+class Store(NamedTuple):
+    """The cache: pages of keys and values, see `decode_tiles` for the layout inside a page and head.
+
+    data : (pages, Hkv, elements): K, scales and V block by block; the scale of a key is NaN where the token was not finite
+    table : (B, pages of a sequence) int32, the page of each `page size` slots;  lengths : (B,) int64 tokens
+    """
+
+    data: np.ndarray
+    table: np.ndarray
+    lengths: np.ndarray
+
+
+class Scratch(NamedTuple):
+    """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
+
+    q (W, rows, words) int32; start (W, rows) int32; cq, scale (W, rows) float32; t (W, rows, 128) int32 or float32;
+    p (W, rows, 128) weights; ratio (W, 128) uint16, for float storage the lanes of a row sum; line (W, D) float32;
+    edges (W, rows, 5) int64; spoiled (W, rows) uint8;
+    o (T, rows, columns), m, l (T, rows) float32; counter (1,) int64
+    """
+
+    q: np.ndarray
+    start: np.ndarray
+    cq: np.ndarray
+    scale: np.ndarray
+    t: np.ndarray
+    p: np.ndarray
+    ratio: np.ndarray
+    line: np.ndarray
+    edges: np.ndarray
+    spoiled: np.ndarray
+    o: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    counter: np.ndarray
+
+
+@inline
+def row_edges(position, window, sinks, ring, edges):
+    """Slots that a query at `position` sees: [0, e0), [e1, e2) and [e3, e4), in this order.
+
+    Tokens below `sinks` lie in their own slots, the others in a ring of `ring` slots behind them.
+    """
+    stop = position + 1
+    first = max(sinks, stop - window)
+    edges[0] = max(0, min(sinks, stop))
+    if stop <= first:
+        edges[1], edges[2], edges[3], edges[4] = sinks, sinks, sinks, sinks
+        return
+    a = sinks + (first - sinks) % ring
+    end = a + stop - first
+    if end <= sinks + ring:
+        edges[1], edges[2], edges[3], edges[4] = a, end, end, end
+    else:
+        edges[1], edges[2], edges[3], edges[4] = sinks, end - ring, a, sinks + ring
+
+
+@inline
+def coverage(edges, first, n):
+    """(any slot seen, all seen) of slots first .. first + n."""
+    stop = first + n
+    some = first < edges[0] or (first < edges[2] and stop > edges[1]) or (first < edges[4] and stop > edges[3])
+    every = stop <= edges[0] or (first >= edges[1] and stop <= edges[2]) or (first >= edges[3] and stop <= edges[4])
+    return some, every
+
+
+@inline
+def hide(edges, first, n, t, value):
+    """t[j] = value for the slots of first .. first + n that are not seen."""
+    a, z = max(0, edges[0] - first), min(n, edges[1] - first)
+    if a < z:
+        t[a:z] = value
+    a, z = max(0, edges[2] - first), min(n, edges[3] - first)
+    if a < z:
+        t[a:z] = value
+    a = max(0, edges[4] - first)
+    if a < n:
+        t[a:n] = value
+
+
+@inline
+def sees_bad(edges, first, scales):
+    """Whether a slot that is seen holds a token that was not finite."""
+    for j in range(scales.size):                                        # noqa: SIM110
+        if scales[j] != scales[j] and coverage(edges, first + j, 1)[0]:
+            return True
+    return False
+
+
+@inline
+def largest_bits(x):
+    """Largest bits of non-negative floats: ordered like the floats, NaN above all."""
+    bits, top = x.view(np.int32), I(0)
+    for j in range(bits.size):
+        top = max(top, bits[j])
+    return top
+
+
+@functools.cache
+def _make_block(tile: Tile, rows: int):
+    """The two products of one key block: block_scores and block_values."""
+    score, nv = score_tile(tile, rows), tile.width(rows)
+    value, value_one = value_tile(tile, rows, nv), value_tile(tile, rows, 1)
+    lanes, panel, group = tile.lanes, tile.panel, tile.group
+    span = nv * lanes
+
+    @inline
+    def block_scores(q, start, data, base, scales, cq, n, t):
+        """t[:, :n] = scores of the first n keys of the block at `base`."""
+        words = q.shape[1]
+        for j in range(0, n, span):
+            place = base + j // panel * panel * words * group + j % panel * group
+            score(q, words, data, place, words, start, scales, j, cq, t, j)
+
+    @inline
+    def block_values(p, data, base, n, scale, o):
+        """o += P.V of the first n keys of the block whose V is at `base`."""
+        columns = o.shape[1]
+        steps = (n + group - 1) // group
+        for c in range(0, columns, panel):
+            width = min(panel, columns - c)
+            place = base + c * KEY_BLOCK
+            x = 0
+            while x + span <= width:
+                value(p, data, place + x * group, width * group, steps, scale, o, c + x, columns)
+                x += span
+            while x < width:
+                value_one(p, data, place + x * group, width * group, steps, scale, o, c + x, columns)
+                x += lanes
+    return block_scores, block_values
+
+
+@functools.cache
+def _make_int8(tile: Tile, rows: int):
+    block_scores, block_values = _make_block(tile, rows)
+    softmax = softmax_int8(tile)
+    group, q_offset, scales = tile.group, tile.q_offset, tile.scales
+    word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
+
+    @inline
+    def prepare(q, c, words, line, spoiled, r):
+        """Quantise one query row into words; returns (first value of its sums, its scale)."""
+        out = words.view(word)
+        s = quantize_row(q, line, out)
+        if s != s:
+            spoiled[r] = 1
+            return I(0), F(0)
+        total = I(0)
+        for e in range(out.size):
+            total = np.add(total, I(out[e]))
+        return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
+
+    @inline
+    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
+        """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
+        data, channels = store.data[page, g], q.shape[1] * group
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
+        tail = base + KEY_BLOCK * channels
+        both = data[tail:tail + scales].view(np.float32)
+        k_scale, v_scale = both[:KEY_BLOCK], both[KEY_BLOCK:KEY_BLOCK + n]
+        block_scores(q, start, data, base, k_scale, cq, n, t)
+        if largest_bits(k_scale[:n]) > INFINITE:
+            for r in range(real):
+                if sees_bad(edges[r], first, k_scale[:n]):
+                    spoiled[r] = 1
+        largest = np.empty(1, np.int32)
+        largest[0] = largest_bits(v_scale)
+        v_max = largest.view(np.float32)[0]
+        factor = F(65536) / v_max
+        for j in range(n):
+            ratio[j] = np.uint16(min(I(F(F(v_scale[j] * factor) + ROUND) - ROUND), I(65535)))
+        scale_bits = scale.view(np.int32)
+        for r in range(real):
+            row = t[r]
+            row[n:] = HIDDEN
+            if not inside:
+                hide(edges[r], first, n, row, I(HIDDEN))
+            octave, total = softmax(t, r * KEY_BLOCK, ratio, p, r * KEY_BLOCK)
+            if octave == I(fx.MIN_OCTAVE):
+                scale[r] = F(0)
+                continue
+            top = F(octave)
+            if top > m[r]:
+                if l[r] != F(0):
+                    shrink, sums = F(2.0) ** F(max(m[r] - top, F(-126))), o[r]
+                    for e in range(sums.size):
+                        sums[e] = sums[e] * shrink
+                    l[r] = l[r] * shrink
+                m[r] = top
+            below = I(min(m[r] - top, F(126)))
+            scale_bits[r] = np.left_shift(np.subtract(I(127), below), I(23))
+            l[r] = F(l[r] + F(F(total) * scale[r]))
+            scale[r] = F(scale[r] * v_max)
+        block_values(p, data, tail + scales, n, scale, o)
+    return prepare, take, UNSEEN
+
+
+@functools.cache
+def _make_float(tile: Tile, rows: int):
+    block_scores, block_values = _make_block(tile, rows)
+    vectors = FLOAT_VECTORS[tile.lanes]
+    top_of, weights = row_max(vectors), row_exp(vectors)
+    lanes, count, group, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.group, tile.scales
+
+    @inline
+    def prepare(q, c, words, line, spoiled, r):
+        """Copy one query row; its scale is c."""
+        top = I(0)
+        bits = q.view(np.int32)
+        for e in range(bits.size):
+            top = max(top, I(bits[e] & MAGNITUDE))
+            words[e] = bits[e]
+        if top >= INFINITE:
+            spoiled[r] = 1
+            words[:] = 0
+        return I(0), c
+
+    @inline
+    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
+        """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
+        data, channels = store.data[page, g], q.shape[1] * group
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
+        tail = base + KEY_BLOCK * channels
+        k_scale, sums = data[tail:tail + scales].view(np.float32), ratio.view(np.float32)
+        block_scores(q, start, data, base, k_scale, cq, n, t)
+        if largest_bits(k_scale[:n]) > INFINITE:
+            for r in range(real):
+                if sees_bad(edges[r], first, k_scale[:n]):
+                    spoiled[r] = 1
+        for r in range(real):
+            row = t[r]
+            row[n:] = F(-np.inf)
+            if not inside:
+                hide(edges[r], first, n, row, F(-np.inf))
+            top = top_of(t, r * KEY_BLOCK, count)
+            if top == F(-np.inf):
+                p[r] = F(0)
+                continue
+            if top > m[r] + GROWTH:
+                if l[r] != F(0):
+                    shrink, out = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
+                    for e in range(out.size):
+                        out[e] = out[e] * shrink
+                    l[r] = l[r] * shrink
+                m[r] = top
+            sums[:lanes] = F(0)
+            weights(t, r * KEY_BLOCK, count, m[r], p, r * KEY_BLOCK, sums, 0)
+            total = l[r]
+            for e in range(lanes):
+                total = F(total + sums[e])
+            l[r] = total
+        block_values(p, data, tail + scales, n, scale, o)
+    return prepare, take, NOTHING
+
+
+@functools.cache
+def make_decode(tile: Tile, rows: int, parallel: bool):
+    """The kernel for one storage, instruction set and number of rows of a query tile.
+
+    decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
+    """
+    prepare, take, nothing = (_make_int8 if tile.dtype == "int8" else _make_float)(tile, rows)
+
+    @inline
+    def attend(q, c, store, s, w, task, sizes):
+        """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
+        queries, splits, window, sinks, ring, page_size, _ = sizes
+        n_kv, all_rows = store.data.shape[1], q.shape[2]
+        tiles = (all_rows + rows - 1) // rows
+        split, unit = task % splits, task // splits
+        row, n_head = unit % tiles * rows, unit // tiles
+        b, g = n_head // n_kv, n_head % n_kv
+        real = min(rows, all_rows - row)
+        words, start, cq, edges, spoiled, scale, p = s.q[w], s.start[w], s.cq[w], s.edges[w], s.spoiled[w], s.scale[w], s.p[w]
+        o, m, l, t, ratio = s.o[task], s.m[task], s.l[task], s.t[w], s.ratio[w]
+        length = store.lengths[b]
+        slots = min(length, sinks + ring)
+        blocks = (slots + KEY_BLOCK - 1) // KEY_BLOCK
+        share = (blocks + splits - 1) // splits
+        o[:], m[:], l[:], scale[:], spoiled[:] = F(0), nothing, F(0), F(0), 0
+        for r in range(real, rows):
+            words[r], start[r], cq[r], p[r] = 0, 0, F(0), 0
+        for r in range(real):
+            start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
+            row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
+        for block in range(split * share, min((split + 1) * share, blocks)):
+            first = block * KEY_BLOCK
+            n = min(KEY_BLOCK, slots - first)
+            seen, inside = False, True
+            for r in range(real):
+                some, every = coverage(edges[r], first, n)
+                seen |= some
+                inside &= every
+            if seen:
+                page = store.table[b, first // page_size]
+                take(store, page, g, first % page_size, n, first, words, start, cq, t, p, ratio, scale, edges, spoiled, real,
+                     inside, o, m, l)
+        for r in range(real):
+            if spoiled[r] and coverage(edges[r], 0, slots)[0]:
+                l[r] = F(np.nan)
+
+    @inline
+    def finish(q, store, s, unit, sizes, out, m_out, l_out):
+        """Merge the splits of one tile in their order, and divide."""
+        splits = sizes[1]
+        n_kv, all_rows = store.data.shape[1], q.shape[2]
+        tiles = (all_rows + rows - 1) // rows
+        row, n_head = unit % tiles * rows, unit // tiles
+        b, g = n_head // n_kv, n_head % n_kv
+        base = unit * splits
+        for r in range(min(rows, all_rows - row)):
+            top = s.m[base, r]
+            for i in range(1, splits):
+                top = max(top, s.m[base + i, r])
+            sums, total = s.o[base, r], s.l[base, r]
+            for i in range(splits):
+                if splits > 1:
+                    share, part = F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))), s.o[base + i, r]
+                    if i == 0:
+                        total = F(total * share)
+                        for e in range(sums.size):
+                            sums[e] = F(sums[e] * share)
+                    else:
+                        total = F(total + F(s.l[base + i, r] * share))
+                        for e in range(sums.size):
+                            sums[e] = F(sums[e] + F(part[e] * share))
+            result = out[b, g, row + r]
+            if total == F(0):
+                result[:] = F(0)
+            else:
+                reciprocal = F(1) / total
+                for e in range(result.size):
+                    result[e] = F(sums[e] * reciprocal)
+            m_out[b, g, row + r], l_out[b, g, row + r] = top, total
+
+    @kernel(parallel=parallel)
+    def decode(q, c, store, scratch, sizes, out, m_out, l_out):
+        """All rows of all KV heads of all sequences.
+
+        q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new token); c float32 scale * log2(e),
+        times 256 for INT8; sizes = (new tokens, splits, window, sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32;
+        m_out, l_out (B, Hkv, rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token that was not
+        finite.
+        """
+        splits, workers = sizes[1], sizes[6]
+        units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
+        counter = scratch.counter
+        counter[0] = 0
+        for worker in prange(workers):
+            w = np.intp(worker)                                         # P4
+            while True:
+                task = next_task(counter)
+                if task >= units * splits:
+                    break
+                attend(q, c, store, scratch, w, task, sizes)
+                if splits == 1:
+                    finish(q, store, scratch, task, sizes, out, m_out, l_out)
+        if splits > 1:
+            for unit in prange(units):
+                finish(q, store, scratch, np.intp(unit), sizes, out, m_out, l_out)
+    return decode

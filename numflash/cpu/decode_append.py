@@ -1,0 +1,157 @@
+"""Appending tokens to a KV cache: quantise or copy, and write each token into its lane of the decode layout, O(D) per token."""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import prange
+
+from .._jit import inline, kernel
+from ..tiling import KEY_BLOCK
+from .decode_tiles import Tile
+
+F, I = np.float32, np.int32
+LARGEST = F(np.finfo(np.float32).max)
+INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+NO_SCALE = F(2.0**-100)                          # as in `quantization`
+ROUND = F(1.5 * 2.0**23)
+SCALE_LIMIT = F(2.0**100)                        # scores stay finite: see `reference.combined_scale`
+
+
+@inline
+def quantize_row(x, moved, out):
+    """`quantization.quantize(granularity="row")` of one row: returns its scale, NaN (and zeros) where x is not finite.
+
+    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row.
+    """
+    bits, moved_bits, top = x.view(np.int32), moved.view(np.int32), I(0)
+    for d in range(x.size):
+        moved_bits[d] = bits[d] & MAGNITUDE
+        top = max(top, moved_bits[d])
+    if top >= INFINITE:
+        out[:] = 0
+        return F(np.nan)
+    moved_bits[0] = top
+    largest = moved[0]
+    usable = largest > NO_SCALE
+    factor = F(127) / largest if usable else F(0)
+    for d in range(x.size):
+        out[d] = I((F(x[d] * factor) + ROUND) - ROUND)
+    out[x.size:] = 0
+    return largest / F(127) if usable else F(1)
+
+
+@inline
+def place(position, sinks, ring):
+    """The slot of a token."""
+    return position if position < sinks else sinks + (position - sinks) % ring
+
+
+@functools.cache
+def _make_writers(tile: Tile):
+    panel, group, scales, exact = tile.panel, tile.group, tile.scales, tile.dtype == "int8"
+
+    @inline
+    def write_key(row, page, slot, columns, added):
+        """One token's channels, padded to whole groups, into its lane of the panel."""
+        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
+        lane = base + inner // panel * panel * row.size + inner % panel * group
+        for e in range(0, row.size, group):
+            for r in range(group):
+                page[np.uintp(lane + e * panel + r)] = row[e + r] + added
+
+    @inline
+    def write_value(row, page, slot, channels, columns):
+        """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
+        inner = slot % KEY_BLOCK
+        block = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels + scales
+        for c in range(0, columns, panel):
+            width = min(panel, columns - c)
+            base = block + c * KEY_BLOCK + inner // group * width * group + inner % group
+            for e in range(min(width, row.size - c)):
+                page[np.uintp(base + e * group)] = row[c + e]
+
+    @inline
+    def write_scales(k_scale, v_scale, page, slot, channels, columns):
+        """The scales of one token, between K and V of its block."""
+        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels
+        both = page[base:base + scales].view(np.float32)
+        both[inner] = k_scale
+        if exact:
+            both[KEY_BLOCK + inner] = v_scale
+    return write_key, write_value, write_scales
+
+
+@functools.cache
+def make_append_int8(tile: Tile, parallel: bool):
+    """append(key, value, counts, offset, store, sizes): key and value (B, Hkv, n, D) float32, offset (B, Hkv, D) float32.
+
+    The caller adds counts to the lengths.
+    """
+    write_key, write_value, write_scales = _make_writers(tile)
+    group, added = tile.group, I(tile.q_offset)
+
+    @inline
+    def append_head(key, value, count, shift, b, g, store, sizes):
+        sinks, ring, page_size, columns = sizes
+        d, dv = key.shape[1], value.shape[1]
+        moved, rest = np.empty(max(d, dv), np.float32), np.empty(d, np.float32)
+        k_row, v_row = np.zeros((d + group - 1) // group * group, np.int32), np.zeros(dv, np.int32)
+        for i in range(count):
+            slot = place(store.lengths[b] + i, sinks, ring)
+            page, inner = store.table[b, slot // page_size], slot % page_size
+            source = key[i]
+            for e in range(d):
+                x = F(source[e] - shift[e])
+                rest[e] = x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
+            k_scale, v_scale = quantize_row(rest, moved, k_row), quantize_row(value[i], moved, v_row)
+            if v_scale != v_scale or k_scale != k_scale:
+                k_scale, v_scale = F(np.nan), F(1)
+                k_row[:], v_row[:] = 0, 0
+            write_key(k_row, store.data[page, g], inner, columns, added)
+            write_value(v_row, store.data[page, g], inner, k_row.size, columns)
+            k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
+            write_scales(k_scale, v_scale, store.data[page, g], inner, k_row.size, columns)
+
+    @kernel(parallel=parallel)
+    def append(key, value, counts, offset, store, sizes):
+        n_kv = key.shape[1]
+        for n in prange(key.shape[0] * n_kv):
+            b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
+            append_head(key[b, g], value[b, g], counts[b], offset[b, g], b, g, store, sizes)
+    return append
+
+
+@functools.cache
+def make_append_float(tile: Tile, parallel: bool):
+    """append(key, value, counts, store, sizes): key and value (B, Hkv, n, D) in the bits of the storage, unsigned integers."""
+    write_key, write_value, write_scales = _make_writers(tile)
+    exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
+
+    @inline
+    def finite(row):
+        for e in range(row.size):                                       # noqa: SIM110
+            if row[e] & exponent == exponent:
+                return False
+        return True
+
+    @inline
+    def append_head(key, value, count, b, g, store, sizes):
+        sinks, ring, page_size, columns = sizes
+        zero_k, zero_v = np.zeros_like(key[0]), np.zeros_like(value[0])
+        for i in range(count):
+            slot = place(store.lengths[b] + i, sinks, ring)
+            page, inner = store.table[b, slot // page_size], slot % page_size
+            good = finite(key[i]) and finite(value[i])
+            write_key(key[i] if good else zero_k, store.data[page, g], inner, columns, 0)
+            write_value(value[i] if good else zero_v, store.data[page, g], inner, zero_k.size, columns)
+            write_scales(F(1) if good else F(np.nan), F(1), store.data[page, g], inner, zero_k.size, columns)
+
+    @kernel(parallel=parallel)
+    def append(key, value, counts, store, sizes):
+        n_kv = key.shape[1]
+        for n in prange(key.shape[0] * n_kv):
+            b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
+            if counts[b]:
+                append_head(key[b, g], value[b, g], counts[b], b, g, store, sizes)
+    return append

@@ -1,0 +1,337 @@
+"""The fused INT8 attention: integer Q.K^T, fixed-point online softmax and integer P.V, one query tile at a time.
+
+This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") with the integer pipeline of
+`reference.integer_model`, whose bits it produces. One source for every instruction set: the register tiles come from
+`microkernels`. Per query tile of `block_q` rows:
+
+    for every key block that a row can see:
+        scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8           (score_tile)
+        softmax  own octave of each row and block, weights P uint8 and their sum    (block_octaves, row_weights)
+        merge    running octave m and sum l; O shifts by whole octaves when m grows (merge_rows)
+        values   O += P.V in int32 registers, added to float32 O                    (value_tile)
+    out = O / l * v_scale
+
+Blocks at the edge of what is visible get hidden scores before the softmax. Whatever does not fit the fast path (masks, bias,
+softcap, ALiBi, scores beyond 127 octaves, keys that are not finite) takes `wide_scores`, which keeps float32 scores of the block
+and yields the same bits where both apply.
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import prange
+
+from .. import fixedpoint as fx
+from .._jit import inline, kernel
+from ..fixedpoint import ONE_Q16
+from ..tiling import KEY_BLOCK, tiling
+from . import float_tiles, wide_rows
+from .isas import VECTOR_ISAS, lanes_of
+from .microkernels import ROWS, block_octaves, block_totals, row_weights, row_weights_q16, score_tile, value_tile
+from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range
+from .vectors import next_task
+
+F, I = np.float32, np.int32
+HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that is not seen
+HALF = KEY_BLOCK // 2
+# Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
+LOWEST, HIGHEST = -110, 127
+
+
+@functools.cache
+def make_attend(isa_name: str, pv: str = "int8"):
+    """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
+    isa = VECTOR_ISAS[isa_name]
+    block_q = tiling(isa_name).block_q
+    score6, score4, score2 = (score_tile(isa_name, m) for m in ROWS)
+    wide6, wide4, wide2 = (score_tile(isa_name, m, True) for m in ROWS)
+    nv, nv_half = isa.nv, max(1, isa.nv // 2)
+    vector_lanes, float_lanes, group, q_offset = lanes_of(isa_name), isa.lanes, isa.group, isa.q_offset
+    operand = np.uint8 if group == 4 else np.int16
+    octaves_half, octaves_whole = block_octaves(isa_name, HALF), block_octaves(isa_name, KEY_BLOCK)
+    if pv == "int8":
+        value6, value4, value2 = (value_tile(isa_name, m, nv) for m in ROWS)
+        half6, one6 = value_tile(isa_name, 6, nv_half), value_tile(isa_name, 6, 1)
+        weights, unit = row_weights, F(1)
+    else:
+        value6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[isa.lanes], n) for n in (nv, 1))
+        weights, unit = row_weights_q16, F(1 / ONE_Q16)
+    weight: type[np.generic] = operand if pv == "int8" else np.float32
+    weights_half, weights_whole = weights(isa_name, HALF), weights(isa_name, KEY_BLOCK)
+    totals = block_totals(isa_name)
+    softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
+    row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
+    apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
+
+    @inline
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
+        """x[rows, columns] int16 Q8.8 for keys first .. first + columns."""
+        groups, panel = stride // group, nv * vector_lanes()
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i + 6 <= rows:
+                score6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+                i += 6
+            if rows - i == 4:
+                score4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+            elif rows - i == 2:
+                score2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+
+    @inline
+    def change_row(semantics, dense, b, h, i, first, n, x, x_off):
+        """Softcap, ALiBi, bias and mask of the first n scores of a row, as `scores.transform_row` does it."""
+        count, whole, rest = (n + float_lanes - 1) // float_lanes, n // float_lanes, n % float_lanes
+        tail = x_off + whole * float_lanes
+        if semantics.softcap > F(0):
+            softcap(x, x_off, count, semantics.softcap, semantics.shift[b, h, i])
+        if semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0):
+            alibi(x, x_off, count, semantics.slopes[b, h], i + semantics.diagonal[b] - first)
+        if semantics.has_bias:
+            at = row_of(semantics.bias, b, h, i) + first
+            add_bias(x, x_off, whole, dense.bias, at)
+            if rest:
+                dense.bias_end[:rest] = dense.bias[at + whole * float_lanes:at + n]
+                add_bias(x, tail, 1, dense.bias_end, 0)
+        if semantics.has_mask:
+            at = row_of(semantics.mask, b, h, i) + first
+            apply_mask(x, x_off, whole, dense.mask, at)
+            if rest:
+                dense.mask_end[:rest] = dense.mask[at + whole * float_lanes:at + n]
+                apply_mask(x, tail, 1, dense.mask_end, 0)
+
+    @inline
+    def mask_hides(semantics, dense, b, h, row, first, n, live):
+        """Whether the dense mask hides n keys from `first` on from all rows."""
+        for i in range(live.size):
+            at = row_of(semantics.mask, b, h, row + i) + first
+            whole = n // float_lanes
+            if live[i] and (found(dense.mask, at, whole) or dense.mask[at + whole * float_lanes:at + n].any()):
+                return False
+        return True
+
+    @inline
+    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
+                    semantics, dense):
+        """Scores of the block as float32, transformed and masked, then int16 relative to each row's octave `base`."""
+        groups, panel = stride // group, nv * vector_lanes()
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i + 6 <= rows:
+                wide6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
+                i += 6
+            if rows - i == 4:
+                wide4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
+            elif rows - i == 2:
+                wide2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
+        for i in range(live.size):
+            if live[i]:
+                at = i * KEY_BLOCK
+                if semantics.general:
+                    change_row(semantics, dense, b, h, row + i, first, min(columns, s - first), wide, at)
+                line = wide[i]
+                line[:max(lo[i] - first, 0)] = HIDDEN_WIDE
+                line[min(hi[i] - first, columns):columns] = HIDDEN_WIDE
+                best, bad = row_top(wide, at, columns // float_lanes)
+                if bad or best == HIDDEN_WIDE:
+                    live[i], base[i] = 0, I(UNSEEN)
+                    if bad:
+                        spoiled[i] = 1
+                else:
+                    base[i] = I(I(np.rint(min(max(best, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
+                    row_narrow(wide, at, columns // float_lanes, I(base[i] << I(8)), x, at)
+
+    @inline
+    def octave_rows(x, rows, columns, octave, octave_q8):
+        """The block's own octave of every row, 8 rows at a time."""
+        for i in range(0, rows, 8):
+            if columns == HALF:
+                octaves_half(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+            else:
+                octaves_whole(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+
+    @inline
+    def grow_rows(octave, rows, m, l, scale, scale_bits, o):
+        """Running octave m = max(m, octave): O and l shift by whole octaves, exactly. scale = 2**(octave - m), by its bits."""
+        grown = False
+        for i in range(rows):
+            grown |= octave[i] > m[i]
+        if grown:
+            for i in range(rows):
+                if octave[i] > m[i]:
+                    if l[i] != F(0):
+                        shrink, row = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                        for t in range(row.size):
+                            row[t] = row[t] * shrink
+                        l[i] = l[i] * shrink
+                    m[i] = octave[i]
+        for i in range(rows):
+            below = min(np.subtract(m[i], octave[i]), I(126))                      # P48: np.subtract stays in int32
+            scale_bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
+
+    @inline
+    def blank_rows(p, rows, columns, live, total):
+        """Rows that see nothing of the block have weights 0."""
+        for i in range(rows):
+            if not live[i]:
+                p[i, :columns] = 0
+                total[i] = I(0)
+
+    if pv == "int8":
+        @inline
+        def weigh_rows(x, rows, columns, octave_q8, scale, p, sums, total):
+            """Weights P of every row, uint8 relative to the block's octave, and their sums."""
+            lanes = vector_lanes()
+            for i in range(rows):
+                if columns == HALF:
+                    weights_half(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
+                else:
+                    weights_whole(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
+            for i in range(0, rows, 8):
+                totals(sums, total, i)
+
+        @inline
+        def values(p, v, first, columns, scale, total, rows, o):
+            """o[rows] += P.V for keys first .. first + columns, chunk by chunk of O's columns."""
+            width, lanes = o.shape[1], vector_lanes()
+            groups = columns // group
+            t = 0
+            while t + nv * lanes <= width:
+                place, i = (first * width + t * KEY_BLOCK), 0
+                while i + 6 <= rows:
+                    value6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
+                    i += 6
+                if rows - i == 4:
+                    value4(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
+                elif rows - i == 2:
+                    value2(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
+                t += nv * lanes
+            if nv_half > 1 and t + nv_half * lanes <= width:
+                place = first * width + t * KEY_BLOCK
+                for i in range(0, rows, 6):
+                    half6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
+                t += nv_half * lanes
+            if t < width:
+                place = first * width + t * KEY_BLOCK
+                for i in range(0, rows, 6):
+                    one6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
+    else:
+        @inline
+        def weigh_rows(x, rows, columns, octave_q8, scale, p, sums, total):
+            """Weights P of every row in Q16.16, as float32 times `scale`, and their sums."""
+            lanes = vector_lanes()
+            for i in range(rows):
+                if columns == HALF:
+                    weights_half(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * lanes)
+                else:
+                    weights_whole(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * lanes)
+            for i in range(0, rows, 8):
+                totals(sums, total, i)
+
+        @inline
+        def values(p, v, first, columns, scale, total, rows, o):
+            """o[rows] += P.V in float32 for keys first .. first + columns; V stands in rows as wide as O."""
+            width = o.shape[1]
+            t = 0
+            while t + nv * float_lanes <= width:
+                for i in range(0, rows, 6):
+                    value6(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t, width, columns, o, i * width + t, width)
+                t += nv * float_lanes
+            while t < width:
+                for i in range(0, rows, 6):
+                    one6(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t, width, columns, o, i * width + t, width)
+                t += float_lanes
+
+    @kernel(parallel=True)
+    def attend(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """All query tiles of all heads.
+
+        q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...); v_scale (Nkv, Dv) float32;
+        heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
+        """
+        n_heads, length, d = q.shape
+        dv = out.shape[2]
+        h_all, h_kv, workers = heads
+        stride = (d + group - 1) // group * group
+        lanes = vector_lanes()
+        width = (dv + lanes - 1) // lanes * lanes
+        tiles = (length + block_q - 1) // block_q
+        for _ in prange(workers):
+            q_tile, cq_tile = np.zeros((block_q, stride), operand), np.zeros(block_q, np.float32)
+            x, p = np.empty((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
+            wide = np.empty((block_q, KEY_BLOCK), np.float32)
+            o, l, m = np.zeros((block_q, width), np.float32), np.empty(block_q, np.float32), np.empty(block_q, np.int32)
+            scale, octave, total = np.zeros(block_q, np.float32), np.empty(block_q, np.int32), np.empty(block_q, np.int32)
+            scale_bits, octave_q8 = scale.view(np.int32), np.empty(block_q, np.int16)
+            sums = np.empty(block_q * lanes, np.int32)
+            base, live, spoiled = np.empty(block_q, np.int32), np.empty(block_q, np.uint8), np.empty(block_q, np.uint8)
+            lo, hi = np.empty(block_q, np.int64), np.empty(block_q, np.int64)
+            dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
+                          np.zeros(float_lanes, np.uint8), np.zeros(float_lanes, np.float32))
+            while True:
+                task = next_task(counter)
+                if task >= n_heads * tiles:
+                    break
+                n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
+                b, h = n // h_all, n % h_all
+                n_kv = b * h_kv + h * h_kv // h_all
+                real = min(block_q, length - row)
+                rows = (real + 1) // 2 * 2
+                k, v, start, ck = keys.data[n_kv], values_packed[n_kv], keys.start[n_kv], keys.scale[n_kv]
+                for i in range(real):
+                    source, target = q[n, row + i], q_tile[i]
+                    for e in range(d):
+                        target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
+                    cq_tile[i] = cq[n, row + i]
+                    lo[i], hi[i] = row_range(semantics, b, row + i, s)
+                    l[i], m[i], spoiled[i] = F(0), I(UNSEEN), 0
+                o[:rows] = F(0)
+                first, stop, shared, shared_stop = s, 0, 0, s           # keys that any row sees, keys that every row sees
+                for i in range(real):
+                    shared, shared_stop = max(shared, lo[i]), min(shared_stop, hi[i])
+                    if hi[i] > lo[i]:
+                        first, stop = min(first, lo[i]), max(stop, hi[i])
+                for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
+                    columns = HALF if stop - c <= HALF else KEY_BLOCK
+                    inside = shared <= c and c + columns <= shared_stop
+                    for i in range(real):
+                        live[i] = inside or (lo[i] < c + columns and hi[i] > c and hi[i] > lo[i])
+                    if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
+                        continue
+                    use_wide = semantics.general or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                    if not use_wide:
+                        scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x)
+                        if not inside:
+                            for i in range(real):
+                                if live[i]:
+                                    if lo[i] > c:
+                                        x[i, :lo[i] - c] = HIDDEN
+                                    if hi[i] < c + columns:
+                                        x[i, hi[i] - c:columns] = HIDDEN
+                        octave_rows(x, real, columns, octave, octave_q8)
+                        for i in range(real):
+                            octave[i] = octave[i] if live[i] else I(UNSEEN)
+                            use_wide |= octave[i] > HIGHEST or (octave[i] < LOWEST and octave[i] != UNSEEN)
+                    if use_wide:
+                        inside = False
+                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, x, base, spoiled, live[:real],
+                                    b, h, row, lo, hi, s, semantics, dense)
+                        octave_rows(x, real, columns, octave, octave_q8)
+                        for i in range(real):
+                            octave[i] = base[i] if live[i] else I(UNSEEN)
+                    grow_rows(octave, real, m, l, scale, scale_bits, o)
+                    weigh_rows(x, real, columns, octave_q8, scale, p, sums, total)
+                    if not inside:
+                        blank_rows(p, real, columns, live, total)
+                    for i in range(real):
+                        l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
+                    values(p, v, c, columns, scale, total, rows, o)
+                for i in range(real):
+                    if spoiled[i]:
+                        l[i] = F(np.nan)
+                    result, unscaled = out[n, row + i], o[i]
+                    r = F(1) / l[i]
+                    for t in range(dv):
+                        result[t] = F(0) if l[i] == F(0) else F(F(unscaled[t] * r) * v_scale[n_kv, t])
+                    m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+    return attend

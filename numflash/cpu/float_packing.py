@@ -1,0 +1,164 @@
+"""Packed operands of the floating-point kernels.
+
+K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels (the pair of one dot product).
+V, per head: [key][column] float32, in place where its rows are whole vectors; bfloat16 as [key pair][column][2 keys].
+Keys that no row can see are not packed, and columns are padded to whole vectors, both with zeros.
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from .._jit import inline, kernel
+from .float_tiles import FLOAT_ISAS
+from .packing import padded
+from .vectors import I32, data, load, shuffle, store, vector
+
+U = np.uint32
+INFINITY = U(0x7F800000)
+
+
+@functools.cache
+def transpose(lanes: int):
+    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of lanes x lanes words, in registers."""
+    @intrinsic
+    def square(typingctx, x, x_off, x_stride, out, out_off, out_stride):
+        def codegen(context, b, sig, a):
+            px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+            words = vector(I32, lanes)
+            rows = [load(b, px, b.add(a[1], b.mul(a[2], ir.Constant(a[2].type, r))), words, 4) for r in range(lanes)]
+            step = lanes // 2
+            while step:                                                 # swap the off-diagonal quarters, ever smaller
+                low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+                high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+                for r in range(lanes):
+                    if not r & step:
+                        x, y = rows[r], rows[r + step]
+                        rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+                step //= 2
+            for r, x in enumerate(rows):
+                store(b, x, po, b.add(a[4], b.mul(a[5], ir.Constant(a[5].type, r))), 4)
+            return context.get_dummy_value()
+        return types.void(x, x_off, x_stride, out, out_off, out_stride), codegen
+    return square
+
+
+@inline
+def largest(words, group, top):
+    """Bits of the largest finite magnitude in a row of words, at least `top`; infinity and NaN do not count."""
+    for e in range(words.size):
+        if group == 1:
+            x = U(words[e] & U(0x7FFFFFFF))
+            top = max(top, x if x < INFINITY else U(0))
+        else:
+            x, y = U(words[e] & U(0x7FFF0000)), U(U(words[e] << U(16)) & U(0x7FFF0000))
+            top = max(top, max(x if x < INFINITY else U(0), y if y < INFINITY else U(0)))
+    return top
+
+
+@functools.cache
+def _pack_keys(lanes: int, panel: int, group: int):
+    square = transpose(lanes)
+
+    @kernel(parallel=True)
+    def pack_keys(k, stops, out, most):
+        """k (B, Hkv, S, words) uint32 -> out (B * Hkv, panels * words * panel); most (B * Hkv, panels) uint32 bits."""
+        nb, nh, _, words = k.shape
+        panels = most.shape[1]
+        for task in prange(nb * nh * panels):
+            n, p = np.intp(task) // panels, np.intp(task) % panels      # P4
+            source = k[n // nh, n % nh]
+            first, stop = p * panel, min((np.intp(task) % panels + 1) * panel, stops[n // nh])
+            target = out[n, first * words:(first + panel) * words]
+            top = U(0)
+            for j in range(first, stop):
+                top = largest(source[j], group, top)
+            most[n, p] = top
+            c = 0
+            while c < panel:
+                if first + c + lanes <= stop:
+                    rows = source[first + c:first + c + lanes].reshape(lanes * words)
+                    e = 0
+                    while e + lanes <= words:
+                        square(rows, e, words, target, e * panel + c, panel)
+                        e += lanes
+                    while e < words:
+                        line = target[e * panel + c:e * panel + c + lanes]
+                        for r in range(lanes):
+                            line[r] = rows[r * words + e]
+                        e += 1
+                    c += lanes
+                else:
+                    for e in range(words):
+                        target[e * panel + c] = source[first + c, e] if first + c < stop else U(0)
+                    c += 1
+    return pack_keys
+
+
+@kernel(parallel=True)
+def _pack_columns(v, stops, out):
+    """v (B, Hkv, S, Dv) float32 -> out (B * Hkv, keys, columns), padded with zeros."""
+    nb, nh, _, dv = v.shape
+    keys = out.shape[1]
+    for task in prange(nb * nh * keys):
+        n, j = np.intp(task) // keys, np.intp(task) % keys              # P4
+        row = out[n, j]
+        if j < stops[n // nh]:
+            row[:dv] = v[n // nh, n % nh, j]
+            row[dv:] = np.float32(0)
+        else:
+            row[:] = np.float32(0)
+
+
+@kernel(parallel=True)
+def _pack_pairs(v, stops, out):
+    """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
+    nb, nh, _, dv = v.shape
+    pairs = out.shape[1]
+    for task in prange(nb * nh * pairs):
+        n, j = np.intp(task) // pairs, np.intp(task) % pairs * 2        # P4
+        row, stop = out[n, j // 2], stops[n // nh]
+        row[:] = U(0)
+        head = v[n // nh, n % nh]
+        if j + 1 < stop:
+            even, odd = head[j], head[j + 1]
+            for t in range(dv):
+                row[t] = U(U(even[t]) | U(U(odd[t]) << U(16)))
+        elif j < stop:
+            even = head[j]
+            for t in range(dv):
+                row[t] = U(even[t])
+
+
+def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen. Also the largest magnitude of each head."""
+    isa = FLOAT_ISAS[name]
+    if k.shape[3] % isa.group:
+        k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    words = np.ascontiguousarray(k).view(U)
+    nb, nh, _, width = words.shape
+    panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
+    out, most = np.empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
+    _pack_keys(isa.lanes, isa.panel, isa.group)(words, stops, out, most)
+    operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
+    return operands, most.max(1).view(np.float32)
+
+
+def pack_values(name: str, v: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, int]:
+    """Pack v (B, Hkv, S, Dv), or take it as it is: (B * Hkv, ...) operands and columns of a row."""
+    isa = FLOAT_ISAS[name]
+    nb, nh, s, dv = v.shape
+    columns = padded(dv, isa.lanes)
+    if isa.group == 2:
+        out = np.empty((nb * nh, max(1, -(-int(stops.max(initial=0)) // 2)), columns), U)
+        _pack_pairs(np.ascontiguousarray(v), stops, out)
+        return out.view(np.uint16).reshape(nb * nh, -1), columns
+    if columns == dv:
+        return np.ascontiguousarray(v).reshape(nb * nh, -1), columns
+    out = np.empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
+    _pack_columns(np.ascontiguousarray(v), stops, out)
+    return out.reshape(nb * nh, -1), columns

@@ -1,0 +1,341 @@
+"""Register tiles and row operations of the floating-point kernels, written once for every vector length.
+
+Contract (A rows of operands, B packed or in place, `steps` steps of `group` products each):
+
+* `score_tile`: x[mr, nv * lanes] = (A.B) * c, float32.
+* `value_tile`: o[mr, nv * lanes] += A.B, float32.
+* `row_max`, `row_exp`, `row_softcap`, ...: one row of scores, whole vectors at a time.
+
+Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves AVX-512, AVX2 and NEON. NaN is
+kept on purpose: comparisons are written so that a NaN score stays NaN and reaches the row sum.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .microkernels import dot_loop
+from .vectors import F32, I8, I16, I32, I64, Vectors, call, constant, data, load, shuffle, splat, store, vector
+
+MR = 6
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class FloatIsa(Vectors):
+    """Vectors of one target: `lanes` float32 sums; `group` products per operand: 1 float32, or 2 bfloat16 (vdpbf16ps)."""
+
+    nv: int
+    group: int = 1
+
+    @property
+    def operand(self) -> ir.VectorType:
+        return vector(F32, self.lanes) if self.group == 1 else vector(I16, 2 * self.lanes)
+
+    @property
+    def panel(self) -> int:
+        """Keys of one packed panel of K."""
+        return self.nv * self.lanes
+
+    @property
+    def floats(self) -> ir.VectorType:
+        return vector(F32, self.lanes)
+
+    def dot(self, b, acc, x, y):
+        """acc[lane] + the sum over the group of x * y."""
+        if self.group == 1:
+            return self.fma(b, x, y, acc)
+        x, y = (b.bitcast(z, vector(BF16, 2 * self.lanes)) for z in (x, y))
+        return call(b, f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.floats, acc, x, y)
+
+    def fma(self, b, x, y, z):
+        return call(b, f"llvm.fma.v{self.lanes}f32", self.floats, x, y, z)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's `bfloat`, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+BF16 = _BFloat16()
+
+
+FLOAT_ISAS = {isa.name: isa for isa in (
+    FloatIsa("avx512_bf16", 16, 4, 2),
+    FloatIsa("avx512", 16, 4),
+    FloatIsa("avx2", 8, 2),
+    FloatIsa("neon", 4, 4),
+)}
+
+
+@functools.cache
+def score_tile(name: str, nv: int):
+    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride); `k` in panels of the full width."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def tile(typingctx, q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride):
+        sig = types.void(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride)
+
+        def codegen(context, b, sig, a):
+            pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
+            zero = [constant(isa.floats, 0.0)] * (MR * nv)
+            c = splat(b, a[6], isa.floats)
+            rows = dot_loop(b, isa, isa.dot, pq, a[1], a[2], pk, a[4], a[5], zero, MR, nv, I64(isa.panel * isa.group))
+            for m, acc in enumerate(rows):
+                for n in range(nv):
+                    where = b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n))
+                    store(b, b.fmul(acc[n], c), px, where, 4)
+            return context.get_dummy_value()
+        return sig, codegen
+    return tile
+
+
+@functools.cache
+def value_tile(name: str, nv: int):
+    """Intrinsic f(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride)."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def tile(typingctx, p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride):
+        sig = types.void(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride)
+
+        def codegen(context, b, sig, a):
+            pp, pv, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
+            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n)) for m in range(MR) for n in range(nv)]
+            first = [load(b, po, w, isa.floats, 4) for w in where]
+            for m, acc in enumerate(dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, MR, nv, a[5])):
+                for n in range(nv):
+                    store(b, acc[n], po, where[m * nv + n], 4)
+            return context.get_dummy_value()
+        return sig, codegen
+    return tile
+
+
+def for_vectors(b, count, lanes, state, body):
+    """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state. No turn if count is 0."""
+    entry = b.block
+    head, turn, done = (b.append_basic_block(part) for part in ("row", "row.turn", "row.end"))
+    b.branch(head)
+    b.position_at_end(head)
+    n = b.phi(I64)
+    n.add_incoming(I64(0), entry)
+    phis = []
+    for x in state:
+        phis.append(b.phi(x.type))
+        phis[-1].add_incoming(x, entry)
+    b.cbranch(b.icmp_signed("<", n, count), turn, done)
+    b.position_at_end(turn)
+    after = body(b.mul(n, I64(lanes)), phis)
+    n.add_incoming(b.add(n, I64(1)), b.block)
+    for phi, x in zip(phis, after, strict=True):
+        phi.add_incoming(x, b.block)
+    b.branch(head)
+    b.position_at_end(done)
+    return phis
+
+
+def larger(b, x, bound):
+    """max(x, bound) that keeps a NaN in x."""
+    return b.select(b.fcmp_ordered("<", x, bound), bound, x)
+
+
+# 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 9.2e-8
+EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733953714371, 0.009671512991189957, 0.0013264714507386088)
+LOWEST = -150.0                                  # 2**LOWEST is 0 in float32
+
+
+def exp2(b, isa, x):
+    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN."""
+    x = larger(b, x, constant(isa.floats, LOWEST))
+    n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x)
+    f = b.fsub(x, n)
+    y = constant(isa.floats, EXP2[5])
+    for c in EXP2[4::-1]:
+        y = isa.fma(b, y, f, constant(isa.floats, c))
+    if isa.lanes == 16:
+        return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, y, n, constant(isa.floats, 0.0), I16(-1), I32(4))
+    ints = vector(I32, isa.lanes)
+    n = b.add(call(b, f"llvm.fptosi.sat.v{isa.lanes}i32.v{isa.lanes}f32", ints, n), constant(ints, 127))
+    power = b.bitcast(b.shl(n, constant(ints, 23)), isa.floats)
+    return b.select(b.icmp_signed("<", n, constant(ints, 1)), b.fmul(y, constant(isa.floats, 0.0)), b.fmul(y, power))
+
+
+def fold(b, x, combine):
+    """All lanes of a vector combined into one scalar, halves first."""
+    while x.type.count > 1:
+        half = x.type.count // 2
+        x = combine(b, shuffle(b, x, x, list(range(half))), shuffle(b, x, x, list(range(half, 2 * half))))
+    return b.extract_element(x, I32(0))
+
+
+@functools.cache
+def row_max(name: str):
+    """Intrinsic f(x, x_off, count) -> the largest score of `count` vectors; NaN does not count."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def largest(typingctx, x, x_off, count):
+        def codegen(context, b, sig, a):
+            px = data(context, b, sig.args[0], a[0])
+
+            def body(at, state):
+                return [larger(b, state[0], load(b, px, b.add(a[1], at), isa.floats, 4))]
+            top, = for_vectors(b, a[2], isa.lanes, [constant(isa.floats, float("-inf"))], body)
+            return fold(b, top, larger)
+        return types.float32(x, x_off, count), codegen
+    return largest
+
+
+@functools.cache
+def row_exceeds(name: str):
+    """Intrinsic f(x, x_off, count, bound) -> whether any score of a row is above the bound, or NaN."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def exceeds(typingctx, x, x_off, count, bound):
+        def codegen(context, b, sig, a):
+            px, bound = data(context, b, sig.args[0], a[0]), splat(b, a[3], isa.floats)
+
+            def body(at, state):
+                return [b.or_(state[0], b.fcmp_unordered(">", load(b, px, b.add(a[1], at), isa.floats, 4), bound))]
+            above, = for_vectors(b, a[2], isa.lanes, [constant(vector(ir.IntType(1), isa.lanes), 0)], body)
+            return b.icmp_unsigned("!=", b.bitcast(above, ir.IntType(isa.lanes)), ir.Constant(ir.IntType(isa.lanes), 0))
+        return types.boolean(x, x_off, count, bound), codegen
+    return exceeds
+
+
+@functools.cache
+def row_exp(name: str):
+    """Intrinsic f(x, x_off, count, m, p, p_off, l, l_off): p = 2**(x - m), as operands of `value_tile`; l, one vector, += p."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def weights(typingctx, x, x_off, count, m, p, p_off, l, l_off):
+        def codegen(context, b, sig, a):
+            px, pp, pl = (data(context, b, sig.args[n], a[n]) for n in (0, 4, 6))
+            m = splat(b, a[3], isa.floats)
+
+            def body(at, state):
+                y = exp2(b, isa, b.fsub(load(b, px, b.add(a[1], at), isa.floats, 4), m))
+                z = y if isa.group == 1 else narrow(b, isa, y)
+                store(b, z, pp, b.add(a[5], at), 4 // isa.group)
+                return [b.fadd(state[0], y)]
+            total, = for_vectors(b, a[2], isa.lanes, [load(b, pl, a[7], isa.floats, 4)], body)
+            store(b, total, pl, a[7], 4)
+            return context.get_dummy_value()
+        return types.void(x, x_off, count, m, p, p_off, l, l_off), codegen
+    return weights
+
+
+def narrow(b, isa, x):
+    """float32 to bfloat16, ties to even."""
+    x = call(b, f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * isa.lanes}", vector(BF16, isa.lanes), x)
+    return b.bitcast(x, vector(I16, isa.lanes))
+
+
+def row_change(name: str, more: int, change):
+    """Intrinsic f(x, x_off, count, ...) of `more` (1 or 2) arguments: x = change(context, b, isa, sig, args, x, offset)."""
+    isa = FLOAT_ISAS[name]
+
+    def codegen(context, b, sig, a):
+        px = data(context, b, sig.args[0], a[0])
+
+        def body(at, state):
+            where = b.add(a[1], at)
+            store(b, change(context, b, isa, sig, a, load(b, px, where, isa.floats, 4), at), px, where, 4)
+            return []
+        for_vectors(b, a[2], isa.lanes, [], body)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def with_one(typingctx, x, x_off, count, y):
+        return types.void(x, x_off, count, y), codegen
+
+    @intrinsic
+    def with_two(typingctx, x, x_off, count, y, z):
+        return types.void(x, x_off, count, y, z), codegen
+    return with_one if more == 1 else with_two
+
+
+@functools.cache
+def row_softcap(name: str):
+    """Intrinsic f(x, x_off, count, cap): x = cap * tanh(x / cap), exact also where x is small."""
+    def change(context, b, isa, sig, a, x, at):
+        cap, part = splat(b, a[3], isa.floats), splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
+        sign = vector(I32, isa.lanes)
+        bits = b.bitcast(b.fmul(x, part), sign)
+        magnitude = b.bitcast(b.and_(bits, constant(sign, 0x7FFFFFFF)), isa.floats)
+        y = b.fmul(magnitude, constant(isa.floats, 2 * LOG2E))
+        y = b.select(b.fcmp_ordered(">", y, constant(isa.floats, 30.0)), constant(isa.floats, 30.0), y)
+        n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, y)
+        f = b.fsub(y, n)
+        g = constant(isa.floats, EXP2[5])
+        for c in EXP2[4:0:-1]:
+            g = isa.fma(b, g, f, constant(isa.floats, c))
+        power = b.bitcast(b.shl(b.add(call(b, f"llvm.fptosi.sat.v{isa.lanes}i32.v{isa.lanes}f32", sign, n), constant(sign, 127)),
+                                constant(sign, 23)), isa.floats)
+        e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, constant(isa.floats, 1.0)))          # 2**y - 1
+        t = b.fdiv(e, b.fadd(e, constant(isa.floats, 2.0)))
+        t = b.or_(b.bitcast(t, sign), b.and_(bits, constant(sign, -0x80000000)))
+        return b.fmul(cap, b.bitcast(t, isa.floats))
+    return row_change(name, 1, change)
+
+
+@functools.cache
+def row_alibi(name: str):
+    """Intrinsic f(x, x_off, count, slope, centre): x -= slope * |centre - column|."""
+    def change(context, b, isa, sig, a, x, at):
+        ints = vector(I32, isa.lanes)
+        column = b.add(splat(b, b.trunc(at, I32), ints), ir.Constant(ints, list(range(isa.lanes))))
+        away = b.sub(splat(b, b.trunc(a[4], I32), ints), column)
+        away = b.select(b.icmp_signed("<", away, constant(ints, 0)), b.neg(away), away)
+        return isa.fma(b, b.fneg(splat(b, a[3], isa.floats)), b.sitofp(away, isa.floats), x)
+    return row_change(name, 2, change)
+
+
+@functools.cache
+def row_bias(name: str):
+    """Intrinsic f(x, x_off, count, bias, off): x += bias * log2(e); a bias of -inf hides even a NaN."""
+    def change(context, b, isa, sig, a, x, at):
+        bias = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.floats, 4)
+        hidden = constant(isa.floats, float("-inf"))
+        return b.select(b.fcmp_ordered("==", bias, hidden), hidden, isa.fma(b, bias, constant(isa.floats, LOG2E), x))
+    return row_change(name, 2, change)
+
+
+@functools.cache
+def row_mask(name: str):
+    """Intrinsic f(x, x_off, count, mask, off): x = -inf where the uint8 mask is 0."""
+    def change(context, b, isa, sig, a, x, at):
+        seen = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), vector(I8, isa.lanes), 1)
+        return b.select(b.icmp_unsigned("!=", seen, constant(seen.type, 0)), x, constant(isa.floats, float("-inf")))
+    return row_change(name, 2, change)
+
+
+@functools.cache
+def any_byte(name: str):
+    """Intrinsic f(mask, off, count) -> whether any byte of `count` vectors is not 0."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def found(typingctx, mask, off, count):
+        def codegen(context, b, sig, a):
+            pm, bytes_ = data(context, b, sig.args[0], a[0]), vector(I8, isa.lanes)
+
+            def body(at, state):
+                return [b.or_(state[0], load(b, pm, b.add(a[1], at), bytes_, 1))]
+            seen, = for_vectors(b, a[2], isa.lanes, [constant(bytes_, 0)], body)
+            whole = ir.IntType(8 * isa.lanes)
+            return b.icmp_unsigned("!=", b.bitcast(seen, whole), ir.Constant(whole, 0))
+        return types.boolean(mask, off, count), codegen
+    return found

@@ -1,0 +1,148 @@
+"""From a KV cache to decode kernels: how the cache is laid out, how many splits, which kernel, and its buffers."""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..tiling import KEY_BLOCK
+from . import target
+from .decode import Scratch, Store, make_decode
+from .decode_append import make_append_float, make_append_int8
+from .decode_tiles import Tile, tile
+from .packing import padded
+
+F = np.float32
+TILE_ROWS = 8                                    # query rows of a register tile, at most
+SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
+UNLIMITED = 1 << 40
+LINE = 64                                        # bytes of a cache line
+
+
+def split_count(units: int, blocks: int, workers: int) -> int:
+    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles: FlashAttention 2's rule.
+
+    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts that do not change the blocks
+    of a split are left out. 14 heads on the T4's 40 multiprocessors (80 workers, blocks of 256 keys) at 1024 keys give 4, as in
+    the document (`Decode architecture`, "Split-K Parallelism").
+    """
+    fill = {}
+    for n in range(1, min(blocks, 128) + 1):
+        if n == 1 or -(-blocks // n) != -(-blocks // (n - 1)):
+            waves = units * n / workers
+            fill[n] = waves / -(-units * n // workers)
+    return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
+
+
+def zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """np.zeros at the start of a cache line: a vector that straddles two lines costs two reads."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(count + LINE, np.uint8)
+    start = -raw.ctypes.data % LINE
+    return raw[start:start + count].view(dtype).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a cache: pages of `page_size` slots; tokens below `sinks` keep their slots, the others share a ring of `ring`."""
+
+    tile: Tile
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    window: int = UNLIMITED
+    sinks: int = 0
+    ring: int = UNLIMITED
+
+    @property
+    def channels(self) -> int:
+        return padded(self.head_dim, self.tile.group)
+
+    @property
+    def columns(self) -> int:
+        return padded(self.value_dim, self.tile.lanes)
+
+    @property
+    def block(self) -> int:
+        return self.tile.block(self.channels, self.columns)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token of one KV head, scales not counted."""
+        return (self.channels + self.columns) * self.tile.size
+
+    def allocate(self, pages: int, batch: int, table_width: int) -> Store:
+        exact = self.tile.dtype == "int8"
+        bits = np.int8 if exact else {4: np.uint32, 2: np.uint16}[self.tile.size]
+        return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), bits),
+                     zeros((batch, table_width), np.int32), zeros((batch,), np.int64))
+
+    def blocks(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, blocks, elements of a block) of the pages, in slot order."""
+        x = store.data[pages].reshape(len(pages), self.kv_heads, -1, self.block)
+        return x.transpose(1, 0, 2, 3).reshape(self.kv_heads, -1, self.block)
+
+    def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values."""
+        start = KEY_BLOCK * self.channels
+        x = np.ascontiguousarray(self.blocks(store, pages)[..., start:start + self.tile.scales]).view(F)
+        x = x.reshape(self.kv_heads, x.shape[1], -1, KEY_BLOCK).transpose(2, 0, 1, 3)
+        return x.reshape(-1, self.kv_heads, x.shape[2] * KEY_BLOCK)
+
+    def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
+        t = self.tile
+        x = self.blocks(store, pages)[..., :KEY_BLOCK * self.channels]
+        x = x.reshape(self.kv_heads, -1, self.channels // t.group, t.panel, t.group)
+        x = x.swapaxes(2, 3).reshape(self.kv_heads, -1, self.channels)[..., :self.head_dim]
+        return (x.view(np.uint8) - np.uint8(t.q_offset)).view(np.int8) if t.dtype == "int8" else x
+
+    def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, slots, Dv) stored elements of V of the pages, in slot order."""
+        t = self.tile
+        blocks = self.blocks(store, pages)[..., KEY_BLOCK * self.channels + self.tile.scales:]
+        chunks = []
+        for c in range(0, self.columns, t.panel):
+            width = min(t.panel, self.columns - c)
+            x = blocks[..., c * KEY_BLOCK:(c + width) * KEY_BLOCK].reshape(*blocks.shape[:2], -1, width, t.group)
+            chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, -1, width))
+        return np.concatenate(chunks, 2)[..., :self.value_dim]
+
+
+def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, isa: str | None, **ring: int) -> Layout:
+    """The layout for the best instruction set of the target, or for `isa`."""
+    return Layout(tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring)
+
+
+@functools.cache
+def append_kernel(tile: Tile, parallel: bool):
+    return (make_append_int8 if tile.dtype == "int8" else make_append_float)(tile, parallel)
+
+
+class Plan:
+    """One decode call prepared: its kernel, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
+
+    def __init__(self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int) -> None:
+        all_rows = group * queries
+        tiles = -(-all_rows // TILE_ROWS)
+        rows = -(-all_rows // tiles)
+        t = layout.tile
+        units = batch * layout.kv_heads * tiles
+        tasks, w = max(1, units * splits), workers
+        exact = t.dtype == "int8"
+        weight = {4: np.uint8, 2: np.int16, 1: np.int32}[t.group] if exact else F
+        self.kernel = make_decode(t, rows, workers > 1)
+        self.sizes = (queries, splits, layout.window, layout.sinks, layout.ring, layout.page_size, workers)
+        self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
+        self.scratch = Scratch(
+            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, rows), np.int32), zeros((w, rows), F),
+            zeros((w, rows), F), zeros((w, rows, KEY_BLOCK), np.int32 if exact else F), zeros((w, rows, KEY_BLOCK), weight),
+            zeros((w, KEY_BLOCK), np.uint16), zeros((w, layout.head_dim), F), zeros((w, rows, 5), np.int64),
+            zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F), zeros((tasks, rows), F),
+            zeros((tasks, rows), F), zeros((1,), np.int64))
+        self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
+
+    def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)

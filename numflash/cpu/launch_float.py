@@ -1,0 +1,85 @@
+"""From a validated problem to the floating-point kernels: packing, options as arrays, and the rows that float32 cannot hold."""
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from ..interop import widen
+from ..validation import Problem
+from . import target
+from .flash_float import make_attend
+from .flash_rows import make_attend_rows
+from .float_packing import pack_keys, pack_values
+from .scores import Semantics
+
+F = np.float32
+LOG2E = 1 / np.log(2.0)
+NO_LIMIT = 1 << 40
+LARGEST = 2.0**120                               # scores and their sums stay below
+
+
+def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
+    """A broadcast (B, H, L, S) view without its repetitions, but for the keys; contiguous, empty for None."""
+    if x is None:
+        return np.zeros((0, 0, 0, 0), dtype)
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
+    return np.ascontiguousarray(once).view(dtype)
+
+
+def semantics(problem: Problem) -> Semantics:
+    """The options as the float kernels take them: scores in units of log2, dense masks as bytes."""
+    has_mask, has_bias, slopes = problem.mask is not None, problem.bias is not None, problem.alibi_slopes
+    return Semantics(
+        NO_LIMIT if problem.left is None else problem.left, NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64), np.asarray(problem.key_lengths, np.int64),
+        has_mask or has_bias or bool(problem.softcap) or slopes is not None,
+        compact(problem.mask, np.uint8), compact(problem.bias, F), has_mask, has_bias, F(problem.softcap * LOG2E),
+        np.zeros((0, 0, 0), F), np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F))
+
+
+def seen_keys(problem: Problem) -> np.ndarray:
+    """(B,) int64: keys of each batch that some row can see."""
+    length, s = problem.shape[3:5]
+    stops = np.minimum(problem.key_lengths, s)
+    if problem.right is not None:
+        stops = np.minimum(stops, length + problem.diagonal + problem.right)
+    return np.maximum(stops, 0).astype(np.int64)
+
+
+def heads(x: np.ndarray) -> np.ndarray:
+    """(B, H, ...) to a contiguous (B * H, ...)."""
+    return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
+
+
+def run_rows(problem: Problem, options: Semantics, double: bool, todo: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
+    """Rows `todo` one at a time, in plain loops."""
+    q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
+    _, nh, nkv, _, s, _, _ = problem.shape
+    make_attend_rows(double)(q, k, v, todo, problem.scale * LOG2E, options, (nh, nkv, numba.get_num_threads()), s,
+                             np.zeros(1, np.int64), out, lse)
+
+
+def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied."""
+    bfloat16 = problem.precision == "bfloat16"
+    isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    n, options = nb * nh, semantics(problem)
+    out, lse, redo = np.empty((n, length, dv), F), np.empty((n, length), F), np.zeros((n, length), np.uint8)
+    if isa == "portable":
+        run_rows(problem, options, False, np.arange(n * length), out, lse)
+        redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37))
+    else:
+        native = isa == "avx512_bf16"
+        q, k, v = (x if native else np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
+        stops, c = seen_keys(problem), problem.scale * LOG2E
+        keys, most = pack_keys(isa, k, stops)
+        values, columns = pack_values(isa, v, stops)
+        with np.errstate(divide="ignore", over="ignore"):
+            limits = (LARGEST / (most.astype(np.float64) * d * max(1.0, abs(c)))).astype(F)
+        attend = make_attend(isa, "bfloat16" if native else "float32")
+        attend(heads(q), keys, limits, values, columns, F(c), options, (nh, nkv, numba.get_num_threads()), s,
+               np.zeros(1, np.int64), out, lse, redo)
+    if redo.any():
+        run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
+    return out.reshape(nb, nh, length, dv), lse.reshape(nb, nh, length)

@@ -1,0 +1,121 @@
+"""Where the time of the fused INT8 kernel goes: the same kernel with one part after the other switched on.
+
+The parts are those of `flash_int8`: scores (Q.K^T with its epilogue), softmax, rescaling (merge of m, l and O), values (P.V with
+its epilogue). Each is timed as what it adds, so the parts add up to the whole; packing is a kernel of its own anyway. Full
+attention on sizes that fill every tile; what edges and options cost shows in the whole kernel.
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from .._jit import kernel
+from ..errors import ArgumentError
+from ..quantization import quantize_problem
+from ..reference import combined_scale
+from ..tiling import KEY_BLOCK, tiling
+from ..timing import median_time
+from ..validation import describe
+from .isas import VECTOR_ISAS, lanes_of, running_lanes
+from .microkernels import block_octaves, block_totals, row_weights, score_tile, value_tile
+from .packing import pack_keys, pack_values
+from .threads import limit
+
+PARTS = ("scores", "softmax", "rescaling", "values")
+F, I = np.float32, np.int32
+
+
+@functools.cache
+def make_phases(isa_name: str, parts: int):
+    """Kernel f(q, cq, keys, packed_values, o) of the first `parts` of PARTS over every query tile and key block of one head.
+
+    q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q, width) float32.
+    """
+    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
+    score, octaves = score_tile(isa_name, 6), block_octaves(isa_name, KEY_BLOCK)
+    weights, totals = row_weights(isa_name, KEY_BLOCK), block_totals(isa_name)
+    value = value_tile(isa_name, 6, isa.nv)
+    block_q, group, nv, vector_lanes = t.block_q, isa.group, isa.nv, lanes_of(isa_name)
+    operand = np.uint8 if group == 4 else np.int16
+    with_softmax, with_rescaling, with_values = parts > 1, parts > 2, parts > 3
+
+    @kernel
+    def run(q, cq, keys, packed_values, o):
+        stride, width, lanes, panel = q.shape[1], o.shape[1], vector_lanes(), nv * vector_lanes()
+        x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), operand)
+        m, l, scale = np.zeros(block_q, np.int32), np.zeros(block_q, np.float32), np.ones(block_q, np.float32)
+        octave, total, scale_bits = np.zeros(block_q, np.int32), np.zeros(block_q, np.int32), scale.view(np.int32)
+        octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
+        k, start, ck, v = keys.data[0], keys.start[0], keys.scale[0], packed_values[0]
+        for row in range(0, q.shape[0] - block_q + 1, block_q):
+            tile, factor = q[row:row + block_q], cq[row:row + block_q]
+            m[:] = I(fx.MIN_OCTAVE)
+            l[:] = F(0)
+            o[:] = F(0)
+            for c in range(0, start.size, KEY_BLOCK):
+                for j in range(0, KEY_BLOCK, panel):
+                    for i in range(0, block_q, 6):
+                        score(tile, i * stride, stride, k, (c + j) * stride, stride // group, start, ck, c + j, factor, i, x,
+                              i * KEY_BLOCK + j, KEY_BLOCK)
+                if with_softmax:
+                    for i in range(0, block_q, 8):
+                        octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+                    for i in range(block_q):
+                        weights(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
+                    for i in range(0, block_q, 8):
+                        totals(sums, total, i)
+                if with_rescaling:
+                    grown = False
+                    for i in range(block_q):
+                        grown |= octave[i] > m[i]
+                    if grown:
+                        for i in range(block_q):
+                            if octave[i] > m[i]:
+                                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                                for e in range(line.size):
+                                    line[e] = line[e] * shrink
+                                l[i], m[i] = l[i] * shrink, octave[i]
+                    for i in range(block_q):
+                        below = min(np.subtract(m[i], octave[i]), I(126))           # P48
+                        scale_bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
+                    for i in range(block_q):
+                        l[i] = F(l[i] + F(F(total[i]) * scale[i]))
+                if with_values:
+                    for e in range(0, width, panel):
+                        for i in range(0, block_q, 6):
+                            value(p, i * KEY_BLOCK, KEY_BLOCK, v, c * width + e * KEY_BLOCK, KEY_BLOCK // group, scale, total, i, o,
+                                  i * width + e, width)
+        return l[0] + x[0, 0]
+    return run
+
+
+def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, float]:
+    """Median seconds of packing and of every part, for full attention of one head on one thread.
+
+    Raises
+    ------
+    ArgumentError
+        `length` or `d` does not fill the tiles.
+    """
+    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
+    panel = isa.nv * running_lanes(isa_name)
+    if d % panel or length % KEY_BLOCK:
+        raise ArgumentError(f"phases: got L = {length}, head_dim = {d}; allowed: multiples of {KEY_BLOCK} and {panel}")
+    rng = np.random.default_rng(0)
+    problem = quantize_problem(describe(*(rng.standard_normal((1, 1, length, d), F) for _ in range(3)), precision="int8"))
+    cq, ck = combined_scale(problem.query, problem.key, problem.scale)
+    k, v, scale = problem.key.data[0], problem.value.data[0], np.ascontiguousarray(ck[0])
+    q = (problem.query.data[0, 0].astype(np.int16) + isa.q_offset).astype(np.uint8 if isa.group == 4 else np.int16)
+    keys, values = pack_keys(isa_name, k, scale), pack_values(isa_name, v)
+    o = np.zeros((t.block_q, d), F)
+    with limit(1):
+        found = {"packing": median_time(lambda: (pack_keys(isa_name, k, scale), pack_values(isa_name, v)), repeats)}
+        before = 0.0
+        for n, part in enumerate(PARTS, 1):
+            run = make_phases(isa_name, n)
+            now = median_time(lambda run=run: run(q, cq[0, 0], keys, values, o), repeats)   # type: ignore[misc]
+            now *= length / (length // t.block_q * t.block_q)                               # the last rows fill no tile
+            found[part], before = now - before, now
+    return found

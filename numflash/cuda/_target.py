@@ -1,0 +1,77 @@
+"""The only import of numba-cuda, and every private name of it that numflash uses (tests/cuda/test_compile.py is the canary).
+
+numba-cuda is in maintenance mode (P31), so a second front end should be a matter of this file and `ptx.py`.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+
+try:
+    import numba.cuda.dispatcher as _dispatcher
+    import numba_cuda
+    from cuda.bindings import nvjitlink as _nvjitlink  # noqa: F401  (numba-cuda links through it; missing wheels show up here)
+    from numba import cuda
+    from numba.cuda import types
+    from numba.cuda.compiler import compile_cuda, kernel_fixup
+    from numba.cuda.cudadrv import nvvm
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.typing import signature
+except ImportError as error:
+    raise UnsupportedError(f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({error})") from error
+
+__all__ = ["cuda", "device_function", "intrinsic", "numba_cuda_version", "signature", "to_cubin", "to_ptx", "types"]
+
+numba_cuda_version: str = numba_cuda.__version__
+
+
+def device_function(function: Any) -> Any:
+    """A function that kernels call and that is always compiled into them: fragments passed to it stay in registers."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+class _OfflineDevice:
+    """Answers device functions, which ask the driver for a compute capability when they are compiled."""
+
+    def __init__(self, cc: tuple) -> None:
+        self.compute_capability = cc[:2]
+
+
+@contextlib.contextmanager
+def _offline(cc: tuple) -> Iterator[None]:
+    real, shim = _dispatcher.get_current_device, not hasattr(np, "row_stack")
+    _dispatcher.get_current_device = lambda: _OfflineDevice(cc)
+    if shim:
+        np.vstack = np.vstack          # P50: numba-cuda uses a name that numpy 2.5 has dropped
+    try:
+        yield
+    finally:
+        _dispatcher.get_current_device = real
+        if shim:
+            del np.vstack
+
+
+def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:
+    """PTX text with `.loc` lines; cc (9, 0, "a") selects sm_90a. Needs no driver."""
+    with _offline(cc):
+        text, _ = cuda.compile_ptx(function, sig, cc=cc, launch_bounds=launch_bounds, lineinfo=True, fastmath=fastmath)
+    return text
+
+
+def to_cubin(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool,
+             max_registers: int | None) -> tuple[str, bytes]:
+    """Entry name and cubin, through LTO-IR: linking PTX instead drops setmaxnreg and spills. Needs no driver."""
+    with _offline(cc):
+        result = compile_cuda(function, types.void, sig.args, fastmath=fastmath, cc=cc[:2], lto=True, max_registers=max_registers,
+                              nvvm_options={"fastmath": fastmath, "opt": 3})
+        library, name = result.library, result.fndesc.llvm_func_name
+        kernel = library.get_function(name)
+        library._entry_name = name
+        kernel_fixup(kernel, False)
+        nvvm.set_launch_bounds(kernel, launch_bounds)
+        return name, bytes(library.get_cubin(cc=cc).code)

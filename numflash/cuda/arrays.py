@@ -1,0 +1,113 @@
+"""Arrays that lie on the card: PyTorch, CuPy and Numba in, the same kind out, on the caller's stream, nothing copied.
+
+A NumPy array whose data pointer is a device address stands for such an array while the arguments are checked: views, shapes and
+strides are computed as for any array, and nothing ever reads through it.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import validation
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..interop import on_device
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+class _Memory:
+    """Carries an address into NumPy."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
+        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": shape, "strides": strides, "typestr": typestr}
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A device array: `array` stands for it, `dtype` is its own, `empty` makes another of its kind, `stream` is the caller's."""
+
+    array: np.ndarray
+    dtype: str
+    empty: Callable[[tuple[int, ...], str], Any]
+    stream: int
+
+
+def take(name: str, x: Any) -> Remote:
+    """Describe a device array; raises for a library or dtype that is not served."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(x, torch.Tensor):
+        dtype = str(x.dtype).removeprefix("torch.")
+        strides = tuple(n * x.element_size() for n in x.stride())
+
+        def empty(shape: tuple[int, ...], wanted: str) -> Any:
+            return torch.empty(shape, dtype=getattr(torch, wanted), device=x.device)
+        return _remote(name, x.data_ptr(), tuple(x.shape), strides, dtype, empty, torch.cuda.current_stream(x.device).cuda_stream)
+    if not on_device(x):
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__} in host memory; allowed: device arrays, as the query is one")
+    described = x.__cuda_array_interface__
+    dtype = np.dtype(described["typestr"])
+    shape = tuple(described["shape"])
+    strides = described.get("strides") or tuple(int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1])
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return _remote(name, described["data"][0], shape, strides, dtype.name, lambda s, d: cupy.empty(s, d),
+                       cupy.cuda.get_current_stream().ptr)
+    if type(x).__module__.startswith(("numba.cuda", "numba_cuda")):
+        from ._target import cuda
+        return _remote(name, described["data"][0], shape, strides, dtype.name, lambda s, d: cuda.device_array(s, d),
+                       getattr(x.stream, "handle", None) or 0 if x.stream else 0)
+    raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed on a card: PyTorch tensors, CuPy and Numba arrays")
+
+
+def _remote(name: str, pointer: int, shape: tuple, strides: tuple, dtype: str, empty: Callable, stream: int) -> Remote:
+    if dtype not in DTYPES:
+        raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed on a card: {', '.join(DTYPES)}")
+    stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
+    array = np.asarray(_Memory(pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str))
+    return Remote(array, dtype, empty, int(stream))
+
+
+def aligned(name: str, x: np.ndarray) -> np.ndarray:
+    """x if the kernels can read its rows as they lie: contiguous rows at multiples of 16 bytes."""
+    steps = [n for n, size in zip(x.strides[:3], x.shape[:3], strict=True) if size > 1]
+    if (x.strides[3] != x.itemsize and x.shape[3] > 1) or any(n % 16 for n in (*steps, x.ctypes.data, x.shape[3] * x.itemsize)):
+        raise UnsupportedError(f"{name}: got strides {x.strides} bytes for shape {x.shape}; allowed on a card: contiguous rows at "
+                               "multiples of 16 bytes")
+    return x
+
+
+def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool, precision: str | None, **options: Any) -> Any:
+    """`numflash.attention` for device arrays; masks are refused, everything small (lengths, slopes) comes from the host."""
+    from . import launch
+    taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
+    own, ndim = taken[0].dtype, taken[0].array.ndim
+    if layout == "blhd" and ndim != 4:
+        raise ArgumentError(f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4")
+    if precision not in (None, own):
+        raise UnsupportedError(f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own")
+    for name in ("attn_mask", "sinks"):
+        if options.get(name) is not None:
+            raise UnsupportedError(f"{name}: not implemented for arrays on a card; allowed there: None")
+    problem = validation.problem(taken[0].array, taken[1].array, taken[2].array, layout=layout, return_lse=return_lse,
+                                 precision=own, **options)
+    b, h, _, length, s, _, dv = problem.shape
+    shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
+    device = launch.current_device()
+    out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
+    results = take("out", out).array, take("lse", lse).array
+    if layout == "blhd":
+        results = results[0].swapaxes(1, 2), results[1]
+    if 0 not in (b, length):
+        device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
+    if ndim < 4:
+        out, lse = out.reshape(shape[4 - ndim:]), lse.reshape((b, h, length)[4 - ndim:])
+    if not return_lse:
+        return out
+    if layout == "blhd":
+        if not hasattr(lse, "swapaxes"):
+            raise UnsupportedError(f"return_lse: {type(lse).__name__} cannot be transposed; allowed with it: layout 'bhld'")
+        lse = lse.swapaxes(1, 2)
+    return out, lse

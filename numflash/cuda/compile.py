@@ -1,0 +1,169 @@
+"""From a kernel factory to PTX (for the emulator) and to a cubin (for a card), offline, with a cache on disk.
+
+A factory is a module-level function whose arguments are plain values (head size, block sizes, flags). It returns a `Source`: the
+kernel as an ordinary Python function with those values in its closure, and how it wants to be launched. The cache key is the
+content: every source file of the package, the factory's arguments, the architecture, and the compiler's versions.
+"""
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._jit import package_digest
+from ..errors import ArgumentError
+
+logger = logging.getLogger("numflash")
+
+# name -> compute capability as numba-cuda takes it, shared memory one block may have (CUDA C++ guide, table of technical
+# specifications: 1 KB of each SM is the system's from sm_80 on)
+ARCHITECTURES: dict[str, tuple[tuple, int]] = {
+    "sm_75": ((7, 5), 64 << 10), "sm_80": ((8, 0), 163 << 10), "sm_86": ((8, 6), 99 << 10), "sm_89": ((8, 9), 99 << 10),
+    "sm_90a": ((9, 0, "a"), 227 << 10), "sm_100": ((10, 0), 227 << 10), "sm_120": ((12, 0), 99 << 10),
+}
+_WHEELS = ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
+_lock = threading.Lock()                   # Numba's compiler is not thread-safe
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a kernel factory returns.
+
+    Attributes
+    ----------
+    function : the kernel, a plain Python function
+    signature : Numba signature; tuples are flattened into single parameters
+    threads : threads per block
+    shared_bytes : dynamic shared memory per block
+    max_registers : ceiling for ptxas, or None
+    fastmath : Numba's all-or-nothing switch (P39); the shipped kernels leave it off and name their approximations
+    """
+
+    function: Callable
+    signature: Any
+    threads: int
+    shared_bytes: int = 0
+    max_registers: int | None = None
+    fastmath: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: `code` is PTX text or a cubin; `parameters` has one type name per flattened parameter."""
+
+    name: str
+    arch: str
+    code: bytes
+    parameters: tuple[str, ...]
+    threads: int
+    shared_bytes: int
+
+    @property
+    def ptx(self) -> str:
+        return self.code.decode()
+
+
+def cache_directory() -> Path:
+    """NUMFLASH_CACHE_DIR, or NUMBA_CACHE_DIR, or the user's cache folder."""
+    chosen = os.environ.get("NUMFLASH_CACHE_DIR") or os.environ.get("NUMBA_CACHE_DIR")
+    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numflash"
+    return base / "cuda"
+
+
+def capability(arch: str) -> tuple:
+    """The compute capability of an architecture name."""
+    if arch not in ARCHITECTURES:
+        raise ArgumentError(f"arch: got {arch!r}; allowed: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[arch][0]
+
+
+def flat_parameters(signature: Any) -> tuple[str, ...]:
+    """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ...; a tuple is its items."""
+    from ._target import types
+    found: list[str] = []
+    for t in signature.args:
+        if isinstance(t, types.Array):
+            found.append(f"array{t.ndim}")
+        elif isinstance(t, types.UniTuple):
+            found += [str(t.dtype)] * t.count
+        else:
+            found.append(str(t))
+    return tuple(found)
+
+
+def compile_source(source: Source, arch: str, kind: str) -> Compiled:
+    """Compile without the cache; `kind` is "ptx" or "cubin"."""
+    from . import _target
+    cc, bounds = capability(arch), (source.threads, 1)
+    with _lock:
+        if kind == "ptx":
+            name, code = source.function.__name__, _target.to_ptx(
+                source.function, source.signature, cc, bounds, source.fastmath).encode()
+        else:
+            name, code = _target.to_cubin(source.function, source.signature, cc, bounds, source.fastmath, source.max_registers)
+    return Compiled(name, arch, code, flat_parameters(source.signature), source.threads, source.shared_bytes)
+
+
+def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
+    versions = [importlib.metadata.version(wheel) for wheel in _WHEELS]
+    what = [package_digest(), factory.__module__, factory.__qualname__, arch, kind, sorted(constants.items()), versions]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
+
+
+_loaded: dict[str, Compiled] = {}
+
+
+def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: Any) -> Compiled:
+    """The kernel that `factory(**constants)` describes, from memory, from disk, or freshly compiled.
+
+    Parameters
+    ----------
+    factory : module-level function returning a `Source`
+    arch : one of `ARCHITECTURES`
+    kind : "ptx" or "cubin"
+    constants : plain values (numbers, strings, booleans, None)
+    """
+    capability(arch)
+    key = _key(factory, arch, kind, constants)
+    if key in _loaded:
+        return _loaded[key]
+    path = cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
+    found = _read(path)
+    if found is None:
+        shown = ", ".join(f"{k}={v}" for k, v in constants.items())
+        logger.info("compiling %s(%s) for %s", factory.__name__, shown, arch)
+        found = compile_source(factory(**constants), arch, kind)
+        _write(path, found)
+    return _loaded.setdefault(key, found)
+
+
+def _read(path: Path) -> Compiled | None:
+    """One line of JSON (with a checksum), then the code. Anything damaged counts as absent."""
+    try:
+        head, code = path.read_bytes().split(b"\n", 1)
+        meta = json.loads(head)
+        if meta.pop("sha256") != hashlib.sha256(code).hexdigest():
+            return None
+        return Compiled(code=code, parameters=tuple(meta.pop("parameters")), **meta)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, item: Compiled) -> None:
+    meta = {k: v for k, v in vars(item).items() if k != "code"} | {"sha256": hashlib.sha256(item.code).hexdigest()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(meta).encode() + b"\n" + item.code)
+        os.replace(name, path)                 # readers see the old file or the whole new one
+    except OSError as error:
+        logger.info("cannot cache compiled CUDA code: %s", error)

@@ -1,0 +1,444 @@
+"""Runs a parsed kernel over a batch of blocks: registers, divergence, barriers and a randomised schedule of warps.
+
+All threads of a batch advance together where they are at the same instruction. Threads of a warp that part ways run as groups,
+smallest program counter first, and merge where they meet. After every barrier the warps are dealt at random into two cohorts,
+and one cohort runs as far as it can before the other moves: a missing barrier then shows as wrong or missing data, besides
+being found by the shadow memory (`memory.Shared`).
+"""
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import asynchronous, tensor, transfer  # noqa: F401  (they register their instructions)
+from .alu import BINDERS, DTYPES
+from .errors import EmulatorError, Fault
+from .memory import RESERVED, Global, Shared
+from .parse import Instruction, Program, registers_of
+
+SHARED_WINDOW, LOCAL_WINDOW = 0x7F00_0000_0000_0000, 0x7E00_0000_0000_0000
+STEP_LIMIT = 5_000_000           # branches in one batch
+PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
+
+
+class Group:
+    """Threads at the same instruction. `wait` is None, ("barrier", id) or ("mbarrier", version seen)."""
+
+    __slots__ = ("cohort", "mask", "pc", "wait", "warps")
+
+    def __init__(self, pc: int, mask: np.ndarray, cohort: int, wait: Any = None) -> None:
+        self.pc, self.mask, self.cohort, self.wait = pc, mask, cohort, wait
+        self.warps = int(mask.reshape(-1, 32).any(1).sum())
+
+
+@dataclass
+class Barrier:
+    """One hardware barrier of one block: the warps that have come (and wait or only arrived)."""
+
+    expected: int
+    warps: list[int]
+
+
+class Machine:
+    """A batch of `blocks` blocks of one kernel; `run` may be called again for other blocks of the grid."""
+
+    def __init__(self, program: Program, blocks: int, grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_shared: int,
+                 memory: Global, parameters: dict[str, Any], maps: dict[int, Any], schedule: str, seed: int) -> None:
+        self.program, self.grid, self.block, self.memory, self.maps = program, grid, block, memory, maps
+        self.parameters, self.schedule = parameters, schedule
+        self.random = np.random.default_rng(seed)
+        self.threads_per_block = block[0] * block[1] * block[2]
+        if self.threads_per_block % 32:
+            raise EmulatorError("unsupported", f"{self.threads_per_block} threads per block; allowed: multiples of 32", 0, "", None)
+        self.blocks, self.n = blocks, blocks * self.threads_per_block
+        self.together = 4 if any(i.op == "wgmma" for i in program.code) else 1      # warps that stay in one cohort
+        self.warps_per_block = self.threads_per_block // 32
+        self.thread = np.arange(self.n)
+        self.warp, self.block_of = self.thread >> 5, self.thread // self.threads_per_block
+        self.symbols, size = self._place_symbols(dynamic_shared)
+        self.dynamic_shared = dynamic_shared
+        self.shared = Shared(blocks, size, self._granule(), self.warps_per_block)
+        self.local = np.zeros((self.n, max(1, sum(n for n, _ in program.local.values()))), np.uint8)
+        self.window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+        self.bases: dict[str, np.ndarray] = {}
+        self.special = self._special_registers()
+        self.counters: dict[str, int] = {}
+        self.barriers: dict[tuple[int, int], Barrier] = {}
+        self.alive = np.ones(self.n, bool)
+        self.copies = asynchronous.Copies(self)
+        self.products = asynchronous.Products(self)
+        self.touched: list[tuple[frozenset, frozenset]] = []
+        self.kinds, self.runs, self.predicates = self._bind()
+        self.executed = np.zeros(len(program.code), np.int64)
+        self._warps_cache: tuple[Any, Any] = (None, None)
+        self.groups: list[Group] = []
+        self.current: Group
+
+    # ---- layout -------------------------------------------------------------------------------------------------------------
+    def _place_symbols(self, dynamic: int) -> tuple[dict[str, int], int]:
+        at, symbols = RESERVED, {}
+        for name, (size, align) in self.program.shared.items():
+            if size:
+                at = (at + align - 1) // align * align
+                symbols[name] = at
+                at += size
+        for name, (size, align) in self.program.shared.items():
+            if not size:
+                at = (at + max(align, 16) - 1) // max(align, 16) * max(align, 16)
+                symbols[name] = at
+        offset = LOCAL_WINDOW
+        for name, (size, _) in self.program.local.items():
+            symbols[name] = offset
+            offset += size
+        return symbols, at - RESERVED + dynamic
+
+    def _granule(self) -> int:
+        """The smallest shared access of the kernel, at most 16 bytes: what the shadow distinguishes."""
+        sizes = [16]
+        for i in self.program.code:
+            if i.op in ("ld", "st", "atom") and "param" not in i.modifiers and "global" not in i.modifiers:
+                sizes.append(DTYPES[i.type]().itemsize * next((int(m[1]) for m in i.modifiers if m in ("v2", "v4")), 1))
+        return min(16, *sizes)
+
+    def _special_registers(self) -> dict[str, np.ndarray]:
+        x, y, _ = self.block
+        t = self.thread % self.threads_per_block
+        fixed = {"%tid.x": t % x, "%tid.y": t // x % y, "%tid.z": t // (x * y), "%laneid": t & 31, "%warpid": t >> 5,
+                 "%dynamic_smem_size": np.full(self.n, self.dynamic_shared), "%clock": np.zeros(self.n)}
+        for k, axis in enumerate("xyz"):
+            fixed["%ntid." + axis] = np.full(self.n, self.block[k])
+            fixed["%nctaid." + axis] = np.full(self.n, self.grid[k])
+            fixed["%ctaid." + axis] = np.zeros(self.n)
+        return {name: v.astype(np.uint32) for name, v in fixed.items()}
+
+    # ---- operands, bound once -----------------------------------------------------------------------------------------------
+    def base(self, name: str) -> np.ndarray:
+        """The storage of a register: one element per thread."""
+        if name not in self.bases:
+            if name not in self.program.registers:
+                raise Fault("unsupported", f"unknown register {name!r}")
+            self.bases[name] = np.zeros(self.n, DTYPES[self.program.registers[name]])
+        return self.bases[name]
+
+    def value(self, operand: str, t: str) -> Any:
+        """A live view of a register as type t, an array for a special register, or a scalar for a constant."""
+        kind = np.dtype(DTYPES[t])
+        if operand in self.special:
+            return self.special[operand].view(kind) if kind.itemsize == 4 else self.special[operand].astype(kind)
+        if operand in self.program.registers:
+            base = self.base(operand)
+            if base.dtype == kind:
+                return base
+            if base.dtype.itemsize < kind.itemsize:
+                raise Fault("unsupported", f"register {operand} is narrower than {t}")
+            return base.view(kind)[:: base.dtype.itemsize // kind.itemsize]        # low part (little-endian)
+        if operand in self.symbols:
+            return kind.type(self.symbols[operand])
+        if operand.startswith(("0f", "0d")):
+            raw = bytes.fromhex(operand[2:])
+            return np.array(struct.unpack(">f" if len(raw) == 4 else ">d", raw)[0], f"f{len(raw)}").view(
+                kind if kind.itemsize == len(raw) else f"f{len(raw)}")[()]
+        number = int(operand.rstrip("U"), 0)
+        if kind.kind in "fb":
+            return kind.type(number)
+        return np.array(number & ((1 << 8 * kind.itemsize) - 1), f"u{kind.itemsize}").view(kind)[()]
+
+    def target(self, operand: str, t: str) -> np.ndarray:
+        """The register to write as type t; it must be as wide as t."""
+        view = self.value(operand, t)
+        if self.base(operand).dtype.itemsize != view.dtype.itemsize:
+            raise Fault("unsupported", f"register {operand} is wider than {t}")
+        return view
+
+    def wide_target(self, operand: str, t: str) -> tuple[np.ndarray, np.dtype]:
+        """A register that may be wider than t (loads and conversions extend by t's sign), and the dtype to extend to."""
+        base, kind = self.base(operand), np.dtype(DTYPES[t])
+        if base.dtype.itemsize == kind.itemsize:
+            return base.view(kind), kind
+        wide = np.dtype(f"{kind.kind}{base.dtype.itemsize}")
+        return base.view(wide), wide
+
+    def address(self, operand: str, t: str) -> tuple[Any, int]:
+        """`[%rd1+16]` as (base value, offset)."""
+        inner = operand.strip("[]")
+        name, _, offset = inner.partition("+")
+        return self.value(name.strip(), t), int(offset, 0) if offset else 0
+
+    def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
+        kinds: list[int] = []
+        runs: list[Any] = []
+        predicates: list[Any] = []
+        kind: int
+        run: Any
+        for i in self.program.code:
+            try:
+                if i.op == "bra":
+                    kind, run = BRANCH, self.program.labels[i.operands[0]]
+                elif i.op in ("ret", "exit"):
+                    kind, run = EXIT, None
+                elif i.op in ("bar", "barrier"):
+                    kind, run = BARRIER, self._barrier_operands(i)
+                elif i.op == "mbarrier" and i.modifiers[0] == "try_wait":
+                    kind, run = WAIT, self.copies.bind_wait(i)
+                else:
+                    kind, run = PLAIN, BINDERS[i.op](self, i)
+            except KeyError:
+                raise EmulatorError("unsupported", "instruction not implemented", i.line, i.text, i.source) from None
+            except Fault as fault:
+                raise EmulatorError(fault.kind, str(fault), i.line, i.text, i.source) from None
+            kinds.append(kind)
+            runs.append(run)
+            predicates.append(None if i.predicate is None else (self.value(i.predicate, "pred"), i.negated))
+            names = [frozenset(registers_of(x)) for x in i.operands]
+            writes = names[0] if names and i.op not in ("st", "bra", "bar", "mbarrier", "cp", "red") else frozenset()
+            self.touched.append((frozenset().union(*names), writes))
+        return kinds, runs, predicates
+
+    # ---- masks --------------------------------------------------------------------------------------------------------------
+    def full(self, mask: Any) -> np.ndarray:
+        return np.ones(self.n, bool) if mask is True else mask
+
+    def warps_of(self, mask: Any) -> np.ndarray:
+        """Numbers (in the batch) of the warps with any active thread."""
+        return np.arange(self.n // 32) if mask is True else np.nonzero(mask.reshape(-1, 32).any(1))[0]
+
+    def whole_warps(self, mask: Any, what: str) -> np.ndarray:
+        """As `warps_of`, for a `.sync` operation: part of a warp is a fault."""
+        if mask is True:
+            return np.arange(self.n // 32)
+        if self._warps_cache[0] is mask:
+            return self._warps_cache[1]
+        rows = mask.reshape(-1, 32)
+        some, every = rows.any(1), rows.all(1)
+        if (some & ~every).any():
+            warp = int(np.nonzero(some & ~every)[0][0])
+            raise Fault("divergent", f"{what} reached by {int(rows[warp].sum())} of the 32 threads of warp "
+                                     f"{warp % self.warps_per_block}")
+        found = np.nonzero(every)[0]
+        self._warps_cache = (mask, found)
+        return found
+
+    def count(self, name: str, n: int) -> None:
+        self.counters[name] = self.counters.get(name, 0) + n
+
+    # ---- running ------------------------------------------------------------------------------------------------------------
+    def run(self, blocks: list[tuple[int, int, int]]) -> None:
+        """Run these blocks of the grid (at most as many as the batch has) to their end."""
+        for k, axis in enumerate("xyz"):
+            per_block = np.zeros(self.blocks, np.uint32)
+            per_block[: len(blocks)] = [b[k] for b in blocks]
+            self.special["%ctaid." + axis][:] = per_block[self.block_of]
+        self.shared.reset()
+        self.copies.reset()
+        self.products.reset()
+        self.barriers.clear()
+        self.alive = self.block_of < len(blocks)
+        self.groups = []
+        self._deal(0, self.alive.copy())
+        self.steps = 0
+        while self.groups:
+            self.current = self._pick()
+            try:
+                self._advance(self.current)
+            except Fault as fault:
+                self._raise(fault.kind, str(fault), self.current)
+
+    def _raise(self, kind: str, message: str, group: Group) -> None:
+        i = self.program.code[group.pc]
+        block = int(self.block_of[np.nonzero(group.mask)[0][0]])
+        where = tuple(int(self.special["%ctaid." + a][block * self.threads_per_block]) for a in "xyz")
+        raise EmulatorError(kind, f"{message} [block {where}]", i.line, i.text, i.source) from None
+
+    def _deal(self, pc: int, mask: np.ndarray) -> None:
+        """Put these (whole) warps at pc, in two random cohorts."""
+        if self.schedule == "random":
+            side = self.random.integers(0, 2, self.n // 32).astype(bool)[self.warp // self.together * self.together]
+            for cohort, part in enumerate((mask & side, mask & ~side)):
+                if part.any():
+                    self.groups.append(Group(pc, part, cohort))
+        else:
+            self.groups.append(Group(pc, mask, 0))
+        self._merge()
+
+    def _merge(self) -> None:
+        """Groups of one cohort at the same instruction become one."""
+        seen: dict[tuple, Group] = {}
+        for g in list(self.groups):
+            key = (g.pc, g.cohort, g.wait)
+            if key in seen:
+                into = seen[key]
+                self.groups.remove(into)
+                self.groups[self.groups.index(g)] = seen[key] = Group(g.pc, g.mask | into.mask, g.cohort, g.wait)
+            else:
+                seen[key] = g
+
+    def _ready(self, g: Group) -> bool:
+        return g.wait is None or (g.wait[0] == "mbarrier" and g.wait[1] < self.copies.version)
+
+    def _pick(self) -> Group:
+        ready = [g for g in self.groups if self._ready(g)]
+        while not ready:
+            if not self.copies.land_one(self.random):
+                stuck = self.groups[0]
+                waits = ", ".join(sorted({f"{g.wait[0]} ({g.warps} warps)" for g in self.groups}))
+                self._raise("deadlock", f"every thread waits: {waits}", stuck)
+            ready = [g for g in self.groups if self._ready(g)]
+        for g in ready:
+            g.wait = None
+        self._merge()
+        ready = [g for g in self.groups if g.wait is None]
+        cohorts = sorted({g.cohort for g in ready})
+        if getattr(self, "cohort", None) not in cohorts:
+            self.cohort = cohorts[int(self.random.integers(len(cohorts)))]
+        return min((g for g in ready if g.cohort == self.cohort), key=lambda g: g.pc)
+
+    def _advance(self, g: Group) -> None:
+        """Run one group until it branches apart, waits, ends, or reaches another group of its cohort."""
+        limit = min((x.pc for x in self.groups if x is not g and x.cohort == g.cohort and x.wait is None), default=1 << 60)
+        kinds, runs, predicates, executed = self.kinds, self.runs, self.predicates, self.executed
+        where: Any = True if g.mask.all() else g.mask
+        while True:
+            pc = g.pc
+            executed[pc] += g.warps
+            kind, guard = kinds[pc], predicates[pc]
+            if kind == PLAIN:
+                active = where
+                if guard is not None:
+                    p = ~guard[0] if guard[1] else guard[0]
+                    active = p & g.mask
+                    if not active.any():
+                        g.pc += 1
+                        if g.pc >= limit:
+                            self._merge()
+                            return
+                        continue
+                if self.products.tainted:
+                    self.products.check(self.program.code[pc], *self.touched[pc], active)
+                runs[pc](active)
+                g.pc += 1
+            elif kind == BRANCH:
+                self.steps += 1
+                if self.steps > STEP_LIMIT:
+                    raise Fault("deadlock", f"more than {STEP_LIMIT} branches without an end: an endless loop")
+                if self._branch(g, runs[pc], guard):
+                    return
+            else:
+                active = g.mask
+                if guard is not None:
+                    active = (~guard[0] if guard[1] else guard[0]) & g.mask
+                    if not active.any():
+                        g.pc += 1
+                        continue
+                    if not np.array_equal(active, g.mask):
+                        self.groups.append(Group(pc + 1, g.mask & ~active, g.cohort))
+                        g.mask = active
+                        g.warps = int(active.reshape(-1, 32).any(1).sum())
+                if kind == EXIT:
+                    self.groups.remove(g)
+                    self.alive &= ~g.mask
+                    self._check_barriers()
+                elif kind == BARRIER:
+                    self._barrier(g, runs[pc])
+                else:
+                    self._wait(g, runs[pc])
+                self._merge()
+                return
+            if g.pc >= limit:
+                self._merge()
+                return
+
+    def _branch(self, g: Group, target: int, guard: Any) -> bool:
+        """Follow a branch; True if the group has split."""
+        if guard is None:
+            g.pc = target
+            return False
+        taken = (~guard[0] if guard[1] else guard[0]) & g.mask
+        if not taken.any():
+            g.pc += 1
+            return False
+        rest = g.mask & ~taken
+        if not rest.any():
+            g.pc = target
+            return False
+        self.groups.remove(g)
+        self.groups += [Group(g.pc + 1, rest, g.cohort), Group(target, taken, g.cohort)]
+        self._merge()
+        return True
+
+    # ---- barriers -----------------------------------------------------------------------------------------------------------
+    def _barrier_operands(self, i: Instruction) -> tuple[Any, Any, bool]:
+        if "warp" in i.modifiers:
+            return None, None, False
+        number = self.value(i.operands[0], "u32")
+        threads = self.value(i.operands[1], "u32") if len(i.operands) > 1 else None
+        return number, threads, "arrive" in i.modifiers
+
+    def _barrier(self, g: Group, operands: tuple[Any, Any, bool]) -> None:
+        number, threads, only_arrive = operands
+        warps = self.whole_warps(g.mask, "barrier")
+        if number is None:                              # bar.warp.sync: the warp is together, so it is done
+            g.pc += 1
+            return
+        first = warps * 32
+        ids = np.broadcast_to(number, self.n)[first]
+        expected = np.broadcast_to(threads, self.n)[first] if threads is not None else np.zeros(warps.size, int)
+        for warp, name, count in zip(warps, ids, expected, strict=True):
+            key = (int(warp) // self.warps_per_block, int(name))
+            state = self.barriers.setdefault(key, Barrier(int(count), []))
+            if int(warp) in state.warps:
+                raise Fault("protocol", f"warp {int(warp) % self.warps_per_block} came to barrier {int(name)} twice in one round")
+            if state.expected != int(count) or int(count) % 32:
+                raise Fault("protocol", f"barrier {int(name)} is used for {state.expected} and for {int(count)} threads")
+            state.warps.append(int(warp))
+        self.count("barriers", warps.size)
+        g.pc += 1
+        if not only_arrive:
+            self.groups.remove(g)
+            for name in np.unique(ids):
+                chosen = np.zeros(self.n // 32, bool)
+                chosen[warps[ids == name]] = True
+                self.groups.append(Group(g.pc, g.mask & chosen[self.warp], g.cohort, ("barrier", int(name))))
+        self._check_barriers()
+
+    def _check_barriers(self) -> None:
+        released = np.zeros(self.n, bool)
+        for key in list(self.barriers):
+            block, name = key
+            state = self.barriers[key]
+            threads = slice(block * self.threads_per_block, (block + 1) * self.threads_per_block)
+            expected = state.expected or int(self.alive[threads].sum())
+            if 32 * len(state.warps) < expected:
+                continue
+            del self.barriers[key]
+            self.shared.join(np.array(state.warps))
+            waiting = np.zeros(self.n // 32, bool)
+            waiting[state.warps] = True
+            self._release(("barrier", name), waiting[self.warp], released)
+
+    def _release(self, wait: tuple, mask: np.ndarray, released: np.ndarray) -> None:
+        places: dict[int, np.ndarray] = {}
+        for g in [x for x in self.groups if x.wait == wait]:
+            part = g.mask & mask
+            if part.any():
+                self.groups.remove(g)
+                rest = g.mask & ~mask
+                if rest.any():
+                    self.groups.append(Group(g.pc, rest, g.cohort, wait))
+                places[g.pc] = places.get(g.pc, released) | part
+        for pc, part in places.items():
+            self._deal(pc, part)
+
+    def _wait(self, g: Group, ready: Any) -> None:
+        """mbarrier.try_wait: the threads whose phase is over go on, the others stay at the instruction."""
+        done = ready(g.mask)
+        late = g.mask & ~done
+        if not late.any():
+            g.pc += 1
+            return
+        self.groups.remove(g)
+        self.groups.append(Group(g.pc, late, g.cohort, ("mbarrier", self.copies.version)))
+        if done.any():
+            self.groups.append(Group(g.pc + 1, done, g.cohort))

@@ -1,0 +1,180 @@
+"""Global memory as bounds-checked NumPy buffers, shared memory with a shadow, and the counting of sectors and bank conflicts.
+
+The shadow knows for each granule of shared memory whether it holds data, whether an asynchronous copy is still under way, who
+wrote it last and who has read it since, in the vector clocks of the warps (FastTrack, Flanagan and Freund 2009). A barrier or an
+mbarrier joins clocks; an access that is not ordered after the one it conflicts with is a race, whatever the schedule was.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from .errors import Fault
+
+RESERVED = 1024                       # the first KB of a block's window belongs to the system, and catches null pointers
+EMPTY, VALID, PENDING = 0, 1, 2
+IN_FLIGHT = np.int32(2**31 - 1)       # read clock of an operand that an asynchronous product has not finished with
+
+
+class Global:
+    """A fake device address space over host arrays."""
+
+    def __init__(self) -> None:
+        self.buffers: list[tuple[int, int, np.ndarray, bool]] = []
+        self.next = 0x7000_0000_0000
+
+    def add(self, array: np.ndarray) -> int:
+        """Register a C-contiguous array; returns its address."""
+        address = self.next
+        self.buffers.append((address, array.nbytes, array.reshape(-1).view(np.uint8), array.flags.writeable))
+        self.next += (array.nbytes + 0x20_0000) & ~0xFFFF
+        return address
+
+    def locate(self, address: np.ndarray, size: int, write: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The buffer that holds all these accesses of `size` bytes, and their offsets in it."""
+        low, high = int(address.min()), int(address.max()) + size
+        for base, n, data, writeable in self.buffers:
+            if base <= low and high <= base + n:
+                if write and not writeable:
+                    raise Fault("out-of-bounds", f"store to a read-only array at {low:#x}")
+                if size & (size - 1) == 0 and (address & np.uint64(size - 1)).any():
+                    raise Fault("misaligned", f"global access of {size} bytes at {low:#x}")
+                return data, (address - np.uint64(base)).astype(np.int64)
+        raise Fault("out-of-bounds", self._explain(address, size))
+
+    def _explain(self, address: np.ndarray, size: int) -> str:
+        for a in (int(x) for x in address):
+            if not any(base <= a and a + size <= base + n for base, n, *_ in self.buffers):
+                before = [(base, n) for base, n, *_ in self.buffers if base <= a]
+                near = f", {a - before[-1][0]} bytes into an array of {before[-1][1]}" if before else ""
+                return f"global access of {size} bytes at {a:#x}{near}"
+        return f"one instruction touches several arrays, {int(address.min()):#x} to {int(address.max()):#x}"
+
+
+class Shared:
+    """Shared memory of all blocks of a batch, one after another, with its shadow.
+
+    `clock` (warps, W + 1) holds the vector clock of every warp over the W warps of its own block and, last, the copy engine.
+    """
+
+    def __init__(self, blocks: int, size: int, granule: int, warps: int) -> None:
+        self.size = RESERVED + (size + 127) // 128 * 128
+        self.granule, self.warps, self.blocks = granule, warps, blocks
+        self.data = np.zeros(blocks * self.size, np.uint8)
+        n = self.data.size // granule
+        self.state = np.zeros(n, np.uint8)
+        self.writer = np.zeros(n, np.int16)
+        self.written = np.zeros(n, np.int32)
+        self.reads = np.zeros((n, warps), np.int32)
+        self.unfenced = np.zeros(n, bool)
+        self.clock = np.zeros((blocks * warps, warps + 1), np.int32)
+        self.engine = np.zeros(blocks, np.int32)
+        self.own = np.arange(blocks * warps)
+        self.reset()
+
+    def reset(self) -> None:
+        """As at the start of a block: nothing written, every warp knows of itself alone."""
+        self.data[:] = 0xCB
+        for array in (self.state, self.written, self.reads, self.clock, self.engine, self.unfenced):
+            array[:] = 0
+        self.clock[self.own, self.own % self.warps] = 1
+
+    def index(self, address: np.ndarray, block: np.ndarray, size: int) -> np.ndarray:
+        """Byte offsets in `data`, after the checks of bounds and alignment."""
+        a = address.astype(np.int64)
+        if a.size and (int(a.min()) < RESERVED or int(a.max()) + size > self.size):
+            bad = int(a[(a < RESERVED) | (a + size > self.size)][0])
+            raise Fault("out-of-bounds", f"shared access of {size} bytes at {bad - RESERVED} of {self.size - RESERVED}")
+        if (a & (size - 1)).any():
+            bad = int(a[(a & (size - 1)) != 0][0])
+            raise Fault("misaligned", f"shared access of {size} bytes at {bad - RESERVED}")
+        return a + block * self.size
+
+    def granules(self, index: np.ndarray, size: int) -> np.ndarray:
+        return (index // self.granule)[:, None] + np.arange(max(1, size // self.granule))
+
+    def check_read(self, g: np.ndarray, warp: np.ndarray, asynchronous: bool = False) -> None:
+        """g (n, k) granules read by warps (n,)."""
+        state = self.state[g]
+        if (state != VALID).any():
+            if (state == PENDING).any():
+                raise Fault("pending", f"{self._where(g, state == PENDING)} read before the wait that makes the copy visible")
+            raise Fault("uninitialised", f"{self._where(g, state == EMPTY)} read but never written")
+        if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
+            bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
+            raise Fault("race", f"{self._where(g, bad)} read by warp {self._warp(warp, bad)} without a barrier after the write of "
+                                f"{self._name(self.writer[g][bad][0])}")
+        if asynchronous:
+            if self.unfenced[g].any():
+                raise Fault("race", f"{self._where(g, self.unfenced[g])} read by the asynchronous proxy without fence.proxy.async")
+            self.reads[g, (warp % self.warps)[:, None]] = IN_FLIGHT
+        else:
+            self.reads[g, (warp % self.warps)[:, None]] = self.clock[warp, warp % self.warps][:, None]
+
+    def check_write(self, g: np.ndarray, warp: np.ndarray) -> None:
+        """g (n, k) granules about to be overwritten by warps (n,): all earlier accesses must be known to them."""
+        if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
+            bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
+            raise Fault("race", f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} without a barrier "
+                                f"after the write of {self._name(self.writer[g][bad][0])}")
+        late = self.reads[g] > self.clock[warp, :self.warps][:, None, :]
+        if late.any():
+            bad, reader = late.any(2), int(np.nonzero(late.any((0, 1)))[0][0])
+            flying = (self.reads[g] == IN_FLIGHT).any()
+            raise Fault("race", f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} while warp {reader} "
+                                + ("has an asynchronous product reading it" if flying else "may still be reading it"))
+        if (self.state[g] == PENDING).any():
+            raise Fault("pending", f"{self._where(g, self.state[g] == PENDING)} overwritten while a copy into it is under way")
+
+    def note_write(self, g: np.ndarray, warp: np.ndarray, generic: bool = True) -> None:
+        self.state[g] = VALID
+        self.writer[g] = (warp % self.warps)[:, None]
+        self.written[g] = self.clock[warp, warp % self.warps][:, None]
+        self.unfenced[g] = generic
+
+    def fence(self, warps: np.ndarray) -> None:
+        """fence.proxy.async by these warps: what they have written, or know of, may be read by the asynchronous proxy."""
+        for warp in warps:
+            block = slice(warp // self.warps * self.size // self.granule, (warp // self.warps + 1) * self.size // self.granule)
+            known = self.written[block] <= self.clock[warp][self.writer[block]]
+            self.unfenced[block] &= ~known
+
+    def join(self, warps: np.ndarray) -> None:
+        """A barrier among warps of one block: each learns what the others knew; what follows is new."""
+        self.clock[warps] = self.clock[warps].max(0)
+        self.tick(warps)
+
+    def tick(self, warps: np.ndarray) -> None:
+        self.clock[warps, warps % self.warps] += 1
+
+    def _where(self, g: np.ndarray, bad: np.ndarray) -> str:
+        at = int(g[bad][0]) * self.granule
+        return f"shared byte {at % self.size - RESERVED} (block {at // self.size} of the batch)"
+
+    def _warp(self, warp: np.ndarray, bad: np.ndarray) -> int:
+        return int(warp[np.nonzero(bad.any(1))[0][0]] % self.warps)
+
+    def _name(self, writer: int) -> str:
+        return "the copy engine" if writer == self.warps else f"warp {writer}"
+
+
+def wavefronts(address: np.ndarray, thread: np.ndarray, size: int) -> tuple[int, int]:
+    """Passes over the 32 banks that shared accesses of `size` bytes take, and that they would take without conflicts.
+
+    4 bytes per lane are served a warp at a time, 8 bytes half a warp, 16 bytes a quarter.
+    """
+    per_pass = 32 // max(1, size // 4)
+    phase = thread // per_pass
+    words = (address.astype(np.int64) // 4)[:, None] + np.arange(max(1, size // 4))
+    distinct = np.unique((phase[:, None].astype(np.int64) << 32) | words)
+    phases, number = np.unique(distinct >> 32, return_inverse=True)
+    per_bank = np.bincount(number * 32 + (distinct & 31), minlength=phases.size * 32).reshape(-1, 32)
+    return int(per_bank.max(1).sum()), int(np.maximum(1, -(-per_bank.sum(1) // 32)).sum())
+
+
+def sectors(address: np.ndarray, thread: np.ndarray, size: int) -> int:
+    """32-byte sectors that each warp's access touches, summed."""
+    first = address.astype(np.int64) >> 5
+    last = (address.astype(np.int64) + size - 1) >> 5
+    warp = (thread >> 5).astype(np.int64) << 44
+    count = np.unique(warp | first).size
+    return count if size <= 32 and (first == last).all() else np.unique(np.concatenate([warp | first, warp | last])).size

@@ -1,0 +1,158 @@
+"""PTX text to a list of instructions: what NVVM writes for our kernels, inline assembly and `.loc` lines included."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from .errors import EmulatorError
+
+_LABEL = re.compile(r"([$\w]+):(?!:)")
+_SHARED = re.compile(r"^\s*(?:\.extern\s+|\.visible\s+)*\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?\s*;", re.M)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+[^%\s]*\s*)*([\w$]+)(?:\[(\d+)\])?")
+
+
+@dataclass
+class Instruction:
+    """One statement: `ld.shared.v4.b32` is op "ld" with modifiers ("shared", "v4", "b32")."""
+
+    op: str
+    modifiers: tuple[str, ...]
+    operands: tuple[str, ...]
+    predicate: str | None
+    negated: bool
+    line: int
+    source: tuple[str, int] | None
+    text: str
+
+    @property
+    def type(self) -> str:
+        return self.modifiers[-1]
+
+
+def registers_of(operand: str) -> list[str]:
+    """The names in `{%r1, %r2}`, `[%rd1+16]`, `%p1|%p2` or `%r1`."""
+    return re.findall(r"%?[A-Za-z_$][\w$.]*", operand)
+
+
+def vector(operand: str) -> list[str]:
+    """`{a, b}` as a list, a single operand as a list of one."""
+    return [x.strip() for x in operand.strip("{}").split(",")]
+
+
+@dataclass
+class Program:
+    """A parsed kernel: instructions, labels, register types, parameters and shared or local arrays."""
+
+    name: str
+    parameters: list[tuple[str, str]]
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    registers: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, tuple[int, int]] = field(default_factory=dict)        # name -> (bytes, alignment); 0 bytes is dynamic
+    local: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def parse(ptx: str) -> Program:
+    """Parse the (only) entry of a PTX text."""
+    text = re.sub(r"//[^\n]*", "", ptx)
+    entry = _ENTRY.search(text)
+    if entry is None:
+        raise EmulatorError("unsupported", "the PTX text has no .entry", 0, "", None)
+    parameters = [(m.group(2), m.group(1)) for m in _PARAM.finditer(entry.group(2))]
+    program = Program(entry.group(1), parameters)
+    for space, align, name, size in _SHARED.findall(text):
+        getattr(program, space)[name] = (int(size or 0), int(align))
+    files = {int(n): path for n, path in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
+    _Body(program, text, entry.end(), files).read()
+    return program
+
+
+class _Body:
+    """Reads the statements of an entry's body; `{ }` scopes rename the registers and labels that inline assembly declares."""
+
+    def __init__(self, program: Program, text: str, start: int, files: dict[int, str]) -> None:
+        self.program, self.text, self.position, self.files = program, text, start, files
+        self.scopes: list[dict[str, str]] = [{}]
+        self.unique = 0
+        self.source: tuple[str, int] | None = None
+        self.line = text.count("\n", 0, start) + 1
+
+    def _advance(self, to: int) -> None:
+        self.line += self.text.count("\n", self.position, to)
+        self.position = to
+
+    def read(self) -> None:
+        text, end = self.text, len(self.text)
+        while self.position < end:
+            i = self.position
+            c = text[i]
+            if c.isspace():
+                self._advance(i + 1)
+            elif c == "{":
+                self.scopes.append({})
+                self._advance(i + 1)
+            elif c == "}":
+                self.scopes.pop()
+                self._advance(i + 1)
+                if not self.scopes:
+                    break
+            elif text.startswith((".loc ", ".loc\t"), i):
+                stop = text.index("\n", i)
+                parts = text[i:stop].replace(",", " ").split()
+                self.source = (self.files.get(int(parts[1]), "?"), int(parts[2]))
+                self._advance(stop)
+            elif label := _LABEL.match(text, i):
+                self.program.labels[label.group(1)] = len(self.program.code)
+                self._advance(label.end())
+            else:
+                stop = text.index(";", i)
+                self._statement(" ".join(text[i:stop].split()))
+                self._advance(stop + 1)
+
+    def _statement(self, s: str) -> None:
+        if s.startswith(".reg"):
+            return self._declare(s)
+        if not s or s.startswith("."):
+            return None
+        names: dict[str, str] = {}
+        for scope in self.scopes:
+            names.update(scope)
+        if names:
+            s = re.sub(r"(?<![\w%.$])([A-Za-z_]\w*)(?![\w])", lambda m: names.get(m.group(1), m.group(1)), s)
+        predicate, negated, rest = None, False, s
+        if s.startswith("@"):
+            guard, rest = s.split(None, 1)
+            negated, predicate = guard[1] == "!", guard.lstrip("@!")
+        head, _, tail = rest.partition(" ")
+        op, *modifiers = head.split(".")
+        modifiers = [m for m in modifiers if m]
+        self.program.code.append(Instruction(op, tuple(modifiers), tuple(_split(tail)), predicate, negated,
+                                              self.line, self.source, s))
+        return None
+
+    def _declare(self, s: str) -> None:
+        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", s).groups()            # type: ignore[union-attr]
+        for name in (n.strip() for n in names.split(",")):
+            counted = re.match(r"(%?\w+)<(\d+)>", name)
+            if counted:
+                self.program.registers.update((f"{counted.group(1)}{k}", kind) for k in range(int(counted.group(2))))
+            elif name.startswith("%"):
+                self.program.registers[name] = kind
+            else:
+                self.unique += 1
+                self.scopes[-1][name] = f"{name}__{self.unique}"
+                self.program.registers[f"{name}__{self.unique}"] = kind
+
+
+def _split(tail: str) -> list[str]:
+    """Operands: commas outside of `{}`, `[]` and `()`."""
+    found, depth, current = [], 0, ""
+    for c in tail:
+        depth += (c in "{[(") - (c in "}])")
+        if c == "," and depth == 0:
+            found.append(current.strip())
+            current = ""
+        else:
+            current += c
+    return [*found, current.strip()] if current.strip() else found

@@ -1,0 +1,137 @@
+"""ldmatrix and mma.sync: which thread holds which element, and the products themselves.
+
+Layouts are read from the PTX ISA manual, section 9.7.14.5 ("Matrix Fragments for mma"): `group` = lane / 4, `quad` = lane % 4.
+Products and sums of float16 and bfloat16 are done in float32 (exact products, NumPy's order of summation); a tensor core adds in
+another order and keeps fewer bits, so float results agree to rounding only. Integer results are exact.
+"""
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .alu import Run, binds
+from .errors import Fault
+from .memory import wavefronts
+from .parse import Instruction, vector
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+LANE = np.arange(32)
+GROUP, QUAD = LANE >> 2, LANE & 3
+BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8}
+
+
+def decode(words: np.ndarray, t: str) -> np.ndarray:
+    """32-bit words to the elements packed in them, as float32 (exact for every type here); a last axis is added."""
+    words = np.ascontiguousarray(words)[..., None]
+    if t == "f16":
+        return words.view(np.float16).astype(np.float32)
+    if t == "bf16":
+        return (words.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return words.view(np.int8 if t == "s8" else np.uint8).astype(np.float32)
+
+
+@functools.cache
+def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
+    """Registers of an m16 x k A or k x n8 B operand, and for each matrix element its place among (lane, register, part)."""
+    rows, step = 16 if which == "a" else 8, per_word * 4
+    registers = (2 if which == "a" else 1) * k // step
+    places = np.zeros((rows, k), np.int64)
+    for register in range(registers):
+        for part in range(per_word):
+            row = GROUP + 8 * (register & 1) if which == "a" else GROUP
+            col = per_word * QUAD + part + step * (register >> 1 if which == "a" else register)
+            places[row, col] = (LANE * registers + register) * per_word + part
+    return registers, places
+
+
+@functools.cache
+def accumulator_layout(columns: int = 8) -> np.ndarray:
+    """(16, columns) places among (lane, register) of a 16 x columns accumulator with columns / 2 registers per lane."""
+    registers = columns // 2
+    places = np.zeros((16, columns), np.int64)
+    for r in range(registers):
+        places[GROUP + 8 * ((r >> 1) & 1), 8 * (r >> 2) + 2 * QUAD + (r & 1)] = LANE * registers + r
+    return places
+
+
+@functools.cache
+def accumulator_order(columns: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column that (lane, register) holds: the inverse of `accumulator_layout`."""
+    registers = np.arange(columns // 2)
+    return (GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
+            8 * (registers >> 2)[None] + 2 * QUAD[:, None] + (registers & 1)[None])
+
+
+def gather(views: list[np.ndarray], warps: np.ndarray) -> np.ndarray:
+    """(warps, 32, registers) of the values that the warps hold in these registers."""
+    return np.stack([v.reshape(-1, 32)[warps] for v in views], -1)
+
+
+@binds("ldmatrix")
+def ldmatrix(m: Machine, i: Instruction) -> Run:
+    if "m8n8" not in i.modifiers or i.type != "b16":
+        raise Fault("unsupported", i.text)
+    targets = [m.target(x, "u32") for x in vector(i.operands[0])]
+    base, offset = m.address(i.operands[1], "u32")
+    n, transposed = len(targets), "trans" in i.modifiers
+
+    def run(mask: Any) -> None:
+        warps = m.whole_warps(mask, "ldmatrix")
+        address = np.broadcast_to(base, m.n).reshape(-1, 32)[warps][:, :8 * n].astype(np.int64).reshape(-1) + offset
+        threads = (warps[:, None] * 32 + LANE[None, :8 * n]).reshape(-1)
+        index = m.shared.index(address, m.block_of[threads], 16)
+        taken, ideal = wavefronts(index, threads, 16)
+        m.count("shared_wavefronts", taken)
+        m.count("shared_conflicts", taken - ideal)
+        m.count("shared_loaded", 16 * index.size)
+        m.shared.check_read(m.shared.granules(index, 16), m.warp[threads])
+        rows = m.shared.data.view(np.uint16)[(index // 2)[:, None] + np.arange(8)].reshape(warps.size, n, 8, 8)
+        if transposed:
+            rows = rows.transpose(0, 1, 3, 2)
+        words = np.ascontiguousarray(rows).view(np.uint32).reshape(warps.size, n, 32)
+        for k, d in enumerate(targets):
+            d.reshape(-1, 32)[warps] = words[:, k]
+    return run
+
+
+@binds("mma")
+def mma(m: Machine, i: Instruction) -> Run:
+    shape = next((x for x in i.modifiers if re.fullmatch(r"m\d+n\d+k\d+", x)), "")
+    td, ta, tb, tc = i.modifiers[-4:]
+    if not shape.startswith("m16n8k") or ta not in BITS or tb not in BITS or "row" not in i.modifiers:
+        raise Fault("unsupported", i.text)
+    k, per_word = int(shape[6:]), 32 // BITS[ta]
+    if not all(x.startswith("{") for x in i.operands):
+        raise Fault("protocol", "operands of mma are vectors, in braces")
+    d, a, b, c = (vector(x) for x in i.operands)
+    (na, place_a), (nb, place_b) = operand_layout("a", k, per_word), operand_layout("b", k, per_word)
+    if (len(a), len(b)) != (na, nb):
+        raise Fault("protocol", f"{shape} takes {na} and {nb} operand registers, got {len(a)} and {len(b)}")
+    view_a, view_b = [m.value(x, "u32") for x in a], [m.value(x, "u32") for x in b]
+    half = td == "f16"
+    kind = "u32" if half else td
+    view_c, view_d = [m.value(x, kind) for x in c], [m.target(x, kind) for x in d]
+    place_c, (row, col) = accumulator_layout(), accumulator_order()
+
+    def run(mask: Any) -> None:
+        warps = m.whole_warps(mask, "mma.sync")
+        A = decode(gather(view_a, warps), ta).reshape(warps.size, -1)[:, place_a]
+        B = decode(gather(view_b, warps), tb).reshape(warps.size, -1)[:, place_b]
+        product = np.matmul(A, B.transpose(0, 2, 1))
+        words = gather(view_c, warps)
+        if half:
+            C = decode(words, "f16").reshape(warps.size, -1)[:, place_c]
+            D = np.ascontiguousarray((product + C).astype(np.float16)[:, row, col]).view(np.uint32)      # two halves per register
+        else:
+            C = words.reshape(warps.size, -1)[:, place_c]
+            D = (product.astype(C.dtype) + C)[:, row, col]          # integer products are below 2**24: exact in float32
+        for r, target in enumerate(view_d):
+            target.reshape(-1, 32)[warps] = D[:, :, r]
+        m.count("tensor_operations", warps.size)
+        m.count("tensor_flops", warps.size * 2 * 16 * 8 * k)
+    return run

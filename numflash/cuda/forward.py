@@ -1,0 +1,233 @@
+"""From a validated problem to one kernel launch: which kernel, with which constants, over which grid, on which arguments."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..errors import UnsupportedError
+from ..reference import combined_scale, log_sum_exp, row_shift
+from ..tiling import KEY_BLOCK
+from ..validation import Problem
+from .arrays import aligned
+from .tensormap import TensorMap
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+NO_LIMIT = 1 << 29
+Results = tuple[np.ndarray, np.ndarray] | None
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. `args` holds tuples of arrays, which stand for their addresses, and of numbers."""
+
+    factory: Callable
+    constants: dict[str, Any]
+    arch: str
+    grid: tuple[int, int, int]
+    args: tuple
+    finish: Callable[[], tuple[np.ndarray, np.ndarray]]
+    resident: frozenset[int] = frozenset()          # ids of the arrays that lie on the card already
+
+
+def padded(d: int) -> int:
+    """The smallest head size that a kernel is built for and that holds d."""
+    for size in HEAD_DIMS:
+        if d <= size:
+            return size
+    raise UnsupportedError(f"head_dim: got {d}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
+
+
+def blocks(d: int, dv: int, rows: int, warps: int = 4) -> tuple[int, int]:
+    """Query rows and keys per tile: fewer warps for few rows, fewer keys where a head is wide."""
+    block_q = 16 * min(warps, max(1, -(-rows // 16)))
+    block_q = 64 if block_q == 48 else block_q
+    return block_q, 32 if max(d, dv) > 128 else 64
+
+
+def _rows(x: np.ndarray, multiple: int = 8) -> np.ndarray:
+    """Contiguous, with rows of a multiple of 16 bytes: the last axis is padded where it is not."""
+    d = x.shape[-1]
+    if d % multiple:
+        wide = np.zeros((*x.shape[:-1], -(-d // multiple) * multiple), x.dtype)
+        wide[..., :d] = x
+        return wide
+    return np.ascontiguousarray(x)
+
+
+def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values such that 0 * NaN never happens: a key row whose value is not finite becomes NaN, its value 0.
+
+    A hidden key's score is replaced before it is used, so a NaN key spoils exactly the rows that see it.
+    """
+    exponent = np.uint16(0x7F80 if bits else 0x7C00)
+    bad = (value.view(np.uint16) & exponent) == exponent
+    if not bad.any():
+        return key, value
+    rows = bad.any(-1)
+    key, value = key.copy(), value.copy()
+    key.view(np.uint16)[rows] = 0x7FC0 if bits else 0x7E00
+    value.view(np.uint16)[bad] = 0
+    return key, value
+
+
+def band(problem: Problem) -> tuple[bool, int, int]:
+    """Whether rows see only a band of keys, and its two sides."""
+    left, right = problem.left, problem.right
+    return left is not None or right is not None, NO_LIMIT if left is None else min(left, NO_LIMIT), \
+        NO_LIMIT if right is None else min(right, NO_LIMIT)
+
+
+def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
+    """q, k, v, out and lse for the 16-bit kernels: in host memory made fit for them, on the card taken as they are."""
+    nb, nh, _, length, *_ = problem.shape
+    if results is not None:
+        return (*(aligned(n, x) for n, x in (("query", problem.query), ("key", problem.key), ("value", problem.value))), *results)
+    key, value = hide_nonfinite(np.ascontiguousarray(problem.key), np.ascontiguousarray(problem.value),
+                                problem.precision == "bfloat16")
+    q, k, v = _rows(problem.query), _rows(key), _rows(value)
+    return q, k, v, np.zeros((nb, nh, length, v.shape[-1]), q.dtype), np.zeros((nb, nh, length), np.float32)
+
+
+def _resident(results: Results, *arrays: np.ndarray) -> frozenset[int]:
+    return frozenset() if results is None else frozenset(id(x) for x in arrays)
+
+
+def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
+    """The launch of `kernels.flash_float` for a float16 or bfloat16 problem; `results` (out, lse) say that it lies on the card."""
+    from .kernels.flash_float import flash_float
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    bits = problem.precision == "bfloat16"
+    if bits and arch == "sm_75":
+        raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+    q, k, v, out, lse = _operands(problem, results)
+    group = nh // nkv
+    has_band, left, right = band(problem)
+    mask = problem.mask if problem.bias is None else problem.bias
+    kind = "" if mask is None else "bool" if problem.bias is None else "float"
+    if problem.bias is not None and problem.mask is not None:
+        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.strides
+    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask)
+    slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
+    block_q, block_k = blocks(padded(d), padded(dv), length * group)
+    constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": block_k, "dtype": problem.precision,
+                 "group": group,
+                     "band": has_band, "mask": kind, "softcap": bool(problem.softcap), "alibi": problem.alibi_slopes is not None,
+                     "transform": problem.scale <= 0, "turing": arch == "sm_75"}
+    strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + tuple(int(n) for n in mask_strides)
+    # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of log2
+    args = ((q, k, v, out, lse, *_places(problem, s), stored, slopes), strides,
+            (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
+            (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
+    grid = (-(-length * group // block_q), nkv, nb)
+    return Launch(flash_float, constants, arch, grid, args, lambda: (out[..., :dv], lse), _resident(results, q, k, v, out, lse))
+
+
+def hopper_forward(problem: Problem, overlap: bool = True, results: Results = None) -> Launch:
+    """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem without masks, softcap and ALiBi."""
+    from .kernels.flash_hopper import BLOCK_Q, PANEL, flash_hopper
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    q, k, v, out, lse = _operands(problem, results)
+    has_band, left, right = band(problem)
+    wide, dv_wide = (-(-padded(x) // PANEL) * PANEL for x in (d, dv))
+    block_k = 64 if max(wide, dv_wide) > 128 else 128
+    constants = {"d": wide, "dv": dv_wide, "block_k": block_k, "dtype": problem.precision, "group": nh // nkv, "band": has_band,
+                 "overlap": overlap}
+    maps = [TensorMap(x, (1, 1, rows, PANEL)) for x, rows in ((q, BLOCK_Q), (k, block_k), (v, block_k))]
+    args = ((maps, out, lse, *_places(problem, s)), tuple(int(n) for n in out.strides[:3]),
+            (length, v.shape[-1] * 2, nh, left, right), np.float32(problem.scale * LOG2E))
+    return Launch(flash_hopper, constants, "sm_90a", (-(-length // BLOCK_Q), nh, nb), args, lambda: (out[..., :dv], lse),
+                  _resident(results, q, k, v, out, lse))
+
+
+def int8_forward(problem: Problem, arch: str) -> Launch:
+    """The launch of `kernels.flash_int8` for a problem of QuantizedTensors; its bits are those of `reference.integer_model`."""
+    from .kernels.flash_int8 import flash_int8, permuted_keys
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    if arch == "sm_75":
+        raise UnsupportedError("precision: got 'int8'; the INT8 kernels need sm_80 or later")
+    if problem.pv != "int8":
+        raise UnsupportedError(f"pv: got {problem.pv!r}; the CUDA kernels have pv 'int8'")
+    cq, ck = combined_scale(problem.query, problem.key, problem.scale)
+    if problem.value.nonfinite is not None:
+        ck = np.where(problem.value.nonfinite, np.float32(np.nan), ck)
+    shift = row_shift(problem.query, problem.key, problem.scale)
+    q, k = _rows(problem.query.data, 16), _rows(problem.key.data, 16)
+    stored = -(-s // KEY_BLOCK) * KEY_BLOCK
+    v = np.zeros((nb, nkv, dv, stored), np.int8)
+    v[..., :s] = problem.value.data.swapaxes(-1, -2)
+    v = np.ascontiguousarray(v[..., permuted_keys(stored)])
+    v_scale = np.ascontiguousarray(np.broadcast_to(problem.value.scale[:, :, 0], (nb, nkv, dv)))
+    key_scale = np.zeros((nb, nkv, stored), np.float32)
+    key_scale[..., :s] = ck
+    out = np.zeros((nb, nh, length, dv), np.float32)
+    m, l = np.zeros((nb, nh, length), np.int32), np.zeros((nb, nh, length), np.float32)
+    has_band, left, right = band(problem)
+    mask, bias, nothing = problem.mask, problem.bias, np.zeros(1, np.float32)
+    group = nh // nkv
+    block_q = blocks(d, dv, length * group)[0]
+    constants = {"d": 64 if d <= 64 else 128 if d <= 128 else padded(d), "dv": padded(dv), "block_q": block_q, "group": group,
+                 "band": has_band,
+                     "mask": mask is not None, "bias": bias is not None, "softcap": bool(problem.softcap),
+                     "alibi": problem.alibi_slopes is not None}
+    unit = fx.LOG2E_Q8
+    capped = (shift * float(unit)).astype(np.float32) if shift is not None and problem.softcap else np.zeros((nb, nh, length),
+                                                                                                             np.float32)
+    slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
+    none = (0, 0, 0, 0)
+    args = ((q, k, v, out, m, l, np.ascontiguousarray(cq), key_scale, v_scale, *_places(problem, s),
+             nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias), slopes, capped),
+            (*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
+            (length, s, q.shape[-1], stored, dv, nh, left, right), (np.float32(problem.softcap) * unit,))
+
+    def finish() -> tuple[np.ndarray, np.ndarray]:
+        return out, log_sum_exp(m, l, None if problem.softcap else shift)
+    return Launch(flash_int8, constants, arch, (-(-length * group // block_q), nkv, nb), args, finish)
+
+
+def float32_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
+    """The launch of `kernels.flash_float32` for a float32 problem; on the card its arrays are contiguous."""
+    from .kernels.flash_float32 import WARPS, flash_float32
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    if results is None:
+        q, k, v = (np.ascontiguousarray(x, np.float32) for x in (problem.query, problem.key, problem.value))
+        out, lse = np.zeros((nb, nh, length, dv), np.float32), np.zeros((nb, nh, length), np.float32)
+    else:
+        q, k, v, (out, lse) = problem.query, problem.key, problem.value, results
+        if not all(x.flags.c_contiguous for x in (q, k, v, out)):
+            raise UnsupportedError("query, key, value: not contiguous (B, H, L, D) on the card, which its float32 kernel needs")
+    _, left, right = band(problem)
+    mask, bias, slopes, nothing, none = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32), (0, 0, 0, 0)
+    constants = {"d": padded(d), "dv": padded(dv), "group": nh // nkv, "mask": mask is not None, "bias": bias is not None,
+                 "softcap": bool(problem.softcap), "alibi": slopes is not None}
+    args = ((q, k, v, out, lse, *_places(problem, s), nothing if mask is None else _storage(mask),
+             nothing if bias is None else _storage(bias), nothing if slopes is None else np.ascontiguousarray(slopes, np.float32)),
+            (*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
+            (length, s, d, dv, nh, left, right), (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
+    return Launch(flash_float32, constants, arch, (-(-length // WARPS), nh, nb), args, lambda: (out, lse),
+                  _resident(results, q, k, v, out, lse))
+
+
+def _places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
+    """Diagonal and number of keys of each batch entry, as int32."""
+    return (np.clip(problem.diagonal, -NO_LIMIT, NO_LIMIT).astype(np.int32), np.minimum(problem.key_lengths, s).astype(np.int32))
+
+
+def _storage(x: np.ndarray) -> np.ndarray:
+    """The memory behind a broadcast view: the same element for every index along an axis of stride 0."""
+    index = tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)
+    return np.ascontiguousarray(x[index]).view(np.uint8)
+
+
+def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Run a launch in the emulator: out, lse and the report."""
+    from .compile import compiled
+    from .emulator import emulate
+    kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
+    report = emulate(kernel, launch.grid, None, list(launch.args), **options)
+    return (*launch.finish(), report)

@@ -1,0 +1,1 @@
+"""The forward kernels that ship, as factories over head size, blocks and options."""

@@ -1,0 +1,252 @@
+"""FlashAttention-3 forward for sm_90a (Shah et al. 2024, algorithms 1 and 2): TMA, wgmma and specialised warps.
+
+Three warpgroups of 128 threads. One thread of the first brings tiles of keys and values by TMA into a ring of two stages; the
+other two own 64 query rows each and compute with asynchronous products. Full and empty mbarriers connect them. With `overlap`
+the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the paper).
+"""
+from __future__ import annotations
+
+import math
+
+from .. import ptx
+from .._target import cuda, device_function, types
+from ..compile import Source
+from .pieces import NEG_INF, quad_max, quad_sum
+
+i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+LN2 = f32(math.log(2))
+BLOCK_Q, THREADS, STAGES, PANEL = 128, 384, 2, 64        # a panel: 64 columns, 128 bytes, the span of the swizzle
+# matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart; for values (MN-major) the leading stride spans a panel
+DESCRIPTOR = (1 << 62) | (64 << 32)
+
+# pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths;  strides in bytes of o: batch, head, row
+# sizes: queries, bytes per row of o, query heads, left, right;  scale * log2(e)
+SIGNATURE = types.void(types.UniTuple(u64, 5), types.UniTuple(i64, 3), types.UniTuple(i32, 5), f32)
+
+
+@device_function
+def descriptor(constant, address):
+    """A matrix descriptor for a tile at this shared address."""
+    return u64(constant) | u64((address & u32(0x3FFFF)) >> u32(4))
+
+
+def make_softmax(key_tiles: int):
+    """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
+    @device_function
+    def softmax(s, m, l, alpha, scale):
+        for r in range(2):
+            x = m[r]
+            for n in range(key_tiles):
+                x = ptx.fmax(x, ptx.fmax(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]))
+            x = quad_max(x)
+            safe = f32(0) if x == NEG_INF else x * scale
+            alpha[r] = ptx.ex2(m[r] * scale - safe)
+            m[r] = x
+            total = l[r] * alpha[r]
+            for n in range(key_tiles):
+                s[4 * n + 2 * r] = ptx.ex2(ptx.fma(s[4 * n + 2 * r], scale, -safe))
+                s[4 * n + 2 * r + 1] = ptx.ex2(ptx.fma(s[4 * n + 2 * r + 1], scale, -safe))
+                total += s[4 * n + 2 * r] + s[4 * n + 2 * r + 1]
+            l[r] = total
+    return softmax
+
+
+def make_hide(key_tiles: int):
+    """Scores of keys outside [low, high) of each row become -inf."""
+    @device_function
+    def hide(s, first, low, high):
+        for n in range(key_tiles):
+            for e in range(4):
+                j = first + 8 * n + (e & 1)
+                if j < low[e >> 1] or j >= high[e >> 1]:
+                    s[4 * n + e] = NEG_INF
+    return hide
+
+
+def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: int = 1, band: bool = False,
+                 overlap: bool = True) -> Source:
+    """The kernel for head sizes d and dv, multiples of 64."""
+    key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
+    n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
+    d_panels, dv_panels = d // PANEL, dv // PANEL
+    q_panel, k_panel = BLOCK_Q * 128, block_k * 128            # bytes of one panel of a tile
+    q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
+    o_size = dv_panels * q_panel
+    first_tile = 1024 + max(q_size, o_size)
+    pair = k_size + v_size
+    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)
+    multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
+    fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
+    softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
+    wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
+    more, fewer = ptx.setmaxnreg_inc[240], ptx.setmaxnreg_dec[24]
+
+    @device_function
+    def scores(s, dq, dk):
+        """Issues S = Q . K^T."""
+        for step in range(k_steps):
+            inside = u64((step & 3) * 2)                         # 32 bytes further in a panel of four steps
+            multiply_k(s, 0, dq + inside + u64((step >> 2) * (q_panel >> 4)), dk + inside + u64((step >> 2) * (k_panel >> 4)),
+                       i32(step != 0))
+
+    @device_function
+    def outputs(o, p, dv_at):
+        """Issues O += P . V, 16 keys (two groups of 8 rows of 128 bytes) at a time."""
+        for step in range(p_steps):
+            multiply_v(o, 0, p, 4 * step, dv_at + u64(step * 128), i32(1))
+
+    @device_function
+    def weights(p, s):
+        for n in range(n_p):
+            p[n] = pack(s[2 * n], s[2 * n + 1])
+
+    @device_function
+    def shrink(o, alpha):
+        for n in range(value_tiles):
+            for e in range(4):
+                o[4 * n + e] *= alpha[e >> 1]
+
+    def flash(pointers, strides, sizes, scale):
+        maps, o_out, lse_out, diagonals, lengths = pointers
+        queries, dv_left, heads, left, right = sizes
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warpgroup = thread & 31, thread >> 7
+        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        full_q, full, empty = base, base + u32(16), base + u32(64)     # full and empty: 16 bytes per stage, keys then values
+        sq, ring = base + u32(1024), base + u32(first_tile)
+        first = i32(cuda.blockIdx.x) * BLOCK_Q
+        keys = ptx.load_global_s32(lengths + u64(batch * 4))
+        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
+        tile, tiles = i32(0), (keys + block_k - 1) // block_k
+        if band:
+            low_row = first + diagonal
+            high_row = min(first + BLOCK_Q, queries) - 1 + diagonal
+            tile = max(low_row - left, 0) // block_k
+            tiles = min(tiles, (max(high_row + right + 1, 0) + block_k - 1) // block_k)
+        if thread == 0:
+            ptx.mbarrier_init(full_q, u32(1))
+            for i in range(2 * STAGES):
+                ptx.mbarrier_init(full + u32(8 * i), u32(1))
+                ptx.mbarrier_init(empty + u32(8 * i), u32(256))
+            ptx.fence_mbarrier_init()
+            for i in range(3):                                       # the maps lie in global memory, written before this launch
+                ptx.tensormap_acquire(maps + u64(128 * i))
+        cuda.syncthreads()
+        if warpgroup == 0:
+            fewer()
+            if thread == 0:
+                ptx.mbarrier_expect(full_q, u32(q_size))
+                for h in range(d_panels):
+                    ptx.tma_load_4d(sq + u32(h * q_panel), maps, i32(h * PANEL), first, head, batch, full_q)
+                n = i32(0)
+                for t in range(tile, tiles):
+                    stage, parity = u32(n & 1), u32(((n >> 1) & 1) ^ 1)
+                    bar, at = full + stage * u32(16), ring + stage * u32(pair)
+                    ptx.mbarrier_wait(empty + stage * u32(16), parity)
+                    ptx.mbarrier_expect(bar, u32(k_size))
+                    for h in range(d_panels):
+                        ptx.tma_load_4d(at + u32(h * k_panel), maps + u64(128), i32(h * PANEL), i32(t * block_k), head // group,
+                                        batch, bar)
+                    ptx.mbarrier_wait(empty + stage * u32(16) + u32(8), parity)
+                    ptx.mbarrier_expect(bar + u32(8), u32(v_size))
+                    for h in range(dv_panels):
+                        ptx.tma_load_4d(at + u32(k_size + h * k_panel), maps + u64(256), i32(h * PANEL), i32(t * block_k),
+                                        head // group, batch, bar + u32(8))
+                    n += 1
+        else:
+            more()
+            s, o, p = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
+            m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+            low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+            for i in range(n_o):
+                o[i] = f32(0)
+            warp = (thread >> 5) & 3
+            row = first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2)
+            for r in range(2):
+                m[r], l[r] = NEG_INF, f32(0)
+                low[r], high[r] = i32(0), keys
+                if band:
+                    low[r] = i32(row + 8 * r + diagonal - left)
+                    high[r] = i32(min(keys, row + 8 * r + diagonal + right + 1))
+            # keys that every row of this warpgroup sees
+            whole_low, whole_high = i32(0), keys
+            if band:
+                whole_low = first + warpgroup * 64 - 1 + diagonal - left
+                whole_high = min(keys, first + (warpgroup - 1) * 64 + diagonal + right + 1)
+            dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
+            ptx.mbarrier_wait(full_q, u32(0))
+            n = i32(0)
+            for t in range(tile, tiles):
+                stage, parity = u32(n & 1), u32((n >> 1) & 1)
+                at, bar = ring + stage * u32(pair), full + stage * u32(16)
+                ptx.mbarrier_wait(bar, parity)
+                fence_s(s, 0)
+                fence_o(o, 0)
+                ptx.wgmma_fence()
+                scores(s, dq, descriptor(DESCRIPTOR, at))
+                ptx.wgmma_commit()
+                if overlap and n > 0:                            # last tile's P . V runs beside this tile's Q . K^T
+                    before = u32((n - 1) & 1)
+                    ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
+                    outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
+                    ptx.wgmma_commit()
+                    wait_one()
+                else:
+                    wait_none()
+                fence_s(s, 0)
+                ptx.mbarrier_arrive(empty + stage * u32(16))
+                if t * block_k < whole_low or (t + 1) * block_k > whole_high:
+                    hide(s, t * block_k + 2 * (lane & 3), low, high)
+                softmax(s, m, l, alpha, scale)
+                if overlap and n > 0:
+                    wait_none()
+                    fence_o(o, 0)
+                    ptx.mbarrier_arrive(empty + u32((n - 1) & 1) * u32(16) + u32(8))
+                shrink(o, alpha)
+                weights(p, s)
+                if not overlap:
+                    ptx.mbarrier_wait(bar + u32(8), parity)
+                    fence_o(o, 0)
+                    ptx.wgmma_fence()
+                    outputs(o, p, descriptor(value_descriptor, at + u32(k_size)))
+                    ptx.wgmma_commit()
+                    wait_none()
+                    fence_o(o, 0)
+                    ptx.mbarrier_arrive(empty + stage * u32(16) + u32(8))
+                n += 1
+            if overlap and n > 0:
+                before = u32((n - 1) & 1)
+                ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
+                fence_o(o, 0)
+                ptx.wgmma_fence()
+                outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
+                ptx.wgmma_commit()
+                wait_none()
+                fence_o(o, 0)
+
+            ptx.barrier(u32(warpgroup), u32(128))                # the four warps have all read their part of Q's tile
+            mine = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128)
+            for r in range(2):
+                l[r] = quad_sum(l[r])
+                share = f32(0) if l[r] == f32(0) else ptx.rcp(l[r])
+                inner = i32((lane >> 2) + 8 * r)
+                if lane & 3 == 0 and row + 8 * r < queries:
+                    lse = NEG_INF if l[r] == f32(0) else m[r] * scale * LN2 + ptx.lg2(l[r]) * LN2
+                    ptx.store_global_f32(lse_out + u64(((batch * heads + head) * queries + row + 8 * r) * 4), lse)
+                for c in range(value_tiles):
+                    place = mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4) + (lane & 3) * 4)
+                    ptx.store_shared_f32(place, ptx.from_bits(pack(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share)))
+            cuda.syncwarp()
+            four = cuda.local.array(4, u32)
+            o_at = o_out + u64(batch * strides[0] + head * strides[1])
+            for i in range(value_tiles * 16 // 32):
+                piece = lane + 32 * i
+                inner, c = piece // value_tiles, piece % value_tiles
+                query = first + (warpgroup - 1) * 64 + warp * 16 + inner
+                if query < queries and c * 16 < dv_left:
+                    ptx.load_shared_v4(four, 0, mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4)))
+                    ptx.store_global_v4(o_at + u64(query * strides[2] + c * 16), four, 0)
+
+    return Source(flash, SIGNATURE, THREADS, first_tile + STAGES * pair + 1024)

@@ -1,0 +1,154 @@
+"""Parts that the kernels share: swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ... import fixedpoint as fx
+from .. import ptx
+from .._target import cuda, device_function, types
+
+i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
+NEG_INF = f32(-math.inf)
+TWO_LOG2E, ROUND = f32(fx.TWO_LOG2E), f32(fx.ROUND)
+E1, E2, E3, E4, E5 = (f32(c) for c in (fx.E1, fx.E2, fx.E3, fx.E4, fx.E5))
+
+
+def swizzle_of(row_bytes: int) -> tuple[int, int]:
+    """(shift, mask): chunk c of row r lies at c ^ ((r >> shift) & mask), so that 8 rows of a column meet 8 bank groups.
+
+    A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes covers half of them, so two
+    rows share an XOR with (r / 2) % 4.
+    """
+    return (0, 7) if row_bytes % 128 == 0 else (1, 3)
+
+
+def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool = True) -> Any:
+    """Copy a tile from global to shared memory in pieces of 16 bytes, zeros beyond the limits.
+
+    load_tile(to, source, stride, rows_left, bytes_left, thread): `rows_left` rows of `stride` bytes exist, each with
+    `bytes_left` bytes. Asynchronous copies are committed and waited for by the caller.
+    """
+    chunks = row_bytes // 16
+    pieces = rows * chunks
+    shift, xor = swizzle_of(row_bytes)
+    turns = (pieces + threads - 1) // threads
+    even = pieces % threads == 0
+
+    @device_function
+    def load_tile(to, source, stride, rows_left, bytes_left, thread):
+        four = cuda.local.array(4, u32)
+        for i in range(turns):
+            piece = thread + i * threads
+            r = piece // chunks
+            c = piece - r * chunks
+            if even or piece < pieces:
+                place = to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
+                there = r < rows_left and (c << 4) < bytes_left
+                address = source + u64(r) * u64(stride) + u64(c << 4)
+                if asynchronous:
+                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+                else:
+                    for n in range(4):
+                        four[n] = u32(0)
+                    if there:
+                        ptx.load_global_v4(four, 0, address)
+                    ptx.store_shared_v4(place, four, 0)
+    return load_tile
+
+
+def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchronous: bool = True) -> Any:
+    """As `load_tile` for queries: row r of the tile is query (first + r) // group of head (first + r) % group.
+
+    Packing the heads that share keys into one tile fills it when there are few queries. load_rows(to, source, stride_head,
+    stride_query, first, rows_total, bytes_left, thread).
+    """
+    chunks = row_bytes // 16
+    pieces = rows * chunks
+    shift, xor = swizzle_of(row_bytes)
+    turns = (pieces + threads - 1) // threads
+    even = pieces % threads == 0
+
+    @device_function
+    def load_rows(to, source, stride_head, stride_query, first, rows_total, bytes_left, thread):
+        four = cuda.local.array(4, u32)
+        for i in range(turns):
+            piece = thread + i * threads
+            r = piece // chunks
+            c = piece - r * chunks
+            if even or piece < pieces:
+                place = to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
+                row = first + r
+                there = row < rows_total and (c << 4) < bytes_left
+                query = row // group
+                head = row - query * group
+                address = source + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4)
+                if asynchronous:
+                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+                else:
+                    for n in range(4):
+                        four[n] = u32(0)
+                    if there:
+                        ptx.load_global_v4(four, 0, address)
+                    ptx.store_shared_v4(place, four, 0)
+    return load_rows
+
+
+def make_store_rows(row_bytes: int, group: int) -> Any:
+    """A warp writes its 16 rows from shared to global memory, 16 bytes per lane and turn (the inverse of `load_rows`)."""
+    chunks = row_bytes // 16
+    pieces = 16 * chunks
+    turns = (pieces + 31) // 32
+    shift, xor = swizzle_of(row_bytes)
+
+    @device_function
+    def store_rows(source, to, stride_head, stride_query, first, rows_total, bytes_left, lane):
+        four = cuda.local.array(4, u32)
+        for i in range(turns):
+            piece = lane + i * 32
+            r = piece // chunks
+            c = piece - r * chunks
+            row = first + r
+            if piece < pieces and row < rows_total and (c << 4) < bytes_left:
+                query = row // group
+                head = row - query * group
+                ptx.load_shared_v4(four, 0, source + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)))
+                ptx.store_global_v4(to + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4), four, 0)
+    return store_rows
+
+
+@device_function
+def quad_max(x):
+    """Largest over the four lanes that hold one row of an accumulator."""
+    x = ptx.fmax(x, ptx.shuffle_xor(x, u32(1)))
+    return ptx.fmax(x, ptx.shuffle_xor(x, u32(2)))
+
+
+@device_function
+def quad_sum(x):
+    x = x + ptx.shuffle_xor(x, u32(1))
+    return x + ptx.shuffle_xor(x, u32(2))
+
+
+@device_function
+def tanh_accurate(x):
+    """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
+    return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * math.log2(math.e))))
+
+
+@device_function
+def tanh_exact(x):
+    """`fixedpoint.tanh_f32`, each operation rounded once: the same bits as on the CPU."""
+    z = ptx.fmin(ptx.mul(abs(x), TWO_LOG2E), f32(40))
+    n = ptx.sub(ptx.add(z, ROUND), ROUND)
+    f = ptx.sub(z, n)
+    e = ptx.add(ptx.mul(f, E5), E4)
+    e = ptx.add(ptx.mul(f, e), E3)
+    e = ptx.add(ptx.mul(f, e), E2)
+    e = ptx.add(ptx.mul(f, e), E1)
+    e = ptx.add(ptx.mul(f, e), f32(1))
+    e = ptx.mul(e, ptx.from_bits(u32(i32(n) + 127) << u32(23)))       # 2**n, exact
+    y = ptx.div(ptx.sub(e, f32(1)), ptx.add(e, f32(1)))
+    if x != x:
+        return x
+    return ptx.from_bits(ptx.bits(y) | (ptx.bits(x) & u32(0x80000000)))       # copysign: -0 stays -0

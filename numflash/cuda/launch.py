@@ -1,0 +1,243 @@
+"""Running a problem: in the emulator, or on a card through cuda-bindings.
+
+numba-cuda's own launcher cannot give a block more than 48 KB of shared memory (P33) and costs tens of microseconds, so kernels
+are loaded and launched here: one parameter block per kernel and thread, filled in place, one driver call.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..validation import Problem
+from .compile import ARCHITECTURES, Compiled, compiled
+from .forward import Launch, Results, emulated, float32_forward, float_forward, hopper_forward, int8_forward
+from .tensormap import TensorMap
+
+EMULATED_ARCH = "sm_80"
+_CTYPES: dict[str, Any] = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "int64": ctypes.c_int64, "uint64": ctypes.c_uint64,
+           "float32": ctypes.c_float, "float64": ctypes.c_double}
+
+
+def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
+    """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card."""
+    if problem.precision == "int8":
+        return int8_forward(problem, arch)
+    if problem.precision == "float32":
+        return float32_forward(problem, arch, results)
+    general = problem.mask is not None or problem.bias is not None or problem.alibi_slopes is not None or problem.softcap != 0
+    if general or problem.scale <= 0 or arch != "sm_90a":
+        return float_forward(problem, arch, results)
+    return hopper_forward(problem, results=results)
+
+
+def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """out (B, H, L, Dv) and lse (B, H, L) float32 of a problem in host memory.
+
+    Parameters
+    ----------
+    emulator : bool
+        Run the kernel's PTX in the emulator instead of on a card.
+
+    Raises
+    ------
+    UnsupportedError
+        No driver or card, a precision or head size without a kernel.
+    """
+    if emulator:
+        return emulated(plan(problem, EMULATED_ARCH))[:2]
+    device = current_device()
+    launch = plan(problem, device.arch)
+    device.prepared(launch, lambda work: work())
+    return launch.finish()
+
+
+def check(driver: Any, result: tuple) -> Any:
+    """The value of a driver call, or UnsupportedError with the driver's words."""
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(result[0])
+        raise UnsupportedError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def encode(driver: Any, tensor: TensorMap, address: int) -> np.ndarray:
+    """The 128 bytes that TMA reads: axes innermost first, strides from the second axis on."""
+    kinds = driver.CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if tensor.array.dtype == np.uint16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    swizzles = driver.CUtensorMapSwizzle
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if tensor.swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    whole = tensor.array
+    encoded = check(driver, driver.cuTensorMapEncodeTiled(
+        kind, whole.ndim, address, [driver.cuuint64_t(n) for n in whole.shape[::-1]],
+        [driver.cuuint64_t(n) for n in whole.strides[::-1][1:]], [driver.cuuint32_t(n) for n in tensor.box[::-1]],
+        [driver.cuuint32_t(1)] * whole.ndim, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+    return np.array([int(n) for n in encoded.opaque], np.uint64).view(np.uint8)
+
+
+class Kernel:
+    """A cubin loaded into the current context.
+
+    Call it with the grid, the stream's handle and one number per parameter (an address for an array); `threads` and the
+    dynamic shared memory are the compiled kernel's own. Thread-safe: each thread has its own parameter block.
+    """
+
+    def __init__(self, driver: Any, item: Compiled) -> None:
+        self._driver, self.item = driver, item
+        self._library = check(driver, driver.cuLibraryLoadData(item.code, [], [], 0, [], [], 0))
+        kernel = check(driver, driver.cuLibraryGetKernel(self._library, item.name.encode()))
+        self._function = check(driver, driver.cuKernelGetFunction(kernel))
+        if item.shared_bytes > 48 * 1024:                          # P33: beyond this a kernel must ask
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
+        self._local = threading.local()
+
+    def _block(self) -> tuple[list[Any], Any, int]:
+        values: list[Any] = [_CTYPES[t](0) for t in self.item.parameters]
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+        self._local.block = values, pointers, ctypes.addressof(pointers)
+        return self._local.block
+
+    def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+        block = getattr(self._local, "block", None) or self._block()
+        for slot, value in zip(block[0], arguments, strict=True):
+            slot.value = value
+        item = self.item
+        launched = self._driver.cuLaunchKernel(self._function, *grid, item.threads, 1, 1, item.shared_bytes, stream, block[2], 0)
+        if launched[0]:
+            check(self._driver, launched)
+
+
+class _Copies:
+    """Host arrays on the card for the length of a `with`: {id(array): address}; written ones come back at the end."""
+
+    def __init__(self, driver: Any, arrays: list[np.ndarray]) -> None:
+        self.driver = driver
+        self.arrays = list({id(x): x for x in arrays}.values())
+
+    def __enter__(self) -> dict[int, int]:
+        d = self.driver
+        self.address: dict[int, int] = {}
+        for x in self.arrays:
+            self.address[id(x)] = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
+            check(d, d.cuMemcpyHtoD(self.address[id(x)], x.ctypes.data, x.nbytes))
+        return self.address
+
+    def __exit__(self, failure: Any, *details: Any) -> None:
+        d = self.driver
+        if failure is None:
+            check(d, d.cuCtxSynchronize())
+            for x in self.arrays:
+                if x.flags.writeable:
+                    check(d, d.cuMemcpyDtoH(x.ctypes.data, self.address[id(x)], x.nbytes))
+        for address in self.address.values():
+            d.cuMemFree(address)
+
+
+class Device:
+    """The first card: its architecture, and its loaded kernels."""
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import driver
+            check(driver, driver.cuInit(0))
+            handle = check(driver, driver.cuDeviceGet(0))
+        except (ImportError, RuntimeError) as error:
+            raise UnsupportedError(f"impl: got 'cuda', but there is no usable GPU here ({error}); 'cuda-emulator' runs the same "
+                                   "kernels without one") from error
+        attribute = driver.CUdevice_attribute
+        major, minor = (check(driver, driver.cuDeviceGetAttribute(a, handle)) for a in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR))
+        self.driver, self.arch = driver, arch_of(major, minor)
+        self.name = check(driver, driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
+        self._context = check(driver, driver.cuDevicePrimaryCtxRetain(handle))
+        self._kernels: dict[Compiled, Kernel] = {}
+        self._constants: OrderedDict[bytes, int] = OrderedDict()
+
+    def kernel(self, item: Compiled) -> Kernel:
+        """The loaded kernel of a cubin; loads it the first time."""
+        check(self.driver, self.driver.cuCtxSetCurrent(self._context))
+        if item not in self._kernels:
+            self._kernels[item] = Kernel(self.driver, item)
+        return self._kernels[item]
+
+    def prepared(self, launch: Launch, use: Callable[[Callable[[], None]], Any]) -> Any:
+        """`use` the launch as a function without arguments, its arrays on the card; results are back in them afterwards."""
+        kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
+        flat = [x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))]
+        maps = [m for x in flat if isinstance(x, list) for m in x]
+        with self.copies([x for x in flat if isinstance(x, np.ndarray)] + [m.array for m in maps]) as address:
+            table = np.array([encode(self.driver, m, address[id(m.array)]) for m in maps], np.uint8)
+            with self.copies([table]) as at:
+                numbers = [at[id(table)] if isinstance(x, list) else address[id(x)] if isinstance(x,
+                                                                                                  np.ndarray) else x for x in flat]
+                return use(lambda: kernel(launch.grid, 0, *numbers))
+
+    def submit(self, launch: Launch, stream: int) -> None:
+        """Enqueue a launch whose arrays lie on the card; what is small and comes from the host is uploaded once per content."""
+        kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
+        numbers: list[Any] = []
+        for x in (x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))):
+            if isinstance(x, list):
+                maps = [encode(self.driver, m, m.array.ctypes.data) for m in x]
+                numbers.append(self.constant(np.array(maps, np.uint8)))
+            elif isinstance(x, np.ndarray):
+                numbers.append(x.ctypes.data if id(x) in launch.resident else self.constant(x))
+            else:
+                numbers.append(x)
+        kernel(launch.grid, stream, *numbers)
+
+    def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
+        """Ask that this range, read again by every block of queries (keys and values), stays in L2 for launches on the stream.
+
+        CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it.
+        """
+        d = self.driver
+        d.cuCtxSetCurrent(self._context)
+        check(d, d.cuCtxSetLimit(d.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE, nbytes))
+        value = d.CUstreamAttrValue()
+        window = value.accessPolicyWindow
+        window.base_ptr, window.num_bytes, window.hitRatio = address, nbytes, hit_ratio
+        window.hitProp = d.CUaccessProperty.CU_ACCESS_PROPERTY_PERSISTING
+        window.missProp = d.CUaccessProperty.CU_ACCESS_PROPERTY_STREAMING
+        value.accessPolicyWindow = window
+        check(d, d.cuStreamSetAttribute(stream, d.CUstreamAttrID.CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW, value))
+
+    def constant(self, x: np.ndarray) -> int:
+        """Address of a copy of x on the card; the last 256 different ones are kept."""
+        d, content = self.driver, x.tobytes()
+        if content not in self._constants:
+            address = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
+            check(d, d.cuMemcpyHtoD(address, content, len(content)))
+            self._constants[content] = address
+            if len(self._constants) > 256:
+                d.cuMemFree(self._constants.popitem(last=False)[1])          # waits for the kernels that may still read it
+        self._constants.move_to_end(content)
+        return self._constants[content]
+
+    def copies(self, arrays: list[np.ndarray]) -> _Copies:
+        """Host arrays on the card while the `with` lasts."""
+        return _Copies(self.driver, arrays)
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The newest architecture that kernels are built for and that a card of this compute capability runs."""
+    if (major, minor) == (9, 0):
+        return "sm_90a"
+    same = [name for name, (cc, _) in ARCHITECTURES.items() if cc[0] == major and cc[1] <= minor and len(cc) == 2]
+    if not same:
+        raise UnsupportedError(f"compute capability {major}.{minor}: there is no kernel; allowed: {', '.join(ARCHITECTURES)}")
+    return same[-1]
+
+
+@functools.cache
+def current_device() -> Device:
+    """The first card; raises UnsupportedError where there is none."""
+    return Device()

@@ -1,0 +1,165 @@
+"""`python -m numflash.cuda.validate`: run the emulator's list of problems on a card, compare, then time the shipped kernels.
+
+Writes one JSON object: the card, one row per problem (equal bits with the emulator for INT8, errors against float64 for the rest),
+and one row per timing with TFLOP/s, next to PyTorch's scaled_dot_product_attention backends where PyTorch sees the same card.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import reference, validation
+from ..errors import UnsupportedError
+from ..interop import widen
+from ..quantization import quantize_problem
+from . import launch
+from .forward import emulated
+
+PLAIN: dict[str, Any] = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None,
+                         "sinks": None, "pv": None, "layout": "bhld", "return_lse": True}
+# name, (B, H, Hkv, L, S, D), precision, options
+CASES: tuple[tuple[str, tuple[int, ...], str, dict[str, Any]], ...] = (
+    *((f"{p} D={d}", (1, 2, 2, 130, 200, d), p, {}) for p in ("float16", "bfloat16", "int8") for d in (32, 64, 96, 128, 256)),
+    *((f"{p} causal", (1, 2, 1, 150, 150, 64), p, {"is_causal": True}) for p in ("float16", "bfloat16", "int8", "float32")),
+    *((f"{p} lower right", (2, 2, 2, 70, 190, 64), p, {"is_causal": True, "alignment": "lower_right"}) for p in ("float16",
+                                                                                                                 "int8")),
+    *((f"{p} window", (1, 2, 2, 150, 300, 64), p, {"window": (40, 3)}) for p in ("float16", "int8")),
+    *((f"{p} softcap", (1, 2, 2, 70, 150, 64), p, {"softcap": 2.0}) for p in ("float16", "int8", "float32")),
+    *((f"{p} lengths", (2, 2, 2, 40, 150, 64), p, {"key_lengths": np.array([17, 150])}) for p in ("float16", "int8")),
+    *((f"{p} grouped decode", (2, 8, 2, 1, 300, 128), p, {}) for p in ("float16", "int8")),
+    ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
+)
+
+
+def problem_of(shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0) -> validation.Problem:
+    """A validated problem on standard normal numbers; quantised for precision "int8"."""
+    b, h, hkv, length, s, d = shape
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(n).astype(np.float32) for n in ((b, h, length, d), (b, hkv, s, d), (b, hkv, s, d)))
+    given = {**PLAIN, "precision": precision, **options}
+    causal = given.pop("is_causal", False)
+    problem = validation.problem(q, k, v, None, 0.0, causal, None, True, **given)
+    return quantize_problem(problem) if precision == "int8" else problem
+
+
+def compare(precision: str, problem: validation.Problem, card: tuple, emulator: tuple) -> dict[str, Any]:
+    """Card against emulator (equal bits for INT8), and both against the oracle."""
+    if precision == "int8":
+        equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in zip(card, emulator, strict=True))
+        return {"equal_bits": equal, "passed": equal}
+    from dataclasses import replace
+    plain = replace(problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value))
+    expected, _ = reference.oracle(plain)
+    scale = float(np.linalg.norm(expected)) or 1.0
+    errors = [float(np.linalg.norm(widen(out) - expected)) / scale for out in (card[0], emulator[0])]
+    # the card adds in another order and keeps fewer bits than the emulator: the same size of error, not the same bits
+    return {"card_error": errors[0], "emulator_error": errors[1], "passed": errors[0] <= 2 * errors[1] + 1e-6}
+
+
+def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
+    """One row per case of `CASES`."""
+    for name, shape, precision, options in CASES:
+        problem = problem_of(shape, precision, options)
+        row: dict[str, Any] = {"case": name, "arch": device.arch}
+        try:
+            card = launch.run(problem)
+            row |= compare(precision, problem, card, emulated(launch.plan(problem, device.arch))[:2])
+        except UnsupportedError as error:
+            row |= {"skipped": str(error), "passed": True}
+        yield row
+
+
+def median_seconds(device: launch.Device, work: Callable[[], None], repeats: int = 20) -> float:
+    """Median time of one launch, by events on the default stream, after five launches to warm up."""
+    d = device.driver
+    start, stop = (launch.check(d, d.cuEventCreate(0)) for _ in range(2))
+    times = []
+    for n in range(repeats + 5):
+        launch.check(d, d.cuEventRecord(start, 0))
+        work()
+        launch.check(d, d.cuEventRecord(stop, 0))
+        launch.check(d, d.cuEventSynchronize(stop))
+        if n >= 5:
+            times.append(float(launch.check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
+    return statistics.median(times)
+
+
+def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and 128, full and causal."""
+    for length in lengths:
+        for d in (64, 128):
+            for causal in (False, True):
+                b, h = max(1, 16384 // length), 2048 // d
+                flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0)
+                for precision in ("float16", "int8"):
+                    problem = problem_of((b, h, h, length, length, d), precision, {"is_causal": causal})
+                    seconds = device.prepared(launch.plan(problem, device.arch), lambda work: median_seconds(device, work))
+                    yield {"kernel": f"numflash {precision}", "L": length, "D": d, "B": b, "H": h, "causal": causal,
+                           "seconds": seconds, "tflops": flop / seconds / 1e12}
+                for name, seconds in peers(b, h, length, d, causal):
+                    yield {"kernel": name, "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
+                           "tflops": flop / seconds / 1e12}
+
+
+def peers(b: int, h: int, length: int, d: int, causal: bool) -> Iterator[tuple[str, float]]:
+    """PyTorch's flash and cuDNN backends on the same shape; nothing where PyTorch is missing or sees no card."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return
+    if not torch.cuda.is_available():
+        return
+    q, k, v = (torch.randn(b, h, length, d, device="cuda", dtype=torch.float16) for _ in range(3))
+    for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cudnn", SDPBackend.CUDNN_ATTENTION)):
+        try:
+            times = []
+            with sdpa_kernel(backend):
+                for n in range(25):
+                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                    stop.record()
+                    stop.synchronize()
+                    if n >= 5:
+                        times.append(start.elapsed_time(stop) / 1e3)
+            yield name, statistics.median(times)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if every case agrees, 1 if one does not, 2 without a card."""
+    parser = argparse.ArgumentParser(prog="python -m numflash.cuda.validate", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", default="-", help="file to write (default: standard output)")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
+                        help="L of the timings; none: no timings")
+    chosen = parser.parse_args(arguments)
+    try:
+        device = launch.current_device()
+    except UnsupportedError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows = []
+    for row in correctness(device):
+        rows.append(row)
+        print("ok " if row["passed"] else "BAD", row["case"], file=sys.stderr)
+    agreed = all(row["passed"] for row in rows)
+    times = list(timings(device, tuple(chosen.lengths))) if agreed else []          # nothing wrong is ever timed
+    text = json.dumps({"device": device.name, "arch": device.arch, "cases": rows, "timings": times}, indent=1)
+    if chosen.json == "-":
+        print(text)
+    else:
+        with open(chosen.json, "w") as file:
+            file.write(text + "\n")
+    return 0 if agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

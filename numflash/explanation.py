@@ -1,0 +1,111 @@
+"""What a problem will cost before it runs: its tiling, bytes in each cache, operations, and the roof it will meet."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import validation
+from .tiling import TILINGS, Caches, Tiling
+from .validation import Problem
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything is counted, nothing measured.
+
+    Attributes
+    ----------
+    shape : B, H, Hkv, L, S, D, Dv
+    isa, tiling : what the kernels use
+    visible : share of the score matrix that is computed
+    operations : multiplications and additions of the two products over the visible part
+    traffic : bytes of query, key, value and output, each moved once
+    intensity : operations per byte
+    scores_bytes : what an unfused implementation would store for its score matrix (float32)
+    """
+
+    shape: tuple[int, ...]
+    precision: str
+    isa: str
+    tiling: Tiling
+    caches: Caches
+    visible: float
+    operations: int
+    traffic: int
+    scores_bytes: int
+
+    @property
+    def intensity(self) -> float:
+        return self.operations / max(1, self.traffic)
+
+    def roof(self, peak: float, bandwidth: float) -> tuple[float, str]:
+        """Attainable operations per second below a peak (op/s) and a memory bandwidth (B/s), and which of the two limits."""
+        memory = self.intensity * bandwidth
+        return (peak, "compute") if peak <= memory else (memory, "memory")
+
+    def as_dict(self) -> dict[str, Any]:
+        d, dv = self.shape[5], self.shape[6]
+        names = ("batch", "heads", "kv_heads", "length", "keys", "head_dim", "value_dim")
+        return {"shape": dict(zip(names, self.shape, strict=True)),
+                "precision": self.precision, "isa": self.isa, "tiling": self.tiling.name, "block_q": self.tiling.block_q,
+                "key_block": self.tiling.key_block, "register_tile": [self.tiling.mr, self.tiling.nv, self.tiling.lanes],
+                "working_set": self.tiling.working_set(d, dv), "caches": dict(self.caches.levels()), "visible": self.visible,
+                "operations": self.operations, "traffic": self.traffic, "intensity": self.intensity,
+                "scores_bytes": self.scores_bytes}
+
+    def __str__(self) -> str:
+        b, h, hkv, length, s, d, dv = self.shape
+        return "\n".join((
+            f"attention, precision {self.precision}: batch {b}, heads {h} ({hkv} of keys), {length} queries x {s} keys, "
+            f"head_dim {d}{'' if d == dv else f', values {dv}'}",
+            self.tiling.explain(d, dv, self.caches),
+            f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} x {b * h} heads x {100 * self.visible:.4g} % visible"
+            f" = {self.operations / 1e9:.4g} G",
+            f"  memory: {self.traffic / 2**20:.4g} MiB for query, key, value and output; the scores would take "
+            f"{self.scores_bytes / 2**20:.4g} MiB and are never stored",
+            f"  intensity: {self.intensity:.4g} operations per byte"))
+
+
+def visible_share(problem: Problem) -> float:
+    """Share of the (B, H, L, S) scores inside the window and the key lengths; masks are not looked into."""
+    b, _, _, length, s, _, _ = problem.shape
+    if not b * length * s:
+        return 0.0
+    centre = np.arange(length)[None, :] + problem.diagonal[:, None]
+    first = np.zeros_like(centre) if problem.left is None else np.maximum(0, centre - problem.left)
+    stop = np.broadcast_to(problem.key_lengths[:, None], centre.shape)
+    if problem.right is not None:
+        stop = np.minimum(stop, centre + problem.right + 1)
+    return float(np.maximum(0, stop - first).sum() / (b * length * s))
+
+
+def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any) -> Explanation:
+    """`numflash.explain`."""
+    from .cpu import target
+    validation.choice("impl", impl, validation.IMPLS)
+
+    def operand(x: Any) -> Any:
+        return np.broadcast_to(np.float32(0), x) if isinstance(x, tuple) else x
+    query = operand(query)
+    key = query if key is None else operand(key)
+    value = key if value is None else operand(value)
+    problem = validation.problem(query, key, value, convert_operands=False, **options)
+    isa = "portable" if impl == "portable" else target.available()[0]
+    tiling = select(isa, problem.precision)
+    b, h, hkv, length, s, d, dv = problem.shape
+    visible = visible_share(problem)
+    size = BYTES[problem.precision]
+    return Explanation(
+        shape=problem.shape, precision=problem.precision, isa=isa, tiling=tiling, caches=Caches.of_this_machine(), visible=visible,
+        operations=round(2 * b * h * length * s * (d + dv) * visible), scores_bytes=4 * b * h * length * s,
+        traffic=size * (b * h * length * d + b * hkv * s * (d + dv)) + 4 * b * h * length * dv)
+
+
+def select(isa: str, precision: str) -> Tiling:
+    """The tiling of the kernels that serve an instruction set: its own, or that of the set it contains."""
+    names = [f"{isa}-{precision}", f"{isa.split('_')[0]}-{precision}", f"{isa.split('_')[0]}-float32", f"portable-{precision}"]
+    return next(TILINGS[name] for name in [*names, "portable-int8"] if name in TILINGS)

@@ -1,0 +1,142 @@
+"""Fixed-point numbers of the integer pipeline: Q-formats and the exp2 variants, as plain scalar functions.
+
+Formats (Fused FlashAttention V2, "Fixed-Point Arithmetic"):
+
+* **Q8.8** int16: a score in units of log2, 8 fraction bits; one octave is 256.
+* **Q16.16** uint32: an exponential, 65536 is 1.0.
+* **P8** uint8: a softmax weight, 255 is 1.0 at the row's own octave in its key block.
+
+One source serves four readers: called on NumPy scalars or arrays by the integer model, compiled by Numba for the CPU, compiled
+for CUDA, and run in the interpreter. So every operation is followed by a cast (P8: the JIT widens integers, NumPy does not),
+and only operations that are exact or exactly rounded are used. `y` is always the distance below the octave: `y >= 0`.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+i16, u16, i32, u32, f32, u8 = np.int16, np.uint16, np.int32, np.uint32, np.float32, np.uint8
+
+ONE_Q8 = 256             # one octave in Q8.8
+ONE_Q16 = 65536          # 1.0 in Q16.16
+P_ONE = 255              # 1.0 in P8
+P_WIDE = 65280           # 255 * 256: P8 with eight more fraction bits
+MASKED = -32768          # Q8.8 score of a masked key: its weight is exactly 0
+MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
+
+# 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative error 0.27 %.
+# It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.
+QUADRATIC_A, QUADRATIC_B = 0.6699, 0.1699
+P_B = round(QUADRATIC_B * P_WIDE)
+P_A = P_B + P_WIDE // 2
+Q_B = round(QUADRATIC_B * ONE_Q16)
+Q_A = Q_B + ONE_Q16 // 2
+
+
+def exp2_p8(y):
+    """round(255 * 2**(-y / 256)) in 16-bit arithmetic: the weight that ships.
+
+    Parameters
+    ----------
+    y : uint16 Q8.8
+        Distance below the octave, 0 to 65535.
+
+    Returns
+    -------
+    uint8 P8
+
+    Notes
+    -----
+    Two multiplications keep their high halves (one instruction each in 16-bit lanes). From y = 16 octaves on the result is 0;
+    a shift by 16 or more is not defined in every language, hence the minimum.
+    """
+    f = u16(u16(y) << u16(8))                                                # fraction, Q0.16
+    g = u16((u32(f) * u32(P_B)) >> u32(16))
+    h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
+    e = u16(u16(y) >> u16(8))
+    e = np.minimum(e, u16(15))
+    return u8(u16(u16(u16(u16(P_WIDE) - h) >> e) + u16(128)) >> u16(8))
+
+
+def exp2_p16(y):
+    """The same before its rounding, 65280 * 2**(-y / 256) as uint16: what decode multiplies with the values' scales."""
+    f = u16(u16(y) << u16(8))
+    g = u16((u32(f) * u32(P_B)) >> u32(16))
+    h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
+    return u16(u16(u16(P_WIDE) - h) >> np.minimum(u16(u16(y) >> u16(8)), u16(15)))
+
+
+def exp2_quadratic(y):
+    """2**(-y / 256) in Q16.16 by the quadratic; worst relative error 0.27 % (`y` uint32 Q8.8, returns uint32)."""
+    f = u32(u32(u32(y) & u32(255)) << u32(8))
+    g = u32(u32(f * u32(Q_B)) >> u32(16))
+    h = u32(u32(f * u32(u32(Q_A) - g)) >> u32(16))
+    return u32(u32(u32(ONE_Q16) - h) >> np.minimum(u32(u32(y) >> u32(8)), u32(31)))
+
+
+def exp2_cubic(y):
+    """2**(-y / 256) in Q16.16 by a cubic; worst relative error 0.011 %.
+
+    2**-f = 1 - f (a - f (b - c f)), continuous at the octave: a - b + c = 1/2.
+    """
+    f = u32(u32(u32(y) & u32(255)) << u32(8))
+    g = u32(u32(f * u32(CUBIC_C)) >> u32(16))
+    g = u32(u32(f * u32(u32(CUBIC_B) - g)) >> u32(16))
+    h = u32(u32(f * u32(u32(CUBIC_A) - g)) >> u32(16))
+    return u32(u32(u32(ONE_Q16) - h) >> np.minimum(u32(u32(y) >> u32(8)), u32(31)))
+
+
+def exp2_line177(y):
+    """The documents' straight line (256 + 177 f) >> e: wrong by up to 15.4 %, with a jump at every octave. Kept for study.
+
+    `Fused FlashAttention V2`, "No Integer Division". 177/256 is ln 2, the slope of 2**f at 0, so the line ends at 1.69, not 2.
+    """
+    t = u32(u32(65536) - u32(y))                                             # t - octave + 256 octaves, Q8.8
+    frac, octave = u32(t & u32(255)), u32(t >> u32(8))
+    mantissa = u32(u32(u32(256) << u32(8)) + u32(u32(177) * frac))           # Q16.16 in [1, 1.69]
+    return u32(mantissa >> np.minimum(u32(u32(256) - octave), u32(31)))
+
+
+def exp2_ultra(y):
+    """2**floor(-y / 256): the documents' "ultra" variant, off by up to 50 %. `exp2 + FMLA benchmark`, "Implementation Results"."""
+    return u32(u32(ONE_Q16) >> np.minimum(u32(u32(u32(y) + u32(255)) >> u32(8)), u32(31)))
+
+
+def exp2_exact(y):
+    """2**(-y / 256) correctly rounded to Q16.16; for comparison only (float64)."""
+    return u32(np.rint(65536.0 * np.exp2(np.asarray(y, np.float64) / -256.0)))
+
+
+CUBIC_A, CUBIC_B, CUBIC_C = 45312, 15106, 2562
+
+# name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as tests/test_fixedpoint.py measures it)
+EXP2 = {
+    "quadratic": (exp2_quadratic, 0.0028),
+    "cubic": (exp2_cubic, 0.00014),
+    "line177": (exp2_line177, 0.154),
+    "ultra": (exp2_ultra, 0.50),
+    "exact": (exp2_exact, 0.00002),
+}
+
+# --- scores outside the fast path: softcap, in float32 by exactly rounded operations only, so that every device agrees ---------
+LOG2E_Q8 = f32(256 * 1.4426950408889634)         # natural units -> Q8.8
+TWO_LOG2E = f32(2 * 1.4426950408889634)
+ROUND = f32(1.5 * 2.0**23)                       # x + ROUND - ROUND is x rounded to even, |x| < 2**22
+T_LIMIT = f32(2.0**30)                           # scores beyond +-4 million octaves stop here
+E1, E2, E3, E4, E5 = (f32(c) for c in (0.6931470, 0.24022242, 0.055507337, 0.009671513, 0.0013264727))
+
+
+def tanh_f32(x):
+    """tanh in float32, absolute error below 3e-7: (e - 1) / (e + 1) with e = 2**(2 |x| log2 e) by a degree-5 polynomial."""
+    z = np.minimum(f32(np.abs(x) * TWO_LOG2E), f32(40))
+    n = f32(f32(z + ROUND) - ROUND)
+    f = f32(z - n)
+    e = f32(f32(f * E5) + E4)
+    e = f32(f32(f * e) + E3)
+    e = f32(f32(f * e) + E2)
+    e = f32(f32(f * e) + E1)
+    e = f32(f32(f * e) + f32(1))
+    power = f32(i32(1) << i32(i32(n) & i32(15)))                              # 2**n for n <= 40 as three exact factors
+    power = f32(power * f32(f32(1) + f32(f32((i32(n) >> i32(4)) & i32(1)) * f32(65535))))
+    power = f32(power * f32(f32(1) + f32(f32((i32(n) >> i32(5)) & i32(1)) * f32(4294967296))))         # 1 + 2**32 rounds to 2**32
+    e = f32(e * power)
+    return np.copysign(f32(f32(e - f32(1)) / f32(e + f32(1))), x)

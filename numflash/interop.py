@@ -1,0 +1,144 @@
+"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack. What comes in goes out as its own kind.
+
+Inside, bfloat16 is always the uint16 array of its bits (P24: Numba knows no bfloat16), and every array is typed writable, so that
+a read-only input does not compile a kernel anew.
+"""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+CPU_DEVICE = 1                                   # kDLCPU
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An argument as NumPy sees it.
+
+    array : the data, bfloat16 as uint16 bits
+    dtype : the caller's dtype by name; "bfloat16" and "uint16" share their storage
+    export : NumPy array (bits where bfloat16) and dtype name -> the caller's kind
+    """
+
+    array: np.ndarray
+    dtype: str
+    export: Callable[[np.ndarray, str], Any]
+
+
+def widen(x: np.ndarray) -> np.ndarray:
+    """Float array from a float array or from bfloat16 bits (uint16 -> float32)."""
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """bfloat16 bits (uint16) of a float array, rounded to even; NaN stays NaN."""
+    with np.errstate(over="ignore"):
+        x = np.ascontiguousarray(x, np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def convert(x: np.ndarray, dtype: str) -> np.ndarray:
+    """A float array (or bfloat16 bits) as "float32", "float16" or "bfloat16" (bits); the same array where nothing changes."""
+    if dtype == "bfloat16":
+        return x if x.dtype == np.uint16 else to_bfloat16(x)
+    with np.errstate(over="ignore"):
+        return widen(x).astype(dtype, copy=False)
+
+
+class _Writable:
+    def __init__(self, x: np.ndarray) -> None:
+        self.base = x
+        self.__array_interface__ = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
+
+
+def writable(x: np.ndarray) -> np.ndarray:
+    """The same memory typed writable (no kernel writes to its inputs): read-only arrays are another type to Numba."""
+    return x if x.flags.writeable else np.asarray(_Writable(x))
+
+
+def import_array(name: str, x: Any) -> Imported:
+    """Take one argument in.
+
+    Raises
+    ------
+    ArgumentTypeError, ArgumentError
+        Not an array, a dtype without numbers, or a tensor that would lose its gradient.
+    UnsupportedError
+        An array in GPU memory.
+    """
+    if isinstance(x, np.ndarray):
+        return _import_numpy(name, x)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _import_torch(name, x, torch)
+    if on_device(x):
+        raise UnsupportedError(f"{name}: the array lies in GPU memory; allowed: arrays in host memory")
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _import_dlpack(name, x)
+    try:
+        return _import_numpy(name, np.asarray(x))
+    except ValueError as error:
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__} ({error}); allowed: an array") from None
+
+
+def on_device(x: Any) -> bool:
+    """Whether x lies in CUDA memory."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return x.is_cuda
+    return hasattr(x, "__cuda_array_interface__")
+
+
+def _import_numpy(name: str, x: np.ndarray) -> Imported:
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentTypeError(f"{name}: got a masked array; allowed: plain arrays, with attn_mask for what is hidden")
+    dtype, caller = x.dtype.name, x.dtype
+    if x.dtype.kind == "O" or x.dtype.kind in "USmM" or x.dtype.names:
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers")
+    if dtype == "bfloat16":
+        x = x.view(np.uint16)
+    elif not x.dtype.isnative:
+        x = x.astype(x.dtype.newbyteorder("="))
+
+    def export(out: np.ndarray, wanted: str) -> np.ndarray:
+        return out.view(caller) if wanted == "bfloat16" and dtype == "bfloat16" else out
+    return Imported(np.asarray(x), dtype, export)
+
+
+def _import_torch(name: str, x: Any, torch: Any) -> Imported:
+    if x.device.type != "cpu":
+        raise UnsupportedError(f"{name}: the tensor lies on device {x.device}; allowed: CPU tensors")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()")
+    dtype = str(x.dtype).removeprefix("torch.")
+    x = x.detach()
+    try:
+        array = x.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else x.numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentTypeError(f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors") from None
+
+    def export(out: np.ndarray, wanted: str) -> Any:
+        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16) if wanted == "bfloat16" else torch.from_numpy(out)
+    return Imported(array, dtype, export)
+
+
+def _import_dlpack(name: str, x: Any) -> Imported:
+    if int(x.__dlpack_device__()[0]) != CPU_DEVICE:
+        raise UnsupportedError(f"{name}: the array lies on DLPack device {tuple(x.__dlpack_device__())}; allowed: host memory")
+    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(type(x).__module__.split(".")[0])
+    give_back = getattr(namespace, "from_dlpack", None)
+    if give_back is None:
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__}, whose library has no from_dlpack; allowed: NumPy arrays")
+    try:
+        array = np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__} ({error}); allowed: float16, float32 and float64 arrays") from None
+    return Imported(array, array.dtype.name, lambda out, wanted: give_back(out))

@@ -1,0 +1,428 @@
+"""A KV cache for token-by-token generation: keys and values stay where the decode kernels read them.
+
+Contiguous, in pages that sequences may share, or as a ring that never grows (sliding window with sinks); stored as float32,
+bfloat16, float16 or INT8. Append and decode are one compiled call each. A cache belongs to one thread at a time; different caches
+may be used from different threads.
+"""
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import numba
+import numpy as np
+
+from . import fixedpoint as fx
+from .cpu import launch_decode
+from .cpu.launch_decode import KEY_BLOCK, F
+from .cpu.packing import padded
+from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
+from .interop import convert, import_array, widen, writable
+from .quantization import QuantizedTensor
+from .reference import log_sum_exp
+from .tiling import MAX_HEAD_DIM
+from .validation import choice, flag, real
+
+DTYPES = ("int8", "float32", "bfloat16", "float16")
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+LOG2E = float(np.log2(np.e))
+SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
+PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: an integer")
+    number = int(value)
+    if not low <= number <= high:
+        raise ArgumentError(f"{name}: got {number}; allowed: {low} to {high}")
+    return number
+
+
+class KVCache:
+    """Keys and values of `batch` sequences, and attention of new tokens over them.
+
+    Parameters
+    ----------
+    batch, kv_heads, head_dim, max_length : int
+        Sequences; heads of K and V; channels, 1 to 512; tokens a sequence can hold.
+    dtype : "int8", "float32", "bfloat16" or "float16"
+        Storage. INT8 has one scale per token and head for K and for V; products are exact integers, results have the bits of
+        `reference.integer_decode`.
+    page_size : int or None
+        None: every sequence owns its memory. A power of two from 128: pages from a common pool, taken as sequences grow,
+        shared by `share`, returned by `reset`.
+    device : "cpu"
+    pages : int or None
+        Size of the pool; enough for every sequence unless given.
+    value_dim : int or None
+        Channels of V if not those of K.
+    window : int or None
+        Each token sees the last `window` tokens, itself included, and the first `sinks`. The cache is then a ring that never
+        grows and never fills (StreamingLLM, arXiv 2309.17453; positions are the caller's). `max_length` is not used.
+    sinks : int
+    smooth : bool
+        INT8 only: the channel means of a sequence's first append (16 tokens or more) are taken from all its keys before
+        rounding. Softmax does not see it.
+    isa : str or None
+        An instruction set of `numflash info` instead of the best one.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+
+    def __init__(self, batch: int, kv_heads: int, head_dim: int, max_length: int, dtype: str = "int8", page_size: int | None = None,
+                 device: str = "cpu", *, pages: int | None = None, value_dim: int | None = None, window: int | None = None,
+                 sinks: int = 0, smooth: bool = False, isa: str | None = None) -> None:
+        choice("dtype", dtype, DTYPES)
+        if choice("device", device, ("cpu", "cuda")) == "cuda":
+            raise UnsupportedError("device: 'cuda' is not available for KVCache; allowed: 'cpu'")
+        self.batch, self.kv_heads = _integer("batch", batch, 0, 1 << 20), _integer("kv_heads", kv_heads, 1, 1 << 16)
+        self.head_dim = _integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        self.value_dim = self.head_dim if value_dim is None else _integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
+        self.max_length, self.dtype = _integer("max_length", max_length, 1, 1 << 31), dtype
+        self.smooth = flag("smooth", smooth)
+        if self.smooth and dtype != "int8":
+            raise ArgumentError(f"smooth: got True with dtype {dtype!r}; allowed: only with dtype 'int8'")
+        ring: dict[str, int] = {}
+        self.window, self.sinks = window, _integer("sinks", sinks, 0, 1 << 20)
+        if window is not None:
+            if page_size is not None:
+                raise ArgumentError("window: got a window and page_size; allowed: one of the two")
+            slots = padded(self.sinks + _integer("window", window, 1, 1 << 30) + KEY_BLOCK // 2, KEY_BLOCK)
+            ring = {"window": int(window), "sinks": self.sinks, "ring": slots - self.sinks}
+        elif sinks:
+            raise ArgumentError(f"sinks: got {sinks} without a window; allowed: 0")
+        else:
+            slots = padded(self.max_length, KEY_BLOCK)
+        self._paged = page_size is not None
+        if page_size is not None:
+            _integer("page_size", page_size, KEY_BLOCK, 1 << 20)
+            if page_size & (page_size - 1):
+                raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, {KEY_BLOCK} or more")
+        elif pages is not None:
+            raise ArgumentError("pages: got a number without page_size; allowed: None")
+        self.page_size = slots if page_size is None else int(page_size)
+        self._width = -(-slots // self.page_size)
+        self.pages = self.batch * self._width if pages is None else _integer("pages", pages, 1, 1 << 30)
+        self._layout = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size, isa, **ring)
+        self._store: Any = self._layout.allocate(self.pages, self.batch, self._width)
+        self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
+        self._owned: list[list[int]] = [[] for _ in range(self.batch)]
+        self._users = np.zeros(self.pages, np.int64)
+        self._free = list(range(self.pages - 1, -1, -1))
+        if not self._paged:
+            self._store.table[:, 0] = np.arange(self.batch)
+        self._sizes = (self._layout.sinks, self._layout.ring, self.page_size, self._layout.columns)
+        self._longest = 0
+        self._counts: dict[int, np.ndarray] = {}
+        self._plans: dict[Any, launch_decode.Plan] = {}
+        self._calls: dict[Any, tuple[launch_decode.Plan, np.float32]] = {}
+
+    # ---- what it holds -----------------------------------------------------------------------------------------------------
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) int64: tokens appended to each sequence since its reset; a copy."""
+        return self._open().lengths.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values and scales."""
+        s = self._open()
+        return int(s.data.nbytes)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the pool that no sequence uses."""
+        self._open()
+        return len(self._free) if self._paged else 0
+
+    def _open(self) -> Any:
+        if self._store is None:
+            raise NumflashError("KVCache: used after close(); allowed: a new cache")
+        return self._store
+
+    def _sequence(self, name: str, b: Any) -> int:
+        if not self.batch:
+            raise ArgumentError(f"{name}: got {b!r}; the cache holds no sequence")
+        return _integer(name, b, 0, self.batch - 1)
+
+    def _slots(self, b: int) -> tuple[np.ndarray, int]:
+        """The pages and the number of slots in use of sequence b."""
+        used = min(int(self._store.lengths[b]), self._layout.sinks + self._layout.ring)
+        return self._store.table[b, :-(-used // self.page_size)], used
+
+    def quantized(self, sequence: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Keys and values of one sequence as they are stored by dtype "int8", (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
+
+        A token that was not finite has zeros and is marked `nonfinite`.
+        """
+        store, b = self._open(), self._sequence("sequence", sequence)
+        if self.dtype != "int8":
+            raise ArgumentError(f"quantized: dtype is {self.dtype!r}; allowed: only 'int8'")
+        pages, n = self._slots(b)
+        k_scale, v_scale = self._layout.scales(store, pages)[:, :, :n, None]
+        bad = np.isnan(k_scale[..., 0])
+        key = QuantizedTensor(self._layout.keys(store, pages)[:, :n], np.where(bad[..., None], F(1), k_scale), "row",
+                              self._offset[b, :, None].copy(), bad if bad.any() else None)
+        return key, QuantizedTensor(self._layout.values(store, pages)[:, :n], v_scale, "row", None, key.nonfinite)
+
+    def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
+
+        Slots are positions, but in a ring: there the tokens behind the sinks start over. Tokens that were not finite are NaN.
+        """
+        store, b = self._open(), self._sequence("sequence", sequence)
+        if self.dtype == "int8":
+            key, value = self.quantized(b)
+            return key.dequantize(), value.dequantize()
+        pages, n = self._slots(b)
+        bad = np.isnan(self._layout.scales(store, pages)[0, :, :n, None])
+        name = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
+        found = (x[:, :n].copy().view(name) for x in (self._layout.keys(store, pages), self._layout.values(store, pages)))
+        k, v = (np.where(bad, F(np.nan), widen(x).astype(F)) for x in found)
+        return k, v
+
+    # ---- append ------------------------------------------------------------------------------------------------------------
+    def append(self, key: Any, value: Any, *, counts: Any = None) -> None:
+        """Add tokens to the end of every sequence, in O(tokens).
+
+        Parameters
+        ----------
+        key : (B, Hkv, n, D) array of floats;  value : (B, Hkv, n, Dv)
+        counts : (B,) integers or None
+            How many of the n tokens belong to each sequence (the first ones), 0 to n; all unless given.
+
+        Raises
+        ------
+        CacheFullError
+            A sequence would exceed `max_length`, or the pool of pages is used up. Nothing is appended then.
+        ArgumentError, ArgumentTypeError
+        """
+        store = self._open()
+        key, value = self._tokens("key", key, self.head_dim), self._tokens("value", value, self.value_dim)
+        n = key.shape[2]
+        if value.shape[2] != n:
+            raise ArgumentError(f"value: got {value.shape[2]} tokens; allowed: the key's, {n}")
+        if counts is None:
+            take = self._counts.get(n)
+            if take is None:
+                take = self._counts[n] = np.full(self.batch, n, np.int64)
+            if self.window is None and self._longest + n > self.max_length:
+                raise self._full(take)
+        else:
+            take = self._checked_counts(counts, n)
+        if self._paged:
+            self._take_pages(take)
+        if self.smooth:
+            self._set_offset(key, take)
+        kernel = launch_decode.append_kernel(self._layout.tile, key.size + value.size >= PARALLEL_CHANNELS)
+        if self.dtype == "int8":
+            kernel(key, value, take, self._offset, store, self._sizes)
+        else:
+            kernel(key, value, take, store, self._sizes)
+        np.add(store.lengths, take, store.lengths)
+        self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
+
+    def _tokens(self, name: str, x: Any, channels: int) -> np.ndarray:
+        """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage."""
+        if not (type(x) is np.ndarray and x.dtype == F and x.flags.c_contiguous and x.flags.writeable):
+            taken = import_array(name, x)
+            if taken.dtype not in FLOATS:
+                raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
+            x = taken.array
+        if x.ndim != 4 or x.shape[:2] != (self.batch, self.kv_heads) or x.shape[3] != channels:
+            raise ArgumentError(f"{name}: got shape {x.shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
+        if self.dtype == "int8":
+            return x if x.dtype == F and x.flags.c_contiguous and x.flags.writeable else self._float32(x)
+        bits = np.uint32 if self.dtype == "float32" else np.uint16
+        return writable(np.ascontiguousarray(convert(x, self.dtype))).view(bits)
+
+    @staticmethod
+    def _float32(x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return writable(np.ascontiguousarray(widen(x), F))
+
+    def _checked_counts(self, counts: Any, n: int) -> np.ndarray:
+        take = np.asarray(counts)
+        if take.shape != (self.batch,) or take.dtype.kind not in "iu" or (take.size and (take.min() < 0 or take.max() > n)):
+            raise ArgumentError(f"counts: got {counts!r}; allowed: {self.batch} integers from 0 to {n}")
+        take = take.astype(np.int64)
+        if self.window is None and (self._store.lengths + take > self.max_length).any():
+            raise self._full(take)
+        return take
+
+    def _full(self, take: np.ndarray) -> CacheFullError:
+        b = int(np.argmax(self._store.lengths + take))
+        return CacheFullError(f"append: sequence {b} holds {self._store.lengths[b]} tokens and would get {take[b]} more; "
+                              f"allowed: {self.max_length} in all")
+
+    def _take_pages(self, take: np.ndarray) -> None:
+        need = [-(-(int(n) + int(t)) // self.page_size) - len(mine)
+                for n, t, mine in zip(self._store.lengths, take, self._owned, strict=True)]
+        if sum(x for x in need if x > 0) > len(self._free):
+            raise CacheFullError(f"append: {sum(x for x in need if x > 0)} more pages of {self.page_size} tokens are needed; "
+                                 f"free are {len(self._free)} of {self.pages}")
+        for b, more in enumerate(need):
+            for _ in range(more):
+                self._own(b, self._free.pop())
+
+    def _own(self, b: int, page: int) -> None:
+        self._store.table[b, len(self._owned[b])] = page
+        self._owned[b].append(page)
+        self._users[page] += 1
+
+    def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
+        for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
+            with np.errstate(all="ignore"):
+                mean = key[b, :, :take[b]].mean(1, dtype=np.float64).astype(F)
+            self._offset[b] = np.where(np.isfinite(mean), mean, F(0))
+
+    # ---- pages -------------------------------------------------------------------------------------------------------------
+    def share(self, source: int, target: int, length: int | None = None) -> None:
+        """Let an empty sequence start with the first `length` tokens of another (all unless given), without copying whole pages.
+
+        Full pages are shared and read-only from then on (no append ever writes to a full page); the tokens of the last, partial
+        page are copied.
+
+        Raises
+        ------
+        CacheFullError, ArgumentError, ArgumentTypeError
+        """
+        store = self._open()
+        if not self._paged:
+            raise ArgumentError("share: the cache has no pages; allowed: a cache with page_size")
+        a, b = self._sequence("source", source), self._sequence("target", target)
+        if a == b or store.lengths[b]:
+            raise ArgumentError(f"target: got {b}; allowed: an empty sequence other than the source")
+        n = int(store.lengths[a]) if length is None else _integer("length", length, 0, int(store.lengths[a]))
+        whole, rest = divmod(n, self.page_size)
+        if rest and not self._free:
+            raise CacheFullError(f"share: one more page is needed; free are 0 of {self.pages}")
+        for page in self._owned[a][:whole]:
+            self._own(b, page)
+        if rest:
+            self._own(b, self._free.pop())
+            old, new = self._owned[a][whole], self._owned[b][whole]
+            store.data[new] = store.data[old]
+        store.lengths[b], self._offset[b] = n, self._offset[a]
+        self._longest = max(self._longest, n)
+
+    def reset(self, sequences: Any = None) -> None:
+        """Empty the given sequences (all unless given) and return their pages; nothing is freed or cleared in memory."""
+        store = self._open()
+        if sequences is None:
+            sequences = range(self.batch)
+        for b in [self._sequence("sequences", b) for b in np.atleast_1d(sequences).tolist()]:
+            for page in self._owned[b]:
+                self._users[page] -= 1
+                if not self._users[page]:
+                    self._free.append(page)
+            self._owned[b] = []
+            store.lengths[b], self._offset[b] = 0, 0
+        self._longest = int(store.lengths.max(initial=0))
+
+    def close(self) -> None:
+        """Release the memory; every later use raises."""
+        self._store = None
+        self._plans.clear()
+        self._calls.clear()
+
+    # ---- decode ------------------------------------------------------------------------------------------------------------
+    def decode(self, query: Any, *, scale: float | None = None, splits: int | None = None, out: np.ndarray | None = None,
+               return_lse: bool = False) -> Any:
+        """Attention of the last L tokens of every sequence, whose keys and values have been appended, over the whole cache.
+
+        Parameters
+        ----------
+        query : (B, H, L, D) array of floats
+            H a multiple of kv_heads. Row i stands at position lengths[b] - L + i and sees the tokens up to it (causal, lower
+            right); a row at a negative position sees nothing.
+        scale : float or None
+            Factor of Q.K^T, 1/sqrt(D) unless given.
+        splits : int or None
+            Parts of the keys that are computed on their own and merged in order; chosen by `split_count` unless given. Equal splits
+            give equal bits whatever the number of threads; other splits agree to rounding.
+        out : (B, H, L, Dv) float32, contiguous, or None
+            Where to write; a new array unless given.
+        return_lse : bool
+
+        Returns
+        -------
+        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also lse (B, H, L) float32, natural
+            log. A row that sees a token that was not finite is NaN.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+        """
+        store = self._open()
+        taken = None
+        if not (type(query) is np.ndarray and query.dtype == F and query.flags.c_contiguous and query.flags.writeable):
+            taken = import_array("query", query)
+            if taken.dtype not in FLOATS:
+                raise ArgumentTypeError(f"query: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
+            query = self._float32(taken.array)
+        shape = query.shape
+        plan, c = self._plan(shape, scale, splits)
+        result = np.empty((*shape[:-1], self.value_dim), F) if out is None else self._checked_out(out, shape)
+        plan(query.reshape(plan.shape), c, store, result.reshape((*plan.shape[:3], self.value_dim)))
+        exported = result
+        if taken is not None and out is None:
+            dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
+            exported = taken.export(convert(result, dtype), dtype)
+        if not return_lse:
+            return exported
+        return exported, self._lse(plan, query, scale)
+
+    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[launch_decode.Plan, np.float32]:
+        """The prepared call for this query, and the factor of its scores."""
+        blocks = (min(self._longest, self._layout.sinks + self._layout.ring) + KEY_BLOCK - 1) // KEY_BLOCK
+        small = self._longest * self.batch * self.kv_heads * self._layout.slot_bytes <= launch_decode.SERIAL_BYTES
+        workers = 1 if small else numba.get_num_threads()
+        known = self._calls.get((shape, scale, splits, workers, blocks))
+        if known is None:
+            if len(self._calls) > 64:
+                self._plans.clear()
+                self._calls.clear()
+            known = self._calls[shape, scale, splits, workers, blocks] = self._make_plan(shape, scale, splits, workers, blocks)
+        return known
+
+    def _make_plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, workers: int,
+                   blocks: int) -> tuple[launch_decode.Plan, np.float32]:
+        if len(shape) != 4 or shape[0] != self.batch or shape[1] < 1 or shape[1] % self.kv_heads or shape[3] != self.head_dim:
+            raise ArgumentError(f"query: got shape {shape}; allowed: ({self.batch}, heads, tokens, {self.head_dim}) with heads a "
+                                f"multiple of {self.kv_heads}")
+        if self.window is not None and shape[2] > self._layout.ring - self.window + 1:
+            raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window")
+        factor = self.head_dim**-0.5 if scale is None else real("scale", scale)
+        group = shape[1] // self.kv_heads
+        tiles = -(-group * shape[2] // launch_decode.TILE_ROWS)
+        if splits is None:
+            splits = launch_decode.split_count(self.batch * self.kv_heads * tiles, blocks, workers) if blocks else 1
+        else:
+            splits = _integer("splits", splits, 1, 1 << 16)
+        plan = self._plans.get((shape, splits, workers))
+        if plan is None:
+            plan = launch_decode.Plan(self._layout, self.batch, group, shape[2], splits, workers)
+            self._plans[shape, splits, workers] = plan
+        unit = factor * LOG2E * (fx.ONE_Q8 if self.dtype == "int8" else 1)
+        return plan, F(unit)
+
+    def _checked_out(self, out: Any, shape: tuple[int, ...]) -> np.ndarray:
+        wanted = (*shape[:-1], self.value_dim)
+        if not (isinstance(out, np.ndarray) and out.dtype == F and out.flags.c_contiguous and out.flags.writeable):
+            raise ArgumentTypeError("out: allowed: a writable, contiguous float32 NumPy array")
+        if out.shape != wanted:
+            raise ArgumentError(f"out: got shape {out.shape}; allowed: {wanted}")
+        return out
+
+    def _lse(self, plan: launch_decode.Plan, query: np.ndarray, scale: float | None) -> np.ndarray:
+        factor = self.head_dim**-0.5 if scale is None else scale
+        shift = None
+        if self.smooth:
+            offset = np.repeat(self._offset.astype(np.float64), query.shape[1] // self.kv_heads, 1)
+            shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), offset) * factor
+        m, l = (x.reshape(query.shape[:3]) for x in (plan.m, plan.l))
+        return log_sum_exp(m.astype(np.float64), l, shift, fx.P_ONE if self.dtype == "int8" else 1)

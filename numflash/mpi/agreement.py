@@ -1,0 +1,59 @@
+"""All ranks raise the same error, or none does: nobody is left waiting for a message of a rank that gave up."""
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+T = TypeVar("T")
+
+
+def communicator(comm: Any) -> Any:
+    """`comm` if it is an intracommunicator of mpi4py."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UnsupportedError(f"comm: mpi4py cannot be loaded here ({error}); allowed: pip install 'numflash[mpi]'") from error
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        raise ArgumentTypeError(f"comm: got {type(comm).__name__}; allowed: an intracommunicator of mpi4py, as MPI.COMM_WORLD")
+    return comm
+
+
+def portable(error: Exception, rank: int) -> Exception:
+    """The error with its rank's number, as one that can travel."""
+    message = f"rank {rank}: {error}"
+    try:
+        copy = type(error)(message)
+        if str(pickle.loads(pickle.dumps(copy))) == message:
+            return copy
+    except Exception:                        # classes of other libraries take other arguments: say what it was in words
+        pass
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def agree(comm: Any, make: Callable[[], T]) -> list[T]:
+    """What `make()` returns on each rank. Where it raises on any, the error of the first such rank is raised on all.
+
+    One exchange of small objects; every rank calls it.
+    """
+    result, mine, error = None, None, None
+    try:
+        result = make()
+    except Exception as raised:
+        mine, error = raised, portable(raised, comm.rank)
+    everyone = comm.allgather((result, error))
+    for rank, (_, found) in enumerate(everyone):
+        if found is not None:
+            raise found from (mine if rank == comm.rank else None)
+    return [result for result, _ in everyone]
+
+
+def same(everyone: Sequence[dict[str, Any]]) -> None:
+    """Whether all ranks gave the same arguments; the names of the dictionary are the arguments'."""
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ArgumentError(f"rank {rank}: {name}: got {other[name]}; allowed: that of rank 0, {value}")

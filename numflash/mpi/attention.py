@@ -1,0 +1,209 @@
+"""Attention over a sequence that is spread over the ranks of an MPI communicator."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..api import _deliver, _restore, solve
+from ..interop import convert, import_array, widen
+from ..merge import apply_sinks, join, weights
+from ..quantization import QuantizedTensor, quantize_heads
+from .agreement import agree, communicator
+from .plan import Plan, make_plan
+from .ring import Report, rotate
+from .shards import Agreed, Format, Shard, Statistics, decode, encode, operands, quantise_shard
+from .splits import Split
+
+
+@dataclass
+class Job:
+    """A plan with this rank's operands in the form in which they are computed with, and its result so far.
+
+    query : (B, H, L, D) array or QuantizedTensor;  own : Shard;  agreed : Agreed, for "int8"
+    out (B, H, L, Dv) float32, lse (B, H, L) float32
+    error : the first that this rank met while others already relied on it
+    """
+
+    plan: Plan
+    form: Format
+    query: Any
+    own: Shard
+    agreed: Agreed | None
+    impl: str
+    out: np.ndarray
+    lse: np.ndarray
+    error: Exception | None = None
+
+    def attend(self, shard: Shard) -> None:
+        """Merge in the attention of every query chunk to every chunk of the shard that it sees."""
+        if self.error is None:
+            try:
+                for c, keys in enumerate(shard.ranges):
+                    arrays = [field[c] for field in shard.arrays]
+                    for rows, start in self.plan.pieces():
+                        if self.plan.sees(rows, start, keys):
+                            self._merge(rows, start, keys, arrays)
+            except Exception as error:
+                self.error = error
+
+    def _merge(self, rows: slice, start: int, keys: tuple[int, int], arrays: list[np.ndarray]) -> None:
+        key, value = operands(self.plan.problem, arrays, self.agreed)
+        out, lse = solve(self.plan.part(self.query, rows, start, key, value, keys), self.impl)
+        assert lse is not None
+        mine, other, self.lse[:, :, rows] = weights(self.lse[:, :, rows], lse)
+        self.out[:, :, rows] = join(self.out[:, :, rows], mine) + join(convert(out, "float32"), other)
+
+    def finish(self, comm: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The result; an error of any rank on all."""
+        def check() -> None:
+            if self.error is not None:
+                raise self.error
+        agree(comm, check)
+        sinks = self.plan.problem.sinks
+        return (self.out, self.lse) if sinks is None else apply_sinks(self.out, self.lse, sinks)
+
+
+def prepare(comm: Any, plan: Plan, impl: str) -> Job:
+    """Quantise where that is asked for: queries and keys once, by their owner, with the offset and scales of all ranks."""
+    p, ranges = plan.problem, plan.keys.chunks[plan.rank]
+    b, h, hkv, length, _, d, dv = p.shape
+    form, agreed, jobs = Format.of(p), None, []
+    if p.precision == "int8":
+        def statistics() -> Statistics:
+            place = plan.keys.indices(plan.rank)
+            return Statistics.of(floats(p.key), floats(p.value), place < p.key_lengths[:, None])
+        agreed = Agreed.of(Statistics.join(agree(comm, statistics)), p)
+
+    def make() -> None:
+        query, own = p.query, Shard.of(ranges, p.key, p.value)
+        if agreed is not None:
+            t = quantize_heads(floats(p.query).reshape(b * h, length, d), "row", False)
+            bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
+            query = QuantizedTensor(t.data.reshape(b, h, length, d), t.scale.reshape(b, h, length, 1), "row", nonfinite=bad)
+            own = quantise_shard(floats(p.key), floats(p.value), ranges, p, agreed)
+        out, lse = np.zeros((b, h, length, dv), np.float32), np.full((b, h, length), -np.inf, np.float32)
+        jobs.append(Job(plan, form, query, own, agreed, impl, out, lse))
+    agree(comm, make)
+    return jobs[0]
+
+
+def floats(x: np.ndarray) -> np.ndarray:
+    """Contiguous float32; too large for it is infinite."""
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(widen(x), np.float32)
+
+
+def run(comm: Any, query: Any, key: Any, value: Any, work: Callable[[Any, Job, Report], None], report: Report | None,
+        options: dict[str, Any]) -> Any:
+    """What the public functions have in common: check, prepare, `work`, deliver."""
+    started = time.perf_counter()
+    report = Report() if report is None else report
+    vars(report).update(vars(Report()))
+    plan = make_plan(communicator(comm), query, key, value, **options)
+    job = prepare(comm, plan, options["impl"])
+    report.setup = time.perf_counter() - started
+    work(comm, job, report)
+    out, lse = job.finish(comm)
+    taken = import_array("query", query)
+    ndim, layout = taken.array.ndim, options["layout"]
+    result = _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, plan.problem.return_lse)
+    report.total = time.perf_counter() - started
+    return result
+
+
+def ring_attention(comm: Any, query: Any, key: Any, value: Any, *, split: str | Split = "plain",
+                   split_kv: str | Split | None = None, is_causal: bool = False, scale: float | None = None,
+                   enable_gqa: bool = False, window: Any = None,
+                   alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0, alibi_slopes: Any = None,
+                   sinks: Any = None, precision: str | None = None, pv: str | None = None, layout: str = "bhld",
+                   return_lse: bool = False, impl: str = "auto", report: Report | None = None) -> Any:
+    """`numflash.attention` over a sequence spread over ranks: queries stay, keys and values travel once round the ring.
+
+    Every rank of `comm` calls it with its own shard of the sequence and the same options. It returns when the rank's own rows are
+    done. Communication is non-blocking and runs while the kernel does; a message carries only keys that a rank further on sees.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+    query : (B, H, L_r, D) array, the rank's rows of the whole (B, H, L, D); 2-D and 3-D arrays are promoted
+    key, value : (B, Hkv, S_r, D) and (B, Hkv, S_r, Dv) arrays, the rank's keys
+        L_r and S_r may differ between ranks and may be 0; everything else is equal on all ranks.
+    split : "plain", "zigzag" or Split
+        Which tokens of the whole sequence a rank's rows are. "plain": the ranks' shards follow one another, of any lengths.
+        "zigzag": as `Split.zigzag(L, ranks)` deals them, so that causal work is balanced.
+    split_kv : as split
+        The same for the keys; `split` unless given.
+    window, alignment, key_lengths, is_causal, alibi_slopes
+        Count tokens of the whole sequences, as if one process held them.
+    precision : "int8" and the others
+        With "int8" each rank quantises its keys and values once and sends a quarter of the bytes of float32. The smoothing offset
+        (the mean key) and the scales of the value's channels are those of the whole sequence.
+    scale, enable_gqa, softcap, sinks, pv, layout, return_lse, impl
+        As `numflash.attention` takes them.
+    report : Report
+        Filled with bytes and seconds of this call.
+
+    Returns
+    -------
+    out : (B, H, L_r, Dv), the rank's rows, of the kind and dtype of query
+    lse : (B, H, L_r) float32; only with `return_lse`
+
+    Equal calls give equal bits. Over another number of ranks or another split, partial results are rounded and merged in another
+    order: float32 differs in its last bits; int8 by its own rounding, and by float32's where chunks start on a key block of 128.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+        The same on every rank, naming the rank that met it.
+    """
+    options = {k: v for k, v in locals().items() if k not in ("comm", "query", "key", "value", "report")}
+
+    def work(comm: Any, job: Job, report: Report) -> None:
+        rotate(comm, job.form, job.own, job.plan.itinerary(), job.attend, report)
+    return run(comm, query, key, value, work, report, options)
+
+
+def all_gather_attention(comm: Any, query: Any, key: Any, value: Any, *, report: Report | None = None, **options: Any) -> Any:
+    """As `ring_attention`, but every rank first collects all keys and values, then calls the kernel once per query chunk.
+
+    For keys and values that are short or have few heads (GQA), where n messages cost more than their bytes: one collective, nothing
+    to merge, but memory for all keys on every rank and no overlap. With "int8" the bits do not depend on how keys are split.
+
+    Parameters
+    ----------
+    comm, query, key, value, report
+        As in `ring_attention`.
+    options
+        Every other keyword of `ring_attention`.
+    """
+    return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **known(options)})
+
+
+def known(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in DEFAULTS:
+            raise TypeError(f"all_gather_attention() got an unexpected keyword argument {name!r}")
+    return options
+
+
+def gather_work(comm: Any, job: Job, report: Report) -> None:
+    from mpi4py import MPI
+    start, keys, form = time.perf_counter(), job.plan.keys, job.form
+    sizes = [form.nbytes(c) for c in keys.chunks]
+    mine, everything = np.empty(sizes[comm.rank], np.uint8), np.empty(sum(sizes), np.uint8)
+    encode(form, job.own, mine)
+    places = np.cumsum([0, *sizes])
+    comm.Allgatherv([mine, MPI.BYTE], [everything, sizes, places[:-1].tolist(), MPI.BYTE])
+    report.exchange = time.perf_counter() - start
+    report.messages, report.sent, report.received = comm.size - 1, mine.size * (comm.size - 1), everything.size - mine.size
+    parts = [decode(form, c, everything[places[r]:places[r + 1]]) for r, c in enumerate(keys.chunks)]
+    job.attend(Shard.whole(parts))
+    report.kernel = time.perf_counter() - start - report.exchange
+
+
+DEFAULTS = dict(ring_attention.__kwdefaults__ or {})
+DEFAULTS.pop("report")

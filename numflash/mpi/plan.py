@@ -1,0 +1,146 @@
+"""One attention problem over all ranks: who holds what, who sees what, and therefore what travels how far."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import validation
+from ..errors import ArgumentError
+from ..quantization import QuantizedTensor
+from ..tiling import KEY_BLOCK
+from ..validation import Problem
+from .agreement import agree, same
+from .splits import Range, Split, named_split
+
+SPLITS = ("plain", "zigzag")
+FAR = 1 << 40                                    # no limit on a side of the window
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank knows before the first key travels.
+
+    Attributes
+    ----------
+    problem : Problem
+        This rank's operands; diagonal, key_lengths and window count tokens of the whole sequences.
+    queries, keys : Split
+    rank : int
+    """
+
+    problem: Problem
+    queries: Split
+    keys: Split
+    rank: int
+
+    def itinerary(self) -> Callable[[int, int], tuple[Range, ...]]:
+        """(owner, step) -> of each chunk of the owner, the keys that some rank `step` places or further round the ring from the
+        owner sees; an empty range where none does. The first key lies on a key block of its chunk.
+        """
+        n, p = self.keys.ranks, self.problem
+        q, k = edges(self.queries), edges(self.keys)
+        nothing = not len(p.diagonal)
+        low, high = (0, 0) if nothing else (int(p.diagonal.min()), int(p.diagonal.max()))
+        first = q[..., 0] + low - (FAR if p.left is None else p.left)
+        stop = np.minimum(q[..., 1] + high + (FAR if p.right is None else p.right), 0 if nothing else int(p.key_lengths.max()))
+        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)                                   # a rank without queries sees nothing
+        ring = (np.arange(n)[:, None] + np.arange(n)) % n                                    # (owner, step): the rank at that step
+        a, b = k[:, None, None, :, 0], k[:, None, None, :, 1]                                # (owner, 1, 1, chunk)
+        lo, hi = np.maximum(first[ring][..., None], a), np.minimum(stop[ring][..., None], b)  # (owner, step, query chunk, chunk)
+        lo, hi = np.where(lo < hi, lo, FAR).min(2), np.where(lo < hi, hi, -FAR).max(2)
+        lo = np.minimum.accumulate(lo[:, ::-1], 1)[:, ::-1]
+        hi = np.maximum.accumulate(hi[:, ::-1], 1)[:, ::-1]
+        start = np.broadcast_to(k[:, None, :, 0], lo.shape)
+        lo = np.where(lo < hi, lo - (lo - start) % KEY_BLOCK, start)
+        hi = np.maximum(lo, hi)
+
+        def ranges(owner: int, step: int) -> tuple[Range, ...]:
+            chunks = len(self.keys.chunks[owner % n])
+            return tuple(zip(lo[owner % n, step, :chunks].tolist(), hi[owner % n, step, :chunks].tolist(), strict=True))
+        return ranges
+
+    def pieces(self) -> list[tuple[slice, int]]:
+        """This rank's query chunks: its own rows, and the place of the first one in the whole sequence."""
+        found, at = [], 0
+        for start, stop in self.queries.chunks[self.rank]:
+            found.append((slice(at, at + stop - start), start))
+            at += stop - start
+        return found
+
+    def sees(self, rows: slice, start: int, keys: Range) -> bool:
+        """Whether query rows, the first at `start` of the whole sequence, see any of the keys."""
+        p, n = self.problem, rows.stop - rows.start
+        if not len(p.diagonal):
+            return False
+        first = start + int(p.diagonal.min()) - (FAR if p.left is None else p.left)
+        stop = min(start + n + int(p.diagonal.max()) + (FAR if p.right is None else p.right), int(p.key_lengths.max()))
+        return max(first, keys[0]) < min(stop, keys[1])
+
+    def part(self, query: Any, rows: slice, start: int, key: Any, value: Any, keys: Range) -> Problem:
+        """The problem of some rows and some keys, in their own coordinates. `query` is the rank's operand, quantised or not."""
+        p = self.problem
+        return replace(p, query=take(query, rows), key=key, value=value, diagonal=p.diagonal + (start - keys[0]), sinks=None,
+                       key_lengths=np.clip(p.key_lengths - keys[0], 0, keys[1] - keys[0]), return_lse=True)
+
+
+def edges(split: Split) -> np.ndarray:
+    """(ranks, chunks, 2) int64, padded with empty chunks."""
+    most = max(1, *(len(c) for c in split.chunks))
+    return np.array([[*c, *[(0, 0)] * (most - len(c))] for c in split.chunks], np.int64)
+
+
+def take(x: Any, rows: slice) -> Any:
+    """Rows of a (B, H, L, D) array or QuantizedTensor with one scale per row."""
+    if not isinstance(x, QuantizedTensor):
+        return x[:, :, rows]
+    bad = None if x.nonfinite is None else x.nonfinite[:, :, rows]
+    return replace(x, data=x.data[:, :, rows], scale=x.scale[:, :, rows], nonfinite=bad)
+
+
+def make_plan(comm: Any, query: Any, key: Any, value: Any, *, split: Any, split_kv: Any, is_causal: Any, window: Any,
+              alignment: Any, key_lengths: Any, impl: Any, layout: Any, **options: Any) -> Plan:
+    """Check every rank's arguments, and that they fit together, before anything is exchanged but these descriptions."""
+    local: list[Problem] = []
+
+    def describe() -> tuple[dict[str, Any], int, int]:
+        validation.choice("impl", impl, validation.IMPLS)
+        for name, x in (("split", split), ("split_kv", split_kv)):
+            if not isinstance(x, Split) and not (x is None and name == "split_kv"):
+                validation.choice(name, x, SPLITS)
+        p = validation.problem(query, key, value, is_causal=is_causal, window=window, alignment=alignment, layout=layout, **options)
+        b, h, hkv, l, s, d, dv = p.shape
+        counts = None if key_lengths is None else validation.lengths("key_lengths", key_lengths, b, FAR).tolist()
+        local.append(p)
+        slopes, sinks = (None if x is None else x.tolist() for x in (p.alibi_slopes, p.sinks))
+        return {
+            "query's batch": b, "query's heads": h, "key's heads": hkv, "query's head_dim": d, "value's head_dim": dv,
+            "query's dtype": p.query.dtype.name, "precision": p.precision, "pv": p.pv, "scale": p.scale,
+            "is_causal": bool(is_causal), "window": None if window is None else tuple(window), "alignment": alignment,
+            "key_lengths": counts, "softcap": p.softcap, "alibi_slopes": slopes, "sinks": sinks, "return_lse": p.return_lse,
+            "impl": impl, "split": split, "split_kv": split_kv}, l, s
+
+    everyone = agree(comm, describe)
+    same([arguments for arguments, _, _ in everyone])
+    queries = whole_split("split", split, [l for _, l, _ in everyone])
+    other, name = (split, "split") if split_kv is None else (split_kv, "split_kv")
+    keys = whole_split(name, other, [s for _, _, s in everyone])
+    p, b = local[0], local[0].shape[0]
+    left, right = validation.limits(window, is_causal, queries.length + keys.length)
+    counts = validation.lengths("key_lengths", key_lengths, b, keys.length)
+    diagonal = counts - queries.length if alignment == "lower_right" else np.zeros(b, np.int64)
+    return Plan(replace(p, left=left, right=right, diagonal=diagonal, key_lengths=counts), queries, keys, comm.rank)
+
+
+def whole_split(name: str, split: str | Split, lengths: list[int]) -> Split:
+    """The split of shards of these lengths, checked against them."""
+    found = split if isinstance(split, Split) else named_split(split, lengths)
+    if found.ranks != len(lengths):
+        raise ArgumentError(f"{name}: got a split over {found.ranks} ranks; allowed: over {len(lengths)}, the communicator's")
+    for rank, (mine, wanted) in enumerate(zip(lengths, found.lengths, strict=True)):
+        if mine != wanted:
+            kind = f"the {split} split of {sum(lengths)}" if isinstance(split, str) else "the split"
+            raise ArgumentError(f"rank {rank}: {name}: got {mine} tokens; allowed: {wanted}, from {kind}")
+    return found

@@ -1,0 +1,113 @@
+"""Which rank holds which tokens of a sequence, and how much causal work that gives each of them.
+
+A causal row i has i + 1 keys to visit. With consecutive shards the last of n ranks does (2n - 1) / n times the mean, close to
+twice, and everybody else waits for it. Zigzag gives each rank one chunk from the front and its mirror image from the back, so
+that all ranks do the same work at every step of the ring (the layout of Llama 3's context parallelism, Grattafiori et al. 2024,
+section 3.3.2, and of the zigzag variant of ring attention).
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+Range = tuple[int, int]                          # tokens start <= i < stop
+
+
+@dataclass(frozen=True)
+class Split:
+    """A sequence over ranks: every token on exactly one of them.
+
+    Attributes
+    ----------
+    chunks : one entry per rank, its (start, stop) ranges in the order in which the rank stores them
+        Any order, any lengths; ranks may hold nothing.
+
+    Raises
+    ------
+    ArgumentError
+        The ranges do not cover 0 to L exactly once.
+    """
+
+    chunks: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        kept = tuple(tuple((int(a), int(b)) for a, b in rank if b != a) for rank in self.chunks)
+        object.__setattr__(self, "chunks", kept)
+        end = 0
+        for start, stop in sorted(c for rank in kept for c in rank):
+            if start != end or stop < start:
+                raise ArgumentError(f"chunks: got a chunk {start} to {stop} where {end} is next; allowed: each token exactly once")
+            end = stop
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int]) -> Split:
+        """Consecutive shards of these lengths."""
+        edges = [0, *accumulate(int(n) for n in lengths)]
+        return cls(tuple((edge,) for edge in pairwise(edges)))
+
+    @classmethod
+    def plain(cls, length: int, ranks: int) -> Split:
+        """Consecutive shards, as equal as can be; the first ones are the longer ones."""
+        return cls.of_lengths([length // ranks + (r < length % ranks) for r in range(ranks)])
+
+    @classmethod
+    def zigzag(cls, length: int, ranks: int) -> Split:
+        """2 n chunks, as equal as can be; rank r holds chunk r and chunk 2 n - 1 - r."""
+        pieces = cls.plain(length, 2 * ranks).chunks
+        return cls(tuple(pieces[r] + pieces[2 * ranks - 1 - r] for r in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens on each rank."""
+        return tuple(sum(b - a for a, b in rank) for rank in self.chunks)
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def indices(self, rank: int) -> np.ndarray:
+        """(tokens of the rank,) int64: their places in the whole sequence, as the rank stores them."""
+        return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.chunks[rank])])
+
+    def permutation(self) -> np.ndarray:
+        """(L,) int64: place in the whole sequence of token n of all shards laid one behind the other."""
+        return np.concatenate([np.arange(0), *(self.indices(r) for r in range(self.ranks))])
+
+    def shard(self, x: np.ndarray, rank: int, axis: int = -2) -> np.ndarray:
+        """What the rank holds of an array of the whole sequence; tokens lie along `axis`."""
+        return np.take(x, self.indices(rank), axis)
+
+    def join(self, shards: Sequence[np.ndarray], axis: int = -2) -> np.ndarray:
+        """The whole array from the shards of all ranks, in rank order: the inverse of `shard`."""
+        return np.take(np.concatenate(list(shards), axis), np.argsort(self.permutation()), axis)
+
+
+def named_split(name: str, lengths: Sequence[int]) -> Split:
+    """"plain" or "zigzag" for shards of these lengths."""
+    return Split.of_lengths(lengths) if name == "plain" else Split.zigzag(sum(lengths), len(lengths))
+
+
+def causal_work(split: Split) -> np.ndarray:
+    """(ranks, ranks) int64: query-key pairs that rank r computes at step t of the ring, of a causal problem of equal L and S."""
+    work = np.zeros((split.ranks, split.ranks), np.int64)
+    for r in range(split.ranks):
+        rows = split.indices(r)
+        for t in range(split.ranks):
+            for a, b in split.chunks[(r - t) % split.ranks]:
+                work[r, t] += np.clip(rows + 1 - a, 0, b - a).sum()
+    return work
+
+
+def imbalance(split: Split) -> float:
+    """Causal work of the busiest rank over the mean: what the ring takes against perfect balance."""
+    work = causal_work(split).sum(1)
+    return float(work.max() / work.mean()) if work.any() else 1.0

@@ -1,0 +1,284 @@
+"""Symmetric INT8 quantisation of query, key and value: step 1 of the integer pipeline.
+
+* query: one scale per row.
+* key: the mean of each channel over the keys is taken away first (SageAttention, section 4.2: softmax does not see a vector
+  added to every key), then one scale per key.
+* value: one scale per channel.
+
+The scale is max|x| / 127 and -128 is never used. Rows of zeros get scale 1. A row that holds NaN or infinity is stored as
+zeros and remembered: it turns the outputs of the rows that see it into NaN and spoils nothing else.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from ._jit import kernel, one_at_a_time, refuse_after_fork
+from .errors import ArgumentError, ArgumentTypeError
+from .interop import import_array, widen
+from .tiling import KEY_BLOCK
+
+GRANULARITIES = ("row", "block", "channel", "tensor")
+CHUNK = 1024                                     # rows per task: fixed, so that sums do not depend on the thread count
+F, I = np.float32, np.int32
+LARGEST = F(np.finfo(np.float32).max)
+INFINITE = I(0x7F800000)                         # bits of +inf: |x| orders like its bits
+MAGNITUDE = I(0x7FFFFFFF)
+NO_SCALE = F(2.0**-100)                          # peaks below this count as zero: their scale would leave float32
+ROUND = F(1.5 * 2.0**23)                         # x + ROUND - ROUND is x rounded to even
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """INT8 values with their scales.
+
+    Attributes
+    ----------
+    data : (..., L, D) int8, -127 to 127
+    scale : float32
+        (..., L, 1) for "row", (..., ceil(L / block), 1) for "block", (..., 1, D) for "channel", (..., 1, 1) for "tensor".
+    granularity : str
+    offset : (..., 1, D) float32 or None
+        What was subtracted before quantising (smoothing).
+    nonfinite : (..., L) bool or None
+        Rows that held NaN or infinity; their data are zeros. None where there are none.
+    block : int
+        Rows that share a scale with granularity "block".
+    """
+
+    data: np.ndarray
+    scale: np.ndarray
+    granularity: str
+    offset: np.ndarray | None = None
+    nonfinite: np.ndarray | None = None
+    block: int = KEY_BLOCK
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None)
+
+    def row_scale(self) -> np.ndarray:
+        """(..., L) float32: the scale of every row ("row", "block" and "tensor")."""
+        length = self.data.shape[-2]
+        if self.granularity == "channel":
+            raise ArgumentError("scale: granularity 'channel' has no scale per row; allowed: 'row', 'block', 'tensor'")
+        per_row = self.scale[..., 0]
+        if self.granularity == "block":
+            per_row = np.repeat(per_row, self.block, -1)[..., :length]
+        return np.broadcast_to(per_row, self.data.shape[:-1])
+
+    def dequantize(self) -> np.ndarray:
+        """(..., L, D) float32: data * scale + offset; rows that were not finite come back as NaN."""
+        scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
+        x = self.data.astype(np.float32) * scale
+        if self.offset is not None:
+            x += self.offset
+        if self.nonfinite is not None:
+            x[self.nonfinite] = np.nan
+        return x
+
+
+@kernel(parallel=True)
+def _channel_statistics(x, lengths, sums, peaks):
+    """Per head and chunk of rows: the sum and the largest |x| (as bits) of every channel over the finite rows.
+
+    x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N, chunks, D) int32, both zero.
+    """
+    chunks = sums.shape[1]
+    for task in prange(x.shape[0] * chunks):
+        n, c = np.intp(task) // chunks, np.intp(task) % chunks          # P4: the index of prange is unsigned
+        bits = x[n].view(np.int32)
+        total, peak = sums[n, c], peaks[n, c]
+        for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+            row, row_bits = x[n, i], bits[i]
+            top = I(0)
+            for d in range(row.size):
+                top = max(top, I(row_bits[d] & MAGNITUDE))
+            if top < INFINITE:
+                for d in range(row.size):
+                    total[d] = F(total[d] + row[d])
+                    peak[d] = max(peak[d], I(row_bits[d] & MAGNITUDE))
+
+
+@kernel(parallel=True)
+def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
+    """One scale per `block` rows. x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8."""
+    blocks = scale.shape[1]
+    per_task = max(1, CHUNK // block)
+    tasks = (blocks + per_task - 1) // per_task
+    for task in prange(x.shape[0] * tasks):
+        n, first = np.intp(task) // tasks, np.intp(task) % tasks * per_task
+        raw, shift = x[n].view(np.int32), offset[n]
+        moved = np.empty(shift.size, np.float32)
+        moved_bits = moved.view(np.int32)
+        for b in range(first, min(first + per_task, blocks)):
+            i0, i1 = b * block, min((b + 1) * block, lengths[n])
+            peak = I(0)
+            for i in range(i0, i1):
+                row, row_bits = x[n, i], raw[i]
+                top = I(0)
+                for d in range(row.size):
+                    top = max(top, I(row_bits[d] & MAGNITUDE))
+                    moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
+                if top < INFINITE:
+                    for d in range(row.size):
+                        peak = max(peak, I(moved_bits[d] & MAGNITUDE))
+                else:
+                    nonfinite[n, i] = 1
+            if i1 > i0 and peak > I(0):
+                moved_bits[0] = peak
+            else:
+                moved[0] = F(0)
+            largest = moved[0]
+            usable = largest > NO_SCALE
+            scale[n, b] = largest / F(127) if usable else F(1)
+            factor = F(127) / largest if usable else F(0)
+            for i in range(i0, i1):
+                if nonfinite[n, i] == 0:
+                    row, out = x[n, i], data[n, i]
+                    for d in range(row.size):
+                        t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                        out[d] = np.int8(I((t + ROUND) - ROUND))
+
+
+@kernel(parallel=True)
+def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
+    """One scale per channel, given as factor (N, D) = 127 / peak."""
+    length = x.shape[1]
+    chunks = (length + CHUNK - 1) // CHUNK
+    for task in prange(x.shape[0] * chunks):
+        n, c = np.intp(task) // chunks, np.intp(task) % chunks
+        bits, shift, f = x[n].view(np.int32), offset[n], factor[n]
+        for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+            row, row_bits, out = x[n, i], bits[i], data[n, i]
+            top = I(0)
+            for d in range(row.size):
+                top = max(top, I(row_bits[d] & MAGNITUDE))
+            if top < INFINITE:
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
+                    out[d] = np.int8(I((t + ROUND) - ROUND))
+            else:
+                nonfinite[n, i] = 1
+
+
+def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and largest magnitude of every channel: two (N, D) float32."""
+    shape = (x.shape[0], max(1, -(-x.shape[1] // CHUNK)), x.shape[2])
+    sums, peaks = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    _channel_statistics(x, lengths, sums, peaks)
+    return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
+
+
+@one_at_a_time()
+def quantize_heads(x: np.ndarray, granularity: str, smooth: bool, lengths: np.ndarray | None = None, *,
+                   offset: np.ndarray | None = None, peak: np.ndarray | None = None) -> QuantizedTensor:
+    """`quantize` for a contiguous (N, L, D) float32 array; rows from lengths[n] on are left out and stored as zeros.
+
+    A part of a longer array takes the whole one's `offset` (N, D), for `smooth`, and `peak` (N, D), for "channel", from outside.
+    """
+    refuse_after_fork()
+    n, length, d = x.shape
+    lengths = np.full(n, length, np.int64) if lengths is None else lengths
+    data, bad = np.zeros(x.shape, np.int8), np.zeros((n, length), np.uint8)
+    if not smooth:
+        offset = np.zeros((n, d), np.float32)
+    elif offset is None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            offset = _statistics(x, lengths)[0] / np.maximum(lengths, 1).astype(np.float32)[:, None]
+        offset = np.where(np.isfinite(offset), offset, F(0))
+    if granularity == "channel":
+        if peak is None:
+            peak = _statistics(np.clip(x - offset[:, None], -LARGEST, LARGEST) if smooth else x, lengths)[1]
+        usable = peak > NO_SCALE
+        scale = np.where(usable, peak / F(127), F(1))[:, None]
+        factor = np.where(usable, F(127) / np.where(usable, peak, F(1)), F(0))
+        _quantize_channels(x, offset, factor, lengths, data, bad)
+    else:
+        block = {"row": 1, "block": KEY_BLOCK, "tensor": max(1, length)}[granularity]
+        blocks = max(1, -(-length // block)) if granularity == "tensor" else -(-length // block)
+        scale = np.ones((n, blocks), np.float32)
+        _quantize_rows(x, offset, lengths, block, data, scale, bad)
+        scale = scale[:, :, None]
+    return QuantizedTensor(data, scale, granularity, offset[:, None] if smooth else None, bad.view(bool) if bad.any() else None)
+
+
+def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> QuantizedTensor:
+    """Quantise to symmetric INT8.
+
+    Parameters
+    ----------
+    x : (L, D), (H, L, D) or (B, H, L, D) array, float32, float64, float16 or bfloat16
+    granularity : "row", "block" (128 rows share a scale), "channel" or "tensor" (per head)
+    smooth : bool
+        Take each channel's mean over the rows away first and keep it as `offset`.
+
+    Returns
+    -------
+    QuantizedTensor
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+    """
+    if granularity not in GRANULARITIES:
+        raise ArgumentError(f"granularity: got {granularity!r}; allowed: {', '.join(map(repr, GRANULARITIES))}")
+    taken = import_array("x", x)
+    if taken.dtype not in ("float32", "float64", "float16", "bfloat16"):
+        raise ArgumentTypeError(f"x: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16")
+    array = widen(taken.array)
+    if not 2 <= array.ndim <= 4 or array.shape[-1] < 1:
+        raise ArgumentError(f"x: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1")
+    lead, (length, d) = array.shape[:-2], array.shape[-2:]
+    with np.errstate(over="ignore"):
+        heads = np.ascontiguousarray(array, np.float32).reshape(int(np.prod(lead)), length, d)
+    t = quantize_heads(heads, granularity, smooth)
+    return QuantizedTensor(t.data.reshape(array.shape), t.scale.reshape(lead + t.scale.shape[1:]), granularity,
+                           None if t.offset is None else t.offset.reshape((*lead, 1, d)),
+                           None if t.nonfinite is None else t.nonfinite.reshape((*lead, length)))
+
+
+def quantize_qkv(query: Any, key: Any, value: Any) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+    """The three tensors that `attention(precision="int8")` makes: query per row, key smoothed and per row, value per channel.
+
+    Parameters
+    ----------
+    query, key, value : (..., L, D), (..., S, D), (..., S, Dv) float arrays
+    """
+    return quantize(query, "row"), quantize(key, "row", smooth=True), quantize(value, "channel")
+
+
+def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
+    """The (N, L, D) tensor with its leading dimension unfolded to `lead`."""
+    def unfold(x: Any) -> Any:
+        return None if x is None else x.reshape(lead + x.shape[1:])
+    return replace(t, data=unfold(t.data), scale=unfold(t.scale), offset=unfold(t.offset), nonfinite=unfold(t.nonfinite))
+
+
+def quantize_problem(problem: Any) -> Any:
+    """The Problem with its float operands quantised, as precision "int8" computes with them.
+
+    Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a float32 array. Keys from
+    `key_lengths` on are left out of means and scales, so padding never changes a bit. With a softcap the key is not smoothed:
+    tanh would see the shift.
+    """
+    def heads(x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(widen(x), np.float32).reshape(-1, *x.shape[2:])
+
+    b, h, hkv = problem.shape[:3]
+    lengths = np.repeat(problem.key_lengths, hkv)
+    value = heads(problem.value)
+    return replace(
+        problem,
+        query=_four(quantize_heads(heads(problem.query), "row", False), (b, h)),
+        key=_four(quantize_heads(heads(problem.key), "row", problem.softcap == 0, lengths), (b, hkv)),
+        value=(value.reshape(problem.value.shape) if problem.pv == "fp32"
+               else _four(quantize_heads(value, "channel", False, lengths), (b, hkv))))

@@ -1,0 +1,285 @@
+"""What is right: the float64 oracle, the integer model whose bits every INT8 kernel must produce, and a step-by-step generator.
+
+Nothing here is fast, and no kernel imports it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import fixedpoint as fx
+from .interop import widen
+from .quantization import QuantizedTensor
+from .tiling import KEY_BLOCK
+from .validation import Problem
+
+F = np.float32
+LN2 = np.log(2.0)
+
+
+def visible(problem: Problem, b: int, h: int, rows: slice = slice(None)) -> np.ndarray:
+    """(rows, S) bool: which keys each query row may see; additive -inf not included."""
+    length, s = problem.shape[3], problem.shape[4]
+    i = np.arange(length)[rows, None] + problem.diagonal[b]
+    j = np.arange(s)[None, :]
+    seen = np.broadcast_to(j < problem.key_lengths[b], (len(i), s)).copy()
+    if problem.left is not None:
+        seen &= j >= i - problem.left
+    if problem.right is not None:
+        seen &= j <= i + problem.right
+    if problem.mask is not None:
+        seen &= problem.mask[b, h, rows]
+    return seen
+
+
+def oracle(problem: Problem, block: int = 512) -> tuple[np.ndarray, np.ndarray]:
+    """Attention in float64: out (B, H, L, Dv), lse (B, H, L). Rows with nothing visible give 0 and -inf."""
+    nb, nh, nkv, length, s, _, dv = problem.shape
+    out, lse = np.zeros((nb, nh, length, dv)), np.full((nb, nh, length), -np.inf)
+    query, key, value = (np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value))
+    for b in range(nb):
+        for h in range(nh):
+            k, v = key[b, h * nkv // nh], value[b, h * nkv // nh]
+            for start in range(0, length if s else 0, block):
+                rows = slice(start, min(start + block, length))
+                out[b, h, rows], lse[b, h, rows] = _oracle_rows(problem, b, h, rows, query[b, h, rows], k, v)
+    return out, lse
+
+
+def _oracle_rows(problem, b, h, rows, q, k, v):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        scores = (q @ k.T) * problem.scale
+        if problem.softcap:
+            scores = problem.softcap * np.tanh(scores / problem.softcap)
+        if problem.alibi_slopes is not None:
+            i, j = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b], np.arange(k.shape[0])[None]
+            scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
+        if problem.bias is not None:
+            scores = scores + problem.bias[b, h, rows]
+        seen = visible(problem, b, h, rows)
+        scores = np.where(seen, scores, -np.inf)
+        top = scores.max(-1, keepdims=True)
+        p = np.where(scores == -np.inf, 0.0, np.exp(scores - np.where(top == -np.inf, 0, top)))
+        l = p.sum(-1)
+        finite = np.isfinite(v)
+        out = p @ np.where(finite, v, 0)
+        for j in np.flatnonzero(~finite.all(1)):                       # 0 * NaN must not reach rows that do not see the key
+            out += np.where(p[:, j:j + 1] > 0, p[:, j:j + 1] * np.where(finite[j], 0, v[j]), 0)
+        lse = np.where(l == 0, -np.inf, top[:, 0] + np.log(l))
+        out = np.where(l[:, None] == 0, 0, out / l[:, None])
+        if problem.sinks is not None:
+            total = np.logaddexp(lse, float(problem.sinks[h]))
+            out, lse = out * np.exp(np.where(l == 0, -np.inf, lse - total))[:, None], total
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Step:
+    """One key block of one head in the integer pipeline, as the kernels hold it.
+
+    first, stop : the keys of the block
+    s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
+    octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint32 Q16.16 with pv "fp32")
+    m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running output, all after this block
+    """
+
+    first: int
+    stop: int
+    s: np.ndarray
+    t: np.ndarray
+    octave: np.ndarray
+    p: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    o: np.ndarray
+
+
+HIDDEN = np.int32(-(1 << 31))                    # t of a hidden key: below every score
+
+
+def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8.
+
+    cq = q.scale * scale * log2(e) * 256 and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN.
+    A key or query that was not finite has scale NaN.
+    """
+    limit = F(2.0**100)
+    factor = F(scale * float(np.log2(np.e)) * 256)
+    with np.errstate(over="ignore"):
+        cq = np.clip(q.row_scale() * factor, -limit, limit)
+    ck = np.minimum(k.row_scale(), limit)
+    if q.nonfinite is not None:
+        cq = np.where(q.nonfinite, F(np.nan), cq)
+    if k.nonfinite is not None:
+        ck = np.where(k.nonfinite, F(np.nan), ck)
+    return cq.astype(F), ck.astype(F)
+
+
+def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing."""
+    if k.offset is None:
+        return None
+    nb, nh, length, d = q.data.shape
+    offset = np.repeat(k.offset.astype(np.float64), nh // k.offset.shape[1], 1)
+    dots = np.matmul(q.data.astype(np.float64), offset.swapaxes(-1, -2))[..., 0]
+    return dots * q.row_scale() * scale
+
+
+def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) -> Iterator[Step]:
+    """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
+
+    `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every kernel. With pv "fp32" the
+    value is a float array and the weights stay in Q16.16.
+    """
+    nh, nkv, length, s_len, dv = problem.shape[1], problem.shape[2], problem.shape[3], problem.shape[4], problem.shape[6]
+    g = h * nkv // nh
+    q, k, v = problem.query, problem.key, problem.value
+    cq, ck = combined_scale(q, k, problem.scale)
+    cq, ck = cq[b, h], ck[b, g].copy()
+    wide = problem.pv == "fp32"
+    exp2, unit = (fx.exp2_quadratic, 1 / fx.ONE_Q16) if wide else (fx.exp2_p8, 1.0)
+    bad_value = ~np.isfinite(v[b, g]).all(-1) if wide else np.zeros(s_len, bool) if v.nonfinite is None else v.nonfinite[b, g]
+    ck[bad_value] = np.nan
+    shift = row_shift(q, k, problem.scale) if problem.softcap else None
+    qi, ki = q.data[b, h].astype(np.float64), k.data[b, g].astype(np.float64)
+    vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
+    m, l, o = np.full(length, fx.MIN_OCTAVE, np.int32), np.zeros(length, F), np.zeros((length, dv), F)
+    seen_all = visible(problem, b, h)
+    power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)      # noqa: E731
+    with np.errstate(invalid="ignore", over="ignore"):
+        for first in range(0, s_len, key_block):
+            cols = slice(first, min(first + key_block, s_len))
+            seen = seen_all[:, cols]
+            s = (qi @ ki[cols].T).astype(np.int32)                          # exact: |s| <= 127 * 127 * D
+            x = (s.astype(F) * ck[cols]) * cq[:, None]
+            x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)                          # NaN stays NaN
+            x = transform(problem, b, h, x, cols, None if shift is None else shift[b, h])
+            if problem.bias is not None:
+                seen = seen & (problem.bias[b, h][:, cols] != -np.inf)
+            spoiled = np.isnan(x) & seen
+            seen = seen & ~spoiled
+            t = np.rint(np.clip(np.where(seen, x, 0), -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
+            t = np.where(seen, t, HIDDEN)
+            top = t.max(1)
+            some = top != HIDDEN
+            octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE).astype(np.int32)
+            y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
+            p = np.where(seen, exp2(y), 0).astype(np.uint32 if wide else np.uint8)
+            m_new = np.maximum(m, octave)
+            o, l = o * power(m_new - m)[:, None], l * power(m_new - m)
+            weight = np.where(some, power(m_new - octave), F(0))
+            l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * weight
+            o = o + ((p * unit) @ vi[cols]).astype(F) * weight[:, None]
+            m = m_new
+            l = np.where(spoiled.any(1), F(np.nan), l).astype(F)
+            yield Step(first, cols.stop, s, t, octave, p, m, l, o)
+
+
+def transform(problem, b, h, x, cols, shift):
+    """Softcap, ALiBi and bias on Q8.8 scores in float32, in the field's order; one rounding per operation."""
+    if problem.softcap:
+        if shift is not None:
+            x = x + np.clip(shift * float(fx.LOG2E_Q8), -fx.T_LIMIT, fx.T_LIMIT).astype(F)[:, None]
+        cap = F(F(problem.softcap) * fx.LOG2E_Q8)
+        x = cap * fx.tanh_f32(x / cap)
+    if problem.alibi_slopes is not None:
+        slope = F(F(problem.alibi_slopes[b, h]) * fx.LOG2E_Q8)
+        i, j = np.arange(x.shape[0])[:, None] + problem.diagonal[b], np.arange(cols.start, cols.stop)[None]
+        x = x - slope * np.abs(i - j).astype(F)
+    if problem.bias is not None:
+        x = x + problem.bias[b, h][:, cols].astype(F) * fx.LOG2E_Q8
+    return x
+
+
+def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndarray, np.ndarray]:
+    """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
+
+    With pv "int8" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each kernel's own order.
+    """
+    nb, nh, nkv, length, _, _, dv = problem.shape
+    out = np.zeros((nb, nh, length, dv), F)
+    m, l = np.full((nb, nh, length), fx.MIN_OCTAVE, np.int32), np.zeros((nb, nh, length), F)
+    wide = problem.pv == "fp32"
+    for b in range(nb):
+        for h in range(nh):
+            *_, step = (None, *integer_steps(problem, b, h, key_block))
+            if step is not None:
+                m[b, h], l[b, h] = step.m, step.l
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    r = F(1) / step.l
+                    value_scale = F(1) if wide else problem.value.scale[b, h * nkv // nh]
+                    out[b, h] = np.where(step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale)
+    shift = None if problem.softcap else row_shift(problem.query, problem.key, problem.scale)
+    return out, log_sum_exp(m, l, shift, 1 if wide else fx.P_ONE)
+
+
+def log_sum_exp(m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE) -> np.ndarray:
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
+        return (lse if shift is None else lse + shift).astype(F)
+
+
+def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scale: float, seen: np.ndarray,
+                   splits: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The definition of INT8 decode over one sequence of a KV cache: out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
+
+    q (H, L, D), k (Hkv, S, D) and v (Hkv, S, Dv) have one scale per row; seen (L, S) bool. As `integer_steps`, but a value's scale
+    belongs to its token: relative to the largest one v_max of the key block, a uint16 fraction, it is folded into the weight before
+    the one rounding to uint8. The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each from a
+    fresh state; the states are merged in order, by powers of two.
+    """
+    (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
+    out, ms, ls = np.zeros((nh, length, dv), F), np.zeros((nh, length), F), np.zeros((nh, length), F)
+    power = lambda n: np.exp2(np.maximum(n, F(-126))).astype(F)             # noqa: E731
+    cq, ck = combined_scale(q, k, scale)
+    bad = np.isnan(ck) | (False if v.nonfinite is None else v.nonfinite)
+    blocks = (s_len + KEY_BLOCK - 1) // KEY_BLOCK
+    share = (blocks + splits - 1) // splits * KEY_BLOCK
+    for h in range(nh):
+        g = h * nkv // nh
+        states = []
+        for split in range(splits):
+            m, l, o = np.full(length, fx.MIN_OCTAVE, F), np.zeros(length, F), np.zeros((length, dv), F)
+            for first in range(split * share, min((split + 1) * share, s_len), KEY_BLOCK):
+                cols = slice(first, min(first + KEY_BLOCK, s_len))
+                s = (q.data[h].astype(np.float64) @ k.data[g, cols].T.astype(np.float64)).astype(F)
+                hidden = ~seen[:, cols] | bad[g, cols] | np.isnan(cq[h])[:, None]
+                with np.errstate(over="ignore"):
+                    x = (s * np.where(bad[g, cols], F(0), ck[g, cols])) * np.where(np.isnan(cq[h]), F(0), cq[h])[:, None]
+                t = np.where(hidden, HIDDEN, np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32))
+                top = t.max(1)
+                some = top != HIDDEN
+                octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE)
+                y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
+                p = np.where(hidden, 0, fx.exp2_p8(y))
+                v_scale = v.scale[g, cols, 0]
+                v_max = v_scale.max()
+                ratio = np.minimum(np.rint(v_scale * (F(65536) / v_max)), 65535).astype(np.uint32)
+                w = (((fx.exp2_p16(y).astype(np.uint32) * ratio) >> 16) + 128) >> 8
+                w = np.where(hidden, 0, w)
+                m_new = np.maximum(m, octave.astype(F))
+                o, l = o * power(m - m_new)[:, None], l * power(m - m_new)
+                weight = np.where(some, power(octave.astype(F) - m_new), F(0))
+                l = l + p.sum(1).astype(F) * weight
+                o = o + (w @ v.data[g, cols].astype(np.int64)).astype(F) * (weight * v_max)[:, None]
+                m = m_new
+            states.append((m, l, o))
+        m = np.max([state[0] for state in states], 0)
+        first_m, l, o = states[0]
+        l, o = l * power(first_m - m), o * power(first_m - m)[:, None]
+        for m_i, l_i, o_i in states[1:]:
+            l, o = l + l_i * power(m_i - m), o + o_i * power(m_i - m)[:, None]
+        spoiled = (seen & bad[g]).any(1) | (np.isnan(cq[h]) & seen.any(1))
+        l = np.where(spoiled, F(np.nan), l)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out[h] = np.where(l[:, None] == 0, F(0), o * (F(1) / l)[:, None])
+        ms[h], ls[h] = m, l
+    return out, ms, ls
+
+
+def solve(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """What impl="reference" computes: the integer model for precision "int8", else the oracle."""
+    return integer_model(problem) if problem.precision == "int8" else oracle(problem)

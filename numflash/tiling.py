@@ -1,0 +1,195 @@
+"""The shared tiling parameters: which block sizes every kernel uses, on every device, and what they cost in cache.
+
+A `Tiling` is data. Kernels read their sizes from it, the command line explains it, tests check its arithmetic. The key block is
+common to CPU and CUDA: softmax weights are rounded once per row and key block, so equal key blocks give equal bits (INT8
+pipeline, step 1).
+
+The documents' own tilings are among the named ones, with their working sets added up: the fused kernel of `Fused
+FlashAttention V2`, "Tile Sizes (L1D Optimized)", needs 58.75 KiB where the document says 46 KB.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import ArgumentError
+
+KEY_BLOCK = 128          # keys whose weights share one octave: the same on every device
+MAX_HEAD_DIM = 512
+
+_SIZES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array of a kernel's inner loop: `rows` x `cols` of `dtype`, `copies` times; sizes may name block_q, key_block, d, dv."""
+
+    name: str
+    rows: str | int
+    cols: str | int
+    dtype: str
+    copies: int = 1
+
+    def nbytes(self, sizes: dict[str, int]) -> int:
+        rows, cols = (sizes[x] if isinstance(x, str) else x for x in (self.rows, self.cols))
+        return rows * cols * _SIZES[self.dtype] * self.copies
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Block sizes of one kernel family on one kind of machine.
+
+    Attributes
+    ----------
+    device : "cpu" or "cuda"
+    isa : instruction set of the micro-kernels ("avx512_vnni", "sve", "sm_80", ...)
+    dtype : type of the operands of the products
+    mr, nv, lanes : register block: mr rows x nv vectors of `lanes` 32-bit accumulators
+    block_q : query rows per tile, a multiple of mr
+    key_block : keys per tile, a multiple of nv * lanes
+    buffers : what the inner loop touches, for the working set
+    """
+
+    name: str
+    device: str
+    isa: str
+    dtype: str
+    mr: int
+    nv: int
+    lanes: int
+    block_q: int
+    key_block: int
+    buffers: tuple[Buffer, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("mr", "nv", "lanes", "block_q", "key_block"):
+            if getattr(self, field) < 1:
+                raise ArgumentError(f"tiling {self.name!r}: {field} = {getattr(self, field)}; allowed: 1 or more")
+        for field, unit, what in (("block_q", self.mr, "mr"), ("key_block", self.nv * self.lanes, "nv * lanes")):
+            if getattr(self, field) % unit:
+                raise ArgumentError(f"tiling {self.name!r}: {field} = {getattr(self, field)} is not a multiple of {what} = {unit}")
+
+    @property
+    def accumulators(self) -> int:
+        """Vector registers that hold the accumulators of one register tile."""
+        return self.mr * self.nv
+
+    def working_set(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
+        """Bytes of each buffer of the inner loop, by name."""
+        sizes = {"block_q": self.block_q, "key_block": self.key_block, "d": head_dim, "dv": value_dim or head_dim}
+        return {b.name: b.nbytes(sizes) for b in self.buffers}
+
+    def explain(self, head_dim: int, value_dim: int | None = None, caches: Caches | None = None) -> str:
+        """The tiling in words and bytes: each buffer, the sum, and the caches it fits."""
+        caches = caches or Caches.of_this_machine()
+        sizes = {"block_q": self.block_q, "key_block": self.key_block, "d": head_dim, "dv": value_dim or head_dim}
+        lines = [f"{self.name}: {self.dtype} on {self.isa}, head_dim {head_dim}",
+                 f"  register tile {self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators",
+                 f"  blocks: {self.block_q} query rows x {self.key_block} keys"]
+        total = 0
+        for b in self.buffers:
+            rows, cols = (sizes[x] if isinstance(x, str) else x for x in (b.rows, b.cols))
+            n = b.nbytes(sizes)
+            total += n
+            times = f"{b.copies} x " if b.copies > 1 else ""
+            lines.append(f"  {b.name:<18} {times}{rows} x {cols} x {_SIZES[b.dtype]} B = {n / 1024:.2f} KiB")
+        lines.append(f"  working set {total / 1024:.2f} KiB")
+        lines += [f"  {100 * total / size:.0f} % of {level} ({size / 1024:.0f} KiB, {caches.source})"
+                  for level, size in caches.levels()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Data cache sizes in bytes as one core sees them; 0 where there is no such level."""
+
+    l1: int
+    l2: int
+    l3: int
+    line: int
+    source: str
+
+    def levels(self) -> Iterator[tuple[str, int]]:
+        return ((n, s) for n, s in (("L1", self.l1), ("L2", self.l2), ("L3", self.l3)) if s)
+
+    @classmethod
+    def of_this_machine(cls) -> Caches:
+        """Read from the system (Linux); from `CACHES` for the CPU that Numba compiles for where the system does not tell."""
+        found = _read_sysfs()
+        if found.get(1):
+            return cls(found[1], found.get(2, 0), found.get(3, 0), found.get(0, 64), "read from the system")
+        from .cpu.target import cpu_name
+        return CACHES.get(cpu_name(), CACHES["generic"])
+
+
+def _read_sysfs(root: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[int, int]:
+    """{level: bytes} of the data caches of the first core, and {0: line size}."""
+    found: dict[int, int] = {}
+    for index in sorted(Path(root).glob("index*")) if os.path.isdir(root) else ():
+        try:
+            kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+            if kind != "Instruction":
+                found[int(level)] = int(size[:-1]) * {"K": 1024, "M": 1 << 20}[size[-1]]
+                found[0] = int((index / "coherency_line_size").read_text())
+        except (OSError, ValueError, KeyError):
+            continue
+    return found
+
+
+K = 1024
+CACHES = {
+    "a64fx": Caches(64 * K, 8192 * K, 0, 256, "table: A64FX manual, L2 shared by 12 cores"),
+    "neoverse-n1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse N1"),
+    "neoverse-v1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse V1 (Graviton 3)"),
+    "neoverse-v2": Caches(64 * K, 2048 * K, 36864 * K, 64, "table: Neoverse V2 (Graviton 4, Grace)"),
+    "generic": Caches(32 * K, 512 * K, 0, 64, "table: assumed"),
+}
+
+
+def _int8_buffers(score: str, weight: str, packed: str = "int8") -> tuple[Buffer, ...]:
+    return (Buffer("Q tile", "block_q", "d", "uint8" if packed == "int8" else packed),
+            Buffer("K block", "key_block", "d", packed), Buffer("V block", "key_block", "dv", packed),
+            Buffer("S scores", "block_q", "key_block", score), Buffer("P weights", "block_q", "key_block", weight),
+            Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l, scale", "block_q", 3, "float32"))
+
+
+def _float_buffers(operand: str) -> tuple[Buffer, ...]:
+    weights = () if operand == "float32" else (Buffer("P weights", 6, "key_block", operand),)
+    return (Buffer("Q tile", "block_q", "d", operand), Buffer("K block", "key_block", "d", operand),
+            Buffer("V block", "key_block", "dv", operand), Buffer("S of six rows", 6, "key_block", "float32"), *weights,
+            Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l", "block_q", 2, "float32"))
+
+
+_DOCUMENT = "Fused FlashAttention V2, Tile Sizes (L1D Optimized)"
+
+TILINGS = {t.name: t for t in (
+    Tiling("avx512_vnni-int8", "cpu", "avx512_vnni", "int8", 6, 4, 16, 48, KEY_BLOCK, _int8_buffers("int16", "uint8")),
+    Tiling("avx_vnni-int8", "cpu", "avx_vnni", "int8", 6, 2, 8, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
+    Tiling("avx2-int8", "cpu", "avx2", "int8", 6, 2, 8, 24, KEY_BLOCK, _int8_buffers("int16", "int16", "int16")),
+    Tiling("sve-int8", "cpu", "sve", "int8", 6, 4, 16, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
+    Tiling("neon_dot-int8", "cpu", "neon_dot", "int8", 6, 4, 4, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
+    Tiling("portable-int8", "cpu", "portable", "int8", 4, 4, 1, 32, KEY_BLOCK, _int8_buffers("int32", "uint8")),
+    Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 48, 256, _float_buffers("float32")),
+    Tiling("avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 48, 256, _float_buffers("float32")),
+    Tiling("neon-float32", "cpu", "neon", "float32", 6, 4, 4, 48, 256, _float_buffers("float32")),
+    Tiling("avx512_bf16-bfloat16", "cpu", "avx512_bf16", "bfloat16", 6, 4, 16, 48, 256, _float_buffers("bfloat16")),
+    Tiling("a64fx-fused-48x64", "cpu", "sve", "int8", 6, 4, 16, 48, 64, (
+        Buffer("Q tile", "block_q", "d", "int8"), Buffer("K chunk", "key_block", "d", "int8"),
+        Buffer("V chunk", "key_block", "dv", "int8"), Buffer("O tile", "block_q", "dv", "float32"),
+        Buffer("S chunk", "block_q", "key_block", "int32"), Buffer("state", "block_q", 4, "float32")), _DOCUMENT),
+    Tiling("a64fx-unfused-48x128", "cpu", "sve", "int8", 6, 4, 16, 48, 128, (
+        Buffer("Q tile", "block_q", "d", "int8"), Buffer("K tile", "key_block", "d", "int8"),
+        Buffer("S tile", "block_q", "key_block", "int32", 2)), "INT8 GEMM + FlashAttention status, Working Set Analysis"),
+)}
+
+
+def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
+    """The tiling that the kernels for `isa` and `dtype` use; keyword arguments replace single sizes, checked again."""
+    name = f"{isa}-{dtype}"
+    if name not in TILINGS:
+        raise ArgumentError(f"tiling: no tiling for isa {isa!r} and dtype {dtype!r}; allowed: {', '.join(sorted(TILINGS))}")
+    return replace(TILINGS[name], **changes) if changes else TILINGS[name]

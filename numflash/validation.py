@@ -1,0 +1,340 @@
+"""Arguments of the public functions, checked and put into one frozen description that every backend takes."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError
+from .interop import convert, import_array, widen, writable
+from .quantization import QuantizedTensor
+from .tiling import MAX_HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem, validated: what every backend's `run(problem)` takes.
+
+    Attributes
+    ----------
+    query : (B, H, L, D) array, of any strides
+        In the storage of `precision`: float32, float16, uint16 (the bits of bfloat16); a QuantizedTensor for "int8".
+    key : (B, Hkv, S, D) array or QuantizedTensor, Hkv divides H
+    value : (B, Hkv, S, Dv) array or QuantizedTensor; float32 for "int8" with pv "fp32"
+    scale : float
+        Factor of Q.K^T, 1/sqrt(D) unless given.
+    left, right : int or None
+        Row i sees keys j with i + diagonal[b] - left <= j <= i + diagonal[b] + right; None is no limit. Causal is right = 0.
+    diagonal : (B,) int64
+        Key under the diagonal in row 0: 0 for alignment "upper_left", key_lengths - L for "lower_right".
+    key_lengths : (B,) int64
+        Keys from here on do not exist.
+    mask : (B, H, L, S) bool or None
+        True where a key may be seen; a broadcast view (zero strides), not a copy.
+    bias : (B, H, L, S) float32 or None
+        Added to the scaled scores; a broadcast view. -inf hides a key.
+    softcap : float
+        0 is none; else scores become softcap * tanh(scores / softcap), before bias and mask.
+    alibi_slopes : (B, H) float32 or None
+        Adds -slope * |i + diagonal - j|.
+    sinks : (H,) float32 or None
+        Adds exp(sink) to each row's denominator.
+    precision : "float32", "bfloat16", "float16" or "int8"
+    pv : "int8" or "fp32"
+        The second product of precision "int8".
+    return_lse : bool
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    scale: float
+    left: int | None
+    right: int | None
+    diagonal: np.ndarray
+    key_lengths: np.ndarray
+    mask: np.ndarray | None
+    bias: np.ndarray | None
+    softcap: float
+    alibi_slopes: np.ndarray | None
+    sinks: np.ndarray | None
+    precision: str
+    pv: str
+    return_lse: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int, int]:
+        """B, H, Hkv, L, S, D, Dv."""
+        b, h, length, d = self.query.shape
+        return b, h, self.key.shape[1], length, self.key.shape[2], d, self.value.shape[3]
+
+
+# ---- builders ------------------------------------------------------------------------------------------------------------------
+PRECISIONS = ("float32", "bfloat16", "float16", "int8")
+PV = ("int8", "fp32")
+LAYOUTS = ("bhld", "blhd")
+ALIGNMENTS = ("upper_left", "lower_right")
+IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")
+OWN_PRECISION = {"float32": "float32", "float64": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """`value` if it is one of the allowed names."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ArgumentError(f"{name}: got {value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: True or False")
+    return bool(value)
+
+
+def real(name: str, value: Any, low: float = -np.inf) -> float:
+    """A finite number of at least `low`."""
+    if isinstance(value, (bool, np.bool_, str)) or np.ndim(value) or not isinstance(value, (Real, np.ndarray)):
+        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
+    number = float(value)
+    if not (np.isfinite(number) and number >= low):
+        raise ArgumentError(f"{name}: got {number}; allowed: finite{'' if low == -np.inf else f', at least {low:g}'}")
+    return number
+
+
+def tensor(name: str, x: np.ndarray, layout: str) -> np.ndarray:
+    """A 2-D, 3-D or 4-D array as a (B, H, L, D) view."""
+    if not 2 <= x.ndim <= 4:
+        raise ArgumentError(f"{name}: got shape {x.shape}; allowed: 2 to 4 dimensions, {' '.join(SHAPES[layout])}")
+    if layout == "blhd":
+        x = x[None, :, None] if x.ndim == 2 else x[None] if x.ndim == 3 else x
+        return x.transpose(0, 2, 1, 3)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+SHAPES = {"bhld": ("(B, H, L, D)", "(H, L, D)", "(L, D)"), "blhd": ("(B, L, H, D)", "(L, H, D)", "(L, D)")}
+
+
+def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> None:
+    """Whether (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) fit together."""
+    shown = "as (B, H, L, D)"
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if not 1 <= shape[3] <= MAX_HEAD_DIM:
+            raise ArgumentError(f"{name}: got shape {shape} {shown}; allowed: head_dim 1 to {MAX_HEAD_DIM}")
+        if shape[1] < 1:
+            raise ArgumentError(f"{name}: got shape {shape} {shown}; allowed: at least one head")
+    for axis, word in ((0, "batch"), (3, "head_dim")):
+        if k[axis] != q[axis]:
+            raise ArgumentError(f"key: got shape {k} {shown}; allowed: the query's {word}, {q[axis]}")
+    for axis, word in ((0, "batch"), (1, "heads"), (2, "length")):
+        if v[axis] != k[axis]:
+            raise ArgumentError(f"value: got shape {v} {shown}; allowed: the key's {word}, {k[axis]}")
+    if k[1] != q[1]:
+        if not enable_gqa:
+            raise ArgumentError(f"enable_gqa: got False with {q[1]} query and {k[1]} key heads; allowed: True, or equal heads")
+        if q[1] % k[1]:
+            raise ArgumentError(f"key: got {k[1]} heads; allowed: a divisor of the query's {q[1]} heads")
+
+
+def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
+    """A finite float32 array of one of the allowed shapes."""
+    array = widen(import_array(name, x).array)
+    if array.dtype.kind not in "fiu":
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
+    if array.shape not in allowed:
+        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}")
+    if not np.isfinite(array).all():
+        raise ArgumentError(f"{name}: got NaN or infinity; allowed: finite numbers")
+    return array.astype(np.float32)
+
+
+def split_mask(attn_mask: Any, shape: tuple[int, int, int, int]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`attn_mask` as (mask, bias), one of them None: broadcast views of `shape`."""
+    if attn_mask is None:
+        return None, None
+    taken = import_array("attn_mask", attn_mask)
+    array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
+    if array.dtype.kind not in "bf":
+        raise ArgumentTypeError(f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)")
+    if array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32, copy=False)
+    try:
+        array = writable(np.broadcast_to(array, shape))
+    except ValueError:
+        raise ArgumentError(f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}") from None
+    return (array, None) if array.dtype.kind == "b" else (None, array)
+
+
+def limits(window: Any, is_causal: bool, reach: int) -> tuple[int | None, int | None]:
+    """`window` and `is_causal` as (left, right), at most `reach`: from there on a side sees everything."""
+    if window is None:
+        window = (None, None)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ArgumentTypeError(f"window: got {window!r}; allowed: (left, right), None on a side for no limit")
+    for side in window:
+        if side is None:
+            continue
+        if isinstance(side, bool) or not isinstance(side, Integral):
+            raise ArgumentTypeError(f"window: got {window!r}; allowed: integers or None")
+        if side < 0:
+            raise ArgumentError(f"window: got {window!r}; allowed: 0 or more, None for no limit")
+    left, right = (None if side is None else min(int(side), reach) for side in window)
+    return left, 0 if is_causal else right
+
+
+def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
+    """(B,) int64 counts between 0 and `most`."""
+    if x is None:
+        return np.full(batch, most, np.int64)
+    array = import_array(name, x).array
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    if array.shape != (batch,):
+        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (B,) = ({batch},)")
+    if batch and not (array.min() >= 0 and array.max() <= most):
+        raise ArgumentError(f"{name}: got {array.tolist()}; allowed: 0 to {most}")
+    return array.astype(np.int64)
+
+
+def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None,
+             window: Any = None, alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0,
+             alibi_slopes: Any = None, sinks: Any = None, precision: str, pv: str | None = None,
+             return_lse: bool = False) -> Problem:
+    """The Problem of 4-D operands whose shapes are checked; every other argument is checked here."""
+    (b, h, l, d), s = query.shape, key.shape[2]
+    choice("alignment", alignment, ALIGNMENTS)
+    if pv is not None:
+        choice("pv", pv, PV)
+        if precision != "int8":
+            raise ArgumentError(f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'")
+    left, right = limits(window, flag("is_causal", is_causal), l + s)
+    counts = lengths("key_lengths", key_lengths, b, s)
+    mask, bias = split_mask(attn_mask, (b, h, l, s))
+    if alibi_slopes is not None:
+        slopes = per_head("alibi_slopes", alibi_slopes, ((h,), (b, h)), "(H,) or (B, H)")
+        alibi_slopes = writable(np.broadcast_to(slopes, (b, h)))
+    if sinks is not None:
+        sinks = per_head("sinks", sinks, ((h,),), "(H,)")
+    return Problem(
+        query=query, key=key, value=value, scale=float(1.0 / np.sqrt(d)) if scale is None else real("scale", scale),
+        left=left, right=right, diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
+        key_lengths=counts, mask=mask, bias=bias,
+        softcap=real("softcap", softcap, 0.0), alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv or "int8",
+        return_lse=flag("return_lse", return_lse))
+
+
+def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+            scale: float | None = None, enable_gqa: bool = False, *, precision: str | None = None, layout: str = "bhld",
+            convert_operands: bool = True, **options: Any) -> Problem:
+    """Check the arguments of `numflash.attention` and describe them.
+
+    The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of bfloat16); for "int8", or
+    without `convert_operands`, they stay as they came: for `quantize_problem`, or for the oracle.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed.
+    """
+    taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
+    choice("layout", layout, LAYOUTS)
+    if precision is not None:
+        choice("precision", precision, PRECISIONS)
+    dtype = taken["query"].dtype
+    for name, x in taken.items():
+        if x.dtype not in OWN_PRECISION and not (x.dtype == "uint16" and precision == "bfloat16"):
+            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: float32, float64, float16, bfloat16, "
+                                    "or uint16 (the bits of bfloat16) with precision='bfloat16'")
+        if x.dtype != dtype:
+            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: the query's, {dtype}")
+        if x.array.ndim != taken["query"].array.ndim:
+            raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions")
+    precision = precision or OWN_PRECISION[dtype]
+    if real("dropout_p", dropout_p) != 0:
+        raise ArgumentError(f"dropout_p: got {dropout_p}; allowed: 0.0 only")
+    q, k, v = (tensor(n, x.array, layout) for n, x in taken.items())
+    check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
+    if convert_operands and precision != "int8":
+        q, k, v = (convert(x, precision) for x in (q, k, v))
+    q, k, v = (writable(x) for x in (q, k, v))
+    return describe(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, precision=precision, **options)
+
+
+def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
+    """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
+    if not isinstance(t, QuantizedTensor):
+        raise ArgumentTypeError(f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)")
+    choice(f"{name}.granularity", t.granularity, granularities)
+    if not isinstance(t.data, np.ndarray) or t.data.dtype != np.int8 or not 2 <= t.data.ndim <= 4:
+        raise ArgumentTypeError(f"{name}.data: got {getattr(t.data, 'dtype', type(t.data))}; allowed: int8 of 2 to 4 dimensions")
+    if t.data.size and t.data.min() == -128:
+        raise ArgumentError(f"{name}.data: got -128; allowed: -127 to 127")
+    lead, (rows, d) = t.data.shape[:-2], t.data.shape[-2:]
+    blocks = -(-rows // max(1, t.block))
+    shape = lead + {"row": (rows, 1), "block": (blocks, 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
+    if t.scale.dtype != np.float32 or t.scale.shape != shape:
+        raise ArgumentError(f"{name}.scale: got {t.scale.dtype} {t.scale.shape}; allowed: float32 {shape}")
+    if not (np.isfinite(t.scale) & (t.scale >= 0)).all():
+        raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
+    if t.offset is not None and (name != "key" or t.offset.shape != (*lead, 1, d)):
+        raise ArgumentError(f"{name}.offset: got shape {t.offset.shape}; allowed: None, or {(*lead, 1, d)} for the key (smoothing)")
+    if t.nonfinite is not None and t.nonfinite.shape != (*lead, rows):
+        raise ArgumentError(f"{name}.nonfinite: got shape {t.nonfinite.shape}; allowed: None or {(*lead, rows)}")
+
+    def four(x: Any, tail: int) -> Any:
+        return None if x is None else x.reshape((1,) * (2 + tail - x.ndim) + x.shape)
+    return replace(t, data=four(t.data, 2), scale=four(t.scale, 2), offset=four(t.offset, 2), nonfinite=four(t.nonfinite, 1))
+
+
+def quantized_problem(query: Any, key: Any, value: Any, enable_gqa: bool = False, **options: Any) -> Problem:
+    """Check the arguments of `numflash.attention_int8` and describe them."""
+    pv = choice("pv", options.get("pv") or "int8", PV)
+    ndim = query.data.ndim if isinstance(query, QuantizedTensor) else 0
+    for name, t in (("key", key), ("value", value)):
+        if isinstance(t, QuantizedTensor) and ndim and t.data.ndim != ndim:
+            raise ArgumentError(f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}")
+    q, k = (quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key)))
+    v = quantized("value", value, ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"))
+    check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
+    if pv == "int8" and v.granularity == "tensor":
+        v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
+    return describe(q, k, v.dequantize() if pv == "fp32" else v, precision="int8", **options)
+
+
+def cumulative(name: str, x: Any, total: int) -> np.ndarray:
+    """(N + 1,) int64 cumulative lengths from 0 to `total`."""
+    array = import_array(name, x).array
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    if array.ndim != 1 or not array.size:
+        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (N + 1,)")
+    array = array.astype(np.int64)
+    if array[0] != 0 or array[-1] != total or (np.diff(array) < 0).any():
+        raise ArgumentError(f"{name}: got {shorten(array)}; allowed: from 0, never falling, up to the packed length {total}")
+    return array
+
+
+def shorten(array: np.ndarray) -> str:
+    return np.array2string(array, threshold=8)
+
+
+def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str) -> Iterator[tuple[Problem, slice]]:
+    """The packed problem, (1, H, total, D), sequence by sequence with its rows; neighbours of equal lengths come as one batch."""
+    lengths_q, lengths_k = np.diff(cu_q), np.diff(cu_k)
+    change = (np.diff(lengths_q) != 0) | (np.diff(lengths_k) != 0)
+    starts = np.concatenate([[0], np.flatnonzero(change) + 1, [len(lengths_q)]]) if len(lengths_q) else np.zeros(1, np.int64)
+
+    def batch(x: np.ndarray, start: int, n: int, length: int) -> np.ndarray:
+        part = x[0].transpose(1, 0, 2)[start:start + n * length]
+        return part.reshape(n, length, *part.shape[1:]).transpose(0, 2, 1, 3)
+
+    for first, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        n, l, s, at, key_at = stop - first, int(lengths_q[first]), int(lengths_k[first]), int(cu_q[first]), int(cu_k[first])
+        slopes = whole.alibi_slopes
+        yield replace(
+            whole, query=batch(whole.query, at, n, l), key=batch(whole.key, key_at, n, s), value=batch(whole.value, key_at, n, s),
+            diagonal=np.full(n, s - l if alignment == "lower_right" else 0, np.int64), key_lengths=np.full(n, s, np.int64),
+            alibi_slopes=None if slopes is None else writable(np.broadcast_to(slopes, (n, slopes.shape[1])))), slice(at, at + n * l)

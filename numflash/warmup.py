@@ -1,0 +1,56 @@
+"""Compile every kernel ahead of its first call, by calling it on a small problem."""
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .api import attention
+from .console import Progress, Table
+from .cpu import target
+from .diskcache import files
+from .errors import UnsupportedError
+
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {"precision": "int8"}, {"precision": "int8", "pv": "fp32"}, {"precision": "float32"}, {"precision": "bfloat16"},
+    {"precision": "float16"})
+MASKS = {"no mask": None, "bool mask": np.ones((3, 3), bool), "additive mask": np.zeros((3, 3), np.float32)}
+
+
+def jobs() -> list[tuple[str, Callable[[], Any]]]:
+    """(name, call) of everything that compiles; masks come as broadcast views, the usual case."""
+    x = np.ones((1, 1, 3, 8), np.float32)
+    found: list[tuple[str, Callable[[], Any]]] = []
+    for impl in ("cpu", "portable"):
+        for options in PRECISIONS:
+            for words, mask in MASKS.items():
+                if impl == "portable" and mask is not None:
+                    continue
+                name = f"{' '.join(options.values())} {target.available()[0] if impl == 'cpu' else impl}, {words}"
+                found.append((name, functools.partial(attention, x, x, x, mask, impl=impl, **options)))
+    return found
+
+
+def run() -> dict[str, Any]:
+    """Compile everything, with progress; returns the seconds each took (near 0 where the disk cache had it)."""
+    table = Table("compiled", ("kernel", "s"))
+    work = jobs()
+    start = time.perf_counter()
+    with Progress("warmup", len(work)) as progress:
+        for name, call in work:
+            progress.step(name)
+            begin = time.perf_counter()
+            try:
+                call()
+            except UnsupportedError as error:
+                table.add(name, "not here", kernel=name, seconds=None, reason=str(error))
+                continue
+            seconds = time.perf_counter() - begin
+            table.add(name, f"{seconds:.2f}", kernel=name, seconds=seconds)
+    total = time.perf_counter() - start
+    table.note = f"{total:.1f} s in all; {len(files())} files in the disk cache"
+    table.show()
+    return {"seconds": total, "kernels": table.records}

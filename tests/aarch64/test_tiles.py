@@ -1,0 +1,161 @@
+"""The register tiles and the row softmax that ship, as SVE and NEON code, executed: equal bits at every vector length."""
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from numba import njit
+
+pytest.importorskip("unicorn")
+pytest.importorskip("elftools")
+
+from numflash import assembly, fixedpoint
+from numflash.codegen import TRIPLES
+from numflash.cpu import microkernels, packing
+from numflash.cpu.isas import VECTOR_ISAS, lanes_of
+from numflash.errors import UnsupportedError
+from numflash.tiling import KEY_BLOCK
+
+from .emulator import Emulated
+
+MACHINES = [("sve", "a64fx", 128), ("sve", "a64fx", 256), ("sve", "a64fx", 512), ("sve", "neoverse-v1", 256),
+            ("sve", "neoverse-v2", 128), ("neon_dot", "neoverse-v1", 128), ("neon_dot", "neoverse-n1", 128)]
+on_every_machine = pytest.mark.parametrize("isa, cpu, bits", [m for m in MACHINES if m[1] in TRIPLES])
+STRIDE = KEY_BLOCK
+
+
+def score_function(isa, mr, wide):
+    tile = microkernels.score_tile(isa, mr, wide)
+
+    @njit
+    def scores(q, k, start, ck, cq, x):
+        stride = q.shape[1]
+        tile(q, 0, stride, k, 0, stride // 4, start, ck, 0, cq, 0, x, 0, STRIDE)
+    return scores, (f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], "
+                    f"{'float32' if wide else 'int16'}[:,::1])")
+
+
+def value_function(isa, mr, nv):
+    tile = microkernels.value_tile(isa, mr, nv)
+
+    @njit
+    def values(p, v, scale, total, o):
+        tile(p, 0, STRIDE, v, 0, p.shape[1] // 4, scale, total, 0, o, 0, o.shape[1])
+    return values, "void(uint8[:,::1], int8[::1], float32[::1], int32[::1], float32[:,::1])"
+
+
+def softmax_function(isa, keys):
+    octaves, weights = microkernels.block_octaves(isa, keys), microkernels.row_weights(isa, keys)
+    totals, vector_lanes = microkernels.block_totals(isa), lanes_of(isa)
+
+    @njit
+    def softmax(x, p, octave, octave_q8, sums, total):
+        lanes = vector_lanes()
+        octaves(x, 0, STRIDE, octave, octave_q8, 0)
+        for i in range(x.shape[0]):
+            weights(x, i * STRIDE, octave_q8, i, p, i * STRIDE, sums, i * lanes)
+        totals(sums, total, 0)
+    return softmax, "void(int16[:,::1], uint8[:,::1], int32[::1], int16[::1], int32[::1], int32[::1])"
+
+
+def packed_keys(isa, k, bits):
+    return packing.pack_keys(isa, k[None], np.ones((1, len(k)), np.float32), bits // 32)
+
+
+@on_every_machine
+@pytest.mark.parametrize("mr", microkernels.ROWS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("d, extreme", [(4, False), (64, False), (128, True)])
+def test_score_tile(isa, cpu, bits, mr, wide, d, extreme):
+    rng = np.random.default_rng(d)
+    panel = VECTOR_ISAS[isa].nv * bits // 32
+    q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
+    if extreme:
+        q, k = np.where(q > 0, 127, -127).astype(np.int8), np.where(k > 0, 127, -127).astype(np.int8)
+    ck, cq = rng.random(panel).astype(np.float32), rng.random(mr).astype(np.float32)
+    keys = packed_keys(isa, k, bits)
+    x = np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
+    Emulated(*score_function(isa, mr, wide), cpu, vector_bits=bits)(q, keys.data[0], keys.start[0], ck, cq, x)
+    exact = ((q.astype(np.int32) @ k.astype(np.int32).T).astype(np.float32) * ck) * cq[:, None]
+    want = exact if wide else np.clip(np.rint(exact), -32768, 32767).astype(np.int16)
+    assert extreme <= (np.abs(exact).max() > 32768)                    # the extreme case saturates
+    assert np.array_equal(x[:, :panel], want) and (x[:, panel:] == 99).all()
+
+
+@on_every_machine
+def test_wide_scores_are_cut_and_keep_nan(isa, cpu, bits):
+    panel = VECTOR_ISAS[isa].nv * bits // 32
+    q, k = np.full((2, 4), 127, np.int8), np.full((panel, 4), 127, np.int8)
+    ck, cq = np.full(panel, 2.0**100, np.float32), np.array([2.0**20, -2.0**20], np.float32)
+    ck[1], ck[2] = np.nan, 0
+    keys, x = packed_keys(isa, k, bits), np.zeros((2, STRIDE), np.float32)
+    Emulated(*score_function(isa, 2, True), cpu, vector_bits=bits)(q, keys.data[0], keys.start[0], ck, cq, x)
+    want = np.tile(np.array([fixedpoint.T_LIMIT, -fixedpoint.T_LIMIT])[:, None], panel)
+    want[:, 1], want[:, 2] = np.nan, 0
+    assert np.array_equal(x[:, :panel], want, equal_nan=True)
+
+
+@on_every_machine
+@pytest.mark.parametrize("mr", microkernels.ROWS)
+@pytest.mark.parametrize("nv", [4, 2, 1])
+@pytest.mark.parametrize("extreme", [False, True])
+def test_value_tile(isa, cpu, bits, mr, nv, extreme):
+    rng = np.random.default_rng(mr)
+    columns = nv * bits // 32
+    p = rng.integers(0, 256, (mr, KEY_BLOCK)).astype(np.uint8)
+    v = rng.integers(-127, 128, (KEY_BLOCK, columns)).astype(np.int8)
+    if extreme:
+        p[:], v[:] = 255, np.where(v > 0, 127, -127)
+    scale, o = np.exp2(-np.arange(mr, dtype=np.float32)), rng.standard_normal((mr, columns)).astype(np.float32)
+    want = o + (p.astype(np.float64) @ v.astype(np.float64)).astype(np.float32) * scale[:, None]
+    Emulated(*value_function(isa, mr, nv), cpu, vector_bits=bits)(
+        p, packing.pack_values(isa, v[None], bits // 32)[0], scale, p.sum(1, dtype=np.int32), o)
+    assert np.array_equal(o, want.astype(np.float32))
+
+
+@on_every_machine
+@pytest.mark.parametrize("keys", [KEY_BLOCK // 2, KEY_BLOCK])
+def test_row_softmax(isa, cpu, bits, keys):
+    rng = np.random.default_rng(keys)
+    x = np.full((8, STRIDE), -7, np.int16)
+    x[:, :keys] = rng.normal(0, 600, (8, keys)).round()
+    x[1, :keys], x[2, :keys], x[3, :keys] = 0, 32767, np.linspace(-32768, 32512, keys)
+    x[4, :keys], x[5, 1:keys], x[6, :keys] = -32768, fixedpoint.MASKED, np.arange(-keys, 0) * 16
+    p, octave, total = np.full(x.shape, 77, np.uint8), np.zeros(8, np.int32), np.zeros(8, np.int32)
+    sums = np.zeros(8 * bits // 32, np.int32)
+    Emulated(*softmax_function(isa, keys), cpu, vector_bits=bits)(x, p, octave, np.zeros(8, np.int16), sums, total)
+    top = (x[:, :keys].max(1).astype(np.int32) + 255) >> 8
+    weights = fixedpoint.exp2_p8((top[:, None] * 256 - x[:, :keys].astype(np.int32)).astype(np.uint16))
+    assert np.array_equal(octave, top) and np.array_equal(p[:, :keys], weights) and (p[:, keys:] == 77).all()
+    assert np.array_equal(total, weights.sum(1, dtype=np.int32))
+
+
+@pytest.mark.skipif(llvm.llvm_version_info < (20,), reason="older LLVM spills an accumulator on NEON")
+@on_every_machine
+def test_hot_loops_hold_nothing_else(isa, cpu, bits):
+    """24 dot products, 4 loads of columns, 6 of rows, and loop control per step: no spill, nothing widened."""
+    lanes = "z.s" if isa == "sve" else "v.4s"
+    for function, dot in ((score_function(isa, 6, False), "sdot"), (value_function(isa, 6, 4), "udot")):
+        loop = assembly.hot_loop(Emulated(*function, cpu, vector_bits=bits).code.assembly)
+        counts = assembly.histogram(loop.instructions)
+        steps = counts[f"{dot} {lanes}"] // 24
+        assert counts[f"{dot} {lanes}"] == 24 * steps > 0
+        assert len(loop.instructions) <= 45 * steps
+        assert not any(map(assembly.is_stack, loop.instructions)) and not any(map(assembly.is_lanes64, loop.instructions))
+
+
+@on_every_machine
+def test_softmax_stays_in_narrow_lanes(isa, cpu, bits):
+    loop = assembly.hot_loop(Emulated(*softmax_function(isa, KEY_BLOCK), cpu, vector_bits=bits).code.assembly)
+    assert not any(map(assembly.is_lanes64, loop.instructions))
+    assert not any(map(assembly.is_integer_division, loop.instructions))
+
+
+@pytest.mark.parametrize("isa, cpu, feature", [("sve", "neoverse-n1", "sve"), ("neon_dot", "a64fx", "dotprod"),
+                                               ("sve", "cortex-a72", "sve"), ("avx512_vnni", "a64fx", "avx512f"),
+                                               ("sve", "haswell", "sve"), ("avx512_vnni", "haswell", "avx512f")])
+def test_an_instruction_set_that_the_target_lacks_is_an_error(isa, cpu, feature):
+    """LLVM would abort the process (P49)."""
+    lanes = lanes_of(isa)
+    score, value, softmax = score_function(isa, 6, False), value_function(isa, 6, 4), softmax_function(isa, KEY_BLOCK)
+    for function in (score, value, softmax, (njit(lambda: lanes()), "int64()")):
+        with pytest.raises(UnsupportedError, match=f"{isa}.* needs .*{feature}.* target '{cpu}' lacks"):
+            Emulated(*function, cpu)

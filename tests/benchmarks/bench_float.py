@@ -1,0 +1,84 @@
+"""Float attention against PyTorch, ONNX Runtime and OpenVINO, one thread, each checked before it is timed: `make bench`.
+
+Peers take part where they are installed (`pip install torch onnx onnxruntime openvino`). Nothing here passes or fails by time.
+"""
+import numpy as np
+import pytest
+
+from numflash import attention, interop, reference, validation
+from numflash.contenders import on_threads
+
+CASES = {f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
+         for h, l, d in ((1, 4096, 128), (8, 512, 64)) for causal in (False, True)}
+BUDGET = {"float32": 1e-5, "bfloat16": 0.02}
+
+
+def ours(precision, q, k, v, causal):
+    q, k, v = (interop.convert(x, precision) for x in (q, k, v))
+    return lambda: interop.widen(attention(q, k, v, is_causal=causal, precision=precision))
+
+
+def pytorch(precision, q, k, v, causal):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).to(getattr(torch, precision)) for x in (q, k, v))
+
+    def call():
+        with torch.inference_mode():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: call().float().numpy()
+
+
+def onnx_runtime(precision, q, k, v, causal):
+    """MultiHeadAttention, which runs as flash attention on the CPU; layout (B, L, H * D)."""
+    if precision != "float32":
+        pytest.skip("ONNX Runtime's CPU attention has no bfloat16")
+    ort, helper = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx.helper")
+    b, h, length, d = q.shape
+    kind, shape = 1, [b, length, h * d]                                    # TensorProto.FLOAT
+    node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", num_heads=h,
+                            unidirectional=int(causal))
+    graph = helper.make_graph([node], "attention", [helper.make_tensor_value_info(n, kind, shape) for n in "qkv"],
+                              [helper.make_tensor_value_info("o", kind, shape)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)])
+    model.ir_version = 9
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feed = {n: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(shape) for n, x in zip("qkv", (q, k, v), strict=True)}
+    return lambda: session.run(None, feed)[0].reshape(b, length, h, d).transpose(0, 2, 1, 3)
+
+
+def openvino(precision, q, k, v, causal):
+    ov = pytest.importorskip("openvino")
+    ops = pytest.importorskip("openvino.opset13")
+    parameters = [ops.parameter(list(x.shape), ov.Type.f32) for x in (q, k, v)]
+    model = ov.Model([ops.scaled_dot_product_attention(*parameters, causal=causal)], parameters, "attention")
+    hint = {"float32": "f32", "bfloat16": "bf16"}[precision]
+    request = ov.Core().compile_model(model, "CPU", {
+        "INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": hint}).create_infer_request()
+    for i, x in enumerate((q, k, v)):
+        request.set_input_tensor(i, ov.Tensor(x, shared_memory=True))
+
+    def call():
+        request.infer()
+        return request.get_output_tensor(0).data
+    return call
+
+
+@pytest.mark.parametrize("prepare", [ours, pytorch, onnx_runtime, openvino], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def bench_float(benchmark, precision, case, prepare):
+    h, length, d, causal = CASES[case]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, h, length, d), np.float32) for _ in range(3))
+    with on_threads(1):
+        call = prepare(precision, q, k, v, causal)
+        tail = validation.problem(q[:, :, -64:], k, v, is_causal=causal, alignment="lower_right")
+        want = reference.oracle(tail)[0]
+        assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max()
+        benchmark.group = f"{precision} {case}"
+        benchmark.pedantic(call, rounds=7, warmup_rounds=1)
+    if benchmark.stats:
+        visible = length * (length + 1) / 2 if causal else length**2
+        benchmark.extra_info["gflops"] = 4e-9 * h * d * visible / benchmark.stats.stats.median

@@ -1,0 +1,3 @@
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")       # P51: BLAS threads spin and take the cores from the kernels

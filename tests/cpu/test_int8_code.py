@@ -1,0 +1,60 @@
+"""What the compiler makes of the INT8 kernel: no integer division and no double precision in a hot loop, sums in registers."""
+import pytest
+from oracles import qkv
+
+import numflash
+from numflash import assembly, codegen
+from numflash.cpu import flash_int8, target
+from numflash.cpu.isas import VECTOR_ISAS
+
+DOT = {"avx512_vnni": "vpdpbusd", "avx_vnni": "vpdpbusd", "avx2": "vpmaddwd", "sve": "dot", "neon_dot": "dot"}
+
+
+@pytest.fixture(scope="module")
+def code():
+    isa = target.available()[0]
+    if isa not in VECTOR_ISAS:
+        pytest.skip("the target has no register tiles")
+    numflash.attention(*qkv(l=5, d=64), precision="int8")
+    attend = flash_int8.make_attend(isa)
+    return codegen.compile_for(attend, attend.nopython_signatures[0].args, codegen.Target.named("host")).assembly
+
+
+def test_no_division_and_no_float64_in_a_loop_that_works_on_vectors(code):
+    for loop in assembly.loops(code):
+        if any(map(assembly.is_vector, loop.instructions)):
+            bad = [i for i in loop.instructions if assembly.is_integer_division(i) or assembly.is_float64(i)]
+            assert not bad, (loop.function, bad)
+
+
+def test_no_float64_anywhere(code):
+    found = [i for body in assembly.functions(code).values() for i in body if assembly.is_float64(i)]
+    assert not found, found
+
+
+def test_product_loops_are_loads_and_dots(code):
+    """The two 6-row tiles: nothing is spilled, nothing is called, and nearly all instructions are dots."""
+    isa = target.available()[0]
+    dots = [sum(DOT[isa] in i for i in loop.instructions) for loop in assembly.loops(code)]
+    tile = 6 * VECTOR_ISAS[isa].nv
+    products = [loop for loop, n in zip(assembly.loops(code), dots, strict=True) if n and n % tile == 0 and
+                not any("vpsrlvw" in i for i in loop.instructions)]
+    assert len(products) >= 2
+    best = sorted(products, key=lambda loop: len(loop.instructions) / sum(DOT[isa] in i for i in loop.instructions))[:2]
+    for loop in best:
+        n = sum(DOT[isa] in i for i in loop.instructions)
+        assert not any(assembly.is_stack(i) or assembly.is_call(i) for i in loop.instructions)
+        assert len(loop.instructions) <= 2.2 * n, assembly.histogram(loop.instructions)
+
+
+def test_the_checks_can_fail():
+    import numpy as np
+    from numba import njit
+
+    @njit
+    def bad(x, n):
+        for i in range(x.size):
+            x[i] = np.float32(x[i] * 0.3 + (i // n))
+    found = codegen.compile_for(bad, "void(float32[::1], int64)", codegen.Target.named("host")).assembly
+    loops = [i for loop in assembly.loops(found) for i in loop.instructions]
+    assert any(map(assembly.is_integer_division, loops)) and any(map(assembly.is_float64, loops))

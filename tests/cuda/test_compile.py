@@ -1,0 +1,115 @@
+"""The toolchain without a GPU: offline compilation for every architecture, the cache, and what happens without the extra."""
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from numflash.cuda import _target, compile
+from numflash.cuda._target import cuda, types
+from numflash.cuda.compile import ARCHITECTURES, Source, compiled
+from numflash.errors import ArgumentError
+
+VECTOR = types.Array(types.float32, 1, "C")
+
+
+def scale_kernel(factor=2.0):
+    def scale(x, n):
+        i = cuda.grid(1)
+        if i < n:
+            x[i] = x[i] * types.float32(factor)
+    return Source(scale, types.void(VECTOR, types.int32), 64)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "_loaded", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_cubin_offline(arch, cache):
+    made = compiled(scale_kernel, arch, "cubin")
+    assert made.code[:4] == b"\x7fELF" and made.name.encode() in made.code
+    assert made.parameters == ("array1", "int32") and made.threads == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", list(ARCHITECTURES))
+def test_every_architecture(arch, cache):
+    assert compiled(scale_kernel, arch, "cubin").code[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(("arch", "target"), [("sm_75", "sm_75"), ("sm_90a", "sm_90a")])
+def test_ptx_names_its_target(arch, target, cache):
+    assert f".target {target}" in compiled(scale_kernel, arch, "ptx").ptx
+
+
+def test_second_process_reads_the_disk(cache, monkeypatch):
+    first = compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compile, "compile_source", lambda *a: pytest.fail("compiled again"))
+    assert compiled(scale_kernel, "sm_80", "ptx", factor=3.0) == first
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b"", lambda b: b"{}\n", lambda b: b.replace(b"mul", b"add")])
+def test_damaged_entries_are_compiled_again(cache, monkeypatch, damage):
+    compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
+    path, = (cache / "cuda").iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+    monkeypatch.setattr(compile, "_loaded", {})
+    assert "mul.f32" in compiled(scale_kernel, "sm_80", "ptx", factor=3.0).ptx
+    assert compile._read(path) is not None
+
+
+def test_constants_are_part_of_the_key(cache):
+    a, b = (compiled(scale_kernel, "sm_80", "ptx", factor=f) for f in (2.0, 4.0))
+    assert a.code != b.code
+    assert len(list((cache / "cuda").iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
+    monkeypatch.setenv("NUMFLASH_CACHE_DIR", "/proc/none")
+    monkeypatch.setattr(compile, "_loaded", {})
+    assert ".entry" in compiled(scale_kernel, "sm_80", "ptx").ptx
+
+
+def test_unknown_architecture():
+    with pytest.raises(ArgumentError, match=r"arch: got 'sm_70'; allowed: sm_75"):
+        compiled(scale_kernel, "sm_70", "ptx")
+
+
+def test_tuples_are_flattened():
+    signature = types.void(types.UniTuple(types.uint64, 2), types.Array(types.int8, 2, "C"), types.float32)
+    assert compile.flat_parameters(signature) == ("uint64", "uint64", "array2", "float32")
+
+
+def test_device_functions_compile_offline():
+    @cuda.jit(device=True)
+    def double(x):
+        return x + x
+
+    def kernel(x):
+        x[cuda.grid(1)] = double(x[cuda.grid(1)])
+    assert compile.compile_source(Source(kernel, types.void(VECTOR), 32), "sm_80", "cubin").code[:4] == b"\x7fELF"
+
+
+def test_canary_of_private_names():
+    """What `_target` uses of numba-cuda beyond its documentation; a release that drops one fails here, with its name."""
+    import numba.cuda.dispatcher
+    from numba.cuda.compiler import compile_cuda, kernel_fixup
+    from numba.cuda.cudadrv import nvvm
+    assert callable(compile_cuda) and callable(kernel_fixup) and callable(nvvm.set_launch_bounds)
+    assert callable(numba.cuda.dispatcher.get_current_device)
+    assert tuple(int(x) for x in _target.numba_cuda_version.split(".")[:2]) in {(0, 28), (0, 29), (0, 30)}
+
+
+def test_without_the_extra():
+    code = ("import sys; sys.modules['numba_cuda'] = None; sys.modules['numba.cuda'] = None\n"
+            "import numflash, numflash.cuda\n"
+            "try: numflash.cuda.emulate(lambda x: None, 1, 32, [1])\n"
+            "except numflash.errors.UnsupportedError as e: print(e)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'numflash[cuda]'" in done.stdout, done.stderr

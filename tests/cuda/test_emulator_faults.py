@@ -1,0 +1,339 @@
+"""Each kind of fault, planted in a small kernel next to the correct version: the emulator names the rule and the source line."""
+import inspect
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from numflash.cuda import emulate, ptx
+from numflash.cuda._target import cuda, types
+from numflash.cuda.compile import Source
+from numflash.cuda.emulator import EmulatorError, TensorMap
+
+u32, i32, u64, f32 = types.uint32, types.int32, types.uint64, types.float32
+WORDS = types.Array(u32, 1, "C")
+FLOATS = types.Array(f32, 1, "C")
+
+
+def run(function, *args, signature=None, threads=64, arch="sm_80", shared_bytes=0, **options):
+    source = Source(function, signature or types.void(*[WORDS for _ in args]), threads, shared_bytes)
+    return emulate(source, 1, None, list(args), arch=arch, **options)
+
+
+def words(n=64):
+    return np.arange(n, dtype=np.uint32)
+
+
+def fails(kind, line, function, *args, **options):
+    """The fault is found under every schedule, with the kernel's own line (the one that holds `line`)."""
+    for schedule, seed in (("random", 0), ("random", 1), ("lockstep", 0)):
+        with pytest.raises(EmulatorError) as caught:
+            run(function, *args, schedule=schedule, seed=seed, **options)
+        assert caught.value.kind == kind, caught.value
+        if line is not None:
+            file, number = caught.value.source
+            assert file == inspect.getsourcefile(function)
+            source, first = inspect.getsourcelines(function)
+            assert line in source[number - first], caught.value
+        assert "PTX line" in str(caught.value)
+
+
+def exchange(with_barrier=True, second_barrier=True):
+    """Threads pass their word to the mirrored thread through shared memory, twice."""
+    def kernel(x, y):
+        shared = cuda.shared.array(64, u32)
+        t = cuda.threadIdx.x
+        shared[t] = x[t]
+        if with_barrier:
+            cuda.syncthreads()
+        y[t] = shared[63 - t]
+        if second_barrier:
+            cuda.syncthreads()
+        shared[t] = x[t] + u32(1)
+        cuda.syncthreads()
+        y[t] += shared[63 - t]
+    return kernel
+
+
+@pytest.mark.parametrize("schedule", ["random", "lockstep"])
+def test_exchange_is_right(schedule):
+    y = np.zeros(64, np.uint32)
+    report = run(exchange(), words(), y, schedule=schedule)
+    assert np.array_equal(y, 2 * words()[::-1] + 1)
+    assert report.shared_stored == 2 * 256 and report.shared_conflicts == 0 and report.barriers == 3 * 2
+
+
+def test_missing_barrier_after_write():
+    for schedule, seed in (("lockstep", 0), ("random", 0), ("random", 3)):
+        with pytest.raises(EmulatorError) as caught:
+            run(exchange(with_barrier=False), words(), words(), schedule=schedule, seed=seed)
+        assert caught.value.kind in ("race", "uninitialised")
+
+
+def test_missing_barrier_before_overwrite():
+    fails("race", None, exchange(second_barrier=False), words(), words())
+
+
+def test_uninitialised_shared():
+    def kernel(x):
+        shared = cuda.shared.array(128, u32)
+        t = cuda.threadIdx.x
+        shared[t] = x[t]
+        cuda.syncthreads()
+        x[t] = shared[t + 1]
+    fails("uninitialised", "x[t] = shared[t + 1]", kernel, words())
+
+
+def test_shared_out_of_bounds():
+    def kernel(x):
+        shared = cuda.shared.array(64, u32)
+        t = cuda.threadIdx.x
+        ptx.store_shared_f32(ptx.shared_address(shared) + u32(t * 8), f32(1))
+        x[t] = u32(0)
+    fails("out-of-bounds", "store_shared_f32", kernel, words())
+
+
+def test_global_out_of_bounds():
+    def kernel(x):
+        t = cuda.threadIdx.x
+        x[t] = x[t + 1]
+    fails("out-of-bounds", "x[t] = x[t + 1]", kernel, words())
+
+
+def test_misaligned():
+    def kernel(x):
+        four = cuda.local.array(4, u32)
+        ptx.load_global_v4(four, 0, ptx.global_address(x) + u64(cuda.threadIdx.x * 8))
+        x[cuda.threadIdx.x] = four[0]
+    fails("misaligned", "load_global_v4", kernel, words(256))
+
+
+def test_read_only_arrays():
+    def kernel(x):
+        x[cuda.threadIdx.x] = u32(1)
+    frozen = words()
+    frozen.flags.writeable = False
+    fails("out-of-bounds", "x[cuda.threadIdx.x]", kernel, frozen)
+
+
+def test_divergent_shuffle():
+    def kernel(x):
+        t = cuda.threadIdx.x
+        if t & 31 < 7:
+            x[t] = ptx.bits(ptx.shuffle_xor(f32(1), u32(1)))
+    fails("divergent", "shuffle_xor", kernel, words())
+
+
+def test_divergent_barrier():
+    def kernel(x):
+        if cuda.threadIdx.x < 40:
+            ptx.barrier(u32(0), u32(64))
+        x[cuda.threadIdx.x] = u32(0)
+    fails("divergent", "ptx.barrier", kernel, words())
+
+
+def test_deadlock_at_a_barrier():
+    def kernel(x):
+        if cuda.threadIdx.x < 32:
+            ptx.barrier(u32(1), u32(64))
+        x[cuda.threadIdx.x] = u32(0)
+    fails("deadlock", None, kernel, words())
+
+
+def test_deadlock_at_an_mbarrier():
+    def kernel(x):
+        shared = cuda.shared.array(2, u64)
+        bar = ptx.shared_address(shared)
+        if cuda.threadIdx.x == 0:
+            ptx.mbarrier_init(bar, u32(2))
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            ptx.mbarrier_arrive(bar)
+        ptx.mbarrier_wait(bar, u32(0))
+        x[cuda.threadIdx.x] = u32(0)
+    fails("deadlock", "mbarrier_wait", kernel, words(), arch="sm_90a")
+
+
+def test_too_many_arrivals():
+    def kernel(x):
+        shared = cuda.shared.array(2, u64)
+        bar = ptx.shared_address(shared)
+        if cuda.threadIdx.x == 0:
+            ptx.mbarrier_init(bar, u32(63))
+        cuda.syncthreads()
+        ptx.mbarrier_arrive(bar)
+        x[cuda.threadIdx.x] = u32(0)
+    fails("protocol", "mbarrier_arrive", kernel, words(), arch="sm_90a")
+
+
+def async_copy(wait=True, barrier=True, early_wait_count=0):
+    pause = ptx.cp_async_wait[early_wait_count]
+
+    def kernel(x, y):
+        shared = cuda.shared.array(256, u32)
+        four = cuda.local.array(4, u32)
+        t = cuda.threadIdx.x
+        to = ptx.shared_address(shared) + u32(t * 16)
+        ptx.cp_async(to, ptx.global_address(x) + u64(t * 16))
+        ptx.cp_async_commit()
+        if wait:
+            pause()
+        if barrier:
+            cuda.syncthreads()
+        ptx.load_shared_v4(four, 0, to ^ u32(512))
+        for i in range(4):
+            y[t * 4 + i] = four[i]
+    return kernel
+
+
+def test_async_copy():
+    y = np.zeros(256, np.uint32)
+    report = run(async_copy(), words(256), y)
+    assert np.array_equal(y, np.roll(words(256), 128)) and report.async_copied == 1024
+
+
+@pytest.mark.parametrize("options", [{"wait": False}, {"early_wait_count": 1}])
+def test_read_before_the_copy_is_waited_for(options):
+    fails("pending", "load_shared_v4", async_copy(**options), words(256), words(256))
+
+
+def test_wait_without_barrier():
+    for seed in range(4):
+        with pytest.raises(EmulatorError) as caught:
+            run(async_copy(barrier=False), words(256), words(256), seed=seed)
+        assert caught.value.kind in ("race", "pending", "uninitialised")
+
+
+def product(wait=True, fence=True, proxy_fence=True, overwrite=False):
+    """One wgmma of a 64 x 16 by a 16 x 8 tile that the threads write to shared memory themselves."""
+    mma = ptx.wgmma(8, "float16", False)
+    pause, nothing = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
+
+    def kernel(y):
+        shared = cuda.shared.array(4096, u32)
+        t = cuda.threadIdx.x
+        acc = cuda.local.array(4, f32)
+        base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        for i in range(20):
+            ptx.store_shared_f32(base + u32((i * 128 + t) * 4), ptx.from_bits(u32(0x3C003C00)))      # two halves of 1.0
+        if proxy_fence:
+            ptx.fence_async()
+        cuda.syncthreads()
+        a = u64(0x4000004000000000) | u64(base >> u32(4))
+        b = u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4))
+        if fence:
+            ptx.wgmma_fence()
+        mma(acc, 0, a, b, i32(0))
+        ptx.wgmma_commit()
+        if wait:
+            pause()
+        else:
+            nothing()
+        if overwrite:
+            ptx.store_shared_f32(base + u32(t * 4), f32(0))
+        y[t] = acc[0]
+        pause()
+    return kernel
+
+
+def test_product():
+    y = np.zeros(128, np.float32)
+    report = run(product(), y, signature=types.void(FLOATS), threads=128, arch="sm_90a")
+    assert (y == 16).all() and report.tensor_operations == 4
+
+
+@pytest.mark.parametrize(("kind", "line", "options"), [
+    ("pending", "y[t] = acc[0]", {"wait": False}),
+    ("protocol", "mma(acc, 0, a, b, i32(0))", {"fence": False}),
+    ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False}),
+    ("race", "store_shared_f32(base + u32(t * 4), f32(0))", {"wait": False, "overwrite": True}),
+])
+def test_product_faults(kind, line, options):
+    y = np.zeros(128, np.float32)
+    fails(kind, line, product(**options), y, signature=types.void(FLOATS), threads=128, arch="sm_90a")
+
+
+def tiles(wait_full=True, wait_empty=True, expect=1024):
+    """A producer thread loads two tiles into the same place; 32 consumers read both."""
+    def kernel(maps, y):
+        shared = cuda.shared.array(1024, u32)
+        t = cuda.threadIdx.x
+        raw = ptx.shared_address(shared)
+        base = (raw + u32(1023)) & u32(0xFFFFFC00)
+        full, empty = base + u32(1024), base + u32(1032)
+        if t == 0:
+            ptx.mbarrier_init(full, u32(1))
+            ptx.mbarrier_init(empty, u32(32))
+            ptx.fence_mbarrier_init()
+        cuda.syncthreads()
+        for k in range(2):
+            if t == 32:
+                if wait_empty:
+                    ptx.mbarrier_wait(empty, u32((k & 1) ^ 1))
+                ptx.mbarrier_expect(full, u32(expect))
+                ptx.tma_load_4d(base, maps, i32(0), i32(8 * k), i32(0), i32(0), full)
+            if t < 32:
+                if wait_full:
+                    ptx.mbarrier_wait(full, u32(k & 1))
+                y[32 * k + t] = ptx.load_shared_f32(base + u32(t * 32))
+                ptx.mbarrier_arrive(empty)
+    return kernel
+
+
+def tile_arguments():
+    x = np.arange(16 * 32, dtype=np.float32).reshape(1, 1, 16, 32)
+    return [TensorMap(x, (1, 1, 8, 32), swizzle=0)], np.zeros(64, np.float32)
+
+
+def test_tiles():
+    maps, y = tile_arguments()
+    run(tiles(), maps, y, signature=types.void(u64, FLOATS), arch="sm_90a")
+    assert np.array_equal(y, np.arange(0, 512, 8, dtype=np.float32))
+
+
+@pytest.mark.parametrize(("kinds", "options"), [
+    ({"pending", "uninitialised", "race"}, {"wait_full": False}),
+    ({"race", "pending", "protocol"}, {"wait_empty": False}),
+    ({"deadlock"}, {"expect": 2048}),
+])
+def test_tile_faults(kinds, options):
+    for seed in range(4):
+        maps, y = tile_arguments()
+        with pytest.raises(EmulatorError) as caught:
+            run(tiles(**options), maps, y, signature=types.void(u64, FLOATS), arch="sm_90a", seed=seed)
+        assert caught.value.kind in kinds, caught.value
+
+
+def test_unsupported_instruction():
+    text = run_ptx("frobnicate.b32 %r1, %r1;")
+    with pytest.raises(EmulatorError, match="not implemented") as caught:
+        emulate(text, 1, 32, [])
+    assert caught.value.kind == "unsupported"
+
+
+def run_ptx(body):
+    return f".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k()\n{{\n.reg .b32 %r<9>;\n{body}\nret;\n}}\n"
+
+
+def test_endless_loop(monkeypatch):
+    monkeypatch.setattr("numflash.cuda.emulator.machine.STEP_LIMIT", 1000)
+    with pytest.raises(EmulatorError, match="endless loop"):
+        emulate(run_ptx("$L:\nadd.s32 %r1, %r1, 1;\nbra $L;"), 1, 32, [])
+
+
+def test_bad_arguments():
+    from numflash.errors import ArgumentError, ArgumentTypeError
+    text = run_ptx("")
+    with pytest.raises(ArgumentError, match="grid: got"):
+        emulate(text, (1, 2, 3, 4), 32, [])
+    with pytest.raises(ArgumentError, match="block: got"):
+        emulate(text, 1, 0, [])
+    with pytest.raises(ArgumentError, match="schedule: got 'no'"):
+        emulate(text, 1, 32, [], schedule="no")
+    with pytest.raises(ArgumentError, match="args: 1 values"):
+        emulate(text, 1, 32, [1])
+    with pytest.raises(ArgumentTypeError, match="kernel: got int"):
+        emulate(3, 1, 32, [])
+    with pytest.raises(EmulatorError, match="multiples of 32"):
+        emulate(text, 1, 40, [])

@@ -1,0 +1,150 @@
+"""float16 and bfloat16 forward kernels in the emulator against float64: within twice the error of rounded attention."""
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+import ml_dtypes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numflash import validation
+from numflash.cuda import forward
+from numflash.errors import UnsupportedError
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
+           "precision": None,
+               "pv": None, "layout": "bhld", "return_lse": True}
+
+
+def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
+    return validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options})
+
+
+def solve(q, k, v, arch="sm_80", seed=0, **options):
+    out, lse, report = forward.emulated(forward.float_forward(problem_of(q, k, v, **options), arch), seed=seed)
+    bits = out.dtype == np.uint16
+    return (out.view(ml_dtypes.bfloat16) if bits else out).astype(np.float64), lse, report
+
+
+def budget(q, k, v, expected, dtype, **options):
+    """Twice the error of attention whose weights and output are rounded to `dtype`, plus half a unit of the output."""
+    rough = oracles.naive(q, k, v, **options)[0].astype(dtype).astype(np.float64)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    return 2 * np.abs(rough - expected).max() + eps * (np.abs(np.asarray(v, np.float64)).max(initial=0) + 0.1)
+
+
+def check(shape, dtype="float16", arch="sm_80", seed=0, **options):
+    kind = DTYPES[dtype]
+    q, k, v = (x.astype(kind) for x in oracles.qkv(**shape, seed=seed))
+    out, lse, report = solve(q, k, v, arch, seed, **options)
+    expected, expected_lse = oracles.naive(q, k, v, **options)
+    assert np.abs(out - expected).max() <= budget(q, k, v, expected, kind, **options)
+    seen = np.isfinite(expected_lse)
+    assert np.array_equal(seen, np.isfinite(lse)) and (lse[~seen] == -np.inf).all() and (out[~seen] == 0).all()
+    assert np.allclose(lse[seen], expected_lse[seen], atol=3e-5, rtol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (32, 96, 128, 256))])
+def test_head_sizes(d):
+    report = check({"b": 1, "h": 1, "l": 65, "s": 130, "d": d})
+    assert report.shared_conflicts == 0
+    assert report.opcodes["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] > 0
+
+
+@pytest.mark.parametrize("shape", [
+    {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 70, "d": 40, "dv": 64}, {"b": 1, "h": 3, "l": 1, "s": 1, "d": 5, "dv": 7},
+    pytest.param({"b": 1, "h": 1, "l": 3, "s": 200, "d": 17, "dv": 33}, marks=pytest.mark.slow)])
+def test_odd_shapes(shape):
+    check(shape)
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("l", "s", "options"), [
+    (70, 70, {"is_causal": True}), (70, 150, {"is_causal": True, "alignment": "lower_right"}),
+    (170, 50, {"is_causal": True, "alignment": "lower_right"}), (70, 150, {"window": (17, 3)}), (70, 150, {"window": (None, 9)}),
+    (150, 150, {"window": (20, 0), "is_causal": True}), (70, 70, {"window": (None, 40), "alignment": "lower_right"})])
+def test_bands(dtype, l, s, options):
+    check({"b": 1, "h": 2, "l": l, "s": s, "d": 64}, dtype, **options)
+
+
+def test_tiles_outside_the_band_are_skipped():
+    full = check({"b": 1, "h": 1, "l": 256, "s": 256, "d": 64})
+    causal = check({"b": 1, "h": 1, "l": 256, "s": 256, "d": 64}, is_causal=True)
+    window = check({"b": 1, "h": 1, "l": 256, "s": 256, "d": 64}, window=(32, 0))
+    assert causal.tensor_operations * 16 == full.tensor_operations * 10        # 10 of 16 tiles of 64 x 64
+    assert window.tensor_operations * 16 == full.tensor_operations * 7
+
+
+def test_key_lengths():
+    check({"b": 3, "h": 2, "l": 40, "s": 50, "d": 64}, key_lengths=np.array([13, 0, 50]))
+
+
+def test_softcap():
+    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, softcap=2.0)
+
+
+@pytest.mark.slow
+def test_alibi():
+    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, alibi_slopes=np.array([0.5, 0.1], np.float32), is_causal=True)
+
+
+@pytest.mark.slow
+def test_negative_scale():
+    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, scale=-0.1)
+
+
+def test_masks():
+    rng = np.random.default_rng(3)
+    seen = rng.random((1, 2, 40, 50)) > 0.5
+    seen[0, 1, 7] = False                                    # a row that sees nothing
+    check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen)
+    check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, :1])
+    bias = np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(np.float32)
+    check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=bias)
+
+
+def test_huge_scores_and_hidden_nonfinite():
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=1, l=40, s=70, d=64))
+    q *= np.float16(1000)
+    v[0, 0, 60], v[0, 0, 65, 3], k[0, 0, 66] = np.nan, np.inf, np.nan
+    out, lse, _ = solve(q, k, v, is_causal=True)
+    expected, expected_lse = oracles.naive(q, np.nan_to_num(k), np.nan_to_num(v), is_causal=True)
+    assert np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, rtol=1e-5)
+    out, _, _ = solve(q, k, v)
+    assert np.isnan(out).all(-1).all()                       # every row sees the keys that are not finite
+
+
+def test_turing():
+    report = check({"b": 1, "h": 2, "l": 130, "s": 150, "d": 64}, arch="sm_75", is_causal=True)
+    assert report.async_copied == 0 and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"] > 0
+    q = np.zeros((1, 1, 4, 8), ml_dtypes.bfloat16)
+    with pytest.raises(UnsupportedError, match="sm_75 has float16"):
+        forward.float_forward(problem_of(q, q, q), "sm_75")
+
+
+def test_wide_heads_are_refused():
+    q = np.zeros((1, 1, 4, 257), np.float16)
+    with pytest.raises(UnsupportedError, match="head_dim: got 257"):
+        forward.float_forward(problem_of(q, q, q), "sm_80")
+
+
+def test_an_l4_tile_in_a_second():
+    """256 x 256 at D = 64 is the size that notebooks emulate; the report says how long it took (no timed pass or fail)."""
+    report = check({"b": 1, "h": 1, "l": 256, "s": 256, "d": 64})
+    assert report.seconds > 0 and report.blocks == 4 and "warp-instructions" in str(report)
+
+
+def test_bfloat16():
+    check({"b": 1, "h": 1, "l": 70, "s": 70, "d": 64}, "bfloat16")
+
+
+@settings(max_examples=6, deadline=None)
+@given(l=st.integers(1, 80), s=st.integers(1, 150), left=st.none() | st.integers(0, 90), right=st.none() | st.integers(0, 90),
+       alignment=st.sampled_from(["upper_left", "lower_right"]), seed=st.integers(0, 99))
+def test_random_bands(l, s, left, right, alignment, seed):
+    window = None if left is None and right is None else (left, right)
+    check({"b": 1, "h": 1, "l": l, "s": s, "d": 64}, seed=seed, window=window or (1000, 1000), alignment=alignment)

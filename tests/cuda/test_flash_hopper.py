@@ -1,0 +1,69 @@
+"""The TMA and wgmma kernel for sm_90a in the emulator, against float64."""
+import ml_dtypes
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from numflash import validation
+from numflash.cuda import forward, launch
+
+OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
+           "precision": None,
+               "pv": None, "layout": "bhld", "return_lse": True}
+
+
+def check(shape, overlap=True, dtype=np.float16, seed=0, **options):
+    q, k, v = (x.astype(dtype) for x in oracles.qkv(**shape, seed=seed))
+    causal = {"is_causal": options.get("is_causal", False)}
+    problem = validation.problem(q, k, v, None, 0.0, causal["is_causal"], None, True,
+                                 **{**OPTIONS, **{n: x for n, x in options.items() if n != "is_causal"}})
+    out, lse, report = forward.emulated(forward.hopper_forward(problem, overlap), seed=seed)
+    out = (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64)
+    expected, expected_lse = oracles.naive(q, k, v, **options)
+    rough = expected.astype(dtype).astype(np.float64)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    assert np.abs(out - expected).max() <= 2 * np.abs(rough - expected).max() + eps * (np.abs(v.astype(np.float64)).max() + 0.1)
+    seen = np.isfinite(expected_lse)
+    assert np.array_equal(seen, np.isfinite(lse)) and (out[~seen] == 0).all()
+    assert np.allclose(lse[seen], expected_lse[seen], atol=3e-5, rtol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ring_of_tiles(overlap, seed):
+    """Five tiles turn the ring of two stages more than twice."""
+    report = check({"b": 1, "h": 1, "l": 130, "s": 600, "d": 64}, overlap, seed=seed)
+    assert report.tma_copied > 0 and report.async_copied == 0
+
+
+@pytest.mark.slow
+def test_head_sizes():
+    check({"b": 1, "h": 1, "l": 70, "s": 200, "d": 128})
+    check({"b": 1, "h": 2, "hkv": 1, "l": 70, "s": 200, "d": 256, "dv": 200})
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    check({"b": 1, "h": 1, "l": 70, "s": 200, "d": 64}, dtype=ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True, "alignment": "lower_right"}, {"window": (100, 3)},
+                                     {"window": (None, 3), "key_lengths": np.array([150, 0])}])
+def test_bands(options):
+    check({"b": 2, "h": 2, "hkv": 1, "l": 200, "s": 300, "d": 64}, **options)
+
+
+def test_one_key():
+    check({"b": 1, "h": 1, "l": 1, "s": 1, "d": 64})
+
+
+def test_plan_chooses_the_kernel():
+    q = np.zeros((1, 1, 4, 64), np.float16)
+    plain = validation.problem(q, q, q, None, 0.0, False, None, False, **OPTIONS)
+    capped = validation.problem(q, q, q, None, 0.0, False, None, False, **{**OPTIONS, "softcap": 3.0})
+    assert launch.plan(plain, "sm_90a").factory.__name__ == "flash_hopper"
+    assert launch.plan(capped, "sm_90a").factory.__name__ == "flash_float"
+    assert launch.plan(plain, "sm_80").factory.__name__ == "flash_float"

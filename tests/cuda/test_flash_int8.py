@@ -1,0 +1,134 @@
+"""INT8 forward in the emulator: the bits of the integer model, for every option."""
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numflash import fixedpoint as fx
+from numflash import reference, validation
+from numflash.cuda import emulate, forward
+from numflash.cuda._target import cuda, types
+from numflash.cuda.compile import Source
+from numflash.cuda.kernels import flash_int8
+from numflash.cuda.kernels.pieces import tanh_exact
+from numflash.errors import UnsupportedError
+from numflash.quantization import quantize_problem
+
+OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
+           "precision": "int8",
+               "pv": "int8", "layout": "bhld", "return_lse": True}
+
+
+def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
+    return quantize_problem(validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}))
+
+
+def same_bits(q, k, v, seed=0, **options):
+    problem = problem_of(q, k, v, **options)
+    out, lse, report = forward.emulated(forward.int8_forward(problem, "sm_80"), seed=seed)
+    expected, expected_lse = reference.integer_model(problem)
+    for a, b in ((out, expected), (lse, expected_lse)):
+        assert np.array_equal(np.isnan(a), np.isnan(b))
+        assert np.array_equal(np.nan_to_num(a).view(np.int32), np.nan_to_num(b).view(np.int32))
+    return report
+
+
+@pytest.mark.parametrize(("l", "s"), [(1, 1), (5, 127), (16, 128), pytest.param(17, 129, marks=pytest.mark.slow), (70, 300)])
+def test_tails(l, s):
+    report = same_bits(*oracles.qkv(b=1, h=1, l=l, s=s, d=64))
+    assert report.shared_conflicts == 0
+
+
+@pytest.mark.parametrize("shape", [
+    {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 72},
+    pytest.param({"b": 1, "h": 2, "l": 20, "s": 140, "d": 128}, marks=pytest.mark.slow),
+    pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 5, "dv": 3}, marks=pytest.mark.slow)])
+def test_shapes(shape):
+    same_bits(*oracles.qkv(**shape))
+
+
+@pytest.mark.parametrize("options", [
+    {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (30, 2)}, {"window": (None, 9),
+                                                                                                "alignment": "lower_right"}])
+def test_bands(options):
+    same_bits(*oracles.qkv(b=1, h=2, l=70, s=270, d=64), **options)
+
+
+def test_key_lengths():
+    same_bits(*oracles.qkv(b=3, h=1, l=20, s=150, d=64), key_lengths=np.array([13, 0, 150]))
+
+
+@pytest.mark.slow
+def test_softcap_and_alibi():
+    same_bits(*oracles.qkv(b=1, h=2, l=40, s=150, d=64), softcap=2.0)
+    same_bits(*oracles.qkv(b=1, h=2, l=40, s=150, d=64), alibi_slopes=np.array([0.5, 0.1], np.float32), is_causal=True)
+
+
+def test_masks():
+    rng = np.random.default_rng(3)
+    seen = rng.random((1, 2, 40, 150)) > 0.5
+    seen[0, 1, 7] = False
+    same_bits(*oracles.qkv(b=2, h=2, l=40, s=150, d=64), attn_mask=seen)
+    bias = np.where(seen[:, :1], rng.standard_normal(seen[:, :1].shape), -np.inf).astype(np.float32)
+    same_bits(*oracles.qkv(b=2, h=2, l=40, s=150, d=64), attn_mask=bias)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 30.0, 1e18])
+def test_extreme_scores(factor):
+    q, k, v = oracles.qkv(b=1, h=1, l=20, s=150, d=64)
+    same_bits(q * np.float32(factor), k, v)
+
+
+def test_rows_that_are_not_finite():
+    q, k, v = oracles.qkv(b=1, h=1, l=40, s=150, d=64)
+    q[0, 0, 3], k[0, 0, 30], v[0, 0, 35, 2] = np.nan, np.inf, np.nan
+    same_bits(q, k, v, is_causal=True)
+
+
+def test_saturated_operands():
+    q, k, v = (np.full((1, 1, n, 64), x, np.float32) for n, x in ((20, 3.0), (150, -5.0), (150, 7.0)))
+    k[..., ::2] = 5.0
+    same_bits(q, k, v)
+
+
+def test_what_is_refused():
+    problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8))
+    with pytest.raises(UnsupportedError, match=r"need sm_80"):
+        forward.int8_forward(problem, "sm_75")
+    with pytest.raises(UnsupportedError, match="pv: got 'fp32'"):
+        forward.int8_forward(problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32"), "sm_80")
+
+
+def test_weight_is_exp2_p8():
+    """The scalar of the kernel for every Q8.8 distance, against the shared definition."""
+    def kernel(t, out):
+        i = cuda.grid(1)
+        out[i] = flash_int8.weight(t[i], types.int32(0))
+    t = np.zeros(1 << 16, np.int32)
+    t[:] = -np.arange(1 << 16)
+    out = np.zeros(t.size, np.uint32)
+    signature = types.void(types.Array(types.int32, 1, "C"), types.Array(types.uint32, 1, "C"))
+    emulate(Source(kernel, signature, 1024), 64, None, [t, out])
+    assert np.array_equal(out, fx.exp2_p8((-t).astype(np.uint16)))
+
+
+def test_tanh_is_tanh_f32():
+    def kernel(x, out):
+        i = cuda.grid(1)
+        out[i] = tanh_exact(x[i])
+    x = np.concatenate([np.linspace(-30, 30, 4090), [0.0, -0.0, np.inf, -np.inf, 1e-30, -1e-30]]).astype(np.float32)
+    out = np.zeros_like(x)
+    floats = types.Array(types.float32, 1, "C")
+    emulate(Source(kernel, types.void(floats, floats), 1024), 4, None, [x, out])
+    assert np.array_equal(out.view(np.int32), fx.tanh_f32(x).view(np.int32))
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(l=st.integers(1, 80), s=st.integers(1, 300), left=st.integers(0, 300), right=st.integers(0, 90), seed=st.integers(0, 99))
+def test_random_windows(l, s, left, right, seed):
+    same_bits(*oracles.qkv(b=1, h=1, l=l, s=s, d=64, seed=seed), seed=seed, window=(left, right))

@@ -1,0 +1,42 @@
+"""`attention` through the emulator, and what is said where no GPU is."""
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+import numflash
+from numflash.cuda import launch, validate
+from numflash.errors import UnsupportedError
+
+
+def test_attention_in_the_emulator():
+    q, k, v = oracles.qkv(b=1, h=2, l=20, s=40, d=64, dtype=np.float16)
+    out, lse = numflash.attention(q, k, v, is_causal=True, return_lse=True, impl="cuda-emulator")
+    expected, expected_lse = oracles.naive(q, k, v, is_causal=True)
+    assert out.dtype == np.float16 and np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, atol=1e-4)
+
+
+def test_int8_has_the_bits_of_the_model():
+    q, k, v = oracles.qkv(b=1, h=1, l=20, s=140, d=64)
+    out = numflash.attention(q, k, v, precision="int8", impl="cuda-emulator")
+    assert np.array_equal(out, numflash.attention(q, k, v, precision="int8", impl="reference"))
+
+
+def test_without_a_gpu():
+    try:
+        launch.current_device()
+    except UnsupportedError:
+        q = np.zeros((1, 1, 2, 8), np.float16)
+        assert validate.main([]) == 2
+        with pytest.raises(UnsupportedError, match=r"no usable GPU here .*'cuda-emulator' runs"):
+            numflash.attention(q, q, q, impl="cuda")
+    else:
+        pytest.skip("a GPU is here")
+
+
+def test_architecture_of_a_card():
+    found = [launch.arch_of(*cc) for cc in ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))]
+    assert found == ["sm_75", "sm_80", "sm_86", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_120"]
+    with pytest.raises(UnsupportedError, match=r"compute capability 7\.0"):
+        launch.arch_of(7, 0)

@@ -1,0 +1,62 @@
+"""Machine code of the shipped kernels: exact counts of tensor-core operations, no stack, a register ceiling, wide accesses."""
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from numflash.cuda import sass
+from numflash.cuda.compile import ARCHITECTURES, compiled
+from numflash.cuda.kernels.flash_float import flash_float
+from numflash.cuda.kernels.flash_hopper import flash_hopper
+from numflash.cuda.kernels.flash_int8 import flash_int8
+from numflash.errors import UnsupportedError
+
+pytestmark = pytest.mark.slow
+
+
+def resources(factory, arch, **constants):
+    try:
+        sass.tool("cuobjdump"), sass.tool("nvdisasm")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    item = compiled(factory, arch, "cubin", **constants)
+    assert item.shared_bytes <= ARCHITECTURES[arch][1]
+    return sass.resources(item.code)
+
+
+@pytest.mark.parametrize(("arch", "d", "block_k", "registers"), [
+    ("sm_75", 64, 64, 200), ("sm_80", 32, 64, 168), ("sm_80", 64, 64, 192), ("sm_86", 96, 64, 224), ("sm_80", 128, 64, 224),
+    ("sm_89", 128, 64, 224), ("sm_80", 256, 32, 255)])
+def test_float(arch, d, block_k, registers):
+    turing = arch == "sm_75"
+    found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=block_k, turing=turing)
+    products = (d // 16) * (block_k // 8) + (block_k // 16) * (d // 8)
+    assert found.count("HMMA") == products * (2 if turing else 1)
+    assert found.count("LDSM") == products // 2 + d // 16
+    assert found.stack == found.local == found.count("LDL") == found.count("STL") == found.count("LD") == found.count("ST") == 0
+    assert found.registers <= registers
+    assert (found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")) > 0 and found.count("STG.E.128") > 0
+    assert found.count("STG") == found.count("STG.E.128") + 2                    # the other two are the LSE
+
+
+@pytest.mark.parametrize(("arch", "d"), [("sm_100", 128), ("sm_120", 64)])
+def test_blackwell(arch, d):
+    """libNVVM does not unroll these kernels all the way for Blackwell: it leaves a small stack, which must not grow."""
+    found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=64)
+    assert found.count("HMMA") > 0 and found.stack <= 256
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
+def test_hopper(d, block_k, overlap):
+    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap)
+    assert found.count("HGMMA") == d // 16 + block_k // 16 * (2 if overlap else 1)
+    assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
+    assert found.stack == found.local == 0 and found.registers == 168             # 65536 / 384, shared out by setmaxnreg
+
+
+@pytest.mark.parametrize(("d", "stack"), [(64, 0), (128, 80)])
+def test_int8(d, stack):
+    """At D = 64 all fragments are in registers; from 128 on a few values spill: the ceiling keeps that from growing."""
+    found = resources(flash_int8, "sm_80", d=d, dv=d, block_q=64)
+    assert found.count("IMMA") == (d // 32) * 16 + (d // 8) * 4
+    assert found.stack <= stack

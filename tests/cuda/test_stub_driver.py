@@ -1,0 +1,124 @@
+"""The path to a card, driven against a driver that does nothing: what reaches the driver, and what it costs on the host."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler and Linux")
+
+SOLVE = """
+import numpy as np, numflash
+q = np.zeros((1, 2, 70, {d}), np.float16)
+out = numflash.attention(q, q, q, impl="cuda")
+print(out.shape, out.dtype)
+"""
+COST = """
+import time
+from numflash.cuda import launch
+from numflash.cuda.compile import compiled
+from numflash.cuda.kernels.flash_float import flash_float
+device = launch.current_device()
+kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
+arguments = [0x700000000000] * 9 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
+grid = (16, 8, 1)
+best = 1.0
+for _ in range(20):
+    start = time.perf_counter()
+    for _ in range(1000):
+        kernel(grid, 0, *arguments)
+    best = min(best, (time.perf_counter() - start) / 1000)
+print(f"{best * 1e6:.2f} us per launch with {len(arguments)} parameters")
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stub")
+    source = Path(__file__).with_name("stub_driver.c")
+    subprocess.run([COMPILER, "-O2", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", source,
+                    "-ldl"],
+                   check=True)
+    return folder
+
+
+def run(driver, code, capability):
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": capability}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_launch_with_much_shared_memory(driver):
+    done = run(driver, SOLVE.format(d=128), "80")
+    assert "(1, 2, 70, 128) float16" in done.stdout
+    assert "attribute 8 = 81920" in done.stderr                      # beyond 48 KB the kernel must ask
+    assert "launch grid 2 2 1 block 128 shared 81920 stream 0 first 7000" in done.stderr
+
+
+RESIDENT = """
+import numpy as np, numflash, sys
+from numba import cuda
+q = cuda.device_array((1, 70, 2, 64), np.float16)
+k = cuda.device_array((1, 90, 2, 64), np.float16)
+out = numflash.attention(q, k, k, layout="blhd", is_causal=True)
+print(type(out).__name__, out.shape, out.dtype)
+print(hex(q.__cuda_array_interface__["data"][0])[2:], hex(out.__cuda_array_interface__["data"][0]) != "0x0")
+x = cuda.device_array((2, 40, 64), np.float32)
+out, lse = numflash.attention(x, x, x, return_lse=True)
+print(out.shape, out.dtype, lse.shape)
+try:
+    numflash.attention(q, k, k, impl="cpu")
+except numflash.errors.UnsupportedError as error:
+    print(error)
+try:
+    numflash.attention(q, np.zeros((1, 90, 2, 64), np.float16), k)
+except numflash.errors.ArgumentTypeError as error:
+    print(error)
+"""
+
+
+def test_arrays_on_the_card_are_passed_by_address(driver):
+    done = run(driver, RESIDENT, "80")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "DeviceNDArray (1, 70, 2, 64) float16"
+    assert f"first {lines[1].split()[0]}" in done.stderr and "launch grid 2 2 1 block 128" in done.stderr
+    assert lines[2] == "(2, 40, 64) float32 (2, 40)"
+    assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
+
+
+def test_l2_window(driver):
+    code = "from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, 1 << 20, 0.5)"
+    done = run(driver, code, "80")
+    assert "limit 6 = 1048576" in done.stderr and "stream attribute 1: 700000000000 1048576 0.5" in done.stderr
+
+
+def test_launch_on_hopper_encodes_tensor_maps(driver):
+    done = run(driver, SOLVE.format(d=64), "90")
+    assert done.stderr.count("tensor map of rank 4") == 3
+    assert "launch grid 1 2 1 block 384" in done.stderr
+
+
+@pytest.mark.slow
+def test_validate_reports_a_card_that_computes_nothing(driver):
+    """The stub leaves every output at zero: each case must be reported, and nothing timed."""
+    code = ("import sys; from numflash.cuda import validate\n"
+            "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\nsys.exit(validate.main())")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1 and done.stderr.count("BAD") == 2, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False, False]
+
+
+def test_host_time_is_reported(driver):
+    """The figure goes to the output of `pytest -s`; there is no timed pass or fail."""
+    done = run(driver, COST, "80")
+    print(done.stdout)
+    assert "us per launch" in done.stdout

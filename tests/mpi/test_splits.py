@@ -1,0 +1,65 @@
+"""Who holds what: every token once, there and back, and the balance of causal work. Needs no MPI."""
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from numflash.errors import ArgumentError
+from numflash.mpi import Split, causal_work, imbalance
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70), st.integers(1, 9), st.sampled_from(["plain", "zigzag"]))
+def test_every_token_once_and_back(length, ranks, name):
+    split = getattr(Split, name)(length, ranks)
+    x = np.arange(3 * length).reshape(length, 3)
+    shards = [split.shard(x, r) for r in range(ranks)]
+    assert split.ranks == ranks and split.length == length and [len(s) for s in shards] == list(split.lengths)
+    np.testing.assert_array_equal(np.sort(split.permutation()), np.arange(length))
+    np.testing.assert_array_equal(np.concatenate(shards), x[split.permutation()])
+    np.testing.assert_array_equal(split.join(shards), x)
+    assert max(split.lengths) - min(split.lengths) <= 2
+
+
+def test_zigzag_deals_front_and_back():
+    assert Split.zigzag(16, 4).chunks == (((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 8), (8, 10)))
+    assert Split.zigzag(3, 4).lengths == (1, 1, 1, 0)
+    assert Split.of_lengths([2, 0, 3]).chunks == (((0, 2),), (), ((2, 5),))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 6), st.sampled_from(["plain", "zigzag"]))
+def test_causal_work_is_counted(length, ranks, name):
+    split = getattr(Split, name)(length, ranks)
+    work = causal_work(split)
+    owner = np.empty(length, int)
+    for r in range(ranks):
+        owner[split.indices(r)] = r
+    exact = np.zeros((ranks, ranks), int)
+    for i in range(length):
+        for j in range(i + 1):
+            exact[owner[i], (owner[i] - owner[j]) % ranks] += 1
+    np.testing.assert_array_equal(work, exact)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zigzag_balances_what_plain_does_not(ranks):
+    length = 1024 * ranks
+    assert imbalance(Split.plain(length, ranks)) == pytest.approx((2 * ranks - 1) / ranks, rel=1e-3)
+    assert imbalance(Split.zigzag(length, ranks)) == 1.0
+    assert causal_work(Split.zigzag(length, ranks)).max(0).sum() <= 1.001 * length * (length + 1) / 2 / ranks   # at every step
+    assert imbalance(Split.plain(0, ranks)) == 1.0
+
+
+@pytest.mark.parametrize("chunks", [(((0, 3),), ((2, 5),)), (((0, 3),), ((4, 5),)), (((1, 3),),), (((3, 0),),)])
+def test_a_split_that_is_none(chunks):
+    with pytest.raises(ArgumentError, match=r"chunks: got a chunk .* allowed: each token exactly once"):
+        Split(chunks)
+
+
+def test_numflash_does_not_load_mpi():
+    code = "import sys, numflash; numflash.attention; import numflash.mpi; assert 'mpi4py' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,53 @@
+"""What the tests hold everything against: attention written out once more, row by row in float64, and shapes that break kernels."""
+from __future__ import annotations
+
+import numpy as np
+
+# L and S around every tile and block edge: register rows 2, 4, 6, query tiles 24 and 32, key half-block 64, block 128
+TAILS = [(1, 1), (1, 128), (2, 3), (5, 7), (6, 64), (7, 65), (23, 127), (24, 128), (25, 129), (33, 255), (49, 257), (130, 300)]
+
+
+def draw(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def qkv(b=1, h=2, l=33, s=None, d=16, dv=None, hkv=None, seed=0, dtype=np.float32):
+    s, hkv = l if s is None else s, hkv or h
+    return (draw((b, h, l, d), seed, dtype), draw((b, hkv, s, d), seed + 1, dtype), draw((b, hkv, s, dv or d), seed + 2, dtype))
+
+
+def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window=(None, None), alignment="upper_left",
+          key_lengths=None, softcap=0.0, alibi_slopes=None, sinks=None):
+    """Attention by its definition, one row at a time, in float64. Returns out and lse."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    nb, nh, length, d = query.shape
+    nkv, s = key.shape[1:3]
+    out, lse = np.zeros((nb, nh, length, value.shape[3])), np.full((nb, nh, length), -np.inf)
+    mask = None if attn_mask is None else np.broadcast_to(attn_mask, (nb, nh, length, s))
+    for b, h, i in np.ndindex(nb, nh, length):
+        count = s if key_lengths is None else key_lengths[b]
+        centre = i + (count - length if alignment == "lower_right" else 0)
+        g = h // (nh // nkv)
+        scores, seen = [], []
+        for j in range(count):
+            x = float(query[b, h, i] @ key[b, g, j]) * (1 / np.sqrt(d) if scale is None else scale)
+            if softcap:
+                x = softcap * np.tanh(x / softcap)
+            if alibi_slopes is not None:
+                x -= np.broadcast_to(alibi_slopes, (nb, nh))[b, h] * abs(centre - j)
+            visible = not ((is_causal and j > centre) or (window[0] is not None and j < centre - window[0])
+                           or (window[1] is not None and j > centre + window[1]))
+            if mask is not None:
+                visible &= bool(mask[b, h, i, j]) if mask.dtype == bool else mask[b, h, i, j] != -np.inf
+                x += 0 if mask.dtype == bool else float(mask[b, h, i, j])
+            if visible:
+                scores.append(x)
+                seen.append(j)
+        sink = [] if sinks is None else [float(sinks[h])]
+        if scores or sink:
+            top = max(scores + sink)
+            weights = np.exp(np.array(scores) - top)
+            total = weights.sum() + sum(np.exp(x - top) for x in sink)
+            out[b, h, i] = weights @ value[b, g, seen] / total if seen else 0
+            lse[b, h, i] = top + np.log(total)
+    return out, lse

@@ -1,0 +1,209 @@
+"""Cross-compilation (numflash.codegen) and the reading of its text (numflash.assembly), on functions whose code is known."""
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+import pytest
+from numba import njit, prange
+from numba.core import types
+
+from numflash import assembly, codegen
+from numflash.codegen import Target, compile_for
+from numflash.errors import ArgumentError
+
+BYTES = types.Array(types.int8, 1, "C")
+DOT = (BYTES, BYTES)
+MATRIX = types.Array(types.int8, 2, "C")
+
+
+@njit
+def dot(a, b):
+    s = np.int32(0)
+    for i in range(a.shape[0]):
+        s = np.add(s, np.multiply(np.int32(a[i]), np.int32(b[i])))
+    return s
+
+
+@njit(error_model="numpy")
+def calls_dot(a, b):
+    return dot(a, b)
+
+
+@njit
+def dot_in_int64(a, b):
+    s = 0
+    for i in range(a.shape[0]):
+        s += a[i] * b[i]
+    return s
+
+
+@njit(parallel=True)
+def parallel_negate(a, b):
+    for i in prange(a.shape[0]):
+        x, y = a[i], b[i]
+        for j in range(x.shape[0]):
+            y[j] = -x[j]
+
+
+@njit
+def allocates(n):
+    return np.zeros(n, np.int32).sum()
+
+
+@njit(error_model="numpy")
+def divides(a, b):
+    for i in range(a.shape[0]):
+        b[i] = a[i] // (b[i] | 1)
+
+
+@njit
+def doubles(a, b):
+    for i in range(a.shape[0]):
+        b[i] = a[i] * 0.1
+
+
+@njit
+def without_loop(a, b):
+    return a[0] + b[0]
+
+
+loops_become_dot_products = pytest.mark.skipif(llvm.llvm_version_info < (20,), reason="LLVM does so since release 20")
+
+
+def report(function, signature, cpu):
+    if cpu != "host" and cpu not in codegen.TRIPLES:
+        pytest.skip(f"this LLVM is older than {cpu}")
+    return codegen.report(compile_for(function, signature, Target.named(cpu)))
+
+
+@loops_become_dot_products
+@pytest.mark.parametrize("function", [dot, calls_dot, dot.py_func])
+@pytest.mark.parametrize("cpu, kind", [("a64fx", "sdot z.s"), ("neoverse-v2", "sdot"), ("neoverse-n1", "sdot v.4s"),
+                                       ("cortex-a72", "smull v.8h"), ("haswell", "vpmaddwd"), ("znver4", "vpmaddwd")])
+def test_int8_dot_product_uses_the_dot_instruction_of_the_cpu(function, cpu, kind):
+    found = report(function, DOT, cpu)
+    assert any(name.startswith(kind) for name in found["instructions"]), found
+    assert found["lanes64"] == found["calls"] == found["stack"] == found["integer_divisions"] == found["float64"] == 0
+
+
+@loops_become_dot_products
+@pytest.mark.parametrize("cpu", ["a64fx", "neoverse-v1", "neoverse-n1", "haswell", "znver4"])
+def test_int64_lanes_are_seen(cpu):
+    assert report(dot_in_int64, DOT, cpu)["lanes64"] > 0
+
+
+@pytest.mark.parametrize("cpu", ["a64fx", "neoverse-n1", "haswell", "sapphirerapids", "host"])
+def test_division_and_double_precision_are_seen(cpu):
+    ints, floats = types.Array(types.int32, 1, "C"), types.Array(types.float32, 1, "C")
+    assert report(divides, (ints, ints), cpu)["integer_divisions"] > 0
+    assert report(divides, (ints, ints), cpu)["float64"] == 0
+    assert report(doubles, (floats, floats), cpu)["float64"] > 0
+    assert report(doubles, (floats, floats), cpu)["integer_divisions"] == 0
+
+
+@pytest.mark.parametrize("cpu", ["a64fx", "neoverse-n1", "haswell"])
+def test_parallel_functions_compile_with_their_loop(cpu):
+    code = compile_for(parallel_negate, (MATRIX, MATRIX), Target.named(cpu))
+    assert codegen.report(code)["instructions"]
+    assert any("gufunc" in name for name in assembly.functions(code.assembly))
+
+
+def test_an_allocating_function_links_a_runtime_built_for_the_target():
+    code = compile_for(allocates, (types.intp,), Target.named("a64fx"))
+    assert "x86" not in code.assembly and code.object[:4] == b"\x7fELF"
+    assert int.from_bytes(code.object[18:20], "little") == 183            # e_machine AArch64
+
+
+def test_the_host_is_left_as_it_was():
+    a, b = np.arange(-50, 50, dtype=np.int8), np.full(100, 3, np.int8)
+    before = calls_dot(a, b)
+    overloads = len(dot.overloads)
+    compile_for(calls_dot, DOT, Target.named("a64fx"))
+    assert len(dot.overloads) == overloads and calls_dot(a, b) == before == int(a.astype(int) @ b.astype(int))
+    assert numba.njit(lambda n: np.ones(n).sum())(3) == 3                 # new functions go to the host's context again
+
+
+def test_host_target_is_what_numba_compiles_for():
+    host = Target.named()
+    codegen_of_host = numba.core.registry.cpu_target.target_context.codegen()
+    assert (host.cpu, host.features) == codegen_of_host.magic_tuple()[1:3]
+    native = next(iter(dot.inspect_asm(sig) for sig in dot.overloads)) if dot.overloads else None
+    if native is None:
+        dot(np.ones(4, np.int8), np.ones(4, np.int8))
+        native = next(iter(dot.inspect_asm().values()))
+    assert assembly.histogram(assembly.hot_loop(native).instructions) == report(dot, DOT, "host")["instructions"]
+
+
+def test_bad_names_are_refused():
+    with pytest.raises(ArgumentError, match="cpu: got 'a64'; allowed: 'host', 'a64fx'"):
+        Target.named("a64")
+    with pytest.raises(ArgumentError, match="kernel: got 'nothing'; allowed: "):
+        codegen.histogram("nothing", "a64fx")
+    with pytest.raises(ArgumentError, match="no loop"):
+        report(without_loop, DOT, "a64fx")
+
+
+@pytest.mark.parametrize("kernel", [name for name in codegen.KERNELS if not name.startswith("int8-")])
+def test_every_named_kernel_has_a_histogram(kernel):
+    found = codegen.histogram(kernel, "a64fx")
+    assert found["kernel"] == kernel and found["total"] == sum(found["instructions"].values()) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, cpu, dot", [
+    ("int8-avx512_vnni", "znver4", "vpdpbusd zmm"), ("int8-avx_vnni", "alderlake", "vpdpbusd ymm"),
+    ("int8-avx2", "haswell", "vpmaddwd ymm"), ("int8-sve", "a64fx", "dot z.s"), ("int8-neon_dot", "neoverse-n1", "dot v.4s")])
+def test_hot_loop_of_the_fused_kernel(kernel, cpu, dot):
+    if cpu not in codegen.TRIPLES:
+        pytest.skip(f"this LLVM is older than {cpu}")
+    found = codegen.histogram(kernel, cpu)
+    assert sum(n for kind, n in found["instructions"].items() if kind.endswith(dot)) >= 12
+    assert found["stack"] == found["lanes64"] == found["float64"] == found["integer_divisions"] == 0
+
+
+ARM = """
+f:                                      // @f
+	mov	x8, xzr
+.LBB0_1:                                // outer
+	mov	x9, xzr
+.LBB0_2:                                // inner
+	ld1b	{ z0.b }, p0/z, [x0, x9]
+	sdot	z1.s, z0.b, z2.b
+	mla	z3.d, p0/m, z0.d, z1.d
+	and	z4.d, z4.d, z5.d
+	str	z6, [sp, #1, mul vl]
+	fmul	d0, d1, d2
+	udiv	w1, w2, w3
+	bl	memcpy
+	b.ne	.LBB0_2
+	subs	x8, x8, #1
+	b.ne	.LBB0_1
+	ret
+.Lfunc_end0:
+"""
+X86 = """
+g:
+.LBB1_1:
+	vpmovsxbq	(%rdi), %zmm0
+	vpdpbusd	%zmm1, %zmm2, %zmm3
+	vmulsd	%xmm0, %xmm1, %xmm2
+	vmovupd	%ymm0, 8(%rsp)
+	idivl	%ecx
+	callq	*%rax
+	jne	.LBB1_1
+	retq
+.Lfunc_end1:
+"""
+
+
+@pytest.mark.parametrize("text, depth, total, kinds", [
+    (ARM, 2, 9, {"sdot z.s": 1, "mla z.d": 1, "b.ne": 1, "udiv": 1}),
+    (X86, 1, 7, {"vpdpbusd zmm": 1, "vpmovsxbq zmm": 1, "idivl": 1}),
+])
+def test_reading_of_a_listing(text, depth, total, kinds):
+    loop = assembly.hot_loop(text)
+    counts = assembly.histogram(loop.instructions)
+    assert (loop.depth, len(loop.instructions)) == (depth, total)
+    assert kinds.items() <= counts.items()
+    for test in (assembly.is_integer_division, assembly.is_float64, assembly.is_lanes64, assembly.is_call,
+                 assembly.is_stack):
+        assert sum(map(test, loop.instructions)) == 1, test.__name__

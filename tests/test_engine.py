@@ -1,0 +1,68 @@
+"""The document's state machine, and the demonstration that uses a cache in a real loop."""
+import numpy as np
+import pytest
+from oracles import draw, naive
+
+from numflash import demo_decode
+from numflash.engine import DecodeEngine, State, StateError
+
+OPTIONS = {"batch": 2, "kv_heads": 2, "head_dim": 16, "max_length": 40}
+METHODS = {"init": (), "load_qkv": (draw((2, 4, 1, 16)), draw((2, 2, 1, 16)), draw((2, 2, 1, 16))), "decode": (), "get_output": (),
+           "reset": (), "cleanup": ()}
+PATHS = {State.UNINITIALISED: [], State.INITIALISED: ["init"], State.READY: ["init", "load_qkv", "decode"],
+         State.OUTPUT_READY: ["init", "load_qkv", "decode", "get_output"]}
+LEADS_TO = {
+    State.UNINITIALISED: {"init": State.INITIALISED},
+    State.INITIALISED: {"load_qkv": State.READY, "reset": State.INITIALISED, "cleanup": State.UNINITIALISED},
+    State.READY: {"load_qkv": State.READY, "decode": State.READY, "get_output": State.OUTPUT_READY, "reset": State.INITIALISED,
+                  "cleanup": State.UNINITIALISED},
+    State.OUTPUT_READY: {"load_qkv": State.READY, "get_output": State.OUTPUT_READY, "reset": State.INITIALISED,
+                         "cleanup": State.UNINITIALISED},
+}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("method", METHODS)
+def test_transitions(state, method):
+    engine = DecodeEngine(**OPTIONS)
+    for step in PATHS[state]:
+        getattr(engine, step)(*METHODS[step])
+    assert engine.state is state
+    if method in LEADS_TO[state]:
+        getattr(engine, method)(*METHODS[method])
+        assert engine.state is LEADS_TO[state][method]
+    else:
+        with pytest.raises(StateError, match=method):
+            getattr(engine, method)(*METHODS[method])
+        assert engine.state is state
+
+
+def test_no_output_before_decode():
+    engine = DecodeEngine(**OPTIONS)
+    engine.init()
+    engine.load_qkv(*METHODS["load_qkv"])
+    with pytest.raises(StateError, match="nothing was decoded"):
+        engine.get_output()
+
+
+def test_step_initialises_by_itself_and_generates():
+    engine = DecodeEngine(**OPTIONS, dtype="float32")
+    key, value, query = draw((2, 2, 30, 16)), draw((2, 2, 30, 16), 1), draw((2, 4, 30, 16), 2)
+    for i in range(30):
+        out = engine.step(query[:, :, i:i + 1], key[:, :, i:i + 1], value[:, :, i:i + 1])
+        exact, _ = naive(query[:, :, i:i + 1], key[:, :, :i + 1], value[:, :, :i + 1])
+        np.testing.assert_allclose(out, exact, atol=1e-5)
+    engine.reset()
+    first = engine.step(query[:, :, :1], key[:, :, :1], value[:, :, :1])
+    np.testing.assert_allclose(first, np.repeat(value[:, :, :1], 2, 1), atol=1e-6)
+    engine.cleanup()
+    assert engine.cache is None
+
+
+def test_demo_agrees_with_recomputation(monkeypatch):
+    monkeypatch.setattr(demo_decode, "LAYERS", 2)
+    found = demo_decode.run(1, "int8", 20, 3)
+    assert 0 < found["relative_l1_worst"] <= 0.06 and found["cache_bytes"] == 2 * 2 * 128 * (2 * 64 + 8)
+    monkeypatch.setitem(demo_decode.BUDGET, "int8", 1e-6)                 # the check can fail
+    with pytest.raises(ArithmeticError, match="full recomputation"):
+        demo_decode.run(1, "int8", 20, 1)

@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+from oracles import qkv
+
+import numflash
+from numflash import reference, validation
+from numflash.errors import ArgumentError
+from numflash.explanation import visible_share
+
+OPTIONS = [{}, {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (2, 1)}, {"window": (None, 0)},
+           {"key_lengths": [3, 0]}, {"key_lengths": [11, 4], "window": (1, 3), "alignment": "lower_right"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_visible_share_is_what_the_oracle_sees(options):
+    problem = validation.problem(*qkv(b=2, l=7, s=11, d=4), **options)
+    seen = np.mean([reference.visible(problem, b, 0) for b in range(2)])
+    assert visible_share(problem) == pytest.approx(seen)
+
+
+def test_counts():
+    e = numflash.explain((1, 2, 4096, 128), precision="int8")
+    assert e.operations == 4 * 2 * 4096 * 4096 * 128
+    assert e.traffic == 3 * 2 * 4096 * 128 + 4 * 2 * 4096 * 128
+    assert e.scores_bytes == 2 * 4 * 4096**2
+    assert e.intensity == pytest.approx(4 * 2 * 4096**2 * 128 / e.traffic)
+    assert e.roof(1e15, 1e9) == (pytest.approx(e.intensity * 1e9), "memory")
+    assert e.roof(1e9, 1e12) == (1e9, "compute")
+    text = str(e)
+    for part in ("4096 queries x 4096 keys", "head_dim 128", "never stored", "working set"):
+        assert part in text
+    assert e.as_dict()["shape"]["heads"] == 2
+
+
+def test_causal_is_about_half():
+    full, causal = (numflash.explain((1, 1, 1024, 64), is_causal=c).operations for c in (False, True))
+    assert causal / full == pytest.approx(0.5, abs=0.001)
+
+
+def test_arrays_and_shapes_agree():
+    q, k, v = qkv(l=5, s=9, d=8, dv=3)
+    assert numflash.explain(q, k, v) == numflash.explain(q.shape, k.shape, v.shape)
+
+
+def test_bad_arguments():
+    with pytest.raises(ArgumentError, match="window"):
+        numflash.explain((1, 1, 4, 4), window=(-1, 0))
+    with pytest.raises(ArgumentError, match="impl"):
+        numflash.explain((1, 1, 4, 4), impl="tpu")

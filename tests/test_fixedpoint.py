@@ -1,0 +1,85 @@
+"""Scalars of the integer pipeline: errors as stated, continuity at the octave, equal bits in NumPy and in the JIT."""
+import numpy as np
+import pytest
+from numba import njit
+
+from numflash import fixedpoint as fx
+
+ALL = np.arange(65536)
+
+
+@pytest.mark.parametrize("name", fx.EXP2)
+def test_stated_error_is_the_measured_one(name):
+    exp2, stated = fx.EXP2[name]
+    y = np.arange(256, dtype=np.uint32)
+    exact = 65536 * np.exp2(y / -256.0)
+    worst = np.abs(exp2(y).astype(np.float64) / exact - 1).max()
+    assert worst <= stated
+    assert worst >= 0.6 * stated, "the stated error is not a loose bound"
+
+
+def test_documents_line_jumps_at_the_octave():
+    """18 % from the end of one octave to the start of the next; the quadratic is continuous there."""
+    jump = lambda f: float(f(np.uint32(256))) / float(f(np.uint32(257)))          # noqa: E731
+    assert jump(fx.exp2_line177) > 1.1 or float(fx.exp2_line177(np.uint32(255))) / float(fx.exp2_line177(np.uint32(256))) > 1.1
+    assert jump(fx.exp2_quadratic) < 1.01
+
+
+@pytest.mark.parametrize("name", [n for n in fx.EXP2 if n != "ultra"])
+def test_exp2_halves_each_octave_and_vanishes(name):
+    exp2 = fx.EXP2[name][0]
+    for octave in range(17):
+        assert abs(int(exp2(np.uint32(256 * octave))) - 65536 / 2**octave) <= 1
+    assert int(exp2(np.uint32(65535))) == 0
+
+
+def test_p8_is_the_rounded_exponential():
+    p = fx.exp2_p8(ALL.astype(np.uint16)).astype(np.float64)
+    exact = 255 * np.exp2(-ALL / 256)
+    assert p[0] == 255 and (p[ALL >= 16 * 256] == 0).all()
+    assert np.abs(p - exact).max() <= 0.5 + 0.0028 * 255
+    assert (np.diff(p) <= 0).all(), "never grows with distance"
+
+
+@pytest.mark.parametrize("name", [n for n in fx.EXP2 if n != "exact"])
+def test_jit_gives_the_bits_of_numpy(name):
+    scalar = njit(fx.EXP2[name][0])
+
+    @njit
+    def run(y):
+        out = np.empty(y.size, np.uint32)
+        for i in range(y.size):
+            out[i] = scalar(y[i])
+        return out
+    y = ALL.astype(np.uint32)
+    np.testing.assert_array_equal(run(y), fx.EXP2[name][0](y))
+
+
+def test_p8_jit_gives_the_bits_of_numpy():
+    scalar = njit(fx.exp2_p8)
+
+    @njit
+    def run(y):
+        out = np.empty(y.size, np.uint8)
+        for i in range(y.size):
+            out[i] = scalar(y[i])
+        return out
+    y = ALL.astype(np.uint16)
+    np.testing.assert_array_equal(run(y), fx.exp2_p8(y))
+
+
+def test_interpreted_scalars_agree_with_arrays():
+    with np.errstate(over="ignore"):
+        for y in (0, 1, 127, 128, 255, 256, 257, 4095, 4096, 65535):
+            assert fx.exp2_p8(np.uint16(y)) == fx.exp2_p8(np.array([y], np.uint16))[0]
+            assert fx.exp2_quadratic(np.uint32(y)) == fx.exp2_quadratic(np.array([y], np.uint32))[0]
+
+
+def test_tanh():
+    x = np.concatenate([np.linspace(-60, 60, 100001), [0, -0.0, 1e-30, 1e30, -1e30]]).astype(np.float32)
+    got = fx.tanh_f32(x)
+    assert np.abs(got - np.tanh(x.astype(np.float64))).max() < 3e-7
+    with np.errstate(invalid="ignore"):
+        assert (np.abs(got) <= 1).all() and np.isnan(fx.tanh_f32(np.float32(np.nan)))
+    jitted = njit(error_model="numpy")(fx.tanh_f32)
+    np.testing.assert_array_equal(np.array([jitted(v) for v in x[::50]]), got[::50])

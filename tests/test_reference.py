@@ -1,0 +1,161 @@
+"""The oracle against the definition written out once more; the integer model against its budgets; the steps it yields."""
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import TAILS, draw, naive, qkv
+
+import numflash
+from numflash import fixedpoint as fx
+from numflash import reference, validation
+from numflash.metrics import errors
+from numflash.quantization import quantize_problem
+
+INF = np.float32(np.inf)
+
+
+def solve(*arrays, **options):
+    problem = validation.problem(*arrays, **options)
+    return reference.solve(quantize_problem(problem) if problem.precision == "int8" else problem)
+
+
+OPTIONS = {
+    "plain": {}, "causal": {"is_causal": True}, "lower_right": {"is_causal": True, "alignment": "lower_right"},
+    "window": {"window": (3, 1)}, "window_left": {"window": (2, None)}, "scale": {"scale": 0.7}, "softcap": {"softcap": 1.5},
+    "key_lengths": {"key_lengths": [9, 2]},
+    "padded_lower_right": {"key_lengths": [9, 2], "window": (4, 0), "alignment": "lower_right"},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0])}, "sinks": {"sinks": np.array([0.5, -1.0, 3.0, 0.0])},
+    "bool_mask": {"attn_mask": draw((7, 11)) > -0.5}, "hidden_rows": {"attn_mask": np.zeros((1, 1, 7, 1), bool)},
+    "bias": {"attn_mask": draw((2, 1, 7, 11))}, "bias_inf": {"attn_mask": np.where(draw((4, 7, 11)) > 0, 0, -INF)},
+    "all": {"attn_mask": draw((4, 7, 11)) * 3, "is_causal": True, "window": (5, None), "alignment": "lower_right", "softcap": 2.0,
+            "alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0]), "sinks": np.array([0.5, -1.0, 3.0, 0.0]), "key_lengths": [10, 3]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_oracle_is_the_definition(name):
+    arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
+    out, lse = solve(*arrays, enable_gqa=True, **OPTIONS[name])
+    exact, exact_lse = naive(*arrays, **OPTIONS[name])
+    np.testing.assert_allclose(out, exact, rtol=1e-6, atol=1e-9)           # float32 slopes and biases
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_integer_model_is_close_to_the_definition(name):
+    arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
+    exact, exact_lse = naive(*arrays, **OPTIONS[name])
+    for pv, limit in (("int8", 0.03), ("fp32", 0.02)):
+        out, lse = numflash.attention(*arrays, enable_gqa=True, precision="int8", pv=pv, impl="reference", return_lse=True,
+                                      **OPTIONS[name])
+        assert errors(out, exact).relative_l1 <= limit if exact.any() else not out.any()
+        np.testing.assert_allclose(lse, exact_lse, atol=0.05)
+
+
+def test_not_finite_keys_spoil_only_rows_that_see_them():
+    q, k, v = qkv(b=1, h=1, l=6, s=6, d=4)
+    for bad in (np.nan, INF, -INF):
+        for which in (k, v):
+            spoiled = which.copy()
+            spoiled[0, 0, 3, 1] = bad
+            arrays = (q, spoiled, v) if which is k else (q, k, spoiled)
+            for options in ({"is_causal": True}, {"is_causal": True, "precision": "int8"}):
+                (out, lse), exact = solve(*arrays, **options), solve(q, k, v, **options)[0]
+                assert np.isfinite(out[0, 0, :3]).all() and np.isfinite(lse[0, 0, :3]).all()
+                if "precision" not in options:
+                    np.testing.assert_array_equal(out[0, 0, :3], exact[0, 0, :3])
+                    assert not np.isfinite(out[0, 0, 3:]).all()
+                else:
+                    assert np.isnan(out[0, 0, 3:]).all()
+
+
+def test_finite_inputs_never_give_nan():
+    for size in (1e20, 1e36, 1e-38, 1e-45):
+        q, k, v = (np.tanh(x) * np.float32(size) for x in qkv(b=1, h=1, l=9, s=40, d=8))
+        for pv in ("int8", "fp32"):
+            out, lse = solve_int8(q, k, v, pv=pv)
+            assert np.isfinite(out).all() and not np.isnan(lse).any(), (size, pv)
+
+
+def solve_int8(*arrays, **options):
+    return solve(*arrays, precision="int8", **options)
+
+
+DATA = {
+    "normal": lambda r, n, d: r.standard_normal((n, d)),
+    "outliers": lambda r, n, d: r.standard_normal((n, d)) + 10 * r.standard_normal((n, d)) * (r.random((n, d)) < 0.001),
+    "flat": lambda r, n, d: r.random((n, d)) - 0.5,
+}
+BUDGETS = {("normal", "int8"): 0.018, ("normal", "fp32"): 0.0100, ("outliers", "int8"): 0.045, ("flat", "int8"): 0.007}
+
+
+@pytest.mark.parametrize(("data", "pv"), BUDGETS)
+def test_accuracy_budgets(data, pv):
+    r = np.random.default_rng(0)
+    q, k, v = (DATA[data](r, 2048, 128).astype(np.float32) for _ in range(3))
+    out = solve_int8(q, k, v, pv=pv)[0]
+    assert errors(out, solve(q, k, v)[0]).relative_l1 <= BUDGETS[data, pv]
+
+
+def test_accuracy_with_biased_channels_needs_smoothing():
+    r = np.random.default_rng(0)
+    q, k, v = (r.standard_normal((n, 128)).astype(np.float32) for n in (128, 2048, 2048))
+    k[:, :8] += 10 * r.standard_normal(8)
+    exact = solve(q, k, v)[0]
+    assert errors(solve_int8(q, k, v)[0], exact).relative_l1 <= 0.019
+    rough = (numflash.quantize(q), numflash.quantize(k), numflash.quantize(v, "channel"))
+    assert errors(reference.solve(validation.quantized_problem(*rough))[0], exact).relative_l1 > 0.04
+
+
+def test_accuracy_of_peaked_rows():
+    r = np.random.default_rng(0)
+    q, k, v = (r.standard_normal((n, 128)).astype(np.float32) for n in (128, 2048, 2048))
+    assert errors(solve_int8(4 * q, k, v)[0], solve(4 * q, k, v)[0]).relative_l1 <= 0.028
+
+
+def test_lse_takes_the_smoothing_back():
+    q, k, v = qkv(l=20, s=50, d=32)
+    k += 5
+    exact = naive(q, k, v)[1]
+    np.testing.assert_allclose(solve_int8(q, k, v)[1], exact, atol=0.15)
+    assert np.abs(k.mean(2)).max() > 4, "what is taken back is not small"
+
+
+@pytest.mark.parametrize(("l", "s"), TAILS)
+def test_steps_are_what_the_model_adds_up(l, s):
+    """The steps hold invariants that a reader can check: weights, sums and octaves of each block."""
+    arrays = qkv(h=1, l=l, s=s, d=16)
+    problem = quantize_problem(validation.problem(*arrays, precision="int8", is_causal=True, alignment="lower_right"))
+    stop, m = 0, np.full(l, fx.MIN_OCTAVE)
+    for step in reference.integer_steps(problem, 0, 0):
+        assert step.first == stop and step.first < step.stop <= s
+        stop = step.stop
+        hidden = step.t == reference.HIDDEN
+        assert (step.p[hidden] == 0).all()
+        seen = ~hidden.all(1)
+        above = (step.octave[seen] << 8) - step.t[seen].max(1)
+        assert (above >= 0).all() and (above < 256).all()
+        assert (step.p[seen].max(1) >= 127).all(), "a row's largest weight lies in the upper octave"
+        m = np.maximum(m, step.octave)
+        np.testing.assert_array_equal(step.m, m)
+    assert stop == s
+    np.testing.assert_array_equal(step.l == 0, step.m == fx.MIN_OCTAVE)
+
+
+def test_weights_of_a_row_add_up_to_one():
+    q, k, _ = qkv(h=1, l=17, s=300, d=32)
+    ones = np.ones((1, 1, 300, 32), np.float32)
+    np.testing.assert_allclose(solve_int8(q, k, ones)[0], 1, rtol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_permuting_keys_of_one_block_changes_no_bit(l, s, d, seed):
+    q, k, v = qkv(h=1, l=l, s=min(s, 128), d=d, seed=seed)
+    order = np.random.default_rng(seed).permutation(k.shape[2])
+    # smoothing sums the keys in order: take it away so that both see the same integers
+    qt, kt, vt = numflash.quantize(q), numflash.quantize(k), numflash.quantize(v, "channel")
+    kp, vp = numflash.quantize(k[:, :, order]), numflash.quantize(v[:, :, order], "channel")
+    a, b = (reference.solve(validation.quantized_problem(qt, x, y)) for x, y in ((kt, vt), (kp, vp)))
+    np.testing.assert_array_equal(a[0], b[0])
+    np.testing.assert_array_equal(a[1], b[1])

@@ -1,0 +1,160 @@
+"""Damaged caches, many callers, forks, and memory: nothing here may crash, hang, or give a wrong answer."""
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracles import qkv
+
+import numflash
+
+ROOT = Path(numflash.__file__).parent.parent
+QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
+
+
+def python(code, cache, timeout=300, cwd=ROOT, **environment):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, cwd=cwd,
+                          env={**os.environ, "PYTHONPATH": str(cwd), "NUMBA_CACHE_DIR": str(cache), **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_damaged_caches_are_compiled_anew(tmp_path):
+    want = python(QUANTIZE, tmp_path)
+    assert "compiling" in want.stderr, "the first call says so"
+    files = [f for f in tmp_path.rglob("*") if f.suffix in (".nbi", ".nbc")]
+    assert files
+    whole = {f: f.read_bytes() for f in files}
+    assert "compiling" not in python(QUANTIZE, tmp_path).stderr, "the second call takes it from the disk"
+
+    def half(data):
+        return data[:len(data) // 2]
+
+    def flipped(data):
+        return data[:-20] + bytes([data[-20] ^ 1]) + data[-19:]
+    for damage in (half, flipped, lambda data: b"", lambda data: b"\x80\x05garbage" * 9):
+        for f, data in whole.items():
+            f.write_bytes(damage(data))
+        assert python(QUANTIZE, tmp_path).stdout == want.stdout
+    # one kernel's code under another kernel's name
+    codes = [f for f in files if f.suffix == ".nbc"]
+    for f, data in whole.items():
+        f.write_bytes(data)
+    if len(codes) > 1:
+        codes[0].write_bytes(whole[codes[1]])
+        assert python(QUANTIZE, tmp_path).stdout == want.stdout
+
+
+def test_an_edited_helper_in_another_file_is_seen(tmp_path):
+    """P2: the stamp of a cached kernel covers every source file of the package."""
+    import shutil
+    shutil.copytree(ROOT / "numflash", tmp_path / "numflash", ignore=shutil.ignore_patterns("__pycache__"))
+    first = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
+    errors = tmp_path / "numflash" / "errors.py"
+    errors.write_text(errors.read_text() + "\n# edited\n")
+    second = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
+    assert "compiling" in second.stderr and first.stdout == second.stdout
+
+
+def test_unwritable_cache_still_computes(tmp_path):
+    folder = tmp_path / "file"
+    folder.write_text("not a folder")
+    done = subprocess.run([sys.executable, "-c", QUANTIZE], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder)})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("precision", ["int8"])
+def test_many_python_threads_at_once(precision):
+    problems = [qkv(b=1, h=2, l=64 + 7 * i, s=130 + i, d=64, seed=i) for i in range(12)]
+    want = [numflash.attention(*p, precision=precision, is_causal=True, return_lse=True) for p in problems]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            got = list(pool.map(lambda p: numflash.attention(*p, precision=precision, is_causal=True, return_lse=True), problems))
+            for mine, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(mine[0], other[0])
+                np.testing.assert_array_equal(mine[1], other[1])
+
+
+CHILD = """
+import multiprocessing, numpy as np, numflash
+x = np.ones((1, 1, 70, 64), np.float32)
+def work(_=None):
+    return float(numflash.attention(x, x, x, precision="int8").sum())
+if __name__ == "__main__":
+    want = work() if {first} else 70 * 64.0
+    context = multiprocessing.get_context({method!r})
+    with context.Pool(2) as pool:
+        found = pool.map_async(work, range(4)).get(200)
+    assert found == [found[0]] * 4 and abs(found[0] - want) < 1, (found, want)
+"""
+
+
+@pytest.mark.parametrize(("method", "first"), [("spawn", True), ("fork", False)])
+def test_worker_processes(method, first, tmp_path):
+    """Spawned workers always work; forked ones if the parent has not run a kernel yet (P28)."""
+    script = tmp_path / "work.py"
+    script.write_text(CHILD.format(method=method, first=first))
+    subprocess.run([sys.executable, str(script)], check=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+FORKED = """
+import os, sys, numpy as np, numba, numflash
+from numflash.errors import UnsupportedError
+x = np.ones((1, 1, 7, 8), np.float32)
+numflash.quantize(x)
+if numba.threading_layer() != "omp":
+    sys.exit(0)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (lambda: numflash.attention(x, x, x), lambda: numflash.quantize(x)):
+        try:
+            call()
+        except UnsupportedError as error:
+            refused += "spawn" in str(error)
+    os._exit(40 + refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_after_a_kernel_ran_gets_an_error_not_a_crash():
+    python(FORKED, "", NUMBA_CACHE_DIR="")
+
+
+MEMORY = """
+import numpy as np, numba, numflash
+numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+x = np.ones((1, 1, 64, 128), np.float32)
+numflash.attention(x, x, x, precision="int8")                     # compiled and loaded: code is not counted
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((1, 1, {length}, 128), np.float32) for _ in range(3))
+{prepare}
+open("/proc/self/clear_refs", "w").write("5")                     # the peak starts anew
+before = status("VmRSS")
+out = {call}
+assert out.shape == q.shape and np.isfinite(out).all()
+print((status("VmHWM") - before - out.nbytes) / 1e6)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
+@pytest.mark.parametrize(("prepare", "call"), [
+    ("q8, k8, v8 = numflash.quantize_qkv(q, k, v)", "numflash.attention_int8(q8, k8, v8)"),
+    ("", "numflash.attention(q, k, v, precision='int8')")])
+def test_memory_beyond_inputs_and_output(prepare, call, tmp_path):
+    """The score matrix of 32768 x 32768 would take 4 GB; 100 MB must do for everything."""
+    done = python(MEMORY.format(length=32768, prepare=prepare, call=call), ROOT / ".unused", NUMBA_CACHE_DIR="")
+    assert float(done.stdout) < 100, done.stdout
+
+
+def test_memory_is_measured():
+    """The measure sees a score matrix."""
+    done = python(MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"), ROOT / ".unused", NUMBA_CACHE_DIR="")
+    assert float(done.stdout) > 200, done.stdout

@@ -1,0 +1,82 @@
+import dataclasses
+
+import pytest
+
+from numflash import tiling
+from numflash.errors import ArgumentError
+from numflash.tiling import CACHES, TILINGS, Caches
+
+
+def test_the_documents_working_sets():
+    """46 KB in the fused document leaves S and the state out: its items add up to 58.75 KiB. Unfused: 70 KiB with K, not 54."""
+    fused = TILINGS["a64fx-fused-48x64"].working_set(128)
+    assert sum(fused.values()) == 58.75 * 1024
+    assert fused == {"Q tile": 6144, "K chunk": 8192, "V chunk": 8192, "O tile": 24576, "S chunk": 12288, "state": 768}
+    unfused = TILINGS["a64fx-unfused-48x128"].working_set(128)
+    assert sum(unfused.values()) == 70 * 1024
+    assert sum(unfused.values()) - unfused["K tile"] == 54 * 1024
+
+
+@pytest.mark.parametrize("name", TILINGS)
+def test_named_tilings_hold_their_own_rules(name):
+    t = TILINGS[name]
+    assert t.name == name
+    assert t.block_q % t.mr == 0 and t.key_block % (t.nv * t.lanes) == 0
+    assert t.accumulators == t.mr * t.nv
+    if t.device == "cpu" and t.isa.startswith("avx512"):
+        assert t.accumulators + t.nv + 1 <= 32, "accumulators, one row of B and one of A fit 32 registers"
+    if t.isa in ("avx2", "avx_vnni"):
+        assert t.accumulators + t.nv + 1 <= 16
+
+
+@pytest.mark.parametrize(("field", "value"), [("block_q", 25), ("key_block", 100), ("mr", 0), ("lanes", -1), ("key_block", 0)])
+def test_bad_sizes_are_refused(field, value):
+    with pytest.raises(ArgumentError, match=field):
+        dataclasses.replace(TILINGS["avx512_vnni-int8"], **{field: value})
+    with pytest.raises(ArgumentError, match=field):
+        tiling.tiling("avx512_vnni", **{field: value})
+
+
+def test_lookup():
+    assert tiling.tiling("avx2") is TILINGS["avx2-int8"]
+    assert tiling.tiling("avx2", block_q=48).block_q == 48
+    with pytest.raises(ArgumentError, match="avx2-int8"):
+        tiling.tiling("mmx")
+
+
+def test_one_key_block_for_every_integer_kernel():
+    """Weights are rounded once per row and key block: equal blocks give equal bits on every device."""
+    for t in TILINGS.values():
+        if t.dtype == "int8" and not t.name.startswith("a64fx"):
+            assert t.key_block == tiling.KEY_BLOCK
+
+
+def test_explain_shows_the_arithmetic():
+    text = TILINGS["a64fx-fused-48x64"].explain(128, caches=CACHES["a64fx"])
+    for part in ("48 x 128 x 1 B = 6.00 KiB", "working set 58.75 KiB", "92 % of L1 (64 KiB, table", "6 x 4 vectors of 16: 24 acc"):
+        assert part in text, text
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TILINGS["avx2-int8"].mr = 3
+
+
+def test_caches_from_the_system(tmp_path):
+    levels = (("Data", 1, "32K"), ("Instruction", 1, "64K"), ("Unified", 2, "1024K"), ("Unified", 3, "16M"))
+    for i, (kind, level, size) in enumerate(levels):
+        index = tmp_path / f"index{i}"
+        index.mkdir()
+        for name, text in (("type", kind), ("level", str(level)), ("size", size), ("coherency_line_size", "64")):
+            (index / name).write_text(text + "\n")
+    (tmp_path / "index9").mkdir()                                              # unreadable: skipped
+    assert tiling._read_sysfs(str(tmp_path)) == {0: 64, 1: 32768, 2: 1 << 20, 3: 16 << 20}
+    assert tiling._read_sysfs(str(tmp_path / "none")) == {}
+
+
+def test_caches_fall_back_on_the_table(monkeypatch):
+    monkeypatch.setattr(tiling, "_read_sysfs", lambda: {})
+    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "a64fx")
+    assert Caches.of_this_machine() is CACHES["a64fx"]
+    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "unheard-of")
+    assert Caches.of_this_machine() is CACHES["generic"]
