@@ -2,14 +2,16 @@
 
 Numba's own cache looks only at the file of the function itself (PITFALLS P1, P2): an edited helper in another file, another
 option set of the same function, or a data file cut short by a full disk can each run the wrong code. `_PackageCache` closes
-all three: the stamp is a hash of every source file of the package, the key holds options and closure values, and each entry
-carries its own key and checksum; anything that does not match is compiled again.
+all three: the stamp is a hash of the kernel's source file and of all files of the package that it imports, the key holds
+options and closure values, and each entry carries its own key and checksum; anything that does not match is compiled again.
 """
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
+import linecache
 import logging
 import os
 import pickle
@@ -33,14 +35,36 @@ PRANGE_ONLY = {"prange": True, "comprehension": False, "fusion": False, "inplace
 FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
+def _source(path: Path) -> str:
+    return "".join(linecache.getlines(str(path)))            # which also knows the cells of a notebook
+
+
 @functools.cache
-def package_digest() -> str:
-    """Hash of every Python source file of the package: the version of all compiled code."""
+def _imports(path: Path) -> frozenset[Path]:
+    """The package's own files that a file imports, wherever in it the import stands."""
     root = Path(__file__).parent
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(_source(path))):
+        if isinstance(node, ast.Import):
+            found.update(root.parent.joinpath(*alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = (path.parents[node.level - 1] if node.level else root.parent).joinpath(*(node.module or "").split("."))
+            found.update({base, *(base / alias.name for alias in node.names)})
+    files = (file for name in found for file in (name.with_suffix(".py"), name / "__init__.py"))
+    return frozenset(file for file in files if root in file.parents and file.is_file())
+
+
+@functools.cache
+def source_digest(path: str) -> str:
+    """Hash of a source file and of all that it imports from the package, directly or not: the version of its kernels."""
+    seen: set[Path] = set()
+    waiting = {Path(path), Path(__file__)}
+    while waiting:
+        seen |= waiting
+        waiting = {file for found in map(_imports, waiting) for file in found} - seen
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
+    for file in sorted(seen):
+        digest.update(f"{file.name}\n{_source(file)}\0".encode())
     return digest.hexdigest()
 
 
@@ -93,7 +117,7 @@ class _PackageCache(caching.FunctionCache):
     def __init__(self, py_func: Callable, options: str) -> None:
         super().__init__(py_func)
         self._options = options
-        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, package_digest())
+        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, source_digest(py_func.__code__.co_filename))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (str(sig), codegen.magic_tuple(), self._options, _salt(self._py_func))

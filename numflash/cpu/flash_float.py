@@ -80,13 +80,15 @@ def make_attend(name: str, precision: str):
             bias, at = dense.bias, row_of(semantics.bias, b, h, i) + first
             add_bias(x, x_off, whole, bias, at)
             if rest:
-                dense.bias_end[:rest] = bias[at + whole * lanes:at + n]
+                for j in range(rest):
+                    dense.bias_end[j] = bias[at + whole * lanes + j]
                 add_bias(x, tail, 1, dense.bias_end, 0)
         if semantics.has_mask:
             mask, at = dense.mask, row_of(semantics.mask, b, h, i) + first
             apply_mask(x, x_off, whole, mask, at)
             if rest:
-                dense.mask_end[:rest] = mask[at + whole * lanes:at + n]
+                for j in range(rest):
+                    dense.mask_end[j] = mask[at + whole * lanes + j]
                 apply_mask(x, tail, 1, dense.mask_end, 0)
 
     @inline

@@ -40,7 +40,7 @@ LOWEST, HIGHEST = -110, 127
 
 
 @functools.cache
-def make_attend(isa_name: str, pv: str = "int8"):
+def make_attend(isa_name: str, pv: str):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
     isa = VECTOR_ISAS[isa_name]
     block_q = tiling(isa_name).block_q
@@ -91,13 +91,15 @@ def make_attend(isa_name: str, pv: str = "int8"):
             at = row_of(semantics.bias, b, h, i) + first
             add_bias(x, x_off, whole, dense.bias, at)
             if rest:
-                dense.bias_end[:rest] = dense.bias[at + whole * float_lanes:at + n]
+                for j in range(rest):
+                    dense.bias_end[j] = dense.bias[at + whole * float_lanes + j]
                 add_bias(x, tail, 1, dense.bias_end, 0)
         if semantics.has_mask:
             at = row_of(semantics.mask, b, h, i) + first
             apply_mask(x, x_off, whole, dense.mask, at)
             if rest:
-                dense.mask_end[:rest] = dense.mask[at + whole * float_lanes:at + n]
+                for j in range(rest):
+                    dense.mask_end[j] = dense.mask[at + whole * float_lanes + j]
                 apply_mask(x, tail, 1, dense.mask_end, 0)
 
     @inline

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._jit import package_digest
+from .._jit import source_digest
 from ..errors import ArgumentError
 
 logger = logging.getLogger("numflash")
@@ -114,7 +114,8 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
 
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
     versions = [importlib.metadata.version(wheel) for wheel in _WHEELS]
-    what = [package_digest(), factory.__module__, factory.__qualname__, arch, kind, sorted(constants.items()), versions]
+    source = source_digest(factory.__code__.co_filename)
+    what = [source, factory.__module__, factory.__qualname__, arch, kind, sorted(constants.items()), versions]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 
 
