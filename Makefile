@@ -4,7 +4,7 @@ PYTEST ?= -q
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 
-.PHONY: demo test test-slow test-mpi test-aarch64 test-oldest lint bench clean
+.PHONY: demo test test-slow test-mpi test-aarch64 test-oldest notebooks notebooks-made lint bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -23,6 +23,12 @@ test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX 
 
 test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy
 	$(OLDEST)/python -m pytest $(PYTEST)
+
+notebooks: .venv/notebooks  ## the course, opened in Jupyter
+	$(BIN)/jupyter lab notebooks
+
+notebooks-made: .venv/notebooks  ## make the .ipynb from the .py beside them and run them; N="00 05" makes only these
+	$(BIN)/python tools/notebooks.py $(N)
 
 lint: .venv/lint  ## style and types
 	$(BIN)/ruff check .
@@ -51,6 +57,10 @@ clean:
 .venv/bench: .venv/ready
 	@mkdir -p .benchmarks
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench,plot]'
+	@touch $@
+
+.venv/notebooks: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[notebooks]'
 	@touch $@
 
 .venv/mpi: .venv/ready
