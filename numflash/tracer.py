@@ -53,10 +53,14 @@ class Report:
         every = list(self.arrays.values())
         return Traffic(*(sum(getattr(x, name) for x in every) for name in ("loads", "stores", "lines", "misses", "write_backs")))
 
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one array between the cache and memory, both ways; 0 if the kernel has no such array."""
+        return (self.arrays[name].misses + self.arrays[name].write_backs) * self.line if name in self.arrays else 0
+
     @property
     def moved(self) -> int:
         """Bytes between the cache and memory, both ways."""
-        return (self.total.misses + self.total.write_backs) * self.line
+        return sum(map(self.bytes_of, self.arrays))
 
     def __str__(self) -> str:
         rows = [f"{'':10} {'loads':>9} {'stores':>9} {'lines':>7} {'from memory':>12} {'to memory':>10}"]
