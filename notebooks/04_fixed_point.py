@@ -1,0 +1,295 @@
+# %% [markdown]
+# # 04. Fixed point and exp2
+#
+# After this chapter you can
+#
+# * read and write numbers like Q8.8, and say where they overflow,
+# * compute 2**x with one multiplication or two and a shift,
+# * draw the error of an approximation and see from the picture whether it is usable,
+# * follow a constant that was rounded too far from a shift instruction to the probabilities that it spoils.
+#
+# The material are the fixed-point recipes of two A64FX documents, *Fused FlashAttention V2* and *INT8 GEMM + FlashAttention
+# status*.
+
+# %%
+import inspect
+
+import numpy as np
+
+from numflash import fixedpoint as fx
+from numflash.course import COLOURS, DASHES, bars, check, figure, table
+from numflash.cpu.study import exp2_benchmark, unfused
+from numflash.timing import best_time
+
+# %% [markdown]
+# ## A number with the point painted on
+#
+# Q8.8 is an int16 that counts in 1/256: 8 bits before the point, 8 behind it. Q16.16 counts in 1/65536. Addition is integer
+# addition. A product has the fraction bits of both, so it is shifted back.
+
+# %%
+a, b = round(2.71828 * 256), round(1.5 * 256)
+print(f"2.71828 is {a} in Q8.8, which is {a / 256}; 1.5 is {b}; product {a * b >> 8}, which is {(a * b >> 8) / 256}")
+print(f"int16 reaches from {-(1 << 15) / 256} to {((1 << 15) - 1) / 256}, in steps of {1 / 256}")
+
+# %% [markdown]
+# **Exercise 1.** Write x (float) in Q8.8: round to the nearest step (`np.rint`), and stop at the ends of int16 instead of wrapping
+# around.
+
+# %% tags=["exercise"]
+def to_q8(x):
+    return ...
+
+
+def to_q8_model(x):
+    return int(np.clip(np.rint(x * 256), -32768, 32767))
+
+
+check("Q8.8", to_q8, to_q8_model, (1.0,), (-0.3,), (127.999,), (181.0,), (-1e6,))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def to_q8(x):
+    steps = int(np.rint(x * 256))
+    return max(-32768, min(32767, steps))
+
+
+check("Q8.8", to_q8, to_q8_model, (1.0,), (-0.3,), (127.999,), (181.0,), (-1e6,))
+
+# %% [markdown]
+# The case 181 is not invented. The document says that Q8.8 is enough for scores; with D = 128 and int8 entries for data of
+# spread 1 and largest magnitude 4, a score q.k / sqrt(128) can reach
+
+# %%
+largest = 127 * 127 * 128 * (4 / 127) ** 2 / np.sqrt(128)
+print(f"{largest:.0f}, outside of +-128: without saturation it would come back as {(largest + 128) % 256 - 128:.0f}")
+assert largest > 128
+
+# %% [markdown]
+# Sums have the same trouble. The same document adds weights, 65536 for 1.0, in 32 bits, and promises any length:
+
+# %%
+for keys in (32767, 32768, 65535, 65536):
+    total = keys * 65536                                   # that many equal keys
+    print(f"{keys} equal keys: as uint32 {total % (1 << 32)}, as int32 {(total + (1 << 31)) % (1 << 32) - (1 << 31)}")
+assert (65536 * 65536) % (1 << 32) == 0
+
+# %% [markdown]
+# At 65536 equal keys the sum is 0, and then comes a division by it. This package sums in 64 bits or float32.
+#
+# ## 2**x by a shift
+#
+# exp(x) = 2**(x log2 e), so softmax can count in octaves. 2**x = 2**whole * 2**fraction: the whole part is a shift, and only
+# the fraction, between 0 and 1, needs a formula. The scores are taken relative to the row's maximum, so we need 2**-y for y >=
+# 0. What ships:
+
+# %%
+print(inspect.getsource(fx.exp2_quadratic))
+y = 589
+got = int(fx.exp2_quadratic(np.uint32(y)))
+print(f"y = {y} in Q8.8 is {y / 256}; 2**-y = {2 ** (-y / 256):.6f}; exp2_quadratic gives {got}, which is {got / 65536:.6f}")
+
+# %% [markdown]
+# The documents use a straight line, `2^x = (256 + 177 * frac) >> (-int)`, "within 2 %". 177/256 is ln 2, the slope of 2**f at f
+# = 0. A tangent leaves its curve, always to the same side:
+
+# %%
+VARIANTS = {"line177": "the documents' line", "quadratic": "quadratic", "cubic": "cubic", "ultra": "2**floor"}
+y = np.arange(0, 256, dtype=np.uint32)                     # one octave
+errors = {name: fx.EXP2[name][0](y) / (65536 * np.exp2(y / -256.0)) - 1 for name in VARIANTS}
+table(("exp2", "worst error", "mean error"), [(words, f"{100 * errors[n][np.abs(errors[n]).argmax()]:+.3f} %",
+                                              f"{100 * errors[n].mean():+.3f} %") for n, words in VARIANTS.items()])
+before, after = (fx.exp2_line177(np.uint32(n)) / 65536 for n in (1, 0))
+print(f"the line just below 1 gives {before:.3f}, and at 1 {after:.3f}: a jump of {100 * (after / before - 1):.1f} %")
+assert 0.153 < np.abs(errors["line177"]).max() < 0.155 and after / before > 1.17
+
+# %% [markdown]
+# Not 2 %: up to 15.4 % too small, and a jump at every whole number. A key whose score grows by a hair gains 18 % of weight.
+# That is the kind reading of the formula. Two others, from the same text:
+
+# %%
+x = np.linspace(-1, 0, 1001)[1:-1]                         # between two whole numbers
+toward_zero = np.trunc(x)                                  # C's conversion to integer
+truncated = (256 + 177 * (x - toward_zero)) / 256 * 2.0**toward_zero / 2.0**x - 1
+frac = np.arange(256)
+literal = (256 + 177 * frac) / (256 * 2.0 ** (frac / 256))
+print(f"whole part cut toward zero, as C does: up to {100 * truncated.min():.0f} %")
+print(f"frac as the 8 bits that it is, without a shift by 8: up to {literal.max():.0f} times too large")
+assert truncated.min() < -0.37 and 88 < literal.max() < 90
+
+# %% [markdown]
+# ## Straight lines at their best
+#
+# **Exercise 2.** Which whole number in place of 177 makes the line meet itself at the octaves, so that nothing jumps?
+
+# %% tags=["exercise"]
+slope = ...
+check("slope of a line without jumps", slope, 256)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+slope = 512 - 256                                          # at frac = 1 the line must reach twice its start
+check("slope of a line without jumps", slope, 256)
+
+# %%
+f = np.linspace(0, 1, 4097)
+
+
+def worst(polynomial):
+    return np.abs(polynomial / 2**f - 1).max()
+
+
+lines = {"256 + 177 f": worst(1 + 177 / 256 * f), "256 + 256 f": worst(1 + f), "best line, 0.9702 (1 + f)": worst(0.9702 * (1 + f))}
+nudged = min(worst(u + w * f) for u in np.linspace(0.95, 1, 101) for w in np.linspace(0.9, 1.05, 101))
+for name, error in lines.items():
+    print(f"{name:28s} {100 * error:5.2f} %")
+print(f"the best of 10 201 other lines: {100 * nudged:.2f} %: no line comes within 2 %")
+print(f"quadratic without jumps: {100 * worst(1 + f * (0.6602 + 0.3398 * f)):.2f} %; one more multiplication, ten times better")
+assert nudged > 0.0297
+
+# %% [markdown]
+# ## How good is good enough?
+#
+# The score is rounded to Q8.8 before exp2 sees it, which by itself moves the weight by up to half a step. And the weight that
+# is multiplied with V has 8 bits (`exp2_p8`): 255 is 1.0. An exp2 much better than that is wasted.
+
+# %%
+half_step = 2 ** (0.5 / 256) - 1
+p8 = fx.exp2_p8(np.arange(16 * 256, dtype=np.uint16)).astype(float)
+off = np.abs(p8 - 255 * np.exp2(-np.arange(16 * 256) / 256))
+print(f"half a step of Q8.8 moves 2**x by {100 * half_step:.3f} %; quadratic {100 * np.abs(errors['quadratic']).max():.2f} %")
+print(f"exp2_p8: at most {off.max():.2f} steps of 1/255 off, where rounding alone is off by 0.5")
+assert off.max() < 0.5 + 0.0028 * 255
+
+# %% [markdown]
+# What it does to attention: random N(0, 1) queries, keys and values, 2048 keys, D = 128. Only the weights come from the
+# variant; V and the sum are in float64.
+
+# %%
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((n, 128)) for n in (256, 2048, 2048))
+scores = query @ key.T / np.sqrt(128)
+
+
+def attend(weights):
+    return weights @ value / weights.sum(1, keepdims=True)
+
+
+def relative_l1(out):
+    return np.abs(out - exact).sum() / np.abs(exact).sum()
+
+
+exact = attend(np.exp(scores - scores.max(1, keepdims=True)))
+t = np.rint(scores * np.log2(np.e) * 256)                  # Q8.8
+distance = (t.max(1, keepdims=True) - t).astype(np.uint32)
+cost = {words: relative_l1(attend(fx.EXP2[name][0](distance).astype(float))) for name, words in VARIANTS.items()}
+cost["exact exp2 of Q8.8"] = relative_l1(attend(np.exp2(-distance.astype(float) / 256)))
+table(("exp2", "relative L1 of the output"), [(name, f"{100 * error:.3f} %") for name, error in cost.items()])
+assert cost["the documents' line"] > 10 * cost["quadratic"]
+
+# %% [markdown]
+# ## A constant that was rounded too far
+#
+# A score q.k must be multiplied by log2(e) / sqrt(128) to count in octaves, and by 256 to count in Q8.8: by 32.64. The
+# documents build that number from two others:
+
+# %%
+exact_scale = 256 * np.log2(np.e) / np.sqrt(128)
+score_scale, log2e = round(256 / np.sqrt(128)), round(256 * np.log2(np.e))
+combined = (score_scale * log2e) >> 8
+print(f"score_scale {score_scale} for {256 / np.sqrt(128):.3f}, log2(e) {log2e} for {256 * np.log2(np.e):.3f}, "
+      f"combined {combined} for {exact_scale:.3f}: {100 * (combined / exact_scale - 1):+.2f} %")
+assert combined == 33
+
+# %% [markdown]
+# 1 % sounds harmless. But every *score* grows by 1 %, which is a lower temperature, and a score stands in an exponent:
+#
+# **Exercise 3.** Key A scores `gap` nats below key B. By what factor is the ratio of their probabilities off, if all scores are
+# multiplied by 1 + error? (Right is exp(-gap); the answer for gap 0 or error 0 is 1.)
+
+# %% tags=["exercise"]
+def ratio_off(gap, error):
+    return ...
+
+
+def ratio_off_model(gap, error):
+    return float(np.exp(-gap * error))
+
+
+check("ratio of probabilities", ratio_off, ratio_off_model, (5.0, 0.0109), (20.0, 0.0109), (3.0, 0.0))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def ratio_off(gap, error):
+    return np.exp(-gap * (1 + error)) / np.exp(-gap)
+
+
+check("ratio of probabilities", ratio_off, ratio_off_model, (5.0, 0.0109), (20.0, 0.0109), (3.0, 0.0))
+
+# %%
+excess = combined / exact_scale - 1
+for gap in (1, 5, 10, 20):
+    print(f"gap {gap:2d} nats: the ratio is {100 * (1 - ratio_off_model(gap, excess)):4.1f} % too small")
+t33 = np.rint(scores * np.log2(np.e) * 256 * (1 + excess))
+with_33 = relative_l1(attend(np.exp2((t33 - t33.max(1, keepdims=True)) / 256)))
+print(f"the output above, exact exp2: relative L1 {100 * with_33:.2f} %, against {100 * cost['exact exp2 of Q8.8']:.2f} %")
+assert with_33 > 5 * cost["exact exp2 of Q8.8"]
+
+# %% [markdown]
+# The rounding of the constant alone costs more than the quadratic exp2. Eight more bits mend it:
+
+# %%
+for bits in (8, 12, 16):
+    whole = round(exact_scale / 256 * 2**bits)
+    error = whole / 2**bits * 256 / exact_scale - 1
+    needed = (127 * 127 * 128 * whole).bit_length() + 1
+    print(f"{whole:5d} / 2**{bits:<2d}: {100 * error:+.4f} %; its product with a raw score of 127 * 127 * 128 needs {needed} bits")
+assert abs(8357 / 65536 * 256 / exact_scale - 1) < 3e-6
+
+# %% [markdown]
+# 36 bits do not fit an int32 lane. So this package converts the score to float32, which is exact up to D = 1040, multiplies and
+# rounds once; and since it multiplies anyway, the quantisation scales of q and k go into the same factor. (The documents leave
+# them out, and then a row with larger numbers is a row with a lower temperature.)
+#
+# ## What it costs, and the picture
+#
+# The same softmax pass with each exp2, scores in the first-level cache, in cycles per score (the loop is
+# `unfused.make_exponentials`):
+
+# %%
+raw = -rng.integers(0, 4000, (8, 512)).astype(np.int32)
+weights, top, total = np.zeros_like(raw), np.zeros(8, np.int32), np.zeros(8, np.int64)
+clock, cycles = exp2_benchmark.measure_clock(), {}
+for name, words in VARIANTS.items():
+    kernel = unfused.make_exponentials(name)
+    seconds = best_time(lambda: kernel(raw, 512, np.float32(1), top, weights, total), 0.1)  # noqa: B023
+    cycles[words] = seconds * clock / raw.size
+    np.testing.assert_array_equal(weights, fx.EXP2[name][0]((-raw).astype(np.uint32)))
+for words, c in cycles.items():
+    print(f"{words:20s} {c:.2f} cycles per score, {100 * (c / cycles[VARIANTS['line177']] - 1):+.0f} % against the documents' line")
+
+# %%
+fig, (curve, error_axis, cost_axis) = figure(3, width=12, height=4)
+x = -np.arange(0, 2 * 256 + 1) / 256
+steps = (-256 * x).astype(np.uint32)
+curve.plot(x, 2**x, marker="")
+for n, (name, words) in enumerate(VARIANTS.items()):
+    approximate = fx.EXP2[name][0](steps) / 65536
+    style = {"color": COLOURS[n + 1], "linestyle": DASHES[n + 1], "marker": "", "label": words}
+    if name in ("line177", "ultra"):
+        curve.plot(x, approximate, **style)
+    error_axis.plot(x, np.maximum(np.abs(approximate / 2**x - 1), 1e-6), **style)
+error_axis.axhline(half_step, color="black", linewidth=0.8, marker="")
+error_axis.text(-1.98, 2.5e-6, "thin line: half a step of Q8.8", fontsize=9, bbox={"facecolor": "white", "edgecolor": "none"})
+error_axis.set_yscale("log")
+error_axis.set_ylim(1e-6, 1)
+error_axis.set_title("relative error")
+curve.set_title("two octaves of 2**x (black)")
+for axis in (curve, error_axis):
+    axis.set_xlabel("x")
+fig.legend(*error_axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+shown = {name: 100 * error for name, error in cost.items()} | {"exact exp2, scale 33": 100 * with_33}
+bars(cost_axis, dict(sorted(shown.items(), key=lambda item: item[1])), "relative L1 of attention, %", digits=2)
+
+# %%
+assert np.abs(errors["quadratic"]).max() < 0.0028 and np.abs(errors["cubic"]).max() < 0.00014
+assert cost["quadratic"] < 3 * cost["exact exp2 of Q8.8"] + 1e-3
+print(f"ceiling: {100 * half_step:.3f} %, what rounding the score to Q8.8 costs a weight at worst; "
+      f"quadratic {100 * np.abs(errors['quadratic']).max():.2f} %, cubic {100 * np.abs(errors['cubic']).max():.3f} %")
