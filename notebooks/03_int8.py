@@ -1,0 +1,317 @@
+# %% [markdown]
+# # 03. INT8
+#
+# After this chapter you can
+#
+# * turn float tensors into int8 and back, and say what that costs before you run it,
+# * decide who shares a scale: a tensor, a row, a channel,
+# * take the mean of the keys away without changing attention, and tell when it helps and when it does not,
+# * find out where the error of an integer kernel comes from, on real activations,
+# * see through an error figure that says nothing.
+#
+# The activations are those of a sentence encoder, all-MiniLM-L6-v2: layer 2, 12 heads, 512 tokens, D = 32.
+
+# %%
+import numpy as np
+
+import numflash
+from numflash import fixedpoint as fx
+from numflash import reference, validation
+from numflash.course import bars, check, figure, roof, table
+from numflash.data import minilm
+
+query, key, value = (x.astype(np.float32)[None] for x in minilm())
+
+
+def exact_attention(q, k, v):
+    """In float64."""
+    return reference.oracle(validation.problem(q, k, v))[0]
+
+
+def relative_l1(out, exact):
+    return float(np.abs(out - exact).sum() / np.abs(exact).sum())
+
+
+exact = exact_attention(query, key, value)
+print("query, key, value", query.shape, "largest magnitudes", [round(float(np.abs(x).max()), 1) for x in (query, key, value)])
+
+# %% [markdown]
+# ## Why
+#
+# An int8 is a quarter of a float32 to store and to move, and a core multiplies more of them per second. On this machine, in
+# loops of nothing but the instruction:
+
+# %%
+peak = roof()
+print(f"{peak.int8 / 1e9:.0f} GOP/s in int8, {peak.float32 / 1e9:.0f} GFLOP/s in float32: {peak.int8 / peak.float32:.1f} to 1")
+
+# %% [markdown]
+# ## 127 steps to each side
+#
+# Symmetric quantisation: one float `scale`, the largest magnitude divided by 127; store round(x / scale); read it as stored *
+# scale.
+#
+# **Exercise 1.** Quantise a vector: return the int8 values and the scale.
+
+# %% tags=["exercise"]
+def quantise(x):
+    return ...
+
+
+def quantise_model(x):
+    scale = np.float32(np.abs(x).max() / 127)
+    return np.rint(x / scale).astype(np.int8), scale
+
+
+row = query[0, 0, 0]
+check("quantise", quantise, quantise_model, (row,), (np.float32([1, -2, 0.1]),))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def quantise(x):
+    scale = np.abs(x).max() / 127
+    return np.round(x / scale).astype(np.int8), np.float32(scale)
+
+
+check("quantise", quantise, quantise_model, (row,), (np.float32([1, -2, 0.1]),))
+
+# %%
+stored, step = quantise_model(row)
+print("x     ", np.round(row[:8], 3))
+print("stored", stored[:8], f"scale {step:.5f}")
+print("back  ", np.round(stored[:8] * step, 3))
+print(f"largest error {np.abs(stored * step - row).max():.5f}, half a step is {step / 2:.5f}; "
+      f"RMS {np.sqrt(np.mean((stored * step - row) ** 2)):.5f}, a step / sqrt(12) is {step / np.sqrt(12):.5f}")
+assert np.abs(stored * step - row).max() <= step / 2 * 1.001
+
+# %% [markdown]
+# So the error is known beforehand: at most half a step, on average step / sqrt(12), and the step is set by the *largest* entry.
+#
+# ## Who shares a scale?
+#
+# The fewer entries share one, the smaller the steps. `numflash.quantize` knows four ways. Error of the tensors read back, as a
+# share of their own RMS:
+
+# %%
+WAYS = ("tensor", "block", "row", "channel")
+
+
+def read_back_error(x, way):
+    return float(np.sqrt(np.mean((numflash.quantize(x, way).dequantize() - x) ** 2) / np.mean(x**2)))
+
+
+table(("a scale per", "query", "key", "value"),
+      [(way, *(f"{100 * read_back_error(x, way):.2f} %" for x in (query, key, value))) for way in WAYS])
+
+# %% [markdown]
+# Small steps are not all. The product runs in integers, so a scale must come *out of the sum*. A score sums over channels: S[i,
+# j] = sum over d of q[i, d] * k[j, d]. A scale per row of Q and one per row of K come out of it: S = scale_q[i] * scale_k[j] *
+# (integer). A scale per channel of K would stay inside.
+#
+# **Exercise 2.** O[i, c] = sum over keys j of p[i, j] * v[j, c]. Which scale of V comes out of this sum: one per "row" or one per
+# "channel"?
+
+# %% tags=["exercise"]
+answer = ...
+check("the scale of V", answer, "channel")
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+answer = "channel"                                         # c is not summed over; j, the row, is
+check("the scale of V", answer, "channel")
+
+# %%
+q, k, v = numflash.quantize_qkv(query, key, value)         # what precision="int8" makes: query and key per row, value per channel
+dots = q.data[0, 0].astype(np.int32) @ k.data[0, 0].T.astype(np.int32)
+restored = dots * q.row_scale()[0, 0][:, None] * k.row_scale()[0, 0]
+real = query[0, 0] @ (key[0, 0] - k.offset[0, 0]).T
+print(f"integer scores times both scales: off by {100 * relative_l1(restored, real):.2f} % (relative L1)")
+assert relative_l1(restored, real) < 0.02
+
+# %% [markdown]
+# ## Smoothing the keys
+#
+# `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often sit
+# far from zero; then most of the steps are spent on a part that all keys have in common. May one take it away? A vector m taken
+# from every key changes the scores of row i by the same number for all keys.
+#
+# **Exercise 3.** By what number, per row? (scale is 1 / sqrt(D).)
+
+# %% tags=["exercise"]
+def shift_of_scores(q, m):
+    return ...
+
+
+def shift_model(q, m):
+    return (q @ m) / np.sqrt(q.shape[1])
+
+
+mean = key[0, 3].mean(0)
+check("shift of the scores of each row", shift_of_scores, shift_model, (query[0, 3], mean), within=1e-4)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def shift_of_scores(q, m):
+    return q @ m * q.shape[1] ** -0.5
+
+
+check("shift of the scores of each row", shift_of_scores, shift_model, (query[0, 3], mean), within=1e-4)
+
+# %% [markdown]
+# Softmax divides by the sum, so what all keys have in common cancels; only the log-sum-exp must get it back. In float64:
+
+# %%
+moved = key - key.mean(2, keepdims=True)
+print(f"attention with K and with K minus its mean differ by {np.abs(exact_attention(query, moved, value) - exact).max():.0e}")
+assert np.abs(exact_attention(query, moved, value) - exact).max() < 1e-5
+
+# %% [markdown]
+# Does it help? On these activations, and on random ones where 8 of 128 channels of K have a large common part:
+
+# %%
+rng = np.random.default_rng(0)
+biased = [rng.standard_normal((1, 1, 1024, 128)).astype(np.float32) for _ in range(3)]
+biased[1][..., :8] += rng.normal(0, 10, 8).astype(np.float32)
+
+
+def int8_error(q, k, v, smooth):
+    quantised = numflash.quantize(q, "row"), numflash.quantize(k, "row", smooth=smooth), numflash.quantize(v, "channel")
+    return relative_l1(numflash.attention_int8(*quantised), exact_attention(q, k, v))
+
+
+smoothing = {name: [int8_error(*tensors, smooth) for smooth in (False, True)]
+             for name, tensors in (("MiniLM, layer 2", (query, key, value)), ("8 biased channels", biased))}
+common = {"MiniLM, layer 2": key, "8 biased channels": biased[1]}
+table(("keys", "largest mean / spread of a channel", "relative L1", "smoothed"), [
+    (name, f"{float((np.abs(common[name].mean(2)) / common[name].std(2)).max()):.1f}", *(f"{100 * e:.2f} %" for e in pair))
+    for name, pair in smoothing.items()])
+assert smoothing["8 biased channels"][0] > 2 * smoothing["8 biased channels"][1]
+
+# %% [markdown]
+# With biased channels it is worth a factor. On this layer it is worth next to nothing: its means are no larger than a few
+# spreads, and, as we shall see, K is not where its error comes from. It costs one pass over K, so the package always does it.
+#
+# ## Where the error comes from
+#
+# Round one tensor at a time and compute everything else in float64. Then all three: no kernel that is given these int8 inputs
+# can do better than that. Then the real kernels: `pv="fp32"` keeps P in 16 bits and V in float, `pv="int8"` rounds P to 8 bits.
+
+# %%
+sources = {
+    "Q rounded": exact_attention(q.dequantize(), key, value),
+    "K rounded": exact_attention(query, k.dequantize(), value),
+    "V rounded": exact_attention(query, key, v.dequantize()),
+    "Q, K, V rounded: the floor": exact_attention(*(x.dequantize() for x in (q, k, v))),
+    "kernel, pv fp32": numflash.attention(query, key, value, precision="int8", pv="fp32"),
+    "kernel, pv int8": numflash.attention(query, key, value, precision="int8"),
+}
+error = {name: relative_l1(out, exact) for name, out in sources.items()}
+for name, e in error.items():
+    print(f"{name:28s} {100 * e:.2f} %")
+floor = error["Q, K, V rounded: the floor"]
+assert error["kernel, pv int8"] >= floor
+
+# %% [markdown]
+# Errors of different sources add up like the sides of right-angled triangles, so what is missing to the whole tells what the
+# rest costs, which is nearly all rounding P to 8 bits:
+
+# %%
+together = np.sqrt(sum(error[f"{x} rounded"] ** 2 for x in "QKV"))
+print(f"root of the sum of squares of the first three: {100 * together:.2f} %; measured together: {100 * floor:.2f} %")
+print(f"left for P: {100 * np.sqrt(error['kernel, pv int8'] ** 2 - floor**2):.2f} %")
+assert abs(together / floor - 1) < 0.2
+
+# %% [markdown]
+# ## Five figures
+#
+# One figure hides what another shows, so `numflash.accuracy` always reports five, for your own tensors if you like:
+
+# %%
+found = numflash.accuracy(query, key, value)
+table(("precision", "cosine", "relative L1", "RMSE", "max abs", "worst row"),
+      [(name, f"{e.cosine:.6f}", f"{e.relative_l1:.1e}", f"{e.rmse:.1e}", f"{e.max_abs:.1e}", f"{e.worst_row:.1e}")
+       for name, e in found.items()])
+
+# %% [markdown]
+# A cosine of 0.9999, and one row that is a third off. Look at that row:
+
+# %%
+out = sources["kernel, pv int8"]
+gap, size = np.abs(out - exact).sum(-1), np.abs(exact).sum(-1)
+at = np.unravel_index((gap / size).argmax(), gap.shape)
+print(f"head {at[1]}, token {at[2]}: error {gap[at]:.2f}, where the median row has {np.median(gap):.2f}; "
+      f"size {size[at]:.1f}, where the median row has {np.median(size):.1f}")
+
+# %% [markdown]
+# The output is small and the error is large. Why, says the row of weights:
+
+# %%
+_, head, token = at
+weights = np.exp(query[0, head, token] @ key[0, head].T / np.sqrt(32))
+weights /= weights.sum()
+first = weights.argmax()
+lost = weights[:128] < weights[:128].max() / 510           # less than half a step of 1/255 of the largest in the block of 128 keys
+sizes = np.abs(value[0, head]).sum(-1)
+print(f"{100 * weights[first]:.0f} % of the weight is on token {first}, whose value has size {sizes[first]:.1f}; "
+      f"the median value has {np.median(sizes):.1f}")
+print(f"the other tokens of its block share {100 * (weights[:128].sum() - weights[first]):.1f} %, and {lost.sum()} of them, "
+      f"with {100 * weights[:128][lost].sum():.1f} %, are rounded to 0")
+
+# %% [markdown]
+# An *attention sink*: this head parks its weight on a token with next to no value. The output is made of what is left, and that
+# is small beside the largest weight of the block, so 8 bits do not hold it. The same rows are far better with `pv="fp32"`:
+
+# %%
+unnormalised = np.exp(query[0, head] @ key[0, head].T / np.sqrt(32))
+rows = unnormalised[:, first] / unnormalised.sum(1) > 0.8
+for name in ("kernel, pv int8", "kernel, pv fp32"):
+    each = np.abs(sources[name] - exact).sum(-1)[0, head] / size[0, head]
+    print(f"{name}: head {head}, {rows.sum()} rows with a sink of over 80 %: {100 * each[rows].mean():.1f} %; "
+          f"the other {(~rows).sum()}: {100 * each[~rows].mean():.1f} %")
+
+# %% [markdown]
+# ## A figure that says nothing
+#
+# The document *Fused FlashAttention V2* calls its kernel correct at a "max error < 5.0". Its test data is N(0, 1). Which
+# kernels pass?
+
+# %%
+q2, k2, v2 = (rng.standard_normal((1, 1, 2048, 128)).astype(np.float32) for _ in range(3))
+output = exact_attention(q2, k2, v2)
+print(f"the output has RMS {np.sqrt((output**2).mean()):.3f} and no entry larger than {np.abs(output).max():.2f}")
+for name, kernel in (("the int8 kernel", numflash.attention(q2, k2, v2, precision="int8")), ("all zeros", 0 * output),
+                     ("right, times -10", -10 * output)):
+    print(f"{name:17s} max error {np.abs(kernel - output).max():5.2f}, passes: {bool(np.abs(kernel - output).max() < 5)}; "
+          f"relative L1 {relative_l1(kernel, output):.3f}")
+assert np.abs(output).max() < 5 and np.sqrt((output**2).mean()) < 0.05
+
+# %% [markdown]
+# All zeros is no joke: it is what a kernel returns that divides by the row sum first and rounds to 8 bits then. With 2048 keys
+# of about the same score, each probability is 1/2048, and in units of 1/255:
+
+# %%
+score = np.zeros(2048)                                     # all keys alike
+probability = np.exp(score) / np.exp(score).sum()
+first_divided = np.rint(255 * probability).astype(np.uint8)
+relative_to_maximum = fx.exp2_p8(np.zeros(2048, np.uint16))          # 2**0, the weight relative to the largest
+print(f"divide, then round: {first_divided[:4]} ...")
+print(f"round, then divide: {relative_to_maximum[:4]} ... by {relative_to_maximum.sum(dtype=int)}")
+assert not first_divided.any() and (relative_to_maximum == 255).all()
+
+# %% [markdown]
+# So this package rounds weights relative to the maximum (to its whole octave, chapter 07) and divides once, at the end.
+#
+# ## The picture and its ceiling
+
+# %%
+fig, (image_axis, error_axis) = figure(2, width=11.5, height=4, width_ratios=(1, 1.25))
+shown = image_axis.imshow(np.abs(key[0, 3]).T, aspect="auto", interpolation="nearest")
+fig.colorbar(shown, ax=image_axis, label="|K|")
+image_axis.set_title("K of head 3: some channels are large for all tokens")
+image_axis.set_xlabel("token")
+image_axis.set_ylabel("channel")
+bars(error_axis, {name: 100 * e for name, e in error.items() if "floor" not in name}, "relative L1 error, %",
+     ("floor: Q, K, V rounded", 100 * floor), digits=2)
+
+# %%
+assert found["int8"].relative_l1 < 0.017 and found["int8"].cosine > 0.9998      # the budget for these activations
+assert found["int8, pv fp32"].relative_l1 < found["int8"].relative_l1
+print(f"ceiling: relative L1 of {100 * floor:.2f} %, with Q, K and V rounded to 8 bits and all else exact; "
+      f"the int8 kernel is at {100 * found['int8'].relative_l1:.2f} %")
