@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
-from numba.core import codegen, config, cpu, sigutils, types, typing
+from numba.core import codegen, config, cpu, fastmathpass, sigutils, types, typing
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import nrtdynmod
@@ -64,7 +64,7 @@ class Kernel(NamedTuple):
 
 
 def _fused(isa: str, operand: str, *cpus: str) -> Kernel:
-    return Kernel("numflash.cpu.flash_int8", "make_attend", (isa,), functools.partial(_attend_types, False, operand), cpus)
+    return Kernel("numflash.cpu.flash_int8", "make_attend", (isa, "int8"), functools.partial(_attend_types, False, operand), cpus)
 
 
 _PORTABLE = "numflash.cpu.portable"
@@ -179,6 +179,8 @@ class _TargetContext(cpu.CPUContext):
         return nrtdynmod.compile_nrt_functions(self)
 
     def post_lowering(self, mod: Any, library: Any) -> None:
+        if self.fastmath:
+            fastmathpass.rewrite_module(mod, self.fastmath)
         # not the host's runtime library: that one is IR already lowered for the host (llvm.x86.*)
         library.add_linking_library(self._runtime)
 

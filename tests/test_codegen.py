@@ -1,4 +1,6 @@
 """Cross-compilation (numflash.codegen) and the reading of its text (numflash.assembly), on functions whose code is known."""
+import importlib
+
 import llvmlite.binding as llvm
 import numba
 import numpy as np
@@ -111,6 +113,25 @@ def test_an_allocating_function_links_a_runtime_built_for_the_target():
     code = compile_for(allocates, (types.intp,), Target.named("a64fx"))
     assert "x86" not in code.assembly and code.object[:4] == b"\x7fELF"
     assert int.from_bytes(code.object[18:20], "little") == 183            # e_machine AArch64
+
+
+def test_float_options_are_kept():
+    """Only a sum that may be reordered becomes vectors of multiply-adds."""
+    def total(a, b):
+        s = np.float32(0)
+        for i in range(a.size):
+            s += a[i] * b[i]
+        return s
+    floats = types.Array(types.float32, 1, "C")
+    strict, free = (report(numba.njit(fastmath=options)(total), (floats, floats), "haswell")["instructions"]
+                    for options in (False, {"reassoc", "contract"}))
+    assert not any(kind.startswith("vfmadd") for kind in strict) and any(kind.startswith("vfmadd231ps ymm") for kind in free)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in codegen.KERNELS.items() if entry.arguments is not None])
+def test_every_named_kernel_can_be_made(name):
+    entry = codegen.KERNELS[name]
+    assert callable(getattr(importlib.import_module(entry.module), entry.name)(*entry.arguments))
 
 
 def test_the_host_is_left_as_it_was():

@@ -1,0 +1,202 @@
+# %% [markdown]
+# # 02. Tiling and caches
+#
+# After this chapter you can add up the working set of a tile, tell from it what a cache of a given size will do, and draw the
+# roofline of your machine with measured peaks and put kernels on it.
+
+# %%
+import numpy as np
+
+from numflash.course import check, figure, roof, rounds, table
+from numflash.cpu import target
+from numflash.cpu.study import ladder, ladder_float
+from numflash.tiling import TILINGS, Caches
+from numflash.tracer import trace
+
+caches = Caches.of_this_machine()
+print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"lines of {caches.line} bytes,", caches.source)
+
+# %% [markdown]
+# ## Adding up
+#
+# The inner loop of fused attention touches a tile of Q, a block of K and one of V, the scores between them, and the rows of O
+# that they go into. All of it must stay in a cache that the loads can keep up with: that sum is the *working set*. Tilings
+# are data in this package, and add themselves up.
+
+# %%
+document = TILINGS["a64fx-fused-48x64"]
+print(document.source)
+print(document.explain(128, caches=Caches(64 * 1024, 0, 0, 256, "A64FX")))
+
+# %% [markdown]
+# The document lists the same arrays and writes "Total: 46 KB (fits in 64 KB L1D)".
+#
+# **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
+
+# %% tags=["exercise"]
+kibibytes = ...
+check("KiB of the document's tile", kibibytes, sum(document.working_set(128).values()) / 1024)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+kibibytes = 6 + 8 + 8 + 24 + 12 + 48 * 4 * 4 / 1024
+check("KiB of the document's tile", kibibytes, sum(document.working_set(128).values()) / 1024)
+
+# %% [markdown]
+# 46 is Q + K + V + O: scores and state were forgotten. It still fits, with 8 % to spare, in a cache of only four ways.
+#
+# What our own tile takes here:
+
+# %%
+mine = TILINGS[f"{target.available()[0]}-int8"]
+print(mine.explain(128))
+
+# %% [markdown]
+# Where that is more than the first level, K and V stream from the second: each of their bytes is used by 48 rows when it comes. A
+# working set tells which cache to look at, not how fast a kernel is; chapter 07 measures that.
+#
+# ## What a cache does with it
+#
+# The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the
+# size of the cache. While the tile fits, memory sees every block once per tile; when it does not, every access goes far away.
+
+# %%
+F = np.float32
+length, d = 96, 8
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((length, d), F) for _ in range(3))
+out = np.empty_like(query)
+
+
+def moved(block_q, block_k, cache):
+    tile = np.empty((block_q, block_k), F), np.empty(block_q, F), np.empty(block_q, F)
+    return trace(ladder_float.make_tiled(block_q, block_k), query, key, value, F(0.5), *tile, out, cache=cache).moved
+
+
+def working_set(block_q, block_k, d):
+    """Bytes of Q, O, K, V, S and the rows' m and l in float32."""
+    return 4 * (2 * block_q * d + 2 * block_k * d + block_q * block_k + 2 * block_q)
+
+
+sizes = [512, 1024, 2048, 3072, 6144]
+tiles = [(1, 1), (8, 8), (24, 16)]
+swept = {tile: [moved(*tile, cache) for cache in sizes] for tile in tiles}
+table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
+      [[f"{q} x {k}", working_set(q, k, d), *swept[q, k]] for q, k in tiles])
+
+# %% [markdown]
+# A tile of one row and one key has the smallest working set and the most traffic; a larger tile moves less *as soon as it
+# fits*. The best tile is the largest that fits: fewest visits of K and V.
+#
+# **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set with `block_k` keys fits in a cache of
+# `cache` bytes.
+
+# %% tags=["exercise"]
+def largest_block_q(block_k, d, cache):
+    return ...
+
+
+def model(block_k, d, cache):
+    fits = [q for q in range(6, 10000, 6) if working_set(q, block_k, d) <= cache]
+    return max(fits)
+
+
+check("the largest tile that fits", largest_block_q, model, (64, 128, 131072), (64, 64, 49152), (128, 64, 262144))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def largest_block_q(block_k, d, cache):
+    fixed, per_row = 4 * 2 * block_k * d, 4 * (2 * d + block_k + 2)
+    return (cache - fixed) // per_row // 6 * 6
+
+
+check("the largest tile that fits", largest_block_q, model, (64, 128, 131072), (64, 64, 49152), (128, 64, 262144))
+
+# %% [markdown]
+# ## The clock's opinion
+#
+# The same kernel, compiled, at L = 2048, D = 64, with tiles from a fraction of the first-level cache to well beyond it:
+
+# %%
+length, d = 2048, 64
+query, key, value = (rng.standard_normal((length, d), F) for _ in range(3))
+out, scale = np.empty_like(query), F(np.log2(np.e) / np.sqrt(d))
+rows = []
+for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
+    tile = np.empty((block_q, block_k), F), np.empty(block_q, F), np.empty(block_q, F)
+    kernel = ladder_float.make_tiled(block_q, block_k)
+    seconds = rounds(lambda kernel=kernel, tile=tile: kernel(query, key, value, scale, *tile, out))
+    need = working_set(block_q, block_k, d)
+    rows.append([f"{block_q} x {block_k}", f"{need / 1024:.0f} KiB", f"{100 * need / caches.l1:.0f} %", 1e3 * seconds,
+                 4 * length * length * d / seconds / 1e9])
+table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows)
+
+# %% [markdown]
+# The tile matters less here than the traffic suggests: this loop is far from the peak for another reason, which the roofline
+# shows.
+#
+# ## The roofline
+#
+# A kernel that does `i` operations for every byte from memory cannot be faster than `i` times the memory's bytes per second,
+# nor than the arithmetic peak. Both are measured here, by loops that do nothing else.
+
+# %%
+peak = roof()
+print(peak)
+
+# %% [markdown]
+# **Exercise 3.** From how many float32 operations per byte on is arithmetic, not memory, the limit? Use `peak.float32` and
+# `peak.read`.
+
+# %% tags=["exercise"]
+ridge = ...
+check("operations per byte where the roofs meet", ridge, peak.float32 / peak.read)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+ridge = peak.float32 / peak.read
+check("operations per byte where the roofs meet", ridge, peak.float32 / peak.read)
+
+# %% [markdown]
+# Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per
+# row, `tiled` and `packed` once per 48 rows, if they do not fit a cache at all; the integer kernel the same with a byte per
+# number. (In truth K and V of this size live in the second-level cache. The intensities are what they would be if nothing but
+# one tile were cached.)
+
+# %%
+n, d = 4096, 64
+work = 4.0 * n * n * d
+kv = 8.0 * n * n * d                                       # K and V once per row, float32
+intensity = {"naive": work / (5 * 4.0 * n * n), "online": work / kv, "tiled": work / (kv / 48), "packed": work / (kv / 48),
+             "fused": work / (kv / 4 / mine.block_q)}
+climbed = {rung.name: (seconds, error) for rung, seconds, error in ladder.climb(n, d, repeats=3) if rung.name in intensity}
+top = {name: peak.int8 if name == "fused" else peak.float32 for name in climbed}
+table(["rung", "operations per byte", "GOP/s", "share of its peak", "relative L1 error"],
+      [[name, intensity[name], work / seconds / 1e9, f"{100 * work / seconds / top[name]:.0f} %", error]
+       for name, (seconds, error) in climbed.items()])
+
+# %%
+fig, ax = figure(width=9, height=4.4)
+x = np.logspace(-1, 3, 200)
+for name, flat, dash in (("INT8", peak.int8, "-."), ("float32", peak.float32, "-")):
+    ax.plot(x, np.minimum(flat, x * peak.read) / 1e9, color="black", linestyle=dash, marker="")
+    ax.text(x[-1], flat / 1e9 * 1.06, f"measured {name} peak, {flat / 1e9:.0f} GOP/s", ha="right", fontsize=9)
+ax.text(1.2, 0.75 * peak.read / 1e9, f"measured memory read, {peak.read / 1e9:.0f} GB/s", rotation=31, fontsize=9)
+for (name, (seconds, _)), marker, offset in zip(climbed.items(), "os^DP", (-12, 8, -12, 3, 3), strict=False):
+    rate = work / seconds / 1e9
+    ax.plot(intensity[name], rate, linestyle="", marker=marker, markersize=9, color="#D55E00" if name == "fused" else "#0072B2")
+    ax.annotate(name, (intensity[name], rate), textcoords="offset points", xytext=(8, offset), fontsize=9)
+_ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory", ylabel="GOP/s, one core",
+           ylim=(1, 2.2 * peak.int8 / 1e9), title=f"the ladder under this machine's roof, L={n} D={d}")
+
+# %% [markdown]
+# ## What the picture says, and what it does not
+#
+# `online` lies above the slanted roof: K and V do come from a cache, not from memory. From `tiled` on, memory is out of the
+# question: the points lie right of where the roofs meet, and still far below the flat one. The roofline says that something
+# *else* limits them, and not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
+# it adds to. That is the subject of chapters 05 and 06, and the fused integer kernel up there is where they lead.
+
+# %%
+assert sum(document.working_set(128).values()) == 58.75 * 1024
+assert swept[24, 16][-1] < swept[8, 8][-1] < swept[1, 1][-1]                # large cache: the large tile moves least
+assert swept[24, 16][0] > swept[8, 8][0]                                    # small cache: it does not fit, and moves more
+assert all(error < 1e-4 for name, (_, error) in climbed.items() if name != "fused")
+assert intensity["tiled"] > 40 * intensity["online"]

@@ -1,0 +1,269 @@
+# %% [markdown]
+# # 05. How LLVM vectorises it
+#
+# After this chapter you can read the machine code of a Numba kernel from within Python, for your CPU and for ones that you do
+# not have; tell whether a loop was vectorised and to what; and say what the compiler does with int8 on its own, and what it
+# cannot do.
+
+# %%
+from itertools import zip_longest
+
+import numpy as np
+
+from numflash import assembly, codegen
+from numflash._jit import kernel
+from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu import microkernels
+
+F, I = np.float32, np.int32
+
+
+def show(signature, most=12, **functions):
+    """The hot loops of kernels side by side, each for a CPU, as cpu=function; returns their histograms."""
+    loops = [assembly.hot_loop(codegen.compile_for(function, signature, codegen.Target.named(cpu.replace("_", "-"))).assembly)
+             for cpu, function in functions.items()]
+    columns = [[f"{cpu.replace('_', '-')}: {len(loop.instructions)} instructions", "", *loop.instructions[:most],
+                *["..."] * (len(loop.instructions) > most)] for cpu, loop in zip(functions, loops, strict=True)]
+    for line in zip_longest(*columns, fillvalue=""):
+        print("   ".join(f"{cell:42}" for cell in line).rstrip())
+    print()
+    return [assembly.histogram(loop.instructions) for loop in loops]
+
+
+# %% [markdown]
+# ## A float dot product
+#
+# The inner loop of Q.K^T. `kernel` is Numba's `njit` with this package's options; `float_math` allows the compiler to add in
+# another order and to contract a product and a sum into one instruction. Without it, it must not, and adds one by one.
+
+# %%
+def dot(x, y):
+    total = F(0)
+    for e in range(x.size):
+        total += x[e] * y[e]
+    return total
+
+
+FLOATS = "float32(float32[::1], float32[::1])"
+(strict,) = show(FLOATS, icelake_server=kernel(dot))
+(free,) = show(FLOATS, icelake_server=kernel(float_math=True)(dot))
+
+# %% [markdown]
+# Strict: one number at a time (`ss`, scalar single), and every `vaddss` waits for the one before it. Free: `vfmadd231ps` on
+# 256-bit registers, four of them, so that four chains of additions run side by side. (`ymm` is 256 bits; LLVM prefers those
+# on Intel servers, where 512-bit code once slowed the clock.)
+#
+# **Exercise 1.** Write a function that says whether a histogram has vector multiply-adds (names that begin with "vfmadd" or
+# "fmla", on vector registers).
+
+# %% tags=["exercise"]
+def has_vector_fma(histogram):
+    return ...
+
+
+def model(histogram):
+    return any(name.startswith(("vfmadd", "fmla")) and not name.endswith("ss xmm") for name in histogram)
+
+
+check("vector multiply-adds", has_vector_fma, model, (strict,), (free,))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def has_vector_fma(histogram):
+    return any(name.startswith(("vfmadd", "fmla")) and "ps" in name.split()[0] for name in histogram)
+
+
+check("vector multiply-adds", has_vector_fma, model, (strict,), (free,))
+
+# %% [markdown]
+# ## An int8 dot product, three times
+#
+# Numba computes with 64-bit integers unless told otherwise, so the natural loop widens each byte to eight. Forcing the sum to
+# int32 helps; NumPy's functions `add` and `multiply` keep *every* step in 32 bits, where the operators widen and narrow
+# again.
+
+# %%
+def natural(x, y):
+    total = 0
+    for e in range(x.size):
+        total += x[e] * y[e]
+    return total
+
+
+def cast_sum(x, y):
+    total = I(0)
+    for e in range(x.size):
+        total = I(total + I(x[e]) * I(y[e]))
+    return total
+
+
+def cast_all(x, y):
+    total = I(0)
+    for e in range(x.size):
+        total = np.add(total, np.multiply(I(x[e]), I(y[e])))
+    return total
+
+
+BYTES = "(int8[::1], int8[::1])"
+kinds = {name: kernel(f) for name, f in (("natural", natural), ("cast the sum", cast_sum), ("cast every step", cast_all))}
+found = {name: show(("int64" if name == "natural" else "int32") + BYTES, icelake_server=f)[0] for name, f in kinds.items()}
+
+# %% [markdown]
+# The natural loop multiplies in 64-bit lanes: four bytes to a 256-bit register that could hold 32. With the sum in int32,
+# LLVM finds `vpmaddwd`: it widens bytes to 16 bits, multiplies pairs and adds them in 32 bits; both ways of writing it lead
+# there. That is as far as it goes. The CPU also has `vpdpbusd` (AVX-512 VNNI), four byte products and their sum in one
+# instruction, without widening: but unsigned times signed, which is not what the loop says, and a compiler does not rewrite
+# the problem.
+
+# %%
+assert not any("vpdpbusd" in name for histogram in found.values() for name in histogram)
+assert any("vpmaddwd" in name for name in found["cast the sum"])
+assert any("vpmul" in name and "q" in name.split()[0] for name in found["natural"])
+
+# %% [markdown]
+# ## The same source for Arm
+#
+# Arm's dot instruction multiplies signed by signed, so the plain loop *is* what it does, and LLVM finds it: `sdot`. Here for
+# Fugaku's A64FX with its scalable vectors, compiled on this machine, and for Neoverse N1, which has only 128-bit NEON.
+
+# %%
+best = kinds["cast every step"]
+arm = dict(zip(("a64fx", "neoverse-n1"), show("int32" + BYTES, 16, a64fx=best, neoverse_n1=best), strict=True))
+table(["CPU", "dot instructions in the hot loop", "all instructions"],
+      [[cpu, ", ".join(f"{n} {name}" for name, n in h.items() if "dot" in name or "pmadd" in name) or "none", sum(h.values())]
+       for cpu, h in [*arm.items(), ("icelake-server", found["cast every step"])]])
+
+# %% [markdown]
+# **Exercise 2.** One `sdot` on a vector of `bits` bits multiplies how many pairs of bytes? And one `vpmaddwd`, whose operands
+# were widened to 16 bits?
+
+# %% tags=["exercise"]
+def products(instruction, bits):
+    return ...
+
+
+check("products of one instruction", products, lambda name, bits: bits // (8 if name == "sdot" else 16),
+      ("sdot", 128), ("sdot", 512), ("vpmaddwd", 512))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def products(instruction, bits):
+    return bits // {"sdot": 8, "vpmaddwd": 16}[instruction]
+
+
+check("products of one instruction", products, lambda name, bits: bits // (8 if name == "sdot" else 16),
+      ("sdot", 128), ("sdot", 512), ("vpmaddwd", 512))
+
+# %% [markdown]
+# ## What it costs here
+#
+# All of these loops on this machine, over vectors that lie in the first-level cache, against the measured peaks. Each is
+# asked for the same thing: one row against 512 rows of 128.
+
+# %%
+def float_rows(x, ys, out):
+    for j in range(ys.shape[0]):
+        y, total = ys[j], F(0)
+        for e in range(x.size):
+            total += x[e] * y[e]
+        out[j] = total
+
+
+def rows_of(dot):
+    @kernel
+    def rows(x, ys, out):
+        for j in range(ys.shape[0]):
+            out[j] = dot(x, ys[j])
+    return rows
+
+
+rng = np.random.default_rng(0)
+ys = rng.integers(-127, 128, (512, 128), np.int8)
+x, exact = ys[3].copy(), ys.astype(np.int64) @ ys[3]
+runs = {"float32, strict": kernel(float_rows), "float32, free": kernel(float_math=True)(float_rows)}
+runs |= {f"int8, {name}": rows_of(function) for name, function in kinds.items()}
+speed = {}
+for name, run in runs.items():
+    a, b, out = (z.astype(F if "float" in name else np.int8) for z in (x, ys, exact))
+    out = out if "float" in name else np.empty(512, np.int64)
+    run(a, b, out)
+    assert np.array_equal(out, exact)                      # whole numbers this small are exact in float32 too
+    speed[name] = 2 * ys.size / rounds(lambda run=run, a=a, b=b, out=out: run(a, b, out), 0.1) / 1e9
+peak = roof()
+print(peak)
+
+# %%
+fig, ax = figure(width=9, height=3.6)
+ax.set_title("one dot product after another, first-level cache, one core")
+bars(ax, speed | {"float32 peak": peak.float32 / 1e9}, "GOP/s", (f"INT8 peak ({peak.isa})", peak.int8 / 1e9), digits=0)
+
+# %% [markdown]
+# ## What it cannot do
+#
+# Even `sdot`, found by the compiler, would not reach the peak. A dot product loads *two* operands for every instruction that
+# multiplies them, adds into few registers, and ends in adding up the lanes of a vector. Count it in the best x86 loop above:
+
+# %%
+loop = found["cast every step"]
+multiplies = sum(n for name, n in loop.items() if "pmadd" in name)
+print(f"{multiplies} multiplying instructions of {sum(loop.values())}")
+
+# %% [markdown]
+# A *register tile* loads 1 row of K and multiplies it with 6 rows of Q that are waiting in registers, and nobody adds up
+# lanes. LLVM does not build it out of loops: accumulators that live in an array stay in memory, loaded and stored each time.
+# Here is that very loop: four sums in an array, against the same four in named variables.
+
+# %%
+@kernel
+def in_array(q, key, sums):
+    for e in range(key.size):
+        for r in range(4):
+            sums[r] = np.add(sums[r], np.multiply(I(q[r, e]), I(key[e])))
+
+
+@kernel
+def in_variables(q, key, sums):
+    q0, q1, q2, q3 = q[0], q[1], q[2], q[3]
+    s0 = s1 = s2 = s3 = I(0)
+    for e in range(key.size):
+        s0, s1 = np.add(s0, np.multiply(I(q0[e]), I(key[e]))), np.add(s1, np.multiply(I(q1[e]), I(key[e])))
+        s2, s3 = np.add(s2, np.multiply(I(q2[e]), I(key[e]))), np.add(s3, np.multiply(I(q3[e]), I(key[e])))
+    sums[0], sums[1], sums[2], sums[3] = s0, s1, s2, s3
+
+
+SUMS = "void(int8[:, ::1], int8[::1], int32[::1])"
+array_loop, variable_loop = (codegen.report(codegen.compile_for(f, SUMS, codegen.Target.named("icelake-server")))
+                             for f in (in_array, in_variables))
+for name, r in (("in an array", array_loop), ("in variables", variable_loop)):
+    vector = sum(n for kind, n in r["instructions"].items() if "mm" in kind)
+    print(f"{name:13} {r['total']} instructions, {vector} on vectors: {dict(list(r['instructions'].items())[:5])}")
+tile = np.zeros(4, np.int32)
+for f in (in_array, in_variables):
+    tile[:] = 0
+    f(ys[:4].copy(), x, tile)
+    assert np.array_equal(tile, ys[:4].astype(np.int64) @ x)
+
+# %% [markdown]
+# The array version is scalar code; the variables become vectors. So the package writes its register tile in LLVM's own
+# language, once for all instruction sets (`cpu/microkernels.py`), and leaves the loops around it to Numba. This is what comes
+# out, `vpdpbusd` and all, for an Intel server, and the `sdot` of an A64FX from the same source:
+
+# %%
+def register_tile(isa):
+    score = microkernels.score_tile(isa, 6)
+
+    @kernel
+    def tile(q, k, start, key_scale, row_scale, x):        # 6 rows of 128 channels against one panel of packed keys
+        score(q, 0, 128, k, 0, 32, start, key_scale, 0, row_scale, 0, x, 0, 128)
+    return tile
+
+
+TILE = "void(uint8[::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:, ::1])"
+shipped = dict(zip(("sapphirerapids", "a64fx"), show(TILE, 16, sapphirerapids=register_tile("avx512_vnni"),
+                                                     a64fx=register_tile("sve")), strict=True))
+
+# %%
+share = {name: max(n for kind, n in h.items() if "dot" in kind or "vpdp" in kind) / sum(h.values()) for name, h in shipped.items()}
+print({name: f"{100 * x:.0f} % of the hot loop multiplies" for name, x in share.items()})
+assert min(share.values()) > 0.4 > multiplies / sum(loop.values())
+assert any("vpdpbusd zmm" in kind for kind in shipped["sapphirerapids"])
+assert any("dot z" in kind for kind in shipped["a64fx"])
+assert all(any("dot" in kind for kind in h) for h in arm.values())
