@@ -100,6 +100,11 @@ def asm(args: argparse.Namespace) -> Any:
     return found
 
 
+def estimate(args: argparse.Namespace) -> Any:
+    from .aarch64 import estimate as job
+    return job.run(args.cpu, args.instructions, args.head_dim)
+
+
 def cache(args: argparse.Namespace) -> Any:
     from . import diskcache
     removed = diskcache.clear()
@@ -152,6 +157,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
     sub.add_argument("--features", default="", help="LLVM's feature list, as +sve,-sve2")
     sub.add_argument("--list", action="store_true", help="names of the kernels")
+    sub = command(estimate, "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)")
+    sub.add_argument("--cpu", default="a64fx", help="LLVM's name of an AArch64 CPU (default a64fx)")
+    sub.add_argument("--head-dim", type=positive, default=128, help="of the instruction counts (default 128)")
+    sub.add_argument("--instructions", action="store_true", help="only the emulator's counts, without llvm-mca")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"])
     return top

@@ -200,6 +200,11 @@ def _contexts(target: Target) -> tuple[_TypingContext, _TargetContext]:
     return typingctx, _TargetContext(typingctx, target)
 
 
+def code_generator(target: Target) -> Any:
+    """Numba's code generator for a target, as `cpu.target` asks one for its features."""
+    return _contexts(target)[1].codegen()
+
+
 @contextlib.contextmanager
 def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iterator[None]:
     """Dispatchers made inside (Numba makes them for overloads) belong to these contexts."""
@@ -234,7 +239,11 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
     overload: Any = twin.overloads[args]
     library = overload.library
     library._ensure_finalized()
-    return MachineCode(target, overload.fndesc.llvm_func_name, library.get_asm_str(), library.emit_native_object())
+    machine, optimised = targetctx.codegen()._tm, library._final_module.as_bitcode()
+
+    def fresh() -> Any:                      # making code changes the module: text and object must come from the same one
+        return llvm.parse_bitcode(optimised)
+    return MachineCode(target, overload.fndesc.llvm_func_name, machine.emit_assembly(fresh()), machine.emit_object(fresh()))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import validation
+from .cpu import target
 from .tiling import TILINGS, Caches, Tiling
 from .validation import Problem
 
@@ -85,7 +86,6 @@ def visible_share(problem: Problem) -> float:
 
 def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any) -> Explanation:
     """`numflash.explain`."""
-    from .cpu import target
     validation.choice("impl", impl, validation.IMPLS)
 
     def operand(x: Any) -> Any:
@@ -106,6 +106,9 @@ def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str
 
 
 def select(isa: str, precision: str) -> Tiling:
-    """The tiling of the kernels that serve an instruction set: its own, or that of the set it contains."""
+    """The tiling of the kernels that serve an instruction set: this CPU's, its own, or that of the set it contains."""
+    mine = TILINGS.get(f"{target.cpu_name()}-{precision}")
+    if mine and mine.isa == isa:
+        return mine
     names = [f"{isa}-{precision}", f"{isa.split('_')[0]}-{precision}", f"{isa.split('_')[0]}-float32", f"portable-{precision}"]
     return next(TILINGS[name] for name in [*names, "portable-int8"] if name in TILINGS)

@@ -108,7 +108,8 @@ def exp2_exact(y):
 
 CUBIC_A, CUBIC_B, CUBIC_C = 45312, 15106, 2562
 
-# name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as tests/test_fixedpoint.py measures it)
+# name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as tests/test_fixedpoint.py measures it);
+# the float variants, by SVE's FEXPA, are `cpu.fexpa.EXP2_FLOAT`
 EXP2 = {
     "quadratic": (exp2_quadratic, 0.0028),
     "cubic": (exp2_cubic, 0.00014),

@@ -25,7 +25,7 @@ _SIZES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array of a kernel's inner loop: `rows` x `cols` of `dtype`, `copies` times; sizes may name block_q, key_block, d, dv."""
+    """One array of a kernel's inner loop: `rows` x `cols` of `dtype`, `copies` times; sizes may name a `Tiling.sizes`."""
 
     name: str
     rows: str | int
@@ -78,15 +78,19 @@ class Tiling:
         """Vector registers that hold the accumulators of one register tile."""
         return self.mr * self.nv
 
+    def sizes(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
+        """What a buffer's rows and columns may be named by."""
+        return {"block_q": self.block_q, "key_block": self.key_block, "lanes": self.lanes, "d": head_dim,
+                "dv": value_dim or head_dim}
+
     def working_set(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
         """Bytes of each buffer of the inner loop, by name."""
-        sizes = {"block_q": self.block_q, "key_block": self.key_block, "d": head_dim, "dv": value_dim or head_dim}
+        sizes = self.sizes(head_dim, value_dim)
         return {b.name: b.nbytes(sizes) for b in self.buffers}
 
     def explain(self, head_dim: int, value_dim: int | None = None, caches: Caches | None = None) -> str:
         """The tiling in words and bytes: each buffer, the sum, and the caches it fits."""
-        caches = caches or Caches.of_this_machine()
-        sizes = {"block_q": self.block_q, "key_block": self.key_block, "d": head_dim, "dv": value_dim or head_dim}
+        caches, sizes = caches or Caches.of_this_machine(), self.sizes(head_dim, value_dim)
         lines = [f"{self.name}: {self.dtype} on {self.isa}, head_dim {head_dim}",
                  f"  register tile {self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators",
                  f"  blocks: {self.block_q} query rows x {self.key_block} keys"]
@@ -98,20 +102,23 @@ class Tiling:
             times = f"{b.copies} x " if b.copies > 1 else ""
             lines.append(f"  {b.name:<18} {times}{rows} x {cols} x {_SIZES[b.dtype]} B = {n / 1024:.2f} KiB")
         lines.append(f"  working set {total / 1024:.2f} KiB")
-        lines += [f"  {100 * total / size:.0f} % of {level} ({size / 1024:.0f} KiB, {caches.source})"
-                  for level, size in caches.levels()]
+        for level, size in caches.levels():
+            cores = caches.l2_cores if level == "L2" else 1
+            shared = f", {size / cores / 1024:.0f} for each of {cores} cores" if cores > 1 else ""
+            lines.append(f"  {100 * total / size:.0f} % of {level} ({size / 1024:.0f} KiB{shared}, {caches.source})")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Caches:
-    """Data cache sizes in bytes as one core sees them; 0 where there is no such level."""
+    """Data cache sizes in bytes as one core sees them; 0 where there is no such level. `l2_cores` share one L2 (table only)."""
 
     l1: int
     l2: int
     l3: int
     line: int
     source: str
+    l2_cores: int = 1
 
     def levels(self) -> Iterator[tuple[str, int]]:
         return ((n, s) for n, s in (("L1", self.l1), ("L2", self.l2), ("L3", self.l3)) if s)
@@ -142,7 +149,7 @@ def _read_sysfs(root: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[int, i
 
 K = 1024
 CACHES = {
-    "a64fx": Caches(64 * K, 8192 * K, 0, 256, "table: A64FX manual, L2 shared by 12 cores"),
+    "a64fx": Caches(64 * K, 8192 * K, 0, 256, "table: A64FX manual", 12),
     "neoverse-n1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse N1"),
     "neoverse-v1": Caches(64 * K, 1024 * K, 32768 * K, 64, "table: Neoverse V1 (Graviton 3)"),
     "neoverse-v2": Caches(64 * K, 2048 * K, 36864 * K, 64, "table: Neoverse V2 (Graviton 4, Grace)"),
@@ -153,8 +160,10 @@ CACHES = {
 def _int8_buffers(score: str, weight: str, packed: str = "int8") -> tuple[Buffer, ...]:
     return (Buffer("Q tile", "block_q", "d", "uint8" if packed == "int8" else packed),
             Buffer("K block", "key_block", "d", packed), Buffer("V block", "key_block", "dv", packed),
-            Buffer("S scores", "block_q", "key_block", score), Buffer("P weights", "block_q", "key_block", weight),
-            Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l, scale", "block_q", 3, "float32"))
+            Buffer("start, scale of K", "key_block", 2, "float32"), Buffer("S scores", "block_q", "key_block", score),
+            Buffer("P weights", "block_q", "key_block", weight), Buffer("sums of P", "block_q", "lanes", "int32"),
+            Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l, scales, sums", "block_q", 6, "float32"),
+            Buffer("octaves", "block_q", 1, "int16"))
 
 
 def _float_buffers(operand: str) -> tuple[Buffer, ...]:
@@ -162,6 +171,11 @@ def _float_buffers(operand: str) -> tuple[Buffer, ...]:
     return (Buffer("Q tile", "block_q", "d", operand), Buffer("K block", "key_block", "d", operand),
             Buffer("V block", "key_block", "dv", operand), Buffer("S of six rows", 6, "key_block", "float32"), *weights,
             Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l", "block_q", 2, "float32"))
+
+
+def _arm(cpu: str, isa: str, lanes: int) -> Tiling:
+    """24 rows fill nine tenths of an L1 of 64 KiB at D = 128; on A64FX a row of a packed panel is one 256-byte line."""
+    return Tiling(f"{cpu}-int8", "cpu", isa, "int8", 6, 4, lanes, 24, KEY_BLOCK, _int8_buffers("int16", "uint8"))
 
 
 _DOCUMENT = "Fused FlashAttention V2, Tile Sizes (L1D Optimized)"
@@ -172,6 +186,7 @@ TILINGS = {t.name: t for t in (
     Tiling("avx2-int8", "cpu", "avx2", "int8", 6, 2, 8, 24, KEY_BLOCK, _int8_buffers("int16", "int16", "int16")),
     Tiling("sve-int8", "cpu", "sve", "int8", 6, 4, 16, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     Tiling("neon_dot-int8", "cpu", "neon_dot", "int8", 6, 4, 4, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
+    _arm("a64fx", "sve", 16), _arm("neoverse-v1", "sve", 8), _arm("neoverse-v2", "sve", 4), _arm("neoverse-n1", "neon_dot", 4),
     Tiling("portable-int8", "cpu", "portable", "int8", 4, 4, 1, 32, KEY_BLOCK, _int8_buffers("int32", "uint8")),
     Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 48, 256, _float_buffers("float32")),
     Tiling("avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 48, 256, _float_buffers("float32")),

@@ -29,6 +29,33 @@ def test_named_tilings_hold_their_own_rules(name):
         assert t.accumulators + t.nv + 1 <= 16
 
 
+@pytest.mark.parametrize(("cpu", "isa", "lanes", "kib"), [("a64fx", "sve", 16, 59.109375), ("neoverse-v1", "sve", 8, 58.359375),
+                                                          ("neoverse-v2", "sve", 4, 57.984375),
+                                                          ("neoverse-n1", "neon_dot", 4, 57.984375)])
+def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
+    """Every array that the fused kernel touches for one key block at D = 128, added up by hand."""
+    t, caches = TILINGS[f"{cpu}-int8"], CACHES[cpu]
+    assert (t.isa, t.lanes, t.block_q) == (isa, lanes, tiling.tiling(isa).block_q), "the kernel reads its instruction set's"
+    rows, keys, d = 24, 128, 128
+    by_hand = rows * d + 2 * keys * d + keys * (4 + 4) + rows * keys * (2 + 1) + rows * 4 * (lanes + d + 6) + rows * 2
+    assert sum(t.working_set(d).values()) == by_hand == kib * 1024
+    assert by_hand <= caches.l1 == 65536
+    assert t.accumulators >= 18, "two pipes with 9 cycles of latency"
+    assert t.accumulators + t.nv + 1 <= 32
+    if cpu == "a64fx":
+        assert t.nv * t.lanes * 4 == caches.line == 256, "one row of a packed panel is one cache line"
+        assert (caches.l2, caches.l2_cores) == (8 << 20, 12)
+        assert "92 % of L1" in t.explain(d, caches=caches) and "8192 KiB, 683 for each of 12 cores" in t.explain(d, caches=caches)
+
+
+def test_the_tiling_of_this_cpu_is_explained(monkeypatch):
+    from numflash.explanation import select
+    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "neoverse-v1")
+    assert select("sve", "int8").name == "neoverse-v1-int8" and select("portable", "int8").name == "portable-int8"
+    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "unheard-of")
+    assert select("sve", "int8").name == "sve-int8"
+
+
 @pytest.mark.parametrize(("field", "value"), [("block_q", 25), ("key_block", 100), ("mr", 0), ("lanes", -1), ("key_block", 0)])
 def test_bad_sizes_are_refused(field, value):
     with pytest.raises(ArgumentError, match=field):

@@ -71,7 +71,10 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv):
     i32s, f32s = isa.vector(I32), isa.vector(F32)
     start = [load(b, pbias, col[v], i32s, 4) for v in range(nv)]
     key_scale = [load(b, pck, col[v], f32s, 4) for v in range(nv)]
-    for m, acc in enumerate(dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv)):
+    rows = dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv)
+    if isa.scalable:                             # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+        rows = iter(list(rows))
+    for m, acc in enumerate(rows):
         row_scale = isa.splat(b, load(b, pcq, b.add(a[10], I64(m)), F32, 4), f32s)
         yield [b.fmul(b.fmul(b.sitofp(x, f32s), k), row_scale) for x, k in zip(acc, key_scale, strict=True)]
 

@@ -85,7 +85,22 @@ class Sve(Neon):
     def splat(self, b: ir.IRBuilder, x, ty: ir.Type):
         return call(b, f"llvm.aarch64.sve.dup.x.{self.suffix(ty)}", ty, x)
 
-    fold_rows = Isa.fold_rows                        # base SVE has no pairwise operations
+    def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
+        """Pairwise operations from UZP1 and UZP2 (base SVE has none): SMAXV and UADDV take 8 micro-operations for every row."""
+        def pairwise(x, y):
+            even, odd = (call(b, f"llvm.aarch64.sve.{half}.{self.suffix(x.type)}", x.type, x, y) for half in ("uzp1", "uzp2"))
+            return b.add(even, odd) if operation == "add" else self.generic(b, operation, even, odd)
+
+        shortest = rows[0].type.count                # lanes of the shortest vector: that many rows share one
+        while 8 // len(rows) < shortest:
+            rows = [pairwise(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
+        vscale = call(b, "llvm.vscale.i64", I64)
+        for length in (1, 2):                        # what is left of each row: as many lanes as the vectors are longer, up to 4
+            longer = b.icmp_unsigned(">", vscale, I64(length))
+            rows = [b.select(longer, pairwise(x, x), x) for x in rows]
+        fixed = ir.VectorType(rows[0].type.element, shortest)
+        rows = [call(b, f"llvm.vector.extract.{Isa.suffix(self, fixed)}.{self.suffix(x.type)}", fixed, x, I64(0)) for x in rows]
+        return rows[0] if len(rows) == 1 else shuffle(b, rows[0], rows[1], list(range(8)))
 
     def _predicated(self, b: ir.IRBuilder, name: str, x, y):
         mask = Scalable(ir.IntType(1), x.type.count)

@@ -9,9 +9,8 @@ pytest.importorskip("elftools")
 from numba.extending import intrinsic
 from unicorn import UC_HOOK_CODE
 
+from numflash.aarch64.emulator import Emulated
 from numflash.codegen import TRIPLES
-
-from .emulator import Emulated
 
 DOT = "int32(int8[::1], int8[::1])"
 TARGETS = [("a64fx", 128), ("a64fx", 256), ("a64fx", 512), ("neoverse-v1", 256), ("neoverse-v2", 128), ("neoverse-n1", 128),

@@ -64,7 +64,7 @@ def test_the_whole_kernel_keeps_its_dot_products(cpu):
 def emulated():
     pytest.importorskip("unicorn")
     pytest.importorskip("elftools")
-    from .emulator import Emulated
+    from numflash.aarch64.emulator import Emulated
     return Emulated
 
 

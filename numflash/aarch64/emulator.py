@@ -5,18 +5,24 @@ Results are those of the architecture (base SVE, NEON) and instruction counts ar
 """
 from __future__ import annotations
 
+import functools
 import io
 import re
 import struct
 from typing import Any
 
 import numpy as np
-from elftools.elf.elffile import ELFFile
 from numba.core import sigutils, types
-from unicorn import UC_ARCH_ARM64, UC_HOOK_BLOCK, UC_HOOK_CODE, UC_MODE_ARM, Uc
-from unicorn import arm64_const as arm
 
-from numflash.codegen import MachineCode, Target, compile_for
+from ..codegen import Target, compile_for
+from ..errors import UnsupportedError
+
+try:
+    from elftools.elf.elffile import ELFFile
+    from unicorn import UC_ARCH_ARM64, UC_HOOK_BLOCK, UC_HOOK_CODE, UC_MODE_ARM, Uc
+    from unicorn import arm64_const as arm
+except ModuleNotFoundError as missing:
+    raise UnsupportedError(f"the AArch64 emulator needs {missing.name}; pip install 'numflash[aarch64]'") from None
 
 EXTERNALS, CODE, STACK, HEAP = 0x500000, 0x1000000, 0x7000000, 0x10000000       # where each region of memory starts
 PAGE, CODE_SIZE, STACK_SIZE, HEAP_SIZE = 4096, 1 << 22, 1 << 20, 1 << 26
@@ -33,6 +39,9 @@ ZCR = ((3, 6, 1, 2, 0), (3, 4, 1, 2, 0), (3, 0, 1, 2, 0))                       
 ABSOLUTE = {263: (0, 16, 5), 264: (0, 16, 5), 265: (16, 16, 5), 266: (16, 16, 5), 267: (32, 16, 5), 268: (32, 16, 5),
             269: (48, 16, 5)}                                                    # MOVW_UABS_G*
 LOW12 = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}                         # ADD, LDST8 .. LDST128: log2 of the size
+
+
+machine_code = functools.cache(compile_for)                                      # one code for every vector length
 
 
 class Emulated:
@@ -56,9 +65,10 @@ class Emulated:
     def __init__(self, function: Any, signature: Any, cpu: str = "a64fx", features: str = "",
                  vector_bits: int = 512) -> None:
         self.argument_types, self.return_type = sigutils.normalize_signature(signature)
-        self.code: MachineCode = compile_for(function, signature, Target.named(cpu, features or KNOWN.get(cpu, "")))
+        self.code = machine_code(function, signature, Target.named(cpu, features or KNOWN.get(cpu, "")))
         self.instructions = 0
-        self._uc = Uc(UC_ARCH_ARM64, UC_MODE_ARM)
+        self._uc: Any = Uc(UC_ARCH_ARM64, UC_MODE_ARM)
+        self._free = HEAP                                                        # where the next allocation goes
         self._uc.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)
         for register, value in ((CPTR_EL3, 0x100), (CPACR_EL1, 0x330000), *((zcr, vector_bits // 128 - 1) for zcr in ZCR)):
             op0, op1, crn, crm, op2 = register
@@ -74,7 +84,7 @@ class Emulated:
     def externals(self) -> list[str]:
         return list(self._stubs)
 
-    def _load(self, elf: ELFFile) -> None:
+    def _load(self, elf: Any) -> None:
         address, free = {}, CODE
         for index, section in enumerate(elf.iter_sections()):
             if section["sh_flags"] & SHF_ALLOC:
@@ -195,6 +205,34 @@ class Emulated:
             return None
         dtype = np.dtype(str(self.return_type))
         return np.frombuffer(bytes(uc.mem_read(HEAP, dtype.itemsize)), dtype)[0]
+
+    def trace(self, *arguments: Any) -> list[str]:
+        """Call, and return the executed instructions as text, in order (without the padding between aligned labels)."""
+        where: dict[int, str] = {}
+        at = None
+        for raw in self.code.assembly.splitlines():
+            line = raw.split("//")[0].strip()
+            name = line.rstrip(":").strip('"')
+            aligned = re.match(r"\.p2align\s+(\d+)(?:,\s*,\s*(\d+))?", line)
+            if line.endswith(":") and name in self.symbols:
+                at = self.symbols[name][0]
+            elif line.startswith(".Lfunc_end"):
+                at = None
+            elif at is not None and aligned:
+                padding = -at % (1 << int(aligned[1]))
+                at += padding if padding <= int(aligned[2] or padding) else 0
+            elif at is not None and line and not line.startswith(".") and not line.endswith(":"):
+                where[at] = line
+                at += 4
+        executed: list[int] = []
+        hook = self._uc.hook_add(UC_HOOK_CODE, lambda uc, at, size, user: executed.append(at), begin=CODE, end=CODE + CODE_SIZE)
+        self._uc.ctl_flush_tb()                                                  # blocks translated without the hook
+        try:
+            self(*arguments)
+        finally:
+            self._uc.hook_del(hook)
+            self._uc.ctl_flush_tb()
+        return [where[at] for at in executed if at in where]
 
     def _run(self, count: bool) -> None:
         uc, hook = self._uc, None
