@@ -17,6 +17,7 @@ from ...errors import ArgumentError
 from ...timing import best_time
 from . import exp2_values
 from .exp2_values import COLUMNS, LANES, ROWS
+from .registers import aligned
 
 F = np.float32
 KERNELS = ("fused", "fused4", "two_pass", "gemm", "exp2")
@@ -110,11 +111,14 @@ def _repeated(name: str, exp2: str, broadcast: str):
 
 
 def draw(m: int, nc: int, d: int = 64, seed: int = 0) -> tuple[np.ndarray, np.float32, np.float32, np.ndarray]:
-    """S (m, nc) int32 with natural scores N(0, 1) behind scale, the scale, the maximum in units of log2, and V (nc, d) float32."""
+    """S (m, nc) int32 with natural scores N(0, 1) behind scale, the scale, the maximum in units of log2, and V (nc, d) float32.
+
+    S and V start at a cache line.
+    """
     rng = np.random.default_rng(seed)
     s = np.rint(rng.normal(0, 4096, (m, nc))).astype(np.int32)
     scale = F(np.log2(np.e) / 4096)
-    return s, scale, F(s.max() * scale), rng.standard_normal((nc, d), np.float32)
+    return aligned(s), scale, F(s.max() * scale), aligned(rng.standard_normal((nc, d), np.float32))
 
 
 def ranking_errors(s: np.ndarray, p: np.ndarray) -> float:
@@ -154,7 +158,7 @@ def compute(name: str, exp2: str, broadcast: str, s: np.ndarray, scale: float | 
     if v.ndim != 2 or v.shape[0] != s.shape[1] or v.shape[1] % COLUMNS:
         raise ArgumentError(f"v: got shape {v.shape}; allowed: ({s.shape[1]}, D), D a multiple of {COLUMNS}")
     s, v = np.ascontiguousarray(s, np.int32), np.ascontiguousarray(v, np.float32)
-    p, o, scratch = np.empty(s.shape, F), np.zeros((s.shape[0], v.shape[1]), F), np.empty(LANES, F)
+    p, o, scratch = (aligned(np.zeros(shape, F)) for shape in (s.shape, (s.shape[0], v.shape[1]), LANES))
     exp2_values.make_exp2_rows(exp2)(s, F(scale), F(top), p)
     _repeated(name, exp2, broadcast)(1, s, F(scale), F(top), v, p, scratch, o)
     return p, o
@@ -162,7 +166,7 @@ def compute(name: str, exp2: str, broadcast: str, s: np.ndarray, scale: float | 
 
 def prepare(name: str, exp2: str, broadcast: str, s, scale, top, v) -> tuple[Callable[[], None], int]:
     """A call that runs the kernel so many times over that it takes some 10 ms, and how many times that is."""
-    run, scratch = _repeated(name, exp2, broadcast), np.empty(LANES, F)
+    run, scratch = _repeated(name, exp2, broadcast), aligned(np.zeros(LANES, F))
     p, o = compute(name, exp2, broadcast, s, scale, top, v)
     times = max(1, int(2e9 * SECONDS / (o.size * s.shape[1])))               # every kernel makes more than 2 G sums a second
     return lambda: run(times, s, scale, top, v, p, scratch, o), times

@@ -9,12 +9,26 @@ from __future__ import annotations
 import functools
 
 import llvmlite.ir as ir
+import numpy as np
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from ..vectors import F32, I32, I64, call, constant, data, load, shuffle, splat, store, vector
 
+LINE = 256                                       # bytes: the longest cache line there is (A64FX)
 ROUND = 1.5 * 2.0**23                            # x + ROUND - ROUND is x rounded to even, |x| < 2**22, on every CPU
+
+
+def aligned(x: np.ndarray, offset: int = 0) -> np.ndarray:
+    """A copy of x that starts `offset` bytes behind the start of a cache line.
+
+    Loads of whole registers straddle two lines unless offset is 0; NumPy's arrays start 16 bytes behind a line as often as not.
+    """
+    raw = np.empty(x.nbytes + LINE + offset, np.uint8)
+    start = -raw.ctypes.data % LINE + offset
+    out = raw[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
+    out[:] = x
+    return out
 
 
 class Lanes(types.Type):

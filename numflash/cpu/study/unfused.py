@@ -195,7 +195,7 @@ def make_row_exponentials(name: str):
         t_top, total = I((F(top) * scale + ROUND) - ROUND), np.int64(0)
         for j in range(s.size):
             t = I((F(s[j]) * scale + ROUND) - ROUND)
-            e[j] = I(exp2(U(min(np.subtract(t_top, t), I(65535)))))
+            e[j] = I(exp2(U(np.minimum(np.subtract(t_top, t), I(65535)))))              # np.minimum: min widens (P48)
         for j in range(s.size):
             total += np.int64(e[j])                                          # 32 bits overflow at 32768 equal keys
         return total

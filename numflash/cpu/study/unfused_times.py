@@ -18,6 +18,7 @@ from .. import target
 from ..packing import pack_keys
 from ..threads import limit
 from . import unfused
+from .registers import aligned
 from .unfused import BLOCK_Q, UNSEEN
 
 F = np.float32
@@ -79,9 +80,9 @@ def measure(length: int = 4096, head_dim: int = 128, exp2: str = "quadratic", re
     with limit(1):
         ops = unfused.operands(isa, q, k)
         head, keys, start = ops.q[0], ops.keys.data[0], ops.keys.start[0]
-        s, p = (np.zeros((head.shape[0], start.size), kind) for kind in (np.int32, F))
+        s, p = (aligned(np.zeros((head.shape[0], start.size), kind)) for kind in (np.int32, F))
         e, l, top = p.view(np.int32), np.zeros(head.shape[0], np.int64), np.full(head.shape[0], UNSEEN, np.int32)
-        strip = np.zeros((BLOCK_Q, start.size), np.int32)
+        strip = aligned(np.zeros((BLOCK_Q, start.size), np.int32))
         gemm = unfused.make_gemm(isa)
 
         def seconds(run: Callable, *args: Any) -> float:
