@@ -78,6 +78,7 @@ KERNELS = {
     "portable-softmax": Kernel(_PORTABLE, "softmax_row", None, "int32(int16[::1], int32, int8[::1])"),
     "portable-values": Kernel(_PORTABLE, "value_block", None,
                               "void(int8[:,::1], int8[:,::1], float32[::1], float32[:,::1])"),
+    "int8-amx_int8": _fused("amx_int8", "int8", "sapphirerapids"),
     "int8-avx512_vnni": _fused("avx512_vnni", "int8", "znver4", "sapphirerapids"),
     "int8-avx_vnni": _fused("avx_vnni", "int8", "alderlake", "znver4"),
     "int8-avx2": _fused("avx2", "int16", "haswell", "znver4"),

@@ -16,7 +16,7 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from ._jit import kernel
-from .cpu import target
+from .cpu import amx, target
 from .cpu.isas import VECTOR_ISAS, running_lanes
 from .cpu.threads import limit
 from .cpu.vectors import F32, I32, I64, Vectors
@@ -95,6 +95,8 @@ def _int8_peak(isa_name: str) -> tuple[Callable, float]:
     """Kernel f(workers, n, seed) of dot instructions, and operations per worker and step."""
     if isa_name not in VECTOR_ISAS:
         return _portable_int8_peak()
+    if isa_name == "amx_int8":
+        return _matrix_int8_peak()
     isa = VECTOR_ISAS[isa_name]
 
     def step(b, acc, x):
@@ -125,6 +127,20 @@ def _on_workers(chain: Callable) -> Callable:
         for w in prange(workers):
             out[np.intp(w)] = chain(n, seed)
     return run
+
+
+@functools.cache
+def _matrix_int8_peak() -> tuple[Callable, float]:
+    """Matrix tiles: products of registers."""
+    configure, loop, release = amx.configure, amx.peak_loop, amx.release
+
+    @kernel(parallel=True)
+    def run(workers, n, seed, out):
+        for w in prange(workers):
+            configure()
+            out[np.intp(w)] = loop(np.int64(n // 8), seed)
+            release()
+    return run, amx.PEAK_OPERATIONS / 8
 
 
 @functools.cache

@@ -181,6 +181,7 @@ def _arm(cpu: str, isa: str, lanes: int) -> Tiling:
 _DOCUMENT = "Fused FlashAttention V2, Tile Sizes (L1D Optimized)"
 
 TILINGS = {t.name: t for t in (
+    Tiling("amx_int8-int8", "cpu", "amx_int8", "int8", 32, 4, 16, 96, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     Tiling("avx512_vnni-int8", "cpu", "avx512_vnni", "int8", 6, 4, 16, 48, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     Tiling("avx_vnni-int8", "cpu", "avx_vnni", "int8", 6, 2, 8, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     Tiling("avx2-int8", "cpu", "avx2", "int8", 6, 2, 8, 24, KEY_BLOCK, _int8_buffers("int16", "int16", "int16")),

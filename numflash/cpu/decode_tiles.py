@@ -129,6 +129,7 @@ class Tile:
 
 def tile(isa: str, dtype: str) -> Tile:
     """The tile of an INT8 instruction set; float storage takes its vector length. What is not x86 takes plain 128-bit vectors."""
+    isa = "avx512_vnni" if isa == "amx_int8" else isa                  # a few query rows fill no matrix tile
     found = VECTOR_ISAS.get(isa)
     if not isinstance(found, X86):
         return Tile("portable", dtype, 4, 4, 1)

@@ -27,8 +27,10 @@ from .._jit import inline, kernel
 from ..fixedpoint import ONE_Q16
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
+from .blocks import score_block, tile_state, value_block
 from .isas import VECTOR_ISAS, lanes_of
-from .microkernels import ROWS, block_octaves, block_totals, row_weights, row_weights_q16, score_tile, value_tile
+from .memory import zero_bytes
+from .microkernels import block_octaves, block_totals, row_weights, row_weights_q16
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range
 from .vectors import next_task
 
@@ -44,39 +46,19 @@ def make_attend(isa_name: str, pv: str):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
     isa = VECTOR_ISAS[isa_name]
     block_q = tiling(isa_name).block_q
-    score6, score4, score2 = (score_tile(isa_name, m) for m in ROWS)
-    wide6, wide4, wide2 = (score_tile(isa_name, m, True) for m in ROWS)
-    nv, nv_half = isa.nv, max(1, isa.nv // 2)
-    vector_lanes, float_lanes, group, q_offset = lanes_of(isa_name), isa.lanes, isa.group, isa.q_offset
-    operand = np.uint8 if group == 4 else np.int16
+    scores, float_scores, values = score_block(isa_name), score_block(isa_name, True), value_block(isa_name, pv)
+    begin, end = tile_state(isa_name)
+    vector_lanes, float_lanes, q_offset, step, columns_unit = lanes_of(isa_name), isa.lanes, isa.q_offset, isa.step, isa.unit
+    operand, unit_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1]
     octaves_half, octaves_whole = block_octaves(isa_name, HALF), block_octaves(isa_name, KEY_BLOCK)
-    if pv == "int8":
-        value6, value4, value2 = (value_tile(isa_name, m, nv) for m in ROWS)
-        half6, one6 = value_tile(isa_name, 6, nv_half), value_tile(isa_name, 6, 1)
-        weights, unit = row_weights, F(1)
-    else:
-        value6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[isa.lanes], n) for n in (nv, 1))
-        weights, unit = row_weights_q16, F(1 / ONE_Q16)
+    weights, unit = (row_weights, F(1)) if pv == "int8" else (row_weights_q16, F(1 / ONE_Q16))
     weight: type[np.generic] = operand if pv == "int8" else np.float32
+    operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
     weights_half, weights_whole = weights(isa_name, HALF), weights(isa_name, KEY_BLOCK)
     totals = block_totals(isa_name)
     softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
     apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
-
-    @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
-        """x[rows, columns] int16 Q8.8 for keys first .. first + columns."""
-        groups, panel = stride // group, nv * vector_lanes()
-        for c in range(0, columns, panel):
-            key, i = first + c, 0
-            while i + 6 <= rows:
-                score6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
-                i += 6
-            if rows - i == 4:
-                score4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
-            elif rows - i == 2:
-                score2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
 
     @inline
     def change_row(semantics, dense, b, h, i, first, n, x, x_off):
@@ -116,16 +98,7 @@ def make_attend(isa_name: str, pv: str):
     def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
                     semantics, dense):
         """Scores of the block as float32, transformed and masked, then int16 relative to each row's octave `base`."""
-        groups, panel = stride // group, nv * vector_lanes()
-        for c in range(0, columns, panel):
-            key, i = first + c, 0
-            while i + 6 <= rows:
-                wide6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
-                i += 6
-            if rows - i == 4:
-                wide4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
-            elif rows - i == 2:
-                wide2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, wide, i * KEY_BLOCK + c, KEY_BLOCK)
+        float_scores(q, stride, k, first, start, ck, cq, rows, columns, wide)
         for i in range(live.size):
             if live[i]:
                 at = i * KEY_BLOCK
@@ -191,32 +164,6 @@ def make_attend(isa_name: str, pv: str):
                     weights_whole(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
             for i in range(0, rows, 8):
                 totals(sums, total, i)
-
-        @inline
-        def values(p, v, first, columns, scale, total, rows, o):
-            """o[rows] += P.V for keys first .. first + columns, chunk by chunk of O's columns."""
-            width, lanes = o.shape[1], vector_lanes()
-            groups = columns // group
-            t = 0
-            while t + nv * lanes <= width:
-                place, i = (first * width + t * KEY_BLOCK), 0
-                while i + 6 <= rows:
-                    value6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
-                    i += 6
-                if rows - i == 4:
-                    value4(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
-                elif rows - i == 2:
-                    value2(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
-                t += nv * lanes
-            if nv_half > 1 and t + nv_half * lanes <= width:
-                place = first * width + t * KEY_BLOCK
-                for i in range(0, rows, 6):
-                    half6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
-                t += nv_half * lanes
-            if t < width:
-                place = first * width + t * KEY_BLOCK
-                for i in range(0, rows, 6):
-                    one6(p, i * KEY_BLOCK, KEY_BLOCK, v, place, groups, scale, total, i, o, i * width + t, width)
     else:
         @inline
         def weigh_rows(x, rows, columns, octave_q8, scale, p, sums, total):
@@ -230,20 +177,6 @@ def make_attend(isa_name: str, pv: str):
             for i in range(0, rows, 8):
                 totals(sums, total, i)
 
-        @inline
-        def values(p, v, first, columns, scale, total, rows, o):
-            """o[rows] += P.V in float32 for keys first .. first + columns; V stands in rows as wide as O."""
-            width = o.shape[1]
-            t = 0
-            while t + nv * float_lanes <= width:
-                for i in range(0, rows, 6):
-                    value6(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t, width, columns, o, i * width + t, width)
-                t += nv * float_lanes
-            while t < width:
-                for i in range(0, rows, 6):
-                    one6(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t, width, columns, o, i * width + t, width)
-                t += float_lanes
-
     @kernel(parallel=True)
     def attend(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """All query tiles of all heads.
@@ -254,18 +187,21 @@ def make_attend(isa_name: str, pv: str):
         n_heads, length, d = q.shape
         dv = out.shape[2]
         h_all, h_kv, workers = heads
-        stride = (d + group - 1) // group * group
+        stride = (d + step - 1) // step * step
         lanes = vector_lanes()
-        width = (dv + lanes - 1) // lanes * lanes
+        width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
         tiles = (length + block_q - 1) // block_q
         for _ in prange(workers):
-            q_tile, cq_tile = np.zeros((block_q, stride), operand), np.zeros(block_q, np.float32)
-            x, p = np.empty((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
-            wide = np.empty((block_q, KEY_BLOCK), np.float32)
-            o, l, m = np.zeros((block_q, width), np.float32), np.empty(block_q, np.float32), np.empty(block_q, np.int32)
+            begin()
+            q_tile = zero_bytes(block_q * stride * operand_size).view(operand).reshape(block_q, stride)
+            x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
+            p = zero_bytes(block_q * KEY_BLOCK * weight_size).view(weight).reshape(block_q, KEY_BLOCK)
+            wide = zero_bytes(block_q * KEY_BLOCK * 4).view(np.float32).reshape(block_q, KEY_BLOCK)
+            o = zero_bytes(block_q * width * 4).view(np.float32).reshape(block_q, width)
+            cq_tile, l, m = np.zeros(block_q, np.float32), np.empty(block_q, np.float32), np.empty(block_q, np.int32)
             scale, octave, total = np.zeros(block_q, np.float32), np.empty(block_q, np.int32), np.empty(block_q, np.int32)
             scale_bits, octave_q8 = scale.view(np.int32), np.empty(block_q, np.int16)
-            sums = np.empty(block_q * lanes, np.int32)
+            sums = zero_bytes(block_q * lanes * 4).view(np.int32)
             base, live, spoiled = np.empty(block_q, np.int32), np.empty(block_q, np.uint8), np.empty(block_q, np.uint8)
             lo, hi = np.empty(block_q, np.int64), np.empty(block_q, np.int64)
             dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
@@ -278,7 +214,7 @@ def make_attend(isa_name: str, pv: str):
                 b, h = n // h_all, n % h_all
                 n_kv = b * h_kv + h * h_kv // h_all
                 real = min(block_q, length - row)
-                rows = (real + 1) // 2 * 2
+                rows = (real + unit_rows - 1) // unit_rows * unit_rows
                 k, v, start, ck = keys.data[n_kv], values_packed[n_kv], keys.start[n_kv], keys.scale[n_kv]
                 for i in range(real):
                     source, target = q[n, row + i], q_tile[i]
@@ -336,4 +272,5 @@ def make_attend(isa_name: str, pv: str):
                     for t in range(dv):
                         result[t] = F(0) if l[i] == F(0) else F(F(unscaled[t] * r) * v_scale[n_kv, t])
                     m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+            end()
     return attend

@@ -12,9 +12,9 @@ from ..tiling import KEY_BLOCK
 from . import target
 from .vectors import Isa
 from .vectors_arm import NEON_DOT, SVE
-from .vectors_x86 import AVX2, AVX512_VNNI, AVX_VNNI
+from .vectors_x86 import AMX_INT8, AVX2, AVX512_VNNI, AVX_VNNI
 
-VECTOR_ISAS: dict[str, Isa] = {isa.name: isa for isa in (AVX512_VNNI, AVX_VNNI, AVX2, SVE, NEON_DOT)}
+VECTOR_ISAS: dict[str, Isa] = {isa.name: isa for isa in (AMX_INT8, AVX512_VNNI, AVX_VNNI, AVX2, SVE, NEON_DOT)}
 
 
 @functools.cache

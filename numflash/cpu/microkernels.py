@@ -17,7 +17,7 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from ..fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B, T_LIMIT
+from ..fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
 from . import target
 from .isas import VECTOR_ISAS
 from .vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
@@ -95,14 +95,7 @@ def score_tile(name: str, mr: int, wide: bool = False):
             for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, nv)):
                 where = b.add(a[12], b.mul(a[13], I64(m)))
                 for v in range(0, nv, 2):
-                    pair = scores[v], scores[v + 1]
-                    column = b.add(where, isa.elements(b, v))
-                    if wide:
-                        low, high = isa.in_order(b, *(isa.clamp(b, t, float(T_LIMIT)) for t in pair))
-                        store(b, low, px, column, 4)
-                        store(b, high, px, b.add(column, isa.elements(b, 1)), 4)
-                    else:
-                        store(b, isa.to_int16(b, *pair), px, column, 2)
+                    isa.store_scores(b, scores[v:v + 2], px, b.add(where, isa.elements(b, v)), wide)
             return context.get_dummy_value()
         return sig, codegen
     return tile

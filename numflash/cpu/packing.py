@@ -15,6 +15,7 @@ from numba import prange
 from .._jit import kernel
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS, running_lanes
+from .memory import empty
 
 
 class PackedKeys(NamedTuple):
@@ -113,9 +114,9 @@ def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None
     """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
     n, s, d = k.shape
-    keys, channels = padded(s, KEY_BLOCK), padded(d, isa.group)
-    packed = PackedKeys(np.empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16), np.empty((n, keys), np.int32),
-                        np.empty((n, keys), np.float32), np.zeros((n, keys // KEY_BLOCK), np.uint8))
+    keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
+    packed = PackedKeys(empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16), empty((n, keys), np.int32),
+                        empty((n, keys), np.float32), np.zeros((n, keys // KEY_BLOCK), np.uint8))
     _pack_keys(isa.nv * lanes, isa.group, isa.q_offset)(k, scale, isa.key_order(lanes), *packed)
     return packed
 
@@ -124,8 +125,8 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
     """Pack v (N, S, Dv) int8, plus the offset of the instruction set: (N, padded keys * columns)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
     n, s, dv = v.shape
-    columns = padded(dv, lanes)
-    data = np.empty((n, padded(s, KEY_BLOCK) * columns), np.int8 if isa.group == 4 else np.int16)
+    columns = padded(dv, isa.unit * lanes)
+    data = empty((n, padded(s, KEY_BLOCK) * columns), np.int8 if isa.group == 4 else np.int16)
     _pack_values(isa.nv * lanes, lanes, isa.group, isa.v_offset)(v, data, columns)
     return data
 
@@ -133,7 +134,7 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
 def float_rows(isa_name: str, v: np.ndarray, bad: np.ndarray) -> np.ndarray:
     """v (N, S, Dv) float32 as (N, padded keys * columns), rows of whole vectors; padding and `bad` (N, S) rows are zeros."""
     n, s, dv = v.shape
-    keys, columns = padded(s, KEY_BLOCK), padded(dv, running_lanes(isa_name))
+    keys, columns = padded(s, KEY_BLOCK), padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name))
     if (keys, columns) == (s, dv) and not bad.any():
         return v.reshape(n, -1)
     out = np.zeros((n, keys, columns), np.float32)

@@ -18,8 +18,10 @@ from ..reference import combined_scale
 from ..tiling import KEY_BLOCK, tiling
 from ..timing import median_time
 from ..validation import describe
+from .blocks import score_block, tile_state, value_block
 from .isas import VECTOR_ISAS, lanes_of, running_lanes
-from .microkernels import block_octaves, block_totals, row_weights, score_tile, value_tile
+from .memory import empty, zero_bytes
+from .microkernels import block_octaves, block_totals, row_weights
 from .packing import pack_keys, pack_values
 from .threads import limit
 
@@ -34,17 +36,19 @@ def make_phases(isa_name: str, parts: int):
     q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q, width) float32.
     """
     isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
-    score, octaves = score_tile(isa_name, 6), block_octaves(isa_name, KEY_BLOCK)
+    scores, octaves = score_block(isa_name), block_octaves(isa_name, KEY_BLOCK)
     weights, totals = row_weights(isa_name, KEY_BLOCK), block_totals(isa_name)
-    value = value_tile(isa_name, 6, isa.nv)
-    block_q, group, nv, vector_lanes = t.block_q, isa.group, isa.nv, lanes_of(isa_name)
-    operand = np.uint8 if group == 4 else np.int16
+    values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
+    block_q, vector_lanes = t.block_q, lanes_of(isa_name)
+    operand, item = (np.uint8, 1) if isa.group == 4 else (np.int16, 2)
     with_softmax, with_rescaling, with_values = parts > 1, parts > 2, parts > 3
 
     @kernel
     def run(q, cq, keys, packed_values, o):
-        stride, width, lanes, panel = q.shape[1], o.shape[1], vector_lanes(), nv * vector_lanes()
-        x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), operand)
+        begin()
+        stride, lanes = q.shape[1], vector_lanes()
+        x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
+        p = zero_bytes(block_q * KEY_BLOCK * item).view(operand).reshape(block_q, KEY_BLOCK)
         m, l, scale = np.zeros(block_q, np.int32), np.zeros(block_q, np.float32), np.ones(block_q, np.float32)
         octave, total, scale_bits = np.zeros(block_q, np.int32), np.zeros(block_q, np.int32), scale.view(np.int32)
         octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
@@ -55,10 +59,7 @@ def make_phases(isa_name: str, parts: int):
             l[:] = F(0)
             o[:] = F(0)
             for c in range(0, start.size, KEY_BLOCK):
-                for j in range(0, KEY_BLOCK, panel):
-                    for i in range(0, block_q, 6):
-                        score(tile, i * stride, stride, k, (c + j) * stride, stride // group, start, ck, c + j, factor, i, x,
-                              i * KEY_BLOCK + j, KEY_BLOCK)
+                scores(tile, stride, k, c, start, ck, factor, block_q, KEY_BLOCK, x)
                 if with_softmax:
                     for i in range(0, block_q, 8):
                         octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
@@ -83,10 +84,8 @@ def make_phases(isa_name: str, parts: int):
                     for i in range(block_q):
                         l[i] = F(l[i] + F(F(total[i]) * scale[i]))
                 if with_values:
-                    for e in range(0, width, panel):
-                        for i in range(0, block_q, 6):
-                            value(p, i * KEY_BLOCK, KEY_BLOCK, v, c * width + e * KEY_BLOCK, KEY_BLOCK // group, scale, total, i, o,
-                                  i * width + e, width)
+                    values(p, v, c, KEY_BLOCK, scale, total, block_q, o)
+        end()
         return l[0] + x[0, 0]
     return run
 
@@ -108,8 +107,11 @@ def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, f
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     k, v, scale = problem.key.data[0], problem.value.data[0], np.ascontiguousarray(ck[0])
     q = (problem.query.data[0, 0].astype(np.int16) + isa.q_offset).astype(np.uint8 if isa.group == 4 else np.int16)
+    aligned = empty(q.shape, q.dtype)
+    aligned[:] = q
+    q = aligned
     keys, values = pack_keys(isa_name, k, scale), pack_values(isa_name, v)
-    o = np.zeros((t.block_q, d), F)
+    o = empty((t.block_q, d), F)
     with limit(1):
         found = {"packing": median_time(lambda: (pack_keys(isa_name, k, scale), pack_values(isa_name, v)), repeats)}
         before = 0.0

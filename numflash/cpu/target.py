@@ -6,7 +6,10 @@ register-tile kernel is guarded by `require`.
 """
 from __future__ import annotations
 
+import ctypes
 import functools
+import platform
+import sys
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,6 +22,7 @@ Needs = dict[str, tuple[str, ...]]
 
 # Instruction set of the INT8 register tiles -> features of the target that it needs, best first.
 ISAS: Needs = {
+    "amx_int8": ("amx-tile", "amx-int8", "avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     "avx512_vnni": ("avx512f", "avx512bw", "avx512vl", "avx512vnni"),
     "avx_vnni": ("avx2", "fma", "avxvnni|avx512vnni", "avxvnni|avx512vl"),
     "avx2": ("avx2", "fma"),
@@ -47,7 +51,8 @@ CPUS = {name: frozenset(features.split()) for names, features in (
     ("cooperlake", f"{_SKX} avx512vnni avx512bf16"),
     ("icelake-client icelake-server tigerlake rocketlake", _ICX),
     ("znver4", f"{_ICX} avx512bf16"),
-    ("znver5 sapphirerapids emeraldrapids graniterapids", f"{_ICX} avx512bf16 avxvnni"),
+    ("znver5", f"{_ICX} avx512bf16 avxvnni"),
+    ("sapphirerapids emeraldrapids graniterapids", f"{_ICX} avx512bf16 avxvnni amx-tile amx-int8"),
 ) for name in names.split()}
 
 
@@ -100,6 +105,19 @@ def missing(isa: str, isas: Needs = ISAS, codegen: Any = None) -> list[str]:
     return [need for need in isas[isa] if not features(codegen).intersection(need.split("|"))]
 
 
+@functools.cache
+def tiles_permitted() -> bool:
+    """Ask Linux to let this process use AMX tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, tile data). False where it refuses."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+
+
+def _granted(isa: str) -> bool:
+    """Whether the operating system lets this process use an instruction set that the target has."""
+    return isa != "amx_int8" or tiles_permitted()
+
+
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
     """Refuse to emit an operation that LLVM would abort the process over (P49)."""
     lacking = missing(isa, isas, codegen)
@@ -109,7 +127,7 @@ def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
 
 def available(isas: Needs = ISAS) -> list[str]:
     """The instruction sets that the target supports, best first."""
-    return [isa for isa in isas if not missing(isa, isas)]
+    return [isa for isa in isas if not missing(isa, isas) and _granted(isa)]
 
 
 def require(isa: str | None, isas: Needs = ISAS) -> str:
@@ -121,4 +139,7 @@ def require(isa: str | None, isas: Needs = ISAS) -> str:
     if missing(isa, isas):
         raise UnsupportedError(f"isa: {isa!r} needs {', '.join(missing(isa, isas))}, which the target {cpu_name()!r} lacks; "
                                f"allowed here: {', '.join(map(repr, available(isas)))}")
+    if not _granted(isa):
+        raise UnsupportedError(f"isa: {isa!r} is refused by the operating system; allowed here: "
+                               f"{', '.join(map(repr, available(isas)))}")
     return isa

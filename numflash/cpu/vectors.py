@@ -14,6 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..fixedpoint import T_LIMIT
+
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
@@ -109,7 +111,10 @@ class Isa(Vectors):
     Attributes
     ----------
     group : products that one dot instruction adds into a lane: 4 bytes, or 2 int16
-    nv : vectors side by side in a register tile of scores, with 6 rows
+    nv : vectors side by side in a register tile of scores
+    rows : rows of the register tiles, the tallest first; a block of rows is filled up to a multiple of the last
+    step : the channels of Q and K are filled up to a multiple of it
+    unit : the columns of V and O are filled up to a multiple of so many vectors
     q_offset : added to Q before the dot product, taken out by the value that each key's sum starts from
     v_offset : added to V before the dot product, taken out by the value that each row's sum starts from
     """
@@ -118,6 +123,12 @@ class Isa(Vectors):
     nv: int
     q_offset: int
     v_offset: int = 0
+    rows: tuple[int, ...] = (6, 4, 2)
+    step: int = 0
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step", self.step or self.group)
 
     @property
     def operand(self) -> ir.Type:
@@ -158,6 +169,14 @@ class Isa(Vectors):
     def to_int16(self, b: ir.IRBuilder, x, y) -> Any:
         """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in `key_order` come out in order."""
         raise NotImplementedError
+
+    def store_scores(self, b: ir.IRBuilder, pair, pointer, where, wide: bool) -> None:
+        """Two vectors of a panel, in the order of the keys from element `where` on: int16, or float32 cut at +-T_LIMIT."""
+        if not wide:
+            return store(b, self.to_int16(b, *pair), pointer, where, 2)
+        low, high = self.in_order(b, *(self.clamp(b, x, float(T_LIMIT)) for x in pair))
+        store(b, low, pointer, where, 4)
+        store(b, high, pointer, b.add(where, self.elements(b, 1)), 4)
 
     def in_order(self, b: ir.IRBuilder, x, y) -> tuple[Any, Any]:
         """Two vectors of a panel in `key_order`, brought to the order of the keys."""

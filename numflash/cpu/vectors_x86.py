@@ -86,6 +86,7 @@ def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
     return [n for k in range(0, lanes // 2, half) for n in chosen[k:k + half] + chosen[lanes // 2 + k:lanes // 2 + k + half]]
 
 
+AMX_INT8 = X86("amx_int8", 16, 4, 4, 0, rows=(32,), step=64, unit=2)         # the vectors and layouts of AVX-512
 AVX512_VNNI = X86("avx512_vnni", 16, 4, 4, 128)
 AVX_VNNI = X86("avx_vnni", 8, 4, 2, 128)
 AVX2 = X86("avx2", 8, 2, 2, 0)
