@@ -1,0 +1,214 @@
+# %% [markdown]
+# # 06. The register tile
+#
+# After this chapter you can say why a loop that is vectorised perfectly still runs at a few per cent of the peak, choose the
+# shape of a register tile from a few numbers of the machine, and predict what happens when it is too small or too large.
+
+# %%
+import numpy as np
+
+from numflash import assembly, codegen
+from numflash._jit import kernel
+from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu import portable, target
+from numflash.cpu.isas import VECTOR_ISAS, running_lanes
+from numflash.cpu.study.register_tile import make_product, make_tile, pack
+
+isa = target.available()[0]
+assert isa != "portable", "this chapter needs a CPU with AVX2, NEON dot products or SVE"
+registers = 16 if isa in ("avx_vnni", "avx2") else 32
+peak = roof()
+print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", peak)
+
+# %% [markdown]
+# ## One product, four ways
+#
+# The problem: 480 rows of Q against 512 keys, 128 channels, bytes. Scores go into a block of 48 x 64, over and over, as in the
+# fused kernel; nothing here ever leaves the caches.
+#
+# First, what plain loops give. `one by one` is the dot product of chapter 05. `4 x 4 block` keeps 16 sums in named variables:
+# each row of Q and each key that is loaded serves four products. It is the inner loop of the portable kernel.
+
+# %%
+F, I = np.float32, np.int32
+rng = np.random.default_rng(0)
+q, k = rng.integers(0, 128, (480, 128), np.int8), rng.integers(-127, 128, (512, 128), np.int8)
+exact = q[432:].astype(np.int64) @ k[448:].T.astype(np.int64)              # the last block
+work = 2 * q.shape[0] * k.shape[0] * q.shape[1]
+
+
+@kernel
+def one_by_one(q, k, c):
+    for row in range(0, q.shape[0], c.shape[0]):
+        for first in range(0, k.shape[0], c.shape[1]):
+            for i in range(c.shape[0]):
+                a, line = q[row + i], c[i]
+                for j in range(line.size):
+                    b, total = k[first + j], I(0)
+                    for e in range(a.size):
+                        total = np.add(total, np.multiply(I(a[e]), I(b[e])))
+                    line[j] = total
+
+
+@kernel
+def four_by_four(q, k, c):
+    for row in range(0, q.shape[0], c.shape[0]):
+        for first in range(0, k.shape[0], c.shape[1]):
+            for i in range(0, c.shape[0], 4):
+                for j in range(0, c.shape[1], 4):
+                    portable.dot_block(q[row + i:row + i + 4], k[first + j:first + j + 4], c[i:i + 4, j:j + 4])
+
+
+def measure(run, *operands):
+    c = np.zeros((48, 64), I)
+    run(*operands, c)
+    assert np.array_equal(c, exact)
+    return work / rounds(lambda: run(*operands, c), 0.1) / 1e9
+
+
+speed = {"one by one": measure(one_by_one, q, k), "4 x 4 block of dots": measure(four_by_four, q, k)}
+table(["loop", "GOP/s", "share of the INT8 peak"], [[n, x, f"{1e11 * x / peak.int8:.0f} %"] for n, x in speed.items()])
+
+# %% [markdown]
+# ## What is missing
+#
+# A dot product needs two loads for a multiplication, and ends in adding up the lanes of a register. A *register tile* turns
+# the problem: a vector holds 16 different keys (K is packed so, chapter 02's `packed`), one group of channels of a query row
+# is broadcast against it, and the sums of `mr` rows times `nv` vectors never leave their registers until they are done.
+#
+# Per step of 4 channels, a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions.
+#
+# **Exercise 1.** Loads per dot instruction of an mr x nv tile, and the registers that it needs: the sums, the nv vectors of
+# K, and one for the broadcast word.
+
+# %% tags=["exercise"]
+def loads_and_registers(mr, nv):
+    return ...
+
+
+def model(mr, nv):
+    return (nv + mr) / (mr * nv), mr * nv + nv + 1
+
+
+check("loads per dot, registers", loads_and_registers, model, (1, 1), (6, 4), (8, 4))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def loads_and_registers(mr, nv):
+    return 1 / mr + 1 / nv, (mr + 1) * nv + 1
+
+
+check("loads per dot, registers", loads_and_registers, model, (1, 1), (6, 4), (8, 4))
+
+# %% [markdown]
+# ## Every shape, measured
+#
+# `study/register_tile.py` makes a tile of any shape, in LLVM's own language (40 lines: one value per sum, so that each stays in a
+# register). The loops around it are Numba.
+
+# %%
+first_operand = np.uint8 if VECTOR_ISAS[isa].group == 4 else np.int16
+shapes, code = {}, {}
+for mr, nv in ((1, 1), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4), (4, 2), (6, 2), (4, 4), (6, 4), (8, 4)):
+    if 64 % (nv * running_lanes(isa)) == 0:
+        run = make_product(isa, mr, nv)
+        shapes[mr, nv] = measure(run, q.astype(first_operand), pack(isa, k, nv))
+loads, need = zip(*(model(*shape) for shape in shapes), strict=True)
+table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8 peak"],
+      [[f"{mr} x {nv}", mr * nv, n, x, speed_, f"{1e11 * speed_ / peak.int8:.0f} %"]
+       for ((mr, nv), speed_), n, x in zip(shapes.items(), need, loads, strict=True)])
+
+# %% [markdown]
+# Two things must be true at once. *Enough sums*: a dot instruction takes some cycles, the next one into the same register
+# waits for it, so latency times instructions per cycle sums must be under way. *Few loads*: the core loads two vectors a
+# cycle at best, so more than one load per dot cannot reach a peak of two dots a cycle. And one thing must not: more sums than
+# registers. Then the compiler spills them to the stack, and the tile is what it set out to avoid.
+#
+# The status document says of the A64FX "SDOT: 4-cycle latency, 2/cycle throughput". The manual says 9 cycles.
+#
+# **Exercise 2.** How many independent sums keep a machine busy whose dot instruction takes `latency` cycles and starts
+# `per_cycle` times a cycle? Does the documents' own tile, 6 x 4, have enough on the A64FX with the right latency?
+
+# %% tags=["exercise"]
+def sums_needed(latency, per_cycle):
+    return ...
+
+
+enough = ...
+check("sums under way", sums_needed, lambda latency, per_cycle: latency * per_cycle, (4, 2), (9, 2))
+check("6 x 4 is enough on the A64FX", enough, True)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def sums_needed(latency, per_cycle):
+    return latency * per_cycle
+
+
+enough = sums_needed(9, 2) <= 6 * 4
+check("sums under way", sums_needed, lambda latency, per_cycle: latency * per_cycle, (4, 2), (9, 2))
+check("6 x 4 is enough on the A64FX", enough, True)
+
+# %% [markdown]
+# Did 8 x 4 spill? Its 32 sums leave no register for an operand. The machine code knows:
+
+# %%
+def one_tile(mr, nv):
+    tile, group = make_tile(isa, mr, nv), VECTOR_ISAS[isa].group
+
+    @kernel
+    def run(q, k, c):
+        tile(q, 0, 128, k, 0, 128 // group, c, 0, 64)
+    return run
+
+
+first, second = ("uint8", "int8") if VECTOR_ISAS[isa].group == 4 else ("int16", "int16")
+for shape in ((6, 4), (8, 4)):
+    if shape in shapes:
+        machine_code = codegen.compile_for(one_tile(*shape), f"void({first}[::1], {second}[::1], int32[::1])",
+                                           codegen.Target.named("host"))
+        loop = assembly.hot_loop(machine_code.assembly).instructions
+        code[shape] = sum(map(assembly.is_stack, loop))
+        print(f"{shape[0]} x {shape[1]}: {len(loop)} instructions in the hot loop, {code[shape]} of them touch the stack")
+
+# %% [markdown]
+# ## Where the vectors lie
+#
+# One more thing decides. A cache line is 64 bytes, and so is a 512-bit vector: if K starts 16 bytes after the start of a
+# line, *every* load of K touches two lines. NumPy promises 16 bytes, not 64.
+
+# %%
+ship = (6, VECTOR_ISAS[isa].nv)
+run = make_product(isa, *ship)
+placed = {offset: measure(run, q.astype(first_operand), pack(isa, k, ship[1], offset)) for offset in (0, 16, 32)}
+table(["first byte of K", "GOP/s", "share of the INT8 peak"],
+      [[f"64 n + {offset}", x, f"{1e11 * x / peak.int8:.0f} %"] for offset, x in placed.items()])
+
+# %% [markdown]
+# ## From a few per cent to more than eight tenths
+
+# %%
+climb = speed | {f"tile {mr} x {nv}": shapes[mr, nv] for mr, nv in ((1, 1), (1, 4), (2, 4), (4, 4), (6, 2), (6, 4), (8, 4))
+                 if (mr, nv) in shapes} | {f"tile {ship[0]} x {ship[1]}, K off by 16": placed[16]}
+fig, ax = figure(width=9, height=4.2)
+ax.set_title("Q.K^T of bytes in the caches, one core")
+bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digits=0)
+
+# %% [markdown]
+# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile that fits, the shape that the documents chose too. They
+# report 70.8 % of the peak for this product on the A64FX; the goal was nine tenths. What is in the way? With four times as
+# many channels a tile is four times as long: that shows what its start and end cost.
+
+# %%
+long_q, long_k = np.tile(q, (1, 4)), np.tile(k, (1, 4))
+exact = 4 * exact
+work *= 4
+long_tile = measure(run, long_q.astype(first_operand), pack(isa, long_k, ship[1]))
+print(f"128 channels: {1e11 * placed[0] / peak.int8:.0f} % of the peak, 512 channels: {1e11 * long_tile / peak.int8:.0f} %")
+
+# %% [markdown]
+# A few per cent at most. The rest of the loss is inside the loop, where loads, broadcasts and dots share the core; the peak is
+# measured by a loop without a single load. Nine tenths stay out of reach of this tile here.
+
+# %%
+print(f"shipped tile {ship[0]} x {ship[1]}: {1e11 * placed[0] / peak.int8:.0f} % of the measured peak")
+assert need[list(shapes).index(ship)] <= registers
+assert placed[0] > 5 * max(speed.values())
+assert code.get((6, 4), 0) == 0 or registers < 32
