@@ -41,8 +41,15 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = np.ascontiguousarray(x, np.float32)
     bits = x.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    rounded = bits >> np.uint32(16)              # in place from here on: passes over memory are what this costs
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    out, nan = rounded.astype(np.uint16), np.isnan(x)
+    if nan.any():
+        out[nan] = 0x7FC0
+    return out
 
 
 def convert(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -167,9 +167,9 @@ def _int8_buffers(score: str, weight: str, packed: str = "int8") -> tuple[Buffer
 
 
 def _float_buffers(operand: str) -> tuple[Buffer, ...]:
-    weights = () if operand == "float32" else (Buffer("P weights", 6, "key_block", operand),)
+    weights = () if operand == "float32" else (Buffer("P weights", "block_q", "key_block", operand),)
     return (Buffer("Q tile", "block_q", "d", operand), Buffer("K block", "key_block", "d", operand),
-            Buffer("V block", "key_block", "dv", operand), Buffer("S of six rows", 6, "key_block", "float32"), *weights,
+            Buffer("V block", "key_block", "dv", operand), Buffer("S scores", "block_q", "key_block", "float32"), *weights,
             Buffer("O accumulator", "block_q", "dv", "float32"), Buffer("m, l", "block_q", 2, "float32"))
 
 
@@ -189,10 +189,11 @@ TILINGS = {t.name: t for t in (
     Tiling("neon_dot-int8", "cpu", "neon_dot", "int8", 6, 4, 4, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     _arm("a64fx", "sve", 16), _arm("neoverse-v1", "sve", 8), _arm("neoverse-v2", "sve", 4), _arm("neoverse-n1", "neon_dot", 4),
     Tiling("portable-int8", "cpu", "portable", "int8", 4, 4, 1, 32, KEY_BLOCK, _int8_buffers("int32", "uint8")),
-    Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 48, 256, _float_buffers("float32")),
-    Tiling("avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 48, 256, _float_buffers("float32")),
-    Tiling("neon-float32", "cpu", "neon", "float32", 6, 4, 4, 48, 256, _float_buffers("float32")),
-    Tiling("avx512_bf16-bfloat16", "cpu", "avx512_bf16", "bfloat16", 6, 4, 16, 48, 256, _float_buffers("bfloat16")),
+    Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 192, 128, _float_buffers("float32")),
+    Tiling("avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 192, 128, _float_buffers("float32")),
+    Tiling("neon-float32", "cpu", "neon", "float32", 6, 4, 4, 192, 128, _float_buffers("float32")),
+    Tiling("avx512_bf16-bfloat16", "cpu", "avx512_bf16", "bfloat16", 6, 4, 16, 192, 128, _float_buffers("bfloat16")),
+    Tiling("amx_bf16-bfloat16", "cpu", "amx_bf16", "bfloat16", 32, 4, 16, 192, 256, _float_buffers("bfloat16")),
     Tiling("a64fx-fused-48x64", "cpu", "sve", "int8", 6, 4, 16, 48, 64, (
         Buffer("Q tile", "block_q", "d", "int8"), Buffer("K chunk", "key_block", "d", "int8"),
         Buffer("V chunk", "key_block", "dv", "int8"), Buffer("O tile", "block_q", "dv", "float32"),

@@ -321,20 +321,48 @@ def shorten(array: np.ndarray) -> str:
     return np.array2string(array, threshold=8)
 
 
-def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str) -> Iterator[tuple[Problem, slice]]:
-    """The packed problem, (1, H, total, D), sequence by sequence with its rows; neighbours of equal lengths come as one batch."""
-    lengths_q, lengths_k = np.diff(cu_q), np.diff(cu_k)
-    change = (np.diff(lengths_q) != 0) | (np.diff(lengths_k) != 0)
-    starts = np.concatenate([[0], np.flatnonzero(change) + 1, [len(lengths_q)]]) if len(lengths_q) else np.zeros(1, np.int64)
+# Multiplications that take about as long as a call: sequences share a call where filling them up to one length costs less.
+CALL = 4e6
 
-    def batch(x: np.ndarray, start: int, n: int, length: int) -> np.ndarray:
-        part = x[0].transpose(1, 0, 2)[start:start + n * length]
-        return part.reshape(n, length, *part.shape[1:]).transpose(0, 2, 1, 3)
 
-    for first, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        n, l, s, at, key_at = stop - first, int(lengths_q[first]), int(lengths_k[first]), int(cu_q[first]), int(cu_k[first])
-        slopes = whole.alibi_slopes
-        yield replace(
-            whole, query=batch(whole.query, at, n, l), key=batch(whole.key, key_at, n, s), value=batch(whole.value, key_at, n, s),
-            diagonal=np.full(n, s - l if alignment == "lower_right" else 0, np.int64), key_lengths=np.full(n, s, np.int64),
-            alibi_slopes=None if slopes is None else writable(np.broadcast_to(slopes, (n, slopes.shape[1])))), slice(at, at + n * l)
+def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
+              ) -> Iterator[tuple[Problem, np.ndarray, np.ndarray]]:
+    """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up to the longest.
+
+    Yields the problem of a batch of n sequences, the packed rows (rows,) that are in it, and where in (n, L) they stand, bool.
+    """
+    many, few = np.diff(cu_q), np.diff(cu_k)
+    _, h, _, _, _, d, dv = whole.shape
+    queue = [n for n in np.lexsort((few, many))[::-1].tolist() if many[n]]
+    price, first = CALL / (h * (d + dv)), 0
+    while first < len(queue):
+        longest, stop, waste = many[queue[first]], first, 0
+        most, cells = 0, 0
+        while stop < len(queue):                                        # one more sequence, if that is cheaper than one more call
+            n = queue[stop]
+            most, cells = max(most, few[n]), cells + many[n] * few[n]
+            padding = (stop + 1 - first) * longest * most - cells
+            if padding - waste > price:
+                break
+            stop, waste = stop + 1, padding
+        chosen = np.sort(queue[first:stop])
+        yield _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment)
+        first = stop
+
+
+def _batch(whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s: np.ndarray, alignment: str
+           ) -> tuple[Problem, np.ndarray, np.ndarray]:
+    """Sequences that begin at packed rows `at_q` and keys `at_k`, `l` and `s` long, as a batch; filled up with any rows."""
+    def gather(x: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        rows, n = x[0].transpose(1, 0, 2), len(at)
+        longest = int(lengths.max())
+        if n == 1 or (np.array_equal(at[1:], at[:-1] + longest) and lengths.min() == longest):
+            return rows[at[0]:at[0] + n * longest].reshape(n, longest, *rows.shape[1:]).transpose(0, 2, 1, 3)
+        return rows[np.minimum(at[:, None] + np.arange(longest), len(rows) - 1)].transpose(0, 2, 1, 3)
+
+    slopes, stands = whole.alibi_slopes, np.arange(int(l.max())) < l[:, None]
+    problem = replace(
+        whole, query=gather(whole.query, at_q, l), key=gather(whole.key, at_k, s), value=gather(whole.value, at_k, s),
+        diagonal=(s - l if alignment == "lower_right" else np.zeros(len(l), np.int64)), key_lengths=s,
+        alibi_slopes=None if slopes is None else writable(np.broadcast_to(slopes, (len(l), slopes.shape[1]))))
+    return problem, (at_q[:, None] + np.arange(stands.shape[1]))[stands], stands

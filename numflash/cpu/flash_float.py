@@ -1,15 +1,17 @@
 """The fused floating-point attention: register tiles, online softmax in base 2, float32 sums, one query tile at a time.
 
-FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key block, for each six rows:
+FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key block:
 
-    scores   s = (Q.K^T) * scale * log2(e)                              (score_tile)
-    change   softcap, ALiBi, bias, mask, edges of what a row sees       (change_rows, only where asked for)
-    softmax  running maximum m, p = 2**(s - m), running sum l           (row_max, row_exp)
-    values   O += P.V                                                   (value_tile)
+    scores   s = Q.K^T                                                  (score_tile: a panel of K stays in L1 for all rows)
+    change   softcap, ALiBi, bias, mask, edges of what a row sees       (change_row, only where asked for)
+    softmax  running maximum m, p = 2**(c * s - m), running sum l       (row_exceeds, row_weights); c = scale * log2(e)
+    values   O += P.V                                                   (value_tile: so do the columns of V)
     out = O / l, lse = (m + log2(l)) * ln 2
 
-The maximum is followed only when it grows by more than 8 octaves: p stays below 2**8, and O is hardly ever rescaled. Keys that no
-row of six can see are neither multiplied nor read, and under a dense mask whole panels that it hides are left out.
+K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as many as a register tile has (6,
+or 32 with AMX). The maximum is followed only when it grows by more than 8 octaves: p stays below 2**8, and O is hardly ever
+rescaled. Keys that no row of a group can see are neither multiplied nor read, nor panels at the ends of a key block that a dense
+mask hides from all of them.
 
 What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases near the lowest float) is
 noticed per row, by the largest magnitudes or by the result itself, and done again by `flash_rows` in float64.
@@ -25,7 +27,8 @@ from .._jit import inline, kernel
 from ..tiling import tiling
 from . import float_tiles as tiles
 from .float_packing import largest
-from .float_tiles import FLOAT_ISAS, MR
+from .float_tiles import FLOAT_ISAS
+from .memory import zero_bytes
 from .scores import Dense, row_of, row_range
 from .vectors import next_task
 
@@ -40,32 +43,31 @@ LN2 = np.log(2.0)
 def make_attend(name: str, precision: str):
     """The kernel of one target: attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo)."""
     isa = FLOAT_ISAS[name]
-    block_q, key_block = tiling(name, precision).block_q, tiling(name, precision).key_block
-    lanes, group, panel, nv = isa.lanes, isa.group, isa.panel, isa.nv
+    key_block = tiling(name, precision).key_block
+    lanes, group, panel, nv, mr, step, unit = isa.lanes, isa.group, isa.panel, isa.nv, isa.rows, isa.step, isa.unit
     score1, score2, score3, score4 = (tiles.score_tile(name, min(n, nv)) for n in (1, 2, 3, 4))
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
-    top_of, exceeds, weights, softcap = tiles.row_max(name), tiles.row_exceeds(name), tiles.row_exp(name), tiles.row_softcap(name)
+    begin_tiles, end_tiles = tiles.tile_state(name)
+    top_of, exceeds, weights, scale = tiles.row_max(name), tiles.row_exceeds(name), tiles.row_weights(name), tiles.row_scale(name)
+    softcap = tiles.row_softcap(name)
     alibi, add_bias, apply_mask, found = tiles.row_alibi(name), tiles.row_bias(name), tiles.row_mask(name), tiles.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
     @inline
-    def scores(q, q_off, stride, k, first, stop, c, x):
-        """x[:, j - first] = (Q.K^T) * c of six rows for keys first .. stop, whole vectors; `first` a multiple of lanes."""
-        j = first
-        while j < stop:
-            column = j % panel
-            n = min((panel - column) // lanes, (stop - j + lanes - 1) // lanes)
-            at = (j - column) * stride + column * group
-            if n == nv:
-                score4(q, q_off, stride, k, at, stride // group, c, x, j - first, key_block)
-            elif n == 3:
-                score3(q, q_off, stride, k, at, stride // group, c, x, j - first, key_block)
-            elif n == 2:
-                score2(q, q_off, stride, k, at, stride // group, c, x, j - first, key_block)
-            else:
-                score1(q, q_off, stride, k, at, stride // group, c, x, j - first, key_block)
-            j += n * lanes
+    def scores(q, q_off, stride, k, first, stop, x, x_off):
+        """x[:, x_off ...] = Q.K^T of a group of rows for keys first .. stop of one panel, in whole units."""
+        column = first % panel
+        n = (stop - first + unit - 1) // unit * (unit // lanes)
+        at = (first - column) * stride + column * group
+        if n == nv:
+            score4(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+        elif n == 3:
+            score3(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+        elif n == 2:
+            score2(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+        else:
+            score1(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
 
     @inline
     def change_row(semantics, b, h, i, first, n, x, x_off, dense):
@@ -104,18 +106,38 @@ def make_attend(name: str, precision: str):
         return False
 
     @inline
-    def values(p, start, stop, v, first, columns, o, o_off):
-        """O += P.V of six rows, P's columns start .. stop, P's column 0 being key `first`."""
-        steps, t = (stop - start + group - 1) // group, 0
-        base, stride = (first + start) * columns, columns * group
-        while t + panel <= columns:
-            value4(p, start, key_block, v, base + t * group, stride, steps, o, o_off + t, columns)
-            t += panel
-        if nv > 1 and t + half <= columns:
-            value2(p, start, key_block, v, base + t * group, stride, steps, o, o_off + t, columns)
-            t += half
-        if t < columns:
-            value1(p, start, key_block, v, base + t * group, stride, steps, o, o_off + t, columns)
+    def panels_seen(semantics, dense, b, h, row, rows, first, stop):
+        """first .. stop without the panels at either end that the dense mask hides from all rows."""
+        while first < stop:
+            after = min(stop, first // panel * panel + panel)
+            if panel_seen(semantics, dense, b, h, row, rows, first, after - first):
+                break
+            first = after
+        while first < stop:
+            before = max(first, (stop - 1) // panel * panel)
+            if panel_seen(semantics, dense, b, h, row, rows, before, stop - before):
+                break
+            stop = before
+        return first, stop
+
+    @inline
+    def values(p, start, stop, real, v, block, columns, o):
+        """O += P.V of all groups, a chunk of V's columns after the other; group g sees keys start[g] .. stop[g] of the block."""
+        stride, t = columns * group, 0
+        while t < columns:
+            width = panel if t + panel <= columns else half if nv > 1 and t + half <= columns else lanes
+            for g in range(0, real, mr):
+                first, n = start[g // mr], stop[g // mr] - start[g // mr]
+                if n > 0:
+                    steps, at = (n + step - 1) // step * (step // group), g * key_block + first - block
+                    where, to = first * columns + t * group, g * columns + t
+                    if width == panel:
+                        value4(p, at, key_block, v, where, stride, steps, o, to, columns)
+                    elif width == half:
+                        value2(p, at, key_block, v, where, stride, steps, o, to, columns)
+                    else:
+                        value1(p, at, key_block, v, where, stride, steps, o, to, columns)
+            t += width
 
     @inline
     def grow_row(x, at, count, m, l, o, i):
@@ -134,42 +156,48 @@ def make_attend(name: str, precision: str):
         m[i] = top
 
     @inline
-    def edge_row(semantics, b, h, i, r, first, stop, lo, hi, x, p, m, l, o, row, dense):
-        """Scores and weights of one row that does not see all keys of first .. stop as they are."""
-        at, count = r * key_block, (stop - first + lanes - 1) // lanes
+    def edge_row(semantics, b, h, i, at, first, stop, lo, hi, c, x, p, m, l, o, row, dense):
+        """Scores and weights of one row, at x[at ...], that does not see all keys of first .. stop as they are."""
+        count = (stop - first + unit - 1) // unit * (unit // lanes)
         end = at + count * lanes
         a, z = max(lo[i] - first, 0), min(hi[i], stop) - first
         if z > a:
+            scale(x, at, count, c)
             if semantics.general:
                 change_row(semantics, b, h, row + i, first, stop - first, x, at, dense)
             x[at:at + a] = HIDDEN
             x[at + z:end] = HIDDEN
-            if exceeds(x, at, count, F(m[i] + GROWTH)):
+            if exceeds(x, at, count, F(1), F(m[i] + GROWTH)):
                 grow_row(x, at, count, m, l, o, i)
         if z <= a or m[i] == HIDDEN:
             p[at:end] = operand(0)
         else:
-            weights(x, at, count, m[i], p, at, l, i * lanes)
+            weights(x, at, count, F(1), m[i], p, at, l, i * lanes)
 
     @kernel(parallel=True)
-    def attend(q, keys, limits, values_packed, columns, c, semantics, heads, s, counter, out, lse, redo):
+    def attend(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
         """All query tiles of all heads.
 
         q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest |q| without overflow;
-        columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv, workers); counter (1,) int64 zero;
-        out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8, 1 for a row that float32 cannot hold.
+        columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv, workers); block_q rows of a tile, whole groups;
+        counter (1,) int64 zero; out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8, 1 for a row that float32 cannot hold.
         """
         n_heads, length, d = q.shape
         dv = out.shape[2]
         h_all, h_kv, workers = heads
-        stride = (d + group - 1) // group * group
+        stride = (d + step - 1) // step * step
         tiles = (length + block_q - 1) // block_q
         shifted = semantics.has_bias or semantics.slopes.size > 0
         for _ in prange(workers):
-            q_tile, x = np.zeros((block_q, stride), operand), np.zeros(MR * key_block, np.float32)
-            p = x if group == 1 else np.zeros(MR * key_block, operand)
-            o, l, m = np.empty((block_q, columns), F), np.empty((block_q, lanes), F), np.empty(block_q, F)
+            begin_tiles()
+            q_tile = zero_bytes(block_q * stride * (4 // group)).view(operand).reshape(block_q, stride)
+            x = zero_bytes(block_q * key_block * 4).view(np.float32)
+            p = x if group == 1 else zero_bytes(block_q * key_block * (4 // group)).view(operand)
+            o = zero_bytes(block_q * columns * 4).view(np.float32).reshape(block_q, columns)
+            l, m = np.empty((block_q, lanes), F), np.empty(block_q, F)
             lo, hi, worst = np.empty(block_q, np.int64), np.empty(block_q, np.int64), np.empty(block_q, np.uint32)
+            spans = np.empty((3, block_q // mr), np.int64)
+            start, end, skip = spans[0], spans[1], spans[2]
             dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
                           np.zeros(lanes, np.uint8), np.zeros(lanes, np.float32))
             while True:
@@ -183,45 +211,53 @@ def make_attend(name: str, precision: str):
                 k, v = keys[n_kv], values_packed[n_kv]
                 first, stop = s, 0
                 for i in range(real):
-                    q_tile[i, :d] = q[n, row + i]
+                    source, target = q[n, row + i], q_tile[i]
+                    for e in range(d):
+                        target[e] = source[e]
                     lo[i], hi[i] = row_range(semantics, b, row + i, s)
                     m[i] = HIDDEN
                     worst[i] = largest(q_tile[i].view(np.uint32), group, np.uint32(0))
                     if hi[i] > lo[i]:
                         first, stop = min(first, lo[i]), max(stop, hi[i])
-                q_tile[real:] = operand(0)
-                o[:], l[:] = F(0), F(0)
+                groups = (real + mr - 1) // mr * mr
+                q_tile[real:groups] = operand(0)
+                o[:groups], l[:groups] = F(0), F(0)
                 for block in range(first // key_block * key_block, stop, key_block):
-                    for g in range(0, real, MR):
-                        rows = min(MR, real - g)
-                        left, right, most, least = s, 0, 0, s               # keys that any row sees, and that all rows see
+                    for g in range(0, real, mr):
+                        rows, left, right = min(mr, real - g), s, 0         # keys that any row of the group sees
                         for i in range(g, g + rows):
-                            most, least = max(most, lo[i]), min(least, hi[i])
                             if hi[i] > lo[i]:
                                 left, right = min(left, lo[i]), max(right, hi[i])
-                        j, end = max(left // lanes * lanes, block), min(right, block + key_block)
-                        while j < end:
-                            z = end
-                            if semantics.has_mask:
-                                z = min(end, j // panel * panel + panel)
-                                if not panel_seen(semantics, dense, b, h, row + g, rows, j, z - j):
-                                    j = z
-                                    continue
-                                while z < end and panel_seen(semantics, dense, b, h, row + g, rows, z, min(end - z, panel)):
-                                    z = min(end, z + panel)
-                            scores(q_tile, g * stride, stride, k, j, z, c, x)
-                            if semantics.general or most > j or least < z or (z - j) % lanes:
-                                for r in range(rows):
-                                    edge_row(semantics, b, h, g + r, r, j, z, lo, hi, x, p, m, l, o, row, dense)
-                            else:
-                                for r in range(rows):
-                                    i, at, count = g + r, r * key_block, (z - j) // lanes
-                                    if exceeds(x, at, count, F(m[i] + GROWTH)):
-                                        grow_row(x, at, count, m, l, o, i)
-                                    weights(x, at, count, m[i], p, at, l, i * lanes)
-                            start = max(left - j, 0) // group * group
-                            values(p, start, z - j, v, j, columns, o, g * columns)
-                            j = z
+                        a, z = max(left // unit * unit, block), min(right, block + key_block)
+                        if semantics.has_mask:
+                            a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
+                        start[g // mr], end[g // mr], skip[g // mr] = a, z, max(left - a, 0) // step * step
+                    for j in range(block, min(block + key_block, stop), panel):
+                        for g in range(0, real, mr):
+                            a, z = max(start[g // mr], j), min(end[g // mr], j + panel)
+                            if a < z:
+                                scores(q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block)
+                    for g in range(0, real, mr):
+                        a, z = start[g // mr], end[g // mr]
+                        if a >= z:
+                            continue
+                        rows, most, least = min(mr, real - g), 0, s         # keys that all rows of the group see
+                        for i in range(g, g + rows):
+                            most, least = max(most, lo[i]), min(least, hi[i])
+                        if semantics.general or most > a or least < z or (z - a) % unit:
+                            for i in range(g, g + rows):
+                                edge_row(semantics, b, h, i, i * key_block + a - block, a, z, lo, hi, c, x, p, m, l, o, row, dense)
+                        else:
+                            count = (z - a) // lanes
+                            for i in range(g, g + rows):
+                                at, factor = i * key_block + a - block, c
+                                if exceeds(x, at, count, c, F(m[i] + GROWTH)):
+                                    scale(x, at, count, c)
+                                    factor = F(1)
+                                    grow_row(x, at, count, m, l, o, i)
+                                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
+                        start[g // mr] += skip[g // mr]
+                    values(p, start, end, real, v, block, columns, o)
                 for i in range(real):
                     result, sums, bits = out[n, row + i], o[i], np.uint32(0)
                     total = F(0)
@@ -237,4 +273,5 @@ def make_attend(name: str, precision: str):
                     held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
                     held &= worst[i:i + 1].view(np.float32)[0] <= limits[n_kv]
                     redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
+            end_tiles()
     return attend

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from .._jit import inline, kernel
 from .float_tiles import FLOAT_ISAS
+from .memory import LINE, empty
 from .packing import padded
 from .vectors import I32, data, load, shuffle, store, vector
 
@@ -45,6 +46,15 @@ def transpose(lanes: int):
             return context.get_dummy_value()
         return types.void(x, x_off, x_stride, out, out_off, out_stride), codegen
     return square
+
+
+def on_lines(x: np.ndarray) -> np.ndarray:
+    """A contiguous array that begins on a cache line: x itself where it does."""
+    if x.flags.c_contiguous and x.ctypes.data % LINE == 0:
+        return x
+    out = empty(x.shape, x.dtype)
+    out[...] = x
+    return out
 
 
 @inline
@@ -137,12 +147,12 @@ def _pack_pairs(v, stops, out):
 def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen. Also the largest magnitude of each head."""
     isa = FLOAT_ISAS[name]
-    if k.shape[3] % isa.group:
-        k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, 1)))
+    if k.shape[3] % isa.step:
+        k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % isa.step)))
     words = np.ascontiguousarray(k).view(U)
     nb, nh, _, width = words.shape
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
-    out, most = np.empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
+    out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
     _pack_keys(isa.lanes, isa.panel, isa.group)(words, stops, out, most)
     operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
     return operands, most.max(1).view(np.float32)
@@ -154,11 +164,11 @@ def pack_values(name: str, v: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray
     nb, nh, s, dv = v.shape
     columns = padded(dv, isa.lanes)
     if isa.group == 2:
-        out = np.empty((nb * nh, max(1, -(-int(stops.max(initial=0)) // 2)), columns), U)
+        out = empty((nb * nh, max(1, padded(int(stops.max(initial=0)), isa.step) // 2), columns), U)
         _pack_pairs(np.ascontiguousarray(v), stops, out)
         return out.view(np.uint16).reshape(nb * nh, -1), columns
     if columns == dv:
-        return np.ascontiguousarray(v).reshape(nb * nh, -1), columns
-    out = np.empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
+        return on_lines(v).reshape(nb * nh, -1), columns
+    out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
     _pack_columns(np.ascontiguousarray(v), stops, out)
     return out.reshape(nb * nh, -1), columns

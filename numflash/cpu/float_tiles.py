@@ -2,8 +2,8 @@
 
 Contract (A rows of operands, B packed or in place, `steps` steps of `group` products each):
 
-* `score_tile`: x[mr, nv * lanes] = (A.B) * c, float32.
-* `value_tile`: o[mr, nv * lanes] += A.B, float32.
+* `score_tile`: x[rows, nv * lanes] = A.B, float32; the factor of the scores comes with the softmax.
+* `value_tile`: o[rows, nv * lanes] += A.B, float32.
 * `row_max`, `row_exp`, `row_softcap`, ...: one row of scores, whole vectors at a time.
 
 Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves AVX-512, AVX2 and NEON. NaN is
@@ -18,19 +18,37 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from . import amx, amx_bfloat16
 from .microkernels import dot_loop
 from .vectors import F32, I8, I16, I32, I64, Vectors, call, constant, data, load, shuffle, splat, store, vector
 
-MR = 6
 LOG2E = 1.4426950408889634
+MR = 6                                           # rows of the register tiles of vectors
 
 
 @dataclass(frozen=True)
 class FloatIsa(Vectors):
-    """Vectors of one target: `lanes` float32 sums; `group` products per operand: 1 float32, or 2 bfloat16 (vdpbf16ps)."""
+    """Vectors of one target.
+
+    Attributes
+    ----------
+    lanes : float32 sums of a vector
+    nv : vectors side by side in a register tile, at most
+    group : products per lane and instruction: 1 float32, or 2 bfloat16 (vdpbf16ps)
+    rows : rows of a register tile
+    step : products that a tile takes at a time; channels are padded to whole steps, and so are the keys that P.V takes
+    unit : keys that a tile of scores is wide at least
+    """
 
     nv: int
     group: int = 1
+    rows: int = MR
+    step: int = 0
+    unit: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step", self.step or self.group)
+        object.__setattr__(self, "unit", self.unit or self.lanes)
 
     @property
     def operand(self) -> ir.VectorType:
@@ -70,6 +88,7 @@ BF16 = _BFloat16()
 
 
 FLOAT_ISAS = {isa.name: isa for isa in (
+    FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
     FloatIsa("avx512_bf16", 16, 4, 2),
     FloatIsa("avx512", 16, 4),
     FloatIsa("avx2", 8, 2),
@@ -78,32 +97,43 @@ FLOAT_ISAS = {isa.name: isa for isa in (
 
 
 @functools.cache
-def score_tile(name: str, nv: int):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride); `k` in panels of the full width."""
+def score_tile(name: str, nv: int, scaled: bool = False):
+    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride); `k` in panels of the full width.
+
+    `scaled` (of vectors only): f(..., steps, c, x, x_off, x_stride), x = (A.B) * c.
+    """
     isa = FLOAT_ISAS[name]
+    if name == "amx_bf16":
+        return amx_bfloat16.score_tile(isa, nv)
+
+    def codegen(context, b, sig, a):
+        end = len(a)
+        pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, end - 3))
+        zero = [constant(isa.floats, 0.0)] * (isa.rows * nv)
+        c = splat(b, a[6], isa.floats) if scaled else None
+        rows = dot_loop(b, isa, isa.dot, pq, a[1], a[2], pk, a[4], a[5], zero, isa.rows, nv, I64(isa.panel * isa.group))
+        for m, acc in enumerate(rows):
+            for n in range(nv):
+                where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), I64(isa.lanes * n))
+                store(b, b.fmul(acc[n], c) if scaled else acc[n], px, where, 4)
+        return context.get_dummy_value()
 
     @intrinsic
-    def tile(typingctx, q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride):
-        sig = types.void(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride)
+    def tile(typingctx, q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride):
+        return types.void(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride), codegen
 
-        def codegen(context, b, sig, a):
-            pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
-            zero = [constant(isa.floats, 0.0)] * (MR * nv)
-            c = splat(b, a[6], isa.floats)
-            rows = dot_loop(b, isa, isa.dot, pq, a[1], a[2], pk, a[4], a[5], zero, MR, nv, I64(isa.panel * isa.group))
-            for m, acc in enumerate(rows):
-                for n in range(nv):
-                    where = b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n))
-                    store(b, b.fmul(acc[n], c), px, where, 4)
-            return context.get_dummy_value()
-        return sig, codegen
-    return tile
+    @intrinsic
+    def scaled_tile(typingctx, q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride):
+        return types.void(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride), codegen
+    return scaled_tile if scaled else tile
 
 
 @functools.cache
 def value_tile(name: str, nv: int):
     """Intrinsic f(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride)."""
     isa = FLOAT_ISAS[name]
+    if name == "amx_bf16":
+        return amx_bfloat16.value_tile(isa, nv)
 
     @intrinsic
     def tile(typingctx, p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride):
@@ -111,14 +141,26 @@ def value_tile(name: str, nv: int):
 
         def codegen(context, b, sig, a):
             pp, pv, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
-            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n)) for m in range(MR) for n in range(nv)]
+            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n)) for m in range(isa.rows) for n in range(nv)]
             first = [load(b, po, w, isa.floats, 4) for w in where]
-            for m, acc in enumerate(dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, MR, nv, a[5])):
+            for m, acc in enumerate(dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, isa.rows, nv, a[5])):
                 for n in range(nv):
                     store(b, acc[n], po, where[m * nv + n], 4)
             return context.get_dummy_value()
         return sig, codegen
     return tile
+
+
+@functools.cache
+def tile_state(name: str):
+    """Intrinsics f() that a thread calls before and after it uses tiles: AMX must be configured, the others need nothing."""
+    if name == "amx_bf16":
+        return amx.configure, amx.release
+
+    @intrinsic
+    def nothing(typingctx):
+        return types.void(), lambda context, b, sig, args: context.get_dummy_value()
+    return nothing, nothing
 
 
 def for_vectors(b, count, lanes, state, body):
@@ -170,6 +212,20 @@ def exp2(b, isa, x):
     return b.select(b.icmp_signed("<", n, constant(ints, 1)), b.fmul(y, constant(isa.floats, 0.0)), b.fmul(y, power))
 
 
+# 2**f on [0, 1), minimax in relative error: 7.5e-08
+EXP2_FLOOR = (0.9999999251, 0.6931530732, 0.2401536171, 0.0558263179, 0.008989340156, 0.001877576685)
+
+
+def exp2_floor(b, isa, x):
+    """`exp2` of 16 lanes with fewer instructions."""
+    down = I32(9)                                # vreduceps: x - floor(x), of infinity 0; vscalefps: y * 2**floor(x)
+    f = call(b, "llvm.x86.avx512.mask.reduce.ps.512", isa.floats, x, down, constant(isa.floats, 0.0), I16(-1), I32(4))
+    y = constant(isa.floats, EXP2_FLOOR[5])
+    for c in EXP2_FLOOR[4::-1]:
+        y = isa.fma(b, y, f, constant(isa.floats, c))
+    return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, y, x, constant(isa.floats, 0.0), I16(-1), I32(4))
+
+
 def fold(b, x, combine):
     """All lanes of a vector combined into one scalar, halves first."""
     while x.type.count > 1:
@@ -198,20 +254,35 @@ def row_max(name: str):
 
 @functools.cache
 def row_exceeds(name: str):
-    """Intrinsic f(x, x_off, count, bound) -> whether any score of a row is above the bound, or NaN."""
+    """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the bound, or NaN."""
     isa = FLOAT_ISAS[name]
 
     @intrinsic
-    def exceeds(typingctx, x, x_off, count, bound):
+    def exceeds(typingctx, x, x_off, count, c, bound):
         def codegen(context, b, sig, a):
-            px, bound = data(context, b, sig.args[0], a[0]), splat(b, a[3], isa.floats)
+            px, c, bound = data(context, b, sig.args[0], a[0]), splat(b, a[3], isa.floats), splat(b, a[4], isa.floats)
 
             def body(at, state):
-                return [b.or_(state[0], b.fcmp_unordered(">", load(b, px, b.add(a[1], at), isa.floats, 4), bound))]
+                return [b.or_(state[0], b.fcmp_unordered(">", b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c), bound))]
             above, = for_vectors(b, a[2], isa.lanes, [constant(vector(ir.IntType(1), isa.lanes), 0)], body)
             return b.icmp_unsigned("!=", b.bitcast(above, ir.IntType(isa.lanes)), ir.Constant(ir.IntType(isa.lanes), 0))
-        return types.boolean(x, x_off, count, bound), codegen
+        return types.boolean(x, x_off, count, c, bound), codegen
     return exceeds
+
+
+def _weigh(context, b, isa, sig, a, change):
+    """p = 2**change(x), as operands of `value_tile`, and l, one vector, += p; the last four arguments are p, p_off, l, l_off."""
+    end = len(a)
+    px, pp, pl = (data(context, b, sig.args[n], a[n]) for n in (0, end - 4, end - 2))
+
+    def body(at, state):
+        x = change(load(b, px, b.add(a[1], at), isa.floats, 4))
+        y = exp2(b, isa, x) if isa.group == 1 else exp2_floor(b, isa, x)
+        store(b, y if isa.group == 1 else narrow(b, isa, y), pp, b.add(a[end - 3], at), 4 // isa.group)
+        return [b.fadd(state[0], y)]
+    total, = for_vectors(b, a[2], isa.lanes, [load(b, pl, a[end - 1], isa.floats, 4)], body)
+    store(b, total, pl, a[end - 1], 4)
+    return context.get_dummy_value()
 
 
 @functools.cache
@@ -222,18 +293,23 @@ def row_exp(name: str):
     @intrinsic
     def weights(typingctx, x, x_off, count, m, p, p_off, l, l_off):
         def codegen(context, b, sig, a):
-            px, pp, pl = (data(context, b, sig.args[n], a[n]) for n in (0, 4, 6))
             m = splat(b, a[3], isa.floats)
-
-            def body(at, state):
-                y = exp2(b, isa, b.fsub(load(b, px, b.add(a[1], at), isa.floats, 4), m))
-                z = y if isa.group == 1 else narrow(b, isa, y)
-                store(b, z, pp, b.add(a[5], at), 4 // isa.group)
-                return [b.fadd(state[0], y)]
-            total, = for_vectors(b, a[2], isa.lanes, [load(b, pl, a[7], isa.floats, 4)], body)
-            store(b, total, pl, a[7], 4)
-            return context.get_dummy_value()
+            return _weigh(context, b, isa, sig, a, lambda x: b.fsub(x, m))
         return types.void(x, x_off, count, m, p, p_off, l, l_off), codegen
+    return weights
+
+
+@functools.cache
+def row_weights(name: str):
+    """Intrinsic f(x, x_off, count, c, m, p, p_off, l, l_off): `row_exp` of scores that still lack their factor: 2**(x * c - m)."""
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def weights(typingctx, x, x_off, count, c, m, p, p_off, l, l_off):
+        def codegen(context, b, sig, a):
+            c, below = splat(b, a[3], isa.floats), splat(b, b.fneg(a[4]), isa.floats)
+            return _weigh(context, b, isa, sig, a, lambda x: isa.fma(b, x, c, below))
+        return types.void(x, x_off, count, c, m, p, p_off, l, l_off), codegen
     return weights
 
 
@@ -265,6 +341,14 @@ def row_change(name: str, more: int, change):
     def with_two(typingctx, x, x_off, count, y, z):
         return types.void(x, x_off, count, y, z), codegen
     return with_one if more == 1 else with_two
+
+
+@functools.cache
+def row_scale(name: str):
+    """Intrinsic f(x, x_off, count, c): x *= c."""
+    def change(context, b, isa, sig, a, x, at):
+        return b.fmul(x, splat(b, a[3], isa.floats))
+    return row_change(name, 1, change)
 
 
 @functools.cache

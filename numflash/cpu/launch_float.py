@@ -5,16 +5,19 @@ import numba
 import numpy as np
 
 from ..interop import widen
+from ..tiling import Tiling, tiling
 from ..validation import Problem
 from . import target
 from .flash_float import make_attend
 from .flash_rows import make_attend_rows
 from .float_packing import pack_keys, pack_values
+from .packing import padded
 from .scores import Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
 NO_LIMIT = 1 << 40
+TASKS = 4                                        # query tiles for each thread, at least
 LARGEST = 2.0**120                               # scores and their sums stay below
 
 
@@ -51,6 +54,17 @@ def heads(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
 
 
+def rows_per_task(tile: Tiling, n: int, length: int, workers: int) -> int:
+    """Rows of a query tile: the tiling's, or fewer for short queries, and where several threads would have too few tiles.
+
+    Always whole groups of rows, so that the bits do not depend on the number of threads.
+    """
+    rows = tile.block_q
+    while workers > 1 and rows > 4 * tile.mr and n * -(-length // rows) < TASKS * workers:
+        rows = rows // 2 // tile.mr * tile.mr
+    return min(rows, padded(length, tile.mr))
+
+
 def run_rows(problem: Problem, options: Semantics, double: bool, todo: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
     """Rows `todo` one at a time, in plain loops."""
     q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
@@ -70,16 +84,17 @@ def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarra
         run_rows(problem, options, False, np.arange(n * length), out, lse)
         redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37))
     else:
-        native = isa == "avx512_bf16"
+        native = isa in ("amx_bf16", "avx512_bf16")
         q, k, v = (x if native else np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
         stops, c = seen_keys(problem), problem.scale * LOG2E
         keys, most = pack_keys(isa, k, stops)
         values, columns = pack_values(isa, v, stops)
         with np.errstate(divide="ignore", over="ignore"):
             limits = (LARGEST / (most.astype(np.float64) * d * max(1.0, abs(c)))).astype(F)
-        attend = make_attend(isa, "bfloat16" if native else "float32")
-        attend(heads(q), keys, limits, values, columns, F(c), options, (nh, nkv, numba.get_num_threads()), s,
-               np.zeros(1, np.int64), out, lse, redo)
+        kind, workers = "bfloat16" if native else "float32", numba.get_num_threads()
+        block_q = rows_per_task(tiling(isa, kind), n, length, workers)
+        make_attend(isa, kind)(heads(q), keys, limits, values, columns, F(c), options, (nh, nkv, workers), block_q, s,
+                               np.zeros(1, np.int64), out, lse, redo)
     if redo.any():
         run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
     return out.reshape(nb, nh, length, dv), lse.reshape(nb, nh, length)

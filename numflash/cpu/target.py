@@ -37,7 +37,8 @@ FLOAT_ISAS: Needs = {
     "neon": ("neon",),
     "portable": (),
 }
-BFLOAT16_ISAS: Needs = {"avx512_bf16": (*FLOAT_ISAS["avx512"], "avx512bf16"), **FLOAT_ISAS}
+_BF16 = (*FLOAT_ISAS["avx512"], "avx512bf16")
+BFLOAT16_ISAS: Needs = {"amx_bf16": ("amx-tile", "amx-int8", "amx-bf16", *_BF16, "avx512vnni"), "avx512_bf16": _BF16, **FLOAT_ISAS}
 
 _V3 = "avx avx2 bmi bmi2 f16c fma sse4.2"
 _SKX = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -52,7 +53,7 @@ CPUS = {name: frozenset(features.split()) for names, features in (
     ("icelake-client icelake-server tigerlake rocketlake", _ICX),
     ("znver4", f"{_ICX} avx512bf16"),
     ("znver5", f"{_ICX} avx512bf16 avxvnni"),
-    ("sapphirerapids emeraldrapids graniterapids", f"{_ICX} avx512bf16 avxvnni amx-tile amx-int8"),
+    ("sapphirerapids emeraldrapids graniterapids", f"{_ICX} avx512bf16 avxvnni amx-tile amx-int8 amx-bf16"),
 ) for name in names.split()}
 
 
@@ -115,7 +116,7 @@ def tiles_permitted() -> bool:
 
 def _granted(isa: str) -> bool:
     """Whether the operating system lets this process use an instruction set that the target has."""
-    return isa != "amx_int8" or tiles_permitted()
+    return not isa.startswith("amx") or tiles_permitted()
 
 
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:

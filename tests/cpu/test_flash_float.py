@@ -15,8 +15,7 @@ from numflash.interop import to_bfloat16, widen
 F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)
 CASES = [("float32", isa) for isa in FLOATS] + [("float16", FLOATS[0]), ("bfloat16", FLOATS[0])]
-if "avx512_bf16" in target.available(target.BFLOAT16_ISAS):
-    CASES.append(("bfloat16", "avx512_bf16"))
+CASES += [("bfloat16", isa) for isa in target.available(target.BFLOAT16_ISAS) if isa not in FLOATS]
 every_kernel = pytest.mark.parametrize(("precision", "isa"), CASES)
 ULP = {"float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-8}
 

@@ -81,7 +81,7 @@ def make_backward(name: str):
     isa = FLOAT_ISAS[name]
     lanes, panel, nv = isa.lanes, isa.panel, isa.nv
     half = max(1, nv // 2) * lanes
-    score, gradients, square = score_tile(name, nv), row_gradients(name), transpose(lanes)
+    score, gradients, square = score_tile(name, nv, scaled=True), row_gradients(name), transpose(lanes)
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
 
     @inline
@@ -177,12 +177,6 @@ def _padded(x: np.ndarray, rows: int, unit: int) -> np.ndarray:
     return out
 
 
-def _on_lines(x: np.ndarray) -> np.ndarray:
-    out = zeros(x.shape, F)
-    out[:] = x
-    return out
-
-
 def run(forward: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, isa: str | None = None
         ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ, dK and dV of a float32 problem, by the kernel of `isa` (None: the best of the target)."""
@@ -193,7 +187,7 @@ def run(forward: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray
     q, do = _padded(forward.query, wide, vectors.lanes), _padded(grad_out, wide, vectors.lanes)
     k, v = _padded(forward.key, high, vectors.lanes), _padded(forward.value, high, vectors.lanes)
     stops = np.full(1, wide, np.int64)
-    q_packed, do_packed = (_on_lines(pack_keys(isa, x[None], stops)[0]) for x in (q, do))
+    q_packed, do_packed = (pack_keys(isa, x[None], stops)[0] for x in (q, do))
     rows, delta = np.full((nb * nh, wide), F(np.inf)), np.zeros((nb * nh, wide), F)
     flat = (lse.reshape(-1, length) * LOG2E).astype(F)
     rows[:, :length] = np.where(np.isneginf(flat), F(np.inf), flat)
