@@ -224,7 +224,7 @@ assert abs(together / floor - 1) < 0.2
 # One figure hides what another shows, so `numflash.accuracy` always reports five, for your own tensors if you like:
 
 # %%
-found = numflash.accuracy(query, key, value)
+found = numflash.accuracy(query, key, value, variants=("float32", "int8", "int8, pv fp32"))      # all five unless asked
 table(("precision", "cosine", "relative L1", "RMSE", "max abs", "worst row"),
       [(name, f"{e.cosine:.6f}", f"{e.relative_l1:.1e}", f"{e.rmse:.1e}", f"{e.max_abs:.1e}", f"{e.worst_row:.1e}")
        for name, e in found.items()])

@@ -84,30 +84,28 @@ def _repeated(name: str, exp2: str, broadcast: str):
     if name in ("fused", "fused4"):
         fused = (exp2_values.make_fused if name == "fused" else exp2_values.make_fused4)(exp2, broadcast)
 
-        def run(s, scale, top, v, p, scratch, o):
-            fused(s, scale, top, v, scratch, o)
+        def repeated(times, s, scale, top, v, p, scratch, o):
+            for _ in range(times):
+                fused(s, scale, top, v, scratch, o)
     elif name == "two_pass":
         two_pass = exp2_values.make_two_pass(exp2)
 
-        def run(s, scale, top, v, p, scratch, o):
-            two_pass(s, scale, top, v, p, o)
+        def repeated(times, s, scale, top, v, p, scratch, o):
+            for _ in range(times):
+                two_pass(s, scale, top, v, p, o)
     elif name == "exp2":
         rows = exp2_values.make_exp2_rows(exp2)
 
-        def run(s, scale, top, v, p, scratch, o):
-            rows(s, scale, top, p)
+        def repeated(times, s, scale, top, v, p, scratch, o):
+            for _ in range(times):
+                rows(s, scale, top, p)
     else:
         gemm = exp2_values.gemm
 
-        def run(s, scale, top, v, p, scratch, o):
-            gemm(p, v, o)
-    once = kernel(run)
-
-    @kernel
-    def repeated(times, s, scale, top, v, p, scratch, o):
-        for _ in range(times):
-            once(s, scale, top, v, p, scratch, o)
-    return repeated
+        def repeated(times, s, scale, top, v, p, scratch, o):
+            for _ in range(times):
+                gemm(p, v, o)
+    return kernel(repeated)
 
 
 def draw(m: int, nc: int, d: int = 64, seed: int = 0) -> tuple[np.ndarray, np.float32, np.float32, np.ndarray]:
