@@ -8,7 +8,6 @@
 import numpy as np
 
 from numflash.course import check, figure, roof, rounds, table
-from numflash.cpu import target
 from numflash.cpu.study import ladder, ladder_float
 from numflash.tiling import TILINGS, Caches
 from numflash.tracer import trace
@@ -47,7 +46,8 @@ check("KiB of the document's tile", kibibytes, sum(document.working_set(128).val
 # What our own tile takes here:
 
 # %%
-mine = TILINGS[f"{target.available()[0]}-int8"]
+isa = ladder.vector_isa()
+mine = TILINGS[f"{isa}-int8"]
 print(mine.explain(128))
 
 # %% [markdown]
@@ -139,7 +139,7 @@ table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows
 # nor than the arithmetic peak. Both are measured here, by loops that do nothing else.
 
 # %%
-peak = roof()
+peak = roof(isa=isa)
 print(peak)
 
 # %% [markdown]

@@ -14,6 +14,7 @@ from numflash import assembly, codegen
 from numflash._jit import kernel
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu import microkernels
+from numflash.cpu.study import ladder
 
 F, I = np.float32, np.int32
 
@@ -187,7 +188,7 @@ for name, run in runs.items():
     run(a, b, out)
     assert np.array_equal(out, exact)                      # whole numbers this small are exact in float32 too
     speed[name] = 2 * ys.size / rounds(lambda run=run, a=a, b=b, out=out: run(a, b, out), 0.1) / 1e9
-peak = roof()
+peak = roof(isa=ladder.vector_isa())
 print(peak)
 
 # %%

@@ -10,14 +10,14 @@ import numpy as np
 from numflash import assembly, codegen
 from numflash._jit import kernel
 from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu import portable, target
+from numflash.cpu import portable
 from numflash.cpu.isas import VECTOR_ISAS, running_lanes
+from numflash.cpu.study import ladder
 from numflash.cpu.study.register_tile import make_product, make_tile, pack
 
-isa = target.available()[0]
-assert isa != "portable", "this chapter needs a CPU with AVX2, NEON dot products or SVE"
+isa = ladder.vector_isa()                                # AVX2 to AVX-512 VNNI, NEON dot products or SVE
 registers = 16 if isa in ("avx_vnni", "avx2") else 32
-peak = roof()
+peak = roof(isa=isa)
 print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", peak)
 
 # %% [markdown]

@@ -9,16 +9,18 @@ import numpy as np
 
 import numflash
 from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu import phases, target
+from numflash.cpu import launch, phases
 from numflash.cpu.study import ladder, ladder_int8
 from numflash.cpu.threads import limit
+from numflash.quantization import quantize_problem
+from numflash.tiling import tiling
+from numflash.validation import describe
 
-isa = target.available()[0]
-assert isa != "portable", "this chapter needs a CPU with AVX2, NEON dot products or SVE"
+isa = ladder.vector_isa()
 length, d = 4096, 128
 rng = np.random.default_rng(0)
 query, key, value = (rng.standard_normal((length, d), np.float32) for _ in range(3))
-peak = roof()
+peak = roof(isa=isa)
 work = 4.0 * length * length * d
 print(peak)
 
@@ -26,24 +28,23 @@ print(peak)
 # ## The same parts, in another order
 #
 # Rungs 5 and 6 of the ladder have the same four parts, on the register tiles of chapter 06: scores, softmax, merge, values.
-# Rung 5 does each for the whole problem before the next; rung 6 does all four for 48 rows and 128 keys, then moves on. Same
-# operations, same bits. What differs is how long a score lives.
+# Rung 5 does each for the whole problem before the next; rung 6 does all four for one tile of rows and 128 keys, then moves
+# on. Same operations, same bits. What differs is how long a score lives.
 
 # %%
 unfused, fused = (ladder.prepare(name, query, key, value) for name in ("unfused", "fused"))
 assert np.array_equal(unfused(), fused())
 seconds = {"unfused": rounds(unfused), "fused": rounds(fused)}
-q, k, v = (x[None, None] for x in (query, key, value))
-quantised = numflash.quantize_qkv(q, k, v)
+problem = quantize_problem(describe(*(x[None, None] for x in (query, key, value)), precision="int8"))
 with limit(1):
-    seconds["shipped"] = rounds(lambda: numflash.attention_int8(*quantised))
+    seconds["shipped"] = rounds(lambda: launch.run(problem, isa))
+room = {name: 3 * (length**2 if name == "unfused" else tiling(isa).block_q * 128) / 2**20 for name in seconds}
 table(["kernel", "ms", "GOP/s", "share of the INT8 peak", "MiB of scores and weights"],
-      [[name, 1e3 * t, work / t / 1e9, f"{100 * work / t / peak.int8:.0f} %",
-        3 * length * length / 2**20 if name == "unfused" else 3 * 48 * 128 / 2**20] for name, t in seconds.items()])
+      [[name, 1e3 * t, work / t / 1e9, f"{100 * work / t / peak.int8:.0f} %", room[name]] for name, t in seconds.items()])
 
 # %% [markdown]
-# (`shipped` is `attention_int8`, with everything that masks, options and extreme scores need, on as many threads as the
-# machine has.)
+# (`shipped` is the kernel behind `attention_int8`, with everything that masks, options and extreme scores need, on as many
+# threads as the machine has.)
 #
 # **Exercise 1.** The documents fuse with an S tile of 48 x 64 int32. How many bytes of scores does the unfused form hold at L
 # = 8192 in int32, and how many times smaller is the tile?

@@ -144,9 +144,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 @functools.cache
-def roof(threads: int = 1) -> roofline.Roof:
-    """The measured peaks of this machine, measured once per notebook (two seconds)."""
-    return roofline.measure(threads)
+def roof(threads: int = 1, isa: str | None = None) -> roofline.Roof:
+    """The measured peaks of this machine, for one INT8 instruction set or the best; measured once per notebook (two seconds)."""
+    return roofline.measure(threads, isa)
 
 
 def rounds(run: Callable[[], object], seconds: float = 0.3) -> float:

@@ -40,7 +40,8 @@ def agree(name, isa, q, k, v):
     np.testing.assert_array_equal(out, integer_model(problem)[0][0, 0])
 
 
-each_isa = pytest.mark.parametrize("isa", [pytest.param(x, marks=() if x == VECTORS[0] else pytest.mark.slow) for x in VECTORS])
+VECTOR = ladder.vector_isa() if VECTORS else None
+each_isa = pytest.mark.parametrize("isa", [pytest.param(x, marks=() if x == VECTOR else pytest.mark.slow) for x in VECTORS])
 
 
 @each_isa

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import reference, validation
 from ..._jit import one_at_a_time
-from ...errors import ArgumentError
+from ...errors import ArgumentError, UnsupportedError
 from ...metrics import errors
 from ...timing import median_time
 from .. import target
@@ -49,13 +49,27 @@ LADDER = (
     Rung(5, "unfused", "int8",
          "The register tile: 6 rows times 4 vectors of sums stay in registers, 64 products an instruction where the CPU has them. "
          "But the scores and weights of the whole problem go through memory, 3 bytes each."),
-    Rung(6, "fused", "int8", "The same parts, tile by tile: scores and weights of 48 rows and 128 keys never leave the cache."),
+    Rung(6, "fused", "int8", "The same parts, tile by tile: scores and weights of a few rows and 128 keys never leave the cache."),
     Rung(7, "parallel", "int8", "Query tiles do not depend on each other: threads take the next one from a shared counter."),
     Rung(8, "causal", "int8",
          "Tiles above the diagonal are skipped, those on it masked, the longest rows go first: half the work, less what the tiles "
          "on the diagonal waste."),
 )
 NAMES = tuple(rung.name for rung in LADDER)
+
+
+def vector_isa() -> str:
+    """The best instruction set whose tiles are vector registers, which the course is about; matrix tiles (AMX) are not asked for.
+
+    Raises
+    ------
+    UnsupportedError
+        The CPU has neither AVX2, nor dot products of NEON, nor SVE.
+    """
+    found = [isa for isa in target.available() if isa not in ("amx_int8", "portable")]
+    if not found:
+        raise UnsupportedError(f"isa: {target.cpu_name()!r} has no register tiles; allowed: AVX2, NEON dot products or SVE")
+    return found[0]
 
 
 def prepare(name: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, workers: int = 1,
@@ -74,7 +88,7 @@ def prepare(name: str, query: np.ndarray, key: np.ndarray, value: np.ndarray, wo
     if name not in NAMES:
         raise ArgumentError(f"name: got {name!r}; allowed: {', '.join(map(repr, NAMES))}")
     if LADDER[NAMES.index(name)].precision == "int8":
-        isa = target.require(isa or next((x for x in target.available() if x != "portable"), "avx2"))
+        isa = target.require(isa or vector_isa())
         operands = ladder_int8.quantise(isa, query, key, value)
 
         def integer() -> np.ndarray:

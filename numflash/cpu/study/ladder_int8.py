@@ -1,7 +1,7 @@
 """Rungs 5 to 8 of the ladder, in integers on the package's register tiles: unfused, fused, parallel, causal.
 
-One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole register tiles (`Operands` pads
-them); what masks, options and extreme scores need is in `flash_int8`, the same algorithm without these limits.
+One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole vectors (`Operands` pads them);
+what masks, options and extreme scores need is in `flash_int8`, the same algorithm without these limits.
 """
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ...quantization import quantize_problem
 from ...reference import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
-from .. import microkernels
+from .. import blocks, microkernels
 from ..isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..memory import empty, zero_bytes
 from ..packing import PackedKeys, pack_keys, pack_values, padded
 from ..scores import HIDDEN, UNSEEN
 from ..vectors import next_task
@@ -58,9 +59,10 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
     if not rows[0].max(initial=0) * rows[1].max() <= 256 * MOST_OCTAVES:
         raise ArgumentError(f"query and key: got scores of up to {rows[0].max() * rows[1].max() / 256:.0f} octaves; "
                             f"allowed: {MOST_OCTAVES} on the ladder")
-    length, channels = query.shape[0], padded(query.shape[1], isa.group)
-    whole, columns = padded(length, t.block_q), padded(value.shape[1], isa.nv * running_lanes(isa_name))
-    q = np.full((whole, channels), isa.q_offset, np.uint8 if isa.group == 4 else np.int16)
+    length, channels = query.shape[0], padded(query.shape[1], isa.step)
+    whole, columns = padded(length, t.block_q), padded(value.shape[1], isa.unit * running_lanes(isa_name))
+    q = empty((whole, channels), np.uint8 if isa.group == 4 else np.int16)
+    q[:] = isa.q_offset
     q[:length, :query.shape[1]] = problem.query.data[0, 0].astype(np.int16) + isa.q_offset
     factor = np.zeros(whole, F)
     factor[:length] = cq[0, 0]
@@ -76,19 +78,16 @@ def make_parts(isa_name: str):
     x, p : (block_q, KEY_BLOCK) int16 Q8.8 scores and weights;  row : first row of the tile in q and cq;  c : first key
     state : one row of each per query row: octave, octave_q8, total (of the block), m, l (running), scale, scale_bits
     """
-    isa, block_q = VECTOR_ISAS[isa_name], tiling(isa_name).block_q
-    score, value = microkernels.score_tile(isa_name, 6), microkernels.value_tile(isa_name, 6, isa.nv)
+    block_q, vector_lanes = tiling(isa_name).block_q, lanes_of(isa_name)
+    score_block, value_block = blocks.score_block(isa_name), blocks.value_block(isa_name, "int8")
     octaves, weights = microkernels.block_octaves(isa_name, KEY_BLOCK), microkernels.row_weights(isa_name, KEY_BLOCK)
-    totals, vector_lanes, nv, group = microkernels.block_totals(isa_name), lanes_of(isa_name), isa.nv, isa.group
+    totals = microkernels.block_totals(isa_name)
 
     @inline
     def scores(q, cq, row, keys, c, x):
         """x = Q.K^T, scaled, in Q8.8; keys after the last one and, in a causal tile, after the row are the caller's to hide."""
-        stride = q.shape[1]
-        for j in range(0, KEY_BLOCK, nv * vector_lanes()):
-            for i in range(0, block_q, 6):
-                score(q, (row + i) * stride, stride, keys.data, (c + j) * stride, stride // group, keys.start, keys.scale, c + j,
-                      cq, row + i, x, i * KEY_BLOCK + j, KEY_BLOCK)
+        tile, factor = q[row:row + block_q], cq[row:row + block_q]
+        score_block(tile, q.shape[1], keys.data, c, keys.start, keys.scale, factor, block_q, KEY_BLOCK, x)
 
     @inline
     def softmax(x, octave, octave_q8, p, sums, total):
@@ -116,11 +115,7 @@ def make_parts(isa_name: str):
     @inline
     def values(p, v, c, scale, total, o):
         """o += P.V, in integers within the block."""
-        width = o.shape[1]
-        for t in range(0, width, nv * vector_lanes()):
-            for i in range(0, block_q, 6):
-                value(p, i * KEY_BLOCK, KEY_BLOCK, v, c * width + t * KEY_BLOCK, KEY_BLOCK // group, scale, total, i, o,
-                      i * width + t, width)
+        value_block(p, v, c, KEY_BLOCK, scale, total, block_q, o)
     return scores, softmax, merge, values
 
 
@@ -132,10 +127,11 @@ def make_unfused(isa_name: str):
     octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l (rows,) float32.
     """
     scores, softmax, merge, values = make_parts(isa_name)
-    vector_lanes, block_q = lanes_of(isa_name), tiling(isa_name).block_q
+    vector_lanes, block_q, (begin, end) = lanes_of(isa_name), tiling(isa_name).block_q, blocks.tile_state(isa_name)
 
     @kernel
     def unfused(q, cq, keys, n_keys, v, x, p, octave, total, o, l):
+        begin()
         octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * vector_lanes(), np.int32)
         m, scale = np.zeros(block_q, np.int32), np.zeros(block_q, np.float32)
         tiles, blocks = x.shape[:2]
@@ -152,6 +148,7 @@ def make_unfused(isa_name: str):
             for b in range(blocks):
                 merge(octave[tile, b], total[tile, b], m, line, scale, part)
                 values(p[tile, b], v, b * KEY_BLOCK, scale, total[tile, b], part)
+        end()
     return unfused
 
 
@@ -185,15 +182,16 @@ def make_tile(isa_name: str, causal: bool):
 
 @functools.cache
 def make_room(isa_name: str):
-    """What a worker needs beside o and l: 20 KB of scores and weights, and a few values per row."""
+    """What a worker needs beside o and l: the scores and weights of a tile, and a few values per row."""
     vector_lanes, block_q = lanes_of(isa_name), tiling(isa_name).block_q
-    operand = np.uint8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
+    operand, item = (np.uint8, 1) if VECTOR_ISAS[isa_name].group == 4 else (np.int16, 2)
 
     @inline
     def room():
-        return (np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), operand), np.zeros(block_q, np.int32),
-                np.zeros(block_q, np.int16), np.zeros(block_q, np.int32), np.zeros(block_q * vector_lanes(), np.int32),
-                np.zeros(block_q, np.int32), np.zeros(block_q, np.float32))
+        x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
+        p = zero_bytes(block_q * KEY_BLOCK * item).view(operand).reshape(block_q, KEY_BLOCK)
+        return (x, p, np.zeros(block_q, np.int32), np.zeros(block_q, np.int16), np.zeros(block_q, np.int32),
+                zero_bytes(block_q * vector_lanes() * 4).view(np.int32), np.zeros(block_q, np.int32), np.zeros(block_q, np.float32))
     return room
 
 
@@ -201,12 +199,15 @@ def make_room(isa_name: str):
 def make_fused(isa_name: str):
     """Rung 6: all parts on one tile before the next: f(q, cq, keys, n_keys, v, o, l)."""
     tile, room, block_q = make_tile(isa_name, False), make_room(isa_name), tiling(isa_name).block_q
+    begin, end = blocks.tile_state(isa_name)
 
     @kernel
     def fused(q, cq, keys, n_keys, v, o, l):
+        begin()
         mine = room()
         for row in range(0, q.shape[0], block_q):
             tile(q, cq, keys, n_keys, v, row, mine, o[row:row + block_q], l[row:row + block_q])
+        end()
     return fused
 
 
@@ -214,11 +215,13 @@ def make_fused(isa_name: str):
 def make_parallel(isa_name: str, causal: bool):
     """Rungs 7 and 8: threads take the next tile, the longest first: f(q, cq, keys, n_keys, v, counter, workers, o, l)."""
     tile, room, block_q = make_tile(isa_name, causal), make_room(isa_name), tiling(isa_name).block_q
+    begin, end = blocks.tile_state(isa_name)
 
     @kernel(parallel=True)
     def parallel(q, cq, keys, n_keys, v, counter, workers, o, l):
         tiles = q.shape[0] // block_q
         for _ in prange(workers):
+            begin()
             mine = room()
             while True:
                 task = next_task(counter)
@@ -226,6 +229,7 @@ def make_parallel(isa_name: str, causal: bool):
                     break
                 row = (tiles - 1 - task) * block_q
                 tile(q, cq, keys, n_keys, v, row, mine, o[row:row + block_q], l[row:row + block_q])
+            end()
     return parallel
 
 
@@ -244,10 +248,10 @@ def run(rung: str, isa_name: str, x: Operands, workers: int = 1) -> np.ndarray:
     """One rung from packing to the output; rung is "unfused", "fused", "parallel" or "causal"."""
     keys, v = packed(isa_name, x)
     n, block_q = x.k.shape[1], tiling(isa_name).block_q
-    o, l = np.empty((x.q.shape[0], x.v.shape[2]), F), np.empty(x.q.shape[0], F)
+    o, l = empty((x.q.shape[0], x.v.shape[2]), F), np.empty(x.q.shape[0], F)
     if rung == "unfused":
         shape = x.q.shape[0] // block_q, padded(n, KEY_BLOCK) // KEY_BLOCK, block_q
-        scores, weights = np.empty((*shape, KEY_BLOCK), np.int16), np.empty((*shape, KEY_BLOCK), x.q.dtype)
+        scores, weights = empty((*shape, KEY_BLOCK), np.int16), empty((*shape, KEY_BLOCK), x.q.dtype)
         make_unfused(isa_name)(x.q, x.cq, keys, n, v, scores, weights, np.empty(shape, np.int32), np.empty(shape, np.int32), o, l)
     elif rung == "fused":
         make_fused(isa_name)(x.q, x.cq, keys, n, v, o, l)

@@ -1,0 +1,200 @@
+# %% [markdown]
+# # 09. Threads, causal, GQA
+#
+# After this chapter you can share out attention to threads without anyone waiting, say what a causal mask saves at your
+# length and tile before you run it, and what grouped-query attention saves and what it does not.
+
+# %%
+import heapq
+
+import numpy as np
+
+import numflash
+from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu.study import ladder
+from numflash.cpu.threads import limit, most
+from numflash.tiling import tiling
+
+isa = ladder.vector_isa()
+block_q, key_block = tiling(isa).block_q, tiling(isa).key_block
+length, d = 4096, 128
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((length, d), np.float32) for _ in range(3))
+work = 4.0 * length * length * d
+threads = [n for n in (1, 2, 4, 8, 16) if n <= most()]
+print(f"{most()} threads; tiles of {block_q} query rows x {key_block} keys")
+
+# %% [markdown]
+# ## Threads
+#
+# A query tile needs all keys and nothing of another query tile. So tiles are tasks: a thread takes the next number from a
+# shared counter (one atomic addition) until there are none. Nothing is shared but that counter; each thread has its own 20 KB
+# of scores.
+#
+# What one row's sums are added up in does not depend on who does it, so the bits are those of one thread.
+
+# %%
+one = ladder.prepare("parallel", query, key, value, 1)()
+seconds = {}
+for n in threads:
+    run = ladder.prepare("parallel", query, key, value, n)
+    assert np.array_equal(run(), one)
+    seconds[n] = rounds(run)
+table(["threads", "ms", "times one thread", "GOP/s", "share of the peak of as many threads"],
+      [[n, 1e3 * t, seconds[1] / t, work / t / 1e9, f"{100 * work / t / roof(n, isa).int8:.0f} %"] for n, t in seconds.items()])
+
+# %% [markdown]
+# The document expects 10 to 11 times from 12 cores. Tiles are plenty here, so the arithmetic divides; what does not divide is
+# packing at the start and the last tile at the end.
+#
+# **Exercise 1.** If `serial` of the time (0 to 1) stays on one thread and the rest divides evenly, how many times faster are
+# `n` threads? (Amdahl's law.)
+
+# %% tags=["exercise"]
+def amdahl(serial, n):
+    return ...
+
+
+check("Amdahl's law", amdahl, lambda serial, n: 1 / (serial + (1 - serial) / n), (0.0, 12), (0.01, 12), (0.1, 1000))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def amdahl(serial, n):
+    return 1.0 / (serial + (1.0 - serial) / n)
+
+
+check("Amdahl's law", amdahl, lambda serial, n: 1 / (serial + (1 - serial) / n), (0.0, 12), (0.01, 12), (0.1, 1000))
+
+# %% [markdown]
+# ## Causal: half of the work?
+#
+# Query i sees the keys up to i. Tiles above the diagonal hold nothing and are skipped; tiles *on* it are computed whole and
+# masked. So the saving is less than half of the work, and depends on the tile.
+#
+# **Exercise 2.** How many times fewer tiles are computed with the mask than without? A tile of rows r .. r + block_q - 1
+# needs the key blocks that start at or before its last row.
+
+# %% tags=["exercise"]
+def times_fewer(length, block_q, block_k):
+    return ...
+
+
+def model(length, block_q, block_k):
+    rows, blocks = -(-length // block_q), -(-length // block_k)
+    seen = sum(1 for r in range(rows) for b in range(blocks) if b * block_k < min((r + 1) * block_q, length))
+    return rows * blocks / seen
+
+
+check("causal saves", times_fewer, model, (512, 48, 64), (1024, 48, 64), (4096, 48, 64))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def times_fewer(length, block_q, block_k):
+    tiles = range(0, length, block_q)
+    every = len(tiles) * -(-length // block_k)
+    return every / sum(-(-min(row + block_q, length) // block_k) for row in tiles)
+
+
+check("causal saves", times_fewer, model, (512, 48, 64), (1024, 48, 64), (4096, 48, 64))
+
+# %%
+claimed = {n: model(n, 48, 64) for n in (512, 1024, 4096)}
+table(["L", "the document", "48 x 64 tiles", f"our tiles, {block_q} x {key_block}"],
+      [[n, "2x", x, model(n, block_q, key_block)] for n, x in claimed.items()])
+causal = ladder.prepare("causal", query, key, value, 1)
+exact = numflash.attention(query, key, value, is_causal=True, impl="reference")
+assert np.abs(causal() - exact).sum() / np.abs(exact).sum() < 0.02
+gain = seconds[1] / rounds(causal)
+print(f"measured at L = {length}, one thread: {gain:.2f} times as fast as the full problem")
+
+# %% [markdown]
+# ## Who waits
+#
+# With a mask, the last query tile has the most keys and the first almost none. Give each thread an equal run of rows, and the
+# last thread works while the others wait. Three ways to deal the tiles to 4 threads, in units of one tile and key block:
+
+# %%
+tiles = [-(-(row + block_q) // key_block) for row in range(0, length, block_q)]        # key blocks of each query tile
+
+
+def take_next(tiles, n):
+    """Each thread takes the next tile when it is done: the time at which each one ends."""
+    ends = [0] * n
+    for t in tiles:
+        heapq.heapreplace(ends, ends[0] + t)
+    return sorted(ends)
+
+
+n = 4
+dealt = {"equal runs of rows": [sum(part) for part in np.array_split(tiles, n)],
+         "next tile, shortest first": take_next(tiles, n), "next tile, longest first": take_next(tiles[::-1], n)}
+least = sum(tiles) / n
+table(["schedule", "busiest thread", "over an even share"], [[name, max(ends), max(ends) / least] for name, ends in dealt.items()])
+
+# %% [markdown]
+# Numba deals equal runs (its `prange` is static on most machines), so the package takes tiles from a counter, the longest
+# first: what is left for the end is short.
+#
+# ## GQA: heads that share keys
+#
+# Grouped-query attention lets `H / Hkv` query heads attend to the same keys and values. The document expects 1.5 to 1.8 times
+# from it. Count: the two products are the same size for every *query* head, shared keys or not.
+
+# %%
+heads, n_keys = 8, 1024
+q, k, v = (rng.standard_normal((1, heads, n_keys, d), np.float32) for _ in range(3))
+rows = []
+for kv_heads in (8, 2, 1):
+    packed = numflash.quantize_qkv(q, k[:, :kv_heads], v[:, :kv_heads])
+    out = numflash.attention_int8(*packed, enable_gqa=True)
+    same = numflash.attention(q, *(np.repeat(x[:, :kv_heads], heads // kv_heads, axis=1) for x in (k, v)), impl="reference")
+    assert np.abs(out - same).sum() / np.abs(same).sum() < 0.02
+    with limit(1):
+        t = rounds(lambda packed=packed: numflash.attention_int8(*packed, enable_gqa=True))
+    rows.append([f"{heads} query, {kv_heads} KV heads", 1e3 * t, 4e-9 * heads * n_keys**2 * d / t, 2 * kv_heads * n_keys * d / 1e6])
+table(["prefill, L = 1024, one thread", "ms", "GOP/s", "MB of K and V in int8"], rows)
+
+# %% [markdown]
+# In prefill, the time hardly moves: only packing and quantising K and V get cheaper. What shrinks is the *memory* of the
+# cache, and with it the time of decoding, which is nothing but reading that memory (chapter 10).
+#
+# **Exercise 3.** Qwen 2.5 0.5B has 14 query heads, 2 KV heads, D = 64. How many bytes do K and V of one layer take for 1024
+# tokens in float16, and how many would they take with 14 KV heads, as the T4 document's diagram lays them out?
+
+# %% tags=["exercise"]
+with_gqa, without = ..., ...
+answer = ... if with_gqa is ... else (with_gqa, without)
+check("bytes of K and V per layer", answer, (2 * 2 * 1024 * 64 * 2, 2 * 14 * 1024 * 64 * 2))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+token = 2 * 64 * 2                                         # K and V, 64 channels, 2 bytes, of one head
+answer = 2 * token * 1024, 14 * token * 1024
+check("bytes of K and V per layer", answer, (2 * 2 * 1024 * 64 * 2, 2 * 14 * 1024 * 64 * 2))
+
+# %% [markdown]
+# ## The picture
+
+# %%
+fig, axes = figure(3, width=12, height=3.5, width_ratios=(1, 1.1, 1.3))
+small = 1024
+row, block = np.mgrid[0:small:block_q, 0:small:key_block]
+state = np.where(block > row + block_q - 1, 0.0, np.where(block + key_block - 1 > row, 1.0, 2.0))
+axes[0].imshow(state, aspect="auto", cmap="cividis", extent=(0, small, small, 0))
+axes[0].set(title=f"causal, L={small}", xlabel="key", ylabel="query")
+for x, y, word, colour in ((760, 220, "skipped", "white"), (560, 610, "masked", "black"), (230, 800, "whole", "black")):
+    axes[0].text(x, y, word, color=colour, ha="center", fontsize=9, bbox=None if colour == "white" else
+                 {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})
+for i, ends in enumerate(dealt.values()):
+    axes[1].barh([i + 0.2 * (j - 1.5) for j in range(n)], ends, height=0.17, color=("#B7D3E8", "#E69F00", "#0072B2")[i],
+                 edgecolor="black", hatch=("", "//", "..")[i])
+axes[1].axvline(least, color="#D55E00", linestyle="--", marker="")
+axes[1].set(yticks=range(3), yticklabels=["equal\nruns", "shortest\nfirst", "longest\nfirst"], ylim=(2.6, -0.6),
+            xlabel="tiles x key blocks of each thread", title="four threads, causal (line: even share)")
+top = max(threads)
+axes[2].set_title(f"L={length} D={d}")
+bars(axes[2], {f"full, {n_} thread{'s' * (n_ > 1)}": work / t / 1e9 for n_, t in seconds.items()}
+     | {"causal, 1 thread, visible work": work * (length + 1) / (2 * length) / (seconds[1] / gain) / 1e9}, "GOP/s",
+     (f"INT8 peak, {top} thread{'s' * (top > 1)}", roof(top, isa).int8 / 1e9), digits=0)
+
+# %%
+assert 1.6 < claimed[512] < 1.7 and 1.75 < claimed[1024] < 1.85 and 1.9 < claimed[4096] < 1.96
+assert max(dealt["next tile, longest first"]) < 1.02 * least < max(dealt["equal runs of rows"]) / 1.5
+assert answer[1] == 7 * answer[0]
