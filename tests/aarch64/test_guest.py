@@ -4,16 +4,18 @@ import platform
 
 import numpy as np
 import pytest
-from oracles import qkv
+from oracles import naive, qkv
 
+import numflash
 from numflash import reference, validation
 from numflash.cpu import launch, target
-from numflash.cpu.isas import VECTOR_ISAS, running_lanes
+from numflash.cpu.isas import running_lanes
 from numflash.errors import UnsupportedError
 from numflash.quantization import quantize_problem
 
 pytestmark = pytest.mark.skipif(platform.machine() != "aarch64", reason="needs an AArch64 machine; make test-aarch64 emulates one")
 
+EMULATED = os.environ.get("GUEST_CPU")
 # GUEST_CPU -> (instruction sets, best first; int32 lanes of the best)
 EXPECTED = {"a64fx": (["sve", "portable"], 16), "neoverse-v1": (["sve", "neon_dot", "portable"], 8),
             "neoverse-v2": (["sve", "neon_dot", "portable"], 4), "neoverse-n1": (["neon_dot", "portable"], 4)}
@@ -26,11 +28,10 @@ CASES = {
 }
 
 
-@pytest.mark.skipif("GUEST_CPU" not in os.environ, reason="the emulated machine is known by this variable")
+@pytest.mark.skipif(not EMULATED, reason="the emulated machine is known by this variable")
 def test_the_machine_is_detected():
-    cpu = os.environ["GUEST_CPU"]
-    isas, lanes = EXPECTED[cpu]
-    assert target.cpu_name() == cpu
+    isas, lanes = EXPECTED[EMULATED]
+    assert target.cpu_name() == EMULATED
     assert target.available() == isas and running_lanes(isas[0]) == lanes
 
 
@@ -40,12 +41,31 @@ def test_what_the_machine_lacks_is_refused():
             target.require(isa)
 
 
-@pytest.mark.parametrize("isa", target.available()[:1] if os.environ.get("GUEST_CPU", "a64fx") != "a64fx" else target.available())
-def test_bits_of_the_integer_model(isa):
-    assert isa in VECTOR_ISAS or isa == "portable"
+KERNELS = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
+if EMULATED == "a64fx":                          # a kernel takes minutes to compile under emulation
+    KERNELS.remove(("portable", "fp32"))
+elif EMULATED:
+    KERNELS = KERNELS[:1]
+
+
+@pytest.mark.parametrize("isa, pv", KERNELS)
+def test_bits_of_the_integer_model(isa, pv):
+    """Equal bits; with float values their sums are rounded in another order."""
     for name, (shape, options) in CASES.items():
-        problem = quantize_problem(validation.problem(*qkv(**shape), precision="int8", return_lse=True, **options))
+        problem = quantize_problem(validation.problem(*qkv(**shape), precision="int8", pv=pv, return_lse=True, **options))
         out, lse = reference.integer_model(problem)
         got, got_lse = launch.run(problem, isa)
-        np.testing.assert_array_equal(got, out, err_msg=name)
+        if pv == "int8":
+            np.testing.assert_array_equal(got, out, err_msg=name)
+        else:
+            np.testing.assert_allclose(got, out, rtol=0, atol=2e-6, err_msg=name)
         np.testing.assert_array_equal(got_lse, lse, err_msg=name)
+
+
+@pytest.mark.skipif(EMULATED not in (None, "a64fx"), reason="the same NEON code on every machine, and minutes to compile")
+def test_float_attention():
+    for name, (shape, options) in CASES.items():
+        arrays = qkv(**shape)
+        exact = naive(*arrays, **{k: v for k, v in options.items() if k != "enable_gqa"})[0]
+        got = numflash.attention(*arrays, **options)
+        np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6, err_msg=name)

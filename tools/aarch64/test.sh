@@ -1,29 +1,19 @@
 #!/bin/bash
-# CPU tests in the emulated AArch64 Python: the suite as A64FX beside a smoke set as the Neoverse cores, one per host core.
-# What runs where, and what is left out and why: tests.txt.
+# CPU tests in the emulated AArch64 Python, two jobs at a time. What runs where, and what is left out and why: tests.txt.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-env=${AARCH64_ENV:-$here/../../.aarch64}
-"$here/setup.sh" "$env"
+export ENV_FOLDER=${AARCH64_ENV:-$here/../../.aarch64}
+"$here/setup.sh" "$ENV_FOLDER"
 cd "$here/../.."
-export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$PWD/.aarch64/cache}
+export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$PWD/.aarch64/cache} TESTS=$here/tests.txt
 
-chosen() { awk -v set="$1" '$1 == set { print $2 }' "$here/tests.txt"; }
-
-run() {                                              # CPU TEST...
-    local cpu=$1; shift
-    echo "== $cpu"
-    GUEST_CPU=$cpu "$env/guest-python" -m pytest -q -p no:cacheprovider -o timeout=1500 "$@"
+run() {                                              # JOB
+    local log status=0 begin=$SECONDS
+    log=$(mktemp)
+    awk -v job="$1" '$1 == job { print $2 }' "$TESTS" | GUEST_CPU=${1%%:*} NUMBA_NUM_THREADS=2 xargs \
+        "$ENV_FOLDER/guest-python" -m pytest -q -p no:cacheprovider -o timeout=1500 > "$log" 2>&1 || status=$?
+    echo "== $1: $((SECONDS - begin)) s"; cat "$log"; rm "$log"
+    return "$status"
 }
-
-smoke() {
-    for cpu in neoverse-v1 neoverse-v2 neoverse-n1; do NUMBA_NUM_THREADS=1 run "$cpu" $(chosen smoke); done
-}
-
-log=$(mktemp); trap 'rm -f "$log"' EXIT
-smoke > "$log" 2>&1 & other=$!
-failed=0
-run a64fx $(chosen suite) $(chosen smoke) || failed=1
-wait "$other" || failed=1
-cat "$log"
-exit "$failed"
+export -f run
+awk '/^[a-z]/ && $1 != "none" && !seen[$1]++ { print $1 }' "$TESTS" | xargs -P 2 -I JOB bash -c 'run JOB'
