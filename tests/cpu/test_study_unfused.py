@@ -4,11 +4,10 @@ import pytest
 
 from numflash import fixedpoint as fx
 from numflash.cpu import target
-from numflash.cpu.isas import VECTOR_ISAS
 from numflash.cpu.study import unfused, unfused_times
 from numflash.errors import ArgumentError, UnsupportedError
 
-ISAS = [isa for isa in target.available() if isa in VECTOR_ISAS]
+ISAS = [isa for isa in target.available() if isa in unfused.ISAS]
 SHAPES = [(1, 1, 1), (5, 127, 3), (7, 128, 64), (50, 129, 4), (97, 200, 40)]
 pytestmark = pytest.mark.skipif(not ISAS, reason="the target has no register tiles")
 each_isa = pytest.mark.parametrize("isa", ISAS)
@@ -142,6 +141,8 @@ def test_bad_operands(q, k, message):
         unfused.operands(ISAS[0], np.zeros((1, 4, 8), np.float32), np.zeros((1, 4, 8), np.int8))
 
 
-def test_no_register_tiles():
-    with pytest.raises(UnsupportedError, match="'portable' has no register tiles"):
-        unfused.operands("portable", *draw(4, 4, 4))
+@pytest.mark.parametrize("isa", [isa for isa in target.available() if isa not in unfused.ISAS])
+def test_no_register_tiles(isa):
+    assert unfused.best_isa() == ISAS[0]
+    with pytest.raises(UnsupportedError, match=f"'{isa}' has no register tiles of 6 rows; allowed: 'avx512_vnni'"):
+        unfused.operands(isa, *draw(4, 4, 4))

@@ -13,9 +13,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
+from ..memory import empty
 from ..vectors import F32, I32, I64, call, constant, data, load, shuffle, splat, store, vector
 
-LINE = 256                                       # bytes: the longest cache line there is (A64FX)
 ROUND = 1.5 * 2.0**23                            # x + ROUND - ROUND is x rounded to even, |x| < 2**22, on every CPU
 
 
@@ -24,9 +24,7 @@ def aligned(x: np.ndarray, offset: int = 0) -> np.ndarray:
 
     Loads of whole registers straddle two lines unless offset is 0; NumPy's arrays start 16 bytes behind a line as often as not.
     """
-    raw = np.empty(x.nbytes + LINE + offset, np.uint8)
-    start = -raw.ctypes.data % LINE + offset
-    out = raw[start:start + x.nbytes].view(x.dtype).reshape(x.shape)
+    out = empty((x.nbytes + offset,), np.uint8)[offset:].view(x.dtype).reshape(x.shape)
     out[:] = x
     return out
 

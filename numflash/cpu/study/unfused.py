@@ -29,6 +29,7 @@ from ..packing import PackedKeys, pack_keys, padded
 from ..vectors import I32, data, load, store
 
 F, I, U = np.float32, np.int32, np.uint32
+ISAS = {name: isa for name, isa in VECTOR_ISAS.items() if 6 in isa.rows}        # dot products of vectors, not of matrices
 TILING = TILINGS["a64fx-unfused-48x128"]
 BLOCK_Q, KEYS, MR = TILING.block_q, TILING.key_block, TILING.mr
 ROUND = F(1.5 * 2.0**23)                         # x + ROUND - ROUND is x rounded to even, |x| < 2**22
@@ -43,6 +44,11 @@ class Operands(NamedTuple):
     keys: PackedKeys
 
 
+def best_isa() -> str:
+    """The best instruction set of this machine that has register tiles of 6 rows; "portable" where there is none."""
+    return next(isa for isa in target.available() if isa in ISAS or isa == "portable")
+
+
 def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
     """Pack q (H, L, D) and k (Hkv, S, D), both int8, for `isa_name`.
 
@@ -50,15 +56,15 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
     ------
     ArgumentError, UnsupportedError
     """
-    if target.require(isa_name) not in VECTOR_ISAS:
-        raise UnsupportedError(f"isa: {isa_name!r} has no register tiles; allowed: {', '.join(map(repr, VECTOR_ISAS))}")
+    if target.require(isa_name) not in ISAS:
+        raise UnsupportedError(f"isa: {isa_name!r} has no register tiles of 6 rows; allowed: {', '.join(map(repr, ISAS))}")
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 3 or x.dtype != np.int8 or not x.size:
             raise ArgumentError(f"{name}: got {x.dtype} {x.shape}; allowed: int8 of three dimensions, none of them 0")
     if q.shape[2] != k.shape[2] or q.shape[0] % k.shape[0]:
         raise ArgumentError(f"k: got {k.shape} for q {q.shape}; allowed: the same last dimension, "
                             f"and a divisor of {q.shape[0]} heads")
-    isa = VECTOR_ISAS[isa_name]
+    isa = ISAS[isa_name]
     rows = np.full((q.shape[0], padded(q.shape[1], MR), padded(q.shape[2], isa.group)), isa.q_offset, np.int16)
     rows[:, :q.shape[1], :q.shape[2]] += q
     return Operands(rows.astype(np.uint8) if isa.group == 4 else rows, pack_keys(isa_name, k, np.ones(k.shape[:2], F)))
@@ -67,7 +73,7 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
 @functools.cache
 def make_tile(name: str):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride): s[6, panel] int32 = q . k, in key order."""
-    isa = VECTOR_ISAS[name]
+    isa = ISAS[name]
 
     @intrinsic
     def tile(typingctx, q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride):
@@ -88,7 +94,7 @@ def make_tile(name: str):
 @functools.cache
 def make_rows(isa_name: str):
     """Inline f(q, i, k, start, c, s, s_off, s_stride): the scores of 6 rows of q from row i on against 128 keys from key c on."""
-    isa, tile, lanes = VECTOR_ISAS[isa_name], make_tile(isa_name), lanes_of(isa_name)
+    isa, tile, lanes = ISAS[isa_name], make_tile(isa_name), lanes_of(isa_name)
     group, nv = isa.group, isa.nv
 
     @inline

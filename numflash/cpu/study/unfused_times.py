@@ -14,7 +14,6 @@ import numpy as np
 
 from ... import roofline
 from ...timing import median_time
-from .. import target
 from ..packing import pack_keys
 from ..threads import limit
 from . import unfused
@@ -45,7 +44,7 @@ class Times:
     softmax : share of everything but the product in "three-pass"; the documents found 63.6 %
     gemm, gemm_in_l2 : operations per second of the product, S written to memory and S staying in the second-level cache
     staged, double_buffered : the same by one buffer and by two
-    peak : measured INT8 operations per second
+    peak : measured INT8 operations per second of the dot instruction that the product uses
     elements : softmax of "three-pass", scores per second
     """
 
@@ -73,7 +72,7 @@ def measure(length: int = 4096, head_dim: int = 128, exp2: str = "quadratic", re
     UnsupportedError
         The machine has no register tiles.
     """
-    isa = target.require(None)
+    isa = unfused.best_isa()
     rng = np.random.default_rng(0)
     q, k = (np.clip(np.rint(rng.normal(0, 32, (1, length, head_dim))), -127, 127).astype(np.int8) for _ in range(2))
     scale = F(256 * np.log2(np.e) / (32 * 32 * head_dim**0.5))
@@ -103,7 +102,7 @@ def measure(length: int = 4096, head_dim: int = 128, exp2: str = "quadratic", re
                   ("two-pass", "product and maximum"): seconds(unfused.make_gemm(isa, 0, True), head, keys, start, s, top),
                   ("two-pass", "exponential and sum"): parts["three-pass", "exponential and sum"],
                   ("strip", "all"): seconds(unfused.make_strip(isa, exp2), head, keys, start, length, scale, p)}
-        peak = roofline.measure_compute(1)[0]
+        peak = roofline.measure_compute(1, isa)[0]
     totals: dict[str, float] = {}
     for (pipeline, _), t in parts.items():
         totals[pipeline] = totals.get(pipeline, 0.0) + t
@@ -121,7 +120,7 @@ def measure_gqa(heads: int = 8, kv_heads: int = 2, length: int = 1024, head_dim:
     dict
         "packing shared", "product shared", "packing repeated", "product repeated"
     """
-    isa = target.require(None)
+    isa = unfused.best_isa()
     rng = np.random.default_rng(0)
     q, k = (rng.integers(-127, 128, (h, length, head_dim)).astype(np.int8) for h in (heads, kv_heads))
     found = {}
