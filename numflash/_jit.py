@@ -196,3 +196,6 @@ def refuse_after_fork() -> None:
 
 # A function that other kernels call: compiled into its callers, never cached by itself.
 inline = functools.partial(numba.njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+# The same without reference counts, for what runs per block of keys: each count is a locked instruction, which also holds back
+# every later read of memory. Takes and slices arrays, allocates none.
+bare = functools.partial(inline, _nrt=False)

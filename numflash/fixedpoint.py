@@ -22,6 +22,7 @@ P_ONE = 255              # 1.0 in P8
 P_WIDE = 65280           # 255 * 256: P8 with eight more fraction bits
 MASKED = -32768          # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
+VALUE_UNIT = 2.0**-40    # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
 
 # 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative error 0.27 %.
 # It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.

@@ -25,9 +25,9 @@ from .validation import choice, flag, real
 
 DTYPES = ("int8", "float32", "bfloat16", "float16")
 FLOATS = ("float32", "float64", "float16", "bfloat16")
+FLOAT32 = np.dtype(np.float32)
 LOG2E = float(np.log2(np.e))
 SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
-PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -114,7 +114,7 @@ class KVCache:
         self._free = list(range(self.pages - 1, -1, -1))
         if not self._paged:
             self._store.table[:, 0] = np.arange(self.batch)
-        self._sizes = (self._layout.sinks, self._layout.ring, self.page_size, self._layout.columns)
+        self._append = launch_decode.Append(self._layout, self.batch, self._offset)
         self._longest = 0
         self._counts: dict[int, np.ndarray] = {}
         self._plans: dict[Any, launch_decode.Plan] = {}
@@ -217,25 +217,22 @@ class KVCache:
             self._take_pages(take)
         if self.smooth:
             self._set_offset(key, take)
-        kernel = launch_decode.append_kernel(self._layout.tile, key.size + value.size >= PARALLEL_CHANNELS)
-        if self.dtype == "int8":
-            kernel(key, value, take, self._offset, store, self._sizes)
-        else:
-            kernel(key, value, take, store, self._sizes)
-        np.add(store.lengths, take, store.lengths)
+        self._append(key, value, take, store)
         self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
 
     def _tokens(self, name: str, x: Any, channels: int) -> np.ndarray:
         """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage."""
-        if not (type(x) is np.ndarray and x.dtype == F and x.flags.c_contiguous and x.flags.writeable):
+        ready = type(x) is np.ndarray and x.dtype == FLOAT32 and x.flags.carray
+        if not ready:
             taken = import_array(name, x)
             if taken.dtype not in FLOATS:
                 raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
             x = taken.array
-        if x.ndim != 4 or x.shape[:2] != (self.batch, self.kv_heads) or x.shape[3] != channels:
-            raise ArgumentError(f"{name}: got shape {x.shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
+        shape = x.shape
+        if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
+            raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
         if self.dtype == "int8":
-            return x if x.dtype == F and x.flags.c_contiguous and x.flags.writeable else self._float32(x)
+            return x if ready else self._float32(x)
         bits = np.uint32 if self.dtype == "float32" else np.uint16
         return writable(np.ascontiguousarray(convert(x, self.dtype))).view(bits)
 
@@ -359,7 +356,7 @@ class KVCache:
         """
         store = self._open()
         taken = None
-        if not (type(query) is np.ndarray and query.dtype == F and query.flags.c_contiguous and query.flags.writeable):
+        if not (type(query) is np.ndarray and query.dtype == FLOAT32 and query.flags.carray):
             taken = import_array("query", query)
             if taken.dtype not in FLOATS:
                 raise ArgumentTypeError(f"query: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
@@ -367,7 +364,10 @@ class KVCache:
         shape = query.shape
         plan, c = self._plan(shape, scale, splits)
         result = np.empty((*shape[:-1], self.value_dim), F) if out is None else self._checked_out(out, shape)
-        plan(query.reshape(plan.shape), c, store, result.reshape((*plan.shape[:3], self.value_dim)))
+        rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
+        plan(rows, c, store, results)
+        for b, g, r in plan.to_redo():
+            self._decode_float64(plan, rows, scale, b, g, r, results)
         exported = result
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
@@ -375,6 +375,32 @@ class KVCache:
         if not return_lse:
             return exported
         return exported, self._lse(plan, query, scale)
+
+    def _decode_float64(self, plan: launch_decode.Plan, query: np.ndarray, scale: float | None, b: int, g: int, r: int,
+                        out: np.ndarray) -> None:
+        """One row again, whose scores or sums float32 cannot hold."""
+        key, value = self.read(b)
+        queries, held, end = plan.sizes[0], self._positions(b), int(self._store.lengths[b])
+        at = end - queries + r % queries
+        seen = held <= at
+        if self.window is not None:
+            seen &= (held > at - self.window) | (held < self.sinks)
+        factor = self.head_dim**-0.5 if scale is None else scale
+        s = key[g, seen].astype(np.float64) @ query[b, g, r].astype(np.float64) * factor
+        top = s.max()
+        p = np.exp(s - top)
+        out[b, g, r] = p @ value[g, seen] / p.sum()
+        with np.errstate(over="ignore"):
+            plan.m[b, g, r], plan.l[b, g, r] = top * LOG2E, p.sum()
+
+    def _positions(self, b: int) -> np.ndarray:
+        """The token in each slot of sequence b that is in use."""
+        length, used = int(self._store.lengths[b]), self._slots(b)[1]
+        slots = np.arange(used)
+        if used == length:
+            return slots
+        behind = length - 1 - self.sinks - (slots - self.sinks)
+        return np.where(slots < self.sinks, slots, length - 1 - behind % self._layout.ring)
 
     def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[launch_decode.Plan, np.float32]:
         """The prepared call for this query, and the factor of its scores."""

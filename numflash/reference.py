@@ -229,7 +229,7 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
     q (H, L, D), k (Hkv, S, D) and v (Hkv, S, Dv) have one scale per row; seen (L, S) bool. As `integer_steps`, but a value's scale
     belongs to its token: relative to the largest one v_max of the key block, a uint16 fraction, it is folded into the weight before
     the one rounding to uint8. The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each from a
-    fresh state; the states are merged in order, by powers of two.
+    fresh state; the states are merged in order, by powers of two. Outputs are summed up times `fixedpoint.VALUE_UNIT`.
     """
     (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
     out, ms, ls = np.zeros((nh, length, dv), F), np.zeros((nh, length), F), np.zeros((nh, length), F)
@@ -264,7 +264,7 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
                 o, l = o * power(m - m_new)[:, None], l * power(m - m_new)
                 weight = np.where(some, power(octave.astype(F) - m_new), F(0))
                 l = l + p.sum(1).astype(F) * weight
-                o = o + (w @ v.data[g, cols].astype(np.int64)).astype(F) * (weight * v_max)[:, None]
+                o = o + (w @ v.data[g, cols].astype(np.int64)).astype(F) * (weight * (v_max * F(fx.VALUE_UNIT)))[:, None]
                 m = m_new
             states.append((m, l, o))
         m = np.max([state[0] for state in states], 0)
@@ -275,7 +275,7 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
         spoiled = (seen & bad[g]).any(1) | (np.isnan(cq[h]) & seen.any(1))
         l = np.where(spoiled, F(np.nan), l)
         with np.errstate(divide="ignore", invalid="ignore"):
-            out[h] = np.where(l[:, None] == 0, F(0), o * (F(1) / l)[:, None])
+            out[h] = np.where(l[:, None] == 0, F(0), o * (F(1 / fx.VALUE_UNIT) / l)[:, None])
         ms[h], ls[h] = m, l
     return out, ms, ls
 

@@ -13,11 +13,21 @@ from .console import Progress, Table
 from .cpu import target
 from .diskcache import files
 from .errors import UnsupportedError
+from .kvcache import KVCache
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "int8"}, {"precision": "int8", "pv": "fp32"}, {"precision": "float32"}, {"precision": "bfloat16"},
     {"precision": "float16"})
 MASKS = {"no mask": None, "bool mask": np.ones((3, 3), bool), "additive mask": np.zeros((3, 3), np.float32)}
+
+GROUPS = 1, 4, 7, 8                              # query heads of a KV head in the models people run
+
+
+def decode(dtype: str, group: int, batch: int) -> None:
+    """One append and one decode; 64 sequences are enough work for the kernels of several threads."""
+    cache, x = KVCache(batch, 1, 64, 128, dtype), np.ones((batch, 1, 128, 64), np.float32)
+    cache.append(x, x)
+    cache.decode(np.ones((batch, group, 1, 64), np.float32))
 
 
 def jobs() -> list[tuple[str, Callable[[], Any]]]:
@@ -31,6 +41,11 @@ def jobs() -> list[tuple[str, Callable[[], Any]]]:
                     continue
                 name = f"{' '.join(options.values())} {target.available()[0] if impl == 'cpu' else impl}, {words}"
                 found.append((name, functools.partial(attention, x, x, x, mask, impl=impl, **options)))
+    for dtype in ("int8", "float32"):
+        for group in GROUPS:
+            for batch in (1, 64):
+                name = f"KV cache {dtype}, {group} query heads each, {'one thread' if batch == 1 else 'threads'}"
+                found.append((name, functools.partial(decode, dtype, group, batch)))
     return found
 
 

@@ -18,10 +18,10 @@ import numpy as np
 from numba import prange
 
 from .. import fixedpoint as fx
-from .._jit import inline, kernel
+from .._jit import bare, kernel
 from ..tiling import KEY_BLOCK
 from .decode_append import quantize_row
-from .decode_tiles import HIDDEN, Tile, score_tile, softmax_int8, value_tile
+from .decode_tiles import HIDDEN, Tile, score_tile, softmax_int8, value_ratios, value_tile
 from .float_tiles import row_exp, row_max
 from .vectors import next_task
 
@@ -30,6 +30,8 @@ INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
 ROUND = F(1.5 * 2.0**23)
 UNSEEN = F(fx.MIN_OCTAVE)
 NOTHING = F(-3e38)                               # maximum of a float row that has seen no key
+HUGE = I(0x7C000000)                             # bits of 2**121: float32 does not hold sums of such scores
+AGAIN = F(np.inf)                                # maximum of a float row that is to be done again in float64
 GROWTH = F(8)                                    # octaves that a float maximum may grow before O is rescaled
 FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
 
@@ -52,7 +54,7 @@ class Scratch(NamedTuple):
     q (W, rows, words) int32; start (W, rows) int32; cq, scale (W, rows) float32; t (W, rows, 128) int32 or float32;
     p (W, rows, 128) weights; ratio (W, 128) uint16, for float storage the lanes of a row sum; line (W, D) float32;
     edges (W, rows, 5) int64; spoiled (W, rows) uint8;
-    o (T, rows, columns), m, l (T, rows) float32; counter (1,) int64
+    o (T, rows, columns), m, l (T, rows) float32; counter (2,) int64: the next task, and whether any row is to be done again
     """
 
     q: np.ndarray
@@ -71,7 +73,7 @@ class Scratch(NamedTuple):
     counter: np.ndarray
 
 
-@inline
+@bare
 def row_edges(position, window, sinks, ring, edges):
     """Slots that a query at `position` sees: [0, e0), [e1, e2) and [e3, e4), in this order.
 
@@ -91,7 +93,7 @@ def row_edges(position, window, sinks, ring, edges):
         edges[1], edges[2], edges[3], edges[4] = sinks, end - ring, a, sinks + ring
 
 
-@inline
+@bare
 def coverage(edges, first, n):
     """(any slot seen, all seen) of slots first .. first + n."""
     stop = first + n
@@ -100,7 +102,7 @@ def coverage(edges, first, n):
     return some, every
 
 
-@inline
+@bare
 def hide(edges, first, n, t, value):
     """t[j] = value for the slots of first .. first + n that are not seen."""
     a, z = max(0, edges[0] - first), min(n, edges[1] - first)
@@ -114,7 +116,7 @@ def hide(edges, first, n, t, value):
         t[a:n] = value
 
 
-@inline
+@bare
 def sees_bad(edges, first, scales):
     """Whether a slot that is seen holds a token that was not finite."""
     for j in range(scales.size):                                        # noqa: SIM110
@@ -123,12 +125,12 @@ def sees_bad(edges, first, scales):
     return False
 
 
-@inline
+@bare
 def largest_bits(x):
-    """Largest bits of non-negative floats: ordered like the floats, NaN above all."""
+    """Bits of the largest magnitude of floats: ordered like the floats, NaN above all."""
     bits, top = x.view(np.int32), I(0)
     for j in range(bits.size):
-        top = max(top, bits[j])
+        top = max(top, I(bits[j] & MAGNITUDE))
     return top
 
 
@@ -140,7 +142,7 @@ def _make_block(tile: Tile, rows: int):
     lanes, panel, group = tile.lanes, tile.panel, tile.group
     span = nv * lanes
 
-    @inline
+    @bare
     def block_scores(q, start, data, base, scales, cq, n, t):
         """t[:, :n] = scores of the first n keys of the block at `base`."""
         words = q.shape[1]
@@ -148,7 +150,7 @@ def _make_block(tile: Tile, rows: int):
             place = base + j // panel * panel * words * group + j % panel * group
             score(q, words, data, place, words, start, scales, j, cq, t, j)
 
-    @inline
+    @bare
     def block_values(p, data, base, n, scale, o):
         """o += P.V of the first n keys of the block whose V is at `base`."""
         columns = o.shape[1]
@@ -169,11 +171,11 @@ def _make_block(tile: Tile, rows: int):
 @functools.cache
 def _make_int8(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
-    softmax = softmax_int8(tile)
+    softmax, ratios = softmax_int8(tile), value_ratios(tile)
     group, q_offset, scales = tile.group, tile.q_offset, tile.scales
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
-    @inline
+    @bare
     def prepare(q, c, words, line, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
         out = words.view(word)
@@ -186,29 +188,25 @@ def _make_int8(tile: Tile, rows: int):
             total = np.add(total, I(out[e]))
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
-    @inline
+    @bare
     def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
         base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
         tail = base + KEY_BLOCK * channels
         both = data[tail:tail + scales].view(np.float32)
-        k_scale, v_scale = both[:KEY_BLOCK], both[KEY_BLOCK:KEY_BLOCK + n]
-        block_scores(q, start, data, base, k_scale, cq, n, t)
-        if largest_bits(k_scale[:n]) > INFINITE:
+        block_scores(q, start, data, base, both, cq, n, t)
+        some_bad, v_max = ratios(both, n, ratio)
+        unit = F(v_max * F(fx.VALUE_UNIT))
+        if some_bad:
             for r in range(real):
-                if sees_bad(edges[r], first, k_scale[:n]):
+                if sees_bad(edges[r], first, both[:n]):
                     spoiled[r] = 1
-        largest = np.empty(1, np.int32)
-        largest[0] = largest_bits(v_scale)
-        v_max = largest.view(np.float32)[0]
-        factor = F(65536) / v_max
-        for j in range(n):
-            ratio[j] = np.uint16(min(I(F(F(v_scale[j] * factor) + ROUND) - ROUND), I(65535)))
         scale_bits = scale.view(np.int32)
         for r in range(real):
             row = t[r]
-            row[n:] = HIDDEN
+            if n < KEY_BLOCK:
+                row[n:] = HIDDEN
             if not inside:
                 hide(edges[r], first, n, row, I(HIDDEN))
             octave, total = softmax(t, r * KEY_BLOCK, ratio, p, r * KEY_BLOCK)
@@ -226,7 +224,7 @@ def _make_int8(tile: Tile, rows: int):
             below = I(min(m[r] - top, F(126)))
             scale_bits[r] = np.left_shift(np.subtract(I(127), below), I(23))
             l[r] = F(l[r] + F(F(total) * scale[r]))
-            scale[r] = F(scale[r] * v_max)
+            scale[r] = F(scale[r] * unit)
         block_values(p, data, tail + scales, n, scale, o)
     return prepare, take, UNSEEN
 
@@ -238,20 +236,18 @@ def _make_float(tile: Tile, rows: int):
     top_of, weights = row_max(vectors), row_exp(vectors)
     lanes, count, group, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.group, tile.scales
 
-    @inline
+    @bare
     def prepare(q, c, words, line, spoiled, r):
         """Copy one query row; its scale is c."""
-        top = I(0)
         bits = q.view(np.int32)
         for e in range(bits.size):
-            top = max(top, I(bits[e] & MAGNITUDE))
             words[e] = bits[e]
-        if top >= INFINITE:
+        if largest_bits(q) >= INFINITE:
             spoiled[r] = 1
             words[:] = 0
         return I(0), c
 
-    @inline
+    @bare
     def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
@@ -265,11 +261,14 @@ def _make_float(tile: Tile, rows: int):
                     spoiled[r] = 1
         for r in range(real):
             row = t[r]
-            row[n:] = F(-np.inf)
+            if largest_bits(row[:n]) > HUGE:
+                m[r] = AGAIN
+            if n < KEY_BLOCK:
+                row[n:] = F(-np.inf)
             if not inside:
                 hide(edges[r], first, n, row, F(-np.inf))
             top = top_of(t, r * KEY_BLOCK, count)
-            if top == F(-np.inf):
+            if top == F(-np.inf) or m[r] == AGAIN:
                 p[r] = F(0)
                 continue
             if top > m[r] + GROWTH:
@@ -295,9 +294,11 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
 
     decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
     """
-    prepare, take, nothing = (_make_int8 if tile.dtype == "int8" else _make_float)(tile, rows)
+    exact = tile.dtype == "int8"
+    one = F(1 / fx.VALUE_UNIT if exact else 1)
+    prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows)
 
-    @inline
+    @bare
     def attend(q, c, store, s, w, task, sizes):
         """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
         queries, splits, window, sinks, ring, page_size, _ = sizes
@@ -335,7 +336,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             if spoiled[r] and coverage(edges[r], 0, slots)[0]:
                 l[r] = F(np.nan)
 
-    @inline
+    @bare
     def finish(q, store, s, unit, sizes, out, m_out, l_out):
         """Merge the splits of one tile in their order, and divide."""
         splits = sizes[1]
@@ -364,9 +365,13 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             if total == F(0):
                 result[:] = F(0)
             else:
-                reciprocal = F(1) / total
+                reciprocal = one / total
                 for e in range(result.size):
                     result[e] = F(sums[e] * reciprocal)
+                if not exact and total == total and largest_bits(result) >= INFINITE:
+                    top = AGAIN
+            if top == AGAIN:
+                s.counter[1] = 1
             m_out[b, g, row + r], l_out[b, g, row + r] = top, total
 
     @kernel(parallel=parallel)
@@ -376,12 +381,12 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new token); c float32 scale * log2(e),
         times 256 for INT8; sizes = (new tokens, splits, window, sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32;
         m_out, l_out (B, Hkv, rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token that was not
-        finite.
+        finite, m AGAIN where float32 does not hold the row's scores or sums.
         """
         splits, workers = sizes[1], sizes[6]
         units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
         counter = scratch.counter
-        counter[0] = 0
+        counter[0], counter[1] = 0, 0
         for worker in prange(workers):
             w = np.intp(worker)                                         # P4
             while True:

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 from numba import prange
 
-from .._jit import inline, kernel
+from .._jit import bare, kernel
 from ..tiling import KEY_BLOCK
 from .decode_tiles import Tile
 
@@ -18,7 +18,7 @@ ROUND = F(1.5 * 2.0**23)
 SCALE_LIMIT = F(2.0**100)                        # scores stay finite: see `reference.combined_scale`
 
 
-@inline
+@bare
 def quantize_row(x, moved, out):
     """`quantization.quantize(granularity="row")` of one row: returns its scale, NaN (and zeros) where x is not finite.
 
@@ -41,7 +41,7 @@ def quantize_row(x, moved, out):
     return largest / F(127) if usable else F(1)
 
 
-@inline
+@bare
 def place(position, sinks, ring):
     """The slot of a token."""
     return position if position < sinks else sinks + (position - sinks) % ring
@@ -51,7 +51,7 @@ def place(position, sinks, ring):
 def _make_writers(tile: Tile):
     panel, group, scales, exact = tile.panel, tile.group, tile.scales, tile.dtype == "int8"
 
-    @inline
+    @bare
     def write_key(row, page, slot, columns, added):
         """One token's channels, padded to whole groups, into its lane of the panel."""
         inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
@@ -60,7 +60,7 @@ def _make_writers(tile: Tile):
             for r in range(group):
                 page[np.uintp(lane + e * panel + r)] = row[e + r] + added
 
-    @inline
+    @bare
     def write_value(row, page, slot, channels, columns):
         """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
         inner = slot % KEY_BLOCK
@@ -71,7 +71,7 @@ def _make_writers(tile: Tile):
             for e in range(min(width, row.size - c)):
                 page[np.uintp(base + e * group)] = row[c + e]
 
-    @inline
+    @bare
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
         """The scales of one token, between K and V of its block."""
         inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels
@@ -84,19 +84,19 @@ def _make_writers(tile: Tile):
 
 @functools.cache
 def make_append_int8(tile: Tile, parallel: bool):
-    """append(key, value, counts, offset, store, sizes): key and value (B, Hkv, n, D) float32, offset (B, Hkv, D) float32.
+    """append(key, value, counts, offset, work, store, sizes): key and value (B, Hkv, n, D) float32, offset (B, Hkv, D) float32.
 
-    The caller adds counts to the lengths.
+    work (B * Hkv, 4, elements) float32, as `launch_decode.append_work` makes it. Adds counts to the lengths.
     """
     write_key, write_value, write_scales = _make_writers(tile)
     group, added = tile.group, I(tile.q_offset)
 
-    @inline
-    def append_head(key, value, count, shift, b, g, store, sizes):
+    @bare
+    def append_head(key, value, count, shift, work, b, g, store, sizes):
         sinks, ring, page_size, columns = sizes
         d, dv = key.shape[1], value.shape[1]
-        moved, rest = np.empty(max(d, dv), np.float32), np.empty(d, np.float32)
-        k_row, v_row = np.zeros((d + group - 1) // group * group, np.int32), np.zeros(dv, np.int32)
+        moved, rest = work[0, :max(d, dv)], work[1, :d]
+        k_row, v_row = work[2].view(np.int32)[:(d + group - 1) // group * group], work[3].view(np.int32)[:dv]
         for i in range(count):
             slot = place(store.lengths[b] + i, sinks, ring)
             page, inner = store.table[b, slot // page_size], slot % page_size
@@ -114,44 +114,50 @@ def make_append_int8(tile: Tile, parallel: bool):
             write_scales(k_scale, v_scale, store.data[page, g], inner, k_row.size, columns)
 
     @kernel(parallel=parallel)
-    def append(key, value, counts, offset, store, sizes):
+    def append(key, value, counts, offset, work, store, sizes):
         n_kv = key.shape[1]
         for n in prange(key.shape[0] * n_kv):
             b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g], value[b, g], counts[b], offset[b, g], b, g, store, sizes)
+            append_head(key[b, g], value[b, g], counts[b], offset[b, g], work[np.intp(n)], b, g, store, sizes)
+        for b in range(counts.size):
+            store.lengths[b] += counts[b]
     return append
 
 
 @functools.cache
 def make_append_float(tile: Tile, parallel: bool):
-    """append(key, value, counts, store, sizes): key and value (B, Hkv, n, D) in the bits of the storage, unsigned integers."""
+    """append(key, value, counts, zeros, store, sizes): key and value (B, Hkv, n, D) in the bits of the storage, unsigned integers.
+
+    zeros (D or Dv, the longer,) of the same type: what is stored for a token that is not finite. Adds counts to the lengths.
+    """
     write_key, write_value, write_scales = _make_writers(tile)
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
 
-    @inline
+    @bare
     def finite(row):
         for e in range(row.size):                                       # noqa: SIM110
             if row[e] & exponent == exponent:
                 return False
         return True
 
-    @inline
-    def append_head(key, value, count, b, g, store, sizes):
+    @bare
+    def append_head(key, value, count, zeros, b, g, store, sizes):
         sinks, ring, page_size, columns = sizes
-        zero_k, zero_v = np.zeros_like(key[0]), np.zeros_like(value[0])
+        d, dv = key.shape[1], value.shape[1]
         for i in range(count):
             slot = place(store.lengths[b] + i, sinks, ring)
             page, inner = store.table[b, slot // page_size], slot % page_size
             good = finite(key[i]) and finite(value[i])
-            write_key(key[i] if good else zero_k, store.data[page, g], inner, columns, 0)
-            write_value(value[i] if good else zero_v, store.data[page, g], inner, zero_k.size, columns)
-            write_scales(F(1) if good else F(np.nan), F(1), store.data[page, g], inner, zero_k.size, columns)
+            write_key(key[i] if good else zeros[:d], store.data[page, g], inner, columns, 0)
+            write_value(value[i] if good else zeros[:dv], store.data[page, g], inner, d, columns)
+            write_scales(F(1) if good else F(np.nan), F(1), store.data[page, g], inner, d, columns)
 
     @kernel(parallel=parallel)
-    def append(key, value, counts, store, sizes):
+    def append(key, value, counts, zeros, store, sizes):
         n_kv = key.shape[1]
         for n in prange(key.shape[0] * n_kv):
             b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            if counts[b]:
-                append_head(key[b, g], value[b, g], counts[b], b, g, store, sizes)
+            append_head(key[b, g], value[b, g], counts[b], zeros, b, g, store, sizes)
+        for b in range(counts.size):
+            store.lengths[b] += counts[b]
     return append

@@ -27,6 +27,11 @@ from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, sh
 from .vectors_x86 import X86
 
 HIDDEN = -(1 << 31)                              # int32 log2 score of a key that is not seen
+# Bytes of the straight line that are asked for ahead of the products. The hardware's own prefetching falls behind wherever the
+# products pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to
+# 90 % (Granite Rapids; 1 to 8 KB do about the same).
+AHEAD = 4096
+PREFETCH_READ_L2 = I32(0), I32(2), I32(1)        # llvm.prefetch: read, into the second-level cache, data
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,9 @@ def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, step
         sums[-1].add_incoming(x, entry)
     place = b.add(many_off, b.mul(n, many_step))
     columns = [tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)]
+    for v in range(nv):
+        ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(AHEAD))
+        call(b, "llvm.prefetch.p0", ir.VoidType(), b.gep(many, [ahead]), *PREFETCH_READ_L2)
     out = []
     for m in range(rows):
         word = tile.one(b, one, b.add(b.add(one_off, n), b.mul(one_stride, I64(m))))
@@ -240,6 +248,38 @@ def value_tile(tile: Tile, rows: int, nv: int):
             return context.get_dummy_value()
         return sig, codegen
     return values
+
+
+@functools.cache
+def value_ratios(tile: Tile):
+    """Intrinsic f(scales, n, ratio) -> (some token not finite, largest scale of a value), of the first n tokens of a block.
+
+    scales (256,) float32 of the keys, then of the values; ratio (128,) uint16 = min(round(65536 * scale / largest), 65535).
+    """
+    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
+    floats, ints = vector(F32, lanes), vector(I32, lanes)
+
+    @intrinsic
+    def ratios(typingctx, scales, n, ratio):
+        def codegen(context, b, sig, a):
+            ps, pr = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[2], a[2])
+            count = splat(b, b.trunc(a[1], I32), ints)
+            held = [b.icmp_signed("<", ir.Constant(ints, list(range(lanes * v, lanes * v + lanes))), count) for v in range(vectors)]
+            keys, values = ([load(b, ps, I64(first + lanes * v), floats, 4) for v in range(vectors)] for first in (0, KEY_BLOCK))
+            bad, top = ir.Constant(held[0].type, None), constant(floats, 0.0)
+            for some, key, value in zip(held, keys, values, strict=True):
+                bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
+                value = b.select(some, value, top)
+                top = b.select(b.fcmp_ordered(">", value, top), value, top)
+            largest = call(b, f"llvm.vector.reduce.fmax.v{lanes}f32", F32, top)
+            factor = splat(b, b.fdiv(ir.Constant(F32, 65536.0), largest), floats)
+            for v, value in enumerate(values):
+                x = call(b, f"llvm.smin.v{lanes}i32", ints, tile.to_int(b, b.fmul(value, factor)), constant(ints, 65535))
+                store(b, b.trunc(x, vector(I16, lanes)), pr, I64(lanes * v), 2)
+            found = call(b, f"llvm.vector.reduce.or.v{lanes}i1", ir.IntType(1), bad)
+            return context.make_tuple(b, sig.return_type, [found, largest])
+        return types.Tuple((types.boolean, types.float32))(scales, n, ratio), codegen
+    return ratios
 
 
 @functools.cache

@@ -1,22 +1,24 @@
 """From a KV cache to decode kernels: how the cache is laid out, how many splits, which kernel, and its buffers."""
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 
+from .._jit import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK
 from . import target
-from .decode import Scratch, Store, make_decode
+from .decode import AGAIN, Scratch, Store, make_decode
 from .decode_append import make_append_float, make_append_int8
 from .decode_tiles import Tile, tile
 from .packing import padded
 
 F = np.float32
 TILE_ROWS = 8                                    # query rows of a register tile, at most
+PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
 UNLIMITED = 1 << 40
+NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
 LINE = 64                                        # bytes of a cache line
 
 
@@ -69,14 +71,17 @@ class Layout:
         return self.tile.block(self.channels, self.columns)
 
     @property
+    def bits(self) -> type:
+        """The type of a stored element in memory."""
+        return {"int8": np.int8, "float32": np.uint32}.get(self.tile.dtype, np.uint16)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a token of one KV head, scales not counted."""
         return (self.channels + self.columns) * self.tile.size
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
-        exact = self.tile.dtype == "int8"
-        bits = np.int8 if exact else {4: np.uint32, 2: np.uint16}[self.tile.size]
-        return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), bits),
+        return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),
                      zeros((batch, table_width), np.int32), zeros((batch,), np.int64))
 
     def blocks(self, store: Store, pages: np.ndarray) -> np.ndarray:
@@ -116,9 +121,26 @@ def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_s
     return Layout(tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring)
 
 
-@functools.cache
-def append_kernel(tile: Tile, parallel: bool):
-    return (make_append_int8 if tile.dtype == "int8" else make_append_float)(tile, parallel)
+class Append:
+    """Appending to one cache prepared: its kernels and buffers. Called with tokens, see `decode_append`."""
+
+    def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
+        t, longest = layout.tile, max(layout.channels, layout.value_dim)
+        make = make_append_int8 if t.dtype == "int8" else make_append_float
+        self.kernels = make(t, False), make(t, True)
+        self.sizes = (layout.sinks, layout.ring, layout.page_size, layout.columns)
+        if t.dtype == "int8":
+            self.buffers: tuple[np.ndarray, ...] = (offset, zeros((batch * layout.kv_heads, 4, longest), F))
+        else:
+            self.buffers = (zeros((longest,), layout.bits),)
+
+    def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
+        if key.size + value.size < PARALLEL_CHANNELS:
+            self.kernels[0](key, value, counts, *self.buffers, store, self.sizes)
+        else:
+            refuse_after_fork()
+            with one_at_a_time():
+                self.kernels[1](key, value, counts, *self.buffers, store, self.sizes)
 
 
 class Plan:
@@ -141,8 +163,17 @@ class Plan:
             zeros((w, rows), F), zeros((w, rows, KEY_BLOCK), np.int32 if exact else F), zeros((w, rows, KEY_BLOCK), weight),
             zeros((w, KEY_BLOCK), np.uint16), zeros((w, layout.head_dim), F), zeros((w, rows, 5), np.int64),
             zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F), zeros((tasks, rows), F),
-            zeros((tasks, rows), F), zeros((1,), np.int64))
+            zeros((tasks, rows), F), zeros((2,), np.int64))
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
 
+    def to_redo(self) -> np.ndarray:
+        """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
+        return np.argwhere(self.m == AGAIN) if self.scratch.counter[1] else NOTHING_TO_REDO
+
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
-        self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)
+        if self.sizes[6] == 1:
+            self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)
+        else:
+            refuse_after_fork()
+            with one_at_a_time():
+                self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)

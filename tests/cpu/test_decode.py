@@ -1,6 +1,8 @@
 """Decode over a KV cache: bits against the integer model, floats against float64, pages, rings, errors, threads."""
 import threading
+import time
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -10,7 +12,7 @@ from oracles import draw, naive
 
 import numflash
 from numflash import quantization, reference
-from numflash.cpu import target
+from numflash.cpu import launch_decode, target
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.threads import limit, most
 from numflash.errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
@@ -75,6 +77,17 @@ def test_int8_bits_at_extreme_scales(scale):
     key[:, :, 5] = 0
     cache.append(key * scale, value * scale)
     assert_bits(cache, draw((B, H, 1, D), 9) * scale, 2)
+
+
+def test_int8_bits_of_the_largest_values():
+    cache = KVCache(B, G, D, 700)
+    key, value = tokens(300)
+    value *= 3e38 / np.abs(value).max()
+    cache.append(key, value)
+    for splits in (1, 2):
+        assert_bits(cache, draw((B, H, 1, D), 9), splits)
+    query = draw((B, H, 1, D), 9)
+    assert relative(cache.decode(query).astype(np.float64), expected(query, key, value)[0]) < 0.03
 
 
 def test_int8_bits_with_several_new_tokens_and_odd_channels():
@@ -227,6 +240,33 @@ def test_tokens_that_are_not_finite(dtype):
     assert np.argwhere(np.isnan(cache.decode(query)).any(-1)).tolist() == [[0, 1, 1]]
 
 
+HUGE = {"scores that overflow": (1e25, 1e25, 1.0), "partial sums that overflow": (3e19, 3e19, 1.0),
+        "scores near the largest": (1.7e19, 1.9e19, 1.0), "values near the largest": (1.0, 1.0, 1e38),
+        "all of it": (1e38, 1e38, 1e38)}
+
+
+@pytest.mark.parametrize("ring", [{}, {"window": 150, "sinks": 3}], ids=["all keys", "ring"])
+@pytest.mark.parametrize("sizes", HUGE.values(), ids=HUGE)
+def test_what_float32_does_not_hold(sizes, ring):
+    rng = np.random.default_rng(3)
+    cache = KVCache(B, G, D, 700, "float32", **ring)
+    held = [np.zeros((B, G, 0, D), np.float32)] * 2
+    for n in (300, 70, 1):
+        key, value = (np.float32(size) * rng.uniform(-3, 3, (B, G, n, D)).astype(np.float32) for size in sizes[1:])
+        cache.append(key, value)
+        held = [np.concatenate(x, 2) for x in zip(held, (key, value), strict=True)]
+    query = np.float32(sizes[0]) * rng.uniform(-3, 3, (B, H, 2, D)).astype(np.float32)
+    for splits in (1, 3):
+        out, lse = cache.decode(query, splits=splits, return_lse=True)
+        for row in range(2):
+            stop = 370 + row
+            seen = [j for j in range(stop) if not ring or j < 3 or j >= stop - 150]
+            exact, exact_lse = naive(query[:, :, row:row + 1], *(x[:, :, seen] for x in held))
+            np.testing.assert_allclose(out[:, :, row:row + 1], exact, rtol=1e-4, atol=1e-5 * sizes[2])
+            with np.errstate(over="ignore"):
+                np.testing.assert_allclose(lse[:, :, row:row + 1], exact_lse.astype(np.float32), rtol=1e-5)
+
+
 def test_smoothing_helps_biased_keys_and_keeps_the_lse():
     key, value = tokens(200)
     key[..., 3] += 30
@@ -269,22 +309,62 @@ def test_split_count():
         assert 1 <= n <= blocks + 1
 
 
-def test_two_caches_in_two_threads():
-    query, out = draw((B, H, 1, D), 5), {}
+def generate(out, seed):
+    """Tokens appended and decoded one by one on a thread of its own, on caches large enough for kernels of several threads."""
+    with limit(min(2, most())):
+        cache, (key, value) = KVCache(B, G, 64, 5000), tokens(4500, seed, d=64)
+        cache.append(key, value)
+        query, bits = draw((B, H, 1, 64), seed), []
+        for i in range(30):
+            more = tokens(1, 31 * seed + i, d=64)
+            cache.append(*more)
+            key, value = np.concatenate([key, more[0]], 2), np.concatenate([value, more[1]], 2)
+            bits.append(cache.decode(query, splits=2))
+        out[seed] = bits, relative(bits[-1], expected(query, key, value)[0])
 
-    def generate(seed):
-        cache = KVCache(B, G, D, 400)
-        key, value = tokens(300, seed)
-        for i in range(300):
-            cache.append(key[:, :, i:i + 1].copy(), value[:, :, i:i + 1].copy())
-            last = cache.decode(query)
-        out[seed] = relative(last, expected(query, key, value)[0])
-    threads = [threading.Thread(target=generate, args=(seed,)) for seed in (10, 20)]
+
+@pytest.mark.parametrize("layer", ["as it is", "workqueue"])
+def test_two_caches_in_two_threads(layer, monkeypatch):
+    monkeypatch.setattr(numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer)
+    alone, together = {}, {}
+    for seed in (10, 20):
+        generate(alone, seed)
+    threads = [threading.Thread(target=generate, args=(together, seed)) for seed in (10, 20)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert max(out.values()) < 0.03 and len(out) == 2
+    for seed in (10, 20):
+        assert together[seed][1] < 0.03
+        np.testing.assert_array_equal(together[seed][0], alone[seed][0])
+
+
+def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
+    """P27: two calls at once end the process; seen from inside the call, as no other call is."""
+    inside, worst, real = [0], [0], launch_decode.Plan.__init__
+
+    class Slow:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __call__(self, *arguments):
+            inside[0] += 1
+            worst[0] = max(worst[0], inside[0])
+            time.sleep(0.01)
+            self.kernel(*arguments)
+            inside[0] -= 1
+
+    def init(plan, *arguments):
+        real(plan, *arguments)
+        plan.kernel = Slow(plan.kernel)
+    monkeypatch.setattr(launch_decode.Plan, "__init__", init)
+    monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
+    threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert worst[0] == 1
 
 
 def test_kinds_and_outputs():
