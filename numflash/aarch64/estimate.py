@@ -151,8 +151,9 @@ class Model:
 
     def _run(self, *options: str, text: str = "") -> str:
         done = subprocess.run([self.tool, *options], input=text, capture_output=True, text=True)
-        if done.returncode:
-            raise UnsupportedError(f"estimate: {self.tool} failed for {self.cpu}: {done.stderr.strip()[-500:]}")
+        if done.returncode or "not a recognized processor" in done.stderr:         # which it only warns of
+            raise UnsupportedError(f"estimate: {self.tool} cannot model {self.cpu}, a newer LLVM may: "
+                                   f"{done.stderr.strip().splitlines()[0]}")
         return done.stdout
 
     def cycles(self, instructions: Sequence[str]) -> float:
@@ -207,7 +208,7 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
         Without llvm-mca (unless `instructions_only`).
     """
     isa = isa_of(cpu)
-    model = None if instructions_only else Model(cpu)
+    model = None if instructions_only or isa is None else Model(cpu)            # no register tile, no loop to model
     lengths = (128, 256, 512) if isa == "sve" else (128,)
     with Progress("estimate", len(lengths) + (model is not None)) as progress:
         table = Table(f"{cpu}: instructions per 64 multiply-adds (softmax: per 16 scores), {ROWS} rows x {KEY_BLOCK} keys, "
@@ -220,11 +221,11 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
                 table.add(name, str(bits), *(f"{n:.2f}" for n in found.values()), kernel=name, bits=bits, **found)
         table.show()
         result: dict[str, Any] = {"cpu": cpu, "isa": isa, "instructions": table.records}
-        if model:
+        if model and isa:
             progress.step(f"cycles by {model.tool}")
             bits = LENGTHS.get(cpu, 128)
             table = Table(f"{cpu}: cycles at {bits} bits by llvm-mca {model.version}", ("what", "figure", "unit"), note=LIMITS)
-            for what, figure, unit in cycles(model, isa, bits) if isa else ():
+            for what, figure, unit in cycles(model, isa, bits):
                 table.add(what, f"{figure:.3g}" if unit != "%" else f"{figure:.0f}", unit, what=what, figure=figure, unit=unit)
             table.show()
             result |= {"llvm_mca": model.version, "cycles": table.records, "limits": LIMITS}
