@@ -43,7 +43,8 @@ print("query, key, value", query.shape, "largest magnitudes", [round(float(np.ab
 
 # %%
 peak = roof()
-print(f"{peak.int8 / 1e9:.0f} GOP/s in int8, {peak.float32 / 1e9:.0f} GFLOP/s in float32: {peak.int8 / peak.float32:.1f} to 1")
+print(f"{peak.int8 / 1e9:.0f} GOP/s in int8 ({peak.isa}), {peak.float32 / 1e9:.0f} GFLOP/s in float32: "
+      f"{peak.int8 / peak.float32:.1f} to 1")
 
 # %% [markdown]
 # ## 127 steps to each side
