@@ -200,11 +200,11 @@ class KVCache:
             A sequence would exceed `max_length`, or the pool of pages is used up. Nothing is appended then.
         ArgumentError, ArgumentTypeError
         """
-        store = self._open()
-        key, value = self._tokens("key", key, self.head_dim), self._tokens("value", value, self.value_dim)
-        n = key.shape[2]
-        if value.shape[2] != n:
-            raise ArgumentError(f"value: got {value.shape[2]} tokens; allowed: the key's, {n}")
+        store = self._store or self._open()
+        key, n = self._tokens("key", key, self.head_dim)
+        value, same = self._tokens("value", value, self.value_dim)
+        if same != n:
+            raise ArgumentError(f"value: got {same} tokens; allowed: the key's, {n}")
         if counts is None:
             take = self._counts.get(n)
             if take is None:
@@ -220,8 +220,8 @@ class KVCache:
         self._append(key, value, take, store)
         self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
 
-    def _tokens(self, name: str, x: Any, channels: int) -> np.ndarray:
-        """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage."""
+    def _tokens(self, name: str, x: Any, channels: int) -> tuple[np.ndarray, int]:
+        """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage; and n."""
         ready = type(x) is np.ndarray and x.dtype == FLOAT32 and x.flags.carray
         if not ready:
             taken = import_array(name, x)
@@ -231,10 +231,11 @@ class KVCache:
         shape = x.shape
         if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
             raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
-        if self.dtype == "int8":
-            return x if ready else self._float32(x)
-        bits = np.uint32 if self.dtype == "float32" else np.uint16
-        return writable(np.ascontiguousarray(convert(x, self.dtype))).view(bits)
+        if self.dtype != "int8":
+            x = writable(np.ascontiguousarray(convert(x, self.dtype))).view(self._layout.bits)
+        elif not ready:
+            x = self._float32(x)
+        return x, shape[2]
 
     @staticmethod
     def _float32(x: np.ndarray) -> np.ndarray:

@@ -84,22 +84,24 @@ def _make_writers(tile: Tile):
 
 @functools.cache
 def make_append_int8(tile: Tile, parallel: bool):
-    """append(key, value, counts, offset, work, store, sizes): key and value (B, Hkv, n, D) float32, offset (B, Hkv, D) float32.
+    """append(key, value, counts, pages, table, lengths, sizes, offset, work): key and value (B, Hkv, n, D) float32.
 
-    work (B * Hkv, 4, elements) float32, as `launch_decode.append_work` makes it. Adds counts to the lengths.
+    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `decode.Store`, one by one, because a named
+    tuple of them costs as much to pass as the append itself; sizes (4,) int64: sinks, ring, page size, columns; offset (B, Hkv, D)
+    float32; work (B * Hkv, 4, max(D in whole groups, Dv)) float32 scratch.
     """
     write_key, write_value, write_scales = _make_writers(tile)
     group, added = tile.group, I(tile.q_offset)
 
     @bare
-    def append_head(key, value, count, shift, work, b, g, store, sizes):
-        sinks, ring, page_size, columns = sizes
+    def append_head(key, value, count, pages, table, length, sizes, shift, work):
+        sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
         moved, rest = work[0, :max(d, dv)], work[1, :d]
         k_row, v_row = work[2].view(np.int32)[:(d + group - 1) // group * group], work[3].view(np.int32)[:dv]
         for i in range(count):
-            slot = place(store.lengths[b] + i, sinks, ring)
-            page, inner = store.table[b, slot // page_size], slot % page_size
+            slot = place(length + i, sinks, ring)
+            page, inner = pages[table[slot // page_size]], slot % page_size
             source = key[i]
             for e in range(d):
                 x = F(source[e] - shift[e])
@@ -108,27 +110,27 @@ def make_append_int8(tile: Tile, parallel: bool):
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), F(1)
                 k_row[:], v_row[:] = 0, 0
-            write_key(k_row, store.data[page, g], inner, columns, added)
-            write_value(v_row, store.data[page, g], inner, k_row.size, columns)
+            write_key(k_row, page, inner, columns, added)
+            write_value(v_row, page, inner, k_row.size, columns)
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
-            write_scales(k_scale, v_scale, store.data[page, g], inner, k_row.size, columns)
+            write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
     @kernel(parallel=parallel)
-    def append(key, value, counts, offset, work, store, sizes):
+    def append(key, value, counts, pages, table, lengths, sizes, offset, work):
         n_kv = key.shape[1]
         for n in prange(key.shape[0] * n_kv):
             b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g], value[b, g], counts[b], offset[b, g], work[np.intp(n)], b, g, store, sizes)
+            append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, offset[b, g], work[np.intp(n)])
         for b in range(counts.size):
-            store.lengths[b] += counts[b]
+            lengths[b] += counts[b]
     return append
 
 
 @functools.cache
 def make_append_float(tile: Tile, parallel: bool):
-    """append(key, value, counts, zeros, store, sizes): key and value (B, Hkv, n, D) in the bits of the storage, unsigned integers.
+    """append(key, value, counts, pages, table, lengths, sizes, zeros): as for INT8, but key and value hold the bits of the storage.
 
-    zeros (D or Dv, the longer,) of the same type: what is stored for a token that is not finite. Adds counts to the lengths.
+    zeros (max(D, Dv),) of the same unsigned type: what is stored for a token that is not finite.
     """
     write_key, write_value, write_scales = _make_writers(tile)
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
@@ -141,23 +143,23 @@ def make_append_float(tile: Tile, parallel: bool):
         return True
 
     @bare
-    def append_head(key, value, count, zeros, b, g, store, sizes):
-        sinks, ring, page_size, columns = sizes
+    def append_head(key, value, count, pages, table, length, sizes, zeros):
+        sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
         for i in range(count):
-            slot = place(store.lengths[b] + i, sinks, ring)
-            page, inner = store.table[b, slot // page_size], slot % page_size
+            slot = place(length + i, sinks, ring)
+            page, inner = pages[table[slot // page_size]], slot % page_size
             good = finite(key[i]) and finite(value[i])
-            write_key(key[i] if good else zeros[:d], store.data[page, g], inner, columns, 0)
-            write_value(value[i] if good else zeros[:dv], store.data[page, g], inner, d, columns)
-            write_scales(F(1) if good else F(np.nan), F(1), store.data[page, g], inner, d, columns)
+            write_key(key[i] if good else zeros[:d], page, inner, columns, 0)
+            write_value(value[i] if good else zeros[:dv], page, inner, d, columns)
+            write_scales(F(1) if good else F(np.nan), F(1), page, inner, d, columns)
 
     @kernel(parallel=parallel)
-    def append(key, value, counts, zeros, store, sizes):
+    def append(key, value, counts, pages, table, lengths, sizes, zeros):
         n_kv = key.shape[1]
         for n in prange(key.shape[0] * n_kv):
             b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g], value[b, g], counts[b], zeros, b, g, store, sizes)
+            append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
         for b in range(counts.size):
-            store.lengths[b] += counts[b]
+            lengths[b] += counts[b]
     return append

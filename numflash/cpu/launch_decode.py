@@ -128,7 +128,7 @@ class Append:
         t, longest = layout.tile, max(layout.channels, layout.value_dim)
         make = make_append_int8 if t.dtype == "int8" else make_append_float
         self.kernels = make(t, False), make(t, True)
-        self.sizes = (layout.sinks, layout.ring, layout.page_size, layout.columns)
+        self.sizes = np.array([layout.sinks, layout.ring, layout.page_size, layout.columns])
         if t.dtype == "int8":
             self.buffers: tuple[np.ndarray, ...] = (offset, zeros((batch * layout.kv_heads, 4, longest), F))
         else:
@@ -136,11 +136,11 @@ class Append:
 
     def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
         if key.size + value.size < PARALLEL_CHANNELS:
-            self.kernels[0](key, value, counts, *self.buffers, store, self.sizes)
+            self.kernels[0](key, value, counts, *store, self.sizes, *self.buffers)
         else:
             refuse_after_fork()
             with one_at_a_time():
-                self.kernels[1](key, value, counts, *self.buffers, store, self.sizes)
+                self.kernels[1](key, value, counts, *store, self.sizes, *self.buffers)
 
 
 class Plan:
