@@ -128,9 +128,9 @@ def make_attend(isa_name: str, pv: str):
     @inline
     def grow_rows(octave, rows, m, l, scale, scale_bits, o):
         """Running octave m = max(m, octave): O and l shift by whole octaves, exactly. scale = 2**(octave - m), by its bits."""
-        grown = False
+        grown = I(0)
         for i in range(rows):
-            grown |= octave[i] > m[i]
+            grown |= I(octave[i] > m[i])
         if grown:
             for i in range(rows):
                 if octave[i] > m[i]:
@@ -233,7 +233,7 @@ def make_attend(isa_name: str, pv: str):
                     columns = HALF if stop - c <= HALF else KEY_BLOCK
                     inside = shared <= c and c + columns <= shared_stop
                     for i in range(real):
-                        live[i] = inside or (lo[i] < c + columns and hi[i] > c and hi[i] > lo[i])
+                        live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
                     if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
                         continue
                     use_wide = semantics.general or keys.wide[n_kv, c // KEY_BLOCK] != 0
@@ -247,9 +247,13 @@ def make_attend(isa_name: str, pv: str):
                                     if hi[i] < c + columns:
                                         x[i, hi[i] - c:columns] = HIDDEN
                         octave_rows(x, real, columns, octave, octave_q8)
+                        if not inside:
+                            for i in range(real):
+                                octave[i] = octave[i] if live[i] else I(UNSEEN)
+                        beyond = I(0)
                         for i in range(real):
-                            octave[i] = octave[i] if live[i] else I(UNSEEN)
-                            use_wide |= octave[i] > HIGHEST or (octave[i] < LOWEST and octave[i] != UNSEEN)
+                            beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
+                        use_wide = beyond != I(0)
                     if use_wide:
                         inside = False
                         wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, x, base, spoiled, live[:real],
