@@ -5,10 +5,10 @@ This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") 
 `microkernels`. Per query tile of `block_q` rows:
 
     for every key block that a row can see:
-        scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8           (score_tile)
-        softmax  own octave of each row and block, weights P uint8 and their sum    (block_octaves, row_weights)
-        merge    running octave m and sum l; O shifts by whole octaves when m grows (merge_rows)
-        values   O += P.V in int32 registers, added to float32 O                    (value_tile)
+        scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8           (score_block)
+        softmax  own octave of each row and block, weights P uint8 and their sum    (octave_rows, weigh_rows)
+        merge    running octave m and sum l; O shifts by whole octaves when m grows (grow_rows)
+        values   O += P.V in int32 registers, added to float32 O                    (value_block)
     out = O / l * v_scale
 
 Blocks at the edge of what is visible get hidden scores before the softmax. Whatever does not fit the fast path (masks, bias,
@@ -30,13 +30,12 @@ from . import float_tiles, wide_rows
 from .blocks import score_block, tile_state, value_block
 from .isas import VECTOR_ISAS, lanes_of
 from .memory import zero_bytes
-from .microkernels import block_octaves, block_totals, row_weights, row_weights_q16
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range
+from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 from .vectors import next_task
 
 F, I = np.float32, np.int32
 HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that is not seen
-HALF = KEY_BLOCK // 2
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
 LOWEST, HIGHEST = -110, 127
 
@@ -50,12 +49,9 @@ def make_attend(isa_name: str, pv: str):
     begin, end = tile_state(isa_name)
     vector_lanes, float_lanes, q_offset, step, columns_unit = lanes_of(isa_name), isa.lanes, isa.q_offset, isa.step, isa.unit
     operand, unit_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1]
-    octaves_half, octaves_whole = block_octaves(isa_name, HALF), block_octaves(isa_name, KEY_BLOCK)
-    weights, unit = (row_weights, F(1)) if pv == "int8" else (row_weights_q16, F(1 / ONE_Q16))
+    octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
-    weights_half, weights_whole = weights(isa_name, HALF), weights(isa_name, KEY_BLOCK)
-    totals = block_totals(isa_name)
     softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
     apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
@@ -117,65 +113,12 @@ def make_attend(isa_name: str, pv: str):
                     row_narrow(wide, at, columns // float_lanes, I(base[i] << I(8)), x, at)
 
     @inline
-    def octave_rows(x, rows, columns, octave, octave_q8):
-        """The block's own octave of every row, 8 rows at a time."""
-        for i in range(0, rows, 8):
-            if columns == HALF:
-                octaves_half(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
-            else:
-                octaves_whole(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
-
-    @inline
-    def grow_rows(octave, rows, m, l, scale, scale_bits, o):
-        """Running octave m = max(m, octave): O and l shift by whole octaves, exactly. scale = 2**(octave - m), by its bits."""
-        grown = I(0)
-        for i in range(rows):
-            grown |= I(octave[i] > m[i])
-        if grown:
-            for i in range(rows):
-                if octave[i] > m[i]:
-                    if l[i] != F(0):
-                        shrink, row = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
-                        for t in range(row.size):
-                            row[t] = row[t] * shrink
-                        l[i] = l[i] * shrink
-                    m[i] = octave[i]
-        for i in range(rows):
-            below = min(np.subtract(m[i], octave[i]), I(126))                      # P48: np.subtract stays in int32
-            scale_bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
-
-    @inline
     def blank_rows(p, rows, columns, live, total):
         """Rows that see nothing of the block have weights 0."""
         for i in range(rows):
             if not live[i]:
                 p[i, :columns] = 0
                 total[i] = I(0)
-
-    if pv == "int8":
-        @inline
-        def weigh_rows(x, rows, columns, octave_q8, scale, p, sums, total):
-            """Weights P of every row, uint8 relative to the block's octave, and their sums."""
-            lanes = vector_lanes()
-            for i in range(rows):
-                if columns == HALF:
-                    weights_half(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
-                else:
-                    weights_whole(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
-            for i in range(0, rows, 8):
-                totals(sums, total, i)
-    else:
-        @inline
-        def weigh_rows(x, rows, columns, octave_q8, scale, p, sums, total):
-            """Weights P of every row in Q16.16, as float32 times `scale`, and their sums."""
-            lanes = vector_lanes()
-            for i in range(rows):
-                if columns == HALF:
-                    weights_half(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * lanes)
-                else:
-                    weights_whole(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * lanes)
-            for i in range(0, rows, 8):
-                totals(sums, total, i)
 
     @kernel(parallel=True)
     def attend(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
@@ -198,14 +141,13 @@ def make_attend(isa_name: str, pv: str):
             p = zero_bytes(block_q * KEY_BLOCK * weight_size).view(weight).reshape(block_q, KEY_BLOCK)
             wide = zero_bytes(block_q * KEY_BLOCK * 4).view(np.float32).reshape(block_q, KEY_BLOCK)
             o = zero_bytes(block_q * width * 4).view(np.float32).reshape(block_q, width)
-            cq_tile, l, m = np.zeros(block_q, np.float32), np.empty(block_q, np.float32), np.empty(block_q, np.int32)
-            scale, octave, total = np.zeros(block_q, np.float32), np.empty(block_q, np.int32), np.empty(block_q, np.int32)
-            scale_bits, octave_q8 = scale.view(np.int32), np.empty(block_q, np.int16)
-            sums = zero_bytes(block_q * lanes * 4).view(np.int32)
-            base, live, spoiled = np.empty(block_q, np.int32), np.empty(block_q, np.uint8), np.empty(block_q, np.uint8)
-            lo, hi = np.empty(block_q, np.int64), np.empty(block_q, np.int64)
+            sums, octave_q8 = zero_bytes(block_q * lanes * 4).view(np.int32), zero_bytes(block_q * 2).view(np.int16)
+            floats, ints = np.zeros((3, block_q), np.float32), np.zeros((4, block_q), np.int32)
+            cq_tile, l, scale, m, octave, total, base = floats[0], floats[1], floats[2], ints[0], ints[1], ints[2], ints[3]
+            scale_bits, flags, bounds = scale.view(np.int32), np.zeros((2, block_q), np.uint8), np.zeros((2, block_q), np.int64)
+            live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
             dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                          np.zeros(float_lanes, np.uint8), np.zeros(float_lanes, np.float32))
+                          zero_bytes(float_lanes), zero_bytes(4 * float_lanes).view(np.float32))
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
@@ -246,7 +188,7 @@ def make_attend(isa_name: str, pv: str):
                                         x[i, :lo[i] - c] = HIDDEN
                                     if hi[i] < c + columns:
                                         x[i, hi[i] - c:columns] = HIDDEN
-                        octave_rows(x, real, columns, octave, octave_q8)
+                        octaves(x, real, columns, octave, octave_q8)
                         if not inside:
                             for i in range(real):
                                 octave[i] = octave[i] if live[i] else I(UNSEEN)
@@ -258,15 +200,14 @@ def make_attend(isa_name: str, pv: str):
                         inside = False
                         wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, x, base, spoiled, live[:real],
                                     b, h, row, lo, hi, s, semantics, dense)
-                        octave_rows(x, real, columns, octave, octave_q8)
+                        octaves(x, real, columns, octave, octave_q8)
                         for i in range(real):
                             octave[i] = base[i] if live[i] else I(UNSEEN)
                     grow_rows(octave, real, m, l, scale, scale_bits, o)
-                    weigh_rows(x, real, columns, octave_q8, scale, p, sums, total)
+                    weigh(x, real, columns, octave_q8, scale, p, sums, total)
                     if not inside:
                         blank_rows(p, real, columns, live, total)
-                    for i in range(real):
-                        l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
+                    add_sums(total, real, unit, scale, l)
                     values(p, v, c, columns, scale, total, rows, o)
                 for i in range(real):
                     if spoiled[i]:

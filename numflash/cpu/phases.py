@@ -21,8 +21,8 @@ from ..validation import describe
 from .blocks import score_block, tile_state, value_block
 from .isas import VECTOR_ISAS, lanes_of, running_lanes
 from .memory import empty, zero_bytes
-from .microkernels import block_octaves, block_totals, row_weights
 from .packing import pack_keys, pack_values
+from .softmax import add_sums, grow_rows, octave_rows, weigh_rows
 from .threads import limit
 
 PARTS = ("scores", "softmax", "rescaling", "values")
@@ -36,8 +36,7 @@ def make_phases(isa_name: str, parts: int):
     q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q, width) float32.
     """
     isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
-    scores, octaves = score_block(isa_name), block_octaves(isa_name, KEY_BLOCK)
-    weights, totals = row_weights(isa_name, KEY_BLOCK), block_totals(isa_name)
+    scores, octaves, weigh = score_block(isa_name), octave_rows(isa_name), weigh_rows(isa_name, "int8")
     values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
     block_q, vector_lanes = t.block_q, lanes_of(isa_name)
     operand, item = (np.uint8, 1) if isa.group == 4 else (np.int16, 2)
@@ -61,28 +60,11 @@ def make_phases(isa_name: str, parts: int):
             for c in range(0, start.size, KEY_BLOCK):
                 scores(tile, stride, k, c, start, ck, factor, block_q, KEY_BLOCK, x)
                 if with_softmax:
-                    for i in range(0, block_q, 8):
-                        octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
-                    for i in range(block_q):
-                        weights(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
-                    for i in range(0, block_q, 8):
-                        totals(sums, total, i)
+                    octaves(x, block_q, KEY_BLOCK, octave, octave_q8)
+                    weigh(x, block_q, KEY_BLOCK, octave_q8, scale, p, sums, total)
                 if with_rescaling:
-                    grown = False
-                    for i in range(block_q):
-                        grown |= octave[i] > m[i]
-                    if grown:
-                        for i in range(block_q):
-                            if octave[i] > m[i]:
-                                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
-                                for e in range(line.size):
-                                    line[e] = line[e] * shrink
-                                l[i], m[i] = l[i] * shrink, octave[i]
-                    for i in range(block_q):
-                        below = min(np.subtract(m[i], octave[i]), I(126))           # P48
-                        scale_bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
-                    for i in range(block_q):
-                        l[i] = F(l[i] + F(F(total[i]) * scale[i]))
+                    grow_rows(octave, block_q, m, l, scale, scale_bits, o)
+                    add_sums(total, block_q, F(1), scale, l)
                 if with_values:
                     values(p, v, c, KEY_BLOCK, scale, total, block_q, o)
         end()
