@@ -16,6 +16,7 @@ _BRANCH = re.compile(r"^(?:b(?:\.\w+)?|cbn?z|tbn?z|j\w+)\s+(?:.*,\s*)?(\.L\w+)$"
 _CALL = re.compile(r"^(?:blr?|callq?)\s")
 _STACK = re.compile(r"\[sp\b|\[x29\b|\(%rsp\b|\(%rbp\b")
 _VECTOR = re.compile(r"%[xyz]mm\d|\b(?:z\d+(?:\.[bhsdq])?|v\d+\.\d*[bhsdq]|[qd]\d+)\b")
+_DOT = re.compile(r"(?:\{vex\}\s+)?(?:vpdpbusd|vpmaddwd|[su]+dot\b|tdpb)")
 _DIVISION = re.compile(r"^(?:[su]divr?|i?div[bwlq]?)\s")
 _FLOAT64_X86 = re.compile(r"^v?(?:(?:add|sub|mul|div|sqrt|min|max|fn?m\w+\d+|round|rndscale|u?comi|cmp\w*|scalef)[ps]d"
                           r"|cvt\w*[ps]d\w*)\s")
@@ -73,7 +74,7 @@ def loops(assembly: str) -> list[Loop]:
 
 
 def hot_loop(assembly: str) -> Loop:
-    """The innermost loop with the most vector instructions: the unrolled main loop, not its remainders.
+    """The innermost loop with the most, and the densest, integer dot products, or else with the most vector instructions.
 
     Raises
     ------
@@ -83,7 +84,8 @@ def hot_loop(assembly: str) -> Loop:
     found = loops(assembly)
     if not found:
         raise ArgumentError("assembly: the code has no loop")
-    return max(found, key=lambda loop: (sum(map(is_vector, loop.instructions)), loop.depth))
+    return max(found, key=lambda loop: (sum(map(is_dot, loop.instructions))**2 / len(loop.instructions),
+                                        sum(map(is_vector, loop.instructions)), loop.depth))
 
 
 def histogram(instructions: Iterable[str]) -> dict[str, int]:
@@ -103,6 +105,11 @@ def _kind(instruction: str) -> str:
 def is_vector(instruction: str) -> bool:
     """True if the instruction works on vector registers."""
     return bool(_VECTOR.search(instruction))
+
+
+def is_dot(instruction: str) -> bool:
+    """True for an integer dot product."""
+    return bool(_DOT.match(instruction))
 
 
 def is_integer_division(instruction: str) -> bool:
