@@ -113,8 +113,7 @@ def make_backward(name: str):
 
         q (N, padded L, columns), do (N, padded L, value columns), k, v (Nkv, padded S, ...) float32 in rows of whole vectors,
         padded with zeros; q_packed, do_packed (N, ...) in panels; lse (N, padded L) in units of log2, +inf for a row that sees
-        nothing;
-        delta (N, padded L); c float32 scale * log2(e); limits = (left, right, diagonal (B,), key_lengths (B,));
+        nothing; delta (N, padded L); c float32 scale * log2(e); limits = (left, right, diagonal (B,), key_lengths (B,));
         sizes = (group, Hkv, S, splits, workers); counter (1,) int64 zero;
         scratch Scratch; dq (splits, N, padded L + MR, columns) zeros; dk, dv as k and v: all without the factor of the scores.
         """

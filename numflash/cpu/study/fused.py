@@ -1,0 +1,203 @@
+"""The fused INT8 kernel with switches: each improvement that the A64FX document proposes can be on or off (Fused FlashAttention V2,
+"Further Improvement Possibilities").
+
+    exp2      "plain": the loop as it is written, for the compiler;  "vectors": its vectors written out (microkernels)
+    pv        "fp32": weights Q16.16 as float32 times float32 V, the document's kernel;  "bf16": two 16-bit products per lane;
+              "int8": weights in eight bits and the integer dot product
+
+Prefetching (the next key block is asked for while this one is computed), threads, causal skipping and grouped heads are arguments.
+The loops are those of `flash_int8` without its masks and its wide path: scores must stay within +-110 octaves, which the random
+data of the measurements does. With pv "int8" the bits are those of `reference.integer_model`.
+"""
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from ... import fixedpoint as fx
+from ..._jit import inline, kernel
+from ...tiling import KEY_BLOCK, tiling
+from .. import float_tiles, wide_rows
+from ..isas import VECTOR_ISAS, lanes_of
+from ..microkernels import block_octaves, block_totals, row_weights, row_weights_q16, score_tile, value_tile
+from ..scores import HIDDEN, UNSEEN
+from ..vectors import I8, I32, data, load, next_task, store, vector
+
+F, I = np.float32, np.int32
+LINE = 64                                        # bytes
+HALF_WIDTH = "avx512_bf16"
+exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
+
+
+@intrinsic
+def prefetch(typingctx, x, off):
+    """Ask for the cache line that element `off` of x lies in, for reading, into all levels."""
+    def codegen(context, b, sig, args):
+        size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
+        place = b.gep(data(context, b, sig.args[0], args[0]), [b.mul(args[1], args[1].type(size))])
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+        b.call(function, [place, I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+    return types.void(x, off), codegen
+
+
+@intrinsic
+def narrow_row(typingctx, x, off, count, p):
+    """p[off:] = x[off:] in bfloat16, `count` vectors of 16, ties to even."""
+    isa = float_tiles.FLOAT_ISAS[HALF_WIDTH]
+
+    def codegen(context, b, sig, a):
+        px, pp = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+
+        def body(n, state):
+            here = b.add(a[1], n)
+            store(b, float_tiles.narrow(b, isa, load(b, px, here, vector(float_tiles.F32, isa.lanes), 4)), pp, here, 2)
+            return []
+        float_tiles.for_vectors(b, a[2], isa.lanes, [], body)
+        return context.get_dummy_value()
+    return types.void(x, off, count, p), codegen
+
+
+@functools.cache
+def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
+    """The kernel with these switches, see `run`'s own words."""
+    isa, block_q = VECTOR_ISAS[isa_name], tiling(isa_name).block_q
+    score, octaves, totals = score_tile(isa_name, 6), block_octaves(isa_name, KEY_BLOCK), block_totals(isa_name)
+    exact_row, wide_row = row_weights(isa_name, KEY_BLOCK), row_weights_q16(isa_name, KEY_BLOCK)
+    integer, half_width, plain = pv == "int8", pv == "bf16", exp2 == "plain"
+    group, nv, vector_lanes, lanes = isa.group, isa.nv, lanes_of(isa_name), isa.lanes
+    operand = np.uint8 if group == 4 else np.int16
+    weight = operand if integer else np.float32
+    floats = HALF_WIDTH if half_width else wide_rows.FLOATS[isa.lanes]
+    nv_half, pair = max(1, nv // 2), 2 if half_width else 1
+    half = nv_half * lanes
+    value, value_half, value_one = (value_tile(isa_name, 6, n) if integer else float_tiles.value_tile(floats, n)
+                                    for n in (nv, nv_half, 1))
+    unit = F(1) if integer else F(1 / fx.ONE_Q16)
+
+    @inline
+    def plain_row(x, octave_q8, scale, p):
+        """The weights of one row as `fixedpoint` writes them; returns their sum."""
+        total = I(0)
+        if integer:
+            for j in range(x.size):
+                p[j] = exp2_p8(np.uint16(np.int16(octave_q8 - x[j])))
+            for j in range(x.size):
+                total = np.add(total, I(p[j]))
+        else:
+            factor = F(scale * unit)
+            for j in range(x.size):
+                w = I(exp2_q16(np.uint32(np.uint16(np.int16(octave_q8 - x[j])))))
+                p[j] = F(F(w) * factor)
+                total = np.add(total, w)
+        return total
+
+    @inline
+    def fetch(k, v, first, stride, width):
+        """The key block that starts at key `first`."""
+        if first * stride < k.size:
+            for at in range(first * stride, (first + KEY_BLOCK) * stride, LINE // k.itemsize):
+                prefetch(k, at)
+            for at in range(first * width, min((first + KEY_BLOCK) * width, v.size), LINE // v.itemsize):
+                prefetch(v, at)
+
+    @kernel(parallel=True)
+    def run(q, cq, keys, values, columns, group_heads, causal, ahead, s, workers, counter, out, m_out, l_out):
+        """Attention of N heads, K and V of N / group_heads; a worker takes query tiles, the longest causal ones first.
+
+        q (N, padded L, channels) first dot operand, cq (N, padded L) float32, keys PackedKeys, values (Nkv, ...) packed for `pv`,
+        columns of a packed row of V, ahead: prefetch, s keys, counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32,
+        m_out (N, L) int32.
+        """
+        n_heads, length, dv = out.shape
+        stride, panel, all_keys = q.shape[2], nv * vector_lanes(), keys.start.shape[1]
+        tiles = (length + block_q - 1) // block_q
+        for _ in prange(workers):
+            x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
+            operands = np.zeros((block_q, KEY_BLOCK), np.uint16) if half_width else p
+            o, m, l = np.zeros((block_q, columns), F), np.zeros(block_q, I), np.zeros(block_q, F)
+            octave, octave_q8, scale = np.zeros(block_q, I), np.zeros(block_q, np.int16), np.ones(block_q, F)
+            total, sums, scale_bits = np.zeros(block_q, I), np.zeros(block_q * vector_lanes(), I), scale.view(I)
+            while True:
+                task = next_task(counter)
+                if task >= n_heads * tiles:
+                    break
+                n, row = task // tiles, (tiles - 1 - task % tiles) * block_q
+                n_key = n // group_heads
+                tile, factor = q[n, row:row + block_q], cq[n, row:row + block_q]
+                k, start, ck, v = keys.data[n_key], keys.start[n_key], keys.scale[n_key], values[n_key]
+                m[:], l[:] = I(UNSEEN), F(0)
+                o[:] = F(0)
+                for c in range(0, min(all_keys, row + block_q) if causal else all_keys, KEY_BLOCK):
+                    if ahead:
+                        fetch(k, v, c + KEY_BLOCK, stride, columns)
+                    for j in range(0, KEY_BLOCK, panel):
+                        for i in range(0, block_q, 6):
+                            score(tile, i * stride, stride, k, (c + j) * stride, stride // group, start, ck, c + j, factor, i, x,
+                                  i * KEY_BLOCK + j, KEY_BLOCK)
+                    for i in range(block_q):
+                        seen = min(s, row + i + 1) if causal else s
+                        if seen < c + KEY_BLOCK:
+                            x[i, max(seen - c, 0):] = HIDDEN
+                    for i in range(0, block_q, 8):
+                        octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+                    for i in range(block_q):
+                        seen = row + i + 1 if causal else s
+                        if seen <= c:                                   # nothing of the block: its octave must not count
+                            octave[i], octave_q8[i] = m[i], np.int16(0)
+                        if octave[i] > m[i]:
+                            if l[i] != F(0):
+                                shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                                for t in range(line.size):
+                                    line[t] = line[t] * shrink
+                                l[i] = l[i] * shrink
+                            m[i] = octave[i]
+                        scale_bits[i] = np.left_shift(np.subtract(I(127), min(np.subtract(m[i], octave[i]), I(126))), I(23))
+                    for i in range(block_q):
+                        if plain:
+                            total[i] = plain_row(x[i], octave_q8[i], scale[i], p[i])
+                        elif integer:
+                            exact_row(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * vector_lanes())
+                        else:
+                            wide_row(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * vector_lanes())
+                    if not plain:
+                        for i in range(0, block_q, 8):
+                            totals(sums, total, i)
+                    if half_width:
+                        narrow_row(p, 0, p.size // 16, operands)
+                    for i in range(block_q):
+                        l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
+                    t = 0
+                    while t < columns:                                  # whole panels, then a half, then single vectors
+                        wide = panel if t + panel <= columns else half if nv_half > 1 and t + half <= columns else lanes
+                        for i in range(0, block_q, 6):
+                            at, to = i * KEY_BLOCK, i * columns + t
+                            if integer:
+                                place = c * columns + t * KEY_BLOCK
+                                if wide == panel:
+                                    value(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                                elif wide == half:
+                                    value_half(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                                else:
+                                    value_one(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                            else:
+                                place, step = c * columns + t * pair, columns * pair
+                                if wide == panel:
+                                    value(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                                elif wide == half:
+                                    value_half(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                                else:
+                                    value_one(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                        t += wide
+                for i in range(min(block_q, length - row)):
+                    r, result, line = F(1) / l[i] if l[i] != F(0) else F(0), out[n, row + i], o[i]
+                    for t in range(dv):
+                        result[t] = F(line[t] * r)
+                    m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+    return run

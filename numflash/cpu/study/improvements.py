@@ -1,0 +1,267 @@
+"""The eight improvements that the fused A64FX document proposes, each measured on its own and together, beside its predicted gain.
+
+Fused FlashAttention V2, "Further Improvement Possibilities (8 Strategies)". The starting point is that document's kernel in this
+package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one thread, every head with its own K and V.
+`measure()` returns the table as data; `python -m numflash.cpu.study.improvements` prints it.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange
+
+from ..._jit import kernel
+from ...errors import UnsupportedError
+from ...kvcache import KVCache
+from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
+from ...reference import combined_scale
+from ...tiling import KEY_BLOCK, tiling
+from ...timing import median_time
+from ...validation import Problem, problem
+from .. import target
+from ..float_packing import pack_values as pack_pairs
+from ..float_tiles import FLOAT_ISAS, value_tile
+from ..isas import VECTOR_ISAS, running_lanes
+from ..packing import PackedKeys, float_rows, pack_keys, pack_values, padded
+from ..threads import limit, most
+from .fused import HALF_WIDTH, make_fused
+
+F, I = np.float32, np.int32
+EPSILON = F(1e-5)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One problem quantised and packed for every kind of P.V that this machine has."""
+
+    forward: Problem
+    isa: str
+    q: np.ndarray
+    cq: np.ndarray
+    keys: PackedKeys
+    values: dict[str, np.ndarray] = field(repr=False)
+    columns: int
+    v_scale: np.ndarray
+
+    def run(self, exp2: str = "vectors", pv: str = "int8", ahead: bool = False) -> np.ndarray:
+        """Attention by the kernel with these switches, on as many threads as are allowed now."""
+        nb, nh, nkv, length, s, _, dv = self.forward.shape
+        out, m, l = np.empty((nb * nh, length, dv), F), np.empty((nb * nh, length), I), np.empty((nb * nh, length), F)
+        make_fused(self.isa, exp2, pv)(
+            self.q, self.cq, self.keys, self.values[pv], self.columns, nh // nkv, self.forward.right is not None, ahead, s,
+            numba.get_num_threads(), np.zeros(1, np.int64), out, m, l)
+        if pv == "int8":
+            out *= np.repeat(self.v_scale, nh // nkv, 0)[:, None]
+        return out.reshape(nb, nh, length, dv)
+
+
+def prepare(query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bool = False) -> Prepared:
+    """Quantise and pack float32 arrays (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv), as `precision="int8"` does.
+
+    Raises
+    ------
+    UnsupportedError
+        On a target without integer register tiles.
+    """
+    isa = next((name for name in target.available() if name in VECTOR_ISAS and not VECTOR_ISAS[name].scalable), None)
+    if isa is None:
+        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has no register tiles of fixed length; allowed: "
+                               "AVX2 and its successors, NEON with dot products")
+    forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
+    quantised = quantize_problem(problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8"))
+    nb, nh, nkv, length, s, d, dv = forward.shape
+    instructions, rows = VECTOR_ISAS[isa], tiling(isa).block_q
+    q = np.zeros((nb * nh, padded(length, rows), padded(d, instructions.group)), np.uint8 if instructions.group == 4 else np.int16)
+    q[:, :length, :d] = quantised.query.data.reshape(nb * nh, length, d).astype(np.int16) + instructions.q_offset
+    cq, ck = combined_scale(quantised.query, quantised.key, forward.scale)
+    factors = np.zeros(q.shape[:2], F)
+    factors[:, :length] = cq.reshape(nb * nh, length)
+    floats = np.ascontiguousarray(forward.value, F).reshape(nb * nkv, s, dv)
+    integers = quantised.value.data.reshape(nb * nkv, s, dv)
+    columns = padded(dv, running_lanes(isa))
+    values = {"fp32": float_rows(isa, floats, np.zeros((nb * nkv, s), bool)), "int8": pack_values(isa, integers)}
+    if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS) and columns == padded(dv, 16):
+        high = np.zeros((nb, nkv, padded(s, KEY_BLOCK), dv), np.uint16)
+        bits = floats.view(np.uint32).reshape(nb, nkv, s, dv)
+        high[:, :, :s] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16          # ties to even
+        values["bf16"] = pack_pairs(HALF_WIDTH, high, np.full(nb, high.shape[2], np.int64))[0]
+    keys = pack_keys(isa, quantised.key.data.reshape(nb * nkv, s, d), np.ascontiguousarray(ck.reshape(nb * nkv, s)))
+    return Prepared(forward, isa, q, factors, keys, values, columns, quantised.value.scale.reshape(nb * nkv, dv))
+
+
+# --- LayerNorm and the quantiser that feeds Q, K and V -------------------------------------------------------------------------
+
+
+@kernel(float_math=True)
+def normalise(x, gamma, beta, y):
+    """y = (x - mean) / sqrt(variance + epsilon) * gamma + beta, one row; a kernel of its own, so that both callers get its bits."""
+    mean, square = F(0), F(0)
+    for e in range(x.size):
+        mean += x[e]
+    mean = F(mean / F(x.size))
+    for e in range(x.size):
+        away = F(x[e] - mean)
+        square += F(away * away)
+    r = F(F(1) / np.sqrt(F(F(square / F(x.size)) + EPSILON)))
+    for e in range(x.size):
+        y[e] = F(F(F(F(x[e] - mean) * r) * gamma[e]) + beta[e])
+
+
+@kernel(parallel=True)
+def layer_norm(x, gamma, beta, y):
+    """The separate pass: x (L, D) float32 -> y (L, D) float32, which the quantiser then reads again."""
+    for i in prange(x.shape[0]):
+        normalise(x[i], gamma, beta, y[i])
+
+
+@kernel(parallel=True)
+def layer_norm_quantize(x, gamma, beta, data, scale):
+    """Both at once: x (L, D) float32 -> data (L, D) int8, scale (L,) float32, with the bits of `quantize(layer_norm(x), "row")`.
+
+    Inputs are finite; the package's quantiser also marks rows that are not.
+    """
+    rows = 64
+    for task in prange((x.shape[0] + rows - 1) // rows):
+        y, largest = np.empty(x.shape[1], F), np.empty(1, np.int32)    # stay in L1
+        for i in range(np.intp(task) * rows, min((np.intp(task) + 1) * rows, x.shape[0])):
+            normalise(x[i], gamma, beta, y)
+            bits, top, out = y.view(np.int32), I(0), data[i]
+            for e in range(y.size):
+                top = max(top, I(bits[e] & MAGNITUDE))                  # ordered like the floats, and a maximum that vectorises
+            largest[0] = top
+            peak = largest.view(np.float32)[0]
+            usable = peak > NO_SCALE
+            scale[i] = F(peak / F(127)) if usable else F(1)
+            factor = F(F(127) / peak) if usable else F(0)
+            for e in range(y.size):
+                out[e] = np.int8(I(F(F(F(y[e] * factor) + ROUND) - ROUND)))
+
+
+# --- why 16 bits may not pay ------------------------------------------------------------------------------------------------------
+
+
+def tile_rates(repeats: int = 5) -> dict[str, float]:
+    """Multiplications and additions per second of the P.V register tile alone, in L1: float32, and bfloat16 where there is one."""
+    names = {"float32": next(n for n in target.available(target.FLOAT_ISAS))}
+    if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS):
+        names["bfloat16"] = HALF_WIDTH
+    found = {}
+    for label, name in names.items():
+        if name in FLOAT_ISAS:
+            isa, turns, keys = FLOAT_ISAS[name], 1000, KEY_BLOCK // 2
+            p, v = (np.zeros((rows, n), F if isa.group == 1 else np.uint16) for rows, n in ((48, keys), (keys, isa.panel)))
+            o = np.zeros((48, isa.panel), F)
+            run = _tile_loop(name)
+            with limit(1):
+                found[label] = 2 * 48 * keys * isa.panel * turns / median_time(functools.partial(run, p, v, o, turns), repeats)
+    return found
+
+
+@functools.cache
+def _tile_loop(name: str) -> Callable[..., None]:
+    tile, group = value_tile(name, FLOAT_ISAS[name].nv), FLOAT_ISAS[name].group
+
+    @kernel
+    def run(p, v, o, turns):
+        for _ in range(turns):
+            for i in range(0, p.shape[0], 6):
+                tile(p, i * p.shape[1], p.shape[1], v, 0, v.shape[1] * group, v.shape[0] // group, o, i * o.shape[1], o.shape[1])
+    return run
+
+
+# --- the table -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One improvement: seconds before and after, the document's predicted gain (low, high), and what was compared."""
+
+    name: str
+    predicted: tuple[float, float]
+    before: float
+    after: float
+    compared: str
+
+    @property
+    def measured(self) -> float:
+        return self.before / self.after
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "predicted": self.predicted, "before_s": self.before, "after_s": self.after,
+                "measured": self.measured, "compared": self.compared}
+
+
+def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> float:
+    rng = np.random.default_rng(1)
+    cache = KVCache(1, kv_heads, d, s)
+    cache.append(*(rng.standard_normal((1, kv_heads, s, d), F) for _ in range(2)))
+    query = rng.standard_normal((1, heads, 1, d), F)
+    return median_time(lambda: cache.decode(query), 5 * repeats)
+
+
+def measure(length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: int = 5) -> list[Gain]:
+    """The table: every improvement on its own, then all together. Checked against each other before anything is timed.
+
+    Raises
+    ------
+    UnsupportedError
+    ArithmeticError
+        The kernels disagree: a wrong answer is not timed.
+    """
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, heads, length, head_dim), F) for _ in range(3))
+    full, causal = prepare(q, k, v), prepare(q, k, v, is_causal=True)
+    shared, shared_causal = prepare(q, k[:, :1], v[:, :1]), prepare(q, k[:, :1], v[:, :1], is_causal=True)
+    exact = full.run("plain", "fp32")
+    for pv in full.values:
+        if not np.abs(full.run("vectors", pv, True) - exact).max() <= 0.05 * np.abs(exact).max():
+            raise ArithmeticError(f"improvements: pv {pv!r} is off by more than 5 %")
+    threads, width = most(), heads * head_dim
+    x, gamma, beta = rng.standard_normal((length, width), F), rng.random(width, F), rng.random(width, F)
+    y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
+
+    def apart() -> None:
+        layer_norm(x, gamma, beta, y)
+        quantize_heads(y[None], "row", False)
+
+    def at_once() -> None:
+        layer_norm_quantize(x, gamma, beta, data, scale)
+
+    def timed(call: Callable[..., Any], *arguments: Any, on: int = 1) -> float:
+        with limit(on):
+            return median_time(functools.partial(call, *arguments), repeats)
+
+    base, wide, whole = timed(full.run, "plain", "fp32"), timed(full.run, "vectors", "fp32"), timed(full.run)
+    norm, fused_norm = timed(apart), timed(at_once)
+    tokens = 8 * length
+    with limit(1):
+        apart_heads, one_head = (_decode_time(n, 8, tokens, head_dim, repeats) for n in (8, 1))
+    halves = timed(full.run, "vectors", "bf16") if "bf16" in full.values else None
+    alone = "fp32 P.V, vector exp2"
+    return [
+        Gain("vector code for exp2", (1.2, 1.3), base, wide, "fp32 P.V: the compiler's loop, vectors written out"),
+        Gain("prefetching", (1.05, 1.1), wide, timed(full.run, "vectors", "fp32", True), f"{alone}: without, with"),
+        Gain("threads", (10, 11), wide, timed(full.run, "vectors", "fp32", on=threads), f"{alone}: 1, {threads} threads"),
+        Gain("GQA, prefill", (1.5, 1.8), wide, timed(shared.run, "vectors", "fp32"), f"{alone}: {heads}, 1 KV heads"),
+        Gain("GQA, decode", (1.5, 1.8), apart_heads, one_head, f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads"),
+        *([] if halves is None else [Gain("16-bit P.V", (1.5, 1.8), wide, halves, f"{alone}: float32, bfloat16")]),
+        Gain("fused LayerNorm", (1.05, 1.1), whole + norm, whole + fused_norm, "LayerNorm, quantiser and INT8 attention"),
+        Gain("fused LayerNorm, its part", (1.05, 1.1), norm, fused_norm, f"LayerNorm and quantiser of {length} x {width}"),
+        Gain("causal skipping", (2, 2), wide, timed(causal.run, "vectors", "fp32"), f"{alone}: full, causal"),
+        Gain("INT8 P.V", (3, 4), wide, whole, f"{alone}: float32, INT8"),
+        Gain("all together", (15, 20), base + norm,
+             timed(shared_causal.run, "vectors", "int8", True, on=threads) + timed(at_once, on=threads),
+             f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused")]
+
+
+if __name__ == "__main__":
+    from ...console import Table
+    found = measure()
+    print(Table("", ("improvement", "predicted", "measured", "ms before", "ms after", "what was compared"), [
+        (g.name, "-".join(f"{p:g}" for p in dict.fromkeys(g.predicted)), f"{g.measured:.2f}", f"{1e3 * g.before:.2f}",
+         f"{1e3 * g.after:.2f}", g.compared) for g in found]).plain())

@@ -1,0 +1,32 @@
+"""The eight improvements of the fused A64FX document, each switch of `cpu.study.fused` timed after a check: `make bench`.
+
+`python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here passes or fails by time.
+"""
+import numpy as np
+import pytest
+
+from numflash.contenders import on_threads
+from numflash.cpu.study import improvements
+from numflash.cpu.threads import most
+
+SWITCHES = {"the document's": ("plain", "fp32", False), "vector exp2": ("vectors", "fp32", False),
+            "prefetching": ("vectors", "fp32", True), "16-bit P.V": ("vectors", "bf16", False),
+            "INT8 P.V": ("vectors", "int8", False)}
+
+
+@pytest.mark.parametrize("threads", sorted({1, most()}))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", SWITCHES)
+def bench_fused(benchmark, name, kv_heads, causal, threads):
+    exp2, pv, ahead = SWITCHES[name]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, h, 2048, 128), np.float32) for h in (4, kv_heads, kv_heads))
+    with on_threads(threads):
+        prepared = improvements.prepare(q, k, v, causal)
+        if pv not in prepared.values:
+            pytest.skip(f"no {pv} on this target")
+        wanted = prepared.run("plain", "fp32")
+        assert np.abs(prepared.run(exp2, pv, ahead) - wanted).max() <= 0.05 * np.abs(wanted).max()
+        benchmark.group = f"L=2048 D=128 H=4 Hkv={kv_heads} {'causal' if causal else 'full'} threads={threads}"
+        benchmark.pedantic(lambda: prepared.run(exp2, pv, ahead), rounds=5, warmup_rounds=1)
