@@ -60,7 +60,7 @@ def test_layer_norm_with_the_quantiser_inside():
 
 @pytest.mark.slow
 def test_the_table():
-    if not any(isa in target.available() for isa in ("avx512_vnni", "avx_vnni", "avx2", "neon_dot")):
+    if not any(isa in target.available() for isa in improvements.ISAS):
         pytest.skip("no register tiles")
     found = improvements.measure(length=130, head_dim=32, heads=2, repeats=1)
     assert {g.name.split(",")[0] for g in found} >= {

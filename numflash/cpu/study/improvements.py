@@ -33,6 +33,7 @@ from .fused import HALF_WIDTH, make_fused
 
 F, I = np.float32, np.int32
 EPSILON = F(1e-5)
+ISAS = ("avx512_vnni", "avx_vnni", "avx2", "neon_dot")      # register tiles of 6 rows and fixed length: the document's shape
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,9 @@ def prepare(query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bo
     UnsupportedError
         On a target without integer register tiles.
     """
-    isa = next((name for name in target.available() if name in VECTOR_ISAS and not VECTOR_ISAS[name].scalable), None)
+    isa = next((name for name in target.available() if name in ISAS), None)
     if isa is None:
-        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has no register tiles of fixed length; allowed: "
-                               "AVX2 and its successors, NEON with dot products")
+        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has none of the needed; allowed: {', '.join(map(repr, ISAS))}")
     forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
     quantised = quantize_problem(problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8"))
     nb, nh, nkv, length, s, d, dv = forward.shape
