@@ -71,7 +71,7 @@ def prepare(query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bo
     """
     isa = next((name for name in target.available() if name in ISAS), None)
     if isa is None:
-        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has none of the needed; allowed: {', '.join(map(repr, ISAS))}")
+        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}")
     forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
     quantised = quantize_problem(problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8"))
     nb, nh, nkv, length, s, d, dv = forward.shape

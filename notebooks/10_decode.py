@@ -1,0 +1,274 @@
+# %% [markdown]
+# # 10. Decode and split-KV
+#
+# After this chapter you can
+#
+# * say what one new token costs, and which ceiling it meets,
+# * divide its keys among workers and put the parts together again, with the division that one of the documents leaves out,
+# * choose the number of splits, and say when none is best,
+# * explain the unified maximum of FlashDecoding++, its gain, and the test without which it is wrong,
+# * use the package's `KVCache`, and check it against its definition.
+
+# %%
+import inspect
+
+import numpy as np
+
+import numflash
+from numflash import quantization, reference
+from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu.launch_decode import split_count
+from numflash.cpu.study import split_decode
+from numflash.cpu.threads import limit, most
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+# %% [markdown]
+# ## One row
+#
+# While a model writes, every new token asks once: a single query row against all keys so far. Each element of K and V is read
+# from memory, used for one multiplication and one addition for each query head that shares it, and not needed again. Blocks of
+# query rows, which carried the other chapters, do not exist. What counts is bytes.
+#
+# Qwen 0.5B has 14 query heads and 2 heads of K and V, D = 64.
+#
+# **Exercise 1.** How many megabytes (10^6) of float16 keys and values does one layer hold for 1024 tokens: with its 2 KV heads,
+# and if one stored K and V for all 14 query heads, as the decode document's cache `[batch_heads x max_seq x head_dim]` does?
+
+# %% tags=["exercise"]
+answer = ...                                               # (with 2 heads, with 14 heads)
+check("megabytes of a layer's cache", answer, (0.524288, 3.670016))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+per_head = 2 * 1024 * 64 * 2                               # K and V, tokens, channels, bytes
+answer = 2 * per_head / 1e6, 14 * per_head / 1e6
+check("megabytes of a layer's cache", answer, (0.524288, 3.670016))
+
+# %%
+heads, kv_heads, d = 14, 2, 64
+stored = {"2 KV heads": kv_heads, "14 KV heads": heads}
+rows, decode_seconds = [], {}
+for name, n in stored.items():
+    cache = numflash.KVCache(1, n, d, 16384, dtype="float32")
+    cache.append(normal(1, n, 16384, d), normal(1, n, 16384, d))
+    query = normal(1, heads, 1, d)
+    with limit(1):
+        decode_seconds[name] = rounds(lambda cache=cache, query=query: cache.decode(query))
+    operations = 4 * heads * 16384 * d
+    rows.append([name, cache.nbytes / 1e6, operations / cache.nbytes, 1e6 * decode_seconds[name],
+                 cache.nbytes / decode_seconds[name] / 1e9])
+table(["stored", "MB", "operations per byte", "microseconds", "GB/s"], rows)
+assert np.isclose(rows[1][1], 7 * rows[0][1])
+
+# %% [markdown]
+# The work is the same; the bytes are seven times as many, and the time follows the bytes. Grouped heads gain here, in decode.
+# (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
+# tile, so that each vector of K is read once and meets all of them.
+#
+# The ceiling of a float32 core here is `roof().float32`; at one operation per byte it would need as many bytes per second. That
+# is why tensor cores change nothing for decode: the document's "4-6x" from 20 to 65 TFLOP/s stands before 320 GB/s, which feed
+# 0.32 TFLOP/s at one operation per byte.
+
+# %%
+print(roof())
+print(f"to keep the float32 units busy at 1 operation per byte: {roof().float32 / 1e9:.0f} GB/s; "
+      f"one core reads {roof().read / 1e9:.1f} GB/s from memory")
+assert np.isclose(65 / 20, 3.25) and 320e9 * 1 / 1e12 == 0.32
+
+# %% [markdown]
+# ## The split
+#
+# Attention over all keys of a head is one job. 2 heads are 2 jobs, and 64 cores would mostly wait. FlashDecoding (2023) divides
+# the keys: each worker takes a part and leaves (o, m, l): its sum that is not divided, its maximum, its row sum.
+
+# %%
+print(inspect.getsource(split_decode.split.py_func))
+
+# %%
+q, k, v = normal(2, d), normal(2, 1000, d), normal(2, 1000, d)
+o, m, l = np.empty((2, 4, d), np.float32), np.empty((2, 4), np.float32), np.empty((2, 4), np.float32)
+split_decode.split(q, k, v, np.float32(d**-0.5 * np.log2(np.e)), o, m, l)
+exact = numflash.attention(q[:, None], k, v, impl="reference")[:, 0]
+table(["part of head 0", "maximum m (octaves)", "row sum l"], [[i, float(m[0, i]), float(l[0, i])] for i in range(4)])
+
+# %% [markdown]
+# To add the parts, bring them to one maximum. The decode document reduces them as O = sum of exp(LSE_i - max LSE) * O_i, where
+# O_i is already divided by its own sum and LSE_i = m_i + log l_i. Something is missing:
+
+# %%
+lse = m + np.log2(l)                                       # octaves
+share = np.exp2(lse - lse.max(1, keepdims=True))
+document = (share[..., None] * (o / l[..., None])).sum(1)
+print(f"the document's formula is {np.abs(document).sum() / np.abs(exact).sum():.2f} times too large")
+divided = document / share.sum(1, keepdims=True)
+print(f"divided by the sum of the shares, the error is {np.abs(divided - exact).max():.1e}")
+assert np.abs(divided - exact).max() < 1e-6 and np.abs(document).sum() > 2 * np.abs(exact).sum()
+
+# %% [markdown]
+# **Exercise 2.** Write `merge` for two parts (o, m, l), with maxima in octaves (powers of two). It returns a part of the same
+# kind, so that parts can be merged in any grouping; nothing is divided yet. A part that saw no key has m = -inf and l = 0.
+
+# %% tags=["exercise"]
+def merge(o_a, m_a, l_a, o_b, m_b, l_b):
+    return ...
+
+
+def merged(o_a, m_a, l_a, o_b, m_b, l_b):
+    top = max(m_a, m_b)
+    if top == -np.inf:
+        return o_a, m_a, l_a
+    a, b = 2.0 ** (m_a - top), 2.0 ** (m_b - top)
+    return a * o_a + b * o_b, top, a * l_a + b * l_b
+
+
+x, y = np.array([1.0, 2.0]), np.array([3.0, -1.0])
+check("the merged part", merge, merged, (x, 0.0, 1.0, y, 3.0, 2.0), (x, 5.0, 1.5, y, -4.0, 1.0),
+      (x, 2.0, 1.0, 0 * y, -np.inf, 0.0))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def merge(o_a, m_a, l_a, o_b, m_b, l_b):
+    m_new = max(m_a, m_b)
+    grow_a, grow_b = np.exp2(m_a - m_new), np.exp2(m_b - m_new)
+    return o_a * grow_a + o_b * grow_b, m_new, l_a * grow_a + l_b * grow_b
+
+
+check("the merged part", merge, merged, (x, 0.0, 1.0, y, 3.0, 2.0), (x, 5.0, 1.5, y, -4.0, 1.0),
+      (x, 2.0, 1.0, 0 * y, -np.inf, 0.0))
+
+# %% [markdown]
+# ## How many?
+#
+# Enough that every worker has something, and that the last round is not half empty; no more, because each part costs a merge.
+# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. The
+# document's case, 14 heads on 80 places of a T4 and 4 blocks of 256 keys, gives its 4 splits. With the group packed there are 2
+# jobs, not 14:
+
+# %%
+cases = [("the T4 document: 14 jobs, 80 places, 4 blocks", 14, 4, 80),
+         ("group packed: 2 jobs, 80 places, 8 blocks of 128", 2, 8, 80), ("2 jobs, 2 cores, 128 blocks", 2, 128, 2),
+         ("1 job, 2 cores, 128 blocks", 1, 128, 2), ("1 job, 64 cores, 128 blocks", 1, 128, 64)]
+table(["case", "splits"], [[name, split_count(*numbers)] for name, *numbers in cases])
+assert split_count(14, 4, 80) == 4
+
+# %%
+cache = numflash.KVCache(1, 1, 128, 32768)
+cache.append(normal(1, 1, 32768, 128), normal(1, 1, 32768, 128))
+one = normal(1, 4, 1, 128)
+threads = most()
+by_splits = {n: rounds(lambda n=n: cache.decode(one, splits=n)) for n in (1, 2, 4, 8, 32)}
+table(["splits", "microseconds", "parts computed by"], [[n, 1e6 * t, min(n, threads)] for n, t in by_splits.items()])
+print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, threads)}")
+
+# %% [markdown]
+# One split keeps one core busy. As many as there are cores is best; 32 on few cores cost their merges and gain nothing.
+#
+# ## The unified maximum
+#
+# Why look for a maximum at all? It keeps 2**(s - m) inside the number range. FlashDecoding++ (2023) subtracts one number phi
+# from all scores, fixed beforehand from statistics of the model. No part then waits for a maximum, nothing is rescaled, and
+# parts simply add up. "Online softmax" and "unified max" exclude each other; the decode document draws them in one box, with a
+# reduction by LSE that the unified form does not need.
+#
+# Only it is not always right. A score too far above phi overflows, and if all lie too far below, the sum loses its digits.
+# Every row must be tested, and computed again if it fails:
+
+# %%
+print(inspect.getsource(split_decode.unified.py_func))
+
+# %%
+q, k, v = normal(4, d), normal(4, 4096, d), normal(4, 4096, d)
+q[2] *= 200                                                # a head whose scores spread over hundreds of octaves
+exact = numflash.attention(q[:, None], k, v, impl="reference")[:, 0]
+out, fell_back = split_decode.unified_decode(q, k, v, np.zeros(4))
+print("rows that fell back:", fell_back, f"   largest error {np.abs(out - exact).max():.1e}")
+assert fell_back.tolist() == [False, False, True, False] and np.abs(out - exact).max() < 1e-4
+
+octaves = np.einsum("hd,hsd->hs", q, k) * d**-0.5 * np.log2(np.e)
+with np.errstate(over="ignore", invalid="ignore"):
+    p = np.exp2(octaves[2].astype(np.float32))             # phi = 0, no test
+    untested = p @ v[2] / p.sum()
+print("without the test, head 2 would be", untested[:4])
+assert not np.isfinite(untested).all()
+
+# %% [markdown]
+# In float16 there is far less room: the largest number is 65504, so exp overflows at a distance of 11.1 (16 octaves). The study
+# kernel works in float32 and allows 64 octaves. What does it gain on a processor? The maximum is one comparison per score,
+# beside 2 D operations for its dot product and value:
+
+# %%
+assert np.log(65504.0) < 11.1 < np.log(65504.0) + 0.02
+calm = normal(8, d), normal(8, 8192, d), normal(8, 8192, d)
+with limit(1):
+    t_split = rounds(lambda: split_decode.split_decode(*calm))
+    t_unified = rounds(lambda: split_decode.unified_decode(*calm, np.zeros(8)))
+print(f"split {1e3 * t_split:.2f} ms, unified {1e3 * t_unified:.2f} ms: a gain of {t_split / t_unified:.2f}")
+
+# %% [markdown]
+# The paper measured 18.8 % of the time for the synchronisation on a GPU, where a maximum crosses threads. Here it stays in a
+# register and its loop is no longer than the other's: the last line shows that there is nothing to gain, against a test and a
+# second way through the code. So the package's own decode kernel has the split and not the unified maximum.
+#
+# ## The cache that ships
+#
+# `KVCache` stores keys and values in the order in which the kernel reads them, in INT8 with one scale for each token, or as
+# floats. Its definition is `reference.integer_decode`; the bits are equal. And writing a text token by token gives what causal
+# attention over the whole text gives:
+
+# %%
+text_q, text_k, text_v = normal(1, 4, 100, 64), normal(1, 2, 100, 64), normal(1, 2, 100, 64)
+growing, outputs = numflash.KVCache(1, 2, 64, 100, dtype="float32"), []
+for t in range(100):
+    growing.append(text_k[:, :, t:t + 1], text_v[:, :, t:t + 1])
+    outputs.append(growing.decode(text_q[:, :, t:t + 1]))
+whole = numflash.attention(text_q, text_k, text_v, is_causal=True, enable_gqa=True)
+print(f"token by token against all at once: {np.abs(np.concatenate(outputs, 2) - whole).max():.1e}")
+
+small = numflash.KVCache(1, 2, 64, 400)
+small.append(normal(1, 2, 300, 64), normal(1, 2, 300, 64))
+last = normal(1, 4, 1, 64)
+stored_k, stored_v = small.quantized(0)
+model = reference.integer_decode(quantization.quantize(last[0]), stored_k, stored_v, 0.125, np.ones((1, 300), bool), splits=2)[0]
+same = np.array_equal(small.decode(last, splits=2)[0], model)
+print("INT8 decode has the bits of the model:", same)
+
+# %% [markdown]
+# ## The picture, and the ceiling
+#
+# One layer, 8 query heads over 2 KV heads, D = 128, on one core. The ceiling of a token is its bytes divided by what this core
+# reads per second from memory. A cache that fits the processor's own caches may pass it: those are faster. INT8 is a quarter of
+# the bytes of float32 (plus 8 bytes of scales for each token and head).
+
+# %%
+lengths = [256, 1024, 4096, 16384, 65536]
+query, curves, sizes = normal(1, 8, 1, 128), {"float32": [], "int8": []}, {"float32": [], "int8": []}
+with limit(1):
+    for dtype in curves:
+        cache = numflash.KVCache(1, 2, 128, lengths[-1], dtype=dtype)
+        keys, values = normal(1, 2, lengths[-1], 128), normal(1, 2, lengths[-1], 128)
+        for n in lengths:
+            done = int(cache.lengths[0])
+            cache.append(keys[:, :, done:n], values[:, :, done:n])
+            curves[dtype].append(rounds(lambda cache=cache: cache.decode(query), 0.15))
+            sizes[dtype].append(cache.nbytes * n / lengths[-1])
+
+# %%
+fig, axes = figure(2, width=11, height=3.6, width_ratios=(1.2, 1))
+for dtype, line in curves.items():
+    axes[0].loglog(lengths, 1e6 * np.array(line), label=f"decode, {dtype}")
+for dtype, style in (("float32", "--"), ("int8", ":")):
+    axes[0].loglog(lengths, 1e6 * np.array(sizes[dtype]) / roof().read, linestyle=style, marker="", color="#555555",
+                   label=f"bytes of {dtype} / memory read")
+axes[0].set(xlabel="tokens in the cache", ylabel="microseconds per token", title="one core, 8 query heads, 2 KV heads, D=128")
+axes[0].legend(fontsize=8)
+bars(axes[1], {f"{dtype}, {lengths[-1]} tokens": sizes[dtype][-1] / curves[dtype][-1] / 1e9 for dtype in curves} |
+     {"14 KV heads (float32)": 14 * 2 * 16384 * d * 4 / decode_seconds["14 KV heads"] / 1e9},
+     "GB/s", ("memory read, one core", roof().read / 1e9))
+
+# %%
+assert same and np.abs(np.concatenate(outputs, 2) - whole).max() < 1e-5
+assert sizes["float32"][-1] / sizes["int8"][-1] > 3.5

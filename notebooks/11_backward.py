@@ -1,0 +1,255 @@
+# %% [markdown]
+# # 11. Backward: gradients without the score matrix
+#
+# After this chapter you can
+#
+# * derive the gradients of attention, and say what the term D = rowsum(dO * O) is for,
+# * explain why one number per row is all that the forward pass has to keep,
+# * check a gradient in two ways that do not trust it,
+# * count the products of a backward pass, and see why more workers must not mean other bits.
+
+# %%
+import inspect
+
+import numpy as np
+
+import numflash
+from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu.study import backward, backward_plain
+from numflash.cpu.threads import limit, most
+from numflash.tiling import Caches
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+# %% [markdown]
+# ## The mathematics, on one screen
+#
+# Forward: S = Q K^T * scale, P = softmax(S) row by row, O = P V. Training hands back dO, how the loss changes with each number
+# of O. Going backwards through the two products is the rule for every product:
+#
+# $$dV = P^T dO, \qquad dP = dO\,V^T, \qquad dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
+#
+# In between lies softmax. Its row sums to one, so raising one score takes weight from all others: dS = P * (dP - D), where D is
+# the row's weighted mean of dP. That mean needs no P at all: sum over j of P_ij dP_ij = sum over j of P_ij (dO_i . V_j) = dO_i
+# . O_i.
+
+# %%
+def definition(do, q, k, v, causal=False):
+    """dQ, dK, dV of one head in float64, with the whole of P in memory."""
+    do, q, k, v = (np.asarray(x, np.float64) for x in (do, q, k, v))
+    scale = q.shape[1] ** -0.5
+    s = q @ k.T * scale
+    if causal:
+        s[np.triu_indices_from(s, 1)] = -np.inf
+    p = np.exp(s - s.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    dp = do @ v.T
+    ds = p * (dp - (do * (p @ v)).sum(1, keepdims=True))
+    return ds @ k * scale, ds.T @ q * scale, p.T @ do
+
+
+# %% [markdown]
+# **Exercise 1.** Softmax alone: from weights `p` (n,) of one row and the gradient `dp` (n,) of these weights, the gradient of
+# the scores.
+
+# %% tags=["exercise"]
+def softmax_backward(p, dp):
+    return ...
+
+
+def by_the_jacobian(p, dp):
+    return (np.diag(p) - np.outer(p, p)) @ dp
+
+
+row = np.array([0.5, 0.25, 0.25])
+check("gradient of the scores", softmax_backward, by_the_jacobian, (row, np.array([1.0, 2.0, -3.0])), (row, np.ones(3)))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def softmax_backward(p, dp):
+    return p * (dp - (p * dp).sum())
+
+
+check("gradient of the scores", softmax_backward, by_the_jacobian, (row, np.array([1.0, 2.0, -3.0])), (row, np.ones(3)))
+
+# %% [markdown]
+# ## Keep one number, compute the rest again
+#
+# P is L x S. At L = 8192 and 8 heads in float32:
+
+# %%
+length, heads = 8192, 8
+table(["kept for the backward pass", "MB"],
+      [["P, all of it", 4 * heads * length**2 / 1e6], ["LSE, one number per row", 4 * heads * length / 1e6]])
+
+# %% [markdown]
+# P_ij = exp(S_ij - LSE_i) gives any tile of it back: the sum of a row is inside LSE, no maximum and no division is needed. So
+# the backward pass computes Q K^T once more. That is cheaper than reading P from memory, which is the same trade as in the
+# forward pass.
+#
+# Here is the plain kernel. `key_pass` owns a block of keys and goes through the queries; `query_pass` owns a block of queries
+# and goes through the keys. Nobody else writes where they write.
+
+# %%
+print(inspect.getsource(backward_plain.tile_gradients.py_func))
+print(inspect.getsource(backward_plain.query_pass.py_func))
+
+# %%
+q, k, v, do = normal(1, 2, 200, 32), normal(1, 2, 200, 32), normal(1, 2, 200, 32), normal(1, 2, 200, 32)
+out, lse = numflash.attention(q, k, v, is_causal=True, return_lse=True)
+found = backward_plain.backward(do, q, k, v, out, lse, is_causal=True)
+wanted = [definition(do[0, h], q[0, h], k[0, h], v[0, h], causal=True) for h in range(2)]
+table(["gradient", "largest", "error of the plain kernel"],
+      [[name, float(np.abs(x).max()), float(max(np.abs(x[0, h] - wanted[h][n]).max() for h in range(2)))]
+       for n, (name, x) in enumerate(zip(("dQ", "dK", "dV"), found, strict=True))])
+assert all(np.abs(x[0, h] - wanted[h][n]).max() < 1e-5 for n, x in enumerate(found) for h in range(2))
+
+# %% [markdown]
+# ## A check that knows nothing of the formula
+#
+# `definition` could hold the same mistake. Finite differences do not: move one number of Q by a little, run the *forward* pass
+# again, and see by how much the loss sum(dO * O) moves. Forward in float64, because the difference of two close
+# numbers loses digits.
+
+# %%
+small = [x[:, :1, :6, :4].astype(np.float64) for x in (q, k, v)]
+direction = do[:, :1, :6, :4]
+
+
+def loss(q, k, v):
+    p = np.exp(q[0, 0] @ k[0, 0].T * q.shape[3] ** -0.5)   # small scores: no maximum needed
+    return float((direction[0, 0] * (p @ v[0, 0]) / p.sum(1, keepdims=True)).sum())
+
+
+narrow = [x.astype(np.float32) for x in small]
+o, lse_small = numflash.attention(*narrow, return_lse=True)
+gradients = backward.backward(np.ascontiguousarray(direction), *narrow, o, lse_small)
+worst = 0.0
+for x, gradient in zip(small, gradients, strict=True):
+    for at in np.ndindex(x.shape):
+        kept, moved = x[at], []
+        for step in (1e-5, -1e-5):
+            x[at] = kept + step
+            moved.append(loss(*small))
+        x[at] = kept
+        worst = max(worst, abs((moved[0] - moved[1]) / 2e-5 - gradient[at]))
+print(f"{sum(x.size for x in small)} gradients, largest difference to finite differences {worst:.1e}")
+assert worst < 1e-5
+
+# %% [markdown]
+# ## Five products or seven
+#
+# A product of L x S x D costs 2 L S D operations. Forward has two. The two passes of the plain kernel share nothing.
+#
+# **Exercise 2.** Count the products of both plain passes together; and of a kernel that computes a tile of P and dS once and
+# uses it for dQ, dK and dV.
+
+# %% tags=["exercise"]
+products = ...                                             # (two passes, one pass)
+check("products", products, (7, 5))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+key_pass, query_pass = 2 + 2, 2 + 1                        # S and dP; then dV and dK, or dQ
+products = key_pass + query_pass, 2 + 3
+check("products", products, (7, 5))
+
+# %% [markdown]
+# One pass has a price: whoever owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
+# (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each.
+# `study/backward.py` lets one worker own a whole KV head, or every n-th block of its keys with a copy of dQ; the copies are
+# added in order, and their number follows from the shape, never from the number of threads.
+
+# %%
+shape = (1, 2, 500, 64)
+q, k, v, do = (normal(*shape) for _ in range(4))
+out, lse = numflash.attention(q, k, v, return_lse=True)
+runs = []
+for threads in sorted({1, most()}):
+    with limit(threads):
+        runs.append(backward.backward(do, q, k, v, out, lse))
+equal = all(np.array_equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True))
+print(f"equal bits on 1 and {most()} threads: {equal}")
+
+# %% [markdown]
+# Its tile is transposed: rows are keys, columns are queries. LSE and D then lie along the lanes of the vectors, where
+# subtracting them costs one instruction; and P^T and dS^T are already what dV and dK need. Only dQ needs dS turned round, in
+# registers. The working set:
+
+# %%
+sizes = {b.name: b.nbytes({"d": 64}) / 1024 for b in backward.BUFFERS}
+caches = Caches.of_this_machine()
+table(["buffer", "KiB"], [*sizes.items(), ["together", sum(sizes.values())]])
+print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.levels()))
+
+# %% [markdown]
+# More than L1 holds: only what one register tile runs through, some 30 KiB, must stay there. The rest streams from L2.
+#
+# ## How fast
+#
+# L = 1024, 4 heads, D = 64, one core. PyTorch's own backward takes part where it is installed.
+
+# %%
+length, heads, d = 1024, 4, 64
+q, k, v, do = (normal(1, heads, length, d) for _ in range(4))
+one = 2 * heads * length**2 * d                            # operations of one product
+out, lse = numflash.attention(q, k, v, return_lse=True)
+with limit(1):
+    seconds = {"forward": rounds(lambda: numflash.attention(q, k, v, return_lse=True)),
+               "backward, plain": rounds(lambda: backward_plain.backward(do, q, k, v, out, lse), 0.2),
+               "backward, register tiles": rounds(lambda: backward.backward(do, q, k, v, out, lse))}
+count = {"forward": 2, "backward, plain": 7, "backward, register tiles": 5}
+
+try:
+    import torch
+except ImportError:
+    torch = None
+if torch is not None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    leaves = [torch.from_numpy(x).requires_grad_(True) for x in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def train():
+        for x in leaves:
+            x.grad = None
+        attend(*leaves).backward(torch.from_numpy(do))
+
+    seconds["PyTorch, both"] = rounds(train)
+    with limit(1):
+        seconds["ours, both"] = rounds(lambda: backward.backward(do, q, k, v, *numflash.attention(q, k, v, return_lse=True)))
+    torch.set_num_threads(before)
+    count |= {"PyTorch, both": 7, "ours, both": 7}
+    ratio = seconds["PyTorch, both"] / seconds["ours, both"]
+    print(f"forward and backward: {ratio:.2f} times as fast as PyTorch")
+rate = {name: count[name] * one / t / 1e9 for name, t in seconds.items()}
+table(["what", "products", "ms", "GFLOP/s"], [[name, count[name], 1e3 * t, rate[name]] for name, t in seconds.items()])
+
+# %% [markdown]
+# The seven products of the plain kernel are more work, and plain loops reach a small part of the peak: its rows of scores and
+# gradients go through memory after each addition, where a register tile keeps 24 vectors of sums. The tiled kernel stays below
+# its own product's rate (chapter 06) because five products on tiles of 144 x 64 each load and store their sums, and exp2, the
+# turning round and the gradients of softmax stand between them.
+
+# %%
+fig, axes = figure(2, width=11, height=3.4, width_ratios=(1, 1.15))
+grid = np.add.outer(-np.arange(48), np.arange(48)) <= 0
+pattern = np.where(grid.T, 0.25, 1.0)
+for n in range(0, 48, 12):
+    pattern[n:n + 12][grid.T[n:n + 12]] = 0.2 + 0.2 * (n // 12 % 4)
+axes[0].imshow(pattern.T, vmin=0, vmax=1, cmap="Greys_r")
+for n in range(4):
+    axes[0].text(12 * n + 6, 44.5, f"block {n}", ha="center", va="center", fontsize=9,
+                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+axes[0].set(xlabel="keys: a worker owns a column of tiles, and its dK and dV", ylabel="queries: dQ gathers along rows",
+            xticks=(), yticks=(), title="causal: a block of keys begins at the diagonal")
+bars(axes[1], rate, "GFLOP/s on one core", ("measured float32 peak", roof().float32 / 1e9), digits=0)
+
+# %%
+assert equal and worst < 1e-5
+tiled = backward.backward(do, q, k, v, out, lse)
+for a, b in zip(tiled, backward_plain.backward(do, q, k, v, out, lse), strict=True):
+    assert np.abs(a - b).max() < 1e-5
