@@ -187,7 +187,8 @@ assert smoothing["8 biased channels"][0] > 2 * smoothing["8 biased channels"][1]
 
 # %% [markdown]
 # With biased channels it is worth a factor. On this layer it is worth next to nothing: its means are no larger than a few
-# spreads, and, as we shall see, K is not where its error comes from. It costs one pass over K, so the package always does it.
+# spreads, and, as we shall see, K is not where most of its error comes from. The package always does it: it costs one pass over
+# K.
 #
 # ## Where the error comes from
 #

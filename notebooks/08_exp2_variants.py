@@ -107,14 +107,40 @@ for m in (4, 16):
           f"and {two_pass / four:.1f} times as fast as four")
 
 # %% [markdown]
-# What does the product alone lack of the peak? Its loop over keys is short of nothing: multiply-adds, loads, a counter.
+# Why is fused slower? Look at the loops over keys: every instruction that is not a multiply-add of the product stands in its
+# way.
 
 # %%
 MATRICES = "void(float32[:, ::1], float32[:, ::1], float32[:, ::1])"
-code = codegen.compile_for(exp2_values.gemm, MATRICES, codegen.Target.named("host"))
-inner = max(assembly.loops(code.assembly), key=lambda loop: (loop.depth, len(loop.instructions)))
-print("the loop over keys:", assembly.histogram(inner.instructions))
+SCORES = "void(int32[:, ::1], float32, float32, float32[:, ::1], float32[::1], float32[:, ::1])"
 
+
+def multiply_adds(instructions):
+    return sum(name.startswith(("vfmadd", "fmla", "fmadd")) for name in instructions)
+
+
+def loop_over_keys(kernel, signature):
+    """Its instructions, as compiled for this machine."""
+    code = codegen.compile_for(kernel, signature, codegen.Target.named("host"))
+    return max((loop.instructions for loop in assembly.loops(code.assembly)), key=multiply_adds)
+
+
+inner = {"fused": loop_over_keys(exp2_values.make_fused("accurate", "memory"), SCORES),
+         "fused4": loop_over_keys(exp2_values.make_fused4("accurate", "memory"), SCORES),
+         "gemm": loop_over_keys(exp2_values.gemm, MATRICES)}
+table(("loop", "instructions", "multiply-adds", "instructions for one", "of the peak, M = 4, Nc = 64"),
+      [(KERNELS[name], len(loop), multiply_adds(loop), len(loop) / multiply_adds(loop), f"{share(name, 4, 64):.0f} %")
+       for name, loop in inner.items()])
+print("the product alone:", assembly.histogram(inner["gemm"]))
+
+# %% [markdown]
+# One key at a time pays a whole exp2 for four weights. Four keys pay it for sixteen, and then the count is close to that of the
+# product alone, but the speed is not: how long instructions wait for one another, counting does not show. Two passes keep the
+# exponentials out of this loop.
+#
+# And what does the product alone lack of the peak? Time two lengths to tell its loop from the rest of the call:
+
+# %%
 
 def product_seconds(nc, offset=0):
     """Of one product of 4 rows, V starting so many bytes behind a cache line."""
@@ -128,8 +154,8 @@ print(f"a call takes {short:.0f} ns with 64 keys, {long:.0f} with 128: {(long - 
       f"{2 * short - long:.0f} that do not depend on the keys; at the peak a key takes {2e9 * 4 * 64 / roof().float32:.2f}")
 
 # %% [markdown]
-# What does not depend on the keys is the call itself, and it weighs less the more keys there are. All this holds if V starts at
-# a cache line, as it does here. NumPy promises 16 bytes only, and then registers are loaded from two lines at once:
+# More depends on where V starts. Here it starts at a cache line. NumPy promises 16 bytes only, and then most registers are
+# loaded from two lines at once:
 
 # %%
 for offset in (0, 16):
@@ -232,8 +258,7 @@ for m in (4, 16):
 # not the same in number:
 
 # %%
-SIGNATURE = "void(int32[:, ::1], float32, float32, float32[:, ::1], float32[::1], float32[:, ::1])"
-reports = {b: codegen.report(codegen.compile_for(exp2_values.make_fused4("accurate", b), SIGNATURE, codegen.Target.named("host")))
+reports = {b: codegen.report(codegen.compile_for(exp2_values.make_fused4("accurate", b), SCORES, codegen.Target.named("host")))
            for b in ("register", "memory")}
 kinds = {kind: [r["instructions"].get(kind, 0) for r in reports.values()] for r in reports.values() for kind in r["instructions"]}
 table(("instruction", *reports), [(kind, *counts) for kind, counts in kinds.items() if counts[0] != counts[1]]
