@@ -141,15 +141,7 @@ print("the product alone:", assembly.histogram(inner["gemm"]))
 # And what does the product alone lack of the peak? Time two lengths to tell its loop from the rest of the call:
 
 # %%
-
-def product_seconds(nc, offset=0):
-    """Of one product of 4 rows, V starting so many bytes behind a cache line."""
-    s, scale, top, v = exp2_benchmark.draw(4, nc)
-    call, times = exp2_benchmark.prepare("gemm", "accurate", "memory", s, scale, top, aligned(v, offset))
-    return best_time(call, 0.3) / times
-
-
-short, long = (1e9 * product_seconds(nc) for nc in (64, 128))
+short, long = (1e9 * pick["gemm", "accurate", "memory", 4, nc].seconds for nc in (64, 128))
 print(f"a call takes {short:.0f} ns with 64 keys, {long:.0f} with 128: {(long - short) / 64:.2f} per key, and some "
       f"{2 * short - long:.0f} that do not depend on the keys; at the peak a key takes {2e9 * 4 * 64 / roof().float32:.2f}")
 
@@ -158,8 +150,15 @@ print(f"a call takes {short:.0f} ns with 64 keys, {long:.0f} with 128: {(long - 
 # loaded from two lines at once:
 
 # %%
+def product_seconds(offset):
+    """Of one product with 128 keys, V starting so many bytes behind a cache line."""
+    s, scale, top, v = exp2_benchmark.draw(4, 128)
+    call, times = exp2_benchmark.prepare("gemm", "accurate", "memory", s, scale, top, aligned(v, offset))
+    return best_time(call, 0.1) / times
+
+
 for offset in (0, 16):
-    rate = 2 * 4 * 128 * 64 / product_seconds(128, offset)
+    rate = 2 * 4 * 128 * 64 / np.median([product_seconds(offset) for _ in range(5)])
     print(f"V of 128 keys starts {offset:2d} bytes behind a line: {100 * rate / roof().float32:.0f} % of the peak")
 
 # %% [markdown]
