@@ -40,12 +40,7 @@ assert l == sum(2.0 ** (s - max(scores)) for s in scores)
 # **Exercise 1.** Write one step for a whole block: scores `s` (n,) and values `v` (n, d) meet the state (m, l, o). Return the
 # new state.
 
-# %% tags=["exercise"]
-def step(state, s, v):
-    m, l, o = state
-    return ...
-
-
+# %% tags=["model"] jupyter={"source_hidden": true}
 def state_of(s, v):
     """The state after seeing scores s and values v at once, by the definition."""
     m = s.max()
@@ -63,6 +58,13 @@ def all_at_once(state, s, v):
 rng = np.random.default_rng(0)
 first, second = ((rng.normal(0, 3, 8), rng.normal(size=(8, 2))) for _ in range(2))
 nothing = (-np.inf, 0.0, np.zeros(2))
+
+# %% tags=["exercise"]
+def step(state, s, v):
+    m, l, o = state
+    return ...
+
+
 check("one step", step, all_at_once, (nothing, *first), (state_of(*first), *second))
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
@@ -129,16 +131,18 @@ check("the shrink at the third block", factor, 2.0 ** (int(steps[1].m[row]) - in
 # **Exercise 3.** Every block and row rounds m up to a whole octave. By what factor, at most, does that make the largest
 # weight of a block smaller than 255?
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+largest = np.array([s.p.max(1) for s in steps])
+
 # %% tags=["exercise"]
 answer = ...
-check("the largest weight is smaller by at most", answer, 2)
+check("the largest weight is smaller by at most", answer, round(255 / largest.min()))
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 answer = 2                                                 # a score just above an octave is rounded up by almost one octave
-check("the largest weight is smaller by at most", answer, 2)
+check("the largest weight is smaller by at most", answer, round(255 / largest.min()))
 
 # %%
-largest = np.array([s.p.max(1) for s in steps])
 print(f"largest weight of a row and block: {largest.min()} to {largest.max()}")
 assert largest.min() >= 127
 

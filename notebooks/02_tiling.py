@@ -90,14 +90,14 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
 # **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set with `block_k` keys fits in a cache of
 # `cache` bytes.
 
-# %% tags=["exercise"]
-def largest_block_q(block_k, d, cache):
-    return ...
-
-
+# %% tags=["model"] jupyter={"source_hidden": true}
 def model(block_k, d, cache):
     fits = [q for q in range(6, 10000, 6) if working_set(q, block_k, d) <= cache]
     return max(fits)
+
+# %% tags=["exercise"]
+def largest_block_q(block_k, d, cache):
+    return ...
 
 
 check("the largest tile that fits", largest_block_q, model, (64, 128, 131072), (64, 64, 49152), (128, 64, 262144))

@@ -57,13 +57,13 @@ FLOATS = "float32(float32[::1], float32[::1])"
 # **Exercise 1.** Write a function that says whether a histogram has vector multiply-adds (names that begin with "vfmadd" or
 # "fmla", on vector registers).
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+def model(histogram):
+    return any(name.startswith(("vfmadd", "fmla")) and not name.endswith("ss xmm") for name in histogram)
+
 # %% tags=["exercise"]
 def has_vector_fma(histogram):
     return ...
-
-
-def model(histogram):
-    return any(name.startswith(("vfmadd", "fmla")) and not name.endswith("ss xmm") for name in histogram)
 
 
 check("vector multiply-adds", has_vector_fma, model, (strict,), (free,))
@@ -137,12 +137,16 @@ table(["CPU", "dot instructions in the hot loop", "all instructions"],
 # **Exercise 2.** One `sdot` on a vector of `bits` bits multiplies how many pairs of bytes? And one `vpmaddwd`, whose operands
 # were widened to 16 bits?
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+def pairs_of_bytes(instruction, bits):
+    return bits // (8 if instruction == "sdot" else 16)
+
 # %% tags=["exercise"]
 def products(instruction, bits):
     return ...
 
 
-check("products of one instruction", products, lambda name, bits: bits // (8 if name == "sdot" else 16),
+check("products of one instruction", products, pairs_of_bytes,
       ("sdot", 128), ("sdot", 512), ("vpmaddwd", 512))
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
@@ -150,7 +154,7 @@ def products(instruction, bits):
     return bits // {"sdot": 8, "vpmaddwd": 16}[instruction]
 
 
-check("products of one instruction", products, lambda name, bits: bits // (8 if name == "sdot" else 16),
+check("products of one instruction", products, pairs_of_bytes,
       ("sdot", 128), ("sdot", 512), ("vpmaddwd", 512))
 
 # %% [markdown]

@@ -49,15 +49,17 @@ table(["kernel", "ms", "GOP/s", "share of the INT8 peak", "MiB of scores and wei
 # **Exercise 1.** The documents fuse with an S tile of 48 x 64 int32. How many bytes of scores does the unfused form hold at L
 # = 8192 in int32, and how many times smaller is the tile?
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+unfused_bytes_and_ratio = (4 * 8192**2, 8192**2 / (48 * 64))
+
 # %% tags=["exercise"]
-bytes_unfused, times_smaller = ..., ...
-answer = ... if bytes_unfused is ... else (bytes_unfused, times_smaller)
-check("bytes of S at L = 8192, times smaller", answer, (4 * 8192**2, 8192**2 / (48 * 64)))
+answer = ..., ...
+check("bytes of S at L = 8192, times smaller", answer, unfused_bytes_and_ratio)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 bytes_unfused, times_smaller = 8192 * 8192 * 4, 8192 * 8192 / (48 * 64)
 answer = bytes_unfused, times_smaller
-check("bytes of S at L = 8192, times smaller", answer, (4 * 8192**2, 8192**2 / (48 * 64)))
+check("bytes of S at L = 8192, times smaller", answer, unfused_bytes_and_ratio)
 
 # %% [markdown]
 # "256 MB" and "21,000x smaller": the document's figures hold.
@@ -88,16 +90,13 @@ print(f"everything: {work / whole / 1e9:.0f} GOP/s, {100 * work / whole / peak.i
 # **Exercise 2.** Work out the second table with its own numbers: how many ms does softmax take for 4096 x 4096 elements, and what
 # per cent of the three parts is that?
 
-# %% tags=["exercise"]
-softmax_ms, softmax_share = ..., ...
-answer = ... if softmax_ms is ... else (softmax_ms, softmax_share)
-
-
+# %% tags=["model"] jupyter={"source_hidden": true}
 def from_the_table():
     softmax, scores, values = 1e3 * 4096**2 / 810e6, 1e3 * 4.3e9 / 2900e9, 1e3 * 4.3e9 / 1850e9
     return softmax, 100 * softmax / (softmax + scores + values)
 
-
+# %% tags=["exercise"]
+answer = ..., ...
 check("softmax in the document's table, ms and per cent", answer, from_the_table(), within=0.01)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
@@ -113,15 +112,18 @@ check("softmax in the document's table, ms and per cent", answer, from_the_table
 # **Exercise 3.** "Softmax overhead reduced from 63.6 % to 3 % (21x faster)". A share is not a time. With the products' time
 # unchanged, how many times faster must softmax be for its share to fall from 63.6 % to 3 %?
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+from_the_shares = (0.636 / 0.364) / (0.03 / 0.97)
+
 # %% tags=["exercise"]
 times_faster = ...
-check("softmax must be faster by", times_faster, (0.636 / 0.364) / (0.03 / 0.97), within=0.01)
+check("softmax must be faster by", times_faster, from_the_shares, within=0.01)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 before = 0.636 / (1 - 0.636)                               # in units of the products' time
 after = 0.03 / (1 - 0.03)
 times_faster = before / after
-check("softmax must be faster by", times_faster, (0.636 / 0.364) / (0.03 / 0.97), within=0.01)
+check("softmax must be faster by", times_faster, from_the_shares, within=0.01)
 
 # %%
 claims = {
@@ -195,8 +197,7 @@ bars(axes[1], {"unfused": work / seconds["unfused"] / 1e9, "fused": work / secon
 # The two products run at what their register tile reaches (chapter 06), minus their epilogues: scores are scaled and rounded,
 # sums added to O. Softmax costs what it costs, because it follows the products instead of running beside them; overlapping
 # them within one core would have to be written by hand, instruction by instruction. Fusion's own gain on this machine is the
-# difference of the first two bars. It is not the 21 of the document, because the cache that the unfused form needs is large
-# here.
+# difference of the first two bars. The document's 21 was a quotient of two shares.
 
 # %%
 gain = seconds["unfused"] / seconds["fused"]

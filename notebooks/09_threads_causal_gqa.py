@@ -50,19 +50,23 @@ table(["threads", "ms", "times one thread", "GOP/s", "share of the peak of as ma
 # **Exercise 1.** If `serial` of the time (0 to 1) stays on one thread and the rest divides evenly, how many times faster are
 # `n` threads? (Amdahl's law.)
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+def law(serial, n):
+    return 1 / (serial + (1 - serial) / n)
+
 # %% tags=["exercise"]
 def amdahl(serial, n):
     return ...
 
 
-check("Amdahl's law", amdahl, lambda serial, n: 1 / (serial + (1 - serial) / n), (0.0, 12), (0.01, 12), (0.1, 1000))
+check("Amdahl's law", amdahl, law, (0.0, 12), (0.01, 12), (0.1, 1000))
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 def amdahl(serial, n):
     return 1.0 / (serial + (1.0 - serial) / n)
 
 
-check("Amdahl's law", amdahl, lambda serial, n: 1 / (serial + (1 - serial) / n), (0.0, 12), (0.01, 12), (0.1, 1000))
+check("Amdahl's law", amdahl, law, (0.0, 12), (0.01, 12), (0.1, 1000))
 
 # %% [markdown]
 # ## Causal: half of the work?
@@ -73,15 +77,15 @@ check("Amdahl's law", amdahl, lambda serial, n: 1 / (serial + (1 - serial) / n),
 # **Exercise 2.** How many times fewer tiles are computed with the mask than without? A tile of rows r .. r + block_q - 1
 # needs the key blocks that start at or before its last row.
 
-# %% tags=["exercise"]
-def times_fewer(length, block_q, block_k):
-    return ...
-
-
+# %% tags=["model"] jupyter={"source_hidden": true}
 def model(length, block_q, block_k):
     rows, blocks = -(-length // block_q), -(-length // block_k)
     seen = sum(1 for r in range(rows) for b in range(blocks) if b * block_k < min((r + 1) * block_q, length))
     return rows * blocks / seen
+
+# %% tags=["exercise"]
+def times_fewer(length, block_q, block_k):
+    return ...
 
 
 check("causal saves", times_fewer, model, (512, 48, 64), (1024, 48, 64), (4096, 48, 64))
@@ -159,15 +163,17 @@ table(["prefill, L = 1024, one thread", "ms", "GOP/s", "MB of K and V in int8"],
 # **Exercise 3.** Qwen 2.5 0.5B has 14 query heads, 2 KV heads, D = 64. How many bytes do K and V of one layer take for 1024
 # tokens in float16, and how many would they take with 14 KV heads, as the T4 document's diagram lays them out?
 
+# %% tags=["model"] jupyter={"source_hidden": true}
+bytes_of_kv = (2 * 2 * 1024 * 64 * 2, 2 * 14 * 1024 * 64 * 2)
+
 # %% tags=["exercise"]
-with_gqa, without = ..., ...
-answer = ... if with_gqa is ... else (with_gqa, without)
-check("bytes of K and V per layer", answer, (2 * 2 * 1024 * 64 * 2, 2 * 14 * 1024 * 64 * 2))
+answer = ..., ...
+check("bytes of K and V per layer", answer, bytes_of_kv)
 
 # %% tags=["solution"] jupyter={"source_hidden": true}
 token = 2 * 64 * 2                                         # K and V, 64 channels, 2 bytes, of one head
 answer = 2 * token * 1024, 14 * token * 1024
-check("bytes of K and V per layer", answer, (2 * 2 * 1024 * 64 * 2, 2 * 14 * 1024 * 64 * 2))
+check("bytes of K and V per layer", answer, bytes_of_kv)
 
 # %% [markdown]
 # ## The picture

@@ -39,12 +39,12 @@ def check(name: str, got: Any, expected: Any, *cases: tuple[Any, ...], within: f
     Parameters
     ----------
     name : what the exercise asks for
-    got : the answer; `...` is an exercise that is still open
+    got : the answer; `...`, also within a tuple, is an exercise that is still open
     expected : a value (number, text, array, or a tuple of them), or a function that computes it
     cases : with functions, the arguments to call both with, a tuple for each call
     within : relative tolerance of floats; integers, booleans and text must be equal
     """
-    if got is ...:
+    if got is ... or (isinstance(got, tuple) and any(x is ... for x in got)):
         verdict, words = "open", "not answered yet"
     elif cases:
         verdict, words = "right", f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"

@@ -6,7 +6,8 @@ from numflash.course import answers, check
 
 
 @pytest.mark.parametrize(("got", "expected", "verdict"), [
-    (..., 5, "open"), (5, 5, "right"), (6, 5, "wrong"), (5.0, 5, "right"), (5.0000001, 5.0, "right"), (5.01, 5.0, "wrong"),
+    (..., 5, "open"), ((1, ...), (1, 2), "open"),
+    (5, 5, "right"), (6, 5, "wrong"), (5.0, 5, "right"), (5.0000001, 5.0, "right"), (5.01, 5.0, "wrong"),
     ("memory", "memory", "right"), ("Memory ", "memory", "right"), ("compute", "memory", "wrong"), (None, 5, "wrong"),
     ((1, 2), (1, 2), "right"), ((1, 2), (1, 3), "wrong"), (1, (1, 2), "wrong"), (True, True, "right"), (float("nan"), 1.0, "wrong"),
     (np.arange(3), np.arange(3), "right"), (np.arange(4), np.arange(3), "wrong"), ([0, 1, 2], np.arange(3), "right"),
