@@ -231,7 +231,9 @@ class KVCache:
         shape = x.shape
         if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
             raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
-        if self.dtype != "int8":
+        if ready and self.dtype == "float32":
+            x = x.view(np.uint32)
+        elif self.dtype != "int8":
             x = writable(np.ascontiguousarray(convert(x, self.dtype))).view(self._layout.bits)
         elif not ready:
             x = self._float32(x)

@@ -53,13 +53,12 @@ def bench_decode(benchmark, case, dtype, threads):
         assert np.abs(out[0, :CHECKED, 0] - exact).sum() <= (0.03 if dtype == "int8" else 1e-5) * np.abs(exact).sum()
         benchmark.group = f"decode {case}, {threads} threads"
         benchmark.pedantic(functools.partial(cache.decode, q, out=out), rounds=50, warmup_rounds=2)
-        if benchmark.stats:
-            rate = cache.nbytes * case[2] / cache.page_size / benchmark.stats.stats.median      # the cache is a little longer
-            benchmark.extra_info.update(bytes_per_second=rate, share_of_read_bandwidth=rate / read_bandwidth(threads))
-            if find_spec("torch"):
-                benchmark.extra_info["times_torch"] = torch_seconds(q, k, v) / benchmark.stats.stats.median
         token = np.ascontiguousarray(k[:, :, :1]), np.ascontiguousarray(v[:, :, :1])
         append = median_time(lambda: cache.append(*token), 50)
-        benchmark.extra_info["append_seconds"] = append
         if benchmark.stats:
-            benchmark.extra_info["append_share_of_decode"] = append / benchmark.stats.stats.median
+            median = benchmark.stats.stats.median
+            rate = cache.nbytes * case[2] / cache.page_size / median            # the cache is a little longer
+            benchmark.extra_info.update(bytes_per_second=rate, share_of_read_bandwidth=rate / read_bandwidth(threads),
+                                        append_seconds=append, append_share_of_decode=append / median)
+            if find_spec("torch"):
+                benchmark.extra_info["times_torch"] = torch_seconds(q, k, v) / median
