@@ -1,9 +1,12 @@
 # %% [markdown]
 # # 21. Many machines: a ring of ranks
 #
-# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values travel. What makes this
-# possible is one property of softmax: attention over two disjoint sets of keys can be merged exactly from the two outputs and their
-# log-sum-exps. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
+# After this chapter you can cut attention over many machines, deal causal work so that nobody waits, and say from which length on
+# the exchange costs nothing.
+#
+# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values travel. What makes
+# this possible is one property of softmax: attention over two disjoint sets of keys can be merged exactly from the two
+# outputs and their log-sum-exps. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
 
 # %%
 import os
@@ -18,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import numflash
+from numflash.course import check, figure
 from numflash.mpi import Split, causal_work, imbalance
 from numflash.mpi.model import LINKS, Ring
 
@@ -48,6 +52,28 @@ print(f"largest difference from one process: {difference:.1e}")
 assert difference < 1e-6
 
 # %% [markdown]
+# **Exercise 1.** Write the merge of two partial outputs with their log-sum-exps (natural logarithm) yourself.
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+parts = [numflash.attention(q[0], k[r], v[r], return_lse=True, impl="reference") for r in (0, 1)]
+case = tuple(x[0, 0].astype(np.float64) for part in parts for x in part)
+
+# %% tags=["exercise"]
+def merge(out_a, lse_a, out_b, lse_b):
+    return ...
+
+
+check("the merged output", merge, lambda *state: numflash.merge_states(*state)[0], case, within=1e-4)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def merge(out_a, lse_a, out_b, lse_b):
+    share = 1 / (1 + np.exp(lse_b - lse_a))[:, None]       # e^lse_a over the sum of both
+    return share * out_a + (1 - share) * out_b
+
+
+check("the merged output", merge, lambda *state: numflash.merge_states(*state)[0], case, within=1e-4)
+
+# %% [markdown]
 # ## Who works, who waits
 #
 # With a causal mask, a row sees only what lies before it. Work per rank (rows) and step (columns), in query-key pairs: with
@@ -60,12 +86,37 @@ for name in ("plain", "zigzag"):
     print(f"{name}: chunks {dealt.chunks}\n{causal_work(dealt)}\nbusiest over mean: {imbalance(dealt):.2f}\n")
 assert imbalance(Split.plain(length, ranks)) > 1.7 and imbalance(Split.zigzag(length, ranks)) == 1.0
 
+# %%
+fig, axes = figure(2, width=9, height=3.0, sharey=True)
+for ax, name in zip(axes, ("plain", "zigzag"), strict=True):
+    dealt_work = np.asarray(causal_work(getattr(Split, name)(length, ranks)))
+    ax.imshow(dealt_work, vmin=0, vmax=length**2 / ranks**2)
+    for (r, t), pairs in np.ndenumerate(dealt_work):
+        ax.text(t, r, pairs, ha="center", va="center", fontsize=9, color="white" if pairs < 9000 else "black")
+    ax.set(title=f"{name}: query-key pairs", xlabel="step", ylabel="rank", xticks=range(ranks), yticks=range(ranks))
+
+# %% [markdown]
+# **Exercise 2.** All ranks meet after each step, so a step takes as long as its busiest rank. By what factor does zigzag
+# shorten the four steps together?
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+plain_steps, zigzag_steps = (np.asarray(causal_work(split)).max(0).sum()
+                             for split in (Split.plain(length, ranks), Split.zigzag(length, ranks)))
+
+# %% tags=["exercise"]
+answer = ...
+check("zigzag is faster by", answer, plain_steps / zigzag_steps, within=0.01)
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+answer = (8256 + 3 * 16384) / (8256 + 3 * 8192)       # the largest of each column, added up
+check("zigzag is faster by", answer, plain_steps / zigzag_steps, within=0.01)
+
 # %% [markdown]
 # ## The same over MPI
 #
-# Each rank is a process of its own, started by `mpiexec`. It sends the block that it holds and receives the next one while its
-# kernel runs. The script is what a user would write; rank 0 collects the shards to compare them. INT8 sends about a quarter of the
-# bytes.
+# Each rank is a process of its own, started by `mpiexec`. It sends the block that it holds and receives the next one while
+# its kernel runs. The script is what a user would write; rank 0 collects the shards to compare them. INT8 sends about a
+# quarter of the bytes.
 
 # %%
 SCRIPT = '''
