@@ -399,7 +399,7 @@ axes[1].text(most(), -0.75, f"cores here: {most()}", color="#0072B2", fontsize=9
 axes[1].set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -1), xlabel="gain",
             xticks=(0.5, 1, 2, 5, 10, 20), xticklabels=("0.5", "1", "2", "5", "10", "20"), title="the eight improvements")
 axes[1].minorticks_off()
-axes[1].legend(loc="lower right", fontsize=9)
+axes[1].legend(loc="center right", fontsize=9)
 
 # %%
 fig, ax = figure(1, width=8, height=2.2)
