@@ -1,6 +1,7 @@
 """The public functions: check, choose a backend, convert arrays. Nothing is computed here."""
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,11 @@ def solve(problem: Problem, impl: str) -> tuple[np.ndarray, np.ndarray | None]:
     return out, lse if problem.return_lse else None
 
 
+@functools.cache
+def _launch(device: str) -> Any:
+    return importlib.import_module(f".{device}.launch", __package__)
+
+
 def _run(problem: Problem, impl: str) -> tuple[np.ndarray, Any]:
     if impl == "reference":
         from . import reference
@@ -40,7 +46,7 @@ def _run(problem: Problem, impl: str) -> tuple[np.ndarray, Any]:
     if device == "cpu":
         refuse_after_fork()
     try:
-        launch = importlib.import_module(f".{device}.launch", __package__)
+        launch = _launch(device)
     except ImportError as error:
         raise UnsupportedError(f"impl: got {impl!r}, which cannot be loaded here ({error})") from error
     options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}, "cuda-emulator": {"emulator": True}}

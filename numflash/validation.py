@@ -96,6 +96,8 @@ def flag(name: str, value: Any) -> bool:
 
 def real(name: str, value: Any, low: float = -np.inf) -> float:
     """A finite number of at least `low`."""
+    if type(value) is float and low <= value < np.inf and value > -np.inf:
+        return value
     if isinstance(value, (bool, np.bool_, str)) or np.ndim(value) or not isinstance(value, (Real, np.ndarray)):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
     number = float(value)

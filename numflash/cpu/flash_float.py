@@ -180,7 +180,8 @@ def make_attend(name: str, precision: str):
 
         q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest |q| without overflow;
         columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv, workers); block_q rows of a tile, whole groups;
-        counter (1,) int64 zero; out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8, 1 for a row that float32 cannot hold.
+        counter (2,) int64 zeros, the second 1 afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32;
+        redo (N, L) uint8, 1 for a row that float32 cannot hold.
         """
         n_heads, length, d = q.shape
         dv = out.shape[2]
@@ -273,5 +274,7 @@ def make_attend(name: str, precision: str):
                     held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
                     held &= worst[i:i + 1].view(np.float32)[0] <= limits[n_kv]
                     redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
+                    if redo[n, row + i]:
+                        counter[1] = 1
             end_tiles()
     return attend

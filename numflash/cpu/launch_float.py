@@ -43,10 +43,9 @@ def semantics(problem: Problem) -> Semantics:
 def seen_keys(problem: Problem) -> np.ndarray:
     """(B,) int64: keys of each batch that some row can see."""
     length, s = problem.shape[3:5]
-    stops = np.minimum(problem.key_lengths, s)
-    if problem.right is not None:
-        stops = np.minimum(stops, length + problem.diagonal + problem.right)
-    return np.maximum(stops, 0).astype(np.int64)
+    if problem.right is None:
+        return problem.key_lengths
+    return np.clip(length + problem.diagonal + problem.right, 0, problem.key_lengths)
 
 
 def heads(x: np.ndarray) -> np.ndarray:
@@ -80,9 +79,11 @@ def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarra
     nb, nh, nkv, length, s, d, dv = problem.shape
     n, options = nb * nh, semantics(problem)
     out, lse, redo = np.empty((n, length, dv), F), np.empty((n, length), F), np.zeros((n, length), np.uint8)
+    counter = np.zeros(2, np.int64)
     if isa == "portable":
         run_rows(problem, options, False, np.arange(n * length), out, lse)
         redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37))
+        counter[1] = redo.any()
     else:
         native = isa in ("amx_bf16", "avx512_bf16")
         q, k, v = (x if native else np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
@@ -94,7 +95,7 @@ def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarra
         kind, workers = "bfloat16" if native else "float32", numba.get_num_threads()
         block_q = rows_per_task(tiling(isa, kind), n, length, workers)
         make_attend(isa, kind)(heads(q), keys, limits, values, columns, F(c), options, (nh, nkv, workers), block_q, s,
-                               np.zeros(1, np.int64), out, lse, redo)
-    if redo.any():
+                               counter, out, lse, redo)
+    if counter[1]:
         run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
     return out.reshape(nb, nh, length, dv), lse.reshape(nb, nh, length)

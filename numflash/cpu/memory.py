@@ -1,6 +1,7 @@
 """Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice."""
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ LINE = 64
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """np.empty, aligned."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, np.uint8)
     start = -room.ctypes.data % LINE
     return room[start:start + size].view(dtype).reshape(shape)

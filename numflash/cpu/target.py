@@ -101,9 +101,14 @@ def features(codegen: Any = None) -> frozenset[str]:
     return _features(codegen or cpu_target.target_context.codegen())
 
 
+@functools.cache
+def _lacking(needs: tuple[str, ...], codegen: Any) -> list[str]:
+    return [need for need in needs if not features(codegen).intersection(need.split("|"))]
+
+
 def missing(isa: str, isas: Needs = ISAS, codegen: Any = None) -> list[str]:
     """The features that `isa` needs and the target lacks."""
-    return [need for need in isas[isa] if not features(codegen).intersection(need.split("|"))]
+    return _lacking(isas[isa], codegen)
 
 
 @functools.cache
