@@ -3,7 +3,7 @@
 FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key block:
 
     scores   s = Q.K^T                                                  (score_tile: a panel of K stays in L1 for all rows)
-    change   softcap, ALiBi, bias, mask, edges of what a row sees       (change_row, only where asked for)
+    change   softcap, ALiBi, bias, mask, edges of what a row sees       (edge_rows, only where asked for)
     softmax  running maximum m, p = 2**(c * s - m), running sum l       (row_exceeds, row_weights); c = scale * log2(e)
     values   O += P.V                                                   (value_tile: so do the columns of V)
     out = O / l, lse = (m + log2(l)) * ln 2
@@ -37,6 +37,7 @@ HIDDEN = F(-np.inf)
 GROWTH = F(8)                                    # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)                                # a row whose maximum lies below is done again
 LN2 = np.log(2.0)
+inlined = inline(forceinline=True)               # where options go in: a call would copy them all
 
 
 @functools.cache
@@ -69,53 +70,35 @@ def make_attend(name: str, precision: str):
         else:
             score1(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
 
-    @inline
-    def change_row(semantics, b, h, i, first, n, x, x_off, dense):
-        """Softcap, ALiBi, bias and mask of one row, in the field's order, on n keys from `first`."""
-        count, whole, rest = (n + lanes - 1) // lanes, n // lanes, n % lanes
-        tail = x_off + whole * lanes
-        if semantics.softcap > F(0):
-            softcap(x, x_off, count, semantics.softcap)
-        if semantics.slopes.size > 0:
-            alibi(x, x_off, count, semantics.slopes[b, h], i + semantics.diagonal[b] - first)
-        if semantics.has_bias:
-            bias, at = dense.bias, row_of(semantics.bias, b, h, i) + first
-            add_bias(x, x_off, whole, bias, at)
-            if rest:
-                for j in range(rest):
-                    dense.bias_end[j] = bias[at + whole * lanes + j]
-                add_bias(x, tail, 1, dense.bias_end, 0)
-        if semantics.has_mask:
-            mask, at = dense.mask, row_of(semantics.mask, b, h, i) + first
-            apply_mask(x, x_off, whole, mask, at)
-            if rest:
-                for j in range(rest):
-                    dense.mask_end[j] = mask[at + whole * lanes + j]
-                apply_mask(x, tail, 1, dense.mask_end, 0)
+    @inlined
+    def step_of(x):
+        """Elements from one row of a (B, H, L, S) array to the next, 0 where all rows are one."""
+        return x.shape[3] if x.shape[2] > 1 else 0
 
-    @inline
-    def panel_seen(semantics, dense, b, h, row, rows, first, n):
-        """Whether the dense mask lets any of the rows see any of n keys from `first`."""
-        for i in range(row, row + rows):
-            at = row_of(semantics.mask, b, h, i) + first
-            if found(dense.mask, at, n // lanes):
+    @inlined
+    def panel_seen(mask, at, step, rows, n):
+        """Whether the dense mask lets any of the rows, from mask[at] on and `step` apart, see any of n keys."""
+        for _ in range(rows):
+            if found(mask, at, n // lanes):
                 return True
             for j in range(at + n // lanes * lanes, at + n):
-                if dense.mask[j]:
+                if mask[j]:
                     return True
+            at += step
         return False
 
-    @inline
+    @inlined
     def panels_seen(semantics, dense, b, h, row, rows, first, stop):
         """first .. stop without the panels at either end that the dense mask hides from all rows."""
+        mask, at, step = dense.mask, row_of(semantics.mask, b, h, row), step_of(semantics.mask)
         while first < stop:
             after = min(stop, first // panel * panel + panel)
-            if panel_seen(semantics, dense, b, h, row, rows, first, after - first):
+            if panel_seen(mask, at + first, step, rows, after - first):
                 break
             first = after
         while first < stop:
             before = max(first, (stop - 1) // panel * panel)
-            if panel_seen(semantics, dense, b, h, row, rows, before, stop - before):
+            if panel_seen(mask, at + before, step, rows, stop - before):
                 break
             stop = before
         return first, stop
@@ -155,24 +138,62 @@ def make_attend(name: str, precision: str):
                 sums[t] = sums[t] * shrink
         m[i] = top
 
-    @inline
-    def edge_row(semantics, b, h, i, at, first, stop, lo, hi, c, x, p, m, l, o, row, dense):
-        """Scores and weights of one row, at x[at ...], that does not see all keys of first .. stop as they are."""
-        count = (stop - first + unit - 1) // unit * (unit // lanes)
-        end = at + count * lanes
-        a, z = max(lo[i] - first, 0), min(hi[i], stop) - first
-        if z > a:
-            scale(x, at, count, c)
-            if semantics.general:
-                change_row(semantics, b, h, row + i, first, stop - first, x, at, dense)
-            x[at:at + a] = HIDDEN
-            x[at + z:end] = HIDDEN
-            if exceeds(x, at, count, F(1), F(m[i] + GROWTH)):
-                grow_row(x, at, count, m, l, o, i)
-        if z <= a or m[i] == HIDDEN:
-            p[at:end] = operand(0)
-        else:
-            weights(x, at, count, F(1), m[i], p, at, l, i * lanes)
+    @inlined
+    def edge_rows(semantics, dense, b, h, row, g, rows, first, stop, block, lo, hi, c, x, p, m, l, o):
+        """Weights of a group's rows that do not see all keys of first .. stop as they are.
+
+        Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no slice made, row by row: each
+        costs two atomic operations on a counter (P26).
+        """
+        n = stop - first
+        count, whole, rest = (n + unit - 1) // unit * (unit // lanes), n // lanes, n % lanes
+        some = (n + lanes - 1) // lanes
+        cap, slope = semantics.softcap, F(0)
+        if semantics.slopes.size > 0:
+            slope = semantics.slopes[b, h]
+        bias, bias_end, mask, mask_end = dense.bias, dense.bias_end, dense.mask, dense.mask_end
+        bias_at, bias_step = row_of(semantics.bias, b, h, row + g) + first, step_of(semantics.bias)
+        mask_at, mask_step = row_of(semantics.mask, b, h, row + g) + first, step_of(semantics.mask)
+        centre, early = row + semantics.diagonal[b] - first, cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0)
+        for i in range(g, g + rows):
+            at = i * key_block + first - block
+            tail, end = at + whole * lanes, at + count * lanes
+            left, right = max(lo[i] - first, 0), min(hi[i], stop) - first
+            factor = c
+            if right > left:
+                if early:
+                    scale(x, at, count, c)
+                    factor = F(1)
+                if cap > F(0):
+                    softcap(x, at, some, cap)
+                if slope != F(0):
+                    alibi(x, at, some, slope, centre + i)
+                if semantics.has_bias:
+                    add_bias(x, at, whole, bias, bias_at)
+                    if rest:
+                        for j in range(rest):
+                            bias_end[j] = bias[bias_at + whole * lanes + j]
+                        add_bias(x, tail, 1, bias_end, 0)
+                if semantics.has_mask:
+                    apply_mask(x, at, whole, mask, mask_at)
+                    if rest:
+                        for j in range(rest):
+                            mask_end[j] = mask[mask_at + whole * lanes + j]
+                        apply_mask(x, tail, 1, mask_end, 0)
+                for j in range(at, at + left):
+                    x[j] = HIDDEN
+                for j in range(at + right, end):
+                    x[j] = HIDDEN
+                if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
+                    scale(x, at, count, factor)
+                    factor = F(1)
+                    grow_row(x, at, count, m, l, o, i)
+            if right <= left or m[i] == HIDDEN:
+                for j in range(at, end):
+                    p[j] = operand(0)
+            else:
+                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
+            bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
     @kernel(parallel=True)
     def attend(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
@@ -246,8 +267,7 @@ def make_attend(name: str, precision: str):
                         for i in range(g, g + rows):
                             most, least = max(most, lo[i]), min(least, hi[i])
                         if semantics.general or most > a or least < z or (z - a) % unit:
-                            for i in range(g, g + rows):
-                                edge_row(semantics, b, h, i, i * key_block + a - block, a, z, lo, hi, c, x, p, m, l, o, row, dense)
+                            edge_rows(semantics, dense, b, h, row, g, rows, a, z, block, lo, hi, c, x, p, m, l, o)
                         else:
                             count = (z - a) // lanes
                             for i in range(g, g + rows):

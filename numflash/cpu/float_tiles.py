@@ -196,8 +196,15 @@ EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733953714371, 0.009
 LOWEST = -150.0                                  # 2**LOWEST is 0 in float32
 
 
+def scale(b, isa, y, n, where):
+    """y * 2**floor(n) of 16 lanes, 0 outside of `where`."""
+    mask = b.bitcast(where, ir.IntType(16))
+    return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, y, n, constant(isa.floats, 0.0), mask, I32(4))
+
+
 def exp2(b, isa, x):
-    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN."""
+    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN. Of 16 lanes, no denormals: they cost 150 cycles each on Intel."""
+    normal = b.fcmp_unordered(">=", x, constant(isa.floats, -126.0))
     x = larger(b, x, constant(isa.floats, LOWEST))
     n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x)
     f = b.fsub(x, n)
@@ -205,7 +212,7 @@ def exp2(b, isa, x):
     for c in EXP2[4::-1]:
         y = isa.fma(b, y, f, constant(isa.floats, c))
     if isa.lanes == 16:
-        return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, y, n, constant(isa.floats, 0.0), I16(-1), I32(4))
+        return scale(b, isa, y, n, normal)
     ints = vector(I32, isa.lanes)
     n = b.add(call(b, f"llvm.fptosi.sat.v{isa.lanes}i32.v{isa.lanes}f32", ints, n), constant(ints, 127))
     power = b.bitcast(b.shl(n, constant(ints, 23)), isa.floats)
@@ -223,7 +230,7 @@ def exp2_floor(b, isa, x):
     y = constant(isa.floats, EXP2_FLOOR[5])
     for c in EXP2_FLOOR[4::-1]:
         y = isa.fma(b, y, f, constant(isa.floats, c))
-    return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, y, x, constant(isa.floats, 0.0), I16(-1), I32(4))
+    return scale(b, isa, y, x, b.fcmp_unordered(">=", x, constant(isa.floats, -126.0)))
 
 
 def fold(b, x, combine):
