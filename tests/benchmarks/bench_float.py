@@ -1,7 +1,12 @@
 """Float attention against PyTorch, ONNX Runtime and OpenVINO, one thread, each checked before it is timed: `make bench`.
 
-Peers take part where they are installed (`pip install torch onnx onnxruntime openvino`). Nothing here passes or fails by time.
+`python tests/benchmarks/bench_float.py` times everybody in turns and prints one table: turns, because clocks drift over a run by
+more than contenders differ. Peers take part where they are installed (`pip install torch onnx onnxruntime openvino`).
+Nothing here passes or fails by time.
 """
+import sys
+import time
+
 import numpy as np
 import pytest
 
@@ -65,20 +70,65 @@ def openvino(precision, q, k, v, causal):
     return call
 
 
-@pytest.mark.parametrize("prepare", [ours, pytorch, onnx_runtime, openvino], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def bench_float(benchmark, precision, case, prepare):
+CONTENDERS = (ours, pytorch, onnx_runtime, openvino)
+
+
+def checked(precision, case, prepare):
+    """The call of a contender, whose result agrees with float64."""
     h, length, d, causal = CASES[case]
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, h, length, d), np.float32) for _ in range(3))
+    call = prepare(precision, q, k, v, causal)
+    tail = validation.problem(q[:, :, -64:], k, v, is_causal=causal, alignment="lower_right")
+    want = reference.oracle(tail)[0]
+    assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max(), prepare.__name__
+    return call
+
+
+def gflops(case, seconds):
+    h, length, d, causal = CASES[case]
+    return 4e-9 * h * d * (length * (length + 1) / 2 if causal else length**2) / seconds
+
+
+@pytest.mark.parametrize("prepare", CONTENDERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def bench_float(benchmark, precision, case, prepare):
     with on_threads(1):
-        call = prepare(precision, q, k, v, causal)
-        tail = validation.problem(q[:, :, -64:], k, v, is_causal=causal, alignment="lower_right")
-        want = reference.oracle(tail)[0]
-        assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max()
+        call = checked(precision, case, prepare)
         benchmark.group = f"{precision} {case}"
         benchmark.pedantic(call, rounds=7, warmup_rounds=1)
     if benchmark.stats:
-        visible = length * (length + 1) / 2 if causal else length**2
-        benchmark.extra_info["gflops"] = 4e-9 * h * d * visible / benchmark.stats.stats.median
+        benchmark.extra_info["gflops"] = gflops(case, benchmark.stats.stats.median)
+
+
+def compare(precision, case, seconds=2.0):
+    """Median time of everybody who can run the case, in turns: {name: seconds}."""
+    calls = {}
+    for prepare in CONTENDERS:
+        try:
+            calls[prepare.__name__] = checked(precision, case, prepare)
+        except pytest.skip.Exception as reason:
+            print(f"{precision} {case}: {prepare.__name__} takes no part ({reason})", file=sys.stderr)
+    times = {name: [] for name in calls}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(times["ours"]) < 3:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: float(np.median(t)) for name, t in times.items()}
+
+
+def main(precisions):
+    with on_threads(1):
+        for precision in precisions:
+            for case in CASES:
+                found = compare(precision, case)
+                base = found["ours"]
+                shown = (f"{name} {1e3 * t:.2f} ms, {gflops(case, t):.0f} GFLOP/s, {t / base:.2f}" for name, t in found.items())
+                print(f"{precision:9}{case:24}" + "  ".join(shown), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["float32", "bfloat16"])
