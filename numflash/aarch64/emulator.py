@@ -9,10 +9,12 @@ import functools
 import io
 import re
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numba.core import sigutils, types
+from numba.core.types import containers
 
 from ..codegen import Target, compile_for
 from ..errors import UnsupportedError
@@ -42,6 +44,15 @@ LOW12 = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}                        
 
 
 machine_code = functools.cache(compile_for)                                      # one code for every vector length
+
+
+def _flat(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """Arguments and their types as a call passes them: tuples member by member."""
+    for argument, kind in zip(arguments, kinds, strict=True):
+        if isinstance(kind, containers.BaseTuple):
+            yield from _flat(argument, list(kind))
+        else:
+            yield argument, kind
 
 
 class Emulated:
@@ -147,17 +158,35 @@ class Emulated:
         elif name in ("memcpy", "memmove"):
             uc.mem_write(to, bytes(uc.mem_read(a, n)))
         elif name is not None and re.match("NRT_MemInfo_alloc.*_aligned$", name):     # (size, align)
-            info, self._free = self._free, self._free + to + 64 + 2 * a
+            info, self._free = self._free, (self._free + to + 2 * a + 127) // 64 * 64            # atomics want 8 bytes
             data = (info + 64 + a - 1) // a * a
             uc.mem_write(info, struct.pack("<6Q", 1, 0, 0, data, to, 0))
             uc.reg_write(arm.UC_ARM64_REG_X0, info)
+        elif name == "exp2f":                                                    # of whole numbers only: exact in every libm
+            x, = struct.unpack("<f", struct.pack("<Q", uc.reg_read(arm.UC_ARM64_REG_D0))[:4])
+            uc.reg_write(arm.UC_ARM64_REG_D0, int(np.exp2(np.float32(x)).view(np.uint32)))
         elif name == "NRT_MemInfo_call_dtor":
             pass
+        elif name == "numba_attempt_nocopy_reshape":                             # (nd, dims, strides twice, size, order)
+            uc.reg_write(arm.UC_ARM64_REG_X0, self._reshape(*(uc.reg_read(getattr(arm, f"UC_ARM64_REG_X{i}")) for i in range(7))))
         else:
             self._failure = f"the code called {name}"
             uc.emu_stop()
             return
         uc.reg_write(arm.UC_ARM64_REG_PC, uc.reg_read(arm.UC_ARM64_REG_LR))
+
+    def _reshape(self, nd: int, dims: int, strides: int, new_nd: int, new_dims: int, new_strides: int, size: int) -> int:
+        """Numba's helper for contiguous arrays: 1 and the new strides, or 0 for others."""
+        def words(where: int, n: int) -> tuple[int, ...]:
+            return struct.unpack(f"<{n}q", self._uc.mem_read(where, 8 * n))
+
+        def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(size * int(np.prod(shape[i + 1:], dtype=np.int64)) for i in range(len(shape)))
+        old, new = words(dims, nd), contiguous(words(new_dims, new_nd))
+        if 0 not in old and words(strides, nd) != contiguous(old):
+            return 0
+        self._uc.mem_write(new_strides, struct.pack(f"<{new_nd}q", *new))
+        return 1
 
     def __call__(self, *arguments: Any, count: bool = False) -> Any:
         """Call; arrays are written back, the return value is returned.
@@ -169,7 +198,7 @@ class Emulated:
         """
         uc, integers, floats, back = self._uc, [HEAP, HEAP + 64], [], []         # result pointer, exception pointer
         free = HEAP + PAGE
-        for argument, kind in zip(arguments, self.argument_types, strict=True):
+        for argument, kind in _flat(arguments, self.argument_types):
             if isinstance(kind, types.Array):
                 if argument.dtype != np.dtype(str(kind.dtype)) or not argument.flags.c_contiguous:
                     raise TypeError(f"got {argument.dtype}, strides {argument.strides}; allowed: {kind}")
