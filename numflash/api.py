@@ -212,11 +212,14 @@ def attention_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     shape = taken["query"].array.shape
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
-    for problem, rows, stands in validation.sequences(whole, cu_q, cu_k, options.get("alignment", "upper_left")):
+    for problem, chosen in validation.sequences(whole, cu_q, cu_k, options.get("alignment", "upper_left")):
         part, part_lse = solve(problem, impl)
-        out[rows] = convert(part, "float32").swapaxes(1, 2)[stands]
-        if part_lse is not None:
-            lse[rows] = part_lse.swapaxes(1, 2)[stands]
+        part = convert(part, "float32")
+        for i, n in enumerate(chosen):
+            rows = slice(cu_q[n], cu_q[n + 1])
+            out[rows] = part[i, :, :cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
+            if part_lse is not None:
+                lse[rows] = part_lse[i, :, :cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
     return _deliver(out, lse, taken["query"], return_lse)
 
 

@@ -324,14 +324,14 @@ def shorten(array: np.ndarray) -> str:
 
 
 # Multiplications that take about as long as a call: sequences share a call where filling them up to one length costs less.
-CALL = 4e6
+CALL = 1e6
 
 
 def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
-              ) -> Iterator[tuple[Problem, np.ndarray, np.ndarray]]:
+              ) -> Iterator[tuple[Problem, list[int]]]:
     """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up to the longest.
 
-    Yields the problem of a batch of n sequences, the packed rows (rows,) that are in it, and where in (n, L) they stand, bool.
+    Yields the problem of a batch, and the numbers of its sequences.
     """
     many, few = np.diff(cu_q), np.diff(cu_k)
     _, h, _, _, _, d, dv = whole.shape
@@ -348,12 +348,12 @@ def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
                 break
             stop, waste = stop + 1, padding
         chosen = np.sort(queue[first:stop])
-        yield _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment)
+        yield _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment), chosen.tolist()
         first = stop
 
 
 def _batch(whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s: np.ndarray, alignment: str
-           ) -> tuple[Problem, np.ndarray, np.ndarray]:
+           ) -> Problem:
     """Sequences that begin at packed rows `at_q` and keys `at_k`, `l` and `s` long, as a batch; filled up with any rows."""
     def gather(x: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         rows, n = x[0].transpose(1, 0, 2), len(at)
@@ -362,9 +362,8 @@ def _batch(whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s:
             return rows[at[0]:at[0] + n * longest].reshape(n, longest, *rows.shape[1:]).transpose(0, 2, 1, 3)
         return rows[np.minimum(at[:, None] + np.arange(longest), len(rows) - 1)].transpose(0, 2, 1, 3)
 
-    slopes, stands = whole.alibi_slopes, np.arange(int(l.max())) < l[:, None]
-    problem = replace(
+    slopes = whole.alibi_slopes
+    return replace(
         whole, query=gather(whole.query, at_q, l), key=gather(whole.key, at_k, s), value=gather(whole.value, at_k, s),
         diagonal=(s - l if alignment == "lower_right" else np.zeros(len(l), np.int64)), key_lengths=s,
         alibi_slopes=None if slopes is None else writable(np.broadcast_to(slopes, (len(l), slopes.shape[1]))))
-    return problem, (at_q[:, None] + np.arange(stands.shape[1]))[stands], stands
