@@ -73,6 +73,10 @@ def _announce() -> None:
     logger.warning("compiling numflash kernels: the first call only, they are cached on disk (numflash warmup does it ahead)")
 
 
+def _shown(options: dict[str, Any]) -> str:
+    return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
+
+
 def _salt(value: Any) -> str:
     """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
     if isinstance(value, (tuple, list)):
@@ -82,7 +86,7 @@ def _salt(value: Any) -> str:
         cells = getattr(function, "__closure__", None) or ()
         inner = ",".join(_salt(cell.cell_contents) for cell in cells)
         name = getattr(function, "__qualname__", type(function).__name__)
-        return f"{getattr(function, '__module__', '')}.{name}[{inner}]"
+        return f"{getattr(function, '__module__', '')}.{name}[{inner}]{_shown(getattr(value, 'targetoptions', {}))}"
     return repr(value)
 
 
@@ -145,8 +149,8 @@ def kernel(function: Callable | None = None, *, parallel: bool = False, float_ma
                "parallel": dict(PRANGE_ONLY) if parallel else False,
                "fastmath": set(FLOAT_MATH) if float_math else False, **options}
     dispatcher = numba.njit(**options)(function)
-    shown = repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
-    dispatcher._cache = _PackageCache(dispatcher.py_func, shown)
+    with contextlib.suppress(RuntimeError):      # a function typed at the prompt has no file, and Numba nowhere to cache it
+        dispatcher._cache = _PackageCache(dispatcher.py_func, _shown(options))
     return dispatcher
 
 

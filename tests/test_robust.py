@@ -59,6 +59,24 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     assert "compiling" in second.stderr and first.stdout == second.stdout
 
 
+def test_a_helper_with_other_options_is_another_kernel():
+    """Two kernels that differ only in the options of a function they call must not share compiled code."""
+    from numflash import _jit
+
+    def helper(x):
+        return x + 1
+
+    def caller(called):
+        return _jit.kernel(lambda x: called(x))
+    salts = {_jit._salt(caller(_jit.kernel(helper, **options))) for options in ({}, {"float_math": True}, {"inline": "always"})}
+    assert len(salts) == 3
+    assert _jit._salt(caller(_jit.kernel(helper))) == _jit._salt(caller(_jit.kernel(helper)))
+
+
+def test_a_kernel_typed_at_the_prompt_is_not_cached():
+    python("from numflash._jit import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
+
+
 def test_unwritable_cache_still_computes(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("not a folder")
