@@ -16,6 +16,7 @@ _BRANCH = re.compile(r"^(?:b(?:\.\w+)?|cbn?z|tbn?z|j\w+)\s+(?:.*,\s*)?(\.L\w+)$"
 _CALL = re.compile(r"^(?:blr?|callq?)\s")
 _STACK = re.compile(r"\[sp\b|\[x29\b|\(%rsp\b|\(%rbp\b")
 _VECTOR = re.compile(r"%[xyz]mm\d|\b(?:z\d+(?:\.[bhsdq])?|v\d+\.\d*[bhsdq]|[qd]\d+)\b")
+TILE_DOTS = 12                                   # of the smallest tile of a product: 6 rows x 2 vectors
 _DOT = re.compile(r"(?:\{vex\}\s+)?(?:vpdpbusd|vpmaddwd|[su]+dot\b|tdpb)")
 _DIVISION = re.compile(r"^(?:[su]divr?|i?div[bwlq]?)\s")
 _FLOAT64_X86 = re.compile(r"^v?(?:(?:add|sub|mul|div|sqrt|min|max|fn?m\w+\d+|round|rndscale|u?comi|cmp\w*|scalef)[ps]d"
@@ -74,7 +75,8 @@ def loops(assembly: str) -> list[Loop]:
 
 
 def hot_loop(assembly: str) -> Loop:
-    """The innermost loop with the most, and the densest, integer dot products, or else with the most vector instructions.
+    """The innermost loop of a product's register tile, the densest in integer dot products; or else the loop with the most vector
+    instructions: the unrolled main loop, not its remainders.
 
     Raises
     ------
@@ -84,8 +86,11 @@ def hot_loop(assembly: str) -> Loop:
     found = loops(assembly)
     if not found:
         raise ArgumentError("assembly: the code has no loop")
-    return max(found, key=lambda loop: (sum(map(is_dot, loop.instructions))**2 / len(loop.instructions),
-                                        sum(map(is_vector, loop.instructions)), loop.depth))
+
+    def density(loop: Loop) -> float:
+        dots = sum(4 if i.startswith("tdp") else is_dot(i) for i in loop.instructions)
+        return dots**2 / len(loop.instructions) if dots >= TILE_DOTS else 0.0
+    return max(found, key=lambda loop: (density(loop), sum(map(is_vector, loop.instructions)), loop.depth))
 
 
 def histogram(instructions: Iterable[str]) -> dict[str, int]:

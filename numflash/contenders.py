@@ -140,9 +140,9 @@ def on_threads(threads: int) -> Iterator[None]:
         return
     import torch
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        with limit(threads):
+        with limit(threads):                     # first: starting Numba's threads resets the number that PyTorch shares with it
+            torch.set_num_threads(threads)
             yield
     finally:
         torch.set_num_threads(before)
