@@ -15,7 +15,7 @@ from numba import prange
 from .._jit import kernel
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS, running_lanes
-from .memory import empty
+from .memory import LINE, empty
 
 
 class PackedKeys(NamedTuple):
@@ -135,8 +135,10 @@ def float_rows(isa_name: str, v: np.ndarray, bad: np.ndarray) -> np.ndarray:
     """v (N, S, Dv) float32 as (N, padded keys * columns), rows of whole vectors; padding and `bad` (N, S) rows are zeros."""
     n, s, dv = v.shape
     keys, columns = padded(s, KEY_BLOCK), padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name))
-    if (keys, columns) == (s, dv) and not bad.any():
+    if (keys, columns) == (s, dv) and not bad.any() and v.ctypes.data % LINE == 0:
         return v.reshape(n, -1)
-    out = np.zeros((n, keys, columns), np.float32)
-    out[:, :s, :dv] = np.where(bad[..., None], np.float32(0), v)
+    out = empty((n, keys, columns), np.float32)
+    out[:, s:], out[:, :, dv:] = 0, 0
+    out[:, :s, :dv] = v
+    out[:, :s][bad] = 0
     return out.reshape(n, -1)
