@@ -16,6 +16,7 @@ import logging
 import os
 import pickle
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,17 +78,34 @@ def _shown(options: dict[str, Any]) -> str:
     return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
 
 
+EMPTY = types.CellType()                         # of a name that is not bound yet
+
+
 def _salt(value: Any) -> str:
     """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
     if isinstance(value, (tuple, list)):
         return "(" + ",".join(map(_salt, value)) + ")"
     function = getattr(value, "py_func", getattr(value, "_defn", value))     # a dispatcher's or an intrinsic's own function
+    if hasattr(function, "_named"):                                          # its name says it all
+        return function.__qualname__ + _shown(getattr(value, "targetoptions", {}))
     if callable(function):
         cells = getattr(function, "__closure__", None) or ()
-        inner = ",".join(_salt(cell.cell_contents) for cell in cells)
+        inner = ",".join(_salt(cell.cell_contents) for cell in cells if cell != EMPTY)
         name = getattr(function, "__qualname__", type(function).__name__)
         return f"{getattr(function, '__module__', '')}.{name}[{inner}]{_shown(getattr(value, 'targetoptions', {}))}"
     return repr(value)
+
+
+def _named(function: Callable) -> Callable:
+    """Name a closure after all that it closes over.
+
+    Numba tells the closures of a factory apart by a number that every process counts anew. Two of them, compiled in different
+    processes and loaded from the cache into a third, would share a symbol, and one would run the other's code.
+    """
+    if function.__closure__ and not hasattr(function, "_named"):
+        function.__qualname__ += "." + hashlib.sha256(_salt(function).encode()).hexdigest()[:16]
+        function._named = True                                               # type: ignore[attr-defined]
+    return function
 
 
 class _CheckedFile(caching.IndexDataCacheFile):
@@ -148,7 +166,7 @@ def kernel(function: Callable | None = None, *, parallel: bool = False, float_ma
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
                "parallel": dict(PRANGE_ONLY) if parallel else False,
                "fastmath": set(FLOAT_MATH) if float_math else False, **options}
-    dispatcher = numba.njit(**options)(function)
+    dispatcher = numba.njit(**options)(_named(function))
     with contextlib.suppress(RuntimeError):      # a function typed at the prompt has no file, and Numba nowhere to cache it
         dispatcher._cache = _PackageCache(dispatcher.py_func, _shown(options))
     return dispatcher
@@ -198,8 +216,13 @@ def refuse_after_fork() -> None:
                                    "allowed: worker processes started by 'spawn', or forked before the first call")
 
 
-# A function that other kernels call: compiled into its callers, never cached by itself.
-inline = functools.partial(numba.njit, nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+def inline(function: Callable | None = None, **options: Any) -> Any:
+    """A function that kernels call: compiled into its callers, never cached by itself."""
+    if function is None:
+        return functools.partial(inline, **options)
+    return numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, **options)(_named(function))
+
+
 # The same without reference counts, for what runs per block of keys: each count is a locked instruction, which also holds back
 # every later read of memory. Takes and slices arrays, allocates none.
 bare = functools.partial(inline, _nrt=False)

@@ -73,6 +73,41 @@ def test_a_helper_with_other_options_is_another_kernel():
     assert _jit._salt(caller(_jit.kernel(helper))) == _jit._salt(caller(_jit.kernel(helper)))
 
 
+FACTORY = """
+from numflash._jit import inline, kernel
+
+def make(step):
+    @inline
+    def helper(x, n):
+        for i in range(n):
+            x[i % x.size] = x[i % x.size] * x[(i + step) % x.size] + step
+            if x[i % x.size] > 1e6:
+                x[i % x.size] = step
+        return x[n % x.size]
+
+    @kernel
+    def run(x, n):
+        return helper(x, n) + step
+    return run
+"""
+MADE = "import sys, numpy as np, factory; print([factory.make(c)(np.arange(5.0), 9) for c in map(int, sys.argv[1:])])"
+
+
+def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
+    """Numba numbers closures anew in every process: two from the cache must not run each other's code."""
+    (tmp_path / "factory.py").write_text(FACTORY)
+
+    def made(*steps, cache="cache"):
+        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / cache)}
+        done = subprocess.run([sys.executable, "-c", MADE, *map(str, steps)], capture_output=True, text=True, timeout=300,
+                              env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return eval(done.stdout)
+    want = made(1) + made(2) + made(3)
+    assert len(set(want)) == 3
+    assert made(1, 2, 3) == want and made(3, 1, 2) == [want[2], want[0], want[1]]
+
+
 def test_a_kernel_typed_at_the_prompt_is_not_cached():
     python("from numflash._jit import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
 

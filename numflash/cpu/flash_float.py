@@ -29,7 +29,7 @@ from . import float_tiles as tiles
 from .float_packing import largest
 from .float_tiles import FLOAT_ISAS
 from .memory import zero_bytes
-from .scores import Dense, row_of, row_range
+from .scores import Dense, row_of, row_range, step_of
 from .vectors import next_task
 
 F = np.float32
@@ -69,11 +69,6 @@ def make_attend(name: str, precision: str):
             score2(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
         else:
             score1(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
-
-    @inlined
-    def step_of(x):
-        """Elements from one row of a (B, H, L, S) array to the next, 0 where all rows are one."""
-        return x.shape[3] if x.shape[2] > 1 else 0
 
     @inlined
     def panel_seen(mask, at, step, rows, n):

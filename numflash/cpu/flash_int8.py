@@ -23,14 +23,14 @@ import numpy as np
 from numba import prange
 
 from .. import fixedpoint as fx
-from .._jit import inline, kernel
+from .._jit import bare, kernel
 from ..fixedpoint import ONE_Q16
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
 from .blocks import score_block, tile_state, value_block
 from .isas import VECTOR_ISAS, lanes_of
 from .memory import zero_bytes
-from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range
+from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 from .vectors import next_task
 
@@ -56,53 +56,81 @@ def make_attend(isa_name: str, pv: str):
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
     apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
 
-    @inline
-    def change_row(semantics, dense, b, h, i, first, n, x, x_off):
-        """Softcap, ALiBi, bias and mask of the first n scores of a row, as `scores.transform_row` does it."""
-        count, whole, rest = (n + float_lanes - 1) // float_lanes, n // float_lanes, n % float_lanes
-        tail = x_off + whole * float_lanes
-        if semantics.softcap > F(0):
-            softcap(x, x_off, count, semantics.softcap, semantics.shift[b, h, i])
-        if semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0):
-            alibi(x, x_off, count, semantics.slopes[b, h], i + semantics.diagonal[b] - first)
-        if semantics.has_bias:
-            at = row_of(semantics.bias, b, h, i) + first
-            add_bias(x, x_off, whole, dense.bias, at)
-            if rest:
-                for j in range(rest):
-                    dense.bias_end[j] = dense.bias[at + whole * float_lanes + j]
-                add_bias(x, tail, 1, dense.bias_end, 0)
-        if semantics.has_mask:
-            at = row_of(semantics.mask, b, h, i) + first
-            apply_mask(x, x_off, whole, dense.mask, at)
-            if rest:
-                for j in range(rest):
-                    dense.mask_end[j] = dense.mask[at + whole * float_lanes + j]
-                apply_mask(x, tail, 1, dense.mask_end, 0)
+    @bare
+    def change_rows(semantics, dense, b, h, row, first, n, x, live):
+        """Softcap, ALiBi, bias and mask of the first n scores of all rows, as `scores.transform_row` does it.
 
-    @inline
+        All rows in one call: the options are many words, which every call would copy.
+        """
+        count, whole, rest = (n + float_lanes - 1) // float_lanes, n // float_lanes, n % float_lanes
+        cap, shift, slopes = semantics.softcap, semantics.shift, semantics.slopes
+        slope = slopes[b, h] if slopes.size > 1 else slopes[0, 0]
+        has_bias, bias, bias_end = semantics.has_bias, dense.bias, dense.bias_end
+        has_mask, mask, mask_end = semantics.has_mask, dense.mask, dense.mask_end
+        bias_at, bias_step = row_of(semantics.bias, b, h, row) + first, step_of(semantics.bias)
+        mask_at, mask_step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
+        centre = row + semantics.diagonal[b] - first
+        for i in range(live.size):
+            at = i * KEY_BLOCK
+            tail = at + whole * float_lanes
+            if live[i]:
+                if cap > F(0):
+                    softcap(x, at, count, cap, shift[b, h, row + i])
+                if slope != F(0):
+                    alibi(x, at, count, slope, centre + i)
+                if has_bias:
+                    add_bias(x, at, whole, bias, bias_at)
+                    if rest:
+                        for j in range(rest):
+                            bias_end[j] = bias[bias_at + whole * float_lanes + j]
+                        add_bias(x, tail, 1, bias_end, 0)
+                if has_mask:
+                    apply_mask(x, at, whole, mask, mask_at)
+                    if rest:
+                        for j in range(rest):
+                            mask_end[j] = mask[mask_at + whole * float_lanes + j]
+                        apply_mask(x, tail, 1, mask_end, 0)
+            bias_at += bias_step
+            mask_at += mask_step
+
+    @bare
     def mask_hides(semantics, dense, b, h, row, first, n, live):
         """Whether the dense mask hides n keys from `first` on from all rows."""
         for i in range(live.size):
             at = row_of(semantics.mask, b, h, row + i) + first
             whole = n // float_lanes
-            if live[i] and (found(dense.mask, at, whole) or dense.mask[at + whole * float_lanes:at + n].any()):
-                return False
+            if live[i]:
+                if found(dense.mask, at, whole):
+                    return False
+                for j in range(whole * float_lanes, n):
+                    if dense.mask[at + j]:
+                        return False
         return True
 
-    @inline
+    @bare
+    def hide_edges(x, rows, columns, first, lo, hi, live):
+        """Scores of keys that a row does not see: weight 0."""
+        for i in range(rows):
+            if live[i]:
+                for j in range(lo[i] - first):
+                    x[i, j] = HIDDEN
+                for j in range(hi[i] - first, columns):
+                    x[i, j] = HIDDEN
+
+    @bare
     def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
                     semantics, dense):
         """Scores of the block as float32, transformed and masked, then int16 relative to each row's octave `base`."""
         float_scores(q, stride, k, first, start, ck, cq, rows, columns, wide)
+        if semantics.general:
+            change_rows(semantics, dense, b, h, row, first, min(columns, s - first), wide, live)
         for i in range(live.size):
             if live[i]:
                 at = i * KEY_BLOCK
-                if semantics.general:
-                    change_row(semantics, dense, b, h, row + i, first, min(columns, s - first), wide, at)
-                line = wide[i]
-                line[:max(lo[i] - first, 0)] = HIDDEN_WIDE
-                line[min(hi[i] - first, columns):columns] = HIDDEN_WIDE
+                for j in range(lo[i] - first):
+                    wide[i, j] = HIDDEN_WIDE
+                for j in range(hi[i] - first, columns):
+                    wide[i, j] = HIDDEN_WIDE
                 best, bad = row_top(wide, at, columns // float_lanes)
                 if bad or best == HIDDEN_WIDE:
                     live[i], base[i] = 0, I(UNSEEN)
@@ -112,12 +140,13 @@ def make_attend(isa_name: str, pv: str):
                     base[i] = I(I(np.rint(min(max(best, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
                     row_narrow(wide, at, columns // float_lanes, I(base[i] << I(8)), x, at)
 
-    @inline
+    @bare
     def blank_rows(p, rows, columns, live, total):
         """Rows that see nothing of the block have weights 0."""
         for i in range(rows):
             if not live[i]:
-                p[i, :columns] = 0
+                for j in range(columns):
+                    p[i, j] = 0
                 total[i] = I(0)
 
     @kernel(parallel=True)
@@ -182,12 +211,7 @@ def make_attend(isa_name: str, pv: str):
                     if not use_wide:
                         scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x)
                         if not inside:
-                            for i in range(real):
-                                if live[i]:
-                                    if lo[i] > c:
-                                        x[i, :lo[i] - c] = HIDDEN
-                                    if hi[i] < c + columns:
-                                        x[i, hi[i] - c:columns] = HIDDEN
+                            hide_edges(x, real, columns, c, lo, hi, live)
                         octaves(x, real, columns, octave, octave_q8)
                         if not inside:
                             for i in range(real):

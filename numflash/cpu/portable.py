@@ -198,7 +198,11 @@ def make_attend(pv: str):
                 n_kv = b * h_kv + h * h_kv // h_all
                 rows = min(BLOCK_Q, length - row)
                 block = (rows + MR - 1) // MR * MR
-                q_tile[:rows], cq_tile[:rows] = q[n, row:row + rows], cq[n, row:row + rows]
+                for i in range(rows):
+                    source, target = q[n, row + i], q_tile[i]
+                    for e in range(target.size):
+                        target[e] = source[e]
+                    cq_tile[i] = cq[n, row + i]
                 m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
                 o[:] = F(0)
                 first, stop = s, 0

@@ -68,6 +68,12 @@ def row_of(x, b, h, i):
 
 
 @inline
+def step_of(x):
+    """Elements from one row of a (B, H, L, S) array to the next, 0 where all rows are one."""
+    return x.shape[3] if x.shape[2] > 1 else 0
+
+
+@inline
 def transform_row(semantics, b, h, i, first, x):
     """Softcap, ALiBi, bias and mask on the Q8.8 float32 scores of one row from key `first` on, in the field's order."""
     if semantics.softcap > F(0):

@@ -18,9 +18,10 @@ HIDDEN = float("-inf")
 
 
 def _rounded(b, isa, x):
-    """float32 to the nearest int32, ties to even; x within range or NaN."""
+    """float32 to the nearest int32, ties to even; x within range, NaN becomes 0. (fptosi.sat does all of it, lane by lane.)"""
     n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x)
-    return call(b, f"llvm.fptosi.sat.v{isa.lanes}i32.v{isa.lanes}f32", vector(I32, isa.lanes), n)
+    number = b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0))
+    return b.fptosi(number, vector(I32, isa.lanes))
 
 
 def _limited(b, isa, x):
