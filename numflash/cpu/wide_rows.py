@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import fixedpoint as fx
-from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, row_change
+from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, row_change, whole
 from .vectors import I16, I32, call, constant, data, load, splat, store, vector
 
 FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}   # float vectors of as many lanes as those of an INT8 instruction set
@@ -18,10 +18,8 @@ HIDDEN = float("-inf")
 
 
 def _rounded(b, isa, x):
-    """float32 to the nearest int32, ties to even; x within range, NaN becomes 0. (fptosi.sat does all of it, lane by lane.)"""
-    n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x)
-    number = b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0))
-    return b.fptosi(number, vector(I32, isa.lanes))
+    """float32 to the nearest int32, ties to even; x within range, NaN becomes 0."""
+    return whole(b, isa, call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x))
 
 
 def _limited(b, isa, x):
