@@ -9,10 +9,10 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-import numba
 import numpy as np
 
 from . import fixedpoint as fx
+from .cache_pages import Pages
 from .cpu import launch_decode
 from .cpu.launch_decode import KEY_BLOCK, F
 from .cpu.packing import padded
@@ -96,7 +96,6 @@ class KVCache:
             raise ArgumentError(f"sinks: got {sinks} without a window; allowed: 0")
         else:
             slots = padded(self.max_length, KEY_BLOCK)
-        self._paged = page_size is not None
         if page_size is not None:
             _integer("page_size", page_size, KEY_BLOCK, 1 << 20)
             if page_size & (page_size - 1):
@@ -109,11 +108,7 @@ class KVCache:
         self._layout = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size, isa, **ring)
         self._store: Any = self._layout.allocate(self.pages, self.batch, self._width)
         self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
-        self._owned: list[list[int]] = [[] for _ in range(self.batch)]
-        self._users = np.zeros(self.pages, np.int64)
-        self._free = list(range(self.pages - 1, -1, -1))
-        if not self._paged:
-            self._store.table[:, 0] = np.arange(self.batch)
+        self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
         self._append = launch_decode.Append(self._layout, self.batch, self._offset)
         self._longest = 0
         self._counts: dict[int, np.ndarray] = {}
@@ -136,7 +131,7 @@ class KVCache:
     def free_pages(self) -> int:
         """Pages of the pool that no sequence uses."""
         self._open()
-        return len(self._free) if self._paged else 0
+        return len(self._pool.free) if self._pool.paged else 0
 
     def _open(self) -> Any:
         if self._store is None:
@@ -213,8 +208,8 @@ class KVCache:
                 raise self._full(take)
         else:
             take = self._checked_counts(counts, n)
-        if self._paged:
-            self._take_pages(take)
+        if self._pool.paged:
+            self._pool.grow(store.lengths, take)
         if self.smooth:
             self._set_offset(key, take)
         self._append(key, value, take, store)
@@ -258,21 +253,6 @@ class KVCache:
         return CacheFullError(f"append: sequence {b} holds {self._store.lengths[b]} tokens and would get {take[b]} more; "
                               f"allowed: {self.max_length} in all")
 
-    def _take_pages(self, take: np.ndarray) -> None:
-        need = [-(-(int(n) + int(t)) // self.page_size) - len(mine)
-                for n, t, mine in zip(self._store.lengths, take, self._owned, strict=True)]
-        if sum(x for x in need if x > 0) > len(self._free):
-            raise CacheFullError(f"append: {sum(x for x in need if x > 0)} more pages of {self.page_size} tokens are needed; "
-                                 f"free are {len(self._free)} of {self.pages}")
-        for b, more in enumerate(need):
-            for _ in range(more):
-                self._own(b, self._free.pop())
-
-    def _own(self, b: int, page: int) -> None:
-        self._store.table[b, len(self._owned[b])] = page
-        self._owned[b].append(page)
-        self._users[page] += 1
-
     def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
         for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
             with np.errstate(all="ignore"):
@@ -291,21 +271,15 @@ class KVCache:
         CacheFullError, ArgumentError, ArgumentTypeError
         """
         store = self._open()
-        if not self._paged:
+        if not self._pool.paged:
             raise ArgumentError("share: the cache has no pages; allowed: a cache with page_size")
         a, b = self._sequence("source", source), self._sequence("target", target)
         if a == b or store.lengths[b]:
             raise ArgumentError(f"target: got {b}; allowed: an empty sequence other than the source")
         n = int(store.lengths[a]) if length is None else _integer("length", length, 0, int(store.lengths[a]))
-        whole, rest = divmod(n, self.page_size)
-        if rest and not self._free:
-            raise CacheFullError(f"share: one more page is needed; free are 0 of {self.pages}")
-        for page in self._owned[a][:whole]:
-            self._own(b, page)
-        if rest:
-            self._own(b, self._free.pop())
-            old, new = self._owned[a][whole], self._owned[b][whole]
-            store.data[new] = store.data[old]
+        copied = self._pool.share(a, b, n)
+        if copied is not None:
+            self._layout.copy_page(store, *copied)
         store.lengths[b], self._offset[b] = n, self._offset[a]
         self._longest = max(self._longest, n)
 
@@ -315,11 +289,7 @@ class KVCache:
         if sequences is None:
             sequences = range(self.batch)
         for b in [self._sequence("sequences", b) for b in np.atleast_1d(sequences).tolist()]:
-            for page in self._owned[b]:
-                self._users[page] -= 1
-                if not self._users[page]:
-                    self._free.append(page)
-            self._owned[b] = []
+            self._pool.release(b)
             store.lengths[b], self._offset[b] = 0, 0
         self._longest = int(store.lengths.max(initial=0))
 
@@ -407,9 +377,7 @@ class KVCache:
 
     def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[launch_decode.Plan, np.float32]:
         """The prepared call for this query, and the factor of its scores."""
-        blocks = (min(self._longest, self._layout.sinks + self._layout.ring) + KEY_BLOCK - 1) // KEY_BLOCK
-        small = self._longest * self.batch * self.kv_heads * self._layout.slot_bytes <= launch_decode.SERIAL_BYTES
-        workers = 1 if small else numba.get_num_threads()
+        workers, blocks = self._layout.call(self._longest, self.batch)
         known = self._calls.get((shape, scale, splits, workers, blocks))
         if known is None:
             if len(self._calls) > 64:
@@ -427,9 +395,8 @@ class KVCache:
             raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window")
         factor = self.head_dim**-0.5 if scale is None else real("scale", scale)
         group = shape[1] // self.kv_heads
-        tiles = -(-group * shape[2] // launch_decode.TILE_ROWS)
         if splits is None:
-            splits = launch_decode.split_count(self.batch * self.kv_heads * tiles, blocks, workers) if blocks else 1
+            splits = self._layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
             splits = _integer("splits", splits, 1, 1 << 16)
         plan = self._plans.get((shape, splits, workers))

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from .._jit import one_at_a_time, refuse_after_fork
-from ..tiling import KEY_BLOCK
+from ..tiling import KEY_BLOCK, split_count
 from . import target
 from .decode import AGAIN, Scratch, Store, make_decode
 from .decode_append import make_append_float, make_append_int8
@@ -20,21 +21,6 @@ SERIAL_BYTES = 512 << 10                         # cached bytes below which star
 UNLIMITED = 1 << 40
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
 LINE = 64                                        # bytes of a cache line
-
-
-def split_count(units: int, blocks: int, workers: int) -> int:
-    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles: FlashAttention 2's rule.
-
-    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts that do not change the blocks
-    of a split are left out. 14 heads on the T4's 40 multiprocessors (80 workers, blocks of 256 keys) at 1024 keys give 4, as in
-    the document (`Decode architecture`, "Split-K Parallelism").
-    """
-    fill = {}
-    for n in range(1, min(blocks, 128) + 1):
-        if n == 1 or -(-blocks // n) != -(-blocks // (n - 1)):
-            waves = units * n / workers
-            fill[n] = waves / -(-units * n // workers)
-    return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
 
 
 def zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
@@ -79,6 +65,19 @@ class Layout:
     def slot_bytes(self) -> int:
         """Bytes of a token of one KV head, scales not counted."""
         return (self.channels + self.columns) * self.tile.size
+
+    def call(self, longest: int, batch: int) -> tuple[int, int]:
+        """(threads, key blocks of the longest sequence): what the number of splits depends on."""
+        small = longest * batch * self.kv_heads * self.slot_bytes <= SERIAL_BYTES
+        return 1 if small else numba.get_num_threads(), -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+
+    def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
+        """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
+        return split_count(batch * self.kv_heads * -(-rows // TILE_ROWS), blocks, workers) if blocks else 1
+
+    def copy_page(self, store: Store, source: int, target: int) -> None:
+        """Copy all of a page."""
+        store.data[target] = store.data[source]
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
         return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),

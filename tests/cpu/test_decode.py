@@ -13,10 +13,10 @@ from oracles import draw, naive
 import numflash
 from numflash import quantization, reference
 from numflash.cpu import launch_decode, target
-from numflash.cpu.launch_decode import split_count
 from numflash.cpu.threads import limit, most
 from numflash.errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
 from numflash.kvcache import KVCache
+from numflash.tiling import split_count
 
 B, H, G, D = 2, 4, 2, 16
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
