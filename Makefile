@@ -3,6 +3,10 @@ PYTHON ?= python3
 PYTEST ?= -q
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
+# where the CUDA compiler has wheels, the CUDA kernels are tested too: in the emulator, without a GPU, driver or toolkit
+ifeq ($(shell uname -sm),Linux x86_64)
+CUDA := ,cuda,sass
+endif
 
 .PHONY: demo test test-slow test-mpi test-aarch64 test-oldest notebooks notebooks-made lint bench clean
 
@@ -47,7 +51,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/ready: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cli,aarch64]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cli,aarch64$(CUDA)]'
 	@touch $@
 
 .venv/lint: .venv/ready

@@ -27,6 +27,7 @@ except ImportError as error:
 
 __all__ = ["cuda", "device_function", "intrinsic", "numba_cuda_version", "signature", "to_cubin", "to_ptx", "types"]
 
+_numpy: Any = np
 numba_cuda_version: str = numba_cuda.__version__
 
 
@@ -47,13 +48,13 @@ def _offline(cc: tuple) -> Iterator[None]:
     real, shim = _dispatcher.get_current_device, not hasattr(np, "row_stack")
     _dispatcher.get_current_device = lambda: _OfflineDevice(cc)
     if shim:
-        np.vstack = np.vstack          # P50: numba-cuda uses a name that numpy 2.5 has dropped
+        _numpy.row_stack = np.vstack          # P50: numba-cuda uses a name that numpy 2.5 has dropped
     try:
         yield
     finally:
         _dispatcher.get_current_device = real
         if shim:
-            del np.vstack
+            del _numpy.row_stack
 
 
 def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:

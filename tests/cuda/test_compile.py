@@ -2,6 +2,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -104,6 +105,14 @@ def test_canary_of_private_names():
     assert callable(compile_cuda) and callable(kernel_fixup) and callable(nvvm.set_launch_bounds)
     assert callable(numba.cuda.dispatcher.get_current_device)
     assert tuple(int(x) for x in _target.numba_cuda_version.split(".")[:2]) in {(0, 28), (0, 29), (0, 30)}
+
+
+def test_a_numpy_without_row_stack(monkeypatch):
+    """NumPy 2.5 has dropped a name that numba-cuda uses (P50): it is lent for the compilation, and NumPy is as it was after it."""
+    monkeypatch.delattr(np, "row_stack", raising=False)
+    before = set(vars(np))
+    assert ".entry" in compile.compile_source(scale_kernel(), "sm_80", "ptx").ptx
+    assert set(vars(np)) - {"row_stack"} == before - {"row_stack"} and not hasattr(np, "row_stack")
 
 
 def test_without_the_extra():

@@ -1,0 +1,24 @@
+"""What only a card can show: that it gives what the emulator gives."""
+import numpy as np
+import oracles
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+import numflash
+from numflash.cuda import launch, validate
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.slow
+def test_every_case_of_the_emulator():
+    rows = list(validate.correctness(launch.current_device()))
+    assert [row["case"] for row in rows if not row["passed"]] == [] and len(rows) == len(validate.CASES)
+
+
+def test_attention_on_the_card():
+    q, k, v = oracles.qkv(b=1, h=2, l=70, s=90, d=64, dtype=np.float16)
+    out, lse = numflash.attention(q, k, v, is_causal=True, return_lse=True, impl="cuda")
+    expected, expected_lse = oracles.naive(q, k, v, is_causal=True)
+    assert np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, atol=1e-4)
