@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import statistics
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,11 @@ def check(driver: Any, result: tuple) -> Any:
     return result[1] if len(result) == 2 else result[1:]
 
 
+def words_of(parameter: str) -> tuple[str, ...]:
+    """What a parameter is passed as. A Numba array: two pointers to its owner, size, item size, address, shape, strides."""
+    return ("int64",) * (5 + 2 * int(parameter[5:])) if parameter.startswith("array") else (parameter,)
+
+
 def encode(driver: Any, tensor: TensorMap, address: int) -> np.ndarray:
     """The 128 bytes that TMA reads: axes innermost first, strides from the second axis on."""
     kinds = driver.CUtensorMapDataType
@@ -85,7 +91,7 @@ def encode(driver: Any, tensor: TensorMap, address: int) -> np.ndarray:
 class Kernel:
     """A cubin loaded into the current context.
 
-    Call it with the grid, the stream's handle and one number per parameter (an address for an array); `threads` and the
+    Call it with the grid, the stream's handle and one number per parameter (for an array those of `words_of`); `threads` and the
     dynamic shared memory are the compiled kernel's own. Thread-safe: each thread has its own parameter block.
     """
 
@@ -100,7 +106,7 @@ class Kernel:
         self._local = threading.local()
 
     def _block(self) -> tuple[list[Any], Any, int]:
-        values: list[Any] = [_CTYPES[t](0) for t in self.item.parameters]
+        values: list[Any] = [_CTYPES[t](0) for p in self.item.parameters for t in words_of(p)]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         self._local.block = values, pointers, ctypes.addressof(pointers)
         return self._local.block
@@ -168,17 +174,33 @@ class Device:
             self._kernels[item] = Kernel(self.driver, item)
         return self._kernels[item]
 
-    def prepared(self, launch: Launch, use: Callable[[Callable[[], None]], Any]) -> Any:
-        """`use` the launch as a function without arguments, its arrays on the card; results are back in them afterwards."""
+    def prepared(self, launch: Launch, use: Callable[[Callable[[], None]], Any], persist: Sequence[np.ndarray] = ()) -> Any:
+        """`use` the launch as a function without arguments, its arrays on the card; results are back in them afterwards.
+
+        `persist` names arrays of the launch that should stay in L2 meanwhile: one window over all of them (`Device.persist`).
+        """
         kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
         flat = [x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))]
         maps = [m for x in flat if isinstance(x, list) for m in x]
         with self.copies([x for x in flat if isinstance(x, np.ndarray)] + [m.array for m in maps]) as address:
             table = np.array([encode(self.driver, m, address[id(m.array)]) for m in maps], np.uint8)
             with self.copies([table]) as at:
-                numbers = [at[id(table)] if isinstance(x, list) else address[id(x)] if isinstance(x,
-                                                                                                  np.ndarray) else x for x in flat]
-                return use(lambda: kernel(launch.grid, 0, *numbers))
+                numbers: list[Any] = []
+                for x, parameter in zip(flat, kernel.item.parameters, strict=True):
+                    if not isinstance(x, np.ndarray):
+                        numbers.append(at[id(table)] if isinstance(x, list) else x)
+                    elif parameter.startswith("array"):
+                        numbers += [0, 0, x.size, x.itemsize, address[id(x)], *x.shape, *x.strides]
+                    else:
+                        numbers.append(address[id(x)])
+                if not persist:
+                    return use(lambda: kernel(launch.grid, 0, *numbers))
+                low = min(address[id(x)] for x in persist)
+                self.persist(0, low, max(address[id(x)] + x.nbytes for x in persist) - low)
+                try:
+                    return use(lambda: kernel(launch.grid, 0, *numbers))
+                finally:
+                    self.persist(0, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
         """Enqueue a launch whose arrays lie on the card; what is small and comes from the host is uploaded once per content."""
@@ -225,6 +247,21 @@ class Device:
     def copies(self, arrays: list[np.ndarray]) -> _Copies:
         """Host arrays on the card while the `with` lasts."""
         return _Copies(self.driver, arrays)
+
+
+def median_seconds(device: Device, work: Callable[[], None], repeats: int = 20) -> float:
+    """Median time of one launch, by events on the default stream, after five launches to warm up."""
+    d = device.driver
+    start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
+    times = []
+    for n in range(repeats + 5):
+        check(d, d.cuEventRecord(start, 0))
+        work()
+        check(d, d.cuEventRecord(stop, 0))
+        check(d, d.cuEventSynchronize(stop))
+        if n >= 5:
+            times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
+    return statistics.median(times)
 
 
 def arch_of(major: int, minor: int) -> str:

@@ -9,7 +9,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -75,21 +75,6 @@ def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def median_seconds(device: launch.Device, work: Callable[[], None], repeats: int = 20) -> float:
-    """Median time of one launch, by events on the default stream, after five launches to warm up."""
-    d = device.driver
-    start, stop = (launch.check(d, d.cuEventCreate(0)) for _ in range(2))
-    times = []
-    for n in range(repeats + 5):
-        launch.check(d, d.cuEventRecord(start, 0))
-        work()
-        launch.check(d, d.cuEventRecord(stop, 0))
-        launch.check(d, d.cuEventSynchronize(stop))
-        if n >= 5:
-            times.append(float(launch.check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
-    return statistics.median(times)
-
-
 def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and 128, full and causal."""
     for length in lengths:
@@ -99,7 +84,7 @@ def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[st
                 flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0)
                 for precision in ("float16", "int8"):
                     problem = problem_of((b, h, h, length, length, d), precision, {"is_causal": causal})
-                    seconds = device.prepared(launch.plan(problem, device.arch), lambda work: median_seconds(device, work))
+                    seconds = device.prepared(launch.plan(problem, device.arch), lambda work: launch.median_seconds(device, work))
                     yield {"kernel": f"numflash {precision}", "L": length, "D": d, "B": b, "H": h, "causal": causal,
                            "seconds": seconds, "tflops": flop / seconds / 1e12}
                 for name, seconds in peers(b, h, length, d, causal):

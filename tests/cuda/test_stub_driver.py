@@ -99,6 +99,25 @@ def test_l2_window(driver):
     assert "limit 6 = 1048576" in done.stderr and "stream attribute 1: 700000000000 1048576 0.5" in done.stderr
 
 
+CLOCK = """
+from numflash.cuda import launch, study
+device = launch.current_device()
+rung = study.LADDER[0]
+q, k, v, expected = study.problem(128, 64, 0)
+device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+study.clock(128)
+"""
+
+
+def test_the_ladder_is_validated_on_a_card_before_it_is_timed(driver):
+    """The window spans keys and values, is closed again, and the stub's zeros are refused."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
+    done = subprocess.run([sys.executable, "-c", CLOCK], capture_output=True, text=True, env=environment, timeout=300)
+    window, closed = (line for line in done.stderr.splitlines() if line.startswith("stream attribute 1"))
+    assert window.endswith(f" {65536 + 128 * 64 * 2} 1") and closed == "stream attribute 1: 0 0 1"
+    assert done.returncode == 1 and "rung 1: relative error 1.00e+00" in done.stderr
+
+
 def test_launch_on_hopper_encodes_tensor_maps(driver):
     done = run(driver, SOLVE.format(d=64), "90")
     assert done.stderr.count("tensor map of rank 4") == 3

@@ -1,6 +1,7 @@
 """The ladder: one attention kernel, made faster one decision at a time, each rung checked before it is counted.
 
-`python -m numflash.cuda.study` builds every rung, runs it in the emulator, checks it against float64 and prints the table.
+`python -m numflash.cuda.study` builds every rung, runs it in the emulator, checks it against float64 and prints the table; where
+there is a card it times them too.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import NumflashError, UnsupportedError
 from ..forward import LOG2E, Launch
 
 
@@ -32,25 +34,25 @@ LADDER = (
     Rung("2", "tiles in shared memory", "A key is read from global memory once per block of 64 rows, 16 bytes per thread.",
          "shared_tiles"),
     Rung("3", "tensor cores for Q.K^T", "Half of the arithmetic moves to m16n8k16 products; the weights "
-         "travel through shared memory.",
-         "tensor_cores", {"scores_only": True}),
+         "travel through shared memory.", "scores_only"),
     Rung("4", "tensor cores for P.V too", "The accumulator of the scores is the operand of P.V: weights stay in registers "
-         "(FlashAttention-2). Rows of 128 bytes all start in the same bank, so ldmatrix takes 8 passes.", "tensor_cores"),
-    Rung("5a", "padded rows", "16 bytes of padding per row spread the 8 rows of a matrix over the banks.", "tensor_cores",
+         "(FlashAttention-2). Rows of 128 bytes all start in the same bank, so ldmatrix takes 8 passes.", "both_products"),
+    Rung("5a", "padded rows", "16 bytes of padding per row spread the 8 rows of a matrix over the banks.", "both_products",
          {"layout": "padded"}),
-    Rung("5b", "swizzled rows", "An XOR of the chunk number with the row does the same without the padding.", "tensor_cores",
+    Rung("5b", "swizzled rows", "An XOR of the chunk number with the row does the same without the padding.", "both_products",
          {"layout": "swizzled"}),
     Rung("6", "double buffer", "The next tile comes by cp.async while this one is multiplied: one barrier per tile, no registers "
-         "in between.", "tensor_cores", {"layout": "swizzled", "double_buffer": True}),
-    Rung("7", "Q in registers", "Q's fragments are loaded once instead of once per tile and key.", "tensor_cores",
-         {"layout": "swizzled", "double_buffer": True, "q_in_registers": True}),
-    Rung("7h", "float16 scores", "Accumulating the scores in float16 halves their registers and costs accuracy: the reason not to.",
-         "tensor_cores", {"layout": "swizzled", "double_buffer": True, "q_in_registers": True, "half_scores": True}, tolerance=8.0),
+         "in between.", "double_buffer"),
+    Rung("7a", "Q in registers", "Q's fragments are loaded once instead of once per tile and key.", "register_blocks"),
+    Rung("7b", "32 rows per warp", "Each fragment of K and V serves four products instead of two, and a block needs half as many "
+         "tiles for its rows; it costs registers.", "register_blocks", {"row_tiles": 2}),
+    Rung("7h", "float16 scores", "Beside 7a: scores accumulated in float16 take half the registers until they are widened for the "
+         "softmax, which saves next to none in all, and cost accuracy: the reason not to.", "register_blocks",
+         {"half_scores": True}, tolerance=8.0),
     Rung("8", "TMA, wgmma, warp specialisation", "One thread feeds two warpgroups whose products read shared memory by themselves "
          "(FlashAttention-3).", "flash_hopper", {"overlap": False}, "sm_90a"),
     Rung("9", "softmax beside the products", "The next tile's Q.K^T is issued before this tile's P.V is waited for.",
-         "flash_hopper",
-         {"overlap": True}, "sm_90a"),
+         "flash_hopper", {"overlap": True}, "sm_90a"),
 )
 
 
@@ -58,13 +60,12 @@ def factory(rung: Rung) -> Callable:
     """The module-level function that builds the rung's kernel."""
     from ..kernels.flash_hopper import flash_hopper
     from . import scalar, tensor_cores
-    known: dict[str, Callable] = {"one_thread_per_row": scalar.one_thread_per_row, "shared_tiles": scalar.shared_tiles,
-            "tensor_cores": tensor_cores.tensor_cores, "flash_hopper": flash_hopper}
-    return known[rung.factory]
+    return flash_hopper if rung.factory == "flash_hopper" else getattr(scalar, rung.factory, None) or getattr(
+        tensor_cores, rung.factory)
 
 
-def launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Launch:
-    """The launch of a rung on float16 (L, D) arrays, L a multiple of 64 (of 128 from rung 8 on)."""
+def launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray, arch: str | None = None) -> Launch:
+    """The launch of a rung on float16 (L, D) arrays, L a multiple of 128; rungs 1 to 7 can be built for other architectures."""
     length, d = query.shape
     scale = np.float32(LOG2E / np.sqrt(d))
     out = np.zeros_like(query)
@@ -76,50 +77,105 @@ def launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray) ->
         return Launch(factory(rung), {"d": d, "dv": d, "block_k": 128, **rung.constants}, rung.arch, (length // 128, 1, 1), args,
                       lambda: (out, lse))
     args = (query, key, value, out, key.shape[0], scale)
-    return Launch(factory(rung), {"d": d, **rung.constants}, rung.arch, (length // 64, 1, 1), args, lambda: (out, np.zeros(0)))
+    rows = 64 * rung.constants.get("row_tiles", 1)
+    return Launch(factory(rung), {"d": d, **rung.constants}, arch or rung.arch, (length // rows, 1, 1), args,
+                  lambda: (out, np.zeros(0)))
+
+
+def problem(length: int, d: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Standard normal q, k, v in float16, and the float64 result."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((length, d)).astype(np.float16) for _ in range(3))
+    scores = q.astype(np.float64) @ k.T.astype(np.float64) / np.sqrt(d)
+    p = np.exp(scores - scores.max(1, keepdims=True))
+    return q, k, v, p / p.sum(1, keepdims=True) @ v.astype(np.float64)
+
+
+def validated(rung: Rung, out: np.ndarray, expected: np.ndarray) -> float:
+    """The relative error against float64; a rung that is wrong is neither counted nor timed."""
+    error = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+    if not error < 1e-3 * rung.tolerance:
+        raise NumflashError(f"rung {rung.number}: relative error {error:.2e} against float64")
+    return error
 
 
 def climb(length: int = 256, d: int = 64, seed: int = 0) -> list[dict[str, Any]]:
     """Run the ladder in the emulator: one row of figures per rung, in order, each checked against float64 first.
 
-    Registers, stack and machine instructions come from the cubin where the binary utilities are installed, else they are None.
+    Registers, stack, spills and machine instructions come from the cubin where the binary utilities are installed, else None.
+    Global memory is counted in the 32-byte sectors that each warp's access touches, before any cache.
     """
-    from ...errors import NumflashError, UnsupportedError
     from ..compile import compiled
     from ..forward import emulated
     from ..sass import resources
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal((length, d)).astype(np.float16) for _ in range(3))
-    scores = q.astype(np.float64) @ k.T.astype(np.float64) / np.sqrt(d)
-    p = np.exp(scores - scores.max(1, keepdims=True))
-    expected = p / p.sum(1, keepdims=True) @ v.astype(np.float64)
+    q, k, v, expected = problem(length, d, seed)
     rows = []
     for rung in LADDER:
         step = launch(rung, q, k, v)
         out, _, report = emulated(step)
-        error = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
-        if not error < 1e-3 * rung.tolerance:
-            raise NumflashError(f"rung {rung.number}: relative error {error:.2e} against float64")
+        error = validated(rung, out, expected)
         cubin = compiled(step.factory, step.arch, "cubin", **step.constants)
         try:
             made = resources(cubin.code)
             machine: dict[str, Any] = {"registers": made.registers, "stack": made.stack,
+                                       "spills": made.count("LDL") + made.count("STL"),
                                        "machine_instructions": sum(made.opcodes.values())}
         except UnsupportedError:
-            machine = dict.fromkeys(("registers", "stack", "machine_instructions"))
+            machine = dict.fromkeys(("registers", "stack", "spills", "machine_instructions"))
         rows.append({"rung": rung.number, "name": rung.name, "why": rung.why, "error": error, **machine,
                      "shared_bytes": cubin.shared_bytes, "warp_instructions": sum(report.instructions.values()),
                      "instructions": report.instructions, "tensor_operations": report.tensor_operations,
-                     "global_bytes": report.global_loaded + report.global_stored, "shared_bytes_read": report.shared_loaded,
+                     "tensor_flops": report.tensor_flops, "barriers": report.barriers,
+                     "global_moved": 32 * (report.global_load_sectors + report.global_store_sectors),
+                     "shared_bytes_read": report.shared_loaded,
                      "shared_wavefronts": report.shared_wavefronts, "shared_conflicts": report.shared_conflicts})
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The figures as Markdown. Counts are the emulator's; no time is shown, because none was measured."""
-    columns = {"rung": "rung", "name": "what changed", "registers": "registers", "stack": "stack B", "shared_bytes": "shared B",
-               "warp_instructions": "warp instr.", "tensor_operations": "tensor op.", "global_bytes": "global B",
-               "shared_bytes_read": "shared B read", "shared_wavefronts": "wavefronts", "shared_conflicts": "of them conflicts"}
-    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join("-" if row[c] is None else str(row[c]) for c in columns) + " |" for row in rows]
-    return "\n".join(lines)
+def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Seconds of each rung on this machine's card, validated first: {rung: (plain, with keys and values kept in L2)}.
+
+    Rungs 8 and 9 run on Hopper only. The second figure asks for the L2 window that the L4 document names (`Device.prepared`).
+    Raises UnsupportedError where there is no card.
+    """
+    from ..launch import current_device, median_seconds
+    device = current_device()
+    q, k, v, expected = problem(length, d, seed)
+    found = {}
+    for rung in LADDER:
+        if rung.arch == "sm_90a" and device.arch != "sm_90a":
+            continue
+        step = launch(rung, q, k, v, device.arch)
+        device.prepared(step, lambda work: work())
+        validated(rung, step.finish()[0], expected)
+        plain, kept = (device.prepared(step, lambda work: median_seconds(device, work), persist=those) for those in ((), (k, v)))
+        found[rung.number] = plain, kept
+    return found
+
+
+MIX = {"tensor": ("tensor",), "float": ("float",), "exp2, 1/x": ("special",), "memory, copies": ("memory", "asynchronous"),
+       "integer, moves": ("integer", "move", "conversion", "shuffle"), "control": ("control",)}
+
+
+def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]] | None = None) -> str:
+    """The figures as two Markdown tables: resources and bytes, then the instruction mix. Counts are the emulator's.
+
+    Times are shown where a card measured them (`clock`).
+    """
+    columns = {"rung": "rung", "name": "what changed", "registers": "registers", "stack": "stack B", "spills": "spills",
+               "shared_bytes": "shared B", "global_moved": "global B moved", "shared_bytes_read": "shared B read",
+               "shared_wavefronts": "wavefronts", "shared_conflicts": "of them conflicts"}
+    first = [["-" if row[c] is None else str(row[c]) for c in columns] for row in rows]
+    heads = [*columns.values()]
+    if seconds is not None:
+        heads += ["us", "us with K, V in L2"]
+        times = {rung: [f"{1e6 * t:.1f}" for t in pair] for rung, pair in seconds.items()}
+        first = [line + times.get(line[0], ["-", "-"]) for line in first]
+    second = [[row["rung"], str(row["warp_instructions"]), str(row["tensor_operations"]),
+               *(f"{100 * sum(row['instructions'].get(x, 0) for x in group) / row['warp_instructions']:.1f} %"
+                 for group in MIX.values())] for row in rows]
+    return _markdown(heads, first) + "\n\n" + _markdown(["rung", "warp instr.", "tensor op.", *MIX], second)
+
+
+def _markdown(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows))

@@ -1,185 +1,230 @@
 """Rungs 3 to 7 of the ladder: tensor cores, then what keeps them fed. One head of float16 (L, D) arrays, L a multiple of 64.
 
-One factory, because each rung differs from the last in one decision:
-
-layout : "naive" rows as they lie, "padded" by 16 bytes, "swizzled" by XOR.
-double_buffer : tiles come by cp.async while the last one is worked on; else by plain loads between two barriers.
-q_in_registers : Q's fragments are loaded once; else from shared memory for every tile.
-scores_only : only Q . K^T on tensor cores; the weights go through shared memory to a scalar P . V.
-half_scores : Q . K^T accumulated in float16 instead of float32.
+A block of four warps owns 64 queries, a warp 16 of them; 64 keys at a time. The parts are in `pieces`.
 """
 from __future__ import annotations
 
 from .. import ptx
-from .._target import cuda, types
+from .._target import cuda, device_function, types
 from ..compile import Source
-from ..kernels.pieces import quad_max, quad_sum
-from .scalar import LOWEST, SIGNATURE
+from ..kernels.pieces import quad_sum
+from .pieces import (
+    BLOCK,
+    THREADS,
+    layout_of,
+    make_begin,
+    make_copy,
+    make_finish,
+    make_load_keys,
+    make_load_queries,
+    make_outputs,
+    make_scores,
+    make_softmax,
+)
+from .scalar import SIGNATURE
 
-u32, u64, f32, i32 = types.uint32, types.uint64, types.float32, types.int32
-BLOCK, THREADS = 64, 128
+i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
 
-def tensor_cores(d: int = 64, layout: str = "naive", double_buffer: bool = False, q_in_registers: bool = False,
-                 scores_only: bool = False, half_scores: bool = False) -> Source:
-    """A block of 4 warps owns 64 rows, a warp 16; 64 keys per tile."""
-    row_bytes = d * 2 + (16 if layout == "padded" else 0)
-    xor = 7 if layout == "swizzled" else 0
-    tile_bytes, pieces, chunks = BLOCK * row_bytes, BLOCK * d // 8 // THREADS, d // 8
-    k_steps, key_tiles, value_tiles, p_steps = d // 16, BLOCK // 8, d // 8, BLOCK // 16
-    n_q, n_s, n_o, half = (k_steps if q_in_registers else 1) * 4, key_tiles * 4, value_tiles * 4, d // 2
-    stages = 2 if double_buffer else 1
-    weights_bytes = BLOCK * (BLOCK + 1) * 4 if scores_only else 0
-    mma, mma_half, pack, wait_all = ptx.mma["float16"], ptx.mma_f16_accumulate, ptx.pack["float16"], ptx.cp_async_wait[0]
+def scores_only(d: int = 64) -> Source:
+    """Rung 3: only Q . K^T on tensor cores; the weights go through shared memory to a scalar P . V, two threads per row."""
+    copy, scores, softmax = make_copy(d), make_scores(d, "naive"), make_softmax()
+    row_bytes, tile, half, n_s, line = d * 2, BLOCK * d * 2, d // 2, BLOCK // 2, (BLOCK + 1) * 4      # 64 weights and a factor
 
     def kernel(q, k, v, o, keys, scale):
         shared = cuda.shared.array(0, u32)
-        t = cuda.threadIdx.x
-        lane, warp = t & 31, t >> 5
+        t = i32(cuda.threadIdx.x)
+        lane, warp, side, first = t & 31, t >> 5, t & 1, i32(cuda.blockIdx.x) * BLOCK
         sq = ptx.shared_address(shared)
-        sk = sq + u32(tile_bytes)
-        sv = sk + u32(stages * tile_bytes)
-        sp = sv + u32(stages * tile_bytes)             # weights of rung 3, then one factor per row
+        sk, sv, sp = sq + u32(tile), sq + u32(2 * tile), sq + u32(3 * tile)
+        mine = sp + u32((warp * 16 + (lane >> 2)) * line)            # the upper of the two rows whose scores this lane holds
+        s, o_row = cuda.local.array(n_s, f32), cuda.local.array(half, f32)
+        m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        four, x = cuda.local.array(4, u32), cuda.local.array(2, f32)
+        for c in range(half):
+            o_row[c] = f32(0)
+        for r in range(2):
+            m[r], l[r] = f32(-1e30), f32(0)
+        copy(sq, ptx.global_address(q) + u64(first * row_bytes), t)
+        for start in range(0, keys, BLOCK):
+            cuda.syncthreads()
+            copy(sk, ptx.global_address(k) + u64(start * row_bytes), t)
+            copy(sv, ptx.global_address(v) + u64(start * row_bytes), t)
+            cuda.syncthreads()
+            scores(s, sq, sk, warp * 16, lane)
+            softmax(s, m, l, alpha, scale)
+            for r in range(2):
+                for i in range(n_s // 2):
+                    column = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1)
+                    ptx.store_shared_f32(mine + u32(8 * r * line + column * 4), s[4 * (i >> 1) + 2 * r + (i & 1)])
+                if lane & 3 == 0:
+                    ptx.store_shared_f32(mine + u32(8 * r * line + BLOCK * 4), alpha[r])
+            cuda.syncwarp()
+            weights = sp + u32((t >> 1) * line)
+            factor = ptx.load_shared_f32(weights + u32(BLOCK * 4))
+            for c in range(half):
+                o_row[c] *= factor
+            for j in range(BLOCK):
+                p = ptx.load_shared_f32(weights + u32(j * 4))
+                for i in range(half // 8):
+                    ptx.load_shared_v4(four, 0, sv + u32(j * row_bytes + side * d + i * 16))
+                    for e in range(4):
+                        ptx.unpack_half(x, 0, four[e])
+                        o_row[8 * i + 2 * e] += p * x[0]
+                        o_row[8 * i + 2 * e + 1] += p * x[1]
+            cuda.syncwarp()
+        for r in range(2):
+            total = quad_sum(l[r])
+            if lane & 3 == 0:
+                ptx.store_shared_f32(mine + u32(8 * r * line), total)
+        cuda.syncwarp()
+        inverse = ptx.rcp(ptx.load_shared_f32(sp + u32((t >> 1) * line)))
+        for c in range(half):
+            o[first + (t >> 1), side * half + c] = types.float16(o_row[c] * inverse)
+    return Source(kernel, SIGNATURE, THREADS, 3 * tile + BLOCK * line)
+
+
+def both_products(d: int = 64, layout: str = "naive") -> Source:
+    """Rungs 4 and 5: Q . K^T and P . V on tensor cores, the weights never leave registers (FlashAttention-2)."""
+    copy, scores, softmax, outputs = make_copy(d, layout), make_scores(d, layout), make_softmax(), make_outputs(d, layout)
+    begin, finish = make_begin(d), make_finish(d)
+    tile, n_s, n_o, d_bytes = BLOCK * layout_of(d, layout)[0], BLOCK // 2, d // 2, d * 2
+
+    def kernel(q, k, v, o, keys, scale):
+        shared = cuda.shared.array(0, u32)
+        t = i32(cuda.threadIdx.x)
+        lane, row, first = t & 31, (t >> 5) * 16, i32(cuda.blockIdx.x) * BLOCK
+        sq = ptx.shared_address(shared)
+        sk, sv = sq + u32(tile), sq + u32(2 * tile)
+        s, acc = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
+        m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        begin(acc, m, l)
+        copy(sq, ptx.global_address(q) + u64(first * d_bytes), t)
+        for start in range(0, keys, BLOCK):
+            cuda.syncthreads()                             # everyone is done with the last tile
+            copy(sk, ptx.global_address(k) + u64(start * d_bytes), t)
+            copy(sv, ptx.global_address(v) + u64(start * d_bytes), t)
+            cuda.syncthreads()                             # everyone's part of this one is there
+            scores(s, sq, sk, row, lane)
+            softmax(s, m, l, alpha, scale)
+            outputs(acc, s, alpha, sv, lane)
+        finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+    return Source(kernel, SIGNATURE, THREADS, 3 * tile)
+
+
+def double_buffer(d: int = 64) -> Source:
+    """Rung 6: the next tile comes by cp.async into the other buffer while this one is worked on; one barrier per tile."""
+    copy, scores, softmax, outputs = (make_copy(d, "swizzled", True), make_scores(d, "swizzled"), make_softmax(),
+                                      make_outputs(d, "swizzled"))
+    begin, finish, wait_all = make_begin(d), make_finish(d), ptx.cp_async_wait[0]
+    tile, n_s, n_o, d_bytes = BLOCK * d * 2, BLOCK // 2, d // 2, d * 2
+
+    def kernel(q, k, v, o, keys, scale):
+        shared = cuda.shared.array(0, u32)
+        t = i32(cuda.threadIdx.x)
+        lane, row, first = t & 31, (t >> 5) * 16, i32(cuda.blockIdx.x) * BLOCK
+        sq = ptx.shared_address(shared)
+        sk, sv = sq + u32(tile), sq + u32(3 * tile)        # two of each
         gk, gv = ptx.global_address(k), ptx.global_address(v)
-        gq = ptx.global_address(q) + u64(cuda.blockIdx.x * BLOCK * d * 2)
-        four, a, b = cuda.local.array(4, u32), cuda.local.array(4, u32), cuda.local.array(4, u32)
-        qf, s, o_acc = cuda.local.array(n_q, u32), cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
-        o_row, h, x = cuda.local.array(half, f32), cuda.local.array(2, u32), cuda.local.array(2, f32)
-        for i in range(pieces):
-            piece = t + i * THREADS
-            r, c = piece // chunks, piece % chunks
-            to = u32(r * row_bytes + ((c ^ (r & xor)) << 4))
-            ptx.load_global_v4(four, 0, gq + u64(piece * 16))
-            ptx.store_shared_v4(sq + to, four, 0)
-            if double_buffer:
-                ptx.cp_async(sk + to, gk + u64(piece * 16))
-                ptx.cp_async(sv + to, gv + u64(piece * 16))
+        s, acc = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
+        m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        begin(acc, m, l)
+        copy(sq, ptx.global_address(q) + u64(first * d_bytes), t)
+        copy(sk, gk, t)
+        copy(sv, gv, t)
         ptx.cp_async_commit()
-        cuda.syncthreads()
-        for i in range(n_o):
-            o_acc[i] = f32(0)
-        for i in range(half):
-            o_row[i] = f32(0)
-        m0, m1, l0, l1 = LOWEST, LOWEST, f32(0), f32(0)
-        q_row, k_row, v_row = warp * 16 + (lane & 15), ((lane >> 4) << 3) + (lane & 7), lane & 15
-        if q_in_registers:
-            for step in range(k_steps):
-                ptx.ldmatrix(qf, 4 * step, sq + u32(q_row * row_bytes + (((2 * step + (lane >> 4)) ^ (q_row & xor)) << 4)))
         stage = u32(0)
         for start in range(0, keys, BLOCK):
-            if double_buffer:
-                wait_all()
-                cuda.syncthreads()
-                if start + BLOCK < keys:
-                    ahead = (stage ^ u32(1)) * u32(tile_bytes)
-                    for i in range(pieces):
-                        piece = t + i * THREADS
-                        r, c = piece // chunks, piece % chunks
-                        to = u32(r * row_bytes + ((c ^ (r & xor)) << 4)) + ahead
-                        ptx.cp_async(sk + to, gk + u64((start + BLOCK) * d * 2 + piece * 16))
-                        ptx.cp_async(sv + to, gv + u64((start + BLOCK) * d * 2 + piece * 16))
-                ptx.cp_async_commit()
+            wait_all()
+            cuda.syncthreads()                             # this tile is there for everyone, and everyone is done with the last
+            ahead = stage ^ u32(tile)
+            if start + BLOCK < keys:
+                copy(sk + ahead, gk + u64((start + BLOCK) * d_bytes), t)
+                copy(sv + ahead, gv + u64((start + BLOCK) * d_bytes), t)
+            ptx.cp_async_commit()
+            scores(s, sq, sk + stage, row, lane)
+            softmax(s, m, l, alpha, scale)
+            outputs(acc, s, alpha, sv + stage, lane)
+            stage = ahead
+        finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+    return Source(kernel, SIGNATURE, THREADS, 5 * tile)
+
+
+def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) -> Source:
+    """Rung 7: Q stays in registers; a warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
+
+    With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened afterwards.
+    """
+    copy, load_queries, load_keys = make_copy(d, "swizzled", True), make_load_queries(d, "swizzled"), make_load_keys(d, "swizzled")
+    softmax, outputs, wait_all = make_softmax(row_tiles), make_outputs(d, "swizzled", row_tiles), ptx.cp_async_wait[0]
+    begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles)
+    tile, k_steps, d_bytes, queries = BLOCK * d * 2, d // 16, d * 2, BLOCK * row_tiles
+    n_s, n_o, n_q, n_rows, tile_s = row_tiles * BLOCK // 2, row_tiles * d // 2, row_tiles * d // 4, 2 * row_tiles, BLOCK // 2
+    n_h = n_s // 2
+    mma, mma_half = ptx.mma["float16"], ptx.mma_f16_accumulate
+
+    @device_function
+    def scores(s, qf, sk, lane):
+        b = cuda.local.array(4, u32)
+        for i in range(n_s):
+            s[i] = f32(0)
+        for step in range(k_steps):
+            for n in range(BLOCK // 16):
+                load_keys(b, sk, 16 * n, step, lane)
+                for r in range(row_tiles):
+                    mma(s, r * tile_s + 8 * n, qf, 4 * (r * k_steps + step), b, 0)
+                    mma(s, r * tile_s + 8 * n + 4, qf, 4 * (r * k_steps + step), b, 2)
+
+    @device_function
+    def scores_in_half(s, qf, sk, lane):
+        b, h, x = cuda.local.array(4, u32), cuda.local.array(n_h, u32), cuda.local.array(2, f32)
+        for i in range(n_h):
+            h[i] = u32(0)
+        for step in range(k_steps):
+            for n in range(BLOCK // 16):
+                load_keys(b, sk, 16 * n, step, lane)
+                for r in range(row_tiles):
+                    mma_half(h, (r * tile_s + 8 * n) // 2, qf, 4 * (r * k_steps + step), b, 0)
+                    mma_half(h, (r * tile_s + 8 * n) // 2 + 2, qf, 4 * (r * k_steps + step), b, 2)
+        for i in range(n_h):
+            ptx.unpack_half(x, 0, h[i])
+            s[2 * i], s[2 * i + 1] = x[0], x[1]
+
+    def kernel(q, k, v, o, keys, scale):
+        shared = cuda.shared.array(0, u32)
+        t = i32(cuda.threadIdx.x)
+        lane, row, first = t & 31, (t >> 5) * 16 * row_tiles, i32(cuda.blockIdx.x) * queries
+        sq = ptx.shared_address(shared)
+        sk, sv = sq + u32(row_tiles * tile), sq + u32((row_tiles + 2) * tile)
+        gq, gk, gv = ptx.global_address(q), ptx.global_address(k), ptx.global_address(v)
+        qf, s, acc = cuda.local.array(n_q, u32), cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
+        m, l, alpha = cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
+        begin(acc, m, l)
+        for r in range(row_tiles):
+            copy(sq + u32(r * tile), gq + u64((first + r * BLOCK) * d_bytes), t)
+        copy(sk, gk, t)
+        copy(sv, gv, t)
+        ptx.cp_async_commit()
+        wait_all()
+        cuda.syncthreads()
+        for r in range(row_tiles):
+            for step in range(k_steps):
+                load_queries(qf, 4 * (r * k_steps + step), sq, row + 16 * r, step, lane)
+        stage = u32(0)
+        for start in range(0, keys, BLOCK):
+            wait_all()
+            cuda.syncthreads()
+            ahead = stage ^ u32(tile)
+            if start + BLOCK < keys:
+                copy(sk + ahead, gk + u64((start + BLOCK) * d_bytes), t)
+                copy(sv + ahead, gv + u64((start + BLOCK) * d_bytes), t)
+            ptx.cp_async_commit()
+            if half_scores:
+                scores_in_half(s, qf, sk + stage, lane)
             else:
-                cuda.syncthreads()
-                for i in range(pieces):
-                    piece = t + i * THREADS
-                    r, c = piece // chunks, piece % chunks
-                    to = u32(r * row_bytes + ((c ^ (r & xor)) << 4))
-                    ptx.load_global_v4(four, 0, gk + u64(start * d * 2 + piece * 16))
-                    ptx.store_shared_v4(sk + to, four, 0)
-                    ptx.load_global_v4(four, 0, gv + u64(start * d * 2 + piece * 16))
-                    ptx.store_shared_v4(sv + to, four, 0)
-                cuda.syncthreads()
-            k_at, v_at = sk + stage * u32(tile_bytes), sv + stage * u32(tile_bytes)
-            # S = Q . K^T
-            for n in range(key_tiles // 2):
-                for i in range(8):
-                    s[8 * n + i] = f32(0)
-                for tile in range(2):
-                    h[0], h[1] = u32(0), u32(0)
-                    for step in range(k_steps):
-                        if not q_in_registers:
-                            ptx.ldmatrix(qf, 0, sq + u32(q_row * row_bytes + (((2 * step + (lane >> 4)) ^ (q_row & xor)) << 4)))
-                        r = n * 16 + k_row
-                        ptx.ldmatrix(b, 0, k_at + u32(r * row_bytes + (((2 * step + ((lane >> 3) & 1)) ^ (r & xor)) << 4)))
-                        if half_scores:
-                            mma_half(h, 0, qf, 4 * step if q_in_registers else 0, b, 2 * tile)
-                        else:
-                            mma(s, 8 * n + 4 * tile, qf, 4 * step if q_in_registers else 0, b, 2 * tile)
-                    if half_scores:
-                        for r in range(2):
-                            ptx.unpack_half(x, 0, h[r])
-                            s[8 * n + 4 * tile + 2 * r], s[8 * n + 4 * tile + 2 * r + 1] = x[0], x[1]
-            # online softmax in registers
-            x0, x1 = m0, m1
-            for n in range(key_tiles):
-                x0 = ptx.fmax(x0, ptx.fmax(s[4 * n], s[4 * n + 1]))
-                x1 = ptx.fmax(x1, ptx.fmax(s[4 * n + 2], s[4 * n + 3]))
-            x0, x1 = quad_max(x0), quad_max(x1)
-            alpha0, alpha1 = ptx.ex2((m0 - x0) * scale), ptx.ex2((m1 - x1) * scale)
-            m0, m1 = x0, x1
-            l0, l1 = l0 * alpha0, l1 * alpha1
-            for n in range(key_tiles):
-                for e in range(2):
-                    s[4 * n + e] = ptx.ex2(ptx.fma(s[4 * n + e], scale, -(x0 * scale)))
-                    s[4 * n + 2 + e] = ptx.ex2(ptx.fma(s[4 * n + 2 + e], scale, -(x1 * scale)))
-                l0 += s[4 * n] + s[4 * n + 1]
-                l1 += s[4 * n + 2] + s[4 * n + 3]
-            if scores_only:
-                # weights to shared memory; then two threads per row, as in rung 2
-                g = warp * 16 + (lane >> 2)
-                for n in range(key_tiles):
-                    for e in range(2):
-                        c = 8 * n + 2 * (lane & 3) + e
-                        ptx.store_shared_f32(sp + u32((g * (BLOCK + 1) + c) * 4), s[4 * n + e])
-                        ptx.store_shared_f32(sp + u32(((g + 8) * (BLOCK + 1) + c) * 4), s[4 * n + 2 + e])
-                if lane & 3 == 0:
-                    ptx.store_shared_f32(sp + u32((g * (BLOCK + 1) + BLOCK) * 4), alpha0)
-                    ptx.store_shared_f32(sp + u32(((g + 8) * (BLOCK + 1) + BLOCK) * 4), alpha1)
-                cuda.syncwarp()
-                p_at = sp + u32((t >> 1) * (BLOCK + 1) * 4)
-                alpha = ptx.load_shared_f32(p_at + u32(BLOCK * 4))
-                for i in range(half):
-                    o_row[i] *= alpha
-                for j in range(BLOCK):
-                    p = ptx.load_shared_f32(p_at + u32(j * 4))
-                    for i in range(half // 8):
-                        c = (t & 1) * (chunks // 2) + i
-                        ptx.load_shared_v4(four, 0, v_at + u32(j * row_bytes + ((c ^ (j & xor)) << 4)))
-                        for e in range(4):
-                            ptx.unpack_half(x, 0, four[e])
-                            o_row[8 * i + 2 * e] += p * x[0]
-                            o_row[8 * i + 2 * e + 1] += p * x[1]
-                cuda.syncwarp()
-            else:
-                for n in range(value_tiles):
-                    for e in range(2):
-                        o_acc[4 * n + e] *= alpha0
-                        o_acc[4 * n + 2 + e] *= alpha1
-                for step in range(p_steps):
-                    for e in range(4):
-                        a[e] = pack(s[8 * step + 2 * e], s[8 * step + 2 * e + 1])
-                    for n in range(value_tiles // 2):
-                        r = step * 16 + v_row
-                        ptx.ldmatrix_trans(b, 0, v_at + u32(r * row_bytes + (((2 * n + (lane >> 4)) ^ (r & xor)) << 4)))
-                        mma(o_acc, 8 * n, a, 0, b, 0)
-                        mma(o_acc, 8 * n + 4, a, 0, b, 2)
-            if double_buffer:
-                stage ^= u32(1)
-        l0, l1 = quad_sum(l0), quad_sum(l1)
-        if scores_only:
-            g = warp * 16 + (lane >> 2)
-            if lane & 3 == 0:
-                ptx.store_shared_f32(sp + u32(g * (BLOCK + 1) * 4), l0)
-                ptx.store_shared_f32(sp + u32((g + 8) * (BLOCK + 1) * 4), l1)
-            cuda.syncwarp()
-            inverse = ptx.rcp(ptx.load_shared_f32(sp + u32((t >> 1) * (BLOCK + 1) * 4)))
-            for i in range(half):
-                o[cuda.blockIdx.x * BLOCK + (t >> 1), (t & 1) * half + i] = types.float16(o_row[i] * inverse)
-        else:
-            r0, r1 = ptx.rcp(l0), ptx.rcp(l1)
-            go = ptx.global_address(o) + u64((cuda.blockIdx.x * BLOCK + warp * 16 + (lane >> 2)) * d * 2 + (lane & 3) * 4)
-            for n in range(value_tiles):
-                ptx.store_global(go + u64(16 * n), pack(o_acc[4 * n] * r0, o_acc[4 * n + 1] * r0))
-                ptx.store_global(go + u64(16 * n + 16 * d), pack(o_acc[4 * n + 2] * r1, o_acc[4 * n + 3] * r1))
-    return Source(kernel, SIGNATURE, THREADS, (1 + 2 * stages) * tile_bytes + weights_bytes)
+                scores(s, qf, sk + stage, lane)
+            softmax(s, m, l, alpha, scale)
+            outputs(acc, s, alpha, sv + stage, lane)
+            stage = ahead
+        finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+    return Source(kernel, SIGNATURE, THREADS, (row_tiles + 4) * tile)
