@@ -154,3 +154,19 @@ def rounds(run: Callable[[], object], seconds: float = 0.3) -> float:
     from .timing import best_time, median_time
     once = best_time(run, 0.0, 1)
     return median_time(run, int(min(max(5, seconds / once), 200)))
+
+
+# --- graphics cards ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def card() -> Any:
+    """The GPU (`numflash.cuda.launch.Device`) or None, and a line that says so. Needs the `cuda` extra."""
+    from .cuda.launch import current_device
+    try:
+        device = current_device()
+    except UnsupportedError:
+        print("No GPU here: every kernel runs in the emulator, which checks it and counts. With a GPU this chapter uses it too.")
+        return None
+    print(f"{device.name}, {device.arch}: kernels run in the emulator, which checks them and counts, and on this card too.")
+    return device

@@ -13,6 +13,7 @@ from numflash import course
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 QUICK = {"00", "01"}                             # run by default; the others are slow
+GPU = {f"{n}" for n in range(13, 21)}            # run through the emulator
 each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
 
@@ -56,6 +57,8 @@ def wrong(expected):
 def test_a_notebook_runs(source, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("cycler")
+    if source.name[:2] in GPU:
+        pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
     matplotlib.use("agg")
     from matplotlib import pyplot
     monkeypatch.chdir(FOLDER)                    # as Jupyter runs it

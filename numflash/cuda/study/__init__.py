@@ -5,7 +5,7 @@ there is a card it times them too.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,8 +99,8 @@ def validated(rung: Rung, out: np.ndarray, expected: np.ndarray) -> float:
     return error
 
 
-def climb(length: int = 256, d: int = 64, seed: int = 0) -> list[dict[str, Any]]:
-    """Run the ladder in the emulator: one row of figures per rung, in order, each checked against float64 first.
+def climb(length: int = 256, d: int = 64, seed: int = 0, rungs: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run the ladder, or some of its rungs, in the emulator: a row of figures per rung, in order, checked against float64 first.
 
     Registers, stack, spills and machine instructions come from the cubin where the binary utilities are installed, else None.
     Global memory is counted in the 32-byte sectors that each warp's access touches, before any cache.
@@ -111,6 +111,8 @@ def climb(length: int = 256, d: int = 64, seed: int = 0) -> list[dict[str, Any]]
     q, k, v, expected = problem(length, d, seed)
     rows = []
     for rung in LADDER:
+        if rungs is not None and rung.number not in rungs:
+            continue
         step = launch(rung, q, k, v)
         out, _, report = emulated(step)
         error = validated(rung, out, expected)

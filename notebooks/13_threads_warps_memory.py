@@ -1,0 +1,258 @@
+# %% [markdown]
+# # 13. Threads, warps and the memory hierarchy
+#
+# After this chapter you can
+#
+# * write a CUDA kernel in Python and run it on a machine without a GPU,
+# * say what a warp costs whose 32 threads do different things,
+# * count the bytes that an access really moves, before you run it,
+# * explain what shared memory saves for attention, and what a forgotten barrier does.
+
+# %%
+import linecache
+
+import numpy as np
+from numba import cuda
+
+from numflash.course import bars, card, check, figure, table
+from numflash.cuda import emulate, study
+from numflash.cuda.compile import ARCHITECTURES
+from numflash.cuda.emulator import EmulatorError
+from numflash.cuda.forward import emulated
+
+rng = np.random.default_rng(0)
+device = card()
+
+# %% [markdown]
+# ## A kernel, and a machine to run it on
+#
+# A kernel is a function that thousands of threads run at once; each asks for its number and does its own share. Numba compiles
+# it to PTX, the assembly language of NVIDIA's GPUs, and needs no GPU for that. The emulator then executes this PTX: every
+# thread, every barrier, every byte. It is slow, it is strict, and it counts.
+
+# %%
+def scale_and_add(a, x, y):
+    i = cuda.grid(1)                                       # number of this thread in the whole grid
+    if i < x.size:
+        y[i] = a * x[i] + y[i]
+
+
+x, y = rng.standard_normal(1000, np.float32), rng.standard_normal(1000, np.float32)
+exact = np.float32(2) * x + y
+report = emulate(scale_and_add, grid=8, block=128, args=(np.float32(2), x, y))
+print(report)
+assert np.allclose(y, exact, atol=1e-6) and report.blocks * report.threads == 1024 >= x.size
+
+# %% [markdown]
+# 8 blocks of 128 threads are 1024 threads for 1000 numbers. A block runs on one of the chip's processors (SM) from start to
+# end. Its threads do not run one by one: the hardware takes 32 of them, a *warp*, and gives all the same instruction. So the
+# emulator counts warp-instructions.
+#
+# ## A warp is as slow as its slowest thread
+#
+# In causal attention row i sees i keys. Let each thread add up as many terms as its row has:
+
+# %%
+def walk(terms, x, y):
+    i = cuda.grid(1)
+    total = np.float32(0)
+    for j in range(terms[i]):
+        total += x[j]
+    y[i] = total
+
+
+threads = 256
+terms = 8 * np.arange(1, threads + 1, dtype=np.int32)      # row i has 8 i terms
+x, counted, rows = rng.standard_normal(8 * threads, np.float32), {}, []
+for name, order in (("in order", np.arange(threads)), ("shuffled", rng.permutation(threads))):
+    y = np.zeros(threads, np.float32)
+    report = emulate(walk, 2, 128, (terms[order], x, y))
+    assert np.allclose(y, np.cumsum(x, dtype=np.float64)[terms[order] - 1], atol=1e-3)
+    longest = terms[order].reshape(-1, 32).max(1).sum()    # of each warp
+    counted[name] = sum(report.instructions.values())
+    rows.append([name, int(terms.sum()) // 32, int(longest), counted[name]])
+table(["rows", "terms of all threads / 32", "sum of the warps' longest", "warp-instructions"], rows)
+
+# %% [markdown]
+# The same work, the same result; shuffled, nearly every warp holds one long row and 31 threads that wait for it. Neighbouring
+# rows have nearly the same length, so in order the loss is small. Attention kernels give a warp *tiles*: 16 neighbouring rows
+# against 64 keys, all with the same work.
+#
+# ## Global memory comes in sectors
+#
+# Memory is moved in sectors of 32 bytes. The 32 addresses of a warp's load are put together: what falls into the same sector is
+# moved once. Read float32 numbers that lie `stride` apart:
+
+# %%
+def strided(x, y, stride):
+    i = cuda.grid(1)
+    y[i] = x[i * stride]
+
+
+rows, strides = [], (0, 1, 2, 4, 8, 16)
+for stride in strides:
+    x, y = rng.standard_normal(16 * 128, np.float32), np.zeros(128, np.float32)
+    report = emulate(strided, 1, 128, (x, y, stride))
+    assert np.array_equal(y, x[np.arange(128) * stride])
+    rows.append([stride, report.global_loaded // 4, report.global_load_sectors // 4, 8 * report.global_load_sectors])
+table(["stride", "bytes asked for by a warp", "sectors it moves", "bytes moved"], rows)
+by_stride = {row[0]: row[2] for row in rows}
+
+# %% [markdown]
+# Stride 1 is *coalesced*: all that is moved is used. At stride 8 each number costs a whole sector, eight times its size. With
+# stride 0 all threads read the same number: one sector serves the warp.
+#
+# **Exercise 1.** How many sectors does a warp's load move, if lane n reads an item of `size` bytes at address n * stride * size?
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def touched(stride, size):
+    return len({(lane * stride * size + byte) // 32 for lane in range(32) for byte in range(size)})
+
+# %% tags=["exercise"]
+def sectors(stride, size):
+    return ...
+
+
+check("sectors of a load", sectors, touched, (0, 4), (1, 4), (3, 4), (8, 4), (1, 2), (64, 2), (1, 16))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def sectors(stride, size):
+    return min(32, (31 * stride * size + size - 1) // 32 + 1)
+
+
+check("sectors of a load", sectors, touched, (0, 4), (1, 4), (3, 4), (8, 4), (1, 2), (64, 2), (1, 16))
+
+# %%
+assert all(touched(stride, 4) == by_stride[stride] for stride in strides)
+
+# %% [markdown]
+# (1, 16) is the load that the kernels of this package use: 16 bytes per thread, 512 per instruction, 16 sectors, nothing wasted.
+# As coalesced as one of 4 bytes, with a quarter of the instructions.
+#
+# ## Shared memory: read once, use often
+#
+# Each SM has memory of its own, which all threads of a block see. Attention is made for it: every row of Q needs all of K. The
+# first two kernels of the course's ladder (`numflash/cuda/study`) differ in this alone. In the first, each thread takes one row
+# of Q and reads all keys from global memory. In the second, a block of 64 rows brings 64 keys into shared memory, and all its
+# rows use them there.
+
+# %%
+length, d = 128, 64
+q, k, v, exact = study.problem(length, d, seed=0)
+reports = {}
+for rung in study.LADDER[:2]:
+    out, _, reports[rung.name] = emulated(study.launch(rung, q, k, v))
+    study.validated(rung, out, exact)                      # relative error against float64 below 0.1 %
+least = 4 * length * d * 2                                 # Q, K, V once in, O once out, 2 bytes each
+moved = {name: 32 * (r.global_load_sectors + r.global_store_sectors) for name, r in reports.items()}
+table(["kernel", "global bytes moved", "times the least", "shared bytes read", "barriers"],
+      [[name, moved[name], moved[name] / least, r.shared_loaded, r.barriers] for name, r in reports.items()])
+
+# %% [markdown]
+# The first kernel's load of an element of K is stride 0: 32 lanes ask for the same 2 bytes, 32 bytes come. The caches would
+# catch much of that; the counter counts before them. The second reads K and V twice in all, once for each of its two blocks,
+# in whole sectors. Shared memory is read instead, which is near. Most of what it still moves is its output: each thread stores 2
+# bytes of a row of its own, and every one of these stores costs a sector. (From rung 4 on the ladder stores better.)
+
+# %%
+second = reports["tiles in shared memory"]
+print(f"output: {2 * length * d} bytes, moved {32 * second.global_store_sectors}")
+assert 32 * second.global_store_sectors == 16 * 2 * length * d
+
+# %% [markdown]
+# **Exercise 2.** How many bytes of K and V (float16, `length` keys, `d` channels each) are read from global memory, if each block
+# holds `rows` queries and reads every key once? All `length` queries, one head.
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def passes(length, d, rows):
+    return sum(2 * length * d * 2 for _ in range(0, length, rows))
+
+# %% tags=["exercise"]
+def key_bytes(length, d, rows):
+    return ...
+
+
+check("bytes of K and V", key_bytes, passes, (128, 64, 64), (4096, 128, 64), (4096, 128, 128), (1000, 64, 128))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def key_bytes(length, d, rows):
+    return -(-length // rows) * 4 * length * d
+
+
+check("bytes of K and V", key_bytes, passes, (128, 64, 64), (4096, 128, 64), (4096, 128, 128), (1000, 64, 128))
+
+# %%
+assert second.global_loaded == passes(length, d, 64) + length * d * 2          # and Q once
+
+# %% [markdown]
+# ## Barriers
+#
+# Threads that share memory must agree on *when*. `cuda.syncthreads()` waits until every thread of the block has come. Here each
+# thread writes a number and reads that of its mirror image, which another warp wrote. Without the barrier:
+
+# %%
+def mirror(x, y):
+    shared = cuda.shared.array(128, np.float32)
+    t = cuda.threadIdx.x
+    shared[t] = x[t]
+    y[t] = shared[127 - t]
+
+
+def mirror_with_barrier(x, y):
+    shared = cuda.shared.array(128, np.float32)
+    t = cuda.threadIdx.x
+    shared[t] = x[t]
+    cuda.syncthreads()
+    y[t] = shared[127 - t]
+
+
+x, y = rng.standard_normal(128, np.float32), np.zeros(128, np.float32)
+kinds = set()
+for seed in range(4):
+    try:
+        emulate(mirror, 1, 128, (x, y), seed=seed)
+    except EmulatorError as error:
+        kinds.add(error.kind)
+        print(str(error).split(" [")[0] + "\n    at: " + linecache.getline(*error.source).strip())
+emulate(mirror_with_barrier, 1, 128, (x, y))
+assert np.array_equal(y, x[::-1]) and kinds and kinds <= {"race", "uninitialised"}
+
+# %% [markdown]
+# On a card the faulty kernel may give the right result for years. The emulator lets some warps run ahead of others, in another
+# order for each seed, and keeps a record for every word of who wrote it and who may know of it.
+#
+# ## Registers
+#
+# Nearest of all are the registers: 65 536 of 32 bits per SM, shared out among its threads, at most 255 for one. A kernel that
+# takes many leaves room for few threads. So an SM holds, by registers alone (rounded up to 8 per thread, whole warps):
+
+# %%
+def resident(registers):
+    return 65536 // (-(-registers // 8) * 8 * 32) * 32
+
+
+table(["registers per thread", "threads per SM", "warps"], [[n, min(2048, resident(n)), min(64, resident(n) // 32)]
+                                                            for n in (32, 64, 128, 168, 255)])
+table(["architecture", "shared memory of a block, KB"], [[name, nbytes >> 10] for name, (_, nbytes) in ARCHITECTURES.items()])
+assert resident(32) == 2048 and resident(255) == 256
+
+# %% [markdown]
+# ## The picture
+#
+# Left: which sectors a warp touches. Right: what the two kernels move, beside the least that any kernel must.
+
+# %%
+fig, axes = figure(2, width=11, height=3.6, width_ratios=(1, 1.3))
+for n, stride in enumerate((1, 2, 4, 8)):
+    first = np.arange(32) * stride * 4 // 32
+    axes[0].eventplot([np.unique(first)], lineoffsets=n, linelengths=0.7, linewidths=4, colors="#0072B2")
+    axes[0].text(33, n, f"{by_stride[stride]} sectors", va="center", fontsize=9)
+axes[0].set(yticks=range(4), yticklabels=["stride 1", "stride 2", "stride 4", "stride 8"], xlim=(-1, 43), ylim=(3.6, -0.6),
+            xlabel="sector of 32 bytes", title="one load of a warp, float32")
+axes[1].set_title(f"global memory, L = {length}, D = {d}, one head")
+bars(axes[1], {name: n / 1000 for name, n in (moved | {"least: Q, K, V in, O out": least}).items()}, "KB moved", digits=0)
+
+# %%
+assert moved["one thread per row"] > 7 * moved["tiles in shared memory"] and moved["tiles in shared memory"] > 5 * least
+assert by_stride == {0: 1, 1: 4, 2: 8, 4: 16, 8: 32, 16: 32}
+assert counted["shuffled"] > 1.5 * counted["in order"]

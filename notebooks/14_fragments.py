@@ -1,0 +1,291 @@
+# %% [markdown]
+# # 14. The tensor core's fragments
+#
+# After this chapter you can
+#
+# * multiply two matrices on a tensor core from Python, and say which thread holds which element,
+# * load operands with `ldmatrix`, also transposed, and say why V needs that,
+# * explain the step that makes FlashAttention-2: the result of one product is the operand of the next,
+# * count tensor-core operations, and check the L4 document's figures with it.
+
+# %%
+import numpy as np
+from matplotlib.colors import ListedColormap
+from numba import cuda
+
+from numflash.course import bars, card, check, figure, table
+from numflash.cuda import emulate, ptx, study
+from numflash.cuda.emulator import tensor
+from numflash.cuda.forward import emulated
+
+rng = np.random.default_rng(0)
+u32, f32, i32 = np.uint32, np.float32, np.int32
+device = card()
+
+# %% [markdown]
+# ## One instruction, 32 threads
+#
+# `mma.m16n8k16` multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds the product to a 16 x 8 matrix C. No thread has these
+# matrices. The 32 threads of a warp hold a *fragment* each: of A four registers with two halves, of B two, of C four floats.
+# Who holds what is written in the PTX manual (9.7.14.5.8). With group = lane / 4 and t = lane % 4:
+
+# %%
+mma = ptx.mma["float16"]
+
+
+def product(a, b, c):
+    """One warp. a (16, 8), b (8, 8): pairs of halves along k; B is given transposed, as K lies in memory. c (16, 8) float32."""
+    lane = i32(cuda.threadIdx.x)
+    group, t = lane >> 2, lane & 3
+    fa, fb, fc = cuda.local.array(4, u32), cuda.local.array(2, u32), cuda.local.array(4, f32)
+    for r in range(4):
+        fa[r] = a[group + 8 * (r & 1), t + 4 * (r >> 1)]
+        fc[r] = f32(0)
+    for r in range(2):
+        fb[r] = b[group, t + 4 * r]
+    mma(fc, 0, fa, 0, fb, 0)
+    for r in range(4):
+        c[group + 8 * (r >> 1), 2 * t + (r & 1)] = fc[r]
+
+
+a, b = rng.standard_normal((16, 16)).astype(np.float16), rng.standard_normal((8, 16)).astype(np.float16)
+c = np.zeros((16, 8), np.float32)
+report = emulate(product, 1, 32, (a.view(u32), b.view(u32), c))
+exact = a.astype(float) @ b.T.astype(float)
+print(f"{report.tensor_operations} operation, {report.tensor_flops} flop, largest error {np.abs(c - exact).max():.1e}")
+assert report.tensor_flops == 2 * 16 * 8 * 16 and np.abs(c - exact).max() < 1e-5
+
+# %% [markdown]
+# 4096 flop in one instruction. A warp's multiply-add does 64. That factor, 64, is what the tensor core is about; loads, address
+# arithmetic and the softmax do not get faster with it.
+#
+# Drawn, each cell with the number of its lane, each colour one register:
+
+# %%
+fig, axes = figure(3, width=11, height=5.2, width_ratios=(2, 1, 1))
+tints = ("#B7D3E8", "#F5D9A0", "#E9B49A", "#D8D8D8")
+
+
+def owners(which):
+    """(lane, register) of every element of A (16 x 16), B (16 x 8, as k x n) or C (16 x 8)."""
+    if which == "C":
+        place = tensor.accumulator_layout()
+        return place // 4, place % 4
+    registers, place = tensor.operand_layout(which.lower(), 16, 2)
+    lane, register = place // (2 * registers), place // 2 % registers
+    return (lane, register) if which == "A" else (lane.T, register.T)
+
+
+for ax, which, title in zip(axes, "ABC", ("A: 16 queries x 16 channels", "B: 16 channels x 8 keys", "C: 16 queries x 8 keys"),
+                            strict=True):
+    lanes, registers = owners(which)
+    ax.pcolormesh(registers, cmap=ListedColormap(tints[:registers.max() + 1]), edgecolors="#777777", linewidth=0.5)
+    for (row, column), lane in np.ndenumerate(lanes):
+        ax.text(column + 0.5, row + 0.5, lane, ha="center", va="center", fontsize=7,
+                bbox={"facecolor": "white", "edgecolor": "black", "pad": 1.5} if lane == 5 else None)
+    ax.set(xlim=(0, lanes.shape[1]), ylim=(lanes.shape[0], 0), xticks=[], yticks=[], aspect="equal", title=title)
+axes[0].set_xlabel("register 0 and 2 above, 1 and 3 below")
+
+# %% [markdown]
+# Follow lane 5 (boxed). Of A it holds rows 1 and 9; of C too, and its two columns are neighbours.
+#
+# **Exercise 1.** Row and first column of the two neighbouring elements of A in register `r` (0 to 3) of `lane`.
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def place_of(lane, r):
+    held, register = owners("A")
+    rows, columns = np.nonzero((held == lane) & (register == r))
+    return int(rows[0]), int(columns.min())
+
+# %% tags=["exercise"]
+def element(lane, r):
+    return ...
+
+
+check("element of A", element, place_of, (0, 0), (5, 1), (17, 2), (31, 3))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def element(lane, r):
+    return lane // 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r // 2)
+
+
+check("element of A", element, place_of, (0, 0), (5, 1), (17, 2), (31, 3))
+
+# %% [markdown]
+# ## ldmatrix
+#
+# Filling A as above takes four loads and their addresses. `ldmatrix` fetches four 8 x 8 matrices of halves from shared memory at
+# once: lane n gives the address of one row of 16 bytes, and the hardware hands each thread the pair that the product wants.
+#
+# For V there is more to it. Keys are the k of the product P . V, so a register of B must hold two neighbouring *keys* of one
+# channel. In memory they are a row apart; no 32-bit load gets them. `ldmatrix.trans` transposes each 8 x 8 on the way.
+
+# %%
+def weigh(p, v, out, transpose):
+    """One warp: out (16, 8) = p (16, 16) . v (16 keys, 8 channels), both through shared memory."""
+    shared = cuda.shared.array(16 * 8 + 16 * 8, u32)       # p, then v: its rows padded to 16 channels
+    lane = i32(cuda.threadIdx.x)
+    group, t = lane >> 2, lane & 3
+    at = ptx.shared_address(shared)
+    for i in range(4):
+        shared[lane + 32 * i] = p[(lane + 32 * i) >> 3, lane & 7]
+        shared[128 + lane + 32 * i] = v[(lane + 32 * i) >> 3, lane & 3]
+    cuda.syncwarp()
+    fa, fb, fc = cuda.local.array(4, u32), cuda.local.array(4, u32), cuda.local.array(4, f32)
+    for r in range(4):
+        fc[r] = f32(0)
+    row = at + u32((lane & 15) * 32 + (lane >> 4) * 16)
+    ptx.ldmatrix(fa, 0, row)
+    if transpose:
+        ptx.ldmatrix_trans(fb, 0, row + u32(512))
+    else:
+        ptx.ldmatrix(fb, 0, row + u32(512))
+    mma(fc, 0, fa, 0, fb, 0)
+    for r in range(4):
+        out[group + 8 * (r >> 1), 2 * t + (r & 1)] = fc[r]
+
+
+p, v = rng.random((16, 16)).astype(np.float16), rng.standard_normal((16, 8)).astype(np.float16)
+wanted, errors = p.astype(float) @ v.astype(float), {}
+for transpose in (False, True):
+    out = np.zeros((16, 8), np.float32)
+    report = emulate(weigh, 1, 32, (p.view(u32), v.view(u32), out, transpose))
+    errors[transpose] = np.abs(out - wanted).max()
+    print(f"transposed {transpose}: largest error {errors[transpose]:.1e}; "
+          f"{report.opcodes.get('ldmatrix.sync.aligned.m8n8.x4.shared.b16', 0)} plain, "
+          f"{report.opcodes.get('ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16', 0)} transposing loads")
+assert errors[True] < 1e-5 < 0.1 < errors[False]
+
+# %% [markdown]
+# ## The step that makes FlashAttention-2
+#
+# Scores S = Q . K^T come out as C. The weights P = exp(S - max) are needed as A of the next product. Compare the two pictures:
+# lane 5 holds neighbouring columns of rows 1 and 9 in both. Two tiles of C side by side (16 keys) are one A, with the floats
+# rounded to halves and packed in pairs. The weights never leave the registers.
+#
+# **Exercise 2.** Two tiles of C lie side by side. Lane's pair (columns 2 t, 2 t + 1) of tile 0 or 1, in row `group` (lower = 0) or
+# `group` + 8 (lower = 1), becomes which register of A?
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def becomes(tile, lower):
+    column, row = 8 * tile + 2 * (5 & 3), 5 // 4 + 8 * lower                # lane 5
+    return int(owners("A")[1][row, column])
+
+# %% tags=["exercise"]
+def register_of(tile, lower):
+    return ...
+
+
+check("register of A", register_of, becomes, (0, 0), (0, 1), (1, 0), (1, 1))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def register_of(tile, lower):
+    return 2 * tile + lower
+
+
+check("register of A", register_of, becomes, (0, 0), (0, 1), (1, 0), (1, 1))
+
+# %%
+lanes_c, _ = owners("C")
+lanes_a, _ = owners("A")
+print("same lane for every element of two tiles of C and of A:", np.array_equal(np.hstack([lanes_c, lanes_c]), lanes_a))
+assert np.array_equal(np.hstack([lanes_c, lanes_c]), lanes_a)
+
+# %% [markdown]
+# ## Counting, and the L4 document
+#
+# The document multiplies 32 queries by 32 keys with 64 channels in "4 WMMA instructions" of 16 x 16 x 16, "~200 FP16 ops per
+# cycle per SM", and compares "65,536 FP16 ops" with the time of a whole grid. An L4 has 58 SMs, runs at 2.04 GHz and is sold
+# with 121 TFLOP/s.
+
+# %%
+wmma = (32 // 16) * (32 // 16) * (64 // 16)
+ours = (32 // 16) * (32 // 8) * (64 // 16)
+flop = 2 * 32 * 32 * 64
+per_cycle = 121e12 / 58 / 2.04e9
+table(["", "said", "found"], [["16 x 16 x 16 products", "4", wmma], ["m16n8k16 products", "-", ours],
+                              ["flop of the tile", "65536", flop], ["flop per cycle and SM", "200", f"{per_cycle:.0f}"],
+                              ["the tile at that rate, ns", "80 000", f"{flop / per_cycle / 2.04:.0f}"]])
+assert wmma == 16 and ours * 4096 == flop == 131072 and round(per_cycle) == 1023
+
+# %% [markdown]
+# 4 is the number of 16 x 16 tiles of the result; the loop over the 64 channels was forgotten. 65 536 are multiplications with an
+# addition each. Its 400 us before and 80 us after are times of a whole grid of such tiles; one takes 63 ns on one SM.
+#
+# ## Adding up in float16
+#
+# A tensor core can also accumulate in float16: half of the registers, and on some cards twice the speed. What does it cost? One
+# long product, then the ladder's rung 7h, which does that for the scores only.
+
+# %%
+mma_half = ptx.mma_f16_accumulate
+
+
+def long_product(a, b, wide, narrow, steps):
+    """One warp: a (16, 8 steps), b (8, 8 steps) pairs of halves; the sums in float32 and in float16."""
+    lane = i32(cuda.threadIdx.x)
+    group, t = lane >> 2, lane & 3
+    fa, fb, fc = cuda.local.array(4, u32), cuda.local.array(2, u32), cuda.local.array(4, f32)
+    fh, x = cuda.local.array(2, u32), cuda.local.array(2, f32)
+    for r in range(4):
+        fc[r] = f32(0)
+    for r in range(2):
+        fh[r] = u32(0)
+    for step in range(steps):
+        for r in range(4):
+            fa[r] = a[group + 8 * (r & 1), 8 * step + t + 4 * (r >> 1)]
+        for r in range(2):
+            fb[r] = b[group, 8 * step + t + 4 * r]
+        mma(fc, 0, fa, 0, fb, 0)
+        mma_half(fh, 0, fa, 0, fb, 0)
+    for r in range(4):
+        wide[group + 8 * (r >> 1), 2 * t + (r & 1)] = fc[r]
+    for r in range(2):
+        ptx.unpack_half(x, 0, fh[r])
+        narrow[group + 8 * r, 2 * t], narrow[group + 8 * r, 2 * t + 1] = x[0], x[1]
+
+
+long_errors = {}
+for k in (64, 256, 1024, 4096):
+    a, b = rng.random((16, k)).astype(np.float16), rng.random((8, k)).astype(np.float16)       # like weights: no sign cancels
+    wide, narrow = np.zeros((16, 8), np.float32), np.zeros((16, 8), np.float32)
+    emulate(long_product, 1, 32, (a.view(u32), b.view(u32), wide, narrow, k // 16))
+    exact = a.astype(float) @ b.T.astype(float)
+    long_errors[k] = [np.abs(x / exact - 1).max() for x in (wide, narrow)]
+table(["length of the sums", "error, float32 sums", "error, float16 sums"], [[k, *e] for k, e in long_errors.items()])
+
+# %%
+q, k, v, exact = study.problem(128, 64, seed=0)
+rungs = {rung.number: rung for rung in study.LADDER}
+ladder = {}
+for number in ("7a", "7h"):
+    out, _, _ = emulated(study.launch(rungs[number], q, k, v))
+    ladder[rungs[number].name] = study.validated(rungs[number], out, exact)
+table(["scores, D = 64", "relative error of the output"], list(ladder.items()))
+
+# %% [markdown]
+# A float16 has 11 bits. The longer the sum, the smaller each new term beside it; above 2048 a term below 1 is simply lost. So sums
+# over keys, which are long, are never kept in float16 here; scores, of 64 or 128 terms, could be. (The emulator rounds after each
+# instruction; a tensor core's own order of summation differs.)
+
+# %%
+assert np.float16(2048) + np.float16(0.99) == 2048
+
+# %% [markdown]
+# ## The picture, and the ceiling
+
+# %%
+fig, axes = figure(2, width=11, height=3.4)
+for n, (name, marker) in enumerate((("float32 sums", "o"), ("float16 sums", "s"))):
+    axes[0].loglog(list(long_errors), [e[n] for e in long_errors.values()], marker=marker, label=name)
+axes[0].axhline(2.0**-11, color="#D55E00", linestyle="--", marker="")
+axes[0].text(500, 2.0**-11 * 0.45, "rounding of one float16", color="#A04000", fontsize=9)
+axes[0].set(xlabel="length of the sum", ylabel="largest relative error", title="accumulation")
+axes[0].legend(loc="center right")
+axes[1].set_title("one warp-instruction")
+bars(axes[1], {"multiply-add": 64, "m16n8k8 (Turing)": 2 * 16 * 8 * 8, "m16n8k16": 4096, "m16n8k32, INT8": 2 * 16 * 8 * 32},
+     "operations", ("largest mma.sync here", 8192), digits=0)
+
+# %%
+assert long_errors[4096][1] > 100 * long_errors[4096][0]
+assert ladder["float16 scores"] > 1.2 * ladder["Q in registers"]
