@@ -69,6 +69,12 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
         return widen(x).astype(dtype, copy=False)
 
 
+def to_float32(x: np.ndarray) -> np.ndarray:
+    """A float array (or bfloat16 bits) as contiguous, writable float32; the same memory where it is."""
+    with np.errstate(over="ignore"):
+        return writable(np.ascontiguousarray(widen(x), np.float32))
+
+
 class _Writable:
     def __init__(self, x: np.ndarray) -> None:
         self.base = x

@@ -6,6 +6,7 @@ may be used from different threads.
 """
 from __future__ import annotations
 
+import importlib
 from numbers import Integral
 from typing import Any
 
@@ -13,18 +14,17 @@ import numpy as np
 
 from . import fixedpoint as fx
 from .cache_pages import Pages
-from .cpu import launch_decode
-from .cpu.launch_decode import KEY_BLOCK, F
-from .cpu.packing import padded
 from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
-from .interop import convert, import_array, widen, writable
+from .interop import convert, import_array, to_float32, widen
 from .quantization import QuantizedTensor
 from .reference import log_sum_exp
-from .tiling import MAX_HEAD_DIM
+from .tiling import KEY_BLOCK, MAX_HEAD_DIM
 from .validation import choice, flag, real
 
+DEVICES = ("cpu", "cuda", "cuda-emulator")
 DTYPES = ("int8", "float32", "bfloat16", "float16")
 FLOATS = ("float32", "float64", "float16", "bfloat16")
+F = np.float32
 FLOAT32 = np.dtype(np.float32)
 LOG2E = float(np.log2(np.e))
 SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
@@ -39,6 +39,18 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
+def _whole_blocks(slots: int) -> int:
+    return -(-slots // KEY_BLOCK) * KEY_BLOCK
+
+
+def _launch_decode(device: str) -> Any:
+    """`cpu.launch_decode`, or its twin for cards."""
+    try:
+        return importlib.import_module(f".{device.partition('-')[0]}.launch_decode", __package__)
+    except (ImportError, UnsupportedError) as error:
+        raise UnsupportedError(f"device: got {device!r}, which cannot be loaded here ({error})") from error
+
+
 class KVCache:
     """Keys and values of `batch` sequences, and attention of new tokens over them.
 
@@ -50,9 +62,10 @@ class KVCache:
         Storage. INT8 has one scale per token and head for K and for V; products are exact integers, results have the bits of
         `reference.integer_decode`.
     page_size : int or None
-        None: every sequence owns its memory. A power of two from 128: pages from a common pool, taken as sequences grow,
-        shared by `share`, returned by `reset`.
-    device : "cpu"
+        None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a common pool, taken as sequences
+        grow, shared by `share`, returned by `reset`.
+    device : "cpu", "cuda" or "cuda-emulator"
+        Where keys and values stay. On a card: `cuda.launch_decode`; the emulator runs the same kernels without one, slowly.
     pages : int or None
         Size of the pool; enough for every sequence unless given.
     value_dim : int or None
@@ -76,9 +89,10 @@ class KVCache:
                  device: str = "cpu", *, pages: int | None = None, value_dim: int | None = None, window: int | None = None,
                  sinks: int = 0, smooth: bool = False, isa: str | None = None) -> None:
         choice("dtype", dtype, DTYPES)
-        if choice("device", device, ("cpu", "cuda")) == "cuda":
-            raise UnsupportedError("device: 'cuda' is not available for KVCache; allowed: 'cpu'")
-        self.batch, self.kv_heads = _integer("batch", batch, 0, 1 << 20), _integer("kv_heads", kv_heads, 1, 1 << 16)
+        launch_decode = _launch_decode(choice("device", device, DEVICES))
+        self.device = device
+        self.batch = _integer("batch", batch, 0, launch_decode.MAX_BATCH)
+        self.kv_heads = _integer("kv_heads", kv_heads, 1, 65535)
         self.head_dim = _integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
         self.value_dim = self.head_dim if value_dim is None else _integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
         self.max_length, self.dtype = _integer("max_length", max_length, 1, 1 << 31), dtype
@@ -90,30 +104,34 @@ class KVCache:
         if window is not None:
             if page_size is not None:
                 raise ArgumentError("window: got a window and page_size; allowed: one of the two")
-            slots = padded(self.sinks + _integer("window", window, 1, 1 << 30) + KEY_BLOCK // 2, KEY_BLOCK)
+            slots = _whole_blocks(self.sinks + _integer("window", window, 1, 1 << 29) + KEY_BLOCK // 2)
             ring = {"window": int(window), "sinks": self.sinks, "ring": slots - self.sinks}
         elif sinks:
             raise ArgumentError(f"sinks: got {sinks} without a window; allowed: 0")
         else:
-            slots = padded(self.max_length, KEY_BLOCK)
+            slots = _whole_blocks(self.max_length)
         if page_size is not None:
-            _integer("page_size", page_size, KEY_BLOCK, 1 << 20)
+            smallest = launch_decode.MIN_PAGE
+            _integer("page_size", page_size, smallest, 1 << 20)
             if page_size & (page_size - 1):
-                raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, {KEY_BLOCK} or more")
+                raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, {smallest} or more")
         elif pages is not None:
             raise ArgumentError("pages: got a number without page_size; allowed: None")
         self.page_size = slots if page_size is None else int(page_size)
         self._width = -(-slots // self.page_size)
         self.pages = self.batch * self._width if pages is None else _integer("pages", pages, 1, 1 << 30)
-        self._layout = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size, isa, **ring)
+        if isa is not None and device != "cpu":
+            raise ArgumentError(f"isa: got {isa!r} with device {device!r}; allowed: None")
+        self._layout: Any = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size,
+                                                      page_size is not None, isa if device == "cpu" else device, **ring)
         self._store: Any = self._layout.allocate(self.pages, self.batch, self._width)
         self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
         self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
-        self._append = launch_decode.Append(self._layout, self.batch, self._offset)
+        self._make_plan_of, self._append = launch_decode.Plan, launch_decode.Append(self._layout, self.batch, self._offset)
         self._longest = 0
         self._counts: dict[int, np.ndarray] = {}
-        self._plans: dict[Any, launch_decode.Plan] = {}
-        self._calls: dict[Any, tuple[launch_decode.Plan, np.float32]] = {}
+        self._plans: dict[Any, Any] = {}
+        self._calls: dict[Any, tuple[Any, np.float32]] = {}
 
     # ---- what it holds -----------------------------------------------------------------------------------------------------
     @property
@@ -124,8 +142,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values and scales."""
-        s = self._open()
-        return int(s.data.nbytes)
+        return int(self._open().nbytes)
 
     @property
     def free_pages(self) -> int:
@@ -228,16 +245,9 @@ class KVCache:
             raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
         if ready and self.dtype == "float32":
             x = x.view(np.uint32)
-        elif self.dtype != "int8":
-            x = writable(np.ascontiguousarray(convert(x, self.dtype))).view(self._layout.bits)
-        elif not ready:
-            x = self._float32(x)
+        elif not ready or self.dtype != "int8":
+            x = self._layout.tokens(x)
         return x, shape[2]
-
-    @staticmethod
-    def _float32(x: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            return writable(np.ascontiguousarray(widen(x), F))
 
     def _checked_counts(self, counts: Any, n: int) -> np.ndarray:
         take = np.asarray(counts)
@@ -256,7 +266,7 @@ class KVCache:
     def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
         for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
             with np.errstate(all="ignore"):
-                mean = key[b, :, :take[b]].mean(1, dtype=np.float64).astype(F)
+                mean = widen(key[b, :, :take[b]]).mean(1, dtype=np.float64).astype(F)
             self._offset[b] = np.where(np.isfinite(mean), mean, F(0))
 
     # ---- pages -------------------------------------------------------------------------------------------------------------
@@ -333,7 +343,7 @@ class KVCache:
             taken = import_array("query", query)
             if taken.dtype not in FLOATS:
                 raise ArgumentTypeError(f"query: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
-            query = self._float32(taken.array)
+            query = to_float32(taken.array)
         shape = query.shape
         plan, c = self._plan(shape, scale, splits)
         result = np.empty((*shape[:-1], self.value_dim), F) if out is None else self._checked_out(out, shape)
@@ -349,7 +359,7 @@ class KVCache:
             return exported
         return exported, self._lse(plan, query, scale)
 
-    def _decode_float64(self, plan: launch_decode.Plan, query: np.ndarray, scale: float | None, b: int, g: int, r: int,
+    def _decode_float64(self, plan: Any, query: np.ndarray, scale: float | None, b: int, g: int, r: int,
                         out: np.ndarray) -> None:
         """One row again, whose scores or sums float32 cannot hold."""
         key, value = self.read(b)
@@ -375,7 +385,7 @@ class KVCache:
         behind = length - 1 - self.sinks - (slots - self.sinks)
         return np.where(slots < self.sinks, slots, length - 1 - behind % self._layout.ring)
 
-    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[launch_decode.Plan, np.float32]:
+    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[Any, np.float32]:
         """The prepared call for this query, and the factor of its scores."""
         workers, blocks = self._layout.call(self._longest, self.batch)
         known = self._calls.get((shape, scale, splits, workers, blocks))
@@ -387,7 +397,7 @@ class KVCache:
         return known
 
     def _make_plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, workers: int,
-                   blocks: int) -> tuple[launch_decode.Plan, np.float32]:
+                   blocks: int) -> tuple[Any, np.float32]:
         if len(shape) != 4 or shape[0] != self.batch or shape[1] < 1 or shape[1] % self.kv_heads or shape[3] != self.head_dim:
             raise ArgumentError(f"query: got shape {shape}; allowed: ({self.batch}, heads, tokens, {self.head_dim}) with heads a "
                                 f"multiple of {self.kv_heads}")
@@ -401,7 +411,7 @@ class KVCache:
             splits = _integer("splits", splits, 1, 1 << 16)
         plan = self._plans.get((shape, splits, workers))
         if plan is None:
-            plan = launch_decode.Plan(self._layout, self.batch, group, shape[2], splits, workers)
+            plan = self._make_plan_of(self._layout, self.batch, group, shape[2], splits, workers)
             self._plans[shape, splits, workers] = plan
         unit = factor * LOG2E * (fx.ONE_Q8 if self.dtype == "int8" else 1)
         return plan, F(unit)
@@ -414,7 +424,7 @@ class KVCache:
             raise ArgumentError(f"out: got shape {out.shape}; allowed: {wanted}")
         return out
 
-    def _lse(self, plan: launch_decode.Plan, query: np.ndarray, scale: float | None) -> np.ndarray:
+    def _lse(self, plan: Any, query: np.ndarray, scale: float | None) -> np.ndarray:
         factor = self.head_dim**-0.5 if scale is None else scale
         shift = None
         if self.smooth:

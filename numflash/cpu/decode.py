@@ -51,6 +51,11 @@ class Store(NamedTuple):
     table: np.ndarray
     lengths: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return self.data.nbytes
+
 
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.

@@ -7,6 +7,7 @@ import numba
 import numpy as np
 
 from .._jit import one_at_a_time, refuse_after_fork
+from ..interop import convert, to_float32, writable
 from ..tiling import KEY_BLOCK, split_count
 from . import target
 from .decode import AGAIN, Scratch, Store, make_decode
@@ -15,6 +16,7 @@ from .decode_tiles import Tile, tile
 from .packing import padded
 
 F = np.float32
+MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
 TILE_ROWS = 8                                    # query rows of a register tile, at most
 PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
@@ -79,6 +81,12 @@ class Layout:
         """Copy all of a page."""
         store.data[target] = store.data[source]
 
+    def tokens(self, x: np.ndarray) -> np.ndarray:
+        """New tokens as the append kernels take them, contiguous: float32 for INT8, else the bits of the storage."""
+        if self.tile.dtype == "int8":
+            return to_float32(x)
+        return writable(np.ascontiguousarray(convert(x, self.tile.dtype))).view(self.bits)
+
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
         return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),
                      zeros((batch, table_width), np.int32), zeros((batch,), np.int64))
@@ -115,7 +123,8 @@ class Layout:
         return np.concatenate(chunks, 2)[..., :self.value_dim]
 
 
-def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, isa: str | None, **ring: int) -> Layout:
+def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, paged: bool, isa: str | None,
+                **ring: int) -> Layout:
     """The layout for the best instruction set of the target, or for `isa`."""
     return Layout(tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring)
 

@@ -162,14 +162,20 @@ class Device:
         major, minor = (check(driver, driver.cuDeviceGetAttribute(a, handle)) for a in (
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR))
         self.driver, self.arch = driver, arch_of(major, minor)
+        count = attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        self.multiprocessors = check(driver, driver.cuDeviceGetAttribute(count, handle))
         self.name = check(driver, driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
         self._context = check(driver, driver.cuDevicePrimaryCtxRetain(handle))
         self._kernels: dict[Compiled, Kernel] = {}
         self._constants: OrderedDict[bytes, int] = OrderedDict()
 
+    def use(self) -> None:
+        """Make the card's context this thread's own."""
+        check(self.driver, self.driver.cuCtxSetCurrent(self._context))
+
     def kernel(self, item: Compiled) -> Kernel:
         """The loaded kernel of a cubin; loads it the first time."""
-        check(self.driver, self.driver.cuCtxSetCurrent(self._context))
+        self.use()
         if item not in self._kernels:
             self._kernels[item] = Kernel(self.driver, item)
         return self._kernels[item]
@@ -222,7 +228,7 @@ class Device:
         CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it.
         """
         d = self.driver
-        d.cuCtxSetCurrent(self._context)
+        self.use()
         check(d, d.cuCtxSetLimit(d.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE, nbytes))
         value = d.CUstreamAttrValue()
         window = value.accessPolicyWindow

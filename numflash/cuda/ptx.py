@@ -194,10 +194,17 @@ store_global_u16 = op("{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.global.b16 [<addre
 load_global_f32 = op("ld.global.nc.f32 <r>, [<address>];", f32, memory=True, address=u64)
 load_global_s32 = op("ld.global.nc.s32 <r>, [<address>];", i32, memory=True, address=u64)
 load_global_u8 = op("ld.global.nc.u8 <r>, [<address>];", u32, memory=True, address=u64)
+store_global_u8 = op("{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.global.b8 [<address>], h;}", memory=True, address=u64, s=u32)
+load_global_u16 = op("{.reg .b16 h;\nld.global.nc.u16 h, [<address>];\ncvt.u32.u16 <r>, h;}", u32, memory=True, address=u64)
+load_global_written = op("ld.global.s32 <r>, [<address>];", i32, memory=True, address=u64)      # not .nc: the kernel writes it
+atomic_add = op("atom.global.add.s32 <r>, [<address>], <n>;", i32, memory=True, address=u64, n=i32)      # 9.7.13.7
 load_shared_v4 = op("ld.shared.v4.b32 <d>, [<address>];", memory=True, d=out(4, u32), address=u32)
 load_shared_f32_v2 = op("ld.shared.v2.f32 <d>, [<address>];", memory=True, d=out(2, f32), address=u32)
 store_shared_v4 = op("st.shared.v4.b32 [<address>], <s>;", memory=True, address=u32, s=Fragment(4, u32))
 store_shared_f32 = op("st.shared.f32 [<address>], <s>;", memory=True, address=u32, s=f32)
+store_shared = op("st.shared.b32 [<address>], <s>;", memory=True, address=u32, s=u32)
+store_shared_u16 = op("{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.shared.b16 [<address>], h;}", memory=True, address=u32, s=u32)
+load_shared_s32 = op("ld.shared.s32 <r>, [<address>];", i32, memory=True, address=u32)
 load_shared_f32 = op("ld.shared.f32 <r>, [<address>];", f32, memory=True, address=u32)
 # 9.7.14.5.15
 ldmatrix = op("ldmatrix.sync.aligned.m8n8.x4.shared.b16 <d>, [<address>];", memory=True, d=out(4, u32), address=u32)

@@ -432,8 +432,12 @@ def test_options_that_are_not_allowed(options, words):
 
 
 def test_cuda_is_said_to_be_missing():
-    with pytest.raises(UnsupportedError, match="device"):
+    try:
         KVCache(1, 1, 8, 100, device="cuda")
+    except UnsupportedError as error:
+        assert "device: got 'cuda'" in str(error)
+    else:
+        pytest.skip("there is a card")
 
 
 class Generation(RuleBasedStateMachine):

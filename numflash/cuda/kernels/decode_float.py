@@ -1,0 +1,273 @@
+"""Decode over a float16 or bfloat16 cache on tensor cores: new tokens against one split of one KV head's keys, sm_75 on.
+
+Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile: the T4 document's 14 blocks for
+14 heads on 2 KV heads would read each key seven times (`Decode architecture`, "Split-K Parallelism"). How the four warps of a block
+share the work: `decode_pieces`. K and V have one buffer each; the next keys are under way while the weights meet the values, the
+next values while the next scores are made, so memory never waits for the whole tile.
+
+`unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3). No maximum crosses between the
+warps and nothing is rescaled; a block whose rows leave the range in which the weights are exact does its split once more with the
+running maximum.
+"""
+from __future__ import annotations
+
+import math
+
+from .. import ptx
+from .._target import cuda, types
+from ..compile import Source
+from .decode_pieces import NOTHING, THREADS, WARPS, make_load_keys, make_query_rows, make_store, visible
+from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
+
+i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+BLOCK_K = 64                                       # keys of a tile: 16 per warp
+SPLIT_KEYS = 128                                   # splits are counted in `tiling.KEY_BLOCK`, as on the CPU
+HUGE = f32(2.0**121)                               # float32 does not hold sums of such scores
+UNIFIED_ABOVE, UNIFIED_BELOW = f32(15), f32(10)    # octaves around the constant that float16 weights hold with 11 bits
+NAN = f32(math.nan)
+
+# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l
+# bytes: of a page of K and of V, over all heads, and of one head in it
+# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, of a stored value, pages of a sequence in the table,
+#        log2 of the slots of a page, window, sinks, ring
+# factors: scale * log2(e), the unified maximum in octaves
+SIGNATURE = types.void(types.UniTuple(u64, 8), types.UniTuple(i64, 4), types.UniTuple(i32, 13), types.UniTuple(f32, 2))
+
+
+def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", direct: bool = True, paged: bool = False,
+                 ring: bool = False, unified: bool = False, turing: bool = False) -> Source:
+    """The kernel for padded head sizes d and dv, multiples of 32.
+
+    Parameters
+    ----------
+    row_tiles : tiles of 16 query rows that a block takes
+    direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of all tasks for `decode_combine`
+    paged : sequences take pages from a pool, by the table; else sequence b has page b
+    ring : the cache is a ring with a window and sinks
+    turing : sm_75, without cp.async and with k8 products
+    """
+    block_k = BLOCK_K
+    k_steps, value_tiles, tile_rows = d // 16, dv // 8 // WARPS, 16 * row_tiles
+    d_bytes, dv_bytes = d * 2, dv * 2
+    n_s, n_o, n_p, n_rows = 8 * row_tiles, 4 * value_tiles * row_tiles, 8 * row_tiles, 2 * row_tiles
+    keep_q = row_tiles == 1 and d <= 128               # Q's fragments stay in registers where there is room
+    n_qf = 4 * k_steps if keep_q else 4
+    shift_k, xor_k = swizzle_of(d_bytes)
+    shift_v, xor_v = swizzle_of(dv_bytes)
+    mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
+    load_k, load_v = (make_load_keys(block_k, n, paged, not turing) for n in (d_bytes, dv_bytes))
+    query_rows = make_query_rows(d, False, pack)(tile_rows)
+    store = make_store(row_tiles, value_tiles, direct, 1.0)
+    wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
+    q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
+    p_size, row_size = tile_rows * 128, tile_rows * 4
+
+    def decode(pointers, bytes_of, sizes, factors):
+        q, k, v, tables, lengths, out, m_out, l_out = pointers
+        k_page, k_head, v_page, v_head = bytes_of
+        queries, rows, kv_heads, splits, channels, columns, k_row, v_row, width, shift, window, sinks, ring_slots = sizes
+        scale, phi = factors
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = thread & 31, thread >> 5
+        sq = ptx.shared_address(shared)
+        sk = sq + u32(q_size)
+        sv = sk + u32(k_size)
+        sp = sv + u32(v_size)
+        s_factor = sp + u32(p_size)
+        s_max = s_factor + u32(row_size)
+        s_sum = s_max + u32(WARPS * row_size)
+
+        task = i32(cuda.blockIdx.x)
+        unit = task // splits
+        split = task - unit * splits
+        groups = (rows + tile_rows - 1) // tile_rows
+        head = unit // groups
+        first_row = (unit - head * groups) * tile_rows
+        b = head // kv_heads
+        g = head - b * kv_heads
+        length = ptx.load_global_s32(lengths + u64(b * 4))
+        slots, newest = length, length - 1
+        if ring:
+            slots = min(length, sinks + ring_slots)
+            if length > slots:
+                newest = sinks + (length - 1 - sinks) % ring_slots
+        share = ((slots + SPLIT_KEYS - 1) // SPLIT_KEYS + splits - 1) // splits * SPLIT_KEYS
+        begin = split * share
+        stop = min(begin + share, slots)
+        k = k + u64(g) * u64(k_head)
+        v = v + u64(g) * u64(v_head)
+        table = tables + u64(b * width) * u64(4) if paged else u64(b)
+        if begin < stop:
+            load_k(sk, k, u64(k_page), table, shift, begin, stop, k_row, thread)
+            if not turing:
+                ptx.cp_async_commit()
+        query_rows(sq, s_factor, q + u64(head) * u64(rows * channels * 4), first_row, rows, channels, scale, warp, lane)
+        cuda.syncthreads()
+
+        row_factor = cuda.local.array(n_rows, f32)
+        at = cuda.local.array(n_rows, i32)             # position of a row's token
+        m = cuda.local.array(n_rows, f32)
+        l = cuda.local.array(n_rows, f32)
+        top = cuda.local.array(n_rows, f32)
+        alpha = cuda.local.array(n_rows, f32)
+        s = cuda.local.array(n_s, f32)
+        o = cuda.local.array(n_o, f32)
+        qf = cuda.local.array(n_qf, u32)
+        p = cuda.local.array(n_p, u32)
+        kb = cuda.local.array(4, u32)
+        for i in range(n_rows):
+            r = first_row + (lane >> 2) + 8 * i
+            row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
+            at[i] = length - queries + r % queries
+        low = length - queries                         # the first position of any row
+        k_row_of = ((lane >> 4) << 3) + (lane & 7)
+        k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
+        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row_of >> shift_k) & xor_k))
+        a_row = lane & 15
+        q_chunk = u32((lane >> 4) ^ ((a_row >> shift_k) & xor_k))
+        p_chunk = u32((lane >> 4) ^ (a_row & 7))
+        if keep_q:
+            for step in range(k_steps):
+                ptx.ldmatrix(qf, 4 * step, sq + u32(a_row * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4)))
+        constant = unified                             # whether this pass takes phi for the maximum
+        again = True
+        while again:
+            again = False
+            for i in range(n_o):
+                o[i] = f32(0)
+            for i in range(n_rows):
+                m[i], l[i], top[i] = phi if constant else NOTHING, f32(0), NOTHING
+            start = begin
+            while start < stop:
+                if not turing:
+                    wait_all()
+                cuda.syncthreads()                     # the keys are there, and everyone is done with the last values and weights
+                load_v(sv, v, u64(v_page), table, shift, start, stop, v_row, thread)
+                if not turing:
+                    ptx.cp_async_commit()
+
+                # S = Q . K^T of this warp's 16 keys
+                for i in range(n_s):
+                    s[i] = f32(0)
+                for step in range(k_steps):
+                    ptx.ldmatrix(kb, 0, k_at + ((k_chunk ^ u32(2 * step)) << u32(4)))
+                    for t in range(row_tiles):
+                        qi = 4 * step if keep_q else 0
+                        if not keep_q:
+                            ptx.ldmatrix(qf, 0, sq + u32((16 * t + a_row) * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4)))
+                        if turing:
+                            mma8(s, 8 * t, qf, qi, kb, 0)
+                            mma8(s, 8 * t, qf, qi + 2, kb, 1)
+                            mma8(s, 8 * t + 4, qf, qi, kb, 2)
+                            mma8(s, 8 * t + 4, qf, qi + 2, kb, 3)
+                        else:
+                            mma(s, 8 * t, qf, qi, kb, 0)
+                            mma(s, 8 * t + 4, qf, qi, kb, 2)
+
+                # in octaves, hidden keys -inf, what float32 does not hold NaN; the largest of each row over this warp's keys
+                whole = not ring and start + block_k <= min(stop, low + 1)
+                for i in range(n_rows):
+                    largest = NOTHING
+                    for n in range(2):
+                        for e in range(2):
+                            at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
+                            j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
+                            x = s[at_s] * row_factor[i]
+                            if not abs(x) < HUGE:
+                                x = NAN
+                            if not whole and not visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring):
+                                x = NEG_INF
+                            s[at_s] = x
+                            largest = ptx.fmax(largest, x)
+                    if constant:
+                        top[i] = ptx.fmax(top[i], largest)
+                    else:
+                        largest = quad_max(largest)
+                        if lane & 3 == 0:
+                            ptx.store_shared_f32(s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), largest)
+                cuda.syncthreads()                     # everyone is done with these keys
+                if start + block_k < stop:
+                    load_k(sk, k, u64(k_page), table, shift, start + block_k, stop, k_row, thread)
+                if not turing:
+                    ptx.cp_async_commit()
+
+                # weights and their sums
+                for i in range(n_rows):
+                    alpha[i] = f32(1)
+                    if not constant:
+                        largest = m[i]
+                        for w in range(WARPS):
+                            largest = ptx.fmax(largest, ptx.load_shared_f32(
+                                s_max + u32((w * tile_rows + (lane >> 2) + 8 * i) * 4)))
+                        alpha[i] = ptx.ex2(m[i] - largest)
+                        m[i] = largest
+                    total = f32(0)
+                    r = (lane >> 2) + 8 * i
+                    for n in range(2):
+                        at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1)
+                        p0, p1 = ptx.ex2(s[at_s] - m[i]), ptx.ex2(s[at_s + 1] - m[i])
+                        total += p0 + p1
+                        chunk = u32((2 * warp + n) ^ (r & 7))
+                        ptx.store_shared(sp + u32(r * 128) + (chunk << u32(4)) + u32(4 * (lane & 3)), pack(p0, p1))
+                    total = quad_sum(total)
+                    if lane & 3 == 0:
+                        ptx.store_shared_f32(s_sum + u32((warp * tile_rows + r) * 4), total)
+                if not turing:
+                    wait_but_one()
+                cuda.syncthreads()                     # values and weights are there
+
+                for i in range(n_rows):
+                    r = (lane >> 2) + 8 * i
+                    total = f32(0)
+                    for w in range(WARPS):
+                        total += ptx.load_shared_f32(s_sum + u32((w * tile_rows + r) * 4))
+                    l[i] = l[i] * alpha[i] + total
+
+                # O = O * alpha + P . V for this warp's channels
+                for t in range(row_tiles):
+                    for n in range(value_tiles):
+                        for e in range(2):
+                            o[4 * (t * value_tiles + n) + e] *= alpha[2 * t]
+                            o[4 * (t * value_tiles + n) + 2 + e] *= alpha[2 * t + 1]
+                for half in range(2):                  # 32 keys
+                    for t in range(row_tiles):
+                        for step in range(2):
+                            ptx.ldmatrix(p, 8 * t + 4 * step, sp + u32((16 * t + a_row) * 128)
+                                         + ((p_chunk ^ u32(4 * half + 2 * step)) << u32(4)))
+                    v_row_of = 32 * half + lane
+                    v_xor = (v_row_of >> shift_v) & xor_v
+                    for n in range(value_tiles):
+                        ptx.ldmatrix_trans(kb, 0, sv + u32(v_row_of * dv_bytes) + (u32((warp * value_tiles + n) ^ v_xor) << u32(4)))
+                        for t in range(row_tiles):
+                            for step in range(2):
+                                if turing:
+                                    mma8(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step, kb, 2 * step)
+                                    mma8(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step + 2, kb, 2 * step + 1)
+                                else:
+                                    mma(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step, kb, 2 * step)
+                start += block_k
+
+            if constant:
+                # overflow test: every row that sees a key has its largest within what weights relative to phi hold
+                bad = f32(0)
+                for i in range(n_rows):
+                    largest = quad_max(top[i])
+                    if largest > phi + UNIFIED_ABOVE or (largest > NOTHING and largest < phi - UNIFIED_BELOW):
+                        bad = f32(1)
+                for n in range(3):                     # over the eight rows of the warp's lanes; quads agree
+                    bad = ptx.fmax(bad, ptx.shuffle_xor(bad, u32(4 << n)))
+                if lane == 0:
+                    ptx.store_shared_f32(s_max + u32(warp * 4), bad)
+                cuda.syncthreads()
+                for w in range(WARPS):
+                    again = again or ptx.load_shared_f32(s_max + u32(w * 4)) != f32(0)
+                constant = False
+                if again:
+                    load_k(sk, k, u64(k_page), table, shift, begin, stop, k_row, thread)
+                    if not turing:
+                        ptx.cp_async_commit()
+
+        store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane)
+
+    return Source(decode, SIGNATURE, THREADS, q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size)

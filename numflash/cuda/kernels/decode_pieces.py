@@ -1,0 +1,245 @@
+"""What the decode kernels share: a cache's tiles on their way to shared memory, query rows, and which slots a row sees.
+
+A block works on one KV head, one tile of query rows (the heads of its group times the new tokens, 16 to 64 rows) and one split of
+the keys. Its four warps divide the keys of a tile among them for the scores, and the channels for the output, so every byte of K
+and V goes once from memory to shared memory and once from there to registers; maxima, weights and their sums cross between the
+warps through shared memory.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .. import ptx
+from .._target import cuda, device_function, types
+from .pieces import swizzle_of
+
+i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+WARPS = 4
+THREADS = 32 * WARPS
+LANE_KEYS = 16                                     # slots of a page come in pieces of at least this: 16 bytes of INT8 values
+EXPONENT = 0x7F800000
+NO_SCALE, SCALE_LIMIT = f32(2.0**-100), f32(2.0**100)          # as `quantization` and `reference.combined_scale`
+NOTHING = f32(-3e38)                               # maximum of a float row that has seen no key
+NAN = f32(math.nan)
+
+
+def make_page_of(paged: bool) -> Any:
+    """page_of(table, slot, shift): the page of a slot; `table` is the address of the sequence's page numbers, or its only page."""
+    @device_function
+    def page_of(table, slot, shift):
+        return u64(ptx.load_global_s32(table + u64((slot >> shift) * 4))) if paged else table
+    return page_of
+
+
+def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = True) -> Any:
+    """Copy `rows` slots of K, or of V as it is stored for floats, to a swizzled tile; zeros beyond `stop` and `bytes_left`.
+
+    load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread): slots first .. stop; pages of 2**shift slots of
+    `page_bytes` bytes over all heads, `data` being this head of page 0; a slot has `bytes_left` bytes, a multiple of 16.
+    """
+    page_of, chunks = make_page_of(paged), row_bytes // 16
+    pieces = rows * chunks
+    swizzle, xor = swizzle_of(row_bytes)
+    turns = (pieces + THREADS - 1) // THREADS
+    even = pieces % THREADS == 0
+
+    @device_function
+    def load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread):
+        four = cuda.local.array(4, u32)
+        for i in range(turns):
+            piece = thread + i * THREADS
+            r = piece // chunks
+            c = piece - r * chunks
+            if even or piece < pieces:
+                place = to + u32(r * row_bytes + ((c ^ ((r >> swizzle) & xor)) << 4))
+                slot = first + r
+                there = slot < stop and (c << 4) < bytes_left
+                address = data
+                if there:
+                    inside = slot & ((i32(1) << shift) - 1)
+                    address = data + page_of(table, slot, shift) * page_bytes + u64(inside) * u64(bytes_left) + u64(c << 4)
+                if asynchronous:
+                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+                else:
+                    for n in range(4):
+                        four[n] = u32(0)
+                    if there:
+                        ptx.load_global_v4(four, 0, address)
+                    ptx.store_shared_v4(place, four, 0)
+    return load_keys
+
+
+def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
+    """Copy a tile of V^T, as it is stored for INT8, to a swizzled tile of `channels` rows of `block_k` bytes.
+
+    load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread): within a page the values lie in blocks of
+    min(page, block_k) slots, channel after channel.
+    """
+    page_of, chunks = make_page_of(paged), block_k // LANE_KEYS
+    pieces = channels * chunks
+    swizzle, xor = swizzle_of(block_k)
+    turns = (pieces + THREADS - 1) // THREADS
+
+    @device_function
+    def load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread):
+        span = min(i32(1) << shift, i32(block_k))
+        for i in range(turns):
+            piece = thread + i * THREADS
+            channel = piece // chunks
+            c = piece - channel * chunks
+            place = to + u32(channel * block_k + ((c ^ ((channel >> swizzle) & xor)) << 4))
+            slot = first + c * LANE_KEYS
+            there = slot < stop and channel < channels_left
+            address = data
+            if there:
+                inside = slot & ((i32(1) << shift) - 1)
+                within = inside & (span - 1)
+                address = (data + page_of(table, slot, shift) * page_bytes + u64(inside - within) * u64(channels_left)
+                           + u64(channel * span + within))
+            ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+    return load_channels
+
+
+def make_load_scales(block_k: int, paged: bool) -> Any:
+    """Copy the float32 scales of `block_k` slots: of the keys, and behind them of the values.
+
+    load_scales(to, data, values_at, ...): in a page and head those of the values begin `values_at` bytes behind those of the keys.
+    """
+    page_of = make_page_of(paged)
+
+    @device_function
+    def load_scales(to, data, values_at, page_bytes, table, shift, first, stop, thread):
+        if thread < block_k // 2:
+            slot = first + 4 * (thread & (block_k // 4 - 1))
+            there = slot < stop
+            address = data
+            if there:
+                inside = slot & ((i32(1) << shift) - 1)
+                address = (data + page_of(table, slot, shift) * page_bytes + u64(inside * 4)
+                           + (u64(0) if thread < block_k // 4 else values_at))
+            ptx.cp_async_zfill(to + u32(thread * 16), address, u32(16) if there else u32(0))
+    return load_scales
+
+
+@device_function
+def warp_max_i32(x):
+    for n in range(5):
+        x = ptx.imax(x, ptx.shuffle_xor_i32(x, u32(1 << n)))
+    return x
+
+
+@device_function
+def visible(j, slots, at, length, newest, window, sinks, ring_slots, ring):
+    """Whether a row at position `at` sees slot j of a sequence that holds `length` tokens.
+
+    `newest` is the slot of the last token. In a ring the token in slot j follows from how far it lies behind that one.
+    """
+    position = j
+    if ring and j >= sinks:
+        behind = newest - j
+        if behind < 0:
+            behind += ring_slots
+        position = length - 1 - behind
+    seen = j < slots and position <= at
+    if ring:
+        seen = seen and (position < sinks or position > at - window)
+    return seen
+
+
+def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
+    """Convert a warp's query rows to the operand of the scores, in shared memory, with one float factor each.
+
+    query_rows(to, factors, q, first, rows, channels, c, warp, lane): rows of `channels` float32 at q, of which this block takes
+    `tile_rows` from `first` on (zeros beyond `rows`).
+
+    INT8: `quantization.quantize` of a row, its factor scale * c at most 2**100. Floats: the row times a power of two that brings
+    its largest magnitude to 1 .. 2, so that float16 holds it; the factor is c over that power. A row that is not finite has zeros
+    and the factor NaN.
+    """
+    row_bytes = d if exact else 2 * d
+    per_lane = 4 if exact else 2
+    words = (d + 32 * per_lane - 1) // (32 * per_lane)
+    n_x = words * per_lane
+    swizzle, xor = swizzle_of(row_bytes)
+
+    def make(tile_rows: int) -> Any:
+        @device_function
+        def query_rows(to, factors, q, first, rows, channels, c, warp, lane):
+            x = cuda.local.array(n_x, f32)
+            for turn in range(tile_rows // WARPS):
+                r = turn * WARPS + warp
+                top = i32(0)
+                for i in range(words):
+                    for e in range(per_lane):
+                        channel = (i * 32 + lane) * per_lane + e
+                        y = f32(0)
+                        if first + r < rows and channel < channels:
+                            y = ptx.load_global_f32(q + (u64(first + r) * u64(channels) + u64(channel)) * u64(4))
+                        x[i * per_lane + e] = y
+                        top = ptx.imax(top, i32(ptx.bits(y) & u32(0x7FFFFFFF)))
+                top = warp_max_i32(top)
+                good = top < EXPONENT
+                factor, scale = f32(0), f32(1)
+                if exact:
+                    largest = ptx.from_bits(u32(top))
+                    if largest > NO_SCALE:
+                        factor, scale = ptx.div(f32(127), largest), ptx.div(largest, f32(127))
+                    scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
+                else:
+                    power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
+                    factor, scale = ptx.from_bits(u32(254 - power) << u32(23)), c * ptx.from_bits(u32(power) << u32(23))
+                for i in range(words):
+                    word = u32(0)
+                    if good:
+                        if exact:
+                            for e in range(4):
+                                word |= (u32(ptx.to_int(ptx.mul(x[4 * i + e], factor))) & u32(255)) << u32(8 * e)
+                        else:
+                            word = pack(x[2 * i] * factor, x[2 * i + 1] * factor)
+                    place = (i * 32 + lane) * 4
+                    if place < row_bytes:
+                        chunk = (place >> 4) ^ ((r >> swizzle) & xor)
+                        ptx.store_shared(to + u32(r * row_bytes + (chunk << 4) + (place & 15)), word)
+                if lane == 0:
+                    ptx.store_shared_f32(factors + u32(r * 4), scale if good else NAN)
+        return query_rows
+    return make
+
+
+def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> Any:
+    """Write a block's results: o, m and l as the threads hold them.
+
+    direct: rows of out (B, Hkv, rows, Dv) as o * (one / l), zeros where l is 0, and m_out, l_out (B, Hkv, rows). Else the partial
+    result of a task, for `decode_combine`: out (task, row tile, warp, value tile, lane, 4), m_out, l_out (task, rows of the tile).
+    """
+    n_rows, tile_rows, numerator = 2 * row_tiles, 16 * row_tiles, f32(one)
+
+    @device_function
+    def store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane):
+        four = cuda.local.array(4, u32)
+        for i in range(n_rows):
+            r = (lane >> 2) + 8 * i
+            place = head * rows + first_row + r if direct else task * tile_rows + r
+            if warp == 0 and lane & 3 == 0 and (not direct or first_row + r < rows):
+                ptx.store_global_f32(m_out + u64(place) * u64(4), m[i])
+                ptx.store_global_f32(l_out + u64(place) * u64(4), l[i])
+        for t in range(row_tiles):
+            for n in range(value_tiles):
+                at = 4 * (t * value_tiles + n)
+                if direct:
+                    for half in range(2):
+                        r = first_row + 16 * t + (lane >> 2) + 8 * half
+                        total = l[2 * t + half]
+                        reciprocal = f32(0) if total == f32(0) else ptx.div(numerator, total)
+                        for e in range(2):
+                            c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
+                            if r < rows and c < columns:
+                                ptx.store_global_f32(out + (u64(head * rows + r) * u64(columns) + u64(c)) * u64(4),
+                                                     ptx.mul(o[at + 2 * half + e], reciprocal))
+                else:
+                    for e in range(4):
+                        four[e] = ptx.bits(o[at + e])
+                    place = ((task * row_tiles + t) * WARPS + warp) * value_tiles + n
+                    ptx.store_global_v4(out + u64(place * 32 + lane) * u64(16), four, 0)
+    return store

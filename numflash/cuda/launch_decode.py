@@ -1,0 +1,293 @@
+"""From a KV cache to decode kernels on a card: how the cache lies there, how many splits, which kernel, and its buffers.
+
+The twin of `cpu.launch_decode`. Keys, values, block table and lengths stay on the card; the host keeps copies of the two small ones
+and sends them only after it has changed them itself (a new page, `share`, `reset`). A step uploads its token.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..interop import to_float32
+from ..tiling import KEY_BLOCK, split_count
+from .kernels.decode_append import BLOCK, decode_append
+from .kernels.decode_combine import decode_combine
+from .kernels.decode_float import decode_float
+from .kernels.decode_int8 import decode_int8
+from .kernels.decode_pieces import LANE_KEYS, WARPS
+from .resident import Card, Emulated
+
+F = np.float32
+MIN_PAGE = LANE_KEYS
+SHORT_CONTEXT = 256                              # keys up to which one block does a KV head: the T4 document's threshold
+BLOCKS_PER_MULTIPROCESSOR = 2                    # of the kernels' registers
+UNLIMITED = 1 << 30                              # slots of a ring that never turns, and of a sequence's page where it has but one
+HEAD_DIMS = (32, 64, 96, 128, 256)
+KEY_DIMS_INT8 = (64, 128, 256)                   # whole swizzles
+SOURCES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
+MAX_BATCH = 65535                                # blocks along an axis of the grid
+
+
+class Store:
+    """A cache on the card.
+
+    k, v : what a slot holds, see `Layout.allocate`;  scales : of INT8 slots
+    table (B, pages of a sequence) int32, lengths (B,) int64 : on the host; `synchronise` sends them when they were changed there
+    """
+
+    def __init__(self, card: Any, k: np.ndarray, v: np.ndarray, scales: np.ndarray, batch: int, width: int) -> None:
+        self.card, self.k, self.v, self.scales = card, k, v, scales
+        self.table, self.lengths = np.zeros((batch, width), np.int32), np.zeros(batch, np.int64)
+        self.table_there, self.lengths_there = card.zeros((batch, width), np.int32), card.zeros((batch,), np.int32)
+        self.tickets = card.zeros((batch,), np.int32)
+        self.sent: list[np.ndarray] = [self.table.copy(), self.lengths.copy()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return sum(x.nbytes for x in (self.k, self.v, self.scales))
+
+    def synchronise(self) -> None:
+        """Bring the card's copies up to the host's, if the host has changed them."""
+        pairs: tuple[tuple[np.ndarray, np.ndarray], ...] = (self.table, self.table_there), (self.lengths, self.lengths_there)
+        for n, (here, there) in enumerate(pairs):
+            if not np.array_equal(here, self.sent[n]):
+                self.card.upload(there, here.astype(there.dtype, copy=False))
+                self.sent[n] = here.copy()
+
+    def grown(self, counts: np.ndarray) -> None:
+        """The append kernel has moved the lengths on."""
+        self.lengths += counts
+        self.sent[1] += counts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a cache: pages of `page_size` slots; tokens below `sinks` keep their slots, the others share a ring of `ring`."""
+
+    card: Any
+    dtype: str
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_size: int
+    paged: bool
+    window: int = UNLIMITED
+    sinks: int = 0
+    ring: int = UNLIMITED
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype == "int8"
+
+    @property
+    def bits(self) -> type:
+        """The type of a stored element in memory."""
+        return np.int8 if self.exact else np.uint16
+
+    @property
+    def k_stored(self) -> int:
+        """Channels of a stored key: whole pieces of 16 bytes."""
+        unit = 16 // np.dtype(self.bits).itemsize
+        return -(-self.head_dim // unit) * unit
+
+    @property
+    def v_stored(self) -> int:
+        """Channels of a stored value; INT8 values lie channel by channel and need no padding."""
+        return self.value_dim if self.exact else -(-self.value_dim // 8) * 8
+
+    @property
+    def shift(self) -> int:
+        """log2 of the slots of a page."""
+        return self.page_size.bit_length() - 1 if self.paged else UNLIMITED.bit_length() - 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token of one KV head, scales not counted."""
+        return (self.k_stored + self.v_stored) * np.dtype(self.bits).itemsize
+
+    @property
+    def bytes_of(self) -> tuple[int, ...]:
+        """Bytes of a page of K, of V and of scales over all heads, and of one head in it."""
+        size = np.dtype(self.bits).itemsize
+        heads = [self.page_size * self.k_stored * size, self.page_size * self.v_stored * size, self.page_size * 8]
+        return tuple(n for head in heads for n in (self.kv_heads * head, head))
+
+    def row_tiles(self, rows: int) -> int:
+        """Tiles of 16 query rows per block; two where the registers hold them."""
+        return 2 if rows > 16 and max(self.padded) <= 128 else 1
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The head sizes that the kernels are built for."""
+        d = next(n for n in (KEY_DIMS_INT8 if self.exact else HEAD_DIMS) if n >= self.head_dim)
+        return d, next(n for n in HEAD_DIMS if n >= self.value_dim)
+
+    def call(self, longest: int, batch: int) -> tuple[int, int]:
+        """(blocks that run at once, key blocks of the longest sequence): what the number of splits depends on."""
+        return self.card.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+
+    def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
+        """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
+        if blocks * KEY_BLOCK <= SHORT_CONTEXT:
+            return 1
+        return split_count(batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows))), blocks, workers)
+
+    def tokens(self, x: np.ndarray) -> np.ndarray:
+        """New tokens as the append kernel takes them, contiguous: as they are, float64 as float32."""
+        return np.ascontiguousarray(x) if x.dtype.name in SOURCES else to_float32(x)
+
+    def allocate(self, pages: int, batch: int, table_width: int) -> Store:
+        """K (pages, Hkv, slots, D); V (pages, Hkv, slots, Dv), for INT8 (pages, Hkv, slots / n, Dv, n) with n = min(page, 128).
+
+        Scales (pages, Hkv, 2, slots) float32, of keys and of values.
+        """
+        heads, span = (pages, self.kv_heads), min(self.page_size, BLOCK)
+        v = (*heads, self.page_size // span, self.v_stored, span) if self.exact else (*heads, self.page_size, self.v_stored)
+        scales = (*heads, 2, self.page_size) if self.exact else (0,)
+        zeros = self.card.zeros
+        return Store(self.card, zeros((*heads, self.page_size, self.k_stored), self.bits), zeros(v, self.bits), zeros(scales, F),
+                     batch, table_width)
+
+    def copy_page(self, store: Store, source: int, target: int) -> None:
+        """Copy all of a page."""
+        for x in (store.k, store.v, store.scales):
+            if x.size:
+                self.card.copy(x[target], x[source])
+
+    # ---- reading back ------------------------------------------------------------------------------------------------------
+    def _pages(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, pages, ...) of a buffer on the host."""
+        found = [self.card.download(x[page]) for page in pages]
+        return np.stack(found, 1) if found else np.zeros((self.kv_heads, 0, *x.shape[2:]), x.dtype)
+
+    def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
+        return self._pages(store.k, pages).reshape(self.kv_heads, -1, self.k_stored)[..., :self.head_dim]
+
+    def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(Hkv, slots, Dv) stored elements of V of the pages, in slot order."""
+        x = self._pages(store.v, pages)
+        if self.exact:
+            x = x.swapaxes(-1, -2)
+        return x.reshape(self.kv_heads, -1, self.v_stored)[..., :self.value_dim]
+
+    def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
+        """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values; a float key that is NaN has the scale NaN."""
+        if self.exact:
+            return self._pages(store.scales, pages).transpose(2, 0, 1, 3).reshape(2, self.kv_heads, -1)
+        nan = 0x7FC0 if self.dtype == "bfloat16" else 0x7E00
+        return np.where(self.keys(store, pages)[None, ..., 0] == nan, F(np.nan), F(1))
+
+
+def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, paged: bool, device: str,
+                **ring: int) -> Layout:
+    """The layout on the first card, or for "cuda-emulator" in the emulator."""
+    card = Emulated() if device == "cuda-emulator" else Card()
+    if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
+        allowed = "float16" if card.arch == "sm_75" else "int8, float16, bfloat16"
+        raise UnsupportedError(f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {allowed}")
+    for name, n in (("head_dim", head_dim), ("value_dim", value_dim)):
+        if n > HEAD_DIMS[-1]:
+            raise UnsupportedError(f"{name}: got {n}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
+    return Layout(card, dtype, kv_heads, head_dim, value_dim, page_size, paged, **ring)
+
+
+class Append:
+    """Appending to one cache prepared: its buffers. Called with tokens of float32, float16 or (as uint16) bfloat16."""
+
+    def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
+        self.layout, self.offset = layout, offset
+        self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._small = (np.zeros(batch, np.int32), layout.card.zeros((batch,), np.int32)), (
+            np.zeros(offset.shape, F), layout.card.zeros(offset.shape, F))
+
+    def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
+        layout, card = self.layout, self.layout.card
+        batch, kv_heads, n, d = key.shape
+        if not key.size:
+            return
+        if key.dtype != value.dtype:
+            key, value = to_float32(key), to_float32(value)
+        store.synchronise()
+        for (sent, small), now in zip(self._small, (counts, self.offset), strict=True):
+            if not np.array_equal(sent, now):
+                sent[...] = now
+                card.upload(small, sent)
+        counts_there, offset_there = (small for _, small in self._small)
+        there = self._buffers.get(n)
+        if there is None or there[0].dtype != key.dtype:
+            self._buffers.clear()
+            there = self._buffers[n] = card.zeros(key.shape, key.dtype), card.zeros(value.shape, value.dtype)
+        for to, x in zip(there, (key, value), strict=True):
+            card.upload(to, x)
+        constants = {"d": d, "dv": value.shape[3], "source": SOURCES[key.dtype.name], "dtype": layout.dtype, "paged": layout.paged,
+                     "smooth": bool(self.offset.any()),
+                     "turing": card.arch == "sm_75"}
+        sizes = (n, kv_heads, d, value.shape[3], layout.k_stored, layout.v_stored, store.table.shape[1], layout.shift, layout.sinks,
+                 layout.ring)
+        card.run(decode_append, constants, (-(-n // WARPS), kv_heads, batch),
+                 ((*there, counts_there, store.table_there, store.lengths_there, store.tickets, store.k, store.v, store.scales,
+                   offset_there), layout.bytes_of, sizes))
+        store.grown(counts)
+
+
+class Plan:
+    """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
+
+    def __init__(self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int) -> None:
+        card, rows = layout.card, group * queries
+        d, dv = layout.padded
+        tiles = layout.row_tiles(rows)
+        units = batch * layout.kv_heads * -(-rows // (16 * tiles))
+        self.layout, self.splits, self.sizes = layout, splits, (queries,)
+        self.shape = (batch, layout.kv_heads, rows, layout.head_dim)
+        self.constants: dict[str, Any] = {"d": d, "dv": dv, "row_tiles": tiles, "direct": splits == 1, "paged": layout.paged,
+                                          "ring": layout.ring != UNLIMITED}
+        if not layout.exact:
+            self.constants |= {"dtype": layout.dtype, "turing": card.arch == "sm_75"}
+        self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
+        self.grid, self.combine_grid = (units * splits, 1, 1), (units * tiles * (dv // 8 // WARPS), 1, 1)
+        self.q, self.out = card.zeros(self.shape, F), card.zeros((*self.shape[:3], layout.value_dim), F)
+        self.there = card.zeros(self.shape[:3], F), card.zeros(self.shape[:3], F)
+        tasks = units * splits if splits > 1 else 0
+        self.parts = tuple(card.zeros((tasks, 16 * tiles, *last), F) for last in ((dv,), (), ()))
+        self.m, self.l = np.zeros(self.shape[:3], F), np.zeros(self.shape[:3], F)
+        self.spoiled = np.zeros((0, 3), np.intp)
+
+    def to_redo(self) -> np.ndarray:
+        """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
+        return self.spoiled
+
+    def launch(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        """Enqueue the kernels on buffers."""
+        layout, card = self.layout, self.layout.card
+        queries, (_, kv_heads, rows, d), dv = self.sizes[0], self.shape, layout.value_dim
+        exact, size = layout.exact, np.dtype(layout.bits).itemsize
+        results = (out, *self.there) if self.splits == 1 else self.parts
+        scales = (store.scales,) if exact else ()
+        pointers = (query, store.k, store.v, *scales, store.table_there, store.lengths_there, *results)
+        value_row = () if exact else (layout.v_stored * size,)
+        sizes = (queries, rows, kv_heads, self.splits, d, dv, layout.k_stored * size, *value_row, store.table.shape[1],
+                 layout.shift, layout.window, layout.sinks, layout.ring)
+        factors = (c,) if exact else (c, F(0))
+        card.run(decode_int8 if exact else decode_float, self.constants, self.grid,
+                 (pointers, layout.bytes_of if exact else layout.bytes_of[:4], sizes, factors))
+        if self.splits > 1:
+            card.run(decode_combine, self.combine, self.combine_grid, ((*self.parts, out, *self.there), (rows, self.splits, dv)))
+
+    def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        card = self.layout.card
+        if not out.size:
+            return
+        store.synchronise()
+        card.upload(self.q, query)
+        self.launch(self.q, c, store, self.out)
+        card.download(self.out, out)
+        card.download(self.there[0], self.m)
+        card.download(self.there[1], self.l)
+        if not self.layout.exact:
+            self.spoiled = np.argwhere(~np.isfinite(out).all(-1))

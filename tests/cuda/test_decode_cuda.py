@@ -1,0 +1,325 @@
+"""Decode on CUDA in the emulator: INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors."""
+import numpy as np
+import pytest
+from oracles import draw, naive
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from numflash import quantization, reference
+from numflash.cuda import launch_decode
+from numflash.cuda.kernels.decode_pieces import THREADS
+from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
+from numflash.kvcache import KVCache
+
+B, H, G, D = 2, 4, 2, 64
+TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
+
+
+def tokens(n, seed=0, b=B, d=D):
+    return draw((b, G, n, d), seed), draw((b, G, n, d), seed + 1)
+
+
+def new(dtype="int8", length=400, b=B, d=D, **options):
+    return KVCache(b, G, d, length, dtype, device="cuda-emulator", **options)
+
+
+def filled(n, dtype="int8", seed=0, **options):
+    cache = new(dtype, **options)
+    key, value = tokens(n, seed)
+    cache.append(key, value)
+    return cache, key, value
+
+
+def reports(cache):
+    return cache._layout.card.reports
+
+
+def relative(out, exact):
+    return np.abs(out - exact).sum() / max(np.abs(exact).sum(), 1e-30)
+
+
+def expected(query, key, value, **options):
+    return naive(query, key, value, is_causal=True, alignment="lower_right", **options)
+
+
+def assert_bits(cache, query, splits, seen=None):
+    """Output and LSE of every sequence are the integer model's over what the cache stores."""
+    out, lse = cache.decode(query, splits=splits, return_lse=True)
+    assert reports(cache)[-1].shared_conflicts == 0
+    for b in range(query.shape[0]):
+        k, v = cache.quantized(b)
+        length, s = query.shape[2], k.data.shape[1]
+        sees = np.arange(s)[None] <= np.arange(length)[:, None] + s - length if seen is None else seen
+        exact, m, l = reference.integer_decode(quantization.quantize(query[b]), k, v, query.shape[3]**-0.5, sees, splits)
+        np.testing.assert_array_equal(out[b].view(np.int32), exact.view(np.int32))
+        np.testing.assert_array_equal(lse[b], reference.log_sum_exp(m.astype(np.float64), l, None))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 127, 128, 129, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (
+    2, 3, 31, 33, 63, 64, 65, 70, 130, 255, 256, 257))])
+def test_int8_has_the_bits_of_the_model(n, paged):
+    cache, _, _ = filled(n, page_size=16 if paged else None)
+    for splits in (1, 3) if n > 129 else (1,):
+        assert_bits(cache, draw((B, H, 1, D), 9), splits)
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_the_cpu_gives_the_same(dtype):
+    """Token by token, on both devices: INT8 equal bits, with the same splits."""
+    caches = [KVCache(B, G, D, 300, dtype, device=device) for device in ("cpu", "cuda-emulator")]
+    key, value = tokens(135)
+    query = draw((B, H, 1, D), 3)
+    for a, z in ((0, 126), (126, 127), (127, 128), (128, 129), (129, 135)):
+        found = []
+        for cache in caches:
+            cache.append(key[:, :, a:z], value[:, :, a:z])
+            found.append(cache.decode(query, splits=2 if z > 128 else 1, return_lse=True))
+        for x, y in zip(*found, strict=True):
+            if dtype == "int8":
+                np.testing.assert_array_equal(x, y)
+            else:
+                np.testing.assert_allclose(x, y, atol=3e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, 17, 64, 65, 128, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (
+    2, 15, 16, 31, 33, 63, 70, 127, 129, 130, 255, 257))])
+def test_floats(dtype, n):
+    whole, key, value = filled(n, dtype)
+    paged, _, _ = filled(n, dtype, page_size=16) if n in (17, 300) else (None, 0, 0)
+    query = draw((B, H, 1, D), 5)
+    exact, exact_lse = expected(query, key, value)
+    for splits in (1, 3) if n > 128 else (1,):
+        out, lse = whole.decode(query, splits=splits, return_lse=True)
+        assert relative(out, exact) <= TOLERANCE[dtype]
+        np.testing.assert_allclose(lse, exact_lse, atol=0.03 if dtype == "bfloat16" else 3e-3)
+        if paged is not None:
+            np.testing.assert_array_equal(paged.decode(query, splits=splits), out)
+    assert reports(whole)[-1].shared_conflicts == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_several_new_tokens_are_causal(dtype):
+    cache, key, value = filled(140, dtype)
+    query = draw((B, H, 3, D), 5)
+    assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
+    if dtype == "int8":
+        assert_bits(cache, query, 2)
+    short = new(dtype)
+    short.append(*tokens(1))
+    out, lse = short.decode(query[:, :, :2], return_lse=True)              # the first row stands before the sequence
+    assert not out[:, :, 0].any() and (lse[:, :, 0] == -np.inf).all() and np.isfinite(lse[:, :, 1:]).all()
+
+
+@pytest.mark.parametrize("heads", [2, 14, pytest.param(16, marks=pytest.mark.slow), 40])
+def test_groups_of_heads(heads):
+    """1, 7, 8 and 20 query heads on a KV head: rows of one tile, of two, never a second reading of the keys."""
+    cache, _, _ = filled(130)
+    assert_bits(cache, draw((B, heads, 1, D), 9), 2 if heads > 32 else 1)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(5, 7), pytest.param(128, 64, marks=pytest.mark.slow), pytest.param(
+    80, 96, marks=pytest.mark.slow), pytest.param(256, 256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_channels(d, dv, dtype):
+    cache = KVCache(B, G, d, 300, dtype, device="cuda-emulator", value_dim=dv)
+    key, value = draw((B, G, 131, d)), draw((B, G, 131, dv), 1)
+    cache.append(key, value)
+    query = draw((B, H, 1, d), 9)
+    if dtype == "int8":
+        assert_bits(cache, query, 1)
+    assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
+
+
+def test_storage_is_the_quantisation():
+    cache, key, value = filled(40)
+    for b in range(B):
+        for found, x in zip(cache.quantized(b), (key[b], value[b]), strict=True):
+            wanted = quantization.quantize(x)
+            np.testing.assert_array_equal(found.data, wanted.data)
+            np.testing.assert_array_equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_floats_are_rounded_once(dtype):
+    cache, key, _ = filled(20, dtype)
+    rounded = KVCache(B, G, D, 400, dtype)
+    rounded.append(*tokens(20))
+    for a, b in zip(cache.read(1), rounded.read(1), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(cache.read(0)[0] - key[0]).max() > 0
+
+
+def test_lengths_differ_and_reset():
+    cache = new()
+    key, value = tokens(150)
+    cache.append(key, value, counts=[150, 9])
+    cache.append(key[:, :, :2], value[:, :, :2], counts=np.array([0, 1]))
+    assert cache.lengths.tolist() == [150, 10]
+    query = draw((B, H, 1, D), 3)
+    assert_bits(cache, query, 1)
+    cache.reset(0)
+    out, lse = cache.decode(query, return_lse=True)
+    assert not out[0].any() and (lse[0] == -np.inf).all() and out[1].any()
+    cache.append(*tokens(7, 4))                                           # what lay there before is not seen
+    assert cache.lengths.tolist() == [7, 17]
+    assert_bits(cache, query, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_shared_prefix(dtype):
+    cache = KVCache(3, G, D, 200, dtype, page_size=32, pages=7, device="cuda-emulator")
+    key, value = tokens(70, b=3)
+    cache.append(key, value, counts=[70, 0, 0])
+    cache.share(0, 1)
+    cache.share(0, 2, 32)
+    assert cache.free_pages == 3 and cache.lengths.tolist() == [70, 70, 32]
+    more = tokens(3, 8, b=3)
+    cache.append(*more)
+    query = draw((3, H, 1, D), 2)
+    out = cache.decode(query)
+    for b, n in enumerate((70, 70, 32)):
+        k, v = (np.concatenate([x[:1, :, :n], y[b:b + 1]], 2) for x, y in zip((key, value), more, strict=True))
+        assert relative(out[b:b + 1], expected(query[b:b + 1], k, v)[0]) < TOLERANCE[dtype]
+    cache.reset(0)
+    np.testing.assert_array_equal(cache.decode(query)[1:], out[1:])
+    with pytest.raises(CacheFullError, match="more pages"):
+        cache.append(*tokens(100, b=3))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_ring(dtype):
+    """More tokens than slots: each row sees the first `sinks` and the last `window`."""
+    window, sinks = 20, 3
+    cache = new(dtype, length=1, window=window, sinks=sinks)
+    key, value = tokens(300)
+    query = draw((B, H, 1, D), 2)
+    for a, z in ((0, 2), (2, 20), (20, 26), (26, 150), (150, 151), (151, 290), (290, 300)):
+        cache.append(key[:, :, a:z], value[:, :, a:z])
+        out, lse = cache.decode(query, splits=1, return_lse=True)
+        seen = [j for j in range(z) if j < sinks or j >= z - window]
+        exact, exact_lse = expected(query, key[:, :, seen], value[:, :, seen])
+        assert relative(out, exact) <= TOLERANCE[dtype]
+        np.testing.assert_allclose(lse, exact_lse, atol=0.05)
+    two = draw((B, H, 2, D), 4)
+    out = cache.decode(two)
+    for row in range(2):
+        seen = [j for j in range(299 + row) if j < sinks or j >= 299 + row - window]
+        exact = naive(two[:, :, row:row + 1], key[:, :, seen], value[:, :, seen])[0]
+        assert relative(out[:, :, row:row + 1], exact) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_tokens_and_queries_that_are_not_finite(dtype):
+    cache = new(dtype)
+    key, value = tokens(30)
+    key[0, 0, 21, 3], value[1, 1, 29, 5] = np.inf, np.nan
+    cache.append(key, value)
+    query = draw((B, H, 2, D), 1)
+    query[1, 0, 0, 2] = np.nan
+    out = cache.decode(query)
+    assert np.isnan(cache.read(0)[0][0, 21]).all()
+    # heads 0 and 1 read KV head 0; the last token of sequence 1 is seen by the last row only
+    wanted = {(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 2, 1), (1, 3, 1)}
+    assert {tuple(x) for x in np.argwhere(np.isnan(out).any(-1)).tolist()} == wanted
+    assert np.isnan(out[tuple(zip(*wanted, strict=True))]).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e4, pytest.param(1e18, marks=pytest.mark.slow), 1e36])
+def test_extreme_queries(size):
+    """A query beyond float16's range, and scores beyond float32's: rows that float32 does not hold are done again in float64."""
+    cache, key, value = filled(70, "float16")
+    query = np.float32(size) * draw((B, H, 1, D), 5)
+    exact, _ = naive(query, *(x.astype(np.float16) for x in (key, value)))
+    np.testing.assert_allclose(cache.decode(query), exact, atol=3e-3)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e18])
+def test_int8_at_extreme_scales(size):
+    cache = new()
+    key, value = tokens(150)
+    value[:, :, ::3] *= 1e-6
+    key[:, :, 5] = 0
+    cache.append(key * np.float32(size), value * np.float32(size))
+    assert_bits(cache, draw((B, H, 1, D), 9) * np.float32(size), 2)
+
+
+def test_smoothing():
+    key, value = tokens(60)
+    key[..., 3] += 30
+    caches = [KVCache(B, G, D, 100, smooth=True, device=device) for device in ("cpu", "cuda-emulator")]
+    for cache in caches:
+        cache.append(key[:, :, :50], value[:, :, :50])
+        cache.append(key[:, :, 50:], value[:, :, 50:])
+    query = draw((B, H, 1, D), 5)
+    for x, y in zip(*(cache.decode(query, splits=1, return_lse=True) for cache in caches), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(("dtype", "paged"), [("int8", False), ("int8", True), ("float16", False)])
+def test_every_byte_of_the_cache_is_read_once(dtype, paged):
+    """Traffic of a step, exactly: the keys, values and scales in use, once, whatever the splits; the query once per block."""
+    n, heads, size = 288, 14, 1 if dtype == "int8" else 2
+    cache, _, _ = filled(n, dtype, page_size=32 if paged else None)
+    query = draw((B, heads, 1, D), 3)
+    kept = B * G * n * (2 * D * size + (8 if dtype == "int8" else 0))
+    for splits in (1, 3):
+        reports(cache).clear()
+        cache.decode(query, splits=splits)
+        report, blocks = reports(cache)[0], B * G * splits
+        assert report.blocks == blocks and len(reports(cache)) == (1 if splits == 1 else 2)
+        small = blocks * (THREADS * 4 + heads // G * D * 4)               # length, query
+        assert report.global_loaded == kept + small + (kept // 16 * 4 if paged else 0)       # a page number per piece
+
+
+def test_a_step_uploads_only_its_token():
+    cache, _, _ = filled(120)
+    card, query = cache._layout.card, draw((B, H, 1, D), 3)
+    cache.append(*tokens(1))
+    cache.decode(query)
+    for step in range(3):
+        before = card.uploaded
+        key, value = tokens(1, step)
+        cache.append(key, value)
+        assert card.uploaded - before == key.nbytes + value.nbytes
+        cache.decode(query)
+        assert card.uploaded - before == key.nbytes + value.nbytes + query.nbytes
+
+
+def test_short_contexts_take_one_block_per_head():
+    cache, _, _ = filled(256, length=600)
+    reports(cache).clear()
+    cache.decode(draw((B, H, 1, D)))
+    assert [r.blocks for r in reports(cache)] == [B * G]
+    cache.append(*tokens(1))
+    reports(cache).clear()
+    cache.decode(draw((B, H, 1, D)))
+    assert len(reports(cache)) == 2 and reports(cache)[0].blocks == 3 * B * G            # and a kernel that combines
+
+
+def test_what_is_refused():
+    for options, error, words in (({"dtype": "float32"}, UnsupportedError, "dtype"), ({"d": 300}, UnsupportedError, "head_dim"),
+                                  ({"page_size": 8}, ArgumentError, "page_size"), ({"page_size": 48}, ArgumentError, "page_size"),
+                                  ({"isa": "portable"}, ArgumentError, "isa")):
+        with pytest.raises(error, match=words):
+            new(**options)
+    cache, key, value = filled(4)
+    with pytest.raises(ArgumentError, match="query: got shape"):
+        cache.decode(np.zeros((B, 3, 1, D), np.float32))
+    with pytest.raises(CacheFullError, match="allowed: 400 in all"):
+        cache.append(*tokens(397))
+    assert cache.lengths.tolist() == [4, 4]
+    assert cache.nbytes == B * G * 512 * (2 * D + 8)
+    assert launch_decode.SHORT_CONTEXT == 256
+
+
+def test_tokens_of_other_types():
+    key, value = tokens(9)
+    half = new("float16")
+    half.append(key.astype(np.float16), value.astype(np.float16))
+    whole = new("float16")
+    whole.append(key.astype(np.float64), value)
+    for a, b in zip(half.read(0), whole.read(0), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert half.decode(draw((B, H, 1, D)).astype(np.float16)).dtype == np.float16
