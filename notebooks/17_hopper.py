@@ -1,0 +1,311 @@
+# %% [markdown]
+# # 17. Hopper: TMA, mbarrier, wgmma, specialised warps
+#
+# After this chapter you can
+#
+# * let one thread bring a whole tile, and wait for it with a barrier that counts bytes,
+# * compute which stage of a ring a tile is in, and which phase of its barrier to wait for,
+# * multiply with `wgmma`, whose operands stay in shared memory and whose result comes later,
+# * say what specialised warps and overlap are for, and how much they can gain at your head size.
+#
+# All of it exists from the H100 on (sm_90a). It was never needed to *be* right, only to be fast; so it is where errors hide
+# best, and where the emulator is strictest.
+
+# %%
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from numflash.course import bars, card, check, figure, table
+from numflash.cuda import emulate, ptx, study
+from numflash.cuda.compile import Source
+from numflash.cuda.emulator import EmulatorError, TensorMap
+from numflash.cuda.kernels.flash_hopper import DESCRIPTOR, descriptor
+
+u32, u64, i32, f32 = types.uint32, types.uint64, types.int32, types.float32
+rng = np.random.default_rng(0)
+device = card()
+
+# %% [markdown]
+# ## TMA: a tile in one instruction
+#
+# In chapter 16 every thread computed addresses and copied its 16 bytes. From Hopper on a *tensor map* describes the array in
+# global memory (address, shape, strides, the box to copy, the swizzle), and one thread says: this box, to that place, and tell
+# this barrier. The copy engine does the rest: addresses, the XOR of chapter 15, zeros for what lies outside of the array.
+
+# %%
+def bring(maps, out, first):
+    """64 rows of 64 halves from row `first` on, by TMA; then out as they lie in shared memory."""
+    shared = cuda.shared.array(0, u32)
+    t = i32(cuda.threadIdx.x)
+    bar = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)       # the swizzle counts from multiples of 1024
+    tile = bar + u32(1024)
+    if t == 0:
+        ptx.mbarrier_init(bar, u32(1))                     # one arrival per phase
+        ptx.fence_mbarrier_init()
+        ptx.tensormap_acquire(maps)
+    cuda.syncthreads()
+    if t == 0:
+        ptx.mbarrier_expect(bar, u32(64 * 128))            # arrives, and announces 8192 bytes
+        ptx.tma_load_4d(tile, maps, i32(0), first, i32(0), i32(0), bar)
+    ptx.mbarrier_wait(bar, u32(0))
+    four = cuda.local.array(4, u32)
+    for i in range(4):
+        ptx.load_shared_v4(four, 0, tile + u32((t + 128 * i) * 16))
+        ptx.store_global_v4(out + u64((t + 128 * i) * 16), four, 0)
+
+
+keys = rng.standard_normal((1, 1, 100, 64)).astype(np.float16)             # batch, head, row, channel
+seen = np.zeros((64, 8, 8), np.float16)                                    # row, chunk, half
+source = Source(bring, types.void(u64, u64, i32), 128, 64 * 128 + 2048)
+report = emulate(source, 1, None, ([TensorMap(keys, (1, 1, 64, 64))], seen, np.int32(64)), arch="sm_90a")
+wanted = np.zeros((64, 64), np.float16)
+wanted[:36] = keys[0, 0, 64:]
+row, chunk = np.arange(64)[:, None], np.arange(8)[None]
+assert np.array_equal(seen[row, chunk ^ (row % 8)], wanted.reshape(64, 8, 8))
+asked = {name: n for name, n in report.opcodes.items() if name.startswith(("cp", "mbarrier"))}
+table(["instruction", "warps that ran it"], list(asked.items()))
+print(f"{report.tma_copied} bytes copied")
+
+# %% [markdown]
+# Rows 64 to 99 exist; the other 28 rows of the box are zeros, and no thread compared an index. With `cp.async` the same tile is 512
+# pieces of 16 bytes: 16 warp-instructions, and address arithmetic for each.
+#
+# ## mbarrier: a barrier that counts bytes
+#
+# A block barrier waits for threads. An *mbarrier* lies in shared memory, counts arrivals **and** bytes, and can be waited for by
+# others than those that arrive. When both counts are complete, its phase ends and the next begins. Who waits names the phase by its
+# parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0.
+#
+# FlashAttention-3 keeps tiles in a ring of stages. Each stage has two barriers: *full* (the tile has come) and *empty* (all
+# have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
+#
+# **Exercise 1.** For tile n: its stage, the parity the consumers wait for on *full*, and the parity the producer waits for on
+# *empty* before it overwrites the stage. (On a fresh ring the producer must not wait: ask for the parity of the phase *before* the
+# first, 1.)
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def ring(n, stages):
+    uses = [m for m in range(n) if m % stages == n % stages]              # earlier tiles in this stage: phases that are over
+    return n % stages, len(uses) % 2, (len(uses) + 1) % 2
+
+# %% tags=["exercise"]
+def place(n, stages):
+    return ...
+
+
+check("stage and parities", place, ring, (0, 2), (1, 2), (2, 2), (5, 2), (7, 3))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def place(n, stages):
+    use = n // stages
+    return n % stages, use & 1, use & 1 ^ 1
+
+
+check("stage and parities", place, ring, (0, 2), (1, 2), (2, 2), (5, 2), (7, 3))
+
+# %% [markdown]
+# ## wgmma: operands in shared memory, results later
+#
+# `wgmma.m64n64k16` belongs to 128 threads, a *warpgroup*. It reads both operands from shared memory through descriptors (64
+# bits: start, strides, swizzle), so there is no `ldmatrix`, and no registers hold operands. And it is asynchronous: the
+# instruction starts the product; `commit` closes a group; until `wait` the accumulators belong to the tensor core.
+
+# %%
+multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fence(32), ptx.wgmma_wait[0]
+
+
+def make_scores(wait):
+    def scores(maps, out):
+        """Q . K^T for 64 queries and 64 keys of 64 channels; maps of Q and K."""
+        shared = cuda.shared.array(0, u32)
+        t = i32(cuda.threadIdx.x)
+        lane, warp = t & 31, t >> 5
+        bar = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        sq, sk = bar + u32(1024), bar + u32(1024 + 64 * 128)
+        if t == 0:
+            ptx.mbarrier_init(bar, u32(1))
+            ptx.fence_mbarrier_init()
+            ptx.tensormap_acquire(maps)
+            ptx.tensormap_acquire(maps + u64(128))
+        cuda.syncthreads()
+        if t == 0:
+            ptx.mbarrier_expect(bar, u32(2 * 64 * 128))
+            ptx.tma_load_4d(sq, maps, i32(0), i32(0), i32(0), i32(0), bar)
+            ptx.tma_load_4d(sk, maps + u64(128), i32(0), i32(0), i32(0), i32(0), bar)
+        ptx.mbarrier_wait(bar, u32(0))
+        s = cuda.local.array(32, f32)
+        ptx.wgmma_fence()
+        for step in range(4):                              # 16 channels are 32 bytes: the descriptor counts in units of 16
+            multiply(s, 0, descriptor(DESCRIPTOR, sq) + u64(2 * step), descriptor(DESCRIPTOR, sk) + u64(2 * step), i32(step != 0))
+        ptx.wgmma_commit()
+        if wait:
+            wait_none()
+        settle(s, 0)
+        for i in range(32):                                # the layout of chapter 14, tile after tile
+            out[warp * 16 + (lane >> 2) + 8 * ((i >> 1) & 1), 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)] = s[i]
+    return Source(scores, types.void(u64, types.Array(f32, 2, "C")), 128, 2 * 64 * 128 + 2048)
+
+
+q, k = (rng.standard_normal((1, 1, 64, 64)).astype(np.float16) for _ in range(2))
+maps, out = [TensorMap(x, (1, 1, 64, 64)) for x in (q, k)], np.zeros((64, 64), np.float32)
+report = emulate(make_scores(True), 1, None, (maps, out), arch="sm_90a")
+exact = q[0, 0].astype(float) @ k[0, 0].T.astype(float)
+per_product = report.tensor_flops // 4
+print(f"largest error {np.abs(out - exact).max():.1e}; {report.tensor_flops} flop in 4 products of {per_product}: "
+      f"each replaces {per_product // 4096} of m16n8k16; ldmatrix: {report.opcodes.get('ldmatrix', 0)}")
+assert np.abs(out - exact).max() < 1e-4 and per_product == 2 * 64 * 64 * 16
+
+# %% [markdown]
+# Forget the wait, and on a card you read registers that may or may not be finished. Here:
+
+# %%
+forgotten = None
+try:
+    emulate(make_scores(False), 1, None, (maps, out), arch="sm_90a")
+except EmulatorError as error:
+    forgotten = error.kind
+    print(str(error).split("\n")[0].split(" [")[0])
+assert forgotten == "pending"
+
+# %% [markdown]
+# ## Specialised warps
+#
+# Now copies need one thread, and products need registers. So FlashAttention-3 lets warps differ: one warpgroup only brings
+# tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads).
+# Then the producer gives some back and the consumers take them, by `setmaxnreg`, in steps of 8.
+#
+# **Exercise 2.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
+# of 8 and at most 240, if each producer thread keeps `n`?
+
+# %% tags=["model"] jupyter={"source_hidden": true}
+def allowed(n):
+    return max(r for r in range(8, 241, 8) if 128 * n + 256 * r <= 65536)
+
+# %% tags=["exercise"]
+def consumers(n):
+    return ...
+
+
+check("registers of a consumer", consumers, allowed, (24,), (40,), (168,))
+
+# %% tags=["solution"] jupyter={"source_hidden": true}
+def consumers(n):
+    return min(240, (65536 - 128 * n) // 256 // 8 * 8)
+
+
+check("registers of a consumer", consumers, allowed, (24,), (40,), (168,))
+
+# %%
+assert 128 * 24 + 256 * 240 == 384 * 168 <= 65536          # the shipped kernel's numbers: nothing is left over
+rows = {row["rung"]: row for row in study.climb(128, 64, rungs=("7a", "7b", "8", "9"))}
+table(["rung", "warp instr.", "tensor op.", "memory, copies", "shared KB read", "error"],
+      [[f"{n}  {r['name']}", r["warp_instructions"], r["tensor_operations"],
+        sum(r["instructions"].get(x, 0) for x in ("memory", "asynchronous")), r["shared_bytes_read"] / 1000, f"{r['error']:.1e}"]
+       for n, r in rows.items()])
+if rows["8"]["registers"] is not None:
+    print("registers at the start:", rows["8"]["registers"], "  stack:", rows["8"]["stack"], "  spills:", rows["8"]["spills"])
+    assert rows["8"]["registers"] == 168 and rows["8"]["stack"] == rows["9"]["stack"] == 0
+
+# %% [markdown]
+# The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
+# and one thread does the copying. The L4 document describes exactly these producer and consumer warps, but calls them
+# FlashAttention-2. On an L4 there is neither TMA nor wgmma nor setmaxnreg; FlashAttention-2's warps are all alike.
+#
+# ## Softmax beside the products
+#
+# What is left is the softmax: exponentials run on a small unit, 16 per cycle and SM. An H100 has 132 SMs, at 1.83 GHz, and 989
+# TFLOP/s of dense float16 products (data sheet). A score costs 4 D flop and one exponential:
+
+# %%
+SM, HZ, TENSOR = 132, 1.83e9, 989e12
+exponentials = SM * HZ * 16
+share = {d: (1 / exponentials) / (4 * d / TENSOR) for d in (64, 128, 256)}
+table(["D", "products, ps per score", "exponential, ps per score", "ratio", "one after the other / side by side"],
+      [[d, 1e12 * 4 * d / TENSOR, 1e12 / exponentials, s, (1 + s) / max(1, s)] for d, s in share.items()])
+assert 0.45 < share[128] < 0.55 and share[64] > 0.95
+
+# %% [markdown]
+# At D = 64 the exponentials take as long as all products. If they wait for each other, half of the time of either unit is lost.
+# Two things let them run side by side. Two warpgroups take turns: one multiplies while the other is in its softmax (*ping-pong*;
+# here the hardware's scheduler is left to find it). And within one warpgroup the order of the starts changes, since products are
+# asynchronous (rung 9): start S of tile n, start O of tile n - 1, wait for S only, and do the softmax of tile n while O runs.
+#
+# A model of both: two units, each serves in the order of asking; a product of a tile takes 0.5, its exponentials the ratio above.
+
+# %%
+def program(overlap, tiles):
+    """What a warpgroup does, step by step."""
+    steps = []
+    for n in range(tiles):
+        steps.append(("start", f"S{n}"))
+        if overlap and n:
+            steps.append(("start", f"O{n - 1}"))
+        steps += [("wait", f"S{n}"), ("softmax", f"e{n}")]
+        if overlap and n:
+            steps.append(("wait", f"O{n - 1}"))
+        if not overlap:
+            steps += [("start", f"O{n}"), ("wait", f"O{n}")]
+    return steps + ([("start", f"O{tiles - 1}"), ("wait", f"O{tiles - 1}")] if overlap else [])
+
+
+def timeline(overlap, groups, tiles, ratio):
+    """(unit, warpgroup, start, length, label) of each piece, and the end: unit 0 multiplies, unit 1 takes exponentials."""
+    todo, now, done = [program(overlap, tiles) for _ in range(groups)], [0.0] * groups, [{} for _ in range(groups)]
+    free, pieces = [0.0, 0.0], []
+    while any(todo):
+        g = min((g for g in range(groups) if todo[g]), key=lambda g: now[g])
+        kind, label = todo[g].pop(0)
+        if kind == "wait":
+            now[g] = max(now[g], done[g][label])
+            continue
+        unit, width = (0, 0.5) if kind == "start" else (1, ratio)
+        start = max(now[g], free[unit])
+        free[unit] = done[g][label] = start + width
+        pieces.append((unit, g, start, width, label))
+        if kind == "softmax":
+            now[g] = free[unit]
+    return pieces, max(now)
+
+
+model = {d: {(rung, groups): timeline(rung == 9, groups, 64, ratio)[1] / (64 * groups) for rung in (8, 9) for groups in (1, 2)}
+         for d, ratio in share.items()}
+table(["D", "rung 8, alone", "rung 9, alone", "rung 8, two warpgroups", "rung 9, two warpgroups", "least"],
+      [[d, m[8, 1], m[9, 1], m[8, 2], m[9, 2], max(1.0, share[d])] for d, m in model.items()])
+
+# %% [markdown]
+# In units of a tile's products. Rung 9 hides the softmax behind O but not behind S; two warpgroups can hide all of it, as long
+# as they stay out of step. Latencies, barriers and the rest of the softmax are not in the model. What a card makes of it, only
+# a card can say. What the counters say: rung 9 costs instructions, since the weights now live beside the next scores.
+
+# %%
+print(f"rung 9 runs {rows['9']['warp_instructions']} warp-instructions, rung 8 {rows['8']['warp_instructions']}; "
+      f"both {rows['9']['tensor_flops']} flop")
+assert rows["8"]["tensor_flops"] == rows["9"]["tensor_flops"] == 4 * 128 * 128 * 64
+if device is None or device.arch != "sm_90a":
+    print("no Hopper card here: no times")
+else:
+    clocked = study.clock()
+    table(["rung", "us, 4096 x 4096, one head"], [[n, 1e6 * clocked[n][0]] for n in ("7a", "7b", "8", "9")])
+
+# %% [markdown]
+# ## The picture, and the ceiling
+
+# %%
+fig, axes = figure(2, width=11, height=3.6, width_ratios=(1.5, 1))
+rules = {"rung 8": (False, 1), "rung 9": (True, 1), "rung 8, two\nwarpgroups": (False, 2)}
+for n, (overlap, groups) in enumerate(rules.values()):
+    for unit, g, start, width, label in timeline(overlap, groups, 4 // groups, share[64])[0]:
+        colour = (("#B7D3E8", "#E69F00"), ("#0072B2", "#F0E442"))[g][unit]
+        axes[0].barh(3 * n + unit, width, left=start, color=colour, edgecolor="black", height=0.8, hatch="//" if g else "")
+        axes[0].text(start + width / 2, 3 * n + unit, label, ha="center", va="center", fontsize=7,
+                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5} if g else None)
+axes[0].set(yticks=[0.5, 3.5, 6.5], yticklabels=list(rules), ylim=(7.6, -0.6), xlabel="time (the products of a tile take 1)",
+            title="D = 64, four tiles: products above, exponentials below")
+axes[1].set_title("128 x 128, D = 64, one head")
+bars(axes[1], {f"rung {n}": r["warp_instructions"] for n, r in rows.items()}, "warp-instructions", digits=0)
+
+# %%
+assert all(m[8, 1] > m[9, 1] > m[9, 2] >= 0.99 * max(1, share[d]) for d, m in model.items())
+assert np.isclose(model[64][8, 1], 2, atol=0.01) and np.isclose(model[64][9, 1], 1.5, atol=0.02) and model[64][8, 2] < 1.05
+assert rows["8"]["tensor_operations"] == 96 and rows["8"]["warp_instructions"] < rows["7b"]["warp_instructions"]
