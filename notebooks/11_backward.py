@@ -15,7 +15,8 @@ import numpy as np
 
 import numflash
 from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu.study import backward, backward_plain
+from numflash.cpu import backward
+from numflash.cpu.study import backward_plain
 from numflash.cpu.threads import limit, most
 from numflash.tiling import Caches
 
@@ -127,7 +128,7 @@ def loss(q, k, v):
 
 narrow = [x.astype(np.float32) for x in small]
 o, lse_small = numflash.attention(*narrow, return_lse=True)
-gradients = backward.backward(np.ascontiguousarray(direction), *narrow, o, lse_small)
+gradients = numflash.attention_backward(np.ascontiguousarray(direction), *narrow, o, lse_small)
 worst = 0.0
 for x, gradient in zip(small, gradients, strict=True):
     for at in np.ndindex(x.shape):
@@ -160,8 +161,8 @@ check("products", products, (7, 5))
 # %% [markdown]
 # One pass has a price: whoever owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
 # (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each.
-# `study/backward.py` lets one worker own a whole KV head, or every n-th block of its keys with a copy of dQ; the copies are
-# added in order, and their number follows from the shape, never from the number of threads.
+# `numflash.attention_backward` (`cpu/backward.py`) lets one worker own a whole head, or every n-th block of its keys with a copy of
+# dQ; the copies are added in order, and their number follows from the shape, never from the number of threads.
 
 # %%
 shape = (1, 2, 500, 64)
@@ -170,7 +171,7 @@ out, lse = numflash.attention(q, k, v, return_lse=True)
 runs = []
 for threads in sorted({1, most()}):
     with limit(threads):
-        runs.append(backward.backward(do, q, k, v, out, lse))
+        runs.append(numflash.attention_backward(do, q, k, v, out, lse))
 equal = all(np.array_equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True))
 print(f"equal bits on 1 and {most()} threads: {equal}")
 
@@ -200,7 +201,7 @@ out, lse = numflash.attention(q, k, v, return_lse=True)
 with limit(1):
     seconds = {"forward": rounds(lambda: numflash.attention(q, k, v, return_lse=True)),
                "backward, plain": rounds(lambda: backward_plain.backward(do, q, k, v, out, lse), 0.2),
-               "backward, register tiles": rounds(lambda: backward.backward(do, q, k, v, out, lse))}
+               "backward, register tiles": rounds(lambda: numflash.attention_backward(do, q, k, v, out, lse))}
 count = {"forward": 2, "backward, plain": 7, "backward, register tiles": 5}
 
 try:
@@ -220,7 +221,8 @@ if torch is not None:
 
     seconds["PyTorch, both"] = rounds(train)
     with limit(1):
-        seconds["ours, both"] = rounds(lambda: backward.backward(do, q, k, v, *numflash.attention(q, k, v, return_lse=True)))
+        seconds["ours, both"] = rounds(
+            lambda: numflash.attention_backward(do, q, k, v, *numflash.attention(q, k, v, return_lse=True)))
     torch.set_num_threads(before)
     count |= {"PyTorch, both": 7, "ours, both": 7}
     ratio = seconds["PyTorch, both"] / seconds["ours, both"]
@@ -250,6 +252,6 @@ bars(axes[1], rate, "GFLOP/s on one core", ("measured float32 peak", roof().floa
 
 # %%
 assert equal and worst < 1e-5
-tiled = backward.backward(do, q, k, v, out, lse)
+tiled = numflash.attention_backward(do, q, k, v, out, lse)
 for a, b in zip(tiled, backward_plain.backward(do, q, k, v, out, lse), strict=True):
     assert np.abs(a - b).max() < 1e-5

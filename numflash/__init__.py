@@ -8,7 +8,8 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it
 _PUBLIC = {
-    "attention": "api", "attention_int8": "api", "attention_varlen": "api", "explain": "api", "accuracy": "metrics",
+    "attention": "api", "attention_backward": "api", "attention_int8": "api", "attention_varlen": "api", "explain": "api",
+    "accuracy": "metrics",
     "merge_states": "merge", "quantize": "quantization", "quantize_qkv": "quantization",
     "QuantizedTensor": "quantization", "KVCache": "kvcache",
 }

@@ -64,7 +64,7 @@ def _restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
 
 
 def _deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
-    """The result as the query's kind and dtype (float32 for float64), lse as float32 of the same kind."""
+    """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the same kind."""
     dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(taken.dtype, taken.dtype)
     result = taken.export(convert(out, dtype), dtype)
     return (result, taken.export(lse, "float32")) if return_lse else result
@@ -145,6 +145,68 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     ndim = taken.array.ndim
     out, lse = solve(problem, impl)
     return _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, return_lse)
+
+
+def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, attn_mask: Any = None,
+                       dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+                       window: Any = None, alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0,
+                       alibi_slopes: Any = None, sinks: Any = None, precision: str | None = None, layout: str = "bhld",
+                       impl: str = "auto") -> tuple[Any, Any, Any]:
+    """The gradients of `attention` with respect to query, key and value: recomputed tile by tile, the score matrix never stored.
+
+    FlashAttention 2, algorithm 2 (Dao 2023). Equal inputs give equal bits on every run and at every thread count.
+
+    Parameters
+    ----------
+    grad_out : (B, H, L, Dv) array
+        Gradient of the output; any float dtype, as `out`.
+    query, key, value
+        What `attention` was given.
+    out : (B, H, L, Dv) array
+    lse : (B, H, L) float32 array, natural log
+        What `attention` returned with `return_lse=True` and the same options. With out and lse over more keys than these (from
+        `merge_states`), the result is what these keys add to the gradients.
+    options
+        attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are constants: their own gradients
+        are not computed.
+    precision : "float32", "bfloat16" or "float16"
+        What the operands are rounded to; sums are float32. "int8" has no gradient.
+    impl : "auto", "reference", "portable" or "cpu"
+
+    Returns
+    -------
+    dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
+
+    Rows that see no key, and keys that no row sees, have gradient 0. NaN or infinity in a key or value reaches the gradients of
+    rows that see it, and of the keys that these see; never those of others.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed.
+    UnsupportedError
+        precision "int8", an `impl` without gradients, or what cannot run here.
+    """
+    validation.choice("impl", impl, validation.IMPLS)
+    if impl in ("cuda", "cuda-emulator"):
+        raise UnsupportedError(f"impl: got {impl!r}, which has no gradients; allowed: 'auto', 'reference', 'portable', 'cpu'")
+    if precision == "int8":
+        raise UnsupportedError("precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'")
+    problem = validation.problem(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window, alignment=alignment,
+        key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, layout=layout)
+    taken = [import_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    ndim = taken[0].array.ndim
+    operands = validation.gradient_operands(problem, taken[0].array.shape, grad_out, out, lse, layout)
+    if impl == "reference":
+        from . import reference
+        found = reference.gradients(problem, *operands)
+    else:
+        refuse_after_fork()
+        from .cpu import launch_backward
+        found = launch_backward.run(problem, *operands, isa="portable" if impl == "portable" else None)
+    dq, dk, dv = (_deliver(_restore(x, ndim, layout), None, t, False) for x, t in zip(found, taken, strict=True))
+    return dq, dk, dv
 
 
 def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:

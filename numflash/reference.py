@@ -13,7 +13,7 @@ from . import fixedpoint as fx
 from .interop import widen
 from .quantization import QuantizedTensor
 from .tiling import KEY_BLOCK
-from .validation import Problem
+from .validation import LARGEST_LSE, Problem
 
 F = np.float32
 LN2 = np.log(2.0)
@@ -48,18 +48,24 @@ def oracle(problem: Problem, block: int = 512) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def _scores(problem, b, h, rows, q, k):
+    """Scores of some rows in float64, -inf where hidden, and what softcap makes of a small change of them (None without it)."""
+    slope = None
+    scores = (q @ k.T) * problem.scale
+    if problem.softcap:
+        tanh = np.tanh(scores / problem.softcap)
+        scores, slope = problem.softcap * tanh, 1 - tanh * tanh
+    if problem.alibi_slopes is not None:
+        i, j = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b], np.arange(k.shape[0])[None]
+        scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
+    if problem.bias is not None:
+        scores = scores + problem.bias[b, h, rows]
+    return np.where(visible(problem, b, h, rows), scores, -np.inf), slope
+
+
 def _oracle_rows(problem, b, h, rows, q, k, v):
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        scores = (q @ k.T) * problem.scale
-        if problem.softcap:
-            scores = problem.softcap * np.tanh(scores / problem.softcap)
-        if problem.alibi_slopes is not None:
-            i, j = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b], np.arange(k.shape[0])[None]
-            scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
-        if problem.bias is not None:
-            scores = scores + problem.bias[b, h, rows]
-        seen = visible(problem, b, h, rows)
-        scores = np.where(seen, scores, -np.inf)
+        scores, _ = _scores(problem, b, h, rows, q, k)
         top = scores.max(-1, keepdims=True)
         p = np.where(scores == -np.inf, 0.0, np.exp(scores - np.where(top == -np.inf, 0, top)))
         l = p.sum(-1)
@@ -73,6 +79,53 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
             total = np.logaddexp(lse, float(problem.sinks[h]))
             out, lse = out * np.exp(np.where(l == 0, -np.inf, lse - total))[:, None], total
     return out, lse
+
+
+def gradients(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, block: int = 512
+              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L, Dv) and LSE (B, H, L).
+
+    P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap; dQ = dS.K * scale,
+    dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0 takes no part, even where it is not finite. An LSE of
+    `LARGEST_LSE` or more is computed anew.
+    """
+    nb, nh, nkv, length, s, _, _ = problem.shape
+    query, key, value = (np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value))
+    dq, dk, dv = (np.zeros(x.shape) for x in (query, key, value))
+    grad_out, out, lse = (np.asarray(x, np.float64) for x in (grad_out, out, lse))
+    for b, h in np.ndindex(nb, nh):
+        g = h * nkv // nh
+        q, k, v = query[b, h], key[b, g], value[b, g]
+        for start in range(0, length if s else 0, block):
+            rows = slice(start, min(start + block, length))
+            do = grad_out[b, h, rows]
+            with np.errstate(invalid="ignore", over="ignore"):
+                scores, slope = _scores(problem, b, h, rows, q[rows], k)
+                m = lse[b, h, rows][:, None]
+                l = np.ones_like(m)
+                anew = (np.abs(m) >= LARGEST_LSE) & (m > -np.inf)
+                if anew.any():
+                    sink = -np.inf if problem.sinks is None else float(problem.sinks[h])
+                    top = np.maximum(scores.max(-1, keepdims=True), sink)
+                    total = np.exp(scores - top).sum(-1, keepdims=True) + np.exp(sink - top)
+                    m, l = np.where(anew, top, m), np.where(anew, total, l)
+                p = np.where((scores == -np.inf) | (m == -np.inf), 0, np.exp(scores - m) / l)
+                ds = p * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True)) * (1 if slope is None else slope)
+                ds = np.where(p == 0, 0, ds) * problem.scale
+            dq[b, h, rows] += _product(ds, k)
+            dk[b, g] += _product(ds.T, q[rows])
+            dv[b, g] += _product(p.T, do)
+    return dq, dk, dv
+
+
+def _product(a: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """a.x where a weight of 0 hides NaN and infinity."""
+    finite = np.isfinite(x)
+    out = a @ np.where(finite, x, 0)
+    with np.errstate(invalid="ignore"):
+        for j in np.flatnonzero(~finite.all(1)):
+            out += np.where(a[:, j:j + 1] != 0, a[:, j:j + 1] * np.where(finite[j], 0, x[j]), 0)
+    return out
 
 
 @dataclass(frozen=True)

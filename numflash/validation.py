@@ -265,6 +265,29 @@ def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     return describe(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, precision=precision, **options)
 
 
+LARGEST_LSE = 2.0**23                            # from here on float32 holds an LSE to no better than 1: gradients compute it anew
+
+
+def gradient_operands(problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
+                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32; they come in the query's layout and number of dimensions."""
+    lead = query_shape[:-1]
+    found = []
+    for name, given, shape in (("grad_out", grad_out, (*lead, problem.shape[6])), ("out", out, (*lead, problem.shape[6])),
+                               ("lse", lse, lead)):
+        taken = import_array(name, given)
+        floats: tuple[str, ...] = ("float32", "float64")
+        if name != "lse":
+            floats = (*OWN_PRECISION, "uint16") if problem.precision == "bfloat16" else tuple(OWN_PRECISION)
+        if taken.dtype not in floats:
+            raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(floats)}")
+        if taken.array.shape != shape:
+            raise ArgumentError(f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}")
+        found.append(convert(taken.array, "float32"))
+    grad_out, out, lse = found
+    return tensor("grad_out", grad_out, layout), tensor("out", out, layout), tensor("lse", lse[..., None], layout)[..., 0]
+
+
 def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
     """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
     if not isinstance(t, QuantizedTensor):

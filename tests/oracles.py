@@ -51,3 +51,44 @@ def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window
             out[b, h, i] = weights @ value[b, g, seen] / total if seen else 0
             lse[b, h, i] = top + np.log(total)
     return out, lse
+
+
+def naive_gradients(grad_out, query, key, value, attn_mask=None, is_causal=False, scale=None, window=(None, None),
+                    alignment="upper_left", key_lengths=None, softcap=0.0, alibi_slopes=None, sinks=None, dtype=np.float64):
+    """Gradients of `naive` by the chain rule, a head's whole score matrix in memory. Returns dq, dk and dv; all in `dtype`."""
+    grad_out, query, key, value = (np.asarray(x, dtype) for x in (grad_out, query, key, value))
+    nb, nh, length, d = query.shape
+    nkv, s = key.shape[1:3]
+    scale = dtype(1 / np.sqrt(d) if scale is None else scale)
+    mask = None if attn_mask is None else np.broadcast_to(attn_mask, (nb, nh, length, s))
+    left, right = (np.inf if side is None else side for side in window)
+    right = 0 if is_causal else right
+    dq, dk, dv = (np.zeros(x.shape, dtype) for x in (query, key, value))
+    for b, h in np.ndindex(nb, nh):
+        g = h // (nh // nkv)
+        q, k, v, do = query[b, h], key[b, g], value[b, g], grad_out[b, h]
+        count = s if key_lengths is None else key_lengths[b]
+        away = np.arange(s) - np.arange(length)[:, None] - (count - length if alignment == "lower_right" else 0)
+        seen = (np.arange(s) < count) & (away >= -left) & (away <= right)
+        x, slope = q @ k.T * scale, dtype(1)
+        if softcap:
+            x = np.tanh(x / dtype(softcap))
+            x, slope = x * dtype(softcap), 1 - x * x
+        if alibi_slopes is not None:
+            x = x - dtype(np.broadcast_to(alibi_slopes, (nb, nh))[b, h]) * np.abs(away).astype(dtype)
+        if mask is not None and mask.dtype == bool:
+            seen &= mask[b, h]
+        elif mask is not None:
+            seen &= mask[b, h] != -np.inf
+            x = x + np.where(seen, mask[b, h], 0).astype(dtype)
+        x = np.where(seen, x, -np.inf)
+        sink = np.full((length, 1), -np.inf if sinks is None else sinks[h], dtype)
+        top = np.maximum(x.max(-1, keepdims=True, initial=-np.inf), sink)
+        top = np.where(np.isinf(top), dtype(0), top)
+        p = np.exp(x - top)
+        total = p.sum(-1, keepdims=True) + np.exp(sink - top)
+        p = p / np.where(total > 0, total, dtype(1))
+        dp = do @ v.T
+        ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope
+        dq[b, h], dk[b, g], dv[b, g] = ds @ k * scale, dk[b, g] + ds.T @ q * scale, dv[b, g] + p.T @ do
+    return dq, dk, dv

@@ -22,17 +22,20 @@ LOG2E = 1 / LN2
 
 
 @functools.cache
-def make_attend_rows(double: bool):
-    """The kernel in float64 or float32: attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse)."""
+def row_functions(double: bool):
+    """What the row kernels call, in float64 or float32: dot, soften, change, nothing_seen."""
     R = np.float64 if double else np.float32
 
     @inline
+    def soften(semantics, s):
+        """Softcap of scores in units of log2."""
+        cap = R(semantics.softcap)
+        for j in range(s.size):
+            s[j] = cap * R(np.tanh(s[j] / cap))
+
+    @inline
     def change(semantics, b, h, i, first, s):
-        """Softcap, ALiBi, bias and mask of scores in units of log2; a hidden key is -inf, even where its score is NaN."""
-        if semantics.softcap > F(0):
-            cap = R(semantics.softcap)
-            for j in range(s.size):
-                s[j] = cap * R(np.tanh(s[j] / cap))
+        """ALiBi, bias and mask of scores in units of log2; a hidden key is -inf, even where its score is NaN."""
         if semantics.slopes.size > 0:
             slope, centre = R(semantics.slopes[b, h]), i + semantics.diagonal[b] - first
             for j in range(s.size):
@@ -66,6 +69,15 @@ def make_attend_rows(double: bool):
             total += x[e] * R(y[e])
         return total
 
+    return dot, soften, change, nothing_seen
+
+
+@functools.cache
+def make_attend_rows(double: bool):
+    """The kernel in float64 or float32: attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse)."""
+    R = np.float64 if double else np.float32
+    dot, soften, change, nothing_seen = row_functions(double)
+
     @kernel(parallel=True, float_math=True)
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
         """Rows `todo` (int64, n * L + i) of all heads.
@@ -94,6 +106,8 @@ def make_attend_rows(double: bool):
                             continue
                         for j in range(p.size):
                             p[j] = dot(row, keys[first + j]) * R(scale)
+                        if semantics.softcap > F(0):
+                            soften(semantics, p)
                         if semantics.general:
                             change(semantics, b, h, i, first, p)
                         top, spoiled = R(-np.inf), False

@@ -1,4 +1,4 @@
-"""The gradient of attention in plain loops, float32: read this one first, then `backward`, which does the same with register tiles.
+"""The gradient of attention in plain loops, float32: read this first, then `cpu.backward`, which does the same with register tiles.
 
 FlashAttention 2, algorithm 2 (Dao 2023). The forward pass saved one number per row, LSE = log(sum of exp(scores)), from which any
 tile of the weights can be computed again, so nothing of size L x S is ever stored. With dO the gradient of the output O:
@@ -121,7 +121,7 @@ def backward(grad_out: np.ndarray, query: np.ndarray, key: np.ndarray, value: np
              is_causal: bool = False, scale: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ, dK and dV of attention, for arrays (B, H, L, D) and (B, Hkv, S, D) float32; `out` and `lse` from the forward pass.
 
-    The diagonal of `is_causal` starts in the upper left corner, as in PyTorch. `backward.backward` is the one to use.
+    The diagonal of `is_causal` starts in the upper left corner, as in PyTorch. `numflash.attention_backward` is the one to use.
     """
     q, do, o = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (query, grad_out, out))
     k, v = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (key, value))

@@ -1,0 +1,115 @@
+"""From a validated problem to the kernels of its gradient: packing, options as arrays, and the rows that float32 cannot hold."""
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numba import prange
+
+from .._jit import inline, kernel, one_at_a_time
+from ..interop import widen
+from ..validation import LARGEST_LSE, Problem
+from . import backward, target
+from .backward_rows import make_backward_rows
+from .launch_float import LOG2E, heads, semantics
+
+F = np.float32
+LARGEST_SCORE, LARGEST_GRADIENT = 2.0**120, 2.0**100     # scores, and what one row adds to a gradient, stay below in float32
+INFINITY = np.uint32(0x7F800000)
+
+
+@inline
+def largest_bits(words):
+    top = np.uint32(0)
+    for e in range(words.size):
+        top = max(top, np.uint32(words[e] & np.uint32(0x7FFFFFFF)))
+    return top
+
+
+@kernel(parallel=True)
+def _magnitudes(words, out):
+    """out (rows,) uint32: the bits of the largest |x| of each row of x (rows, columns) float32, given by its bits."""
+    for task in prange(words.shape[0]):
+        out[task] = largest_bits(words[np.intp(task)])                  # P4
+
+
+@kernel(parallel=True, float_math=True)
+def _row_dots(a, b, out):
+    """out (rows,) float64 = a . b of each row."""
+    for task in prange(a.shape[0]):
+        x, y, total = a[np.intp(task)], b[np.intp(task)], 0.0           # P4
+        for e in range(x.size):
+            total += np.float64(x[e]) * np.float64(y[e])
+        out[task] = total
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    """(N, rows, columns) float32 to (N, rows): the largest magnitude of each row, infinity for a row that is not finite."""
+    bits = np.empty(x.shape[0] * x.shape[1], np.uint32)
+    _magnitudes(x.view(np.uint32).reshape(-1, x.shape[2]), bits)
+    return np.minimum(bits, INFINITY).view(F).reshape(x.shape[:2])
+
+
+def held_rows(problem: Problem, q: np.ndarray, do: np.ndarray, delta: np.ndarray, lse: np.ndarray, most_k: np.ndarray,
+              most_v: np.ndarray) -> np.ndarray:
+    """(N, L) bool: rows whose scores and gradients float32 holds; all finite, and far from the largest float."""
+    _, nh, nkv, _, _, d, dv = problem.shape
+    most_q, most_do = (magnitudes(x).astype(np.float64) for x in (q, do))
+    # of the keys of the row's own head, those that are finite
+    k, v = (np.repeat(np.where(np.isfinite(x), x, 0).max(1).astype(np.float64), nh // nkv)[:, None] for x in (most_k, most_v))
+    scale = max(1.0, abs(problem.scale))
+    with np.errstate(over="ignore", invalid="ignore"):
+        of_weights = np.maximum(most_do * v * dv, np.abs(delta)) * scale
+        return ((most_q * k * d * scale <= LARGEST_SCORE) & (np.maximum(most_do, of_weights) <= LARGEST_GRADIENT)
+                & (of_weights * np.maximum(most_q, k) <= LARGEST_GRADIENT) & (np.abs(lse) < LARGEST_LSE))
+
+
+def run(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, isa: str | None = None
+        ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa` (None: the best of the target).
+
+    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides.
+    """
+    isa = target.require(isa, target.FLOAT_ISAS)
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
+    gradients = tuple(np.zeros((shape[0] * shape[1], *shape[2:]), F) for shape in shapes)
+    if 0 not in (nb, length, s):
+        q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
+        with one_at_a_time():
+            _solve(problem, isa, (q, k, v, heads(grad_out)), heads(out), heads(lse), gradients)
+    dq, dk, dv_ = (x.reshape(shape) for x, shape in zip(gradients, shapes, strict=True))
+    return dq, dk, dv_
+
+
+def _solve(problem: Problem, isa: str, operands: tuple[np.ndarray, ...], out: np.ndarray, lse: np.ndarray,
+           gradients: tuple[np.ndarray, ...]) -> None:
+    q, k, v, do = operands
+    delta = np.empty(lse.shape)
+    _row_dots(do.reshape(-1, do.shape[2]), out.reshape(-1, do.shape[2]), delta.reshape(-1))
+    padding = np.arange(k.shape[1]) >= np.repeat(problem.key_lengths, problem.shape[2])[:, None]
+    most_k, most_v = (np.where(padding, F(np.inf), magnitudes(x)) for x in (k, v))
+    empty = np.isneginf(lse)
+    held = held_rows(problem, q, do, delta, lse, most_k, most_v)
+    units = np.where(np.abs(lse) >= LARGEST_LSE, np.where(empty, lse, np.inf), lse * LOG2E)
+    rest = q, k, v, do, units, np.ones(lse.shape), delta
+    if isa == "portable":
+        _rows(problem, False, np.flatnonzero(held), rest, gradients)
+    else:
+        backward.run(problem, isa, operands, np.where(held, units, np.inf).astype(F), delta,
+                     (~held, ~np.isfinite(most_k) | ~np.isfinite(most_v)), gradients)
+    if not (held | empty).all():
+        _rows(problem, True, np.flatnonzero(~(held | empty)), rest, gradients)
+
+
+def _rows(problem: Problem, double: bool, todo: np.ndarray, rest: tuple[np.ndarray, ...],
+          gradients: tuple[np.ndarray, ...]) -> None:
+    """Add the gradients of the rows `todo`, one at a time."""
+    _, nh, nkv, length, s, _, _ = problem.shape
+    query_pass, key_pass = make_backward_rows(double)
+    sinks = np.full(nh, -np.inf) if problem.sinks is None else problem.sinks * LOG2E
+    limit = np.inf if double else backward.FINITE                       # 0 * infinity is no number
+    scales = tuple(float(np.clip(x, -limit, limit)) for x in (problem.scale * LOG2E, problem.scale))
+    arguments = (*rest, todo, scales, semantics(problem), (nh, nkv, numba.get_num_threads()), s)
+    starts = np.searchsorted(todo, np.arange(rest[0].shape[0] + 1) * length)
+    query_pass(*arguments, sinks.astype(np.float64), np.zeros(1, np.int64), gradients[0])
+    key_pass(*arguments, starts, np.zeros(1, np.int64), *gradients[1:])
