@@ -45,10 +45,10 @@ def test_blackwell(arch, d):
     assert found.count("HMMA") > 0 and found.stack <= 256
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "ping_pong"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
-def test_hopper(d, block_k, overlap):
-    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap)
+def test_hopper(d, block_k, overlap, ping_pong):
+    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap, ping_pong=ping_pong)
     assert found.count("HGMMA") == d // 16 + block_k // 16 * (2 if overlap else 1)
     assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
     assert found.stack == found.local == 0 and found.registers == 168             # 65536 / 384, shared out by setmaxnreg

@@ -30,7 +30,9 @@ def test_what_each_rung_claims(rows):
     assert rows["7b"]["tensor_operations"] == rows["7a"]["tensor_operations"]
     assert rows["7b"]["shared_bytes_read"] < 0.55 * rows["7a"]["shared_bytes_read"]
     assert rows["7h"]["error"] > rows["7a"]["error"]
-    assert rows["9"]["warp_instructions"] < rows["7a"]["warp_instructions"]
+    assert rows["9a"]["warp_instructions"] < rows["7a"]["warp_instructions"]
+    turns = 2 * 2 * 2 * 4                                                          # blocks, tiles, warpgroups, warps
+    assert rows["9b"]["barriers"] - rows["9a"]["barriers"] == 2 * turns and rows["9b"]["error"] == rows["9a"]["error"]
 
 
 def copies(row):

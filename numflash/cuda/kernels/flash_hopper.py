@@ -2,7 +2,8 @@
 
 Three warpgroups of 128 threads. One thread of the first brings tiles of keys and values by TMA into a ring of two stages; the
 other two own 64 query rows each and compute with asynchronous products. Full and empty mbarriers connect them. With `overlap`
-the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the paper).
+the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two
+issue their products in turns (section 3.1).
 """
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def make_hide(key_tiles: int):
 
 
 def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: int = 1, band: bool = False,
-                 overlap: bool = True) -> Source:
+                 overlap: bool = True, ping_pong: bool = False) -> Source:
     """The kernel for head sizes d and dv, multiples of 64."""
     key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
@@ -175,6 +176,9 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             if band:
                 whole_low = first + warpgroup * 64 - 1 + diagonal - left
                 whole_high = min(keys, first + (warpgroup - 1) * 64 + diagonal + right + 1)
+            turn, other = u32(2 + warpgroup), u32(5 - warpgroup)       # named barriers; 1 and 2 are the warpgroups' own
+            if ping_pong and warpgroup == 2 and tile < tiles:
+                ptx.barrier_arrive(other, u32(256))                    # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
             n = i32(0)
@@ -182,6 +186,9 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                 stage, parity = u32(n & 1), u32((n >> 1) & 1)
                 at, bar = ring + stage * u32(pair), full + stage * u32(16)
                 ptx.mbarrier_wait(bar, parity)
+                last_turn = warpgroup == 2 and t + 1 == tiles
+                if ping_pong:
+                    ptx.barrier(turn, u32(256))
                 fence_s(s, 0)
                 fence_o(o, 0)
                 ptx.wgmma_fence()
@@ -192,8 +199,12 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
                     outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
                     ptx.wgmma_commit()
+                    if ping_pong and not last_turn:
+                        ptx.barrier_arrive(other, u32(256))
                     wait_one()
                 else:
+                    if ping_pong and not last_turn:
+                        ptx.barrier_arrive(other, u32(256))
                     wait_none()
                 fence_s(s, 0)
                 ptx.mbarrier_arrive(empty + stage * u32(16))

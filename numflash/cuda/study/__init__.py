@@ -51,8 +51,10 @@ LADDER = (
          {"half_scores": True}, tolerance=8.0),
     Rung("8", "TMA, wgmma, warp specialisation", "One thread feeds two warpgroups whose products read shared memory by themselves "
          "(FlashAttention-3).", "flash_hopper", {"overlap": False}, "sm_90a"),
-    Rung("9", "softmax beside the products", "The next tile's Q.K^T is issued before this tile's P.V is waited for.",
+    Rung("9a", "softmax beside the products", "The next tile's Q.K^T is issued before this tile's P.V is waited for.",
          "flash_hopper", {"overlap": True}, "sm_90a"),
+    Rung("9b", "ping-pong", "Two named barriers make the warpgroups issue products in turns: one's softmax runs beside the other's "
+         "products.", "flash_hopper", {"overlap": True, "ping_pong": True}, "sm_90a"),
 )
 
 
