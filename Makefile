@@ -7,8 +7,10 @@ OLDEST := .venv-oldest/bin
 ifeq ($(shell uname -sm),Linux x86_64)
 CUDA := ,cuda,sass
 endif
+# PyTorch without its gigabytes of CUDA; elsewhere than on Linux it never has them
+TORCH ?= torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 
-.PHONY: demo test test-slow test-mpi test-aarch64 test-oldest notebooks notebooks-made lint bench clean
+.PHONY: demo test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -21,6 +23,9 @@ test-slow: .venv/ready  ## the tests marked slow
 
 test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own
 	$(BIN)/python -m pytest $(PYTEST) tests/mpi
+
+test-torch: .venv/torch  ## numflash inside PyTorch and transformers, with a sentence encoder's own weights
+	$(BIN)/python -m pytest $(PYTEST) tests/pytorch
 
 test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX and Neoverse (x86-64 Debian; downloads, no root)
 	PYTHON=$(CURDIR)/$(BIN)/python tools/aarch64/test.sh
@@ -69,6 +74,11 @@ clean:
 
 .venv/mpi: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[mpi]' mpich
+	@touch $@
+
+.venv/torch: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[torch,transformers,test-torch]' \
+		--extra-index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 .venv-oldest/ready: pyproject.toml tests/oldest.txt

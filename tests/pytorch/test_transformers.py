@@ -1,0 +1,166 @@
+"""numflash.transformers against the eager implementation, on small models with random weights."""
+import doctest
+import os
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+transformers = pytest.importorskip("transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'")
+
+import numflash.transformers as nt  # noqa: E402
+from numflash.cpu import launch  # noqa: E402
+from numflash.errors import ArgumentError  # noqa: E402
+
+nt.register()
+SMALL = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+CAUSAL = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED)),
+    "mistral, window 12": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=12)),
+    "gemma2, soft cap, window 12": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        **GROUPED, head_dim=16, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=1)),
+    "gpt-oss, sinks, window 12": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(
+        **GROUPED, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)),
+}
+TOKENS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", params=CAUSAL)
+def model(request):
+    torch.manual_seed(0)
+    made = CAUSAL[request.param]().eval()
+    for name, weight in made.named_parameters():         # far from uniform attention: scores of some units
+        if "q_proj.weight" in name or "k_proj.weight" in name:
+            weight.data.mul_(12)
+        if name.endswith("sinks"):
+            weight.data.normal_()
+    return made
+
+
+def padded(side, lengths=(40, 27)):
+    """Attention mask with padding on one side."""
+    at, n = torch.arange(40), torch.tensor(lengths)[:, None]
+    return (at < n if side == "right" else at >= 40 - n).long()
+
+
+def both(model, run, name="numflash"):
+    """What a run gives with the eager implementation, and with this one; and how often numflash's kernels ran."""
+    calls, kernels = [], launch.run
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = run()
+        model.set_attn_implementation(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "run", lambda problem, **options: calls.append(problem) or kernels(problem, **options))
+            out = run()
+    return out, want, calls
+
+
+def test_the_docstring_of_the_module():
+    assert doctest.testmod(nt).failed == 0
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_logits(model, side):
+    mask = None if side == "none" else padded(side)
+    out, want, calls = both(model, lambda: model(TOKENS, attention_mask=mask).logits)
+    seen = torch.ones(2, 40, dtype=torch.bool) if mask is None else mask.bool()
+    assert len(calls) == 2 and all(p.precision == "float32" and p.key.shape[1] == 2 for p in calls)
+    torch.testing.assert_close(out[seen], want[seen], atol=1e-4, rtol=1e-4)
+
+
+def test_int8_logits(model):
+    out, want, calls = both(model, lambda: model(TOKENS).logits, "numflash_int8")
+    assert len(calls) == 2 and all(p.precision == "int8" for p in calls)
+    difference = (out - want).norm() / want.norm()
+    assert 1e-6 < difference < 0.1                       # sharpened scores; a token may take another expert
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_generation_with_a_cache(model, padding):
+    """Greedy: equal tokens, one layer call per layer and token."""
+    options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": padded("left") if padding else torch.ones_like(TOKENS)}
+    out, want, calls = both(model, lambda: model.generate(TOKENS, **options))
+    assert out.shape == (2, 60) and len(calls) == 40
+    assert torch.equal(out, want)
+
+
+def test_static_cache(model):
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    out, want, calls = both(model, lambda: model.generate(TOKENS, **options))
+    assert calls and torch.equal(out, want)
+
+
+def test_training(model):
+    """Gradients of every parameter; sinks are parameters without one here, so gpt-oss cannot be trained."""
+    def step(name):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(TOKENS, attention_mask=padded("right"), labels=TOKENS.where(padded("right").bool(), -100)).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    want = step("eager")
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        with pytest.raises(ArgumentError, match=r"sinks.*requires grad"):
+            step("numflash")
+        return
+    for mine, right in zip(step("numflash"), want, strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-4 * right.abs().max().item() + 1e-6, rtol=0)
+
+
+def bert(**options):
+    torch.manual_seed(0)
+    return transformers.BertModel(transformers.BertConfig(**SMALL, **options)).eval()
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("name", ["numflash", "numflash_int8"])
+def test_bidirectional_padding(side, name):
+    """Trailing padding arrives at the kernels as key lengths, leading padding as a mask of one row."""
+    encoder = bert()
+    out, want, calls = both(encoder, lambda: encoder(TOKENS, attention_mask=padded(side)).last_hidden_state, name)
+    seen = padded(side).bool()
+    torch.testing.assert_close(out[seen], want[seen], atol=1e-5 if name == "numflash" else 0.05, rtol=0)
+    assert len(calls) == 2
+    for problem in calls:
+        if side == "right":
+            assert problem.mask is None and problem.key_lengths.tolist() == [40, 27]
+        else:
+            assert problem.mask.strides[1:3] == (0, 0)
+
+
+def test_position_biases():
+    """T5 adds a learned bias to the scores of encoder and decoder, whose cross attention sees padding."""
+    torch.manual_seed(0)
+    model = transformers.T5Model(transformers.T5Config(
+        vocab_size=97, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)).eval()
+    run = lambda: model(input_ids=TOKENS, attention_mask=padded("right"), decoder_input_ids=TOKENS[:, :9]).last_hidden_state  # noqa: E731
+    out, want, calls = both(model, run)
+    assert len(calls) == 6
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
+
+
+def test_half_precision():
+    torch.manual_seed(0)
+    model = CAUSAL["llama"]().eval().bfloat16()
+    out, want, calls = both(model, lambda: model(TOKENS).logits)
+    assert all(p.precision == "bfloat16" for p in calls)
+    torch.testing.assert_close(out.float(), want.float(), atol=0.05, rtol=0.05)
+
+
+def test_what_is_refused():
+    encoder = bert()
+    encoder.set_attn_implementation("numflash")
+    with pytest.raises(ArgumentError, match="dropout"):
+        encoder.train()(TOKENS)
+    encoder.set_attn_implementation("numflash_int8")
+    with pytest.raises(ArgumentError, match=r"int8.*grad"):
+        encoder.eval()(TOKENS)
+    layer, x = torch.nn.Module(), torch.randn(1, 2, 3, 8)
+    with pytest.raises(ArgumentError, match="output_attentions"):
+        nt.attend(layer, x, x, x, None, output_attentions=True)
+    with pytest.raises(ArgumentError, match="cache"):
+        nt.attend(layer, x, x, x, None, cache=object())
