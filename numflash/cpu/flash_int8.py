@@ -27,7 +27,8 @@ from .._jit import bare, kernel
 from ..fixedpoint import ONE_Q16
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
-from .blocks import score_block, tile_state, value_block
+from .amx import tile_state
+from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of
 from .memory import zero_bytes
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
@@ -38,6 +39,7 @@ F, I = np.float32, np.int32
 HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that is not seen
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
 LOWEST, HIGHEST = -110, 127
+EDGE_ROWS = 12                                   # rows of P.V that stop at the same key where a block is cut off
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def make_attend(isa_name: str, pv: str):
     scores, float_scores, values = score_block(isa_name), score_block(isa_name, True), value_block(isa_name, pv)
     begin, end = tile_state(isa_name)
     vector_lanes, float_lanes, q_offset, step, columns_unit = lanes_of(isa_name), isa.lanes, isa.q_offset, isa.step, isa.unit
-    operand, unit_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1]
+    operand, unit_rows, edge_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1], max(EDGE_ROWS, isa.rows[-1])
     octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
@@ -108,14 +110,42 @@ def make_attend(isa_name: str, pv: str):
         return True
 
     @bare
+    def block_scores(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi):
+        """Scores of a block, at its edges half a block at a time and only of rows that see some of it.
+
+        The bounds lo and hi never fall from a row to the next, so these rows stand together.
+        """
+        part = columns if inside else HALF
+        for a in range(0, columns, part):
+            i, end = 0, rows
+            if not inside:
+                while i < end and hi[min(i + unit_rows, real) - 1] <= first + a:
+                    i += unit_rows
+                while i < end and lo[end - unit_rows] >= first + a + part:
+                    end -= unit_rows
+            if i < end:
+                scores(q[i:end], stride, k, first + a, start, ck, cq[i:end], end - i, part, x[i:end, a:])
+
+    @bare
+    def block_values(p, v, first, columns, scale, total, rows, o, inside, real, hi):
+        """P.V of a block, at its edges a few rows at a time and only up to the last key that they see: beyond it P is 0."""
+        part = rows if inside else edge_rows
+        for i in range(0, rows, part):
+            end, seen = min(i + part, rows), columns
+            if not inside:
+                seen = min(seen, (hi[min(end, real) - 1] - first + step - 1) // step * step)
+            if seen > 0:
+                values(p[i:end], v, first, seen, scale[i:end], total[i:end], end - i, o[i:end])
+
+    @bare
     def hide_edges(x, rows, columns, first, lo, hi, live):
-        """Scores of keys that a row does not see: weight 0."""
+        """Scores of keys that a row does not see: weight 0. Every score is looked at, in vectors of int16."""
         for i in range(rows):
             if live[i]:
-                for j in range(lo[i] - first):
-                    x[i, j] = HIDDEN
-                for j in range(hi[i] - first, columns):
-                    x[i, j] = HIDDEN
+                row = x[i]
+                a, b = np.int16(min(max(lo[i] - first, 0), KEY_BLOCK)), np.int16(min(max(hi[i] - first, 0), KEY_BLOCK))
+                for j in range(columns):
+                    row[j] = row[j] if (np.int16(j) >= a) & (np.int16(j) < b) else HIDDEN
 
     @bare
     def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
@@ -209,7 +239,7 @@ def make_attend(isa_name: str, pv: str):
                         continue
                     use_wide = semantics.general or keys.wide[n_kv, c // KEY_BLOCK] != 0
                     if not use_wide:
-                        scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x)
+                        block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
                         if not inside:
                             hide_edges(x, real, columns, c, lo, hi, live)
                         octaves(x, real, columns, octave, octave_q8)
@@ -232,7 +262,7 @@ def make_attend(isa_name: str, pv: str):
                     if not inside:
                         blank_rows(p, real, columns, live, total)
                     add_sums(total, real, unit, scale, l)
-                    values(p, v, c, columns, scale, total, rows, o)
+                    block_values(p, v, c, columns, scale, total, rows, o, inside, real, hi)
                 for i in range(real):
                     if spoiled[i]:
                         l[i] = F(np.nan)

@@ -47,7 +47,7 @@ def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
     with np.errstate(invalid="ignore", over="ignore"):
-        most = float(np.nanmax(np.abs(cq), initial=0)) * float(np.nanmax(ck, initial=0)) * 127 * 127 * d
+        most = float(np.fmax.reduce(np.abs(cq), None, initial=0)) * float(np.fmax.reduce(ck, None, initial=0)) * 127 * 127 * d
     options = semantics(problem, most >= 2.0**30)
     n = nb * nh
     out = np.empty((n, length, dv), F)
