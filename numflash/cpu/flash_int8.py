@@ -39,6 +39,7 @@ F, I = np.float32, np.int32
 HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that is not seen
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
 LOWEST, HIGHEST = -110, 127
+ALL_HIDDEN = I(int(HIDDEN) >> 8)                 # octave of hidden scores
 EDGE_ROWS = 12                                   # rows of P.V that stop at the same key where a block is cut off
 
 
@@ -56,6 +57,7 @@ def make_attend(isa_name: str, pv: str):
     operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
     softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
+    row_short, mask_row, mask_lanes = wide_rows.row_short(float_lanes), wide_rows.row_mask(2 * float_lanes), 2 * float_lanes
     apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
 
     @bare
@@ -96,6 +98,21 @@ def make_attend(isa_name: str, pv: str):
             mask_at += mask_step
 
     @bare
+    def mask_rows(semantics, dense, b, h, row, first, n, x, live):
+        """Scores of keys that the dense mask hides: weight 0."""
+        whole, rest = n // mask_lanes, n % mask_lanes
+        mask, mask_end = dense.mask, dense.mask_end
+        at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
+        for i in range(live.size):
+            if live[i]:
+                mask_row(x, i * KEY_BLOCK, whole, mask, at)
+                if rest:
+                    for j in range(rest):
+                        mask_end[j] = mask[at + whole * mask_lanes + j]
+                    mask_row(x, i * KEY_BLOCK + whole * mask_lanes, 1, mask_end, 0)
+            at += step
+
+    @bare
     def mask_hides(semantics, dense, b, h, row, first, n, live):
         """Whether the dense mask hides n keys from `first` on from all rows."""
         for i in range(live.size):
@@ -108,6 +125,21 @@ def make_attend(isa_name: str, pv: str):
                     if dense.mask[at + j]:
                         return False
         return True
+
+    @bare
+    def rows_hidden(semantics, dense, b, h, row, first, n, changed, wide, octave, live):
+        """Rows with the lowest octave from which mask or bias hide the whole block are not live; whether there are any."""
+        any_hidden = False
+        for i in range(live.size):
+            if live[i] and octave[i] == ALL_HIDDEN:
+                if changed:
+                    best, bad = row_top(wide, i * KEY_BLOCK, (n + float_lanes - 1) // float_lanes)
+                    seen = bad or best != HIDDEN_WIDE
+                else:
+                    seen = not mask_hides(semantics, dense, b, h, row + i, first, n, live[i:i + 1])
+                if not seen:
+                    live[i], any_hidden = 0, True
+        return any_hidden
 
     @bare
     def block_scores(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi):
@@ -193,6 +225,7 @@ def make_attend(isa_name: str, pv: str):
         lanes = vector_lanes()
         width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
         tiles = (length + block_q - 1) // block_q
+        changed = semantics.has_bias or semantics.softcap > F(0) or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
         for _ in prange(workers):
             begin()
             q_tile = zero_bytes(block_q * stride * operand_size).view(operand).reshape(block_q, stride)
@@ -206,7 +239,7 @@ def make_attend(isa_name: str, pv: str):
             scale_bits, flags, bounds = scale.view(np.int32), np.zeros((2, block_q), np.uint8), np.zeros((2, block_q), np.int64)
             live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
             dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                          zero_bytes(float_lanes), zero_bytes(4 * float_lanes).view(np.float32))
+                          zero_bytes(mask_lanes), zero_bytes(4 * float_lanes).view(np.float32))
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
@@ -237,12 +270,23 @@ def make_attend(isa_name: str, pv: str):
                         live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
                     if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
                         continue
-                    use_wide = semantics.general or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                    use_wide, n_real = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0, min(columns, s - c)
                     if not use_wide:
-                        block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
+                        if changed:
+                            float_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide)
+                            change_rows(semantics, dense, b, h, row, c, n_real, wide, live[:real])
+                            for i in range(real):
+                                row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
+                        else:
+                            block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
+                            if semantics.has_mask:
+                                mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
                         if not inside:
                             hide_edges(x, real, columns, c, lo, hi, live)
                         octaves(x, real, columns, octave, octave_q8)
+                        if semantics.general:
+                            if rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave, live[:real]):
+                                inside = False
                         if not inside:
                             for i in range(real):
                                 octave[i] = octave[i] if live[i] else I(UNSEEN)

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from .. import fixedpoint as fx
 from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, row_change, whole
-from .vectors import I16, I32, call, constant, data, load, splat, store, vector
+from .vectors import I8, I16, I32, call, constant, data, load, splat, store, vector
 
 FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}   # float vectors of as many lanes as those of an INT8 instruction set
 HIDDEN = float("-inf")
@@ -119,3 +119,53 @@ def row_narrow(lanes: int):
             return context.get_dummy_value()
         return sig, codegen
     return narrow
+
+
+@functools.cache
+def row_short(lanes: int):
+    """Intrinsic f(x, x_off, count, out, out_off): out int16 = round(x), saturated; -32768 where x is -inf, 32767 where it is NaN."""
+    isa = FLOAT_ISAS[FLOATS[lanes]]
+
+    @intrinsic
+    def short(typingctx, x, x_off, count, out, out_off):
+        sig = types.void(x, x_off, count, out, out_off)
+
+        def codegen(context, b, sig, a):
+            px, po, ints = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), vector(I32, lanes)
+
+            def body(at, state):
+                y = load(b, px, b.add(a[1], at), isa.floats, 4)
+                for test, bound in (("<", 40000.0), (">", -40000.0)):
+                    y = b.select(b.fcmp_ordered(test, y, constant(isa.floats, bound)), y, constant(isa.floats, bound))
+                t = b.fptosi(call(b, f"llvm.roundeven.v{lanes}f32", isa.floats, y), ints)
+                for test, bound in (("<", 32767), (">", -32768)):
+                    t = b.select(b.icmp_signed(test, t, constant(ints, bound)), t, constant(ints, bound))
+                store(b, b.trunc(t, vector(I16, lanes)), po, b.add(a[4], at), 2)
+                return []
+            for_vectors(b, a[2], lanes, [], body)
+            return context.get_dummy_value()
+        return sig, codegen
+    return short
+
+
+@functools.cache
+def row_mask(lanes: int):
+    """Intrinsic f(x, x_off, count, mask, off): int16 scores x become -32768 where the uint8 mask is 0; count times `lanes` keys."""
+    @intrinsic
+    def mask_row(typingctx, x, x_off, count, mask, off):
+        sig = types.void(x, x_off, count, mask, off)
+
+        def codegen(context, b, sig, a):
+            px, pm, words = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), vector(I16, lanes)
+
+            def body(at, state):
+                where = b.add(a[1], at)
+                seen = load(b, pm, b.add(a[4], at), vector(I8, lanes), 1)
+                x = b.select(b.icmp_unsigned("!=", seen, constant(seen.type, 0)), load(b, px, where, words, 2),
+                             constant(words, fx.MASKED))
+                store(b, x, px, where, 2)
+                return []
+            for_vectors(b, a[2], lanes, [], body)
+            return context.get_dummy_value()
+        return sig, codegen
+    return mask_row
