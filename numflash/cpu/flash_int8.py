@@ -180,12 +180,15 @@ def make_attend(isa_name: str, pv: str):
                     row[j] = row[j] if (np.int16(j) >= a) & (np.int16(j) < b) else HIDDEN
 
     @bare
-    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
-                    semantics, dense):
-        """Scores of the block as float32, transformed and masked, then int16 relative to each row's octave `base`."""
+    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, live, b, h, row, s, semantics, dense):
+        """Scores of the block as float32, transformed and masked."""
         float_scores(q, stride, k, first, start, ck, cq, rows, columns, wide)
         if semantics.general:
             change_rows(semantics, dense, b, h, row, first, min(columns, s - first), wide, live)
+
+    @bare
+    def relative_scores(wide, first, columns, lo, hi, x, base, spoiled, live):
+        """The same as int16 relative to each row's octave `base`."""
         for i in range(live.size):
             if live[i]:
                 at = i * KEY_BLOCK
@@ -270,11 +273,14 @@ def make_attend(isa_name: str, pv: str):
                         live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
                     if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
                         continue
-                    use_wide, n_real = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0, min(columns, s - c)
-                    if not use_wide:
-                        if changed:
-                            float_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide)
-                            change_rows(semantics, dense, b, h, row, c, n_real, wide, live[:real])
+                    n_real = min(columns, s - c)
+                    relative = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                    as_floats = changed or relative
+                    if as_floats:
+                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                    semantics, dense)
+                    if not relative:
+                        if as_floats:
                             for i in range(real):
                                 row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
                         else:
@@ -284,20 +290,22 @@ def make_attend(isa_name: str, pv: str):
                         if not inside:
                             hide_edges(x, real, columns, c, lo, hi, live)
                         octaves(x, real, columns, octave, octave_q8)
-                        if semantics.general:
-                            if rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave, live[:real]):
-                                inside = False
+                        if semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave,
+                                                             live[:real]):
+                            inside = False
                         if not inside:
                             for i in range(real):
                                 octave[i] = octave[i] if live[i] else I(UNSEEN)
                         beyond = I(0)
                         for i in range(real):
                             beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
-                        use_wide = beyond != I(0)
-                    if use_wide:
+                        relative = beyond != I(0)
+                        if relative and not as_floats:
+                            wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                        semantics, dense)
+                    if relative:
                         inside = False
-                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, x, base, spoiled, live[:real],
-                                    b, h, row, lo, hi, s, semantics, dense)
+                        relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
                         octaves(x, real, columns, octave, octave_q8)
                         for i in range(real):
                             octave[i] = base[i] if live[i] else I(UNSEEN)
