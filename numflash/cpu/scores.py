@@ -90,7 +90,9 @@ def transform_row(semantics, b, h, i, first, x):
         at = row_of(semantics.bias, b, h, i) + first
         bias = semantics.bias.reshape(semantics.bias.size)[at:at + x.size]
         for j in range(x.size):
-            x[j] = F(x[j] + F(bias[j] * fx.LOG2E_Q8)) if bias[j] != F(-np.inf) else F(-np.inf)
+            changed = F(x[j] + F(bias[j] * fx.LOG2E_Q8))
+            changed = fx.LOWEST if changed < fx.LOWEST else changed             # NaN stays
+            x[j] = changed if bias[j] != F(-np.inf) else F(-np.inf)
     if semantics.has_mask:
         at = row_of(semantics.mask, b, h, i) + first
         mask = semantics.mask.reshape(semantics.mask.size)[at:at + x.size]

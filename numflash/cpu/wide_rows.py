@@ -16,7 +16,7 @@ from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, row_change, whol
 from .vectors import I8, I16, I32, I64, call, constant, data, load, prefetch, splat, store, vector
 
 FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}   # float vectors of as many lanes as those of an INT8 instruction set
-HIDDEN = float("-inf")
+HIDDEN, LOWEST = float("-inf"), float(fx.LOWEST)
 
 
 def _rounded(b, isa, x):
@@ -73,6 +73,7 @@ def row_bias(lanes: int):
         bias = load(b, source, where, isa.floats, 4)
         hidden = constant(isa.floats, HIDDEN)
         changed = b.fadd(x, b.fmul(bias, constant(isa.floats, float(fx.LOG2E_Q8))))
+        changed = b.select(b.fcmp_ordered("<", changed, constant(isa.floats, LOWEST)), constant(isa.floats, LOWEST), changed)
         return b.select(b.fcmp_ordered("==", bias, hidden), hidden, changed)
     return row_change(FLOATS[lanes], 2, change)
 
