@@ -171,7 +171,8 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
         are not computed.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
-    impl : "auto", "reference", "portable" or "cpu"
+    impl : "auto", "reference", "portable", "cpu", "cuda" or "cuda-emulator"
+        Device arrays go to the card that they lie on.
 
     Returns
     -------
@@ -188,10 +189,14 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
         precision "int8", an `impl` without gradients, or what cannot run here.
     """
     validation.choice("impl", impl, validation.IMPLS)
-    if impl in ("cuda", "cuda-emulator"):
-        raise UnsupportedError(f"impl: got {impl!r}, which has no gradients; allowed: 'auto', 'reference', 'portable', 'cpu'")
     if precision == "int8":
         raise UnsupportedError("precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'")
+    if impl in ("auto", "cuda") and on_device(query):
+        from .cuda import arrays
+        return arrays.attention_backward(
+            grad_out, query, key, value, out, lse, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, window=window, alignment=alignment, key_lengths=key_lengths, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, layout=layout)
     problem = validation.problem(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window, alignment=alignment,
         key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, layout=layout)
@@ -201,6 +206,9 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
     if impl == "reference":
         from . import reference
         found = reference.gradients(problem, *operands)
+    elif impl in ("cuda", "cuda-emulator"):
+        from .cuda import backward
+        found = backward.run(problem, *operands, emulator=impl == "cuda-emulator")
     else:
         refuse_after_fork()
         from .cpu import launch_backward

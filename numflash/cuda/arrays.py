@@ -82,17 +82,8 @@ def aligned(name: str, x: np.ndarray) -> np.ndarray:
 def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool, precision: str | None, **options: Any) -> Any:
     """`numflash.attention` for device arrays; masks are refused, everything small (lengths, slopes) comes from the host."""
     from . import launch
-    taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
+    taken, problem = _described(query, key, value, layout, precision, ("attn_mask", "sinks"), return_lse=return_lse, **options)
     own, ndim = taken[0].dtype, taken[0].array.ndim
-    if layout == "blhd" and ndim != 4:
-        raise ArgumentError(f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4")
-    if precision not in (None, own):
-        raise UnsupportedError(f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own")
-    for name in ("attn_mask", "sinks"):
-        if options.get(name) is not None:
-            raise UnsupportedError(f"{name}: not implemented for arrays on a card; allowed there: None")
-    problem = validation.problem(taken[0].array, taken[1].array, taken[2].array, layout=layout, return_lse=return_lse,
-                                 precision=own, **options)
     b, h, _, length, s, _, dv = problem.shape
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
     device = launch.current_device()
@@ -111,3 +102,45 @@ def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool
             raise UnsupportedError(f"return_lse: {type(lse).__name__} cannot be transposed; allowed with it: layout 'bhld'")
         lse = lse.swapaxes(1, 2)
     return out, lse
+
+
+def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, layout: str, precision: str | None,
+                       **options: Any) -> tuple[Any, Any, Any]:
+    """`numflash.attention_backward` for device arrays; masks are refused, the rows' statistics get memory of the query's kind."""
+    from . import backward, launch
+    taken, problem = _described(query, key, value, layout, precision, ("attn_mask",), **options)
+    lead = taken[0].array.shape[:-1]
+    given = []
+    for name, x, shape, dtype in (("grad_out", grad_out, (*lead, problem.shape[6]), taken[0].dtype),
+                                  ("out", out, (*lead, problem.shape[6]), taken[0].dtype), ("lse", lse, lead, "float32")):
+        remote = take(name, x)
+        if remote.dtype != dtype:
+            raise ArgumentTypeError(f"{name}: got dtype {remote.dtype}; allowed on a card: {dtype}")
+        if remote.array.shape != shape:
+            raise ArgumentError(f"{name}: got shape {remote.array.shape}; allowed: {shape} with query {taken[0].array.shape}")
+        given.append(remote.array)
+    grad, o = (validation.tensor(name, x, layout) for name, x in (("grad_out", given[0]), ("out", given[1])))
+    rows = validation.tensor("lse", given[2][..., None], layout)[..., 0]
+    device = launch.current_device()
+    found = [x.empty(x.array.shape, x.dtype) for x in taken]
+    stats = taken[0].empty(backward.statistics_shape(problem), "float32")
+    results = [validation.tensor(name, take(name, x).array, layout) for name, x in zip(("dq", "dk", "dv"), found, strict=True)]
+    work = backward.plan(problem, grad, o, rows, device.arch, (*results, take("statistics", stats).array))
+    for step in work.launches:
+        device.submit(step, taken[0].stream)
+    return found[0], found[1], found[2]
+
+
+def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, refused: tuple[str, ...], **options: Any
+               ) -> tuple[list[Remote], validation.Problem]:
+    """The operands as they lie on the card, and the problem; options whose arrays are large are refused."""
+    taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
+    own, ndim = taken[0].dtype, taken[0].array.ndim
+    if layout == "blhd" and ndim != 4:
+        raise ArgumentError(f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4")
+    if precision not in (None, own):
+        raise UnsupportedError(f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own")
+    for name in refused:
+        if options.get(name) is not None:
+            raise UnsupportedError(f"{name}: not implemented for arrays on a card; allowed there: None")
+    return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options)

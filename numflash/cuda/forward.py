@@ -30,7 +30,7 @@ class Launch:
     arch: str
     grid: tuple[int, int, int]
     args: tuple
-    finish: Callable[[], tuple[np.ndarray, np.ndarray]]
+    finish: Callable[[], Any]                       # the results, once the kernel has run
     resident: frozenset[int] = frozenset()          # ids of the arrays that lie on the card already
 
 
@@ -93,7 +93,7 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
     return q, k, v, np.zeros((nb, nh, length, v.shape[-1]), q.dtype), np.zeros((nb, nh, length), np.float32)
 
 
-def _resident(results: Results, *arrays: np.ndarray) -> frozenset[int]:
+def _resident(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
     return frozenset() if results is None else frozenset(id(x) for x in arrays)
 
 

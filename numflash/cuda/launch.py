@@ -180,31 +180,43 @@ class Device:
             self._kernels[item] = Kernel(self.driver, item)
         return self._kernels[item]
 
-    def prepared(self, launch: Launch, use: Callable[[Callable[[], None]], Any], persist: Sequence[np.ndarray] = ()) -> Any:
-        """`use` the launch as a function without arguments, its arrays on the card; results are back in them afterwards.
+    def prepared(self, launches: Launch | Sequence[Launch], use: Callable[[Callable[[], None]], Any],
+                 persist: Sequence[np.ndarray] = ()) -> Any:
+        """`use` the launches, in order, as one function without arguments, their arrays on the card; results are back afterwards.
 
-        `persist` names arrays of the launch that should stay in L2 meanwhile: one window over all of them (`Device.persist`).
+        `persist` names arrays that should stay in L2 meanwhile: one window over all of them (`Device.persist`).
         """
-        kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
-        flat = [x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))]
-        maps = [m for x in flat if isinstance(x, list) for m in x]
-        with self.copies([x for x in flat if isinstance(x, np.ndarray)] + [m.array for m in maps]) as address:
+        steps = [launches] if isinstance(launches, Launch) else launches
+        flat = [[x for group in step.args for x in (group if isinstance(group, tuple) else (group,))] for step in steps]
+        maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
+        with self.copies([x for args in flat for x in args if isinstance(x, np.ndarray)] + [m.array for m in maps]) as address:
             table = np.array([encode(self.driver, m, address[id(m.array)]) for m in maps], np.uint8)
             with self.copies([table]) as at:
-                numbers: list[Any] = []
-                for x, parameter in zip(flat, kernel.item.parameters, strict=True):
-                    if not isinstance(x, np.ndarray):
-                        numbers.append(at[id(table)] if isinstance(x, list) else x)
-                    elif parameter.startswith("array"):
-                        numbers += [0, 0, x.size, x.itemsize, address[id(x)], *x.shape, *x.strides]
-                    else:
-                        numbers.append(address[id(x)])
+                next_map, calls = at[id(table)], []
+                for step, args in zip(steps, flat, strict=True):
+                    kernel = self.kernel(compiled(step.factory, step.arch, "cubin", **step.constants))
+                    numbers: list[Any] = []
+                    for x, parameter in zip(args, kernel.item.parameters, strict=True):
+                        if isinstance(x, list):
+                            numbers.append(next_map)
+                            next_map += table.shape[1] * len(x)
+                        elif not isinstance(x, np.ndarray):
+                            numbers.append(x)
+                        elif parameter.startswith("array"):
+                            numbers += [0, 0, x.size, x.itemsize, address[id(x)], *x.shape, *x.strides]
+                        else:
+                            numbers.append(address[id(x)])
+                    calls.append(functools.partial(kernel, step.grid, 0, *numbers))
+
+                def work() -> None:
+                    for call in calls:
+                        call()
                 if not persist:
-                    return use(lambda: kernel(launch.grid, 0, *numbers))
+                    return use(work)
                 low = min(address[id(x)] for x in persist)
                 self.persist(0, low, max(address[id(x)] + x.nbytes for x in persist) - low)
                 try:
-                    return use(lambda: kernel(launch.grid, 0, *numbers))
+                    return use(work)
                 finally:
                     self.persist(0, 0, 0)
 

@@ -10,15 +10,16 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import reference, validation
 from ..errors import UnsupportedError
-from ..interop import widen
+from ..interop import convert, widen
 from ..quantization import quantize_problem
-from . import launch
+from . import backward, launch
 from .forward import emulated
 
 PLAIN: dict[str, Any] = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None,
@@ -34,6 +35,16 @@ CASES: tuple[tuple[str, tuple[int, ...], str, dict[str, Any]], ...] = (
     *((f"{p} lengths", (2, 2, 2, 40, 150, 64), p, {"key_lengths": np.array([17, 150])}) for p in ("float16", "int8")),
     *((f"{p} grouped decode", (2, 8, 2, 1, 300, 128), p, {}) for p in ("float16", "int8")),
     ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
+)
+GRADIENTS: tuple[tuple[str, tuple[int, ...], str, dict[str, Any]], ...] = (
+    *((f"gradient {p} D={d}", (1, 2, 2, 130, 200, d), p, {}) for p in ("float16", "bfloat16") for d in (32, 64, 96, 128, 256)),
+    *((f"gradient {p} causal, grouped", (2, 4, 2, 150, 150, d), p, {"is_causal": True}) for p in ("float16", "bfloat16")
+      for d in (64, 128)),
+    ("gradient float16 lower right", (2, 2, 2, 70, 190, 64), "float16", {"is_causal": True, "alignment": "lower_right"}),
+    ("gradient float16 window", (1, 2, 2, 150, 300, 64), "float16", {"window": (40, 3)}),
+    ("gradient float16 softcap", (1, 2, 2, 70, 150, 64), "float16", {"softcap": 2.0}),
+    ("gradient float32 causal, grouped", (1, 4, 2, 70, 90, 64), "float32", {"is_causal": True}),
+    ("gradient float16 lengths", (2, 2, 2, 40, 150, 64), "float16", {"key_lengths": np.array([17, 150])}),
 )
 
 
@@ -53,7 +64,6 @@ def compare(precision: str, problem: validation.Problem, card: tuple, emulator: 
     if precision == "int8":
         equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in zip(card, emulator, strict=True))
         return {"equal_bits": equal, "passed": equal}
-    from dataclasses import replace
     plain = replace(problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value))
     expected, _ = reference.oracle(plain)
     scale = float(np.linalg.norm(expected)) or 1.0
@@ -62,14 +72,42 @@ def compare(precision: str, problem: validation.Problem, card: tuple, emulator: 
     return {"card_error": errors[0], "emulator_error": errors[1], "passed": errors[0] <= 2 * errors[1] + 1e-6}
 
 
+def gradient_operands(problem: validation.Problem, seed: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dO of standard normal numbers; the output as the forward pass rounds it, and LSE, from the oracle."""
+    out, lse = reference.oracle(replace(problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value)))
+    grad, rounded = (convert(x.astype(np.float32), problem.precision)
+                     for x in (np.random.default_rng(seed).standard_normal(out.shape), out))
+    return grad, rounded, lse.astype(np.float32)
+
+
+def gradient_row(device: launch.Device, problem: validation.Problem) -> dict[str, Any]:
+    """dq, dk and dv of card and emulator against float64; the card twice, for equal bits."""
+    grad, out, lse = gradient_operands(problem)
+    card, again = (backward.run(problem, grad, out, lse) for _ in range(2))
+    emulator, _ = backward.emulated(backward.plan(problem, grad, out, lse, device.arch))
+    expected = reference.gradients(problem, widen(grad), widen(out), lse)
+    errors = [[float(np.linalg.norm(widen(x) - right)) / (float(np.linalg.norm(right)) or 1.0)
+               for x, right in zip(found, expected, strict=True)] for found in (card, emulator)]
+    equal = all(a.tobytes() == b.tobytes() for a, b in zip(card, again, strict=True))
+    close = all(mine <= 2 * theirs + 1e-6 for mine, theirs in zip(*errors, strict=True))
+    return {"card_error": errors[0], "emulator_error": errors[1], "equal_bits": equal, "passed": equal and close}
+
+
 def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
-    """One row per case of `CASES`."""
+    """One row per case of `CASES` and `GRADIENTS`."""
     for name, shape, precision, options in CASES:
         problem = problem_of(shape, precision, options)
         row: dict[str, Any] = {"case": name, "arch": device.arch}
         try:
             card = launch.run(problem)
             row |= compare(precision, problem, card, emulated(launch.plan(problem, device.arch))[:2])
+        except UnsupportedError as error:
+            row |= {"skipped": str(error), "passed": True}
+        yield row
+    for name, shape, precision, options in GRADIENTS:
+        row = {"case": name, "arch": device.arch}
+        try:
+            row |= gradient_row(device, problem_of(shape, precision, options))
         except UnsupportedError as error:
             row |= {"skipped": str(error), "passed": True}
         yield row
@@ -90,9 +128,22 @@ def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[st
                 for name, seconds in peers(b, h, length, d, causal):
                     yield {"kernel": name, "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
                            "tflops": flop / seconds / 1e12}
+                # gradients: five products count, the two that are computed twice do not
+                for name, seconds in (*gradient_times(device, (b, h, h, length, length, d), causal),
+                                      *peers(b, h, length, d, causal, gradients=True)):
+                    yield {"kernel": f"{name}, backward", "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
+                           "tflops": 2.5 * flop / seconds / 1e12}
 
 
-def peers(b: int, h: int, length: int, d: int, causal: bool) -> Iterator[tuple[str, float]]:
+def gradient_times(device: launch.Device, shape: tuple[int, ...], causal: bool) -> Iterator[tuple[str, float]]:
+    """All launches of the backward pass; LSE and output are made up, which changes no time."""
+    problem = problem_of(shape, "float16", {"is_causal": causal})
+    lse = np.full(problem.query.shape[:3], np.log(shape[4]), np.float32)
+    work = backward.float_backward(problem, problem.query, problem.query, lse, device.arch)
+    yield "numflash float16", device.prepared(work.launches, lambda run: launch.median_seconds(device, run))
+
+
+def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = False) -> Iterator[tuple[str, float]]:
     """PyTorch's flash and cuDNN backends on the same shape; nothing where PyTorch is missing or sees no card."""
     try:
         import torch
@@ -101,15 +152,20 @@ def peers(b: int, h: int, length: int, d: int, causal: bool) -> Iterator[tuple[s
         return
     if not torch.cuda.is_available():
         return
-    q, k, v = (torch.randn(b, h, length, d, device="cuda", dtype=torch.float16) for _ in range(3))
+    q, k, v = (torch.randn(b, h, length, d, device="cuda", dtype=torch.float16, requires_grad=gradients) for _ in range(3))
+    grad = torch.randn_like(q, requires_grad=False)
     for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cudnn", SDPBackend.CUDNN_ATTENTION)):
         try:
             times = []
             with sdpa_kernel(backend):
                 for n in range(25):
                     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal) if gradients else None
                     start.record()
-                    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                    if out is None:
+                        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                    else:
+                        torch.autograd.grad(out, (q, k, v), grad)
                     stop.record()
                     stop.synchronize()
                     if n >= 5:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.slow
 def test_every_case_of_the_emulator():
     rows = list(validate.correctness(launch.current_device()))
-    assert [row["case"] for row in rows if not row["passed"]] == [] and len(rows) == len(validate.CASES)
+    assert [row["case"] for row in rows if not row["passed"]] == [] and len(rows) == len(validate.CASES + validate.GRADIENTS)
 
 
 def test_attention_on_the_card():

@@ -3,8 +3,10 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash.cuda import sass
+from numflash.cuda import backward, sass
 from numflash.cuda.compile import ARCHITECTURES, compiled
+from numflash.cuda.kernels.backward import flash_backward
+from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.kernels.flash_int8 import flash_int8
@@ -36,6 +38,45 @@ def test_float(arch, d, block_k, registers):
     assert found.registers <= registers
     assert (found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")) > 0 and found.count("STG.E.128") > 0
     assert found.count("STG") == found.count("STG.E.128") + 2                    # the other two are the LSE
+
+
+@pytest.mark.parametrize(("arch", "gradients", "d", "registers"), [
+    ("sm_75", "kv", 64, 232), ("sm_75", "q", 128, 255), ("sm_75", "kv", 128, 255), ("sm_80", "kv", 32, 200),
+    ("sm_80", "kv", 64, 232), ("sm_80", "q", 64, 208), ("sm_86", "kv", 96, 255), ("sm_80", "kv", 128, 255),
+    ("sm_80", "q", 128, 248), ("sm_89", "v", 256, 255), ("sm_80", "k", 256, 255), ("sm_80", "q", 256, 255),
+    ("sm_90a", "kv", 64, 240), ("sm_90a", "kv", 128, 255)])
+def test_backward(arch, gradients, d, registers):
+    turing = arch == "sm_75"
+    shape = backward.shape_of(gradients, d, d, arch)
+    found = resources(flash_backward, arch, gradients=gradients, d=d, dv=d, turing=turing, **shape)
+    scores = 1 if gradients == "v" else 2                                        # S, and dP unless only dV is wanted
+    each = (d // 16) * (shape["chunk"] // 8)                                     # products of 16 x 8 x 16 of one matrix product
+    assert found.count("HMMA") == (scores + len(gradients)) * each * (2 if turing else 1)
+    # a turned or plain operand per two products; the own rows' once per step, either before the loop or in it
+    assert found.count("LDSM") == (scores + len(gradients)) * each // 2 + scores * d // 16
+    assert found.stack == found.local == found.count("LDL") == found.count("STL") == found.count("LD") == found.count("ST") == 0
+    assert found.registers <= registers
+    assert (found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")) > 0
+    assert found.count("STG") == found.count("STG.E.128") > 0
+    assert found.count("ATOM") == found.count("ATOMG") == found.count("RED") == 0
+
+
+@pytest.mark.parametrize("gradients", ["kv", "q"])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("options", [{"band": True}, {"band": True, "mask": "bool"},
+                                     {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4}])
+def test_backward_with_options(d, gradients, options):
+    """Masks cost registers for their addresses: the chunk is smaller with them; 16 bytes of loop invariants spill at most."""
+    shape = backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
+    found = resources(flash_backward, "sm_80", gradients=gradients, d=d, dv=d, **shape, **options)
+    assert found.stack <= (16 if "mask" in options else 0) and found.count("LD") == found.count("ST") == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_backward_rows(dtype):
+    found = resources(backward_rows, "sm_80", dv=128, dtype=dtype)
+    assert found.count("LDG.E.128") == 4 and found.count("STG.E.64") == found.count("STG") == 1
+    assert found.stack == 0 and found.registers <= 64
 
 
 @pytest.mark.parametrize(("arch", "d"), [("sm_100", 128), ("sm_120", 64)])

@@ -93,6 +93,41 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
     assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
 
 
+GRADIENTS = """
+import numpy as np, numflash
+from numba import cuda
+q = cuda.device_array((1, 70, 2, 64), np.float16)
+k = cuda.device_array((1, 90, 1, 64), np.float16)
+lse = cuda.device_array((1, 70, 2), np.float32)
+options = dict(layout="blhd", is_causal=True, enable_gqa=True)
+try:
+    numflash.attention_backward(q, q, k, k, q, lse, **options)
+except numflash.errors.UnsupportedError as error:
+    print(error)
+lse = cuda.device_array((1, 2, 70), np.float32)
+x, y = cuda.device_array((1, 2, 70, 64), np.float16), cuda.device_array((1, 1, 90, 64), np.float16)
+print(*((type(g).__name__, g.shape, g.dtype) for g in numflash.attention_backward(x, x, y, y, x, lse, enable_gqa=True)))
+try:
+    numflash.attention_backward(x, x, y, y, lse, lse, enable_gqa=True)
+except numflash.errors.ArgumentTypeError as error:
+    print(error)
+host = np.zeros((2, 70, 128), np.float16)
+print(numflash.attention_backward(*[host] * 5, np.zeros((2, 70), np.float32), impl="cuda")[1].shape)
+"""
+
+
+def test_the_backward_pass_is_three_launches(driver):
+    done = run(driver, GRADIENTS, "80")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "lse: not contiguous (B, H, L) on the card" and lines[2].startswith("out: got dtype float32")
+    assert lines[1].count("DeviceNDArray") == 3 and "(1, 1, 90, 64) dtype('float16')" in lines[1].replace("),", ")")
+    launches = [line.split(" stream")[0] for line in done.stderr.splitlines() if line.startswith("launch grid")]
+    assert launches == ["launch grid 8 2 1 block 128 shared 0", "launch grid 2 1 1 block 128 shared 50176",
+                        "launch grid 2 2 1 block 128 shared 49152", "launch grid 8 2 1 block 128 shared 0",
+                        "launch grid 2 2 1 block 128 shared 99328", "launch grid 2 2 1 block 128 shared 98304"]
+    assert lines[3] == "(2, 70, 128)"
+
+
 def test_l2_window(driver):
     code = "from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, 1 << 20, 0.5)"
     done = run(driver, code, "80")
@@ -128,12 +163,13 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
 def test_validate_reports_a_card_that_computes_nothing(driver):
     """The stub leaves every output at zero: each case must be reported, and nothing timed."""
     code = ("import sys; from numflash.cuda import validate\n"
-            "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\nsys.exit(validate.main())")
+            "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\n"
+            "validate.GRADIENTS = validate.GRADIENTS[1:2]\nsys.exit(validate.main())")
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 1 and done.stderr.count("BAD") == 2, done.stderr
+    assert done.returncode == 1 and done.stderr.count("BAD") == 3, done.stderr
     found = json.loads(done.stdout)
-    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False, False]
+    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False] * 3
 
 
 def test_host_time_is_reported(driver):

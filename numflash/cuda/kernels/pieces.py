@@ -1,6 +1,10 @@
-"""Parts that the kernels share: swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row."""
+"""Parts that the kernels share: swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row.
+
+The makers are cached: a tile of keys and one of values of the same shape are loaded by one function, compiled once.
+"""
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -23,6 +27,7 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
     return (0, 7) if row_bytes % 128 == 0 else (1, 3)
 
 
+@functools.cache
 def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool = True) -> Any:
     """Copy a tile from global to shared memory in pieces of 16 bytes, zeros beyond the limits.
 
@@ -57,6 +62,7 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
     return load_tile
 
 
+@functools.cache
 def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchronous: bool = True) -> Any:
     """As `load_tile` for queries: row r of the tile is query (first + r) // group of head (first + r) % group.
 
@@ -94,6 +100,7 @@ def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchro
     return load_rows
 
 
+@functools.cache
 def make_store_rows(row_bytes: int, group: int) -> Any:
     """A warp writes its 16 rows from shared to global memory, 16 bytes per lane and turn (the inverse of `load_rows`)."""
     chunks = row_bytes // 16

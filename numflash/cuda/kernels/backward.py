@@ -1,0 +1,273 @@
+"""The gradient of attention on tensor cores for float16 and bfloat16 (FlashAttention 2, algorithm 2; Dao 2023), sm_75 to sm_120.
+
+The forward pass saved LSE, one number per row, from which any tile of the weights is computed again:
+
+    P = exp(S - LSE)    dP = dO.V^T    dS = P * (dP - D), D = rowsum(dO * O)
+    dV = P^T.dO         dK = scale * dS^T.Q       dQ = scale * dS.K
+
+Two passes mirror each other, so one kernel serves both. A block owns rows of one side (`a`, `b`) and goes through tiles of the
+other (`c`, `e`), a warp owns 16 of the rows:
+
+    pass       a    b     c    e     s = a.c^T    g = b.e^T    sum_a += dS.c    sum_b += P.e
+    keys       K    V     Q    dO    S^T          dP^T         dK               dV
+    queries    Q    dO    K    V     S            dP           dQ
+
+Whichever side a warp owns, P and dS are accumulators laid out as the left operand of the next product, so they never leave
+registers, and nobody else adds to the warp's sums: no atomics, one order of summation, equal bits on every run. The price is that S
+and dP are computed in both passes: seven products where one pass with atomic additions to dQ needs five.
+"""
+from __future__ import annotations
+
+from .. import ptx
+from .._target import cuda, types
+from ..compile import Source
+from .flash_float import LOG2E
+from .pieces import NEG_INF, make_load_tile, make_store_rows, swizzle_of, tanh_accurate
+from .products import make_add, make_scores, make_stage
+
+i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+
+# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes
+# strides in bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
+# sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of statistics per head
+# factors: scale * log2(e), scale, softcap * log2(e)
+SIGNATURE = types.void(types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3))
+
+
+def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chunk: int, dtype: str = "float16", group: int = 1,
+                   band: bool = False, mask: str = "", softcap: bool = False, alibi: bool = False, turing: bool = False) -> Source:
+    """The kernel for padded head sizes d and dv.
+
+    Parameters
+    ----------
+    gradients : "q" (the pass that owns queries), or "kv", "k", "v" (the pass that owns keys, for both or one of its sums)
+    rows : rows that a block owns, 16 per warp;  columns : rows of the other side per tile
+    chunk : columns of a tile whose scores are in registers at a time, a multiple of 16
+    group : query heads per key head; the keys' pass goes through them in order
+    band, mask, softcap, alibi, turing : as in `flash_float`
+    """
+    _warps, threads = rows // 16, rows * 2
+    of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
+    n_a, n_b, n_s, parts, tiles_of_8 = d // 2 if want_a else 1, dv // 2 if want_b else 1, chunk // 2, columns // chunk, chunk // 8
+    # the own rows' fragments stay in registers where there is room; the addresses of a mask take some of it
+    keep = n_a + n_b + (d + dv) // 4 <= (96 if mask else 128)
+    n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
+    d_bytes, dv_bytes, stages = d * 2, dv * 2, 1 if turing else 2
+    shift_a, xor_a = swizzle_of(d_bytes)
+    shift_b, xor_b = swizzle_of(dv_bytes)
+    a_size, b_size, c_size, e_size = rows * d_bytes, rows * dv_bytes, columns * d_bytes, columns * dv_bytes
+    stat_size = columns * 8 if of_keys else 0          # (LSE, D) of a tile's queries
+    transform, has_mask, float_mask = softcap or alibi or mask == "float", bool(mask), mask == "float"
+    heads_of_other = group if of_keys else 1
+    load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
+    load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
+    scores, products = (make_scores(n, chunk, dtype, turing, keep) for n in (d, dv))
+    add_a, add_b = (make_add(n, chunk, dtype, turing) for n in (d, dv))
+    stage_a, stage_b = (make_stage(n, dtype, turing) for n in (d, dv))
+    store_a, store_b = (make_store_rows(n, 1) for n in (d_bytes, dv_bytes))
+    wait_all = ptx.cp_async_wait[0]
+
+    def backward(pointers, strides, sizes, factors):
+        a, b, c, e, out_a, out_b, stats, diagonals, lengths, mask_at, slopes = pointers
+        own_rows, other_rows, d_left, dv_left, heads, left, right, stat_rows = sizes
+        scale_log2, scale, cap = factors
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warp = thread & 31, thread >> 5
+        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first_head = head * group if of_keys else head // group            # of the other side
+        sa = ptx.shared_address(shared)
+        sb = sa + u32(a_size)
+        sc = sb + u32(b_size)
+        se = sc + u32(stages * c_size)
+        st = se + u32(stages * e_size)
+        a = a + u64(batch * strides[0] + head * strides[1])
+        b = b + u64(batch * strides[3] + head * strides[4])
+        c = c + u64(batch * strides[6] + first_head * strides[7])
+        e = e + u64(batch * strides[9] + first_head * strides[10])
+        mask_at = mask_at + u64(batch * strides[18])
+        row_step, column_step = (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
+        stats = stats + u64(batch * heads + (first_head if of_keys else head)) * u64(stat_rows * 8)
+
+        # row r sees the columns from r + offset - before to r + offset + after
+        keys = ptx.load_global_s32(lengths + u64(batch * 4))
+        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
+        own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
+        offset, before, after = (-diagonal, right, left) if of_keys else (diagonal, left, right)
+        first = i32(cuda.blockIdx.x) * rows
+        first_tile, tiles = i32(0), (other_left + columns - 1) // columns
+        whole_low, whole_high = i32(0), other_left     # every row sees columns whole_low <= i < whole_high
+        if band:
+            low = first + offset
+            high = min(first + rows, own_left) - 1 + offset
+            first_tile = max(low - before, 0) // columns
+            tiles = min(tiles, (max(high + after + 1, 0) + columns - 1) // columns)
+            whole_low, whole_high = max(high - before, 0), min(other_left, low + after + 1)
+        if of_keys and first >= own_left:
+            tiles = first_tile
+
+        # what the two rows that this thread holds see
+        row0 = first + warp * 16 + (lane >> 2)
+        low0, low1, high0, high1 = i32(0), i32(0), other_left, other_left
+        if band:
+            low0, low1 = row0 + offset - before, row0 + 8 + offset - before
+            high0, high1 = min(other_left, row0 + offset + after + 1), min(other_left, row0 + 8 + offset + after + 1)
+        lse0, lse1, delta0, delta1 = f32(0), f32(0), f32(0), f32(0)
+        if not of_keys:                                # the statistics' rows are padded to whole blocks
+            at = stats + u64(row0 * 8)
+            lse0, delta0 = ptx.load_global_f32(at), ptx.load_global_f32(at + u64(4))
+            lse1, delta1 = ptx.load_global_f32(at + u64(64)), ptx.load_global_f32(at + u64(68))
+
+        load_a(sa, a + u64(first) * u64(strides[2]), strides[2], own_left - first, d_left, thread)
+        if want_a:
+            load_b(sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread)
+        steps = max(tiles - first_tile, 0) * heads_of_other
+        tile = first_tile
+        if not turing:
+            if steps > 0:
+                start = tile * columns
+                load_c(sc, c + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
+                load_e(se, e + u64(start) * u64(strides[11]), strides[11], other_left - start, dv_left, thread)
+                if of_keys and thread < columns // 2:
+                    ptx.cp_async(st + u32(thread * 16), stats + u64(start * 8 + thread * 16))
+            ptx.cp_async_commit()
+            wait_all()
+        cuda.syncthreads()
+
+        af = cuda.local.array(n_af, u32)
+        bf = cuda.local.array(n_bf, u32)
+        s = cuda.local.array(n_s, f32)                 # scores, then weights: 16 x chunk per warp
+        g = cuda.local.array(n_s, f32)                 # gradient of the weights, then of the scores
+        sum_a = cuda.local.array(n_a, f32)
+        sum_b = cuda.local.array(n_b, f32)
+        four = cuda.local.array(4, u32)
+        for i in range(n_a):
+            sum_a[i] = f32(0)
+        for i in range(n_b):
+            sum_b[i] = f32(0)
+        # addresses of this lane, as `products` takes them: own rows, other rows, other rows turned
+        own = warp * 16 + (lane & 15)
+        a_at, b_at = sa + u32(own * d_bytes), sb + u32(own * dv_bytes)
+        a_chunk = u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
+        b_chunk = u32((lane >> 4) ^ ((own >> shift_b) & xor_b))
+        other = ((lane >> 4) << 3) + (lane & 7)
+        c_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_a) & xor_a))
+        e_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_b) & xor_b))
+        turned = lane & 15
+        c_turned = u32((lane >> 4) ^ ((turned >> shift_a) & xor_a))
+        e_turned = u32((lane >> 4) ^ ((turned >> shift_b) & xor_b))
+        for step in range(a_steps):
+            ptx.ldmatrix(af, step * 4, a_at + ((a_chunk ^ u32(2 * step)) << u32(4)))
+        if want_a:
+            for step in range(b_steps):
+                ptx.ldmatrix(bf, step * 4, b_at + ((b_chunk ^ u32(2 * step)) << u32(4)))
+
+        stage, other_head = i32(0), i32(0)
+        for step in range(steps):
+            start = tile * columns
+            query_head = head * group + other_head if of_keys else head
+            ahead, ahead_head = tile + 1, other_head   # the next tile; after the last one, the first of the next head
+            if of_keys and ahead == tiles:
+                ahead, ahead_head = first_tile, other_head + 1
+            if turing:
+                c_now, e_now = c + u64(other_head * strides[7]), e + u64(other_head * strides[10])
+                load_c(sc, c_now + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
+                load_e(se, e_now + u64(start) * u64(strides[11]), strides[11], other_left - start, dv_left, thread)
+                if of_keys and thread < columns // 2:
+                    ptx.load_global_v4(four, 0, stats + u64((other_head * stat_rows + start) * 8 + thread * 16))
+                    ptx.store_shared_v4(st + u32(thread * 16), four, 0)
+                cuda.syncthreads()
+            else:
+                wait_all()
+                cuda.syncthreads()                     # everyone's part of this tile is there, and the last tile is done with
+                if step + 1 < steps:
+                    there, next_stage = ahead * columns, u32(stage ^ 1)
+                    c_now, e_now = c + u64(ahead_head * strides[7]), e + u64(ahead_head * strides[10])
+                    load_c(sc + next_stage * u32(c_size), c_now + u64(there) * u64(strides[8]), strides[8], other_left - there,
+                           d_left, thread)
+                    load_e(se + next_stage * u32(e_size), e_now + u64(there) * u64(strides[11]), strides[11], other_left - there,
+                           dv_left, thread)
+                    if of_keys and thread < columns // 2:
+                        ptx.cp_async(st + next_stage * u32(stat_size) + u32(thread * 16),
+                                     stats + u64((ahead_head * stat_rows + there) * 8 + thread * 16))
+                ptx.cp_async_commit()
+            c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
+            stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
+
+            for part in range(parts):
+                c_at, e_at = c_tile + u32(part * chunk * d_bytes), e_tile + u32(part * chunk * dv_bytes)
+                scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
+                if want_a:
+                    products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
+                column0 = start + part * chunk + 2 * (lane & 3)
+                for n in range(tiles_of_8):
+                    if of_keys:
+                        ptx.load_shared_v4(four, 0, stat_at + u32((part * chunk + 8 * n) * 8))
+                    for i in range(4):
+                        if of_keys:
+                            lse = ptx.from_bits(four[2 if i & 1 else 0])
+                            delta = ptx.from_bits(four[3 if i & 1 else 1])
+                        else:
+                            lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
+                        row, column = row0 + 8 if i > 1 else row0, column0 + 8 * n + (i & 1)
+                        query, key = (column, row) if of_keys else (row, column)
+                        x, slope, seen = s[4 * n + i], f32(1), True
+                        if transform:
+                            x = x * scale_log2         # in units of log2
+                            if softcap:
+                                t = tanh_accurate(ptx.div(x, cap))
+                                x, slope = cap * t, f32(1) - t * t
+                            if alibi:
+                                x -= ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E * f32(
+                                    abs(query + diagonal - key))
+                        if has_mask:
+                            seen = column < other_left and row < own_left
+                            if seen:
+                                at = mask_at + u64(query_head * strides[19] + row * row_step + column * column_step)
+                                if float_mask:
+                                    bias = ptx.load_global_f32(at)
+                                    seen = bias != NEG_INF
+                                    x += bias * LOG2E
+                                else:
+                                    seen = ptx.load_global_u8(at) != u32(0)
+                        p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
+                        if want_a:
+                            ds = p * (g[4 * n + i] - delta)
+                            if softcap:
+                                ds *= slope
+                            g[4 * n + i] = ds if seen else f32(0)
+                        s[4 * n + i] = p if seen else f32(0)
+                if start < whole_low or start + columns > whole_high:
+                    for n in range(tiles_of_8):
+                        for i in range(4):
+                            column = column0 + 8 * n + (i & 1)
+                            if column < (low1 if i > 1 else low0) or column >= (high1 if i > 1 else high0):
+                                s[4 * n + i] = f32(0)
+                                g[4 * n + i] = f32(0)
+                if want_b:
+                    add_b(sum_b, s, e_at + u32(turned * dv_bytes), e_turned)
+                if want_a:
+                    add_a(sum_a, g, c_at + u32(turned * d_bytes), c_turned)
+            if turing:
+                cuda.syncthreads()
+            else:
+                stage ^= 1
+            tile, other_head = ahead, ahead_head
+
+        # through this warp's own part of its tile, so that memory is written 16 bytes at a time
+        cuda.syncwarp()
+        live0, live1 = f32(1) if row0 < own_left else f32(0), f32(1) if row0 + 8 < own_left else f32(0)
+        if want_a:
+            mine = sa + u32(warp * 16 * d_bytes)
+            stage_a(sum_a, mine, scale * live0, scale * live1, lane)
+            cuda.syncwarp()
+            store_a(mine, out_a + u64(batch * strides[12] + head * strides[13]), i64(0), strides[14], first + warp * 16, own_rows,
+                    d_left, lane)
+        if want_b:
+            mine = sb + u32(warp * 16 * dv_bytes)
+            stage_b(sum_b, mine, live0, live1, lane)
+            cuda.syncwarp()
+            store_b(mine, out_b + u64(batch * strides[15] + head * strides[16]), i64(0), strides[17], first + warp * 16, own_rows,
+                    dv_left, lane)
+
+    return Source(backward, SIGNATURE, threads, a_size + b_size + stages * (c_size + e_size + stat_size))
