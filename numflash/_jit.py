@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 from numba.core import caching
 
 from .errors import UnsupportedError
@@ -93,6 +94,8 @@ def _salt(value: Any) -> str:
         inner = ",".join(_salt(cell.cell_contents) for cell in cells if cell != EMPTY)
         name = getattr(function, "__qualname__", type(function).__name__)
         return f"{getattr(function, '__module__', '')}.{name}[{inner}]{_shown(getattr(value, 'targetoptions', {}))}"
+    if isinstance(value, np.ndarray):                                        # repr leaves out the middle of a long one
+        return f"{value.dtype.str}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
     return repr(value)
 
 

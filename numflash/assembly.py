@@ -140,5 +140,5 @@ def is_call(instruction: str) -> bool:
 
 
 def is_stack(instruction: str) -> bool:
-    """True for an access to the stack: in a hot loop, a spilled register."""
-    return bool(_STACK.search(instruction))
+    """True for an access to the stack: in a hot loop, a spilled register. An address alone (lea) touches no memory."""
+    return not instruction.startswith("lea") and bool(_STACK.search(instruction))

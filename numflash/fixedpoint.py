@@ -124,6 +124,7 @@ LOG2E_Q8 = f32(256 * 1.4426950408889634)         # natural units -> Q8.8
 TWO_LOG2E = f32(2 * 1.4426950408889634)
 ROUND = f32(1.5 * 2.0**23)                       # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 T_LIMIT = f32(2.0**30)                           # scores beyond +-4 million octaves stop here
+LOWEST = f32(np.finfo(np.float32).min)           # of a score that a finite bias makes: -inf is for hidden keys
 E1, E2, E3, E4, E5 = (f32(c) for c in (0.6931470, 0.24022242, 0.055507337, 0.009671513, 0.0013264727))
 
 

@@ -72,7 +72,7 @@ class QuantizedTensor:
         per_row = self.scale[..., 0]
         if self.granularity == "block":
             per_row = np.repeat(per_row, self.block, -1)[..., :length]
-        return np.broadcast_to(per_row, self.data.shape[:-1])
+        return per_row if self.granularity == "row" else np.broadcast_to(per_row, self.data.shape[:-1])
 
     def dequantize(self) -> np.ndarray:
         """(..., L, D) float32: data * scale + offset; rows that were not finite come back as NaN."""

@@ -167,7 +167,7 @@ def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> tupl
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:
         ck = np.where(k.nonfinite, F(np.nan), ck)
-    return cq.astype(F), ck.astype(F)
+    return cq.astype(F, copy=False), ck.astype(F, copy=False)
 
 
 def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:

@@ -302,12 +302,15 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
     shape = lead + {"row": (rows, 1), "block": (blocks, 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
     if t.scale.dtype != np.float32 or t.scale.shape != shape:
         raise ArgumentError(f"{name}.scale: got {t.scale.dtype} {t.scale.shape}; allowed: float32 {shape}")
-    if not (np.isfinite(t.scale) & (t.scale >= 0)).all():
+    if t.scale.size and not (t.scale.min() >= 0 and t.scale.max() < np.inf):            # false for NaN
         raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
     if t.offset is not None and (name != "key" or t.offset.shape != (*lead, 1, d)):
         raise ArgumentError(f"{name}.offset: got shape {t.offset.shape}; allowed: None, or {(*lead, 1, d)} for the key (smoothing)")
     if t.nonfinite is not None and t.nonfinite.shape != (*lead, rows):
         raise ArgumentError(f"{name}.nonfinite: got shape {t.nonfinite.shape}; allowed: None or {(*lead, rows)}")
+
+    if len(lead) == 2:
+        return t
 
     def four(x: Any, tail: int) -> Any:
         return None if x is None else x.reshape((1,) * (2 + tail - x.ndim) + x.shape)

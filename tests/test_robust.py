@@ -49,7 +49,7 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
 
 
 def test_an_edited_helper_in_another_file_is_seen(tmp_path):
-    """P2: the stamp of a cached kernel covers every source file of the package."""
+    """P2: the stamp of a cached kernel covers every source file that it imports, and no other."""
     import shutil
     shutil.copytree(ROOT / "numflash", tmp_path / "numflash", ignore=shutil.ignore_patterns("__pycache__"))
     first = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
@@ -57,6 +57,20 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     errors.write_text(errors.read_text() + "\n# edited\n")
     second = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
     assert "compiling" in second.stderr and first.stdout == second.stdout
+    unrelated = tmp_path / "numflash" / "cli.py"
+    unrelated.write_text(unrelated.read_text() + "\n# edited\n")
+    assert "compiling" not in python(QUANTIZE, tmp_path / "cache", cwd=tmp_path).stderr
+
+
+def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
+    from numflash import _jit
+    one, other = np.zeros(5000, np.int32), np.zeros(5000, np.int32)
+    other[2500] = 1
+    assert repr(one) == repr(other)
+
+    def kernel_of(table):
+        return _jit.kernel(lambda n: table[n])
+    assert _jit._salt(kernel_of(one)) != _jit._salt(kernel_of(other))
 
 
 def test_a_helper_with_other_options_is_another_kernel():

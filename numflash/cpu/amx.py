@@ -4,9 +4,9 @@ AMX holds eight tiles of 16 rows x 64 bytes. One tdpbusd multiplies 16 rows of 6
 sums: 16,384 products in 16 cycles, 8 times what vpdpbusd does. Its right operand is what the packed K and V are already: rows of
 4-byte groups, one group for each column. Two by two tiles of sums share their operands: 4 loads for 4 products.
 
-The sums can only leave through memory, so a block has two steps: `products` puts the sums of 32 x 32 into a scratch block in L1,
-`finish` does with vectors what `microkernels` do in registers. The two run on different units; each block's `finish` stands
-after the `products` of the next, so that the processor does both at a time.
+The sums can only leave through memory, so a block has two steps: `multiply` and `save` put the sums of 32 x 32 into a scratch block
+in L1, `finish` does with vectors what `microkernels` do in registers. The two run on different units: where a next block follows,
+`multiply_beside` weaves its products into the `finish` of the last one.
 
 A process must ask Linux for the tiles once (`target.tiles_permitted`), a thread must configure them before it uses them.
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX";
@@ -61,6 +61,16 @@ def release(typingctx):
         call(b, "llvm.x86.tilerelease", VOID)
         return context.get_dummy_value()
     return types.void(), codegen
+
+
+@intrinsic
+def _nothing(typingctx):
+    return types.void(), lambda context, b, sig, args: context.get_dummy_value()
+
+
+def tile_state(name: str):
+    """Intrinsics f() that a thread calls before and after its tiles of instruction set `name`: registers need nothing."""
+    return (configure, release) if name.startswith("amx") else (_nothing, _nothing)
 
 
 @intrinsic

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import functools
 
-from numba import types
-from numba.extending import intrinsic
-
 from .._jit import inline
 from ..tiling import KEY_BLOCK
 from . import amx, float_tiles, wide_rows
@@ -99,15 +96,3 @@ def _float_value_block(isa_name: str):
                 one6(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t, width, columns, o, i * width + t, width)
             t += lanes
     return values
-
-
-@functools.cache
-def tile_state(isa_name: str):
-    """Intrinsics f() that a thread calls before and after its blocks: matrix tiles must be configured, registers need nothing."""
-    if isa_name == "amx_int8":
-        return amx.configure, amx.release
-
-    @intrinsic
-    def nothing(typingctx):
-        return types.void(), lambda context, b, sig, args: context.get_dummy_value()
-    return nothing, nothing

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from ..fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS
-from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, shuffle, splat, store, vector
+from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, prefetch, shuffle, splat, store, vector
 from .vectors_x86 import X86
 
 HIDDEN = -(1 << 31)                              # int32 log2 score of a key that is not seen
@@ -31,7 +31,6 @@ HIDDEN = -(1 << 31)                              # int32 log2 score of a key tha
 # products pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to
 # 90 % (Granite Rapids; 1 to 8 KB do about the same).
 AHEAD = 4096
-PREFETCH_READ_L2 = I32(0), I32(2), I32(1)        # llvm.prefetch: read, into the second-level cache, data
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, step
     columns = [tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)]
     for v in range(nv):
         ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(AHEAD))
-        call(b, "llvm.prefetch.p0", ir.VoidType(), b.gep(many, [ahead]), *PREFETCH_READ_L2)
+        prefetch(b, b.gep(many, [ahead]))
     out = []
     for m in range(rows):
         word = tile.one(b, one, b.add(b.add(one_off, n), b.mul(one_stride, I64(m))))

@@ -26,6 +26,7 @@ from numba import prange
 from .._jit import inline, kernel
 from ..tiling import tiling
 from . import float_tiles as tiles
+from .amx import tile_state
 from .float_packing import largest
 from .float_tiles import FLOAT_ISAS
 from .memory import zero_bytes
@@ -49,7 +50,7 @@ def make_attend(name: str, precision: str):
     score1, score2, score3, score4 = (tiles.score_tile(name, min(n, nv)) for n in (1, 2, 3, 4))
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
-    begin_tiles, end_tiles = tiles.tile_state(name)
+    begin_tiles, end_tiles = tile_state(name)
     top_of, exceeds, weights, scale = tiles.row_max(name), tiles.row_exceeds(name), tiles.row_weights(name), tiles.row_scale(name)
     softcap = tiles.row_softcap(name)
     alibi, add_bias, apply_mask, found = tiles.row_alibi(name), tiles.row_bias(name), tiles.row_mask(name), tiles.any_byte(name)

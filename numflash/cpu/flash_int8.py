@@ -27,7 +27,8 @@ from .._jit import bare, kernel
 from ..fixedpoint import ONE_Q16
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
-from .blocks import score_block, tile_state, value_block
+from .amx import tile_state
+from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of
 from .memory import zero_bytes
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
@@ -38,6 +39,8 @@ F, I = np.float32, np.int32
 HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that is not seen
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
 LOWEST, HIGHEST = -110, 127
+ALL_HIDDEN = I(int(HIDDEN) >> 8)                 # octave of hidden scores
+EDGE_ROWS = 12                                   # rows of P.V that stop at the same key where a block is cut off
 
 
 @functools.cache
@@ -48,12 +51,13 @@ def make_attend(isa_name: str, pv: str):
     scores, float_scores, values = score_block(isa_name), score_block(isa_name, True), value_block(isa_name, pv)
     begin, end = tile_state(isa_name)
     vector_lanes, float_lanes, q_offset, step, columns_unit = lanes_of(isa_name), isa.lanes, isa.q_offset, isa.step, isa.unit
-    operand, unit_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1]
+    operand, unit_rows, edge_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1], max(EDGE_ROWS, isa.rows[-1])
     octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
     softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
+    row_short, mask_row, mask_lanes = wide_rows.row_short(float_lanes), wide_rows.row_mask(2 * float_lanes), 2 * float_lanes
     apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
 
     @bare
@@ -94,6 +98,21 @@ def make_attend(isa_name: str, pv: str):
             mask_at += mask_step
 
     @bare
+    def mask_rows(semantics, dense, b, h, row, first, n, x, live):
+        """Scores of keys that the dense mask hides: weight 0."""
+        whole, rest = n // mask_lanes, n % mask_lanes
+        mask, mask_end = dense.mask, dense.mask_end
+        at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
+        for i in range(live.size):
+            if live[i]:
+                mask_row(x, i * KEY_BLOCK, whole, mask, at)
+                if rest:
+                    for j in range(rest):
+                        mask_end[j] = mask[at + whole * mask_lanes + j]
+                    mask_row(x, i * KEY_BLOCK + whole * mask_lanes, 1, mask_end, 0)
+            at += step
+
+    @bare
     def mask_hides(semantics, dense, b, h, row, first, n, live):
         """Whether the dense mask hides n keys from `first` on from all rows."""
         for i in range(live.size):
@@ -108,22 +127,68 @@ def make_attend(isa_name: str, pv: str):
         return True
 
     @bare
-    def hide_edges(x, rows, columns, first, lo, hi, live):
-        """Scores of keys that a row does not see: weight 0."""
-        for i in range(rows):
-            if live[i]:
-                for j in range(lo[i] - first):
-                    x[i, j] = HIDDEN
-                for j in range(hi[i] - first, columns):
-                    x[i, j] = HIDDEN
+    def rows_hidden(semantics, dense, b, h, row, first, n, changed, wide, octave, live):
+        """Rows with the lowest octave from which mask or bias hide the whole block are not live; whether there are any."""
+        any_hidden = False
+        for i in range(live.size):
+            if live[i] and octave[i] == ALL_HIDDEN:
+                if changed:
+                    best, bad = row_top(wide, i * KEY_BLOCK, (n + float_lanes - 1) // float_lanes)
+                    seen = bad or best != HIDDEN_WIDE
+                else:
+                    seen = not mask_hides(semantics, dense, b, h, row + i, first, n, live[i:i + 1])
+                if not seen:
+                    live[i], any_hidden = 0, True
+        return any_hidden
 
     @bare
-    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, x, base, spoiled, live, b, h, row, lo, hi, s,
-                    semantics, dense):
-        """Scores of the block as float32, transformed and masked, then int16 relative to each row's octave `base`."""
+    def block_scores(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi):
+        """Scores of a block, at its edges half a block at a time and only of rows that see some of it.
+
+        The bounds lo and hi never fall from a row to the next, so these rows stand together.
+        """
+        part = columns if inside else HALF
+        for a in range(0, columns, part):
+            i, end = 0, rows
+            if not inside:
+                while i < end and hi[min(i + unit_rows, real) - 1] <= first + a:
+                    i += unit_rows
+                while i < end and lo[end - unit_rows] >= first + a + part:
+                    end -= unit_rows
+            if i < end:
+                scores(q[i:end], stride, k, first + a, start, ck, cq[i:end], end - i, part, x[i:end, a:])
+
+    @bare
+    def block_values(p, v, first, columns, scale, total, rows, o, inside, real, hi):
+        """P.V of a block, at its edges a few rows at a time and only up to the last key that they see: beyond it P is 0."""
+        part = rows if inside else edge_rows
+        for i in range(0, rows, part):
+            end, seen = min(i + part, rows), columns
+            if not inside:
+                seen = min(seen, (hi[min(end, real) - 1] - first + step - 1) // step * step)
+            if seen > 0:
+                values(p[i:end], v, first, seen, scale[i:end], total[i:end], end - i, o[i:end])
+
+    @bare
+    def hide_edges(x, rows, columns, first, lo, hi, live):
+        """Scores of keys that a row does not see: weight 0. Every score is looked at, in vectors of int16."""
+        for i in range(rows):
+            if live[i]:
+                row = x[i]
+                a, b = np.int16(min(max(lo[i] - first, 0), KEY_BLOCK)), np.int16(min(max(hi[i] - first, 0), KEY_BLOCK))
+                for j in range(columns):
+                    row[j] = row[j] if (np.int16(j) >= a) & (np.int16(j) < b) else HIDDEN
+
+    @bare
+    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, live, b, h, row, s, semantics, dense):
+        """Scores of the block as float32, transformed and masked."""
         float_scores(q, stride, k, first, start, ck, cq, rows, columns, wide)
         if semantics.general:
             change_rows(semantics, dense, b, h, row, first, min(columns, s - first), wide, live)
+
+    @bare
+    def relative_scores(wide, first, columns, lo, hi, x, base, spoiled, live):
+        """The same as int16 relative to each row's octave `base`."""
         for i in range(live.size):
             if live[i]:
                 at = i * KEY_BLOCK
@@ -163,6 +228,7 @@ def make_attend(isa_name: str, pv: str):
         lanes = vector_lanes()
         width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
         tiles = (length + block_q - 1) // block_q
+        changed = semantics.has_bias or semantics.softcap > F(0) or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
         for _ in prange(workers):
             begin()
             q_tile = zero_bytes(block_q * stride * operand_size).view(operand).reshape(block_q, stride)
@@ -176,7 +242,7 @@ def make_attend(isa_name: str, pv: str):
             scale_bits, flags, bounds = scale.view(np.int32), np.zeros((2, block_q), np.uint8), np.zeros((2, block_q), np.int64)
             live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
             dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                          zero_bytes(float_lanes), zero_bytes(4 * float_lanes).view(np.float32))
+                          zero_bytes(mask_lanes), zero_bytes(4 * float_lanes).view(np.float32))
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
@@ -207,23 +273,39 @@ def make_attend(isa_name: str, pv: str):
                         live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
                     if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
                         continue
-                    use_wide = semantics.general or keys.wide[n_kv, c // KEY_BLOCK] != 0
-                    if not use_wide:
-                        scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x)
+                    n_real = min(columns, s - c)
+                    relative = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                    as_floats = changed or relative
+                    if as_floats:
+                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                    semantics, dense)
+                    if not relative:
+                        if as_floats:
+                            for i in range(real):
+                                row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
+                        else:
+                            block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
+                            if semantics.has_mask:
+                                mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
                         if not inside:
                             hide_edges(x, real, columns, c, lo, hi, live)
                         octaves(x, real, columns, octave, octave_q8)
+                        if semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave,
+                                                             live[:real]):
+                            inside = False
                         if not inside:
                             for i in range(real):
                                 octave[i] = octave[i] if live[i] else I(UNSEEN)
                         beyond = I(0)
                         for i in range(real):
                             beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
-                        use_wide = beyond != I(0)
-                    if use_wide:
+                        relative = beyond != I(0)
+                        if relative and not as_floats:
+                            wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                        semantics, dense)
+                    if relative:
                         inside = False
-                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, x, base, spoiled, live[:real],
-                                    b, h, row, lo, hi, s, semantics, dense)
+                        relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
                         octaves(x, real, columns, octave, octave_q8)
                         for i in range(real):
                             octave[i] = base[i] if live[i] else I(UNSEEN)
@@ -232,7 +314,7 @@ def make_attend(isa_name: str, pv: str):
                     if not inside:
                         blank_rows(p, real, columns, live, total)
                     add_sums(total, real, unit, scale, l)
-                    values(p, v, c, columns, scale, total, rows, o)
+                    block_values(p, v, c, columns, scale, total, rows, o, inside, real, hi)
                 for i in range(real):
                     if spoiled[i]:
                         l[i] = F(np.nan)

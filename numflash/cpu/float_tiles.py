@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from . import amx, amx_bfloat16
+from . import amx_bfloat16
 from .microkernels import dot_loop
 from .vectors import F32, I8, I16, I32, I64, Vectors, call, constant, data, load, shuffle, splat, store, vector
 
@@ -149,18 +149,6 @@ def value_tile(name: str, nv: int):
             return context.get_dummy_value()
         return sig, codegen
     return tile
-
-
-@functools.cache
-def tile_state(name: str):
-    """Intrinsics f() that a thread calls before and after it uses tiles: AMX must be configured, the others need nothing."""
-    if name == "amx_bf16":
-        return amx.configure, amx.release
-
-    @intrinsic
-    def nothing(typingctx):
-        return types.void(), lambda context, b, sig, args: context.get_dummy_value()
-    return nothing, nothing
 
 
 def for_vectors(b, count, lanes, state, body):

@@ -22,7 +22,7 @@ def heads(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
 
 
-def semantics(problem: Problem, general: bool) -> Semantics:
+def semantics(problem: Problem, extreme: bool) -> Semantics:
     """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave)."""
     nb, nh, _, length, _, _, _ = problem.shape
     unit = float(fx.LOG2E_Q8)
@@ -31,10 +31,10 @@ def semantics(problem: Problem, general: bool) -> Semantics:
     return Semantics(
         NO_LIMIT if problem.left is None else problem.left, NO_LIMIT if problem.right is None else problem.right,
         np.asarray(problem.diagonal, np.int64), np.asarray(problem.key_lengths, np.int64),
-        general or has_mask or has_bias or bool(problem.softcap) or slopes is not None,
+        extreme or has_mask or has_bias or bool(problem.softcap) or slopes is not None,
         compact(problem.mask, np.uint8), compact(problem.bias, F), has_mask, has_bias, F(problem.softcap) * fx.LOG2E_Q8,
         np.zeros((nb, nh, length), F) if shift is None else np.clip(shift * unit, -fx.T_LIMIT, fx.T_LIMIT).astype(F),
-        np.zeros((1, 1), F) if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8))
+        np.zeros((1, 1), F) if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8), extreme)
 
 
 def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]:
@@ -47,7 +47,7 @@ def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
     with np.errstate(invalid="ignore", over="ignore"):
-        most = float(np.nanmax(np.abs(cq), initial=0)) * float(np.nanmax(ck, initial=0)) * 127 * 127 * d
+        most = float(np.fmax.reduce(np.abs(cq), None, initial=0)) * float(np.fmax.reduce(ck, None, initial=0)) * 127 * 127 * d
     options = semantics(problem, most >= 2.0**30)
     n = nb * nh
     out = np.empty((n, length, dv), F)

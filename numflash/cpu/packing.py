@@ -110,6 +110,11 @@ def _pack_values(chunk: int, lanes: int, group: int, offset: int):
     return pack_values
 
 
+@functools.cache
+def _key_order(isa_name: str, lanes: int) -> np.ndarray:
+    return VECTOR_ISAS[isa_name].key_order(lanes)
+
+
 def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None) -> PackedKeys:
     """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
@@ -117,7 +122,7 @@ def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None
     keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
     packed = PackedKeys(empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16), empty((n, keys), np.int32),
                         empty((n, keys), np.float32), np.zeros((n, keys // KEY_BLOCK), np.uint8))
-    _pack_keys(isa.nv * lanes, isa.group, isa.q_offset)(k, scale, isa.key_order(lanes), *packed)
+    _pack_keys(isa.nv * lanes, isa.group, isa.q_offset)(k, scale, _key_order(isa_name, lanes), *packed)
     return packed
 
 

@@ -18,7 +18,8 @@ from ..reference import combined_scale
 from ..tiling import KEY_BLOCK, tiling
 from ..timing import median_time
 from ..validation import describe
-from .blocks import score_block, tile_state, value_block
+from .amx import tile_state
+from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of, running_lanes
 from .memory import empty, zero_bytes
 from .packing import pack_keys, pack_values

@@ -22,7 +22,8 @@ class Semantics(NamedTuple):
     """Which keys a row sees and what happens to its scores; arrays of one element where an option is off.
 
     left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
-    general : every block takes the wide path
+    general : masks, bias, softcap or slopes are to be looked at
+    extreme : INT8 scores may be too large to be rounded to int16 at once
     """
 
     left: int
@@ -37,6 +38,7 @@ class Semantics(NamedTuple):
     softcap: float                # float32, Q8.8 units, 0 = none
     shift: np.ndarray             # (B, H, L) float32, Q8.8 units: what smoothing took from each score
     slopes: np.ndarray            # (B, H) float32, Q8.8 units
+    extreme: bool = False
 
 
 class Dense(NamedTuple):
@@ -88,7 +90,9 @@ def transform_row(semantics, b, h, i, first, x):
         at = row_of(semantics.bias, b, h, i) + first
         bias = semantics.bias.reshape(semantics.bias.size)[at:at + x.size]
         for j in range(x.size):
-            x[j] = F(x[j] + F(bias[j] * fx.LOG2E_Q8)) if bias[j] != F(-np.inf) else F(-np.inf)
+            changed = F(x[j] + F(bias[j] * fx.LOG2E_Q8))
+            changed = fx.LOWEST if changed < fx.LOWEST else changed             # NaN stays
+            x[j] = changed if bias[j] != F(-np.inf) else F(-np.inf)
     if semantics.has_mask:
         at = row_of(semantics.mask, b, h, i) + first
         mask = semantics.mask.reshape(semantics.mask.size)[at:at + x.size]

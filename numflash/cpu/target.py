@@ -139,7 +139,7 @@ def available(isas: Needs = ISAS) -> list[str]:
 def require(isa: str | None, isas: Needs = ISAS) -> str:
     """`isa` itself, or the best one for None; an error where the target lacks it."""
     if isa is None:
-        return available(isas)[0]
+        return next(isa for isa in isas if not missing(isa, isas) and _granted(isa))
     if isa not in isas:
         raise ArgumentError(f"isa: got {isa!r}; allowed: {', '.join(map(repr, isas))}")
     if missing(isa, isas):

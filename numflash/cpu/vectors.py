@@ -61,6 +61,11 @@ def store(b: ir.IRBuilder, x, base, index, size: int) -> None:
     b.store(x, at(b, base, index, x.type, size)).align = size
 
 
+def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
+    """Ask for the cache line at `address`, for reading; locality 3 brings it into all levels, 2 into the second one."""
+    call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
+
+
 @dataclass(frozen=True)
 class Vectors:
     """Vectors of one length, and what LLVM can do with them on every CPU.

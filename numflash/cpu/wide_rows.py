@@ -1,5 +1,6 @@
 """One row of INT8 scores outside the fast path, whole vectors at a time: the arithmetic of `scores`, to the bit.
 
+Dense masks and biases are asked for a key block ahead: their rows lie too far apart for the hardware to foresee the next one.
 Scores are float32 in Q8.8 units. No multiply-add is fused here: every operation rounds once, as in the integer model.
 """
 from __future__ import annotations
@@ -10,11 +11,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import fixedpoint as fx
+from ..tiling import KEY_BLOCK
 from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, row_change, whole
-from .vectors import I16, I32, call, constant, data, load, splat, store, vector
+from .vectors import I8, I16, I32, I64, call, constant, data, load, prefetch, splat, store, vector
 
 FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}   # float vectors of as many lanes as those of an INT8 instruction set
-HIDDEN = float("-inf")
+HIDDEN, LOWEST = float("-inf"), float(fx.LOWEST)
 
 
 def _rounded(b, isa, x):
@@ -66,9 +68,12 @@ def row_alibi(lanes: int):
 def row_bias(lanes: int):
     """Intrinsic f(x, x_off, count, bias, off): x += bias in Q8.8; -inf hides even a NaN."""
     def change(context, b, isa, sig, a, x, at):
-        bias = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.floats, 4)
+        source, where = data(context, b, sig.args[3], a[3]), b.add(a[4], at)
+        prefetch(b, b.gep(source, [b.mul(b.add(where, I64(KEY_BLOCK)), I64(4))]))
+        bias = load(b, source, where, isa.floats, 4)
         hidden = constant(isa.floats, HIDDEN)
         changed = b.fadd(x, b.fmul(bias, constant(isa.floats, float(fx.LOG2E_Q8))))
+        changed = b.select(b.fcmp_ordered("<", changed, constant(isa.floats, LOWEST)), constant(isa.floats, LOWEST), changed)
         return b.select(b.fcmp_ordered("==", bias, hidden), hidden, changed)
     return row_change(FLOATS[lanes], 2, change)
 
@@ -119,3 +124,52 @@ def row_narrow(lanes: int):
             return context.get_dummy_value()
         return sig, codegen
     return narrow
+
+
+@functools.cache
+def row_short(lanes: int):
+    """Intrinsic f(x, x_off, count, out, out_off): out int16 = round(x), saturated; -32768 for -inf, 32767 for NaN."""
+    isa = FLOAT_ISAS[FLOATS[lanes]]
+
+    @intrinsic
+    def short(typingctx, x, x_off, count, out, out_off):
+        sig = types.void(x, x_off, count, out, out_off)
+
+        def codegen(context, b, sig, a):
+            px, po, ints = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), vector(I32, lanes)
+
+            def body(at, state):
+                y = load(b, px, b.add(a[1], at), isa.floats, 4)
+                for test, bound in (("<", 32767.0), (">", -32768.0)):
+                    y = b.select(b.fcmp_ordered(test, y, constant(isa.floats, bound)), y, constant(isa.floats, bound))
+                t = b.bitcast(b.fadd(y, constant(isa.floats, 1.5 * 2.0**23)), ints)     # rounds; the low bits are the integer
+                store(b, b.trunc(t, vector(I16, lanes)), po, b.add(a[4], at), 2)
+                return []
+            for_vectors(b, a[2], lanes, [], body)
+            return context.get_dummy_value()
+        return sig, codegen
+    return short
+
+
+@functools.cache
+def row_mask(lanes: int):
+    """Intrinsic f(x, x_off, count, mask, off): int16 scores x become -32768 where the uint8 mask is 0; count times `lanes` keys."""
+    @intrinsic
+    def mask_row(typingctx, x, x_off, count, mask, off):
+        sig = types.void(x, x_off, count, mask, off)
+
+        def codegen(context, b, sig, a):
+            px, pm, words = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), vector(I16, lanes)
+
+            def body(at, state):
+                where = b.add(a[1], at)
+                prefetch(b, b.gep(pm, [b.add(b.add(a[4], at), I64(KEY_BLOCK))]))
+                seen = load(b, pm, b.add(a[4], at), vector(I8, lanes), 1)
+                x = b.select(b.icmp_unsigned("!=", seen, constant(seen.type, 0)), load(b, px, where, words, 2),
+                             constant(words, fx.MASKED))
+                store(b, x, px, where, 2)
+                return []
+            for_vectors(b, a[2], lanes, [], body)
+            return context.get_dummy_value()
+        return sig, codegen
+    return mask_row

@@ -9,11 +9,17 @@ from numflash import quantize, validation
 from numflash.quantization import QuantizedTensor, quantize_problem
 
 DIMS = (1, 3, 16, 33, 64, 80, 128, 72, 40, 100, 24, 256)
+# some rows see nothing of a key block, some nothing at all
+SEEN = (np.arange(70)[:, None] % 3 > 0) | (np.arange(200) >= 128) & (np.arange(70)[:, None] % 2 > 0)
 OPTIONS = {
     "causal": {"is_causal": True}, "lower_right": {"is_causal": True, "alignment": "lower_right"}, "window": {"window": (40, 17)},
     "key_lengths": {"key_lengths": [190, 0]}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": [0.1, 0.5]},
     "bias": {"attn_mask": draw((2, 1, 70, 200))}, "bool_mask": {"attn_mask": draw((70, 200)) > 0},
     "bias_inf": {"attn_mask": np.where(draw((70, 200)) > 1, 0, -np.inf).astype(np.float32)},
+    "mask_hides_rows": {"attn_mask": SEEN},
+    "bias_hides_rows": {"attn_mask": np.where(SEEN, draw((70, 200)), -np.inf).astype(np.float32)},
+    "steep_alibi": {"alibi_slopes": [5.0, 50.0], "is_causal": True}, "large_bias": {"attn_mask": draw((70, 200)) * np.float32(1e4)},
+    "largest_bias": {"attn_mask": np.where(SEEN, draw((70, 200)), np.finfo(np.float32).min).astype(np.float32)},
     "everything": {"attn_mask": draw((70, 200)), "window": (50, 3), "alignment": "lower_right", "softcap": 3.0,
                    "alibi_slopes": [0.1, 0.5], "key_lengths": [200, 100]},
 }

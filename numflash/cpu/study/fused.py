@@ -14,18 +14,17 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
 from ... import fixedpoint as fx
 from ..._jit import inline, kernel
 from ...tiling import KEY_BLOCK, tiling
-from .. import float_tiles, wide_rows
+from .. import float_tiles, vectors, wide_rows
 from ..isas import VECTOR_ISAS, lanes_of
 from ..microkernels import block_octaves, block_totals, row_weights, row_weights_q16, score_tile, value_tile
 from ..scores import HIDDEN, UNSEEN
-from ..vectors import I8, I32, data, load, next_task, store, vector
+from ..vectors import data, load, next_task, store, vector
 
 F, I = np.float32, np.int32
 LINE = 64                                        # bytes
@@ -39,10 +38,7 @@ def prefetch(typingctx, x, off):
     def codegen(context, b, sig, args):
         size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
         place = b.gep(data(context, b, sig.args[0], args[0]), [b.mul(args[1], args[1].type(size))])
-        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        name = "llvm.prefetch.p0"
-        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-        b.call(function, [place, I32(0), I32(3), I32(1)])
+        vectors.prefetch(b, place, 3)
         return context.get_dummy_value()
     return types.void(x, off), codegen
 

@@ -18,6 +18,7 @@ from ...reference import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
 from .. import blocks, microkernels
+from ..amx import tile_state
 from ..isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..memory import empty, zero_bytes
 from ..packing import PackedKeys, pack_keys, pack_values, padded
@@ -127,7 +128,7 @@ def make_unfused(isa_name: str):
     octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l (rows,) float32.
     """
     scores, softmax, merge, values = make_parts(isa_name)
-    vector_lanes, block_q, (begin, end) = lanes_of(isa_name), tiling(isa_name).block_q, blocks.tile_state(isa_name)
+    vector_lanes, block_q, (begin, end) = lanes_of(isa_name), tiling(isa_name).block_q, tile_state(isa_name)
 
     @kernel
     def unfused(q, cq, keys, n_keys, v, x, p, octave, total, o, l):
@@ -199,7 +200,7 @@ def make_room(isa_name: str):
 def make_fused(isa_name: str):
     """Rung 6: all parts on one tile before the next: f(q, cq, keys, n_keys, v, o, l)."""
     tile, room, block_q = make_tile(isa_name, False), make_room(isa_name), tiling(isa_name).block_q
-    begin, end = blocks.tile_state(isa_name)
+    begin, end = tile_state(isa_name)
 
     @kernel
     def fused(q, cq, keys, n_keys, v, o, l):
@@ -215,7 +216,7 @@ def make_fused(isa_name: str):
 def make_parallel(isa_name: str, causal: bool):
     """Rungs 7 and 8: threads take the next tile, the longest first: f(q, cq, keys, n_keys, v, counter, workers, o, l)."""
     tile, room, block_q = make_tile(isa_name, causal), make_room(isa_name), tiling(isa_name).block_q
-    begin, end = blocks.tile_state(isa_name)
+    begin, end = tile_state(isa_name)
 
     @kernel(parallel=True)
     def parallel(q, cq, keys, n_keys, v, counter, workers, o, l):
