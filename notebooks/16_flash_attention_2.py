@@ -58,8 +58,8 @@ if rows["1"]["registers"] is not None:                     # needs the sass extr
 # scalar P . V is as long as before, and the weights now travel through shared memory. **4** is the step: fewer instructions by
 # an order of magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two barriers, and its
 # copies run beside the arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** are chapter 06 again:
-# what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all; many
-# of these PTX moves are gone in the machine code.
+# what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all PTX
+# instructions.
 #
 # **Exercise 1.** How many m16n8k16 products does attention take: `queries` x `keys` with `d` channels, all multiples of 16?
 

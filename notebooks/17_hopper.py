@@ -8,8 +8,8 @@
 # * multiply with `wgmma`, whose operands stay in shared memory and whose result comes later,
 # * say what specialised warps and overlap are for, and how much they can gain at your head size.
 #
-# All of it exists from the H100 on (sm_90a). It was never needed to *be* right, only to be fast; so it is where errors hide
-# best, and where the emulator is strictest.
+# All of it exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. So errors hide best here,
+# and the emulator is strictest.
 
 # %%
 import numpy as np
@@ -294,7 +294,7 @@ else:
 
 # %%
 fig, axes = figure(2, width=11, height=3.6, width_ratios=(1.5, 1))
-rules = {"rung 8": (False, 1), "rung 9a": (True, 1), "rung 8, two\nwarpgroups": (False, 2)}
+rules = {"rung 8": (False, 1), "rung 9a": (True, 1), "rung 9b": (True, 2)}
 for n, (overlap, groups) in enumerate(rules.values()):
     for unit, g, start, width, label in timeline(overlap, groups, 4 // groups, share[64])[0]:
         colour = (("#B7D3E8", "#E69F00"), ("#0072B2", "#F0E442"))[g][unit]

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from numflash import course
 from numflash.course import answers, check
 
 
@@ -37,3 +38,10 @@ def test_tolerance():
     assert answers[-1].verdict == "right"
     check("time", 1.06, 1.0, within=0.05)
     assert answers[-1].verdict == "wrong"
+
+
+def test_card_says_whether_there_is_one(capsys):
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    course.card.cache_clear()
+    found = course.card()
+    assert ("No GPU here" in capsys.readouterr().out) == (found is None)
