@@ -146,48 +146,63 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
 
 
 def int8_forward(problem: Problem, arch: str) -> Launch:
-    """The launch of `kernels.flash_int8` for a problem of QuantizedTensors; its bits are those of `reference.integer_model`."""
-    from .kernels.flash_int8 import flash_int8, permuted_keys
+    """The launch of `kernels.flash_int8` for a problem of QuantizedTensors.
+
+    With pv "int8" its bits are those of `reference.integer_model`; with pv "fp32" its sums are in an order of their own.
+    """
+    from .kernels.flash_int8 import flash_int8
     nb, nh, nkv, length, s, d, dv = problem.shape
-    if arch == "sm_75":
-        raise UnsupportedError("precision: got 'int8'; the INT8 kernels need sm_80 or later")
-    if problem.pv != "int8":
-        raise UnsupportedError(f"pv: got {problem.pv!r}; the CUDA kernels have pv 'int8'")
+    wide, turing = problem.pv == "fp32", arch == "sm_75"
+    if wide and turing:
+        raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
-    if problem.value.nonfinite is not None:
-        ck = np.where(problem.value.nonfinite, np.float32(np.nan), ck)
     shift = row_shift(problem.query, problem.key, problem.scale)
     q, k = _rows(problem.query.data, 16), _rows(problem.key.data, 16)
     stored = -(-s // KEY_BLOCK) * KEY_BLOCK
-    v = np.zeros((nb, nkv, dv, stored), np.int8)
-    v[..., :s] = problem.value.data.swapaxes(-1, -2)
-    v = np.ascontiguousarray(v[..., permuted_keys(stored)])
-    v_scale = np.ascontiguousarray(np.broadcast_to(problem.value.scale[:, :, 0], (nb, nkv, dv)))
+    v, v_scale, bad = _float_values(problem) if wide else _byte_values(problem, stored)
+    channels = v_scale.shape[-1]
     key_scale = np.zeros((nb, nkv, stored), np.float32)
-    key_scale[..., :s] = ck
-    out = np.zeros((nb, nh, length, dv), np.float32)
+    key_scale[..., :s] = ck if bad is None else np.where(bad, np.float32(np.nan), ck)
+    out = np.zeros((nb, nh, length, channels), np.float32)
     m, l = np.zeros((nb, nh, length), np.int32), np.zeros((nb, nh, length), np.float32)
     has_band, left, right = band(problem)
     mask, bias, nothing = problem.mask, problem.bias, np.zeros(1, np.float32)
-    group = nh // nkv
+    group, unit, softcap = nh // nkv, fx.LOG2E_Q8, bool(problem.softcap)
     block_q = blocks(d, dv, length * group)[0]
     constants = {"d": 64 if d <= 64 else 128 if d <= 128 else padded(d), "dv": padded(dv), "block_q": block_q, "group": group,
-                 "band": has_band,
-                     "mask": mask is not None, "bias": bias is not None, "softcap": bool(problem.softcap),
-                     "alibi": problem.alibi_slopes is not None}
-    unit = fx.LOG2E_Q8
-    capped = (shift * float(unit)).astype(np.float32) if shift is not None and problem.softcap else np.zeros((nb, nh, length),
-                                                                                                             np.float32)
-    slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
+                 "band": has_band, "mask": mask is not None, "bias": bias is not None, "softcap": softcap,
+                 "alibi": problem.alibi_slopes is not None, "wide": wide, "turing": turing}
+    capped = np.zeros((nb, nh, length), np.float32)
+    if shift is not None and softcap:
+        capped = np.clip(shift * float(unit), -fx.T_LIMIT, fx.T_LIMIT).astype(np.float32)
+    with np.errstate(over="ignore"):
+        slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
     none = (0, 0, 0, 0)
     args = ((q, k, v, out, m, l, np.ascontiguousarray(cq), key_scale, v_scale, *_places(problem, s),
              nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias), slopes, capped),
             (*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
-            (length, s, q.shape[-1], stored, dv, nh, left, right), (np.float32(problem.softcap) * unit,))
+            (length, s, q.shape[-1], stored, channels, nh, left, right), (np.float32(problem.softcap) * unit,))
 
     def finish() -> tuple[np.ndarray, np.ndarray]:
-        return out, log_sum_exp(m, l, None if problem.softcap else shift)
+        return out[..., :dv], log_sum_exp(m, l, None if softcap else shift, 1 if wide else fx.P_ONE)
     return Launch(flash_int8, constants, arch, (-(-length * group // block_q), nkv, nb), args, finish)
+
+
+def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Values transposed to (B, Hkv, Dv, stored), their keys permuted; their scales (B, Hkv, Dv); keys that are not finite."""
+    from .kernels.flash_int8 import permuted_keys
+    nb, _, nkv, _, s, _, dv = problem.shape
+    v = np.zeros((nb, nkv, dv, stored), np.int8)
+    v[..., :s] = problem.value.data.swapaxes(-1, -2)
+    v = np.ascontiguousarray(v[..., permuted_keys(stored)])
+    return v, np.ascontiguousarray(np.broadcast_to(problem.value.scale[:, :, 0], (nb, nkv, dv))), problem.value.nonfinite
+
+
+def _float_values(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values (B, Hkv, S, Dv or more) float32 with rows of whole 16 bytes, 0 where a key is not finite; scales of 1; those keys."""
+    bad = ~np.isfinite(problem.value).all(-1)
+    v = _rows(np.where(bad[..., None], np.float32(0), problem.value), 4)
+    return v, np.ones((*v.shape[:2], v.shape[-1]), np.float32), bad
 
 
 def float32_forward(problem: Problem, arch: str, results: Results = None) -> Launch:

@@ -13,7 +13,7 @@ from numflash import reference, validation
 from numflash.cuda import emulate, forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
-from numflash.cuda.kernels import flash_int8
+from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.pieces import tanh_exact
 from numflash.errors import UnsupportedError
 from numflash.quantization import quantize_problem
@@ -27,9 +27,9 @@ def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
     return quantize_problem(validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}))
 
 
-def same_bits(q, k, v, seed=0, **options):
+def same_bits(q, k, v, seed=0, arch="sm_80", **options):
     problem = problem_of(q, k, v, **options)
-    out, lse, report = forward.emulated(forward.int8_forward(problem, "sm_80"), seed=seed)
+    out, lse, report = forward.emulated(forward.int8_forward(problem, arch), seed=seed)
     expected, expected_lse = reference.integer_model(problem)
     for a, b in ((out, expected), (lse, expected_lse)):
         assert np.array_equal(np.isnan(a), np.isnan(b))
@@ -95,19 +95,63 @@ def test_saturated_operands():
     same_bits(q, k, v)
 
 
+@pytest.mark.parametrize("shape", [{"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64},
+                                   pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 256, "dv": 72}, marks=pytest.mark.slow)])
+def test_turing(shape):
+    report = same_bits(*oracles.qkv(**shape), arch="sm_75", is_causal=True, alignment="lower_right")
+    assert report.async_copied == 0 and report.shared_conflicts == 0
+    assert {name for name in report.opcodes if name.startswith("mma")} == {
+        f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32" for a in ("s8", "u8")}
+
+
+def close_to_the_model(q, k, v, **options):
+    """pv "fp32": octaves, weights and sums are integers and agree; the sums of P.V are rounded in an order of their own.
+
+    Each addition and each part of a split product that is left out costs 2**-22 at most of what the largest value could give.
+    """
+    problem = problem_of(q, k, v, pv="fp32", **options)
+    out, lse, report = forward.emulated(forward.int8_forward(problem, "sm_80"))
+    expected, expected_lse = reference.integer_model(problem)
+    assert out.shape == expected.shape and np.array_equal(lse.view(np.int32), expected_lse.view(np.int32))
+    assert np.array_equal(np.isnan(out), np.isnan(expected))
+    largest = np.abs(v[np.isfinite(v)]).max(initial=0)
+    assert np.abs(np.nan_to_num(out) - np.nan_to_num(expected)).max(initial=0) <= 2.0**-21 * largest
+    return report
+
+
+@pytest.mark.parametrize("shape", [{"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 70},
+                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 300, "d": 128}, marks=pytest.mark.slow)])
+def test_float_values(shape):
+    report = close_to_the_model(*oracles.qkv(**shape), is_causal=True, alignment="lower_right")
+    assert report.shared_conflicts == 0 and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] > 0
+
+
+@pytest.mark.slow
+def test_float_values_of_any_size():
+    q, k, v = oracles.qkv(b=1, h=2, l=20, s=150, d=64)
+    v *= np.float32(10.0) ** np.random.default_rng(1).integers(-30, 30, v.shape).astype(np.float32)
+    v[0, 0, 40, 3], k[0, 1, 50] = np.inf, np.nan
+    close_to_the_model(q, k, v, is_causal=True, softcap=3.0)
+
+
 def test_what_is_refused():
-    problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8))
-    with pytest.raises(UnsupportedError, match=r"need sm_80"):
+    problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32")
+    with pytest.raises(UnsupportedError, match=r"pv: got 'fp32'; sm_75 has no TF32"):
         forward.int8_forward(problem, "sm_75")
-    with pytest.raises(UnsupportedError, match="pv: got 'fp32'"):
-        forward.int8_forward(problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32"), "sm_80")
+
+
+def test_extreme_options():
+    """Biases and slopes beyond float32's range in Q8.8: what is infinite hides nothing but -inf itself."""
+    q, k, v = oracles.qkv(b=1, h=1, l=20, s=150, d=64)
+    bias = np.random.default_rng(2).choice(np.array([3e38, -3e38, 0.0, 1.0, -np.inf], np.float32), (1, 1, 20, 150))
+    same_bits(q * np.float32(1e18), k, v, attn_mask=bias, alibi_slopes=np.array([1e38], np.float32))
 
 
 def test_weight_is_exp2_p8():
     """The scalar of the kernel for every Q8.8 distance, against the shared definition."""
     def kernel(t, out):
         i = cuda.grid(1)
-        out[i] = flash_int8.weight(t[i], types.int32(0))
+        out[i] = int8_softmax.weight_p8(t[i], types.int32(0))
     t = np.zeros(1 << 16, np.int32)
     t[:] = -np.arange(1 << 16)
     out = np.zeros(t.size, np.uint32)

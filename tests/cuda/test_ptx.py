@@ -143,7 +143,8 @@ def place(which, register, part, per_word, lane):
     (ptx.mma["float16"], np.float16, np.float16, 16, (4, 2)), (ptx.mma["bfloat16"], ml_dtypes.bfloat16, ml_dtypes.bfloat16, 16,
                                                                (4, 2)),
     (ptx.mma_k8_f16, np.float16, np.float16, 8, (2, 1)), (ptx.mma_s8, np.int8, np.int8, 32, (4, 2)),
-    (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2))])
+    (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2)), (ptx.mma_turing_s8, np.int8, np.int8, 32, (4, 2)),
+    (ptx.mma_turing_u8s8, np.uint8, np.int8, 32, (4, 2)), (ptx.mma_tf32, np.float32, np.float32, 8, (4, 2))])
 def test_products(operation, kind, other, k, registers):
     integer = k == 32
     result = i32 if integer else f32
@@ -170,6 +171,8 @@ def test_products(operation, kind, other, k, registers):
     else:
         A, B = rng.standard_normal((16, k)).astype(kind), rng.standard_normal((8, k)).astype(other)
         C = rng.standard_normal((16, 8)).astype(np.float32)
+        if kind == np.float32:                     # TF32: 10 bits of fraction are read
+            A, B = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (A, B))
         expected = A.astype(np.float64) @ B.astype(np.float64).T + C
     per_word = 4 // A.itemsize
     a, b = np.zeros((32, na * per_word), kind), np.zeros((32, nb * per_word), other)

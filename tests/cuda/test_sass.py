@@ -95,9 +95,28 @@ def test_hopper(d, block_k, overlap, ping_pong):
     assert found.stack == found.local == 0 and found.registers == 168             # 65536 / 384, shared out by setmaxnreg
 
 
-@pytest.mark.parametrize(("d", "stack"), [(64, 0), (128, 80)])
-def test_int8(d, stack):
-    """At D = 64 all fragments are in registers; from 128 on a few values spill: the ceiling keeps that from growing."""
-    found = resources(flash_int8, "sm_80", d=d, dv=d, block_q=64)
+@pytest.mark.parametrize(("arch", "d", "registers", "options"), [
+    ("sm_80", 64, 216, {}), ("sm_80", 128, 255, {}), ("sm_86", 64, 224, {"band": True}), ("sm_80", 64, 255, {"mask": True}),
+    ("sm_80", 64, 255, {"softcap": True, "alibi": True}), ("sm_80", 128, 255, {"bias": True}), ("sm_80", 128, 255, {"softcap": True})])
+def test_int8(arch, d, registers, options):
+    """No fragment is ever in memory; with a bias at D = 128 four words of addresses are."""
+    found = resources(flash_int8, arch, d=d, dv=d, block_q=64, **options)
     assert found.count("IMMA") == (d // 32) * 16 + (d // 8) * 4
-    assert found.stack <= stack
+    assert found.local == found.count("LD") == found.count("ST") == 0
+    assert found.stack <= (16 if d == 128 and "bias" in options else 0)
+    assert found.registers <= registers and found.count("LDGSTS.E.BYPASS.128") > 0
+
+
+def test_int8_on_turing():
+    """m8n8k16 is a quarter of the product that later cards have; copies go through registers, 16 bytes at a time."""
+    found = resources(flash_int8, "sm_75", d=64, dv=64, block_q=64, turing=True)
+    assert found.count("IMMA.8816") == 4 * (2 * 16 + 8 * 4) == found.count("IMMA")
+    assert found.stack == found.local == 0 and found.registers <= 255 and found.count("LDG.E.128") > 0
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_int8_with_float_values(d):
+    """Scores on the integer units, P.V as three TF32 products per 8 keys and channels; a part of 32 keys is one round of a loop."""
+    found = resources(flash_int8, "sm_80", d=d, dv=d, block_q=64, wide=True)
+    assert found.count("HMMA.1688.F32.TF32") == found.count("HMMA") == 3 * 4 * d // 8
+    assert found.stack == found.local == 0

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 LANE = np.arange(32)
 GROUP, QUAD = LANE >> 2, LANE & 3
-BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8}
+BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "tf32": 32}
 
 
 def decode(words: np.ndarray, t: str) -> np.ndarray:
     """32-bit words to the elements packed in them, as float32 (exact for every type here); a last axis is added."""
     words = np.ascontiguousarray(words)[..., None]
+    if t == "tf32":
+        return (words & np.uint32(0xFFFFE000)).view(np.float32)
     if t == "f16":
         return words.view(np.float16).astype(np.float32)
     if t == "bf16":
@@ -37,7 +39,10 @@ def decode(words: np.ndarray, t: str) -> np.ndarray:
 
 @functools.cache
 def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
-    """Registers of an m16 x k A or k x n8 B operand, and for each matrix element its place among (lane, register, part)."""
+    """Registers of an m16 x k A or k x n8 B operand, and for each matrix element its place among (lane, register, part).
+
+    An m8 x k A operand is laid out as B.
+    """
     rows, step = 16 if which == "a" else 8, per_word * 4
     registers = (2 if which == "a" else 1) * k // step
     places = np.zeros((rows, k), np.int64)
@@ -50,21 +55,20 @@ def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
 
 
 @functools.cache
-def accumulator_layout(columns: int = 8) -> np.ndarray:
-    """(16, columns) places among (lane, register) of a 16 x columns accumulator with columns / 2 registers per lane."""
-    registers = columns // 2
-    places = np.zeros((16, columns), np.int64)
-    for r in range(registers):
-        places[GROUP + 8 * ((r >> 1) & 1), 8 * (r >> 2) + 2 * QUAD + (r & 1)] = LANE * registers + r
-    return places
+def accumulator_order(columns: int = 8, rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column that (lane, register) holds of a 16 x columns accumulator, or of its upper 8 rows, the even pairs."""
+    registers = np.arange(columns // 2) if rows == 16 else np.arange(2)
+    return (GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
+            8 * (registers >> 2)[None] + 2 * QUAD[:, None] + (registers & 1)[None])
 
 
 @functools.cache
-def accumulator_order(columns: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column that (lane, register) holds: the inverse of `accumulator_layout`."""
-    registers = np.arange(columns // 2)
-    return (GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
-            8 * (registers >> 2)[None] + 2 * QUAD[:, None] + (registers & 1)[None])
+def accumulator_layout(rows: int = 16) -> np.ndarray:
+    """(rows, 8) places among (lane, register) of an accumulator of 8 columns: the inverse of `accumulator_order`."""
+    places = np.zeros((rows, 8), np.int64)
+    row, column = accumulator_order(8, rows)
+    places[row, column] = np.arange(row.size).reshape(row.shape)
+    return places
 
 
 def gather(views: list[np.ndarray], warps: np.ndarray) -> np.ndarray:
@@ -103,20 +107,20 @@ def ldmatrix(m: Machine, i: Instruction) -> Run:
 def mma(m: Machine, i: Instruction) -> Run:
     shape = next((x for x in i.modifiers if re.fullmatch(r"m\d+n\d+k\d+", x)), "")
     td, ta, tb, tc = i.modifiers[-4:]
-    if not shape.startswith("m16n8k") or ta not in BITS or tb not in BITS or "row" not in i.modifiers:
+    if not shape.startswith(("m16n8k", "m8n8k")) or ta not in BITS or tb not in BITS or "row" not in i.modifiers:
         raise Fault("unsupported", i.text)
-    k, per_word = int(shape[6:]), 32 // BITS[ta]
+    rows, k, per_word = int(shape[1:shape.index("n")]), int(shape[shape.index("k") + 1:]), 32 // BITS[ta]
     if not all(x.startswith("{") for x in i.operands):
         raise Fault("protocol", "operands of mma are vectors, in braces")
     d, a, b, c = (vector(x) for x in i.operands)
-    (na, place_a), (nb, place_b) = operand_layout("a", k, per_word), operand_layout("b", k, per_word)
+    (na, place_a), (nb, place_b) = operand_layout("a" if rows == 16 else "b", k, per_word), operand_layout("b", k, per_word)
     if (len(a), len(b)) != (na, nb):
         raise Fault("protocol", f"{shape} takes {na} and {nb} operand registers, got {len(a)} and {len(b)}")
     view_a, view_b = [m.value(x, "u32") for x in a], [m.value(x, "u32") for x in b]
     half = td == "f16"
     kind = "u32" if half else td
     view_c, view_d = [m.value(x, kind) for x in c], [m.target(x, kind) for x in d]
-    place_c, (row, col) = accumulator_layout(), accumulator_order()
+    place_c, (row, col) = accumulator_layout(rows), accumulator_order(8, rows)
 
     def run(mask: Any) -> None:
         warps = m.whole_warps(mask, "mma.sync")
@@ -133,5 +137,5 @@ def mma(m: Machine, i: Instruction) -> Run:
         for r, target in enumerate(view_d):
             target.reshape(-1, 32)[warps] = D[:, :, r]
         m.count("tensor_operations", warps.size)
-        m.count("tensor_flops", warps.size * 2 * 16 * 8 * k)
+        m.count("tensor_flops", warps.size * 2 * rows * 8 * k)
     return run

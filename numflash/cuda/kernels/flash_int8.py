@@ -1,32 +1,37 @@
 """INT8 attention on tensor cores: the integer pipeline, with the bits of the CPU kernels and of the integer model.
 
-Scores are m16n8k32 products of signed bytes; softmax weights are rounded to unsigned bytes once per row and key block of 128
-(`tiling.KEY_BLOCK`, the same on every device) and multiply signed values in a second integer product. Between the two only
-exactly rounded float operations are used, each named with its rounding so that nothing is contracted.
+Scores are m16n8k32 products of signed bytes (four m8n8k16 on sm_75); softmax weights are rounded to unsigned bytes once per row
+and key block of 128 (`tiling.KEY_BLOCK`, the same on every device) and multiply signed values in a second integer product. What
+lies between the two is `int8_softmax`.
 
 The accumulator of the first product is the A operand of the second if keys are taken in another order: lane quad q of 8-key
 tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of both, while the operand wants four consecutive keys per lane. So the values lie
 transposed (channels x keys) with the keys of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
+
+With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each operand split into a high and
+a low part, of which the low times low is left out (2**-22 of the whole). There the values lie as they come, and the quad's two
+keys are the two halves of k.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
-from .pieces import NEG_INF, make_load_rows, make_load_tile, swizzle_of, tanh_exact
+from .int8_softmax import MIN_OCTAVE, ONE_Q16, make_log2_scores, make_weigh
+from .pieces import make_copy, make_load_rows, make_load_tile, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-HIDDEN, MIN_OCTAVE, T_LIMIT = -(1 << 31), fx.MIN_OCTAVE, f32(fx.T_LIMIT)
-P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
-LOG2E_Q8 = f32(fx.LOG2E_Q8)
+FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
 
-# pointers: q, k, v (transposed), out, m, l, cq, ck (padded as v), value scale, diagonal, key_lengths, mask, bias, slopes, shift
+# pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole blocks), value scale, diagonal,
+# key_lengths, mask, bias, slopes, shift
 # strides in bytes of the mask, then of the bias: batch, head, query, key
-# sizes: queries, keys, bytes per row of q and k, keys stored per row of v, channels of v, query heads, left, right
+# sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v, query heads, left, right
 # factors: softcap in Q8.8
 SIGNATURE = types.void(types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1))
 
@@ -39,253 +44,209 @@ def permuted_keys(keys: int) -> np.ndarray:
     return (np.arange(0, keys, 32)[:, None] + key).reshape(-1)
 
 
-@device_function
-def weight(t, octave):
-    """P8 weight round(255 * 2**((t - 256 * octave) / 256)) of a Q8.8 score: `fixedpoint.exp2_p8` in 32-bit arithmetic."""
-    y = ptx.umin(u32((octave << 8) - t), u32(65535))
-    f = (y << u32(8)) & u32(0xFFFF)
-    g = (f * u32(P_B)) >> u32(16)
-    h = (f * (u32(P_A) - g)) >> u32(16)
-    e = ptx.umin(y >> u32(8), u32(15))
-    return u32(((((u32(P_WIDE) - h) & u32(0xFFFF)) >> e) + u32(128)) >> u32(8))
+def make_byte_values(dv: int, threads: int, turing: bool) -> Any:
+    """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once."""
+    value_tiles, steps = dv // 8, KEY_BLOCK // 64
+    product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
+
+    @device_function
+    def add_values(o, p, alpha, share, sv, lane):
+        acc, b = cuda.local.array(4, i32), cuda.local.array(4, u32)
+        for n in range(value_tiles):
+            for i in range(4):
+                acc[i] = i32(0)
+            for step in range(steps):                  # four 8 x 16-byte matrices: 8 channels, 64 keys
+                ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (u32((4 * step + (lane >> 3)) ^ (lane & 7)) << u32(4)))
+                product(acc, 0, p, 8 * step, b, 0)
+                product(acc, 0, p, 8 * step + 4, b, 2)
+            for i in range(4):
+                o[4 * n + i] = ptx.add(ptx.mul(o[4 * n + i], alpha[i >> 1]), ptx.mul(ptx.to_float(acc[i]), share[i >> 1]))
+    return add_values
 
 
-@device_function
-def power(n):
-    """2**-min(n, 126) for n >= 0, made of exponent bits."""
-    return ptx.from_bits((u32(127) - ptx.umin(u32(n), u32(126))) << u32(23))
+def make_float_values(dv: int, threads: int) -> Any:
+    """O = O * alpha + (P . V) * share for weights in Q16.16 (in `s`) and float32 values, `FLOAT_KEYS` keys at a time."""
+    value_tiles, row_bytes, key_tiles, n_a = dv // 8, dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
+    pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
+    turns, even = (pieces + threads - 1) // threads, pieces % threads == 0
+    copy, wait_all, unit, high = make_copy(True), ptx.cp_async_wait[0], f32(1 / ONE_Q16), u32(0xFFFFE000)
+
+    @device_function
+    def add_values(o, s, alpha, share, sv, v, first, keys, channels, thread):
+        acc = cuda.local.array(4, f32)
+        a_high, a_low = cuda.local.array(n_a, u32), cuda.local.array(n_a, u32)
+        b_high, b_low = cuda.local.array(2, u32), cuda.local.array(2, u32)
+        lane = thread & 31
+        for i in range(4 * value_tiles):
+            o[i] = ptx.mul(o[i], alpha[(i >> 1) & 1])
+        for part in range(KEY_BLOCK // FLOAT_KEYS):
+            start = first + part * FLOAT_KEYS
+            cuda.syncthreads()                         # the last part is done with
+            for i in range(turns):
+                piece = thread + i * threads
+                r = piece // chunks
+                c = piece - r * chunks
+                if even or piece < pieces:
+                    copy(sv + u32(r * row_bytes + (c << 4)), v + u64(start + r) * u64(channels * 4) + u64(c << 4),
+                         start + r < keys and (c << 2) < channels)
+            ptx.cp_async_commit()
+            wait_all()
+            cuda.syncthreads()
+            for t in range(key_tiles):
+                for i in range(4):                     # rows g, g + 8 with key 2 q, then the same with key 2 q + 1
+                    w = ptx.mul(ptx.to_float(s[4 * t + 2 * (i & 1) + (i >> 1)]), unit)
+                    a_high[4 * t + i] = ptx.bits(w) & high
+                    a_low[4 * t + i] = ptx.bits(ptx.sub(w, ptx.from_bits(ptx.bits(w) & high)))
+            for i in range(n_rest):                    # the next part's weights come to the front: registers have no index
+                s[i] = s[i + n_a]
+            for n in range(value_tiles):
+                for i in range(4):
+                    acc[i] = f32(0)
+                for t in range(key_tiles):
+                    at = sv + u32((8 * t + 2 * (lane & 3)) * row_bytes + (8 * n + (lane >> 2)) * 4)
+                    for i in range(2):
+                        x = ptx.load_shared_f32(at + u32(i * row_bytes))
+                        b_high[i] = ptx.bits(x) & high
+                        b_low[i] = ptx.bits(ptx.sub(x, ptx.from_bits(b_high[i]))) & high
+                    ptx.mma_tf32(acc, 0, a_low, 4 * t, b_high, 0)
+                    ptx.mma_tf32(acc, 0, a_high, 4 * t, b_low, 0)
+                    ptx.mma_tf32(acc, 0, a_high, 4 * t, b_high, 0)
+                for i in range(4):
+                    o[4 * n + i] = ptx.fma(acc[i], share[i >> 1], o[4 * n + i])
+    return add_values
 
 
 def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False, mask: bool = False, bias: bool = False,
-               softcap: bool = False, alibi: bool = False) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8)."""
-    block_k = KEY_BLOCK
-    threads = block_q * 2
-    k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
-    n_s, n_o, n_p = key_tiles * 4, value_tiles * 4, key_tiles * 2
+               softcap: bool = False, alibi: bool = False, wide: bool = False, turing: bool = False) -> Source:
+    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8).
+
+    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V takes K's place
+    """
+    block_k, threads = KEY_BLOCK, block_q * 2
+    k_steps, key_tiles, value_tiles = d // 32, block_k // 8, dv // 8
+    n_s, n_o, n_p = key_tiles * 4, value_tiles * 4, 4 if wide else key_tiles * 2
     shift_k, xor_k = swizzle_of(d)
-    q_size, k_size, v_size = block_q * d, block_k * d, dv * block_k
-    load_q = make_load_rows(block_q, d, threads, group)
-    load_k = make_load_tile(block_k, d, threads)
-    load_v = make_load_tile(dv, block_k, threads)
-    mma_s, mma_p, wait_all = ptx.mma_s8, ptx.mma_u8s8, ptx.cp_async_wait[0]
+    q_size, k_size = block_q * d, block_k * d
+    v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
+    v_at = q_size if turing else q_size + k_size
+    scales_at = q_size + max(k_size, v_size) if turing else q_size + k_size + v_size
+    load_q = make_load_rows(block_q, d, threads, group, not turing)
+    load_k = make_load_tile(block_k, d, threads, not turing)
+    load_v = make_load_tile(dv, block_k, threads, not turing)
+    copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
+    product = ptx.mma_turing_s8 if turing else ptx.mma_s8
+    log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, wide)
+    add_bytes, add_floats = make_byte_values(dv, threads, turing), make_float_values(dv, threads)
 
     def flash(pointers, strides, sizes, factors):
-        q, k, v, out, m_out, l_out, cq, ck, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
-        queries, key_count, d_left, key_stride, channels, heads, left, right = sizes
+        q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
+        queries, key_count, d_left, stored, channels, heads, left, right = sizes
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warp = thread & 31, thread >> 5
+        lane, warp = i32(thread & 31), i32(thread >> 5)             # i32 again and again: an int64 takes two registers (P5)
         kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
-        kv_heads = heads // group
+        kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
-        sk = sq + u32(q_size)
-        sv = sk + u32(k_size)
-        sc = sv + u32(v_size)
-        kv = batch * kv_heads + kv_head
+        sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
         k = k + u64(kv) * u64(key_count * d_left)
-        v = v + u64(kv) * u64(channels * key_stride)
-        ck = ck + u64(kv) * u64(key_stride * 4)
-        v_scale = v_scale + u64(kv) * u64(channels * 4)
+        v = v + u64(kv) * (u64(key_count) * u64(channels * 4) if wide else u64(channels * stored))
+        ck = ck + u64(kv) * u64(stored * 4)
         q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
 
-        rows = queries * group
-        first = i32(cuda.blockIdx.x) * block_q
+        rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles = i32(0), (keys + block_k - 1) // block_k
-        whole_low, whole_high = i32(0), keys
+        tile, tiles = i32(0), i32((keys + block_k - 1) // block_k)
         if band:
-            low = first // group + diagonal
-            high = (min(first + block_q, rows) - 1) // group + diagonal
-            tile = max(low - left, 0) // block_k
-            tiles = min(tiles, (max(high + right + 1, 0) + block_k - 1) // block_k)
-            whole_low, whole_high = max(high - left, 0), min(keys, low + right + 1)
-        row0 = first + warp * 16 + (lane >> 2)
-        query0, query1 = row0 // group, (row0 + 8) // group
-        head0 = kv_head * group + (row0 - query0 * group)
-        head1 = kv_head * group + (row0 + 8 - query1 * group)
-        low0, low1, high0, high1 = i32(0), i32(0), keys, keys
-        if band:
-            low0, low1 = query0 + diagonal - left, query1 + diagonal - left
-            high0, high1 = min(keys, query0 + diagonal + right + 1), min(keys, query1 + diagonal + right + 1)
-        there0, there1 = row0 < rows, row0 + 8 < rows
-        at0 = u64(((batch * heads + head0) * queries + query0) * 4)
-        at1 = u64(((batch * heads + head1) * queries + query1) * 4)
-        cq0 = ptx.load_global_f32(cq + at0) if there0 else f32(0)
-        cq1 = ptx.load_global_f32(cq + at1) if there1 else f32(0)
-        slope0, slope1, shift0, shift1 = f32(0), f32(0), f32(0), f32(0)
-        if alibi:
-            slope0 = ptx.load_global_f32(slopes + u64((batch * heads + head0) * 4)) if there0 else f32(0)
-            slope1 = ptx.load_global_f32(slopes + u64((batch * heads + head1) * 4)) if there1 else f32(0)
-        if softcap:
-            shift0 = ptx.load_global_f32(shifts + at0) if there0 else f32(0)
-            shift1 = ptx.load_global_f32(shifts + at1) if there1 else f32(0)
+            tile = i32(max(first // group + diagonal - left, 0) // block_k)
+            last = i32((min(first + block_q, rows) - 1) // group + diagonal)
+            tiles = i32(min(tiles, (max(last + right + 1, 0) + block_k - 1) // block_k))
+
+        # the two rows of this thread, 8 apart; one that does not exist sees nothing
+        query, head, low, high = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
+        m, top = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        cq, slope, shift = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        for r in range(2):
+            row = i32(first + warp * 16 + (lane >> 2) + 8 * r)
+            query[r] = i32(row // group)
+            head[r] = i32(kv_head * group + (row - query[r] * group))
+            low[r], high[r] = i32(0), i32(keys)
+            if band:
+                low[r], high[r] = i32(query[r] + diagonal - left), i32(min(keys, query[r] + diagonal + right + 1))
+            cq[r], slope[r], shift[r], l[r], m[r] = f32(0), f32(0), f32(0), f32(0), i32(MIN_OCTAVE)
+            if row < rows:
+                at = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r]))) * u64(4)
+                cq[r] = ptx.load_global_f32(cq_at + at)
+                if alibi:
+                    slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4))
+                if softcap:
+                    shift[r] = ptx.load_global_f32(shifts + at)
+            else:
+                high[r] = i32(0)
 
         load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
-        ptx.cp_async_commit()
-        wait_all()
-        cuda.syncthreads()
-        s = cuda.local.array(n_s, i32)                 # scores, then Q8.8 scores
-        acc = cuda.local.array(4, i32)
-        scales = cuda.local.array(2, f32)
-        o = cuda.local.array(n_o, f32)
-        p = cuda.local.array(n_p, u32)       # weights as A operands: 4 registers per 32 keys
-        a = cuda.local.array(4, u32)
-        b = cuda.local.array(4, u32)
+        s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
+        a, b = cuda.local.array(4, u32), cuda.local.array(4, u32)
         for i in range(n_o):
             o[i] = f32(0)
-        m0, m1, l0, l1 = i32(MIN_OCTAVE), i32(MIN_OCTAVE), f32(0), f32(0)
-        bad0, bad1 = i32(0), i32(0)
-        q_row = warp * 16 + (lane & 15)
-        q_chunk = u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
-        k_row = ((lane >> 4) << 3) + (lane & 7)
-        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        u32(((lane >> 3) & 1) ^ (k_row & 7))
+        q_row = i32(warp * 16 + (lane & 15))
+        q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
+        k_row = i32(((lane >> 4) << 3) + (lane & 7))
+        k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
         while tile < tiles:
-            start = tile * block_k
-            load_k(sk, k + u64(start * d_left), i64(d_left), keys - start, d_left, thread)
-            load_v(sv, v + u64(start), i64(key_stride), channels, key_stride - start, thread)
+            start = i32(tile * block_k)
+            load_k(sk, k + u64(start) * u64(d_left), i64(d_left), i32(keys - start), d_left, thread)
+            if not turing and not wide:
+                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), thread)
             if thread < block_k // 4:
-                ptx.cp_async(sc + u32(thread * 16), ck + u64(start * 4 + thread * 16))
-            ptx.cp_async_commit()
-            wait_all()
+                copy(sc + u32(thread * 16), ck + u64(start * 4 + thread * 16), True)
+            if not turing:
+                ptx.cp_async_commit()
+                wait_all()
             cuda.syncthreads()
 
             # S = Q . K^T, exact
             for i in range(n_s):
                 s[i] = i32(0)
             for step in range(k_steps):
-                ptx.ldmatrix(a, 0, sq + u32(q_row * d) + ((q_chunk ^ u32(2 * step)) << u32(4)))
+                ptx.ldmatrix(a, 0, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
                 for n in range(key_tiles // 2):
-                    ptx.ldmatrix(b, 0, sk + u32((n * 16 + k_row) * d) + ((k_chunk ^ u32(2 * step)) << u32(4)))
-                    mma_s(s, 8 * n, a, 0, b, 0)
-                    mma_s(s, 8 * n + 4, a, 0, b, 2)
+                    ptx.ldmatrix(b, 0, k_at + u32(n * 16 * d) + ((k_chunk ^ u32(2 * step)) << u32(4)))
+                    product(s, 8 * n, a, 0, b, 0)
+                    product(s, 8 * n + 4, a, 0, b, 2)
+            if turing:                                 # K's tile is done with: V comes in its place
+                cuda.syncthreads()
+                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), thread)
 
-            # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the block's own maximum
-            top0, top1 = i32(HIDDEN), i32(HIDDEN)
-            edge = start < whole_low or start + block_k > whole_high
-            for n in range(key_tiles):
-                ptx.load_shared_f32_v2(scales, 0, sc + u32((8 * n + 2 * (lane & 3)) * 4))
-                for e in range(2):
-                    j = start + 8 * n + 2 * (lane & 3) + e
-                    for r in range(2):
-                        query = query1 if r else query0
-                        x = ptx.mul(ptx.mul(ptx.to_float(s[4 * n + 2 * r + e]), scales[e]), cq1 if r else cq0)
-                        seen = not (edge and (j < (low1 if r else low0) or j >= (high1 if r else high0)))
-                        if softcap:
-                            x = ptx.mul(cap, tanh_exact(ptx.div(ptx.add(x, shift1 if r else shift0), cap)))
-                        if alibi:
-                            x = ptx.sub(x, ptx.mul(slope1 if r else slope0, ptx.to_float(i32(abs(query + diagonal - j)))))
-                        if mask or bias:
-                            head = head1 if r else head0
-                            seen = seen and (there1 if r else there0)
-                            if seen and mask:
-                                seen = ptx.load_global_u8(mask_at + u64(batch * strides[0] + head * strides[1] + query * strides[2]
-                                                                        + j * strides[3])) != u32(0)
-                            if seen and bias:
-                                y = ptx.load_global_f32(bias_at + u64(batch * strides[4] + head * strides[5] + query * strides[6]
-                                                                      + j * strides[7]))
-                                x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
-                        if x == NEG_INF:
-                            seen = False
-                        spoiled = seen and x != x
-                        if spoiled:
-                            seen = False
-                            if r:
-                                bad1 = i32(1)
-                            else:
-                                bad0 = i32(1)
-                        t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)) if seen else i32(HIDDEN)
-                        s[4 * n + 2 * r + e] = t
-                        if r:
-                            top1 = ptx.imax(top1, t)
-                        else:
-                            top0 = ptx.imax(top0, t)
-            top0 = ptx.imax(top0, ptx.shuffle_xor_i32(top0, u32(1)))
-            top0 = ptx.imax(top0, ptx.shuffle_xor_i32(top0, u32(2)))
-            top1 = ptx.imax(top1, ptx.shuffle_xor_i32(top1, u32(1)))
-            top1 = ptx.imax(top1, ptx.shuffle_xor_i32(top1, u32(2)))
-
-            # the block's octave, weights at that octave, and the whole octaves by which the sums so far shrink
-            octave0 = i32(MIN_OCTAVE) if top0 == HIDDEN else i32((top0 + 255) >> 8)
-            octave1 = i32(MIN_OCTAVE) if top1 == HIDDEN else i32((top1 + 255) >> 8)
-            sum0, sum1 = i32(0), i32(0)
-            for n in range(key_tiles):
-                w0, w1, w2, w3 = u32(0), u32(0), u32(0), u32(0)
-                if s[4 * n] != HIDDEN:
-                    w0 = weight(s[4 * n], octave0)
-                if s[4 * n + 1] != HIDDEN:
-                    w1 = weight(s[4 * n + 1], octave0)
-                if s[4 * n + 2] != HIDDEN:
-                    w2 = weight(s[4 * n + 2], octave1)
-                if s[4 * n + 3] != HIDDEN:
-                    w3 = weight(s[4 * n + 3], octave1)
-                sum0 = i32(sum0 + i32(w0) + i32(w1))
-                sum1 = i32(sum1 + i32(w2) + i32(w3))
-                # tiles 4 t .. 4 t + 3 fill registers (row, half): halves of a register come from tiles 2 h and 2 h + 1
-                at = (n >> 2) * 4 + ((n >> 1) & 1) * 2
-                if n & 1:
-                    p[at] |= (w0 | (w1 << u32(8))) << u32(16)
-                    p[at + 1] |= (w2 | (w3 << u32(8))) << u32(16)
-                else:
-                    p[at] = w0 | (w1 << u32(8))
-                    p[at + 1] = w2 | (w3 << u32(8))
-            sum0 = i32(sum0 + ptx.shuffle_xor_i32(sum0, u32(1)))
-            sum0 = i32(sum0 + ptx.shuffle_xor_i32(sum0, u32(2)))
-            sum1 = i32(sum1 + ptx.shuffle_xor_i32(sum1, u32(1)))
-            sum1 = i32(sum1 + ptx.shuffle_xor_i32(sum1, u32(2)))
-            new0, new1 = ptx.imax(m0, octave0), ptx.imax(m1, octave1)
-            alpha0, alpha1 = power(i32(new0 - m0)), power(i32(new1 - m1))
-            share0 = f32(0) if top0 == HIDDEN else power(i32(new0 - octave0))
-            share1 = f32(0) if top1 == HIDDEN else power(i32(new1 - octave1))
-            l0 = ptx.add(ptx.mul(l0, alpha0), ptx.mul(ptx.to_float(sum0), share0))
-            l1 = ptx.add(ptx.mul(l1, alpha1), ptx.mul(ptx.to_float(sum1), share1))
-            m0, m1 = new0, new1
-
-            # O = O * alpha + (P . V) * share: the product exact, each float operation rounded once
-            for n in range(value_tiles):
-                for i in range(4):
-                    acc[i] = i32(0)
-                for step in range(p_steps // 2):
-                    # four 8 x 16-byte matrices: 8 channels, 64 keys
-                    ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * block_k)
-                                 + ((u32((4 * step + (lane >> 3)) ^ (lane & 7))) << u32(4)))
-                    mma_p(acc, 0, p, 8 * step, b, 0)
-                    mma_p(acc, 0, p, 8 * step + 4, b, 2)
-                for e in range(2):
-                    o[4 * n + e] = ptx.add(ptx.mul(o[4 * n + e], alpha0), ptx.mul(ptx.to_float(acc[e]), share0))
-                    o[4 * n + 2 + e] = ptx.add(ptx.mul(o[4 * n + 2 + e], alpha1), ptx.mul(ptx.to_float(acc[2 + e]), share1))
+            log2_scores(s, top, i32(start + 2 * (lane & 3)), sc + u32(8 * (lane & 3)), cq, low, high, query, head, slope, shift,
+                        cap, (batch, diagonal), mask_at, bias_at, strides)
+            weigh(s, p, top, m, l, alpha, share)
+            if turing:
+                cuda.syncthreads()
+            if wide:
+                add_floats(o, s, alpha, share, sv, v, start, keys, channels, thread)
+            else:
+                add_bytes(o, p, alpha, share, sv, lane)
             cuda.syncthreads()
-            tile += 1
+            tile = i32(tile + 1)
 
-        bad0 = ptx.imax(bad0, ptx.shuffle_xor_i32(bad0, u32(1)))
-        bad0 = ptx.imax(bad0, ptx.shuffle_xor_i32(bad0, u32(2)))
-        bad1 = ptx.imax(bad1, ptx.shuffle_xor_i32(bad1, u32(1)))
-        bad1 = ptx.imax(bad1, ptx.shuffle_xor_i32(bad1, u32(2)))
-        if bad0:
-            l0 = f32(np.nan)
-        if bad1:
-            l1 = f32(np.nan)
-        if lane & 3 == 0:
-            if there0:
-                ptx.store_global(m_out + at0, u32(m0))
-                ptx.store_global_f32(l_out + at0, l0)
-            if there1:
-                ptx.store_global(m_out + at1, u32(m1))
-                ptx.store_global_f32(l_out + at1, l1)
-        r0, r1 = ptx.rcp(l0), ptx.rcp(l1)
-        for n in range(value_tiles):
-            for e in range(2):
-                c = 8 * n + 2 * (lane & 3) + e
-                if c < channels:
-                    scale = ptx.load_global_f32(v_scale + u64(c * 4))
-                    if there0:
-                        x = f32(0) if l0 == f32(0) else ptx.mul(ptx.mul(o[4 * n + e], r0), scale)
-                        ptx.store_global_f32(out + at0 * u64(channels) + u64(c * 4), x)
-                    if there1:
-                        x = f32(0) if l1 == f32(0) else ptx.mul(ptx.mul(o[4 * n + 2 + e], r1), scale)
-                        ptx.store_global_f32(out + at1 * u64(channels) + u64(c * 4), x)
+        v_scale = v_scale + u64(kv) * u64(channels * 4)
+        for r in range(2):
+            row = i32(first + warp * 16 + (lane >> 2) + 8 * r)
+            if row < rows:
+                row_at = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r])))
+                if lane & 3 == 0:
+                    ptx.store_global(m_out + row_at * u64(4), u32(m[r]))
+                    ptx.store_global_f32(l_out + row_at * u64(4), l[r])
+                inverse = ptx.rcp(l[r])
+                for n in range(value_tiles):
+                    for e in range(2):
+                        c = 8 * n + 2 * (lane & 3) + e
+                        if c < channels:
+                            scale = ptx.load_global_f32(v_scale + u64(c * 4))
+                            x = f32(0) if l[r] == f32(0) else ptx.mul(ptx.mul(o[4 * n + 2 * r + e], inverse), scale)
+                            ptx.store_global_f32(out + (row_at * u64(channels) + u64(c)) * u64(4), x)
 
-    return Source(flash, SIGNATURE, threads, q_size + k_size + v_size + block_k * 4)
+    return Source(flash, SIGNATURE, threads, scales_at + block_k * 4)

@@ -28,6 +28,24 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
 
 
 @functools.cache
+def make_copy(asynchronous: bool) -> Any:
+    """copy(place, address, there): 16 bytes from global to shared memory, zeros if not `there`; cp.async, or at once."""
+    @device_function
+    def copy_later(place, address, there):
+        ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+
+    @device_function
+    def copy_now(place, address, there):
+        four = cuda.local.array(4, u32)
+        for n in range(4):
+            four[n] = u32(0)
+        if there:
+            ptx.load_global_v4(four, 0, address)
+        ptx.store_shared_v4(place, four, 0)
+    return copy_later if asynchronous else copy_now
+
+
+@functools.cache
 def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool = True) -> Any:
     """Copy a tile from global to shared memory in pieces of 16 bytes, zeros beyond the limits.
 
@@ -39,27 +57,31 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
     shift, xor = swizzle_of(row_bytes)
     turns = (pieces + threads - 1) // threads
     even = pieces % threads == 0
+    copy = make_copy(asynchronous)
+    step = threads // chunks                           # rows per turn, where a thread stays in one column
 
     @device_function
     def load_tile(to, source, stride, rows_left, bytes_left, thread):
-        four = cuda.local.array(4, u32)
         for i in range(turns):
-            piece = thread + i * threads
-            r = piece // chunks
-            c = piece - r * chunks
+            piece = i32(thread + i * threads)
+            r = i32(piece // chunks)
+            c = i32(piece - r * chunks)
             if even or piece < pieces:
-                place = to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
-                there = r < rows_left and (c << 4) < bytes_left
-                address = source + u64(r) * u64(stride) + u64(c << 4)
-                if asynchronous:
-                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
-                else:
-                    for n in range(4):
-                        four[n] = u32(0)
-                    if there:
-                        ptx.load_global_v4(four, 0, address)
-                    ptx.store_shared_v4(place, four, 0)
-    return load_tile
+                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), source + u64(r) * u64(stride) + u64(c << 4),
+                     r < rows_left and (c << 4) < bytes_left)
+
+    @device_function
+    def load_tile_by_steps(to, source, stride, rows_left, bytes_left, thread):
+        r = i32(thread // chunks)
+        c = i32(thread - r * chunks)
+        place = to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
+        address = source + u64(r) * u64(stride) + u64(c << 4)
+        left = i32(rows_left - r) if (c << 4) < bytes_left else i32(0)
+        for i in range(turns):
+            copy(place + u32(i * step * row_bytes), address, i32(i * step) < left)
+            address += u64(step) * u64(stride)
+    # whole swizzles per turn: the column, and its place, are the thread's own in every turn
+    return load_tile_by_steps if even and threads % chunks == 0 and step % (8 << shift) == 0 else load_tile
 
 
 @functools.cache
@@ -74,29 +96,21 @@ def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchro
     shift, xor = swizzle_of(row_bytes)
     turns = (pieces + threads - 1) // threads
     even = pieces % threads == 0
+    copy = make_copy(asynchronous)
 
     @device_function
     def load_rows(to, source, stride_head, stride_query, first, rows_total, bytes_left, thread):
-        four = cuda.local.array(4, u32)
         for i in range(turns):
-            piece = thread + i * threads
-            r = piece // chunks
-            c = piece - r * chunks
+            piece = i32(thread + i * threads)
+            r = i32(piece // chunks)
+            c = i32(piece - r * chunks)
             if even or piece < pieces:
-                place = to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
-                row = first + r
-                there = row < rows_total and (c << 4) < bytes_left
-                query = row // group
-                head = row - query * group
-                address = source + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4)
-                if asynchronous:
-                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
-                else:
-                    for n in range(4):
-                        four[n] = u32(0)
-                    if there:
-                        ptx.load_global_v4(four, 0, address)
-                    ptx.store_shared_v4(place, four, 0)
+                row = i32(first + r)
+                query = i32(row // group)
+                head = i32(row - query * group)
+                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)),
+                     source + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4),
+                     row < rows_total and (c << 4) < bytes_left)
     return load_rows
 
 
@@ -112,13 +126,13 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
     def store_rows(source, to, stride_head, stride_query, first, rows_total, bytes_left, lane):
         four = cuda.local.array(4, u32)
         for i in range(turns):
-            piece = lane + i * 32
-            r = piece // chunks
-            c = piece - r * chunks
-            row = first + r
+            piece = i32(lane + i * 32)
+            r = i32(piece // chunks)
+            c = i32(piece - r * chunks)
+            row = i32(first + r)
             if piece < pieces and row < rows_total and (c << 4) < bytes_left:
-                query = row // group
-                head = row - query * group
+                query = i32(row // group)
+                head = i32(row - query * group)
                 ptx.load_shared_v4(four, 0, source + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)))
                 ptx.store_global_v4(to + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4), four, 0)
     return store_rows

@@ -1,0 +1,168 @@
+"""The softmax of the integer pipeline on a fragment of scores: what the INT8 kernels do between their two products.
+
+A thread holds two rows of the scores, 8 keys apart in tiles: element 4 n + 2 r + e is key 8 n + 2 (lane % 4) + e of row r. Only
+exactly rounded float operations are used, each named with its rounding so that nothing is contracted: the bits are those of
+`reference.integer_model`. Selections instead of branches keep a warp together.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from .. import ptx
+from .._target import cuda, device_function, types
+from .pieces import NEG_INF, tanh_exact
+
+i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
+HIDDEN, SPOILED = -(1 << 31), (1 << 31) - 1       # t of a hidden key, and of a score that is no number: beyond every other
+MIN_OCTAVE, T_LIMIT = fx.MIN_OCTAVE, f32(fx.T_LIMIT)
+P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
+Q_A, Q_B, ONE_Q16 = int(fx.Q_A), int(fx.Q_B), int(fx.ONE_Q16)
+LOG2E_Q8 = f32(fx.LOG2E_Q8)
+
+
+@device_function
+def distance(t, octave):
+    """Q8.8 distance of a score below its octave, at most 65535."""
+    return ptx.umin(u32((octave << 8) - t), u32(65535))
+
+
+@device_function
+def weight_p8(t, octave):
+    """P8 weight round(255 * 2**((t - 256 * octave) / 256)) of a Q8.8 score: `fixedpoint.exp2_p8` in 32-bit arithmetic."""
+    y = distance(t, octave)
+    f = (y << u32(8)) & u32(0xFFFF)
+    g = (f * u32(P_B)) >> u32(16)
+    h = (f * (u32(P_A) - g)) >> u32(16)
+    e = ptx.umin(y >> u32(8), u32(15))
+    w = u32(((((u32(P_WIDE) - h) & u32(0xFFFF)) >> e) + u32(128)) >> u32(8))
+    return u32(0) if t == HIDDEN else w
+
+
+@device_function
+def weight_q16(t, octave):
+    """The same in Q16.16 without the rounding to a byte: `fixedpoint.exp2_quadratic`."""
+    y = distance(t, octave)
+    f = (y & u32(255)) << u32(8)
+    g = u32(f * u32(Q_B)) >> u32(16)
+    h = u32(f * u32(u32(Q_A) - g)) >> u32(16)
+    w = u32(u32(u32(ONE_Q16) - h) >> ptx.umin(y >> u32(8), u32(31)))
+    return u32(0) if t == HIDDEN else w
+
+
+@device_function
+def power(n):
+    """2**-min(n, 126) for n >= 0, made of exponent bits."""
+    return ptx.from_bits((u32(127) - ptx.umin(u32(n), u32(126))) << u32(23))
+
+
+@device_function
+def quad_imax(x):
+    """Largest over the four lanes that hold one row."""
+    x = ptx.imax(x, ptx.shuffle_xor_i32(x, u32(1)))
+    return ptx.imax(x, ptx.shuffle_xor_i32(x, u32(2)))
+
+
+@device_function
+def quad_isum(x):
+    x = i32(x + ptx.shuffle_xor_i32(x, u32(1)))
+    return i32(x + ptx.shuffle_xor_i32(x, u32(2)))
+
+
+def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
+    """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
+
+    log2_scores(s, top, first, scales_at, cq, low, high, query, head, slope, shift, cap, place, mask_at, bias_at, strides):
+    `s` becomes t, `top` the largest of each row. `first` is the key of the thread's first element, `scales_at` the shared address of its ck, `place` = (batch, diagonal). A row that does not exist has `high` 0.
+    """
+    general, n_s = softcap or alibi or bias, 4 * key_tiles
+    options = general or mask          # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
+
+    @device_function
+    def log2_scores(s, top, first, scales_at, cq, low, high, query, head, slope, shift, cap, place, mask_at, bias_at, strides):
+        batch, diagonal = place
+        scales, done = cuda.local.array(2, f32), cuda.local.array(4, i32)
+        start, stop = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        for r in range(2):
+            top[r], start[r], stop[r] = i32(HIDDEN), i32(low[r] - first), i32(high[r] - first)
+        for n in range(key_tiles):
+            at = 0 if options else 4 * n
+            ptx.load_shared_f32_v2(scales, 0, scales_at + u32(32 * n))
+            for e in range(2):
+                ahead = i32(8 * n + e)
+                for r in range(2):
+                    x = ptx.mul(ptx.mul(ptx.to_float(s[at + 2 * r + e]), scales[e]), cq[r])
+                    seen = (ahead >= start[r]) & (ahead < stop[r])
+                    number = x == x
+                    j = i32(first + ahead)
+                    if general:                      # beyond the limit nothing changes, but infinities would make NaN
+                        x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
+                    if softcap:
+                        x = ptx.mul(cap, tanh_exact(ptx.div(ptx.add(x, shift[r]), cap)))
+                    if alibi:
+                        x = ptx.sub(x, ptx.mul(slope[r], ptx.to_float(i32(abs(query[r] + diagonal - j)))))
+                    if mask and seen:
+                        seen = ptx.load_global_u8(mask_at + u64(batch * strides[0] + head[r] * strides[1] + query[r] * strides[2]
+                                                                + j * strides[3])) != u32(0)
+                    if bias and seen:
+                        y = ptx.load_global_f32(bias_at + u64(batch * strides[4] + head[r] * strides[5] + query[r] * strides[6]
+                                                              + j * strides[7]))
+                        x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
+                        seen = y != NEG_INF
+                    t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
+                    t = t if number & (x == x) else i32(SPOILED)
+                    t = t if seen else i32(HIDDEN)
+                    s[at + 2 * r + e] = t
+                    top[r] = ptx.imax(top[r], t)
+            if options:
+                for i in range(4):
+                    done[i] = s[i]
+                for i in range(n_s - 4):
+                    s[i] = s[i + 4]
+                for i in range(4):
+                    s[n_s - 4 + i] = done[i]
+        for r in range(2):
+            top[r] = quad_imax(top[r])
+    return log2_scores
+
+
+def make_weigh(key_tiles: int, wide: bool) -> Any:
+    """weigh(s, p, top, m, l, alpha, share): weights of one key block, and what it does to the running sum.
+
+    `p` takes four bytes per register as A operands of k32 products (4 registers per 32 keys: tiles 2 h and 2 h + 1 fill one
+    register of each row), or with `wide` nothing, and `s` takes the Q16.16 weights. `alpha` is the factor for the sums so far,
+    `share` that of this block: both whole octaves. A sum that has seen what is no number is NaN, and stays it.
+    """
+    unit, weight = f32(1 / ONE_Q16), weight_q16 if wide else weight_p8
+
+    @device_function
+    def weigh(s, p, top, m, l, alpha, share):
+        octave, total = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        for r in range(2):
+            octave[r] = i32(MIN_OCTAVE) if top[r] == HIDDEN else i32((top[r] + 255) >> 8)
+            total[r] = i32(0)
+        for n in range(key_tiles):
+            for r in range(2):
+                w0, w1 = weight(s[4 * n + 2 * r], octave[r]), weight(s[4 * n + 2 * r + 1], octave[r])
+                if wide:
+                    s[4 * n + 2 * r], s[4 * n + 2 * r + 1] = i32(w0), i32(w1)
+                else:
+                    at = (n >> 2) * 4 + ((n >> 1) & 1) * 2 + r
+                    pair = w0 | (w1 << u32(8))
+                    if n & 1:
+                        p[at] |= pair << u32(16)
+                    else:
+                        p[at] = pair
+                total[r] = i32(total[r] + i32(w0) + i32(w1))
+        for r in range(2):
+            new = ptx.imax(m[r], octave[r])
+            alpha[r] = power(i32(new - m[r]))
+            share[r] = f32(0) if top[r] == HIDDEN else power(i32(new - octave[r]))
+            x = ptx.to_float(quad_isum(total[r]))
+            if wide:
+                x = ptx.mul(x, unit)
+            l[r] = f32(np.nan) if top[r] == SPOILED else ptx.add(ptx.mul(l[r], alpha[r]), ptx.mul(x, share[r]))
+            m[r] = new
+    return weigh
