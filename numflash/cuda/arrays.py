@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Remote:
     stream: int
 
 
-def take(name: str, x: Any) -> Remote:
+def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
     """Describe a device array; raises for a library or dtype that is not served."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -45,7 +45,8 @@ def take(name: str, x: Any) -> Remote:
 
         def empty(shape: tuple[int, ...], wanted: str) -> Any:
             return torch.empty(shape, dtype=getattr(torch, wanted), device=x.device)
-        return _remote(name, x.data_ptr(), tuple(x.shape), strides, dtype, empty, torch.cuda.current_stream(x.device).cuda_stream)
+        return _remote(name, dtypes, x.data_ptr(), tuple(x.shape), strides, dtype, empty,
+                       torch.cuda.current_stream(x.device).cuda_stream)
     if not on_device(x):
         raise ArgumentTypeError(f"{name}: got {type(x).__name__} in host memory; allowed: device arrays, as the query is one")
     described = x.__cuda_array_interface__
@@ -53,18 +54,19 @@ def take(name: str, x: Any) -> Remote:
     shape = tuple(described["shape"])
     strides = described.get("strides") or tuple(int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1])
     if cupy is not None and isinstance(x, cupy.ndarray):
-        return _remote(name, described["data"][0], shape, strides, dtype.name, lambda s, d: cupy.empty(s, d),
+        return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, lambda s, d: cupy.empty(s, d),
                        cupy.cuda.get_current_stream().ptr)
     if type(x).__module__.startswith(("numba.cuda", "numba_cuda")):
         from ._target import cuda
-        return _remote(name, described["data"][0], shape, strides, dtype.name, lambda s, d: cuda.device_array(s, d),
+        return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, lambda s, d: cuda.device_array(s, d),
                        getattr(x.stream, "handle", None) or 0 if x.stream else 0)
     raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed on a card: PyTorch tensors, CuPy and Numba arrays")
 
 
-def _remote(name: str, pointer: int, shape: tuple, strides: tuple, dtype: str, empty: Callable, stream: int) -> Remote:
-    if dtype not in DTYPES:
-        raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed on a card: {', '.join(DTYPES)}")
+def _remote(name: str, dtypes: tuple[str, ...], pointer: int, shape: tuple, strides: tuple, dtype: str, empty: Callable,
+            stream: int) -> Remote:
+    if dtype not in dtypes:
+        raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed on a card: {', '.join(dtypes)}")
     stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
     array = np.asarray(_Memory(pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str))
     return Remote(array, dtype, empty, int(stream))
@@ -80,11 +82,23 @@ def aligned(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool, precision: str | None, **options: Any) -> Any:
-    """`numflash.attention` for device arrays; masks are refused, everything small (lengths, slopes) comes from the host."""
+    """`numflash.attention` for device arrays. A mask lies on the card, bool or float32; sinks there (float32) or on the host, as
+    everything else that is small (lengths, slopes).
+    """
     from . import launch
-    taken, problem = _described(query, key, value, layout, precision, ("attn_mask", "sinks"), return_lse=return_lse, **options)
+    if options.get("attn_mask") is not None:
+        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
+    sinks = options.get("sinks")
+    if sinks is not None and on_device(sinks):
+        options["sinks"] = None
+    taken, problem = _described(query, key, value, layout, precision, (), return_lse=return_lse, **options)
     own, ndim = taken[0].dtype, taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
+    if sinks is not None and problem.sinks is None:
+        there = take("sinks", sinks, ("float32",)).array
+        if there.shape != (h,) or not there.flags.c_contiguous:
+            raise ArgumentError(f"sinks: got shape {there.shape}; allowed: contiguous (H,) = ({h},)")
+        problem = replace(problem, sinks=there)
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
     device = launch.current_device()
     out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
@@ -133,7 +147,7 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
 
 def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, refused: tuple[str, ...], **options: Any
                ) -> tuple[list[Remote], validation.Problem]:
-    """The operands as they lie on the card, and the problem; options whose arrays are large are refused."""
+    """The operands as they lie on the card, and the problem; options named in `refused` have no kernel."""
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
     own, ndim = taken[0].dtype, taken[0].array.ndim
     if layout == "blhd" and ndim != 4:

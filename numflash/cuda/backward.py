@@ -12,7 +12,7 @@ from ..interop import convert
 from ..validation import LARGEST_LSE, Problem
 from .arrays import aligned
 from .compile import ARCHITECTURES
-from .forward import LOG2E, Launch, _places, _resident, _rows, _storage, band, padded
+from .forward import LOG2E, Launch, _places, _resident, _rows, _storage, _strides, band, padded
 from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
@@ -117,11 +117,10 @@ def float32_backward(problem: Problem, grad: np.ndarray, out: np.ndarray, lse: n
                                "kernel needs")
     dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
     _, left, right = band(problem)
-    mask, bias, slopes, nothing, none = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32), (0, 0, 0, 0)
+    mask, bias, slopes, nothing = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32)
     shared = (*_places(problem, s), nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias),
               nothing if slopes is None else np.ascontiguousarray(slopes, np.float32))
-    numbers = ((*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
-               (length, s, d, dv, nh, left, right),
+    numbers = ((*_strides(mask), *_strides(bias)), (length, s, d, dv, nh, left, right),
                tuple(np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)))
     constants = {"d": padded(d), "dv": padded(dv), "group": nh // nkv, "mask": mask is not None, "bias": bias is not None,
                  "softcap": bool(problem.softcap), "alibi": slopes is not None}
@@ -168,7 +167,7 @@ def float_backward(problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.
         mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
     stored = np.zeros(1, np.uint8) if mask is None else _storage(mask)
     slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
-    places, mask_strides = _places(problem, s), (0, 0, 0, 0) if mask is None else tuple(int(n) for n in mask.strides)
+    places, mask_strides = _places(problem, s), _strides(mask)
     common = {"d": wide, "dv": dv_wide, "dtype": problem.precision, "group": nh // nkv, "band": has_band,
               "mask": "" if mask is None else "bool" if problem.bias is None else "float", "softcap": bool(problem.softcap),
               "alibi": problem.alibi_slopes is not None, "turing": arch == "sm_75"}

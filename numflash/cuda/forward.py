@@ -94,11 +94,15 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
 
 
 def _resident(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
-    return frozenset() if results is None else frozenset(id(x) for x in arrays)
+    """Ids of the arrays that lie on the card: they stand for memory that is not theirs. One that owns its memory is the host's."""
+    return frozenset() if results is None else frozenset(id(x) for x in arrays if x.base is not None)
 
 
 def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
-    """The launch of `kernels.flash_float` for a float16 or bfloat16 problem; `results` (out, lse) say that it lies on the card."""
+    """The launch of `kernels.flash_float` for a float16 or bfloat16 problem; `results` (out, lse) say that it lies on the card.
+
+    Sinks are added on the card by the kernel, else by the caller.
+    """
     from .kernels.flash_float import flash_float
     nb, nh, nkv, length, s, d, dv = problem.shape
     bits = problem.precision == "bfloat16"
@@ -111,21 +115,22 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     kind = "" if mask is None else "bool" if problem.bias is None else "float"
     if problem.bias is not None and problem.mask is not None:
         mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
-    mask_strides = (0, 0, 0, 0) if mask is None else mask.strides
-    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask)
+    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask, results)
+    sinks = np.zeros(1, np.float32) if results is None or problem.sinks is None else problem.sinks
     slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
     block_q, block_k = blocks(padded(d), padded(dv), length * group)
     constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": block_k, "dtype": problem.precision,
-                 "group": group,
-                     "band": has_band, "mask": kind, "softcap": bool(problem.softcap), "alibi": problem.alibi_slopes is not None,
-                     "transform": problem.scale <= 0, "turing": arch == "sm_75"}
-    strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + tuple(int(n) for n in mask_strides)
+                 "group": group, "band": has_band, "mask": kind, "softcap": bool(problem.softcap),
+                 "alibi": problem.alibi_slopes is not None, "sinks": results is not None and problem.sinks is not None,
+                 "transform": problem.scale <= 0, "turing": arch == "sm_75"}
+    strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + _strides(mask, results)
     # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of log2
-    args = ((q, k, v, out, lse, *_places(problem, s), stored, slopes), strides,
+    args = ((q, k, v, out, lse, *_places(problem, s), stored, slopes, sinks), strides,
             (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
             (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
     grid = (-(-length * group // block_q), nkv, nb)
-    return Launch(flash_float, constants, arch, grid, args, lambda: (out[..., :dv], lse), _resident(results, q, k, v, out, lse))
+    return Launch(flash_float, constants, arch, grid, args, lambda: (out[..., :dv], lse),
+                  _resident(results, q, k, v, out, lse, stored, sinks))
 
 
 def hopper_forward(problem: Problem, overlap: bool = True, results: Results = None) -> Launch:
@@ -177,11 +182,10 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
         capped = np.clip(shift * float(unit), -fx.T_LIMIT, fx.T_LIMIT).astype(np.float32)
     with np.errstate(over="ignore"):
         slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
-    none = (0, 0, 0, 0)
     args = ((q, k, v, out, m, l, np.ascontiguousarray(cq), key_scale, v_scale, *_places(problem, s),
              nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias), slopes, capped),
-            (*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
-            (length, s, q.shape[-1], stored, channels, nh, left, right), (np.float32(problem.softcap) * unit,))
+            (*_strides(mask), *_strides(bias)), (length, s, q.shape[-1], stored, channels, nh, left, right),
+            (np.float32(problem.softcap) * unit,))
 
     def finish() -> tuple[np.ndarray, np.ndarray]:
         return out[..., :dv], log_sum_exp(m, l, None if softcap else shift, 1 if wide else fx.P_ONE)
@@ -217,15 +221,17 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         if not all(x.flags.c_contiguous for x in (q, k, v, out)):
             raise UnsupportedError("query, key, value: not contiguous (B, H, L, D) on the card, which its float32 kernel needs")
     _, left, right = band(problem)
-    mask, bias, slopes, nothing, none = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32), (0, 0, 0, 0)
+    mask, bias, slopes, nothing = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32)
+    mask_at, bias_at = (nothing if x is None else _storage(x, results) for x in (mask, bias))
+    sinks = nothing if results is None or problem.sinks is None else problem.sinks
     constants = {"d": padded(d), "dv": padded(dv), "group": nh // nkv, "mask": mask is not None, "bias": bias is not None,
-                 "softcap": bool(problem.softcap), "alibi": slopes is not None}
-    args = ((q, k, v, out, lse, *_places(problem, s), nothing if mask is None else _storage(mask),
-             nothing if bias is None else _storage(bias), nothing if slopes is None else np.ascontiguousarray(slopes, np.float32)),
-            (*(none if mask is None else mask.strides), *(none if bias is None else bias.strides)),
-            (length, s, d, dv, nh, left, right), (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
+                 "softcap": bool(problem.softcap), "alibi": slopes is not None, "sinks": sinks is not nothing}
+    args = ((q, k, v, out, lse, *_places(problem, s), mask_at, bias_at,
+             nothing if slopes is None else np.ascontiguousarray(slopes, np.float32), sinks),
+            (*_strides(mask, results), *_strides(bias, results)), (length, s, d, dv, nh, left, right),
+            (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
     return Launch(flash_float32, constants, arch, (-(-length // WARPS), nh, nb), args, lambda: (out, lse),
-                  _resident(results, q, k, v, out, lse))
+                  _resident(results, q, k, v, out, lse, mask_at, bias_at, sinks))
 
 
 def _places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
@@ -233,10 +239,20 @@ def _places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
     return (np.clip(problem.diagonal, -NO_LIMIT, NO_LIMIT).astype(np.int32), np.minimum(problem.key_lengths, s).astype(np.int32))
 
 
-def _storage(x: np.ndarray) -> np.ndarray:
-    """The memory behind a broadcast view: the same element for every index along an axis of stride 0."""
-    index = tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)
-    return np.ascontiguousarray(x[index]).view(np.uint8)
+def _storage(x: np.ndarray, results: Results = None) -> np.ndarray:
+    """The memory behind a broadcast view: one element stands for every index along an axis of stride 0. On a card as it lies."""
+    part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
+    return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
+
+
+def _strides(x: np.ndarray | None, results: Results = None) -> tuple[int, ...]:
+    """Bytes from element to element of `_storage`, 0 along the axes where one stands for all; zeros without an array."""
+    if x is None:
+        return (0, 0, 0, 0)
+    if results is not None:
+        return x.strides
+    sizes = [1 if n == 0 else size for n, size in zip(x.strides, x.shape, strict=True)]
+    return tuple(0 if n == 0 else x.itemsize * int(np.prod(sizes[axis + 1:])) for axis, n in enumerate(x.strides))
 
 
 def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:

@@ -27,13 +27,20 @@ _CTYPES: dict[str, Any] = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "
 
 
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
-    """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card."""
+    """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card.
+
+    On sm_90a the wgmma kernel takes 16-bit problems of many queries. What it has no code for (masks, softcap, ALiBi, sinks, a scale
+    that is not positive), and grouped heads whose queries would not fill its 128 rows, go to the sm_80 kernel, built for sm_90a.
+    """
     if problem.precision == "int8":
         return int8_forward(problem, arch)
     if problem.precision == "float32":
         return float32_forward(problem, arch, results)
-    general = problem.mask is not None or problem.bias is not None or problem.alibi_slopes is not None or problem.softcap != 0
-    if general or problem.scale <= 0 or arch != "sm_90a":
+    given = (problem.mask, problem.bias, problem.alibi_slopes, problem.sinks if results is not None else None)
+    general = any(x is not None for x in given) or problem.softcap != 0 or problem.scale <= 0
+    _, nh, nkv, length, *_ = problem.shape
+    few = nh > nkv and length <= 64                    # packed, the heads of a group share one tile
+    if arch != "sm_90a" or general or few:
         return float_forward(problem, arch, results)
     return hopper_forward(problem, results=results)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numflash import validation
-from numflash.cuda import forward
+from numflash.cuda import forward, launch
 from numflash.errors import UnsupportedError
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -105,6 +105,27 @@ def test_masks():
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, :1])
     bias = np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(np.float32)
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=bias)
+
+
+def test_a_mask_that_is_part_of_a_larger_one():
+    """Only the part is copied, so its strides are not those of the caller's array."""
+    seen = np.random.default_rng(4).random((1, 3, 80, 120)) > 0.5
+    check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, 1:2, ::2, 5:55])
+    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, :2, 3:43, 5:105:2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sinks_join_on_the_card(dtype):
+    """With results given, as for arrays on a card, the kernel adds the sinks itself; a row that sees nothing has the sink's LSE."""
+    q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=40, s=70, d=64))
+    sinks = np.array([-3.0, 0.5, 4.0, 60.0], np.float32)
+    options = {"sinks": sinks, "window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([30])}
+    results = np.zeros((1, 4, 40, 64), dtype), np.zeros((1, 4, 40), np.float32)
+    launched = launch.plan(problem_of(q, k, v, **options), "sm_80", results)
+    out, lse, _ = forward.emulated(launched)
+    expected, expected_lse = oracles.naive(q, k, v, **options)
+    assert launched.constants["sinks"] and (expected[0, 0, :10] == 0).all()
+    assert np.allclose(out, expected, atol=2e-3 if dtype == "float16" else 3e-6) and np.allclose(lse, expected_lse, atol=3e-5)
 
 
 def test_huge_scores_and_hidden_nonfinite():

@@ -62,13 +62,33 @@ def test_one_key():
     check({"b": 1, "h": 1, "l": 1, "s": 1, "d": 64})
 
 
+def zeros(shape=(1, 1, 1, 4, 4), **options):
+    b, h, hkv, l, s = shape
+    q, k = np.zeros((b, h, l, 64), np.float16), np.zeros((b, hkv, s, 64), np.float16)
+    return validation.problem(q, k, k, None, 0.0, False, None, True, **{**OPTIONS, **options})
+
+
 def test_plan_chooses_the_kernel():
-    q = np.zeros((1, 1, 4, 64), np.float16)
-    plain = validation.problem(q, q, q, None, 0.0, False, None, False, **OPTIONS)
-    capped = validation.problem(q, q, q, None, 0.0, False, None, False, **{**OPTIONS, "softcap": 3.0})
-    assert launch.plan(plain, "sm_90a").factory.__name__ == "flash_hopper"
-    assert launch.plan(capped, "sm_90a").factory.__name__ == "flash_float"
-    assert launch.plan(plain, "sm_80").factory.__name__ == "flash_float"
+    kernel = lambda problem, arch="sm_90a": launch.plan(problem, arch).factory.__name__      # noqa: E731
+    assert kernel(zeros()) == kernel(zeros((1, 8, 2, 65, 65))) == "flash_hopper"
+    assert kernel(zeros(softcap=3.0)) == kernel(zeros(alibi_slopes=np.ones(1, np.float32))) == "flash_float"
+    assert kernel(zeros((1, 8, 2, 1, 65))) == "flash_float", "the four heads of a group fill a tile together"
+    assert kernel(zeros(), "sm_80") == "flash_float"
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, pytest.param({"alibi_slopes": np.array([0.5, 0.1, 1.0, 0.2], np.float32)},
+                                                                    marks=pytest.mark.slow), {"mask": True}])
+def test_what_the_sm_80_kernel_does_on_hopper(options):
+    """Built for sm_90a and run: packed heads, and options that the wgmma kernel has no code for."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=4, hkv=2, l=9, s=100, d=64))
+    seen = np.random.default_rng(1).random((9, 100)) > 0.5 if "mask" in options else None
+    options = {name: x for name, x in options.items() if name != "mask"}
+    problem = validation.problem(q, k, v, seen, 0.0, True, None, True, **{**OPTIONS, "alignment": "lower_right", **options})
+    launched = launch.plan(problem, "sm_90a")
+    assert (launched.factory.__name__, launched.arch, launched.grid) == ("flash_float", "sm_90a", (1, 2, 1))
+    out, lse, _ = forward.emulated(launched)
+    expected, expected_lse = oracles.naive(q, k, v, attn_mask=seen, is_causal=True, alignment="lower_right", **options)
+    assert np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, atol=3e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -97,7 +97,8 @@ def test_hopper(d, block_k, overlap, ping_pong):
 
 @pytest.mark.parametrize(("arch", "d", "registers", "options"), [
     ("sm_80", 64, 216, {}), ("sm_80", 128, 255, {}), ("sm_86", 64, 224, {"band": True}), ("sm_80", 64, 255, {"mask": True}),
-    ("sm_80", 64, 255, {"softcap": True, "alibi": True}), ("sm_80", 128, 255, {"bias": True}), ("sm_80", 128, 255, {"softcap": True})])
+    ("sm_80", 64, 255, {"softcap": True, "alibi": True}), ("sm_80", 128, 255, {"bias": True}),
+    ("sm_80", 128, 255, {"softcap": True})])
 def test_int8(arch, d, registers, options):
     """No fragment is ever in memory; with a bias at D = 128 four words of addresses are."""
     found = resources(flash_int8, arch, d=d, dv=d, block_q=64, **options)

@@ -26,7 +26,7 @@ from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.flash_float import flash_float
 device = launch.current_device()
 kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
-arguments = [0x700000000000] * 9 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
+arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
 grid = (16, 8, 1)
 best = 1.0
 for _ in range(20):
@@ -82,6 +82,22 @@ try:
 except numflash.errors.ArgumentTypeError as error:
     print(error)
 """
+OPTIONS = """
+import numpy as np, numflash
+from numba import cuda
+q = cuda.device_array((1, 2, 70, 64), np.float16)
+k = cuda.device_array((1, 2, 90, 64), np.float16)
+on_host = np.zeros(2, np.float32)
+for mask in (cuda.device_array((2, 70, 90), np.bool_), cuda.device_array((70, 90), np.float32)):
+    print(numflash.attention(q, k, k, attn_mask=mask, sinks=on_host).shape)
+print(numflash.attention(q, k, k, sinks=cuda.device_array(2, np.float32)).shape)
+for options in ({"attn_mask": np.ones((70, 90), bool)}, {"attn_mask": cuda.device_array((70, 90), np.float16)},
+                {"sinks": cuda.device_array(3, np.float32)}, {"attn_mask": cuda.device_array((71, 90), np.bool_)}):
+    try:
+        numflash.attention(q, k, k, **options)
+    except numflash.errors.NumflashError as error:
+        print(error)
+"""
 
 
 def test_arrays_on_the_card_are_passed_by_address(driver):
@@ -126,6 +142,14 @@ def test_the_backward_pass_is_three_launches(driver):
                         "launch grid 2 2 1 block 128 shared 49152", "launch grid 8 2 1 block 128 shared 0",
                         "launch grid 2 2 1 block 128 shared 99328", "launch grid 2 2 1 block 128 shared 98304"]
     assert lines[3] == "(2, 70, 128)"
+
+
+def test_masks_and_sinks_on_the_card(driver):
+    """Their addresses cannot be read from the host, so nothing here has tried to."""
+    lines = run(driver, OPTIONS, "90").stdout.splitlines()
+    assert lines[:3] == ["(1, 2, 70, 64)"] * 3
+    assert "attn_mask: got ndarray in host memory" in lines[3] and "attn_mask: got dtype float16" in lines[4]
+    assert "sinks: got shape (3,)" in lines[5] and "attn_mask: got shape (71, 90)" in lines[6]
 
 
 def test_l2_window(driver):

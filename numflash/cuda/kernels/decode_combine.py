@@ -10,7 +10,7 @@ from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
 from .decode_pieces import THREADS, WARPS
-from .flash_int8 import power
+from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 

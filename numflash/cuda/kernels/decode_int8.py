@@ -24,7 +24,7 @@ from .decode_pieces import (
     make_store,
     visible,
 )
-from .flash_int8 import HIDDEN, MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT, power
+from .int8_softmax import HIDDEN, MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT, power
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

@@ -13,20 +13,30 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .pieces import NEG_INF, make_load_rows, make_load_tile, make_store_rows, quad_max, quad_sum, swizzle_of, tanh_accurate
+from .pieces import (
+    NEG_INF,
+    join_sink,
+    make_load_rows,
+    make_load_tile,
+    make_store_rows,
+    quad_max,
+    quad_sum,
+    swizzle_of,
+    tanh_accurate,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LOG2E, LN2 = f32(math.log2(math.e)), f32(math.log(2))
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks
 # strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
 # sizes: queries, d, dv (bytes per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
-SIGNATURE = types.void(types.UniTuple(u64, 9), types.UniTuple(i64, 16), types.UniTuple(i32, 6), types.UniTuple(f32, 2))
+SIGNATURE = types.void(types.UniTuple(u64, 10), types.UniTuple(i64, 16), types.UniTuple(i32, 6), types.UniTuple(f32, 2))
 
 
 def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float16", group: int = 1, band: bool = False,
                 mask: str = "", softcap: bool = False, alibi: bool = False, transform: bool = False,
-                turing: bool = False) -> Source:
+                turing: bool = False, sinks: bool = False) -> Source:
     """The kernel for padded head sizes d and dv.
 
     Parameters
@@ -37,6 +47,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     mask : "", "bool" (uint8) or "float" (float32, added)
     transform : scores are scaled before the maximum is taken (implied by softcap, alibi, mask "float"; needed for scale <= 0)
     turing : sm_75
+    sinks : exp(sink) of the head joins each row's sum
     """
     _warps, threads = block_q // 16, block_q * 2
     k_steps, key_tiles, value_tiles, p_steps = d // 16, block_k // 8, dv // 8, block_k // 16
@@ -58,7 +69,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     wait_all = ptx.cp_async_wait[0]
 
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, slopes = pointers
+        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, slopes, sinks_at = pointers
         queries, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         shared = cuda.shared.array(0, u32)
@@ -245,18 +256,24 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
                 stage ^= 1
             tile += 1
 
-        # one division per row; a row that saw nothing is 0, its LSE -inf
+        # one division per row; a row that saw nothing is 0, its LSE -inf (or the sink)
+        factor = f32(1) if transform else scale
         l0, l1 = quad_sum(l0), quad_sum(l1)
-        r0 = f32(0) if l0 == f32(0) else ptx.rcp(l0)
-        r1 = f32(0) if l1 == f32(0) else ptx.rcp(l1)
-        if lane & 3 == 0:
-            factor = LN2 if transform else scale * LN2
+        x0 = NEG_INF if l0 == f32(0) else m0 * factor
+        x1 = NEG_INF if l1 == f32(0) else m1 * factor
+        r0, r1 = f32(1), f32(1)
+        if sinks:
             if row0 < rows:
-                lse = NEG_INF if l0 == f32(0) else m0 * factor + ptx.lg2(l0) * LN2
-                ptx.store_global_f32(lse_out + u64(((batch * heads + head0) * queries + query0) * 4), lse)
+                x0, l0, r0 = join_sink(x0, l0, ptx.load_global_f32(sinks_at + u64(head0 * 4)) * LOG2E)
             if row0 + 8 < rows:
-                lse = NEG_INF if l1 == f32(0) else m1 * factor + ptx.lg2(l1) * LN2
-                ptx.store_global_f32(lse_out + u64(((batch * heads + head1) * queries + query1) * 4), lse)
+                x1, l1, r1 = join_sink(x1, l1, ptx.load_global_f32(sinks_at + u64(head1 * 4)) * LOG2E)
+        r0 = f32(0) if l0 == f32(0) else r0 * ptx.rcp(l0)
+        r1 = f32(0) if l1 == f32(0) else r1 * ptx.rcp(l1)
+        if lane & 3 == 0:
+            if row0 < rows:
+                ptx.store_global_f32(lse_out + u64(((batch * heads + head0) * queries + query0) * 4), (x0 + ptx.lg2(l0)) * LN2)
+            if row0 + 8 < rows:
+                ptx.store_global_f32(lse_out + u64(((batch * heads + head1) * queries + query1) * 4), (x1 + ptx.lg2(l1)) * LN2)
         # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
         if dv > d:
             cuda.syncthreads()

@@ -8,14 +8,14 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LN2, LOG2E
-from .pieces import NEG_INF, tanh_accurate
+from .pieces import NEG_INF, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 4
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes;  strides in bytes of the mask, then of the bias
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of the mask, then of the bias
 # sizes: queries, keys, d, dv, query heads, left, right;  factors: scale * log2(e), softcap * log2(e)
-SIGNATURE = types.void(types.UniTuple(u64, 10), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2))
+SIGNATURE = types.void(types.UniTuple(u64, 11), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2))
 
 
 @device_function
@@ -26,12 +26,12 @@ def warp_sum(x):
 
 
 def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: bool = False, softcap: bool = False,
-                  alibi: bool = False) -> Source:
+                  alibi: bool = False, sinks: bool = False) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32."""
     d_parts, dv_parts = d // 32, dv // 32
 
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, bias_at, slopes = pointers
+        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, bias_at, slopes, sinks_at = pointers
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
@@ -83,7 +83,10 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
                             x = ptx.load_global_f32(v + ((kv + u64(j)) * u64(dv_left) + u64(c)) * u64(4))
                             o[i] = ptx.fma(p, x, o[i] * alpha)
                     m = top
-            share = f32(0) if l == f32(0) else ptx.rcp(l)
+            share = f32(1)
+            if sinks:
+                m, l, share = join_sink(m, l, ptx.load_global_f32(sinks_at + u64(head * 4)) * LOG2E)
+            share = f32(0) if l == f32(0) else share * ptx.rcp(l)
             for i in range(dv_parts):
                 c = lane + 32 * i
                 if c < dv_left:

@@ -44,7 +44,7 @@ def permuted_keys(keys: int) -> np.ndarray:
     return (np.arange(0, keys, 32)[:, None] + key).reshape(-1)
 
 
-def make_byte_values(dv: int, threads: int, turing: bool) -> Any:
+def make_byte_values(dv: int, turing: bool) -> Any:
     """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once."""
     value_tiles, steps = dv // 8, KEY_BLOCK // 64
     product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
@@ -56,7 +56,8 @@ def make_byte_values(dv: int, threads: int, turing: bool) -> Any:
             for i in range(4):
                 acc[i] = i32(0)
             for step in range(steps):                  # four 8 x 16-byte matrices: 8 channels, 64 keys
-                ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (u32((4 * step + (lane >> 3)) ^ (lane & 7)) << u32(4)))
+                chunk = u32((4 * step + (lane >> 3)) ^ (lane & 7))
+                ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (chunk << u32(4)))
                 product(acc, 0, p, 8 * step, b, 0)
                 product(acc, 0, p, 8 * step + 4, b, 2)
             for i in range(4):
@@ -136,7 +137,7 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
     log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, wide)
-    add_bytes, add_floats = make_byte_values(dv, threads, turing), make_float_values(dv, threads)
+    add_bytes, add_floats = make_byte_values(dv, turing), make_float_values(dv, threads)
 
     def flash(pointers, strides, sizes, factors):
         q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
@@ -164,8 +165,8 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
             tiles = i32(min(tiles, (max(last + right + 1, 0) + block_k - 1) // block_k))
 
         # the two rows of this thread, 8 apart; one that does not exist sees nothing
-        query, head, low, high = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        m, top = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        query, head, m = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
+        low, high, top = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
         cq, slope, shift = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):

@@ -75,7 +75,8 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
 
     log2_scores(s, top, first, scales_at, cq, low, high, query, head, slope, shift, cap, place, mask_at, bias_at, strides):
-    `s` becomes t, `top` the largest of each row. `first` is the key of the thread's first element, `scales_at` the shared address of its ck, `place` = (batch, diagonal). A row that does not exist has `high` 0.
+    `s` becomes t, `top` the largest of each row. `first` is the key of the thread's first element, `scales_at` the shared
+    address of its ck, `place` = (batch, diagonal). A row that does not exist has `high` 0.
     """
     general, n_s = softcap or alibi or bias, 4 * key_tiles
     options = general or mask          # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed

@@ -152,6 +152,14 @@ def quad_sum(x):
 
 
 @device_function
+def join_sink(x, l, sink):
+    """A row's maximum x and sum l (both in units of log2) with one more key of this score: both anew, and what the output takes."""
+    top = ptx.fmax(x, sink)
+    alpha = ptx.ex2(x - top)
+    return top, l * alpha + ptx.ex2(sink - top), alpha
+
+
+@device_function
 def tanh_accurate(x):
     """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
     return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * math.log2(math.e))))
