@@ -101,9 +101,9 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     key_lengths : (B,) integers
         Valid keys of each batch entry; the rest is padding.
     softcap : float
-        Scores become softcap * tanh(score / softcap), before masks; 0 is none.
+        Scores become softcap * tanh(score / softcap), before masks; 0 is none. At most 1e4 with "int8".
     alibi_slopes : (H,) or (B, H)
-        Adds -slope * |distance to the diagonal|.
+        Adds -slope * |distance to the diagonal|; magnitudes up to 1e20.
     sinks : (H,)
         One extra score per head that takes part in the denominator only.
     precision : "float32", "bfloat16", "float16" or "int8"

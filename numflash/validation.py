@@ -73,6 +73,7 @@ class Problem:
 
 
 # ---- builders ------------------------------------------------------------------------------------------------------------------
+LARGEST_PER_HEAD, LARGEST_INT8_CAP = 1e20, 1e4
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 PV = ("int8", "fp32")
 LAYOUTS = ("bhld", "blhd")
@@ -141,14 +142,14 @@ def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], ena
 
 
 def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
-    """A finite float32 array of one of the allowed shapes."""
+    """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes out of float32."""
     array = widen(import_array(name, x).array)
     if array.dtype.kind not in "fiu":
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
     if array.shape not in allowed:
         raise ArgumentError(f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}")
-    if not np.isfinite(array).all():
-        raise ArgumentError(f"{name}: got NaN or infinity; allowed: finite numbers")
+    if not (np.abs(array) <= LARGEST_PER_HEAD).all():                      # false for NaN
+        raise ArgumentError(f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it")
     return array.astype(np.float32)
 
 
@@ -207,6 +208,9 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
              return_lse: bool = False) -> Problem:
     """The Problem of 4-D operands whose shapes are checked; every other argument is checked here."""
     (b, h, l, d), s = query.shape, key.shape[2]
+    if precision == "int8" and real("softcap", softcap, 0.0) > LARGEST_INT8_CAP:
+        raise ArgumentError(f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
+                            "the rounding of its tanh would show")
     choice("alignment", alignment, ALIGNMENTS)
     if pv is not None:
         choice("pv", pv, PV)
