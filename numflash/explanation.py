@@ -8,7 +8,7 @@ import numpy as np
 
 from . import validation
 from .cpu import target
-from .tiling import TILINGS, Caches, Tiling
+from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
@@ -94,13 +94,18 @@ def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str
     key = query if key is None else operand(key)
     value = key if value is None else operand(value)
     problem = validation.problem(query, key, value, convert_operands=False, **options)
-    isa = "portable" if impl == "portable" else target.available()[0]
-    tiling = select(isa, problem.precision)
     b, h, hkv, length, s, d, dv = problem.shape
+    if impl in ("cuda", "cuda-emulator"):
+        from .cuda.launch import EMULATED_ARCH, current_device
+        isa = current_device().arch if impl == "cuda" else EMULATED_ARCH
+        tiling = cuda_tiling(isa, problem.precision + ("-fp32" if problem.pv == "fp32" else ""), d, dv)
+    else:
+        isa = "portable" if impl == "portable" else target.available()[0]
+        tiling = select(isa, problem.precision)
     visible = visible_share(problem)
     size = BYTES[problem.precision]
     return Explanation(
-        shape=problem.shape, precision=problem.precision, isa=isa, tiling=tiling, caches=Caches.of_this_machine(), visible=visible,
+        shape=problem.shape, precision=problem.precision, isa=isa, tiling=tiling, caches=tiling.caches(isa), visible=visible,
         operations=round(2 * b * h * length * s * (d + dv) * visible), scores_bytes=4 * b * h * length * s,
         traffic=size * (b * h * length * d + b * hkv * s * (d + dv)) + 4 * b * h * length * dv)
 

@@ -15,10 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 
 KEY_BLOCK = 128          # keys whose weights share one octave: the same on every device
 MAX_HEAD_DIM = 512
+CUDA_HEAD_DIMS, SWIZZLED_HEAD_DIMS = (32, 64, 96, 128, 256), (64, 128, 256)        # the second: rows of whole swizzles
+CUDA_WIDE = 128          # head sizes beyond have tilings of their own, named "-wide"
+# shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of each SM is the system's)
+SHARED_MEMORY = {arch: kib << 10 for arch, kib in (("sm_75", 64), ("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90a", 227),
+                                                   ("sm_100", 227), ("sm_120", 99))}
 
 _SIZES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
 
@@ -50,7 +55,11 @@ class Tiling:
     mr, nv, lanes : register block: mr rows x nv vectors of `lanes` 32-bit accumulators
     block_q : query rows per tile, a multiple of mr
     key_block : keys per tile, a multiple of nv * lanes
-    buffers : what the inner loop touches, for the working set
+    buffers : what the inner loop touches, for the working set; on CUDA the shared memory of a block
+
+    head_dims, value_dims : what d and dv are rounded up to; all sizes if empty, and for dv d's if only that is
+
+    On CUDA the register block is a warp's (sm_90a: a warpgroup's) tile of scores: mr rows of nv products of 8 keys.
     """
 
     name: str
@@ -64,6 +73,8 @@ class Tiling:
     key_block: int
     buffers: tuple[Buffer, ...]
     source: str = ""
+    head_dims: tuple[int, ...] = ()
+    value_dims: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("mr", "nv", "lanes", "block_q", "key_block"):
@@ -80,19 +91,32 @@ class Tiling:
 
     def sizes(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
         """What a buffer's rows and columns may be named by."""
-        return {"block_q": self.block_q, "key_block": self.key_block, "lanes": self.lanes, "d": head_dim,
-                "dv": value_dim or head_dim}
+        d, dv = head_dim, value_dim or head_dim
+        if self.head_dims:
+            d, dv = padded(d, self.head_dims), padded(dv, self.value_dims or self.head_dims)
+        return {"block_q": self.block_q, "key_block": self.key_block, "lanes": self.lanes, "d": d, "dv": dv, "widest": max(d, dv)}
 
     def working_set(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
         """Bytes of each buffer of the inner loop, by name."""
         sizes = self.sizes(head_dim, value_dim)
         return {b.name: b.nbytes(sizes) for b in self.buffers}
 
+    def caches(self, arch: str | None = None) -> Caches:
+        """Where the working set has to fit: this machine's caches, or the shared memory of a block on an architecture."""
+        if self.device == "cpu":
+            return Caches.of_this_machine()
+        names = ("the shared memory of a block", "L2", "L3")
+        return Caches(SHARED_MEMORY[arch or self.isa], 0, 0, 128, "table: CUDA C++ guide", names=names)
+
     def explain(self, head_dim: int, value_dim: int | None = None, caches: Caches | None = None) -> str:
         """The tiling in words and bytes: each buffer, the sum, and the caches it fits."""
-        caches, sizes = caches or Caches.of_this_machine(), self.sizes(head_dim, value_dim)
-        lines = [f"{self.name}: {self.dtype} on {self.isa}, head_dim {head_dim}",
-                 f"  register tile {self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators",
+        caches, sizes = caches or self.caches(), self.sizes(head_dim, value_dim)
+        tile = f"{self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators"
+        if self.device == "cuda":
+            owner, threads = ("warpgroup", 128) if self.mr == 64 else ("warp", 32)
+            scores = self.mr * self.nv * self.lanes
+            tile = f"{self.mr} x {self.nv * self.lanes} scores per {owner}: {max(1, scores // threads)} of each thread"
+        lines = [f"{self.name}: {self.dtype} on {self.isa}, head_dim {head_dim}", f"  register tile {tile}",
                  f"  blocks: {self.block_q} query rows x {self.key_block} keys"]
         total = 0
         for b in self.buffers:
@@ -119,9 +143,10 @@ class Caches:
     line: int
     source: str
     l2_cores: int = 1
+    names: tuple[str, str, str] = ("L1", "L2", "L3")
 
     def levels(self) -> Iterator[tuple[str, int]]:
-        return ((n, s) for n, s in (("L1", self.l1), ("L2", self.l2), ("L3", self.l3)) if s)
+        return ((n, s) for n, s in zip(self.names, (self.l1, self.l2, self.l3), strict=True) if s)
 
     @classmethod
     def of_this_machine(cls) -> Caches:
@@ -178,6 +203,28 @@ def _arm(cpu: str, isa: str, lanes: int) -> Tiling:
     return Tiling(f"{cpu}-int8", "cpu", isa, "int8", 6, 4, lanes, 24, KEY_BLOCK, _int8_buffers("int16", "uint8"))
 
 
+def _cuda_float(arch: str, dtype: str, key_block: int, wide: str = "") -> Tiling:
+    """FlashAttention-2: four warps of 16 rows; the output leaves through Q's place. Two stages by cp.async, one on sm_75."""
+    stages = 1 if arch == "sm_75" else 2
+    return Tiling(f"{arch}-{dtype}{wide}", "cuda", arch, dtype, 16, key_block // 8, 8, 64, key_block, (
+        Buffer("Q, then O", "block_q", "widest", dtype), Buffer("K tile", "key_block", "d", dtype, stages),
+        Buffer("V tile", "key_block", "dv", dtype, stages)), head_dims=CUDA_HEAD_DIMS)
+
+
+def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
+    """FlashAttention-3: two warpgroups of 64 rows, a ring of two stages by TMA; head sizes are multiples of 64."""
+    return Tiling(f"sm_90a-{dtype}{wide}", "cuda", "sm_90a", dtype, 64, key_block // 8, 8, 128, key_block, (
+        Buffer("Q, then O", "block_q", "widest", dtype), Buffer("K tile", "key_block", "d", dtype, 2),
+        Buffer("V tile", "key_block", "dv", dtype, 2), Buffer("barriers, alignment", 1, 2048, "int8")),
+        head_dims=SWIZZLED_HEAD_DIMS)
+
+
+def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], name: str = "") -> Tiling:
+    return Tiling(f"{arch}-int8{name}", "cuda", arch, "int8", 16, KEY_BLOCK // 8, 8, 64, KEY_BLOCK, (
+        Buffer("Q tile", "block_q", "d", "int8"), *buffers, Buffer("scales of K", "key_block", 1, "float32")),
+        head_dims=SWIZZLED_HEAD_DIMS, value_dims=CUDA_HEAD_DIMS)
+
+
 _DOCUMENT = "Fused FlashAttention V2, Tile Sizes (L1D Optimized)"
 
 TILINGS = {t.name: t for t in (
@@ -201,7 +248,25 @@ TILINGS = {t.name: t for t in (
     Tiling("a64fx-unfused-48x128", "cpu", "sve", "int8", 6, 4, 16, 48, 128, (
         Buffer("Q tile", "block_q", "d", "int8"), Buffer("K tile", "key_block", "d", "int8"),
         Buffer("S tile", "block_q", "key_block", "int32", 2)), "INT8 GEMM + FlashAttention status, Working Set Analysis"),
+    _cuda_float("sm_75", "float16", 64), _cuda_float("sm_75", "float16", 32, "-wide"),
+    _cuda_float("sm_80", "float16", 64), _cuda_float("sm_80", "float16", 32, "-wide"),
+    _cuda_float("sm_80", "bfloat16", 64), _cuda_float("sm_80", "bfloat16", 32, "-wide"),
+    _hopper("float16", 128), _hopper("float16", 64, "-wide"), _hopper("bfloat16", 128), _hopper("bfloat16", 64, "-wide"),
+    _cuda_int8("sm_75", (Buffer("K, then V", "key_block", "widest", "int8"),)),
+    _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V block", "key_block", "dv", "int8"))),
+    _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V part", 32, "dv", "float32"),
+                         Buffer("padding of V", 32, 4, "float32")), "-fp32"),
+    Tiling("sm_80-float32", "cuda", "sm_80", "float32", 1, 1, 1, 4, 1, (), "a warp per row, all in registers",
+           head_dims=CUDA_HEAD_DIMS),
 )}
+
+
+def padded(n: int, sizes: tuple[int, ...]) -> int:
+    """The smallest of the sizes that holds n."""
+    for size in sizes:
+        if n <= size:
+            return size
+    raise UnsupportedError(f"head_dim: got {n}; the CUDA kernels take 1 to {sizes[-1]}")
 
 
 def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
@@ -225,3 +290,10 @@ def split_count(units: int, blocks: int, workers: int) -> int:
             waves = units * n / workers
             fill[n] = waves / -(-units * n // workers)
     return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
+
+
+def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
+    """The tiling of the CUDA kernels: sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers."""
+    family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
+    wide = "-wide" if max(head_dim, value_dim or 0) > CUDA_WIDE and f"{family}-{dtype}-wide" in TILINGS else ""
+    return tiling(family, dtype + wide)

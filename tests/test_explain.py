@@ -47,3 +47,11 @@ def test_bad_arguments():
         numflash.explain((1, 1, 4, 4), window=(-1, 0))
     with pytest.raises(ArgumentError, match="impl"):
         numflash.explain((1, 1, 4, 4), impl="tpu")
+
+
+def test_cuda_kernels_are_explained_by_their_shared_memory():
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    e = numflash.explain((1, 2, 4096, 128), precision="float16", impl="cuda-emulator")
+    assert (e.isa, e.tiling.name) == ("sm_80", "sm_80-float16") and "49 % of the shared memory of a block (163 KiB" in str(e)
+    assert e.as_dict()["working_set"] == {"Q, then O": 16384, "K tile": 32768, "V tile": 32768}
+    assert numflash.explain((1, 2, 64, 96), pv="fp32", precision="int8", impl="cuda-emulator").tiling.name == "sm_80-int8-fp32"

@@ -107,3 +107,37 @@ def test_caches_fall_back_on_the_table(monkeypatch):
     assert Caches.of_this_machine() is CACHES["a64fx"]
     monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "unheard-of")
     assert Caches.of_this_machine() is CACHES["generic"]
+
+
+@pytest.mark.parametrize("d", [20, 64, 96, 128, 160])
+@pytest.mark.parametrize("arch", tiling.SHARED_MEMORY)
+def test_shared_memory_of_the_cuda_kernels(arch, d):
+    """The tilings' sums are what the kernels ask for, and fit a block of every architecture."""
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numflash.cuda.kernels.flash_float import flash_float
+    from numflash.cuda.kernels.flash_hopper import flash_hopper
+    from numflash.cuda.kernels.flash_int8 import flash_int8
+    turing = arch == "sm_75"
+    found = {}
+    for dtype in ("float16", "int8", *(() if turing else ("bfloat16", "int8-fp32"))):
+        t = tiling.cuda_tiling(arch, dtype, d)
+        sizes = t.sizes(d)
+        if dtype.startswith("int8"):
+            made = flash_int8(sizes["d"], sizes["dv"], t.block_q, wide=dtype == "int8-fp32", turing=turing)
+        elif arch == "sm_90a":
+            made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, dtype)
+        else:
+            made = flash_float(sizes["d"], sizes["dv"], t.block_q, t.key_block, dtype, turing=turing)
+        found[dtype] = made.shared_bytes, sum(t.working_set(d).values())
+        assert made.shared_bytes <= tiling.SHARED_MEMORY[arch]
+        assert "of the shared memory of a block" in t.explain(d, caches=t.caches(arch))
+    assert all(kernel == table for kernel, table in found.values()), found
+
+
+def test_the_cuda_tilings_are_looked_up():
+    assert tiling.cuda_tiling("sm_89", "bfloat16", 128).name == "sm_80-bfloat16"
+    assert tiling.cuda_tiling("sm_90a", "float16", 64, 129).name == "sm_90a-float16-wide"
+    assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_80-int8"
+    assert tiling.cuda_tiling("sm_75", "float32", 64).name == "sm_80-float32"
+    assert tiling.TILINGS["sm_90a-float16"].explain(128).splitlines()[1:3] == [
+        "  register tile 64 x 128 scores per warpgroup: 64 of each thread", "  blocks: 128 query rows x 128 keys"]

@@ -20,15 +20,15 @@ from typing import Any
 
 from .._jit import source_digest
 from ..errors import ArgumentError
+from ..tiling import SHARED_MEMORY
 
 logger = logging.getLogger("numflash")
 
-# name -> compute capability as numba-cuda takes it, shared memory one block may have (CUDA C++ guide, table of technical
-# specifications: 1 KB of each SM is the system's from sm_80 on)
+# name -> compute capability as numba-cuda takes it, shared memory one block may have
 ARCHITECTURES: dict[str, tuple[tuple, int]] = {
-    "sm_75": ((7, 5), 64 << 10), "sm_80": ((8, 0), 163 << 10), "sm_86": ((8, 6), 99 << 10), "sm_89": ((8, 9), 99 << 10),
-    "sm_90a": ((9, 0, "a"), 227 << 10), "sm_100": ((10, 0), 227 << 10), "sm_120": ((12, 0), 99 << 10),
-}
+    name: (cc, SHARED_MEMORY[name]) for name, cc in (
+        ("sm_75", (7, 5)), ("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_89", (8, 9)), ("sm_90a", (9, 0, "a")), ("sm_100", (10, 0)),
+        ("sm_120", (12, 0)))}
 _WHEELS = ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
 _lock = threading.Lock()                   # Numba's compiler is not thread-safe
 

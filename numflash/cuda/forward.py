@@ -10,12 +10,12 @@ import numpy as np
 from .. import fixedpoint as fx
 from ..errors import UnsupportedError
 from ..reference import combined_scale, log_sum_exp, row_shift
-from ..tiling import KEY_BLOCK
+from ..tiling import CUDA_HEAD_DIMS, KEY_BLOCK, Tiling, cuda_tiling
+from ..tiling import padded as smallest
 from ..validation import Problem
 from .arrays import aligned
 from .tensormap import TensorMap
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
 NO_LIMIT = 1 << 29
 Results = tuple[np.ndarray, np.ndarray] | None
 LOG2E = 1.4426950408889634
@@ -36,17 +36,13 @@ class Launch:
 
 def padded(d: int) -> int:
     """The smallest head size that a kernel is built for and that holds d."""
-    for size in HEAD_DIMS:
-        if d <= size:
-            return size
-    raise UnsupportedError(f"head_dim: got {d}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
+    return smallest(d, CUDA_HEAD_DIMS)
 
 
-def blocks(d: int, dv: int, rows: int, warps: int = 4) -> tuple[int, int]:
-    """Query rows and keys per tile: fewer warps for few rows, fewer keys where a head is wide."""
-    block_q = 16 * min(warps, max(1, -(-rows // 16)))
-    block_q = 64 if block_q == 48 else block_q
-    return block_q, 32 if max(d, dv) > 128 else 64
+def rows_per_block(tiling: Tiling, rows: int) -> int:
+    """Query rows per tile: the tiling's, or fewer warps where there are few rows."""
+    warps = min(tiling.block_q // tiling.mr, max(1, -(-rows // tiling.mr)))
+    return tiling.mr * (4 if warps == 3 else warps)
 
 
 def _rows(x: np.ndarray, multiple: int = 8) -> np.ndarray:
@@ -118,11 +114,13 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     stored = np.zeros(1, np.uint8) if mask is None else _storage(mask, results)
     sinks = np.zeros(1, np.float32) if results is None or problem.sinks is None else problem.sinks
     slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
-    block_q, block_k = blocks(padded(d), padded(dv), length * group)
-    constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": block_k, "dtype": problem.precision,
+    turing = arch == "sm_75"
+    tiling = cuda_tiling("sm_75" if turing else "sm_80", problem.precision, padded(d), padded(dv))
+    block_q = rows_per_block(tiling, length * group)
+    constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": tiling.key_block, "dtype": problem.precision,
                  "group": group, "band": has_band, "mask": kind, "softcap": bool(problem.softcap),
                  "alibi": problem.alibi_slopes is not None, "sinks": results is not None and problem.sinks is not None,
-                 "transform": problem.scale <= 0, "turing": arch == "sm_75"}
+                 "transform": problem.scale <= 0, "turing": turing}
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + _strides(mask, results)
     # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of log2
     args = ((q, k, v, out, lse, *_places(problem, s), stored, slopes, sinks), strides,
@@ -139,8 +137,9 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)
     has_band, left, right = band(problem)
-    wide, dv_wide = (-(-padded(x) // PANEL) * PANEL for x in (d, dv))
-    block_k = 64 if max(wide, dv_wide) > 128 else 128
+    tiling = cuda_tiling("sm_90a", problem.precision, d, dv)
+    wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
+    block_k = tiling.key_block
     constants = {"d": wide, "dv": dv_wide, "block_k": block_k, "dtype": problem.precision, "group": nh // nkv, "band": has_band,
                  "overlap": overlap}
     maps = [TensorMap(x, (1, 1, rows, PANEL)) for x, rows in ((q, BLOCK_Q), (k, block_k), (v, block_k))]
@@ -173,8 +172,9 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     has_band, left, right = band(problem)
     mask, bias, nothing = problem.mask, problem.bias, np.zeros(1, np.float32)
     group, unit, softcap = nh // nkv, fx.LOG2E_Q8, bool(problem.softcap)
-    block_q = blocks(d, dv, length * group)[0]
-    constants = {"d": 64 if d <= 64 else 128 if d <= 128 else padded(d), "dv": padded(dv), "block_q": block_q, "group": group,
+    tiling = cuda_tiling(arch, "int8", d, dv)
+    block_q = rows_per_block(tiling, length * group)
+    constants = {"d": smallest(d, tiling.head_dims), "dv": padded(dv), "block_q": block_q, "group": group,
                  "band": has_band, "mask": mask is not None, "bias": bias is not None, "softcap": softcap,
                  "alibi": problem.alibi_slopes is not None, "wide": wide, "turing": turing}
     capped = np.zeros((nb, nh, length), np.float32)

@@ -4,6 +4,7 @@ A lane holds the columns c with c % 32 = lane. Keys that a row does not see are 
 """
 from __future__ import annotations
 
+from ...tiling import tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
@@ -11,7 +12,7 @@ from .flash_float import LN2, LOG2E
 from .pieces import NEG_INF, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-WARPS = 4
+WARPS = tiling("sm_80", "float32").block_q
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of the mask, then of the bias
 # sizes: queries, keys, d, dv, query heads, left, right;  factors: scale * log2(e), softcap * log2(e)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from ...tiling import tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
@@ -16,7 +17,8 @@ from .pieces import NEG_INF, quad_max, quad_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
-BLOCK_Q, THREADS, STAGES, PANEL = 128, 384, 2, 64        # a panel: 64 columns, 128 bytes, the span of the swizzle
+BLOCK_Q = tiling("sm_90a", "float16").block_q
+THREADS, STAGES, PANEL = 384, 2, 64        # a panel: 64 columns, 128 bytes, the span of the swizzle
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart; for values (MN-major) the leading stride spans a panel
 DESCRIPTOR = (1 << 62) | (64 << 32)
 
