@@ -48,6 +48,7 @@ class DecodeEngine:
         self.cache: KVCache | None = None
         self._query: Any = None
         self._output: Any = None
+        self._buffer = np.empty(0, np.float32)
 
     def _allow(self, method: str, *states: State) -> None:
         if self.state not in states:
@@ -68,10 +69,19 @@ class DecodeEngine:
     def decode(self) -> None:
         """Attention of the loaded query over the cache."""
         self._allow("decode", State.READY)
-        self._output = self._cache.decode(self._query)
+        query, out = self._query, None
+        if isinstance(query, np.ndarray) and query.dtype == np.float32:
+            shape = (*query.shape[:-1], self._cache.value_dim)
+            if self._buffer.shape != shape:
+                self._buffer = np.empty(shape, np.float32)
+            out = self._buffer
+        self._output = self._cache.decode(query, out=out)
 
     def get_output(self) -> np.ndarray:
-        """The output (B, H, n, Dv) of the last `decode`."""
+        """The output (B, H, n, Dv) of the last `decode`.
+
+        For a float32 NumPy query it is the engine's own buffer, so that a step allocates nothing: the next `decode` writes over it.
+        """
         self._allow("get_output", State.READY, State.OUTPUT_READY)
         if self._output is None:
             raise StateError("get_output: nothing was decoded since load_qkv; allowed: after decode")
@@ -89,6 +99,7 @@ class DecodeEngine:
         self._allow("cleanup", State.INITIALISED, State.READY, State.OUTPUT_READY)
         self._cache.close()
         self.cache, self._query, self._output, self.state = None, None, None, State.UNINITIALISED
+        self._buffer = np.empty(0, np.float32)
 
     def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
         """load_qkv, decode and get_output in one call; initialises by itself."""

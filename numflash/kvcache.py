@@ -15,7 +15,7 @@ import numpy as np
 from . import fixedpoint as fx
 from .cache_pages import Pages
 from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
-from .interop import convert, import_array, to_float32, widen
+from .interop import convert, dtype_name, import_array, to_float32, widen
 from .quantization import QuantizedTensor
 from .reference import log_sum_exp
 from .tiling import KEY_BLOCK, MAX_HEAD_DIM
@@ -28,6 +28,9 @@ F = np.float32
 FLOAT32 = np.dtype(np.float32)
 LOG2E = float(np.log2(np.e))
 SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
+# What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16": bfloat16).
+BEYOND = {"float16": (65520.0, ("float32", "float64", "uint16")), "bfloat16": (2.0**128 - 2.0**119, ("float32", "float64")),
+          "float32": (2.0**128 - 2.0**103, ("float64",))}
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -128,8 +131,9 @@ class KVCache:
         self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
         self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
         self._make_plan_of, self._append = launch_decode.Plan, launch_decode.Append(self._layout, self.batch, self._offset)
-        self._longest = 0
+        self._longest, self._plain = 0, page_size is None and not self.smooth
         self._counts: dict[int, np.ndarray] = {}
+        self._seen: dict[tuple[int, ...], int] = {}          # shapes of tokens that were taken, and how many tokens they are
         self._plans: dict[Any, Any] = {}
         self._calls: dict[Any, tuple[Any, np.float32]] = {}
 
@@ -209,8 +213,10 @@ class KVCache:
         Raises
         ------
         CacheFullError
-            A sequence would exceed `max_length`, or the pool of pages is used up. Nothing is appended then.
+            A sequence would exceed `max_length`, or the pool of pages is used up.
         ArgumentError, ArgumentTypeError
+            Also for a finite number that the storage would make infinite: 65520 or more in a float16 cache. Infinity and NaN are
+            taken: who sees such a token is NaN. Nothing is appended by a call that raises.
         """
         store = self._store or self._open()
         key, n = self._tokens("key", key, self.head_dim)
@@ -225,29 +231,41 @@ class KVCache:
                 raise self._full(take)
         else:
             take = self._checked_counts(counts, n)
-        if self._pool.paged:
-            self._pool.grow(store.lengths, take)
-        if self.smooth:
-            self._set_offset(key, take)
+        if not self._plain:
+            self._prepare(key, take)
         self._append(key, value, take, store)
         self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
 
     def _tokens(self, name: str, x: Any, channels: int) -> tuple[np.ndarray, int]:
         """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage; and n."""
-        ready = type(x) is np.ndarray and x.dtype == FLOAT32 and x.flags.carray
+        ready = type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
         if not ready:
             taken = import_array(name, x)
             if taken.dtype not in FLOATS:
                 raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
             x = taken.array
         shape = x.shape
-        if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
-            raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
+        n = self._seen.get(shape)
+        if n is None or shape[3] != channels:
+            if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
+                raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
+            n = self._seen[shape] = shape[2]
+        if ready and self.dtype == "int8":
+            return x, n
         if ready and self.dtype == "float32":
-            x = x.view(np.uint32)
-        elif not ready or self.dtype != "int8":
-            x = self._layout.tokens(x)
-        return x, shape[2]
+            return x.view(np.uint32), n
+        self._check_range(name, x)
+        return self._layout.tokens(x), n
+
+    def _check_range(self, name: str, x: np.ndarray) -> None:
+        """Refuse finite numbers that would become infinite where they are stored."""
+        limit, sources = BEYOND["float32" if self.dtype == "int8" else self.dtype]
+        if dtype_name(x.dtype) not in sources:
+            return
+        size = np.abs(widen(x))
+        if not size.max(initial=0) < limit and ((size >= limit) & (size < np.inf)).any():
+            raise ArgumentError(f"{name}: got {size[size < np.inf].max():.6g} in a cache of dtype {self.dtype!r}; allowed: "
+                                f"magnitudes below {limit:.6g}, infinity and NaN")
 
     def _checked_counts(self, counts: Any, n: int) -> np.ndarray:
         take = np.asarray(counts)
@@ -262,6 +280,13 @@ class KVCache:
         b = int(np.argmax(self._store.lengths + take))
         return CacheFullError(f"append: sequence {b} holds {self._store.lengths[b]} tokens and would get {take[b]} more; "
                               f"allowed: {self.max_length} in all")
+
+    def _prepare(self, key: np.ndarray, take: np.ndarray) -> None:
+        """Pages and channel means for the tokens to come."""
+        if self._pool.paged:
+            self._pool.grow(self._store.lengths, take)
+        if self.smooth:
+            self._set_offset(key, take)
 
     def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
         for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
@@ -305,7 +330,7 @@ class KVCache:
 
     def close(self) -> None:
         """Release the memory; every later use raises."""
-        self._store = None
+        self._store = self._append = None
         self._plans.clear()
         self._calls.clear()
 

@@ -1,4 +1,6 @@
 """The document's state machine, and the demonstration that uses a cache in a real loop."""
+import tracemalloc
+
 import numpy as np
 import pytest
 from oracles import draw, naive
@@ -57,6 +59,38 @@ def test_step_initialises_by_itself_and_generates():
     np.testing.assert_allclose(first, np.repeat(value[:, :, :1], 2, 1), atol=1e-6)
     engine.cleanup()
     assert engine.cache is None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_a_step_allocates_nothing(dtype):
+    """No array: what Python itself keeps for its views and tuples, 40 KB at most, is less than a query, a key or an output."""
+    engine = DecodeEngine(batch=64, kv_heads=8, head_dim=64, max_length=128, dtype=dtype)
+    query, key, value = draw((64, 8, 1, 64)), draw((64, 8, 1, 64), 1), draw((64, 8, 1, 64), 2)
+    first = engine.step(query, key, value)
+    tracemalloc.start()
+    try:
+        for _ in range(20):                                             # past the length from which two threads pay
+            engine.step(query, key, value)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(90):
+            out = engine.step(query, key, value)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert out is first and query.nbytes == key.nbytes == out.nbytes == 131072
+    assert after - before < 65536 and peak - before < 65536
+    np.testing.assert_allclose(out, value, atol=0.04)
+
+
+def test_another_shape_of_query_gets_another_buffer():
+    engine = DecodeEngine(**OPTIONS)
+    one = engine.step(*METHODS["load_qkv"])
+    copy = one.copy()
+    two = engine.step(draw((2, 4, 2, 16)), draw((2, 2, 2, 16)), draw((2, 2, 2, 16)))
+    assert two.shape == (2, 4, 2, 16) and (one == copy).all()
+    assert engine.step(draw((2, 4, 1, 16)).astype(np.float16), *METHODS["load_qkv"][1:]).dtype == np.float16
+    assert (two == engine._buffer).all()
 
 
 def test_demo_agrees_with_recomputation(monkeypatch):

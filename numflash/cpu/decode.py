@@ -60,7 +60,7 @@ class Store(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
 
-    q (W, rows, words) int32; start (W, rows) int32; cq, scale (W, rows) float32; t (W, rows, 128) int32 or float32;
+    q (W, rows, words) int32; start, v_start (W, rows) int32; cq, scale (W, rows) float32; t (W, rows, 128) int32 or float32;
     p (W, rows, 128) weights; ratio (W, 128) uint16, for float storage the lanes of a row sum; line (W, D) float32;
     edges (W, rows, 5) int64; spoiled (W, rows) uint8;
     o (T, rows, columns), m, l (T, rows) float32; counter (2,) int64: the next task, and whether any row is to be done again
@@ -68,6 +68,7 @@ class Scratch(NamedTuple):
 
     q: np.ndarray
     start: np.ndarray
+    v_start: np.ndarray
     cq: np.ndarray
     scale: np.ndarray
     t: np.ndarray
@@ -160,7 +161,7 @@ def _make_block(tile: Tile, rows: int):
             score(q, words, data, place, words, start, scales, j, cq, t, j)
 
     @bare
-    def block_values(p, data, base, n, scale, o):
+    def block_values(p, data, base, n, start, scale, o):
         """o += P.V of the first n keys of the block whose V is at `base`."""
         columns = o.shape[1]
         steps = (n + group - 1) // group
@@ -169,10 +170,10 @@ def _make_block(tile: Tile, rows: int):
             place = base + c * KEY_BLOCK
             x = 0
             while x + span <= width:
-                value(p, data, place + x * group, width * group, steps, scale, o, c + x, columns)
+                value(p, data, place + x * group, width * group, steps, start, scale, o, c + x, columns)
                 x += span
             while x < width:
-                value_one(p, data, place + x * group, width * group, steps, scale, o, c + x, columns)
+                value_one(p, data, place + x * group, width * group, steps, start, scale, o, c + x, columns)
                 x += lanes
     return block_scores, block_values
 
@@ -181,7 +182,7 @@ def _make_block(tile: Tile, rows: int):
 def _make_int8(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
     softmax, ratios = softmax_int8(tile), value_ratios(tile)
-    group, q_offset, scales = tile.group, tile.q_offset, tile.scales
+    group, q_offset, v_offset, scales = tile.group, tile.q_offset, tile.v_offset, tile.scales
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
     @bare
@@ -198,7 +199,7 @@ def _make_int8(tile: Tile, rows: int):
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
     @bare
-    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
+    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, v_start, scale, edges, spoiled, real, inside, o, m, l):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
         base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
@@ -218,7 +219,8 @@ def _make_int8(tile: Tile, rows: int):
                 row[n:] = HIDDEN
             if not inside:
                 hide(edges[r], first, n, row, I(HIDDEN))
-            octave, total = softmax(t, r * KEY_BLOCK, ratio, p, r * KEY_BLOCK)
+            octave, total, weights = softmax(t, r * KEY_BLOCK, ratio, p, r * KEY_BLOCK)
+            v_start[r] = np.multiply(I(-v_offset), weights)
             if octave == I(fx.MIN_OCTAVE):
                 scale[r] = F(0)
                 continue
@@ -234,7 +236,7 @@ def _make_int8(tile: Tile, rows: int):
             scale_bits[r] = np.left_shift(np.subtract(I(127), below), I(23))
             l[r] = F(l[r] + F(F(total) * scale[r]))
             scale[r] = F(scale[r] * unit)
-        block_values(p, data, tail + scales, n, scale, o)
+        block_values(p, data, tail + scales, n, v_start, scale, o)
     return prepare, take, UNSEEN
 
 
@@ -257,7 +259,7 @@ def _make_float(tile: Tile, rows: int):
         return I(0), c
 
     @bare
-    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, scale, edges, spoiled, real, inside, o, m, l):
+    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, v_start, scale, edges, spoiled, real, inside, o, m, l):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
         base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
@@ -293,7 +295,7 @@ def _make_float(tile: Tile, rows: int):
             for e in range(lanes):
                 total = F(total + sums[e])
             l[r] = total
-        block_values(p, data, tail + scales, n, scale, o)
+        block_values(p, data, tail + scales, n, v_start, scale, o)
     return prepare, take, NOTHING
 
 
@@ -318,6 +320,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         b, g = n_head // n_kv, n_head % n_kv
         real = min(rows, all_rows - row)
         words, start, cq, edges, spoiled, scale, p = s.q[w], s.start[w], s.cq[w], s.edges[w], s.spoiled[w], s.scale[w], s.p[w]
+        v_start = s.v_start[w]
         o, m, l, t, ratio = s.o[task], s.m[task], s.l[task], s.t[w], s.ratio[w]
         length = store.lengths[b]
         slots = min(length, sinks + ring)
@@ -325,7 +328,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         share = (blocks + splits - 1) // splits
         o[:], m[:], l[:], scale[:], spoiled[:] = F(0), nothing, F(0), F(0), 0
         for r in range(real, rows):
-            words[r], start[r], cq[r], p[r] = 0, 0, F(0), 0
+            words[r], start[r], v_start[r], cq[r], p[r] = 0, 0, 0, F(0), 0
         for r in range(real):
             start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
             row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
@@ -339,8 +342,8 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
                 inside &= every
             if seen:
                 page = store.table[b, first // page_size]
-                take(store, page, g, first % page_size, n, first, words, start, cq, t, p, ratio, scale, edges, spoiled, real,
-                     inside, o, m, l)
+                take(store, page, g, first % page_size, n, first, words, start, cq, t, p, ratio, v_start, scale, edges, spoiled,
+                     real, inside, o, m, l)
         for r in range(real):
             if spoiled[r] and coverage(edges[r], 0, slots)[0]:
                 l[r] = F(np.nan)

@@ -43,8 +43,9 @@ def quantize_row(x, moved, out):
 
 @bare
 def place(position, sinks, ring):
-    """The slot of a token."""
-    return position if position < sinks else sinks + (position - sinks) % ring
+    """The slot of a token; a division only where the ring has come round."""
+    behind = position - sinks
+    return position if behind < ring else sinks + behind % ring
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def _make_writers(tile: Tile):
                 page[np.uintp(lane + e * panel + r)] = row[e + r] + added
 
     @bare
-    def write_value(row, page, slot, channels, columns):
+    def write_value(row, page, slot, channels, columns, added):
         """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
         inner = slot % KEY_BLOCK
         block = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels + scales
@@ -69,7 +70,7 @@ def _make_writers(tile: Tile):
             width = min(panel, columns - c)
             base = block + c * KEY_BLOCK + inner // group * width * group + inner % group
             for e in range(min(width, row.size - c)):
-                page[np.uintp(base + e * group)] = row[c + e]
+                page[np.uintp(base + e * group)] = row[c + e] + added
 
     @bare
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
@@ -91,7 +92,7 @@ def make_append_int8(tile: Tile, parallel: bool):
     float32; work (B * Hkv, 4, max(D in whole groups, Dv)) float32 scratch.
     """
     write_key, write_value, write_scales = _make_writers(tile)
-    group, added = tile.group, I(tile.q_offset)
+    group, added, v_added = tile.group, I(tile.q_offset), I(tile.v_offset)
 
     @bare
     def append_head(key, value, count, pages, table, length, sizes, shift, work):
@@ -111,7 +112,7 @@ def make_append_int8(tile: Tile, parallel: bool):
                 k_scale, v_scale = F(np.nan), F(1)
                 k_row[:], v_row[:] = 0, 0
             write_key(k_row, page, inner, columns, added)
-            write_value(v_row, page, inner, k_row.size, columns)
+            write_value(v_row, page, inner, k_row.size, columns, v_added)
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
             write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
@@ -151,7 +152,7 @@ def make_append_float(tile: Tile, parallel: bool):
             page, inner = pages[table[slot // page_size]], slot % page_size
             good = finite(key[i]) and finite(value[i])
             write_key(key[i] if good else zeros[:d], page, inner, columns, 0)
-            write_value(value[i] if good else zeros[:dv], page, inner, d, columns)
+            write_value(value[i] if good else zeros[:dv], page, inner, d, columns, 0)
             write_scales(F(1) if good else F(np.nan), F(1), page, inner, d, columns)
 
     @kernel(parallel=parallel)

@@ -9,7 +9,8 @@ from memory once and meets all rows in registers. The layout of the cache is the
   arrays of their own halves the bandwidth, because the hardware's prefetching starts over at each turn.
 
 A token is one lane of K and one byte lane of V, so appending it costs O(D). On VNNI keys are stored with 128 added: they are the
-unsigned operand, the query the signed one, and 128 * sum(q) is taken out by the first value of the sums, one number per row.
+unsigned operand, the query the signed one, and 128 * sum(q) is taken out by the first value of the sums, one number per row. On
+AArch64, whose dot instructions take operands of one kind, the values are: 128 * (sum of the row's weights) is taken out likewise.
 """
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ from numba.extending import intrinsic
 
 from ..fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT
 from ..tiling import KEY_BLOCK
+from . import target
 from .isas import VECTOR_ISAS
 from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, prefetch, shuffle, splat, store, vector
+from .vectors_arm import SVE_128
 from .vectors_x86 import X86
 
 HIDDEN = -(1 << 31)                              # int32 log2 score of a key that is not seen
-# Bytes of the straight line that are asked for ahead of the products. The hardware's own prefetching falls behind wherever the
-# products pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to
-# 90 % (Granite Rapids; 1 to 8 KB do about the same).
+# Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls behind wherever the products
+# pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 %
+# (Granite Rapids; 1 to 8 KB do about the same). Zen's does not, and requests by instruction wait for the same buffers as its own:
+# 70 and 88 % (INT8, float32) without, 59 and 63 % with them (Zen 4; 0.5 to 32 KB, into either cache, or in the pauses alone: none
+# is better).
 AHEAD = 4096
 
 
@@ -44,6 +49,8 @@ class Tile:
     lanes, nv : lanes of a 32-bit vector; vectors side by side in a panel of keys or a chunk of columns
     group : elements that one step of a dot product adds into a lane
     q_offset : what is added to stored keys (128 where the dot instruction is unsigned x signed)
+    v_offset : what is added to stored values (128 where it is unsigned x unsigned)
+    ahead : bytes that the products prefetch ahead; 0 for none
     """
 
     isa: str
@@ -52,6 +59,8 @@ class Tile:
     nv: int
     group: int
     q_offset: int = 0
+    v_offset: int = 0
+    ahead: int = 0
 
     @property
     def panel(self) -> int:
@@ -106,18 +115,22 @@ class Tile:
             return call(b, f"llvm.fma.v{self.lanes}f32", self.sums, many, one, acc)
         if self.group == 1:
             return b.add(acc, b.mul(many, one))
-        return self.vectors.score_dot(b, acc, *((many, one) if keys else (one, many)))
+        return self.vectors.score_dot(b, acc, many, one) if keys else self.vectors.value_dot(b, acc, one, many)
 
     @property
     def vectors(self) -> Isa:
-        return VECTOR_ISAS[self.isa]
+        return SVE_128 if self.isa == "sve" else VECTOR_ISAS[self.isa]
+
+    @property
+    def x86(self) -> bool:
+        return isinstance(VECTOR_ISAS.get(self.isa), X86)
 
     def to_int(self, b: ir.IRBuilder, x):
         """float32 to int32, ties to even; NaN gives HIDDEN."""
         ints = vector(I32, self.lanes)
-        if self.isa != "portable" and self.lanes == 16:
+        if self.x86 and self.lanes == 16:
             return call(b, "llvm.x86.avx512.mask.cvtps2dq.512", ints, x, constant(ints, 0), I16(-1), I32(4))
-        if self.isa != "portable":
+        if self.x86:
             return call(b, "llvm.x86.avx.cvt.ps2dq.256", ints, x)
         n = call(b, f"llvm.roundeven.v{self.lanes}f32", x.type, x)
         n = call(b, f"llvm.fptosi.sat.v{self.lanes}i32.v{self.lanes}f32", ints, n)
@@ -125,21 +138,26 @@ class Tile:
 
     def shift_right(self, b: ir.IRBuilder, x, n):
         """uint16 x >> n per lane; n of 16 or more gives 0."""
-        if self.isa != "portable":
+        if self.x86:
             return self.vectors.shift_right(b, x, n)
         small = b.icmp_unsigned("<", n, constant(n.type, 16))
         return b.select(small, b.lshr(x, b.select(small, n, constant(n.type, 0))), constant(n.type, 0))
 
 
 def tile(isa: str, dtype: str) -> Tile:
-    """The tile of an INT8 instruction set; float storage takes its vector length. What is not x86 takes plain 128-bit vectors."""
+    """The tile of an INT8 instruction set; float storage takes its vector length. AArch64 takes 128-bit vectors."""
     isa = "avx512_vnni" if isa == "amx_int8" else isa                  # a few query rows fill no matrix tile
+    if isa == "sve" and not target.missing("neon_dot"):
+        isa = "neon_dot"
+    ahead = 0 if target.cpu_name().startswith("znver") else AHEAD
+    if isa in ("sve", "neon_dot") and dtype == "int8":
+        return Tile(isa, dtype, 4, 4, 4, v_offset=128, ahead=ahead)
     found = VECTOR_ISAS.get(isa)
     if not isinstance(found, X86):
-        return Tile("portable", dtype, 4, 4, 1)
+        return Tile("portable", dtype, 4, 4, 1, ahead=ahead)
     if dtype == "int8":
-        return Tile(isa, dtype, found.lanes, found.nv, found.group, found.q_offset)
-    return Tile(isa, dtype, found.lanes, found.nv, 1)
+        return Tile(isa, dtype, found.lanes, found.nv, found.group, found.q_offset, ahead=ahead)
+    return Tile(isa, dtype, found.lanes, found.nv, 1, ahead=ahead)
 
 
 def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, steps, first, rows, nv, keys):
@@ -155,8 +173,8 @@ def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, step
         sums[-1].add_incoming(x, entry)
     place = b.add(many_off, b.mul(n, many_step))
     columns = [tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)]
-    for v in range(nv):
-        ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(AHEAD))
+    for v in range(nv if tile.ahead else 0):
+        ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead))
         prefetch(b, b.gep(many, [ahead]))
     out = []
     for m in range(rows):
@@ -191,6 +209,7 @@ def score_tile(tile: Tile, rows: int):
         sig = types.void(q, stride, k, k_off, steps, start, ck, j, cq, t, column)
 
         def codegen(context, b, sig, a):
+            target.guard(tile.isa, context.codegen())
             pq, pk, ps, pck, pcq, pt = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 5, 6, 8, 9))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
             first = [splat(b, load(b, ps, I64(m), I32, 4), tile.sums) if exact else constant(tile.sums, 0.0) for m in range(rows)]
@@ -224,20 +243,24 @@ def _limit(b, x):
 
 @functools.cache
 def value_tile(tile: Tile, rows: int, nv: int):
-    """Intrinsic f(p, v, v_off, step, steps, scale, o, o_off, o_stride): o[rows, nv * lanes] += (P.V) * scale[row].
+    """Intrinsic f(p, v, v_off, step, steps, start, scale, o, o_off, o_stride): o[rows, nv * lanes] += (P.V) * scale[row].
 
-    `step` elements lie between two steps of V. INT8 multiplies and adds in float32, each rounded; float storage starts its sums
-    from o and takes no scale.
+    `step` elements lie between two steps of V. INT8 multiplies and adds in float32, each rounded, and where values are stored with
+    an offset its sums begin with start[row]; float storage starts its sums from o and takes no scale.
     """
     @intrinsic
-    def values(typingctx, p, v, v_off, step, steps, scale, o, o_off, o_stride):
-        sig = types.void(p, v, v_off, step, steps, scale, o, o_off, o_stride)
+    def values(typingctx, p, v, v_off, step, steps, start, scale, o, o_off, o_stride):
+        sig = types.void(p, v, v_off, step, steps, start, scale, o, o_off, o_stride)
 
         def codegen(context, b, sig, a):
-            pp, pv, ps, po = (data(context, b, sig.args[i], a[i]) for i in (0, 1, 5, 6))
+            target.guard(tile.isa, context.codegen())
+            pp, pv, pt, ps, po = (data(context, b, sig.args[i], a[i]) for i in (0, 1, 5, 6, 7))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
-            where = [b.add(b.add(a[7], b.mul(a[8], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
-            first = [constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where]
+            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
+            if tile.v_offset:
+                first = [x for m in range(rows) for x in [splat(b, load(b, pt, I64(m), I32, 4), tile.sums)] * nv]
+            else:
+                first = [constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where]
             sums = _products(b, tile, pp, I64(0), I64(KEY_BLOCK // tile.group), pv, a[2], a[3], a[4], first, rows, nv, False)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
@@ -283,7 +306,7 @@ def value_ratios(tile: Tile):
 
 @functools.cache
 def softmax_int8(tile: Tile):
-    """Intrinsic f(t, t_off, ratio, p, p_off) -> (octave, sum): the softmax of one row of one key block.
+    """Intrinsic f(t, t_off, ratio, p, p_off) -> (octave, sum, sum of p): the softmax of one row of one key block.
 
     t int32 Q8.8; octave = ceil(max t), or MIN_OCTAVE where all is hidden. p8 = round(255 * 2**(t - octave)) is summed up; what is
     stored are the weights of the values, p = round(255 * 2**(t - octave) * ratio / 65536): each value's scale against the
@@ -301,7 +324,7 @@ def softmax_int8(tile: Tile):
 
     @intrinsic
     def softmax(typingctx, t, t_off, ratio, p, p_off):
-        sig = types.UniTuple(types.int32, 2)(t, t_off, ratio, p, p_off)
+        sig = types.UniTuple(types.int32, 3)(t, t_off, ratio, p, p_off)
 
         def codegen(context, b, sig, a):
             pt, pr, pp = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 3))
@@ -322,6 +345,7 @@ def softmax_int8(tile: Tile):
                 total = b.add(total, b.lshr(b.add(x, signed16(128)), signed16(8)))
                 r = load(b, pr, I64(lanes * v), i16s, 2)
                 weights.append(b.lshr(b.add(multiply_high(b, x, r), signed16(128)), signed16(8)))
+            stored = functools.reduce(b.add, weights)                   # 16 weights a lane at most: fits 16 bits
             for v, w in enumerate(weights):
                 element = {4: I8, 2: I16, 1: I32}[tile.group]
                 if tile.group == 4:
@@ -329,9 +353,9 @@ def softmax_int8(tile: Tile):
                 elif tile.group == 1:
                     w = b.zext(w, wide)
                 store(b, w, pp, b.add(a[4], I64(2 * lanes * v)), element.width // 8)
-            total = call(b, f"llvm.vector.reduce.add.v{2 * lanes}i32", I32, b.zext(total, wide))
+            total, stored = (call(b, f"llvm.vector.reduce.add.v{2 * lanes}i32", I32, b.zext(x, wide)) for x in (total, stored))
             some = b.icmp_signed("!=", top, I32(HIDDEN))
             octave = b.select(some, octave, I32(MIN_OCTAVE))
-            return context.make_tuple(b, sig.return_type, [octave, b.select(some, total, I32(0))])
+            return context.make_tuple(b, sig.return_type, [octave, b.select(some, total, I32(0)), stored])
         return sig, codegen
     return softmax

@@ -134,5 +134,25 @@ class Sve(Neon):
         return self._predicated(b, "lsr", x, n)
 
 
+@dataclass(frozen=True)
+class Sve128(Neon):
+    """128-bit vectors whose dot products are SVE's, in the first 128 bits of its registers: for a CPU without NEON's (A64FX)."""
+
+    def _dot(self, b: ir.IRBuilder, name: str, *operands):
+        def scalable(x):
+            ty, suffix = Scalable(x.type.element, x.type.count), self.suffix(x.type)
+            return call(b, f"llvm.vector.insert.nx{suffix}.{suffix}", ty, ir.Constant(ty, ir.Undefined), x, I64(0))
+
+        total = call(b, f"llvm.aarch64.sve.{name}.nxv4i32", Scalable(I32, 4), *map(scalable, operands))
+        return call(b, "llvm.vector.extract.v4i32.nxv4i32", operands[0].type, total, I64(0))
+
+    def score_dot(self, b: ir.IRBuilder, acc, q, k):
+        return self._dot(b, "sdot", acc, q, k)
+
+    def value_dot(self, b: ir.IRBuilder, acc, p, v):
+        return self._dot(b, "udot", acc, p, v)
+
+
 NEON_DOT = Neon("neon_dot", 4, 4, 4, 0, 128)
+SVE_128 = Sve128("sve", 4, 4, 4, 0, 128)
 SVE = Sve("sve", 4, 4, 4, 0, 128)

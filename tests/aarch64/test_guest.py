@@ -4,13 +4,14 @@ import platform
 
 import numpy as np
 import pytest
-from oracles import naive, qkv
+from oracles import draw, naive, qkv
 
 import numflash
-from numflash import reference, validation
+from numflash import quantization, reference, validation
 from numflash.cpu import launch, target
 from numflash.cpu.isas import running_lanes
 from numflash.errors import UnsupportedError
+from numflash.kvcache import KVCache
 from numflash.quantization import quantize_problem
 
 pytestmark = pytest.mark.skipif(platform.machine() != "aarch64", reason="needs an AArch64 machine; make test-aarch64 emulates one")
@@ -69,3 +70,22 @@ def test_float_attention():
         exact = naive(*arrays, **{k: v for k, v in options.items() if k != "enable_gqa"})[0]
         got = numflash.attention(*arrays, **options)
         np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6, err_msg=name)
+
+
+def decode_and_compare():
+    """Append to an INT8 cache and decode, with padded channels, a partial block and values of very different size."""
+    cache = KVCache(1, 2, 36, 300, value_dim=20)
+    key, value, query = draw((1, 2, 150, 36)), draw((1, 2, 150, 20), 1), draw((1, 12, 1, 36), 2)
+    value[:, :, ::3] *= 1e-3
+    cache.append(key, value)
+    k, v = cache.quantized(0)
+    for stored, x in ((k, key[0]), (v, value[0])):
+        np.testing.assert_array_equal(stored.data, quantization.quantize(x).data)
+    for splits in (1, 2):
+        exact = reference.integer_decode(quantization.quantize(query[0]), k, v, 36**-0.5, np.ones((1, 150), bool), splits)[0]
+        np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)
+
+
+@pytest.mark.skipif(EMULATED not in (None, "a64fx", "neoverse-n1"), reason="NEON code as on neoverse-n1, and minutes to compile")
+def test_decode_has_the_bits_of_the_integer_model():
+    decode_and_compare()

@@ -1,0 +1,76 @@
+"""Decode's INT8 products on AArch64 are dot products, and the whole kernels, executed, have the bits of the integer model."""
+import functools
+
+import numba
+import pytest
+
+pytest.importorskip("unicorn")
+pytest.importorskip("elftools")
+
+from numflash import assembly
+from numflash.aarch64.emulator import Emulated
+from numflash.cpu import decode, decode_append, decode_tiles, launch_decode
+from numflash.errors import UnsupportedError
+from numflash.tiling import KEY_BLOCK
+
+from .test_guest import decode_and_compare
+
+MACHINES = [("sve", "a64fx"), pytest.param("neon_dot", "neoverse-n1", marks=pytest.mark.slow)]
+ROWS = 6
+
+
+def tile(isa):
+    return decode_tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=decode_tiles.AHEAD)
+
+
+@functools.cache
+def one_thread(make, *arguments):
+    """A kernel that is called with its arguments, compiled for the emulator."""
+    return numba.njit(make(*arguments, False).py_func, error_model="numpy")
+
+
+@pytest.mark.parametrize("isa, cpu", MACHINES)
+def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
+    def emulated(make):
+        def made(*arguments):
+            function = one_thread(make, *arguments[:-1])
+            return lambda *given: Emulated(function, tuple(map(numba.typeof, given)), cpu)(*given)
+        return made
+
+    monkeypatch.setattr(launch_decode, "tile", lambda *_: tile(isa))
+    monkeypatch.setattr(launch_decode, "make_decode", emulated(decode.make_decode))
+    monkeypatch.setattr(launch_decode, "make_append_int8", emulated(decode_append.make_append_int8))
+    decode_and_compare()
+
+
+@functools.cache
+def products(isa, keys):
+    """One tile of ROWS rows: scores, or values."""
+    t = tile(isa)
+    nv = t.width(ROWS)
+    if keys:
+        score = decode_tiles.score_tile(t, ROWS)
+        return numba.njit(lambda q, k, start, ck, cq, x: score(q, q.shape[1], k, 0, q.shape[1], start, ck, 0, cq, x, 0)), (
+            "void(int32[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int32[:,::1])")
+    value = decode_tiles.value_tile(t, ROWS, nv)
+    return numba.njit(lambda p, v, start, scale, o: value(p, v, 0, v.size // 32, KEY_BLOCK // 4, start, scale, o, 0, o.shape[1])), (
+        "void(uint8[:,::1], int8[::1], int32[::1], float32[::1], float32[:,::1])")
+
+
+@pytest.mark.parametrize("isa, cpu", [("sve", "a64fx"), ("neon_dot", "neoverse-n1"), ("neon_dot", "neoverse-v1"),
+                                      ("neon_dot", "neoverse-v2")])
+@pytest.mark.parametrize("keys, dot", [(True, "sdot"), (False, "udot")])
+def test_hot_loops_are_dot_products(isa, cpu, keys, dot):
+    loop = assembly.hot_loop(Emulated(*products(isa, keys), cpu).code.assembly)
+    counts = assembly.histogram(loop.instructions)
+    dots = sum(n for kind, n in counts.items() if kind.startswith(dot + " "))
+    assert dots and dots % (ROWS * tile(isa).width(ROWS)) == 0
+    assert not any(kind.startswith(("mla", "mul", "smull", "umull", "sshll", "ushll")) for kind in counts), counts
+    assert not any(map(assembly.is_stack, loop.instructions)) and not any(map(assembly.is_lanes64, loop.instructions))
+
+
+def test_what_the_target_lacks_is_refused():
+    for isa, cpu in (("neon_dot", "a64fx"), ("sve", "neoverse-n1")):
+        for keys in (True, False):
+            with pytest.raises(UnsupportedError, match=f"{isa}.* needs"):
+                Emulated(*products(isa, keys), cpu)

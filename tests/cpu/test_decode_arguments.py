@@ -1,0 +1,118 @@
+"""What a cache refuses, and what it takes and gives: kinds, dtypes, shapes."""
+import re
+
+import numpy as np
+import pytest
+from decode_cases import B, D, G, H, expected, filled, tokens
+from oracles import draw
+
+import numflash
+from numflash.errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
+from numflash.kvcache import KVCache
+
+
+def test_kinds_and_outputs():
+    cache, key, value = filled(50, dtype="float32")
+    query = draw((B, H, 1, D), 5)
+    exact = cache.decode(query)
+    out = np.empty_like(query)
+    assert cache.decode(query, out=out) is out and (out == exact).all()
+    transposed = np.ascontiguousarray(query.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(cache.decode(transposed), exact)
+    readonly = query.copy()
+    readonly.flags.writeable = False
+    np.testing.assert_array_equal(cache.decode(readonly), exact)
+    assert cache.decode(query.astype(np.float16)).dtype == np.float16
+    np.testing.assert_allclose(cache.decode(query.astype(np.float64)), exact, rtol=1e-6)
+    np.testing.assert_allclose(cache.decode(query, scale=0.1), expected(query, key, value, scale=0.1)[0], atol=1e-5)
+    assert numflash.KVCache is KVCache
+
+
+def test_errors():
+    cache, key, value = filled(4, dtype="float32")
+    query = draw((B, H, 1, D))
+    for bad in (query[:1], query[:, :3], query[..., :8], query[0]):
+        with pytest.raises(ArgumentError, match="query: got shape"):
+            cache.decode(np.ascontiguousarray(bad))
+    for arguments, error, words in (
+            ((key[:1], value), ArgumentError, "key: got shape"), ((key, value[..., :3]), ArgumentError, "value: got shape"),
+            ((key, value[:, :, :3]), ArgumentError, "value: got 3 tokens"),
+            ((key.astype(int), value), ArgumentTypeError, "key: got dtype"), (("x", value), ArgumentTypeError, "key")):
+        with pytest.raises(error, match=words):
+            cache.append(*arguments)
+    for counts in ([1], [5, 0], [-1, 0], [0.5, 1]):
+        with pytest.raises(ArgumentError, match="counts"):
+            cache.append(key, value, counts=counts)
+    for options, error in (({"splits": 0}, ArgumentError), ({"splits": 1.5}, ArgumentTypeError),
+                           ({"scale": "x"}, ArgumentTypeError), ({"scale": np.nan}, ArgumentError),
+                           ({"out": np.zeros(3)}, ArgumentTypeError),
+                           ({"out": np.zeros((1, 2), np.float32)}, ArgumentError)):
+        with pytest.raises(error, match=next(iter(options))):
+            cache.decode(query, **options)
+    with pytest.raises(CacheFullError, match="allowed: 700 in all"):
+        cache.append(*tokens(697))
+    assert cache.lengths.tolist() == [4, 4]
+    with pytest.raises(ArgumentError, match="no pages"):
+        cache.share(0, 1)
+    with pytest.raises(ArgumentError, match="sequences"):
+        cache.reset(2)
+    with pytest.raises(ArgumentError, match="only 'int8'"):
+        cache.quantized(0)
+    cache.close()
+    for use in (lambda: cache.decode(query), lambda: cache.append(key, value), cache.reset, lambda: cache.lengths,
+                lambda: cache.nbytes):
+        with pytest.raises(NumflashError, match="after close"):
+            use()
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"dtype": "int4"}, "dtype"), ({"page_size": 100}, "page_size"), ({"page_size": 64}, "page_size"), ({"window": 0}, "window"),
+    ({"sinks": 3}, "sinks"), ({"window": 9, "page_size": 128}, "window"), ({"pages": 4}, "pages"),
+    ({"value_dim": 513}, "value_dim"), ({"smooth": True, "dtype": "float32"}, "smooth"),
+    ({"isa": "sse2"}, "isa"), ({"device": "tpu"}, "device")])
+def test_options_that_are_not_allowed(options, words):
+    with pytest.raises(ArgumentError, match=words):
+        KVCache(1, 1, 8, 100, **options)
+
+
+def test_cuda_is_said_to_be_missing():
+    try:
+        KVCache(1, 1, 8, 100, device="cuda")
+    except UnsupportedError as error:
+        assert "device: got 'cuda'" in str(error)
+    else:
+        pytest.skip("there is a card")
+
+
+BEYOND = {"float16": (65519, 65520, np.float32), "bfloat16": (3.3961e38, 3.3962e38, np.float32),
+          "float32": (3.4028234e38, 3.4028236e38, np.float64), "int8": (3.38e38, 3.4028236e38, np.float64)}
+
+
+@pytest.mark.parametrize("dtype", BEYOND)
+def test_finite_tokens_that_the_storage_cannot_hold(dtype):
+    """They would come back as NaN; infinity and NaN themselves are taken, and mark their token."""
+    largest, beyond, given = BEYOND[dtype]
+    cache = KVCache(B, G, D, 9, dtype)
+    key, value = (np.array(x, given) for x in tokens(2))
+    for name, x in (("key", key), ("value", value)):
+        x[0, 1, 1, 3] = -beyond
+        with pytest.raises(ArgumentError, match=re.escape(f"{name}: got {beyond:.6g} in a cache of dtype '{dtype}'")):
+            cache.append(key, value)
+        x[0, 1, 1, 3] = -largest
+    assert cache.lengths.tolist() == [0, 0]
+    cache.append(key, value)
+    assert np.isfinite(cache.read(0)[0]).all() and np.isfinite(cache.decode(draw((B, H, 1, D), 1))).all()
+    key[0, 1, 1, 3] = np.inf
+    cache.append(key, value)
+    out = cache.decode(draw((B, H, 1, D), 1))
+    assert np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(out[1]).all()
+
+
+def test_bfloat16_tokens_in_a_float16_cache():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    key, value = (x.astype(ml_dtypes.bfloat16) for x in tokens(2))
+    cache = KVCache(B, G, D, 9, "float16")
+    cache.append(key, value)
+    key[0, 0, 0, 0] = 1e6
+    with pytest.raises(ArgumentError, match="key: got 999424 in a cache of dtype 'float16'"):
+        cache.append(key, value)

@@ -1,0 +1,71 @@
+"""Caches in several threads: each has its own bits, and kernels of a work queue take turns."""
+import threading
+import time
+
+import numba
+import numpy as np
+import pytest
+from decode_cases import B, G, H, expected, relative, tokens
+from oracles import draw
+
+from numflash.cpu import launch_decode
+from numflash.cpu.threads import limit, most
+from numflash.kvcache import KVCache
+
+
+def generate(out, seed):
+    """Tokens appended and decoded one by one on a thread of its own, on caches large enough for kernels of several threads."""
+    with limit(min(2, most())):
+        cache, (key, value) = KVCache(B, G, 64, 5000), tokens(4500, seed, d=64)
+        cache.append(key, value)
+        query, bits = draw((B, H, 1, 64), seed), []
+        for i in range(30):
+            more = tokens(1, 31 * seed + i, d=64)
+            cache.append(*more)
+            key, value = np.concatenate([key, more[0]], 2), np.concatenate([value, more[1]], 2)
+            bits.append(cache.decode(query, splits=2))
+        out[seed] = bits, relative(bits[-1], expected(query, key, value)[0])
+
+
+@pytest.mark.parametrize("layer", ["as it is", "workqueue"])
+def test_two_caches_in_two_threads(layer, monkeypatch):
+    monkeypatch.setattr(numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer)
+    alone, together = {}, {}
+    for seed in (10, 20):
+        generate(alone, seed)
+    threads = [threading.Thread(target=generate, args=(together, seed)) for seed in (10, 20)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for seed in (10, 20):
+        assert together[seed][1] < 0.03
+        np.testing.assert_array_equal(together[seed][0], alone[seed][0])
+
+
+def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
+    """P27: two calls at once end the process; seen from inside the call, as no other call is."""
+    inside, worst, real = [0], [0], launch_decode.Plan.__init__
+
+    class Slow:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __call__(self, *arguments):
+            inside[0] += 1
+            worst[0] = max(worst[0], inside[0])
+            time.sleep(0.01)
+            self.kernel(*arguments)
+            inside[0] -= 1
+
+    def init(plan, *arguments):
+        real(plan, *arguments)
+        plan.kernel = Slow(plan.kernel)
+    monkeypatch.setattr(launch_decode.Plan, "__init__", init)
+    monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
+    threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert worst[0] == 1
