@@ -196,7 +196,7 @@ def bits(x):
     return np.ascontiguousarray(x, np.float32).view(np.int32)
 
 
-cases = {"tails": ((1, 1, 1, 20, 150, 64), {}), "causal": ((1, 1, 1, 70, 70, 64), {"is_causal": True}),
+cases = {"tails": ((1, 1, 1, 100, 150, 64), {}), "causal": ((1, 1, 1, 70, 70, 64), {"is_causal": True}),
          "grouped heads": ((1, 4, 2, 20, 130, 64), {"enable_gqa": True})}
 kinds, rows = ["cpu", "reference", "cuda-emulator"] + ["cuda"] * (device is not None), []
 for name, ((b, h, hkv, length, keys, d), options) in cases.items():
