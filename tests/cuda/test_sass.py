@@ -79,11 +79,14 @@ def test_backward_rows(dtype):
     assert found.stack == 0 and found.registers <= 64
 
 
-@pytest.mark.parametrize(("arch", "d"), [("sm_100", 128), ("sm_120", 64)])
-def test_blackwell(arch, d):
-    """libNVVM does not unroll these kernels all the way for Blackwell: it leaves a small stack, which must not grow."""
-    found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=64)
-    assert found.count("HMMA") > 0 and found.stack <= 256
+@pytest.mark.parametrize(("factory", "arch", "d", "stack"), [
+    (flash_float, "sm_100", 128, 0), (flash_float, "sm_120", 64, 0), (flash_int8, "sm_100", 64, 0), (flash_int8, "sm_120", 128, 40)])
+def test_blackwell(factory, arch, d, stack):
+    """Assembled from sm_80's PTX, with all its products; INT8 at D = 128 keeps ten words of addresses on the stack."""
+    whole = factory is flash_int8
+    found = resources(factory, arch, d=d, dv=d, block_q=64, **({} if whole else {"block_k": 64}))
+    assert found.count("IMMA" if whole else "HMMA") == ((d // 32) * 16 + (d // 8) * 4 if whole else (d // 16) * 8 + 4 * (d // 8))
+    assert found.stack <= stack and found.local == 0 and found.count("LDGSTS.E.BYPASS.128") > 0
 
 
 @pytest.mark.parametrize(("overlap", "ping_pong"), [(True, False), (False, False), (True, True)])
