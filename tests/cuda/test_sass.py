@@ -80,7 +80,8 @@ def test_backward_rows(dtype):
 
 
 @pytest.mark.parametrize(("factory", "arch", "d", "stack"), [
-    (flash_float, "sm_100", 128, 0), (flash_float, "sm_120", 64, 0), (flash_int8, "sm_100", 64, 0), (flash_int8, "sm_120", 128, 40)])
+    (flash_float, "sm_100", 128, 0), (flash_float, "sm_120", 64, 0), (flash_int8, "sm_100", 64, 0),
+    (flash_int8, "sm_120", 128, 40)])
 def test_blackwell(factory, arch, d, stack):
     """Assembled from sm_80's PTX, with all its products; INT8 at D = 128 keeps ten words of addresses on the stack."""
     whole = factory is flash_int8
