@@ -125,7 +125,7 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
     taken, problem = _described(query, key, value, layout, precision, ("attn_mask",), **options)
     lead = taken[0].array.shape[:-1]
     given = []
-    for name, x, shape, dtype in (("grad_out", grad_out, (*lead, problem.shape[6]), taken[0].dtype),
+    for name, x, shape, dtype in (("grad_out", dense(grad_out), (*lead, problem.shape[6]), taken[0].dtype),
                                   ("out", out, (*lead, problem.shape[6]), taken[0].dtype), ("lse", lse, lead, "float32")):
         remote = take(name, x)
         if remote.dtype != dtype:
@@ -143,6 +143,11 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
     for step in work.launches:
         device.submit(step, taken[0].stream)
     return found[0], found[1], found[2]
+
+
+def dense(x: Any) -> Any:
+    """x, or a copy if it is a PyTorch tensor without rows in memory: `sum().backward()` hands back one number, expanded."""
+    return x.contiguous() if hasattr(x, "contiguous") and x.stride(-1) != 1 else x
 
 
 def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, refused: tuple[str, ...], **options: Any

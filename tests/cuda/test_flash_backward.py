@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import numflash
 from numflash import validation
-from numflash.cuda import backward, validate
+from numflash.cuda import arrays, backward, validate
 from numflash.errors import UnsupportedError
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -282,6 +282,13 @@ def test_float32(options):
                                         impl="cuda-emulator", **options)
     for x, right in zip(found, expected, strict=True):
         assert x.dtype == np.float32 and np.allclose(x, right, atol=1e-5)
+
+
+def test_an_expanded_gradient_gets_memory():
+    torch = pytest.importorskip("torch")
+    expanded, heads_last = torch.ones(()).expand(1, 2, 5, 8), torch.ones(1, 5, 2, 8).transpose(1, 2)
+    assert arrays.dense(expanded).is_contiguous() and torch.equal(arrays.dense(expanded), expanded)
+    assert arrays.dense(heads_last) is heads_last
 
 
 def test_validation_compares_with_float64_and_sees_a_wrong_card(monkeypatch):
