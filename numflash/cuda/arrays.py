@@ -91,7 +91,7 @@ def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool
     sinks = options.get("sinks")
     if sinks is not None and on_device(sinks):
         options["sinks"] = None
-    taken, problem = _described(query, key, value, layout, precision, (), return_lse=return_lse, **options)
+    taken, problem = _described(query, key, value, layout, precision, return_lse=return_lse, **options)
     own, ndim = taken[0].dtype, taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
     if sinks is not None and problem.sinks is None:
@@ -120,9 +120,14 @@ def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool
 
 def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, layout: str, precision: str | None,
                        **options: Any) -> tuple[Any, Any, Any]:
-    """`numflash.attention_backward` for device arrays; masks are refused, the rows' statistics get memory of the query's kind."""
+    """`numflash.attention_backward` for device arrays; a mask lies there too, the rows' statistics get memory of the query's kind.
+
+    Sinks are in the LSE already.
+    """
     from . import backward, launch
-    taken, problem = _described(query, key, value, layout, precision, ("attn_mask",), **options)
+    if options.get("attn_mask") is not None:
+        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
+    taken, problem = _described(query, key, value, layout, precision, **{**options, "sinks": None})
     lead = taken[0].array.shape[:-1]
     given = []
     for name, x, shape, dtype in (("grad_out", dense(grad_out), (*lead, problem.shape[6]), taken[0].dtype),
@@ -150,16 +155,13 @@ def dense(x: Any) -> Any:
     return x.contiguous() if hasattr(x, "contiguous") and x.stride(-1) != 1 else x
 
 
-def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, refused: tuple[str, ...], **options: Any
+def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, **options: Any
                ) -> tuple[list[Remote], validation.Problem]:
-    """The operands as they lie on the card, and the problem; options named in `refused` have no kernel."""
+    """The operands as they lie on the card, and the problem."""
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
     own, ndim = taken[0].dtype, taken[0].array.ndim
     if layout == "blhd" and ndim != 4:
         raise ArgumentError(f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4")
     if precision not in (None, own):
         raise UnsupportedError(f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own")
-    for name in refused:
-        if options.get(name) is not None:
-            raise UnsupportedError(f"{name}: not implemented for arrays on a card; allowed there: None")
     return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options)

@@ -118,13 +118,13 @@ def float32_backward(problem: Problem, grad: np.ndarray, out: np.ndarray, lse: n
     dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
     _, left, right = band(problem)
     mask, bias, slopes, nothing = problem.mask, problem.bias, problem.alibi_slopes, np.zeros(1, np.float32)
-    shared = (*_places(problem, s), nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias),
-              nothing if slopes is None else np.ascontiguousarray(slopes, np.float32))
-    numbers = ((*_strides(mask), *_strides(bias)), (length, s, d, dv, nh, left, right),
+    mask_at, bias_at = (nothing if x is None else _storage(x, results) for x in (mask, bias))
+    shared = (*_places(problem, s), mask_at, bias_at, nothing if slopes is None else np.ascontiguousarray(slopes, np.float32))
+    numbers = ((*_strides(mask, results), *_strides(bias, results)), (length, s, d, dv, nh, left, right),
                tuple(np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)))
     constants = {"d": padded(d), "dv": padded(dv), "group": nh // nkv, "mask": mask is not None, "bias": bias is not None,
                  "softcap": bool(problem.softcap), "alibi": slopes is not None}
-    here = _resident(results, *arrays, dq, dk, dv_out)
+    here = _resident(results, *arrays, dq, dk, dv_out, mask_at, bias_at)
     launches = (Launch(backward_float32, {"gradients": which, **constants}, arch, (-(-rows // WARPS), heads, nb),
                        ((*arrays, *sums, *shared), *numbers), lambda: None, here)
                 for which, rows, heads, sums in (("kv", s, nkv, (dk, dv_out)), ("q", length, nh, (dq, dq))))
@@ -151,8 +151,12 @@ def float_backward(problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
     wide, dv_wide = padded(d), padded(dv)
     problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(problem, grad, out, lse, results)
-    here = _resident(results, q, k, v, do, o, lse, dq, dk, dv_out, stats)
-    rows = stats.shape[2]
+    has_band, left, right = band(problem)
+    mask = problem.mask if problem.bias is None else problem.bias
+    if problem.bias is not None and problem.mask is not None:
+        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
+    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask, results)
+    here, rows = _resident(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored), stats.shape[2]
 
     def strides(*arrays: np.ndarray) -> tuple[int, ...]:
         return tuple(int(n) for x in arrays for n in x.strides[:3])
@@ -161,13 +165,8 @@ def float_backward(problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.
         return Launch(factory, constants, arch, grid, args, lambda: None, here)
     launches = [launch(backward_rows, {"dv": dv_wide, "dtype": problem.precision}, (rows // ROWS, nh, nb),
                        ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)))]
-    has_band, left, right = band(problem)
-    mask = problem.mask if problem.bias is None else problem.bias
-    if problem.bias is not None and problem.mask is not None:
-        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
-    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask)
     slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
-    places, mask_strides = _places(problem, s), _strides(mask)
+    places, mask_strides = _places(problem, s), _strides(mask, results)
     common = {"d": wide, "dv": dv_wide, "dtype": problem.precision, "group": nh // nkv, "band": has_band,
               "mask": "" if mask is None else "bool" if problem.bias is None else "float", "softcap": bool(problem.softcap),
               "alibi": problem.alibi_slopes is not None, "turing": arch == "sm_75"}

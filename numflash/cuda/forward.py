@@ -239,13 +239,13 @@ def _places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
     return (np.clip(problem.diagonal, -NO_LIMIT, NO_LIMIT).astype(np.int32), np.minimum(problem.key_lengths, s).astype(np.int32))
 
 
-def _storage(x: np.ndarray, results: Results = None) -> np.ndarray:
+def _storage(x: np.ndarray, results: tuple | None = None) -> np.ndarray:
     """The memory behind a broadcast view: one element stands for every index along an axis of stride 0. On a card as it lies."""
     part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
     return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
 
 
-def _strides(x: np.ndarray | None, results: Results = None) -> tuple[int, ...]:
+def _strides(x: np.ndarray | None, results: tuple | None = None) -> tuple[int, ...]:
     """Bytes from element to element of `_storage`, 0 along the axes where one stands for all; zeros without an array."""
     if x is None:
         return (0, 0, 0, 0)

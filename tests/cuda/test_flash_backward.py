@@ -229,9 +229,9 @@ def test_what_is_not_finite_spoils_only_what_sees_it():
     assert np.isnan(dq[0, 0, 20:30]).all() and np.isfinite(dq[0, 0, 8:20]).all()
 
 
-@pytest.mark.parametrize("magnify", [100, pytest.param(1000, marks=slow)])
-def test_huge_scores(magnify):
-    check({"s": 70}, magnify=magnify)
+def test_huge_scores():
+    """Weights within a few bits of 0 or 1: dQ and dK are small differences of large numbers."""
+    check({"s": 70}, magnify=100)
 
 
 def test_turing():
