@@ -1,15 +1,18 @@
 """`python -m numflash.cuda.validate`: run the emulator's list of problems on a card, compare, then time the shipped kernels.
 
 Writes one JSON object: the card, one row per problem (equal bits with the emulator for INT8, errors against float64 for the rest),
-and one row per timing with TFLOP/s, next to PyTorch's scaled_dot_product_attention backends where PyTorch sees the same card.
+and one row per timing with TFLOP/s, next to PyTorch's scaled_dot_product_attention backends where PyTorch sees the same card, and
+to the kernel of Triton's tutorial where Triton is installed and `--triton` names the tutorial's file (06-fused-attention.py; the
+wheel does not hold it).
 """
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +116,7 @@ def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def timings(device: launch.Device, lengths: tuple[int, ...], triton: Callable | None = None) -> Iterator[dict[str, Any]]:
     """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and 128, full and causal."""
     for length in lengths:
         for d in (64, 128):
@@ -125,7 +128,7 @@ def timings(device: launch.Device, lengths: tuple[int, ...]) -> Iterator[dict[st
                     seconds = device.prepared(launch.plan(problem, device.arch), lambda work: launch.median_seconds(device, work))
                     yield {"kernel": f"numflash {precision}", "L": length, "D": d, "B": b, "H": h, "causal": causal,
                            "seconds": seconds, "tflops": flop / seconds / 1e12}
-                for name, seconds in peers(b, h, length, d, causal):
+                for name, seconds in peers(b, h, length, d, causal, triton=triton):
                     yield {"kernel": name, "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
                            "tflops": flop / seconds / 1e12}
                 # gradients: five products count, the two that are computed twice do not
@@ -143,8 +146,21 @@ def gradient_times(device: launch.Device, shape: tuple[int, ...], causal: bool) 
     yield "numflash float16", device.prepared(work.launches, lambda run: launch.median_seconds(device, run))
 
 
-def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = False) -> Iterator[tuple[str, float]]:
-    """PyTorch's flash and cuDNN backends on the same shape; nothing where PyTorch is missing or sees no card."""
+def tutorial(path: str) -> Callable | None:
+    """`attention(q, k, v, causal, scale)` of the tutorial's file; None, and why on standard error, if it cannot be loaded."""
+    try:
+        spec = importlib.util.spec_from_file_location("triton_tutorial", path)
+        module = importlib.util.module_from_spec(spec)                              # type: ignore[arg-type]
+        spec.loader.exec_module(module)                                             # type: ignore[union-attr]
+        return module.attention
+    except (ImportError, OSError, AttributeError) as error:
+        print(f"triton tutorial: {error}", file=sys.stderr)
+        return None
+
+
+def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = False, triton: Callable | None = None
+          ) -> Iterator[tuple[str, float]]:
+    """PyTorch's flash and cuDNN backends, and Triton's tutorial, on the same shape; nothing where PyTorch sees no card."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -154,25 +170,40 @@ def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = F
         return
     q, k, v = (torch.randn(b, h, length, d, device="cuda", dtype=torch.float16, requires_grad=gradients) for _ in range(3))
     grad = torch.randn_like(q, requires_grad=False)
+
+    def forward() -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        times = []
+        for n in range(25):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            out = forward() if gradients else None
+            start.record()
+            if out is None:
+                work()
+            else:
+                torch.autograd.grad(out, (q, k, v), grad)
+            stop.record()
+            stop.synchronize()
+            if n >= 5:
+                times.append(start.elapsed_time(stop) / 1e3)
+        return statistics.median(times)
+
     for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cudnn", SDPBackend.CUDNN_ATTENTION)):
         try:
-            times = []
             with sdpa_kernel(backend):
-                for n in range(25):
-                    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal) if gradients else None
-                    start.record()
-                    if out is None:
-                        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-                    else:
-                        torch.autograd.grad(out, (q, k, v), grad)
-                    stop.record()
-                    stop.synchronize()
-                    if n >= 5:
-                        times.append(start.elapsed_time(stop) / 1e3)
-            yield name, statistics.median(times)
+                yield name, seconds(forward)
         except RuntimeError as error:
             print(f"{name}: {error}", file=sys.stderr)
+    if triton is not None and not gradients:
+        try:
+            if torch.allclose(triton(q, k, v, causal, d**-0.5), forward(), atol=1e-2):        # nothing wrong is ever timed
+                yield "triton tutorial", seconds(lambda: triton(q, k, v, causal, d**-0.5))
+            else:
+                print("triton tutorial: wrong", file=sys.stderr)
+        except Exception as error:                     # its compiler has errors of its own, for sizes that it does not take
+            print(f"triton tutorial: {error}", file=sys.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -181,6 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", default="-", help="file to write (default: standard output)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
                         help="L of the timings; none: no timings")
+    parser.add_argument("--triton", help="Triton's tutorial 06-fused-attention.py, to time its kernel too")
     chosen = parser.parse_args(arguments)
     try:
         device = launch.current_device()
@@ -192,7 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         print("ok " if row["passed"] else "BAD", row["case"], file=sys.stderr)
     agreed = all(row["passed"] for row in rows)
-    times = list(timings(device, tuple(chosen.lengths))) if agreed else []          # nothing wrong is ever timed
+    triton = tutorial(chosen.triton) if chosen.triton else None
+    times = list(timings(device, tuple(chosen.lengths), triton)) if agreed else []          # nothing wrong is ever timed
     text = json.dumps({"device": device.name, "arch": device.arch, "cases": rows, "timings": times}, indent=1)
     if chosen.json == "-":
         print(text)
