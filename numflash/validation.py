@@ -287,7 +287,7 @@ def gradient_operands(problem: Problem, query_shape: tuple[int, ...], grad_out: 
             raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(floats)}")
         if taken.array.shape != shape:
             raise ArgumentError(f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}")
-        found.append(convert(taken.array, "float32"))
+        found.append(writable(convert(taken.array, "float32")))
     grad_out, out, lse = found
     return tensor("grad_out", grad_out, layout), tensor("out", out, layout), tensor("lse", lse[..., None], layout)[..., 0]
 

@@ -11,6 +11,7 @@ from test_float_properties import problems
 import numflash
 from numflash import attention, attention_backward, interop, reference
 from numflash.cpu import launch_backward, target
+from numflash.cpu.backward import make_backward
 from numflash.cpu.threads import limit, most
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
@@ -224,7 +225,7 @@ def test_a_row_that_is_not_finite_spoils_only_the_keys_it_sees(isa):
 @every_isa
 def test_finite_inputs_never_give_nan(isa):
     do, q, k, v = drawn(l=30, s=140, d=16)
-    for factor in (1e4, 1e18, 1e25, 3e38):
+    for factor in (1e18, 3e38):
         big = F(factor)
         with np.errstate(over="ignore"):
             for operands in [(do, q * big, k, v), (do, q, k * big, v), (do, q * big, k * big, v), (do, q, k, v * big),
@@ -287,6 +288,17 @@ def test_strides_of_every_kind():
     ones = np.broadcast_to(F(1), out.shape)                                 # the gradient of out.sum()
     assert np.array_equal(attention_backward(ones, *operands[1:], out, lse)[2],
                           attention_backward(ones.copy(), *operands[1:], out, lse)[2])
+
+
+@pytest.mark.skipif(ISAS[0] == "portable", reason="no register tiles here")
+def test_read_only_arrays_compile_nothing_anew():
+    operands = drawn(l=20, d=8)
+    out, lse = attention(*operands[1:], return_lse=True)
+    want, known = attention_backward(*operands, out, lse), len(make_backward(ISAS[0]).signatures)
+    for x in (*operands, out, lse):
+        x.flags.writeable = False
+    assert all(np.array_equal(a, b) for a, b in zip(want, attention_backward(*operands, out, lse), strict=True))
+    assert len(make_backward(ISAS[0]).signatures) == known
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
