@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .api import attention
+from .api import attention, attention_backward
 from .console import Progress, Table
 from .cpu import target
 from .diskcache import files
@@ -30,6 +30,16 @@ def decode(dtype: str, group: int, batch: int) -> None:
     cache.decode(np.ones((batch, group, 1, 64), np.float32))
 
 
+def gradient(impl: str, mask: np.ndarray | None = None) -> None:
+    """A forward and a backward pass; a key that is not finite is done again in float64."""
+    x = np.ones((1, 1, 3, 8), np.float32)
+    y = x.copy()
+    y[0, 0, 2] = np.inf
+    for key in (x, y):
+        out, lse = attention(x, key, x, mask, return_lse=True, impl=impl)
+        attention_backward(x, x, key, x, out, lse, attn_mask=mask, impl=impl)
+
+
 def jobs() -> list[tuple[str, Callable[[], Any]]]:
     """(name, call) of everything that compiles; masks come as broadcast views, the usual case."""
     x = np.ones((1, 1, 3, 8), np.float32)
@@ -41,6 +51,11 @@ def jobs() -> list[tuple[str, Callable[[], Any]]]:
                     continue
                 name = f"{' '.join(options.values())} {target.available()[0] if impl == 'cpu' else impl}, {words}"
                 found.append((name, functools.partial(attention, x, x, x, mask, impl=impl, **options)))
+    for impl in ("cpu", "portable"):
+        found.append((f"gradient {target.available(target.FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
+                      functools.partial(gradient, impl)))
+    for words, mask in list(MASKS.items())[1:]:
+        found.append((f"gradient, {words}", functools.partial(gradient, "cpu", mask)))
     for dtype in ("int8", "float32"):
         for group in GROUPS:
             for batch in (1, 64):

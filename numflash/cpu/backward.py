@@ -36,7 +36,6 @@ from .float_tiles import FLOAT_ISAS, MR, exp2, for_vectors, score_tile, value_ti
 from .launch_float import LOG2E, NO_LIMIT
 from .memory import empty
 from .packing import padded
-from .scores import row_of
 from .vectors import constant, data, load, next_task, store
 
 F = np.float32
@@ -64,8 +63,7 @@ class Options(NamedTuple):
 
     left, right, diagonal, key_lengths : as in `scores.Semantics`
     hidden : (Nkv, S) bool, keys to leave out; empty if none
-    mask, bias : (B, H, S, queries) uint8 and float32, empty if none; the first three sizes may be 1, and the last is either the
-        padded L or QUERIES, where all queries are alike
+    mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four sizes may be 1
     softcap : float32, 0 = none
     slopes : (B, H) float32, empty if none
     """
@@ -139,23 +137,27 @@ def make_backward(name: str):
             return 0, 0
         return max(0, key - options.diagonal[b] - options.right), max(0, key - options.diagonal[b] + options.left + 1)
 
+    @inline
+    def row_of(x, b, h, i, key):
+        """Offset of what a flat mask or bias holds for a key and the queries from i on."""
+        nb, nh, blocks, s, _ = x.shape
+        head = min(b, nb - 1) * nh + min(h, nh - 1)
+        return ((head * blocks + min(i // QUERIES, blocks - 1)) * s + min(key, s - 1)) * QUERIES
+
+    @inlined
+    def any_seen(options, mask, b, h, key, i, count):
+        """Whether the mask lets any of `count` vectors of queries from i on see any of MR keys."""
+        seen = False
+        for r in range(key, key + MR):
+            seen = seen or found(mask, row_of(options.mask, b, h, i, r), count)
+        return seen
+
     @inlined
     def keys_seen(options, mask, b, h, key, i, columns, first, stop):
         """first .. stop (keys of a block) without the groups of MR keys at either end that the mask hides from all queries."""
-        at = 0 if options.mask.shape[3] == QUERIES else i
-        while first < stop:
-            seen = False
-            for r in range(first, min(first + MR, stop)):
-                seen = seen or found(mask, row_of(options.mask, b, h, key + r) + at, columns // lanes)
-            if seen:
-                break
+        while first < stop and not any_seen(options, mask, b, h, key + first, i, columns // lanes):
             first += MR
-        while first < stop:
-            seen = False
-            for r in range(stop - MR, stop):
-                seen = seen or found(mask, row_of(options.mask, b, h, key + r) + at, columns // lanes)
-            if seen:
-                break
+        while first < stop and not any_seen(options, mask, b, h, key + stop - MR, i, columns // lanes):
             stop -= MR
         return first, stop
 
@@ -171,9 +173,9 @@ def make_backward(name: str):
         if options.slopes.size > 0:
             alibi(x, at, count, options.slopes[b, h], key - options.diagonal[b] - i)
         if bias.size > 0:
-            add_bias(x, at, count, bias, row_of(options.bias, b, h, key) + (0 if options.bias.shape[3] == QUERIES else i))
+            add_bias(x, at, count, bias, row_of(options.bias, b, h, i, key))
         if mask.size > 0:
-            apply_mask(x, at, count, mask, row_of(options.mask, b, h, key) + (0 if options.mask.shape[3] == QUERIES else i))
+            apply_mask(x, at, count, mask, row_of(options.mask, b, h, i, key))
         for c in range(at, at + lo):
             x[c] = HIDDEN
         for c in range(at + hi, at + columns):
@@ -270,25 +272,49 @@ def _rows(x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None) -
     return out
 
 
-def _turned(x: np.ndarray | None, wide: int, dtype: type) -> np.ndarray:
-    """A broadcast (B, H, L, S) view as `Options` has it: (B, H, S, queries) without its repetitions."""
+@kernel(parallel=True)
+def _turn(x, out):
+    """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares; what lies beyond L stays."""
+    length, s = x.shape[1:]
+    blocks = out.shape[1]
+    for task in prange(x.shape[0] * blocks):
+        n, block = np.intp(task) // blocks, np.intp(task) % blocks      # P4
+        rows = x[n, block * QUERIES:min((block + 1) * QUERIES, length)]
+        square = np.empty((QUERIES, QUERIES), x.dtype)                  # rows of x are often a power of two apart: one set of L1
+        for first in range(0, s, QUERIES):
+            count = min(QUERIES, s - first)
+            for r in range(rows.shape[0]):
+                source = rows[r, first:first + count]
+                for j in range(count):
+                    square[j, r] = source[j]
+            for j in range(count):
+                source, target = square[j], out[n, block, first + j]
+                for r in range(rows.shape[0]):
+                    target[r] = source[r]
+
+
+def _turned(x: np.ndarray | None, dtype: type) -> np.ndarray:
+    """A broadcast (B, H, L, S) view as `Options` has it, without its repetitions."""
     if x is None:
-        return np.zeros((0, 0, 0, 0), dtype)
-    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides)].swapaxes(2, 3)
-    out = np.zeros((*once.shape[:3], QUERIES if x.strides[2] == 0 else padded(wide, QUERIES)), dtype)
-    out[..., :once.shape[3] if x.strides[2] else QUERIES] = once
+        return np.zeros((0, 0, 0, 0, 0), dtype)
+    repeated = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides)
+    once: np.ndarray = np.ascontiguousarray(x[repeated]).view(dtype)
+    nb, nh, length, s = once.shape
+    out = np.zeros((nb, nh, -(-length // QUERIES), s, QUERIES), dtype)
+    if x.strides[2] == 0:
+        out[:] = once.reshape(nb, nh, 1, s, 1)
+    else:
+        _turn(once.reshape(-1, length, s), out.reshape(-1, *out.shape[2:]))
     return out
 
 
-def _options(problem: Problem, wide: int, hidden: np.ndarray) -> Options:
-    bias, mask = problem.bias, problem.mask
-    if bias is not None and np.isneginf(bias).any():
-        once = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.strides)]
-        mask = np.broadcast_to(~np.isneginf(once), bias.shape)
+def _options(problem: Problem, hidden: np.ndarray) -> Options:
+    bias = _turned(problem.bias, F)
+    mask = (bias != HIDDEN).view(np.uint8) if bias.size else _turned(problem.mask, np.uint8)
     return Options(
         NO_LIMIT if problem.left is None else problem.left, NO_LIMIT if problem.right is None else problem.right,
         np.asarray(problem.diagonal, np.int64), np.asarray(problem.key_lengths, np.int64),
-        hidden if hidden.any() else hidden[:0], _turned(mask, wide, np.uint8), _turned(bias, wide, F), F(problem.softcap * LOG2E),
+        hidden if hidden.any() else hidden[:0], mask, bias, F(problem.softcap * LOG2E),
         np.zeros((0, 0), F) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes * LOG2E, F))
 
 
@@ -319,7 +345,7 @@ def run(problem: Problem, isa: str, operands: tuple[np.ndarray, ...], lse: np.nd
     dk, dv_ = (empty((n, high, x.shape[2]), F) for x in (k_rows, v_rows))
     factor, scale = (F(np.clip(x, -FINITE, FINITE)) for x in (problem.scale * LOG2E, problem.scale))
     make_backward(isa)(q_rows, q_packed, do_rows, do_packed, k_rows, v_rows, row_lse, row_delta, factor,
-                       _options(problem, wide, hidden[1]), (nh, nkv, s, splits, workers), np.zeros(1, np.int64), scratch,
+                       _options(problem, hidden[1]), (nh, nkv, s, splits, workers), np.zeros(1, np.int64), scratch,
                        dq, dk, dv_)
     whole = dq[0]
     for part in dq[1:]:

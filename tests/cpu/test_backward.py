@@ -29,6 +29,8 @@ def close(found, operands, ulp=2.0**-23, **options):
     do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
     d, dv = (operands[n].shape[-1] for n in (1, 3))
     scores, of_weights = q * k * d**0.5 * max(1, options.get("scale") or 0), do * v * (dv / d) ** 0.5
+    slopes = options.get("alibi_slopes")
+    scores += 0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
     for name, mine, low, want, of_scores in zip(NAMES, found, plain, wanted, (of_weights * k, of_weights * q, 0), strict=True):
         assert mine.shape == want.shape
         allowed = 2 * np.abs(low - want).max(initial=0) + (4 * ulp + 2.0**-23 * scores) * max(1, np.abs(want).max(initial=0))
