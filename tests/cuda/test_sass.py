@@ -66,10 +66,10 @@ def test_backward(arch, gradients, d, registers):
 @pytest.mark.parametrize("options", [{"band": True}, {"band": True, "mask": "bool"},
                                      {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4}])
 def test_backward_with_options(d, gradients, options):
-    """Masks cost registers for their addresses: the chunk is smaller with them; 16 bytes of loop invariants spill at most."""
+    """Masks cost registers for their addresses: the chunk is smaller with them; 40 bytes of loop invariants spill at most."""
     shape = backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
     found = resources(flash_backward, "sm_80", gradients=gradients, d=d, dv=d, **shape, **options)
-    assert found.stack <= (16 if "mask" in options else 0) and found.count("LD") == found.count("ST") == 0
+    assert found.stack <= (40 if "mask" in options else 0) and found.count("LD") == found.count("ST") == 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
