@@ -99,7 +99,7 @@ def test_floats(dtype, n):
     assert reports(whole)[-1].shared_conflicts == 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_several_new_tokens_are_causal(dtype):
     cache, key, value = filled(140, dtype)
     query = draw((B, H, 3, D), 5)
@@ -112,7 +112,7 @@ def test_several_new_tokens_are_causal(dtype):
     assert not out[:, :, 0].any() and (lse[:, :, 0] == -np.inf).all() and np.isfinite(lse[:, :, 1:]).all()
 
 
-@pytest.mark.parametrize("heads", [2, 14, pytest.param(16, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("heads", [2, 14, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 40))])
 def test_groups_of_heads(heads):
     """1, 7, 8 and 20 query heads on a KV head: rows of one tile, of two, never a second reading of the keys."""
     cache, _, _ = filled(130)
@@ -188,7 +188,7 @@ def test_shared_prefix(dtype):
         cache.append(*tokens(100, b=3))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_ring(dtype):
     """More tokens than slots: each row sees the first `sinks` and the last `window`."""
     window, sinks = 20, 3

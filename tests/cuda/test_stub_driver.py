@@ -140,6 +140,7 @@ for dtype in (np.bool_, np.float32):
 """
 
 
+@pytest.mark.slow
 def test_the_backward_pass_is_three_launches(driver):
     done = run(driver, GRADIENTS, "80")
     lines = done.stdout.splitlines()
@@ -157,6 +158,7 @@ def test_the_backward_pass_with_masks_on_the_card(driver):
     assert run(driver, GRADIENTS_WITH_MASKS, "80").stdout.splitlines() == ["(1, 2, 70, 64)"] * 2
 
 
+@pytest.mark.slow
 def test_masks_and_sinks_on_the_card(driver):
     """Their addresses cannot be read from the host, so nothing here has tried to."""
     lines = run(driver, OPTIONS, "90").stdout.splitlines()
