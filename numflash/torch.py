@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from . import api
@@ -113,6 +114,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
 def _attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *options: Any
                         ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, shaped like them."""
+    if grad_out.is_cuda:
+        grad_out = grad_out.contiguous()                 # a sum's gradient is one number expanded, which no card's kernel reads
     taken = _options(options, key)
     del taken["pv"]                                      # of "int8" only, which has no gradient
     return _call(api.attention_backward, grad_out, query, key, value, out, lse, **taken)
@@ -263,6 +266,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     value : (N, ..., H, S, Ev) tensor
         Leading dimensions broadcast. With `enable_gqa`, H divides Hq.
     attn_mask : bool (True = may attend) or float tensor (added to the scores), broadcastable to (N, ..., Hq, L, S)
+        Or `torch.nn.attention.bias.causal_lower_right(L, S)`, whose diagonal ends at the last key.
     dropout_p : 0.0 only
     is_causal : bool
         Row i sees keys 0 to i. Not together with `attn_mask`.
@@ -291,13 +295,20 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
             raise SdpaError(f"dropout_p: got {dropout_p}; allowed: 0.0 only (model.eval(), or no dropout in its configuration)")
         if attn_mask is not None and is_causal:
             raise SdpaError("attn_mask: got one together with is_causal=True; allowed: one of the two")
+        bias, alignment = attn_mask, "upper_left"
+        if isinstance(bias, CausalBias):                 # says where the diagonal lies, and holds no numbers
+            if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+                raise SdpaError(f"attn_mask: got a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; allowed: "
+                                f"{query.shape[-2]} and {key.shape[-2]}")
+            attn_mask, is_causal = None, True
+            alignment = "lower_right" if bias.variant == CausalVariant.LOWER_RIGHT else "upper_left"
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         _check(query, key, value, attn_mask)
         _check_gradients(precision, (query, key, value), attn_mask=attn_mask)
         if 0 in query.shape or 0 in key.shape or 0 in value.shape:       # nothing to compute: PyTorch makes the empty result
-            return _SDPA(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
+            return _SDPA(query, key, value, bias, is_causal=is_causal and bias is None, scale=scale, enable_gqa=enable_gqa)
         q, k, v, mask, grouped, shape = _heads_of_batches(query, key, value, attn_mask, enable_gqa)
-        out, _ = _attention(q, k, v, mask, is_causal, scale, grouped, None, None, "upper_left", None, 0.0, None, None,
+        out, _ = _attention(q, k, v, mask, is_causal, scale, grouped, None, None, alignment, None, 0.0, None, None,
                             precision, None, "auto")
     except SdpaError:
         raise

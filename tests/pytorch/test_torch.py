@@ -1,15 +1,20 @@
 """numflash.torch: PyTorch's function, its gradients, its compiler, and whole models routed."""
 import doctest
 import math
+import re
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 from oracles import naive
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
@@ -43,6 +48,15 @@ def exact(q, k, v, attn_mask=None, **options):
 # ---- values --------------------------------------------------------------------------------------------------------------------
 def test_the_docstring_of_the_module():
     assert doctest.testmod(nt).failed == 0
+
+
+def test_the_examples_of_the_guide():
+    text = Path(__file__).parents[2].joinpath("docs", "pytorch.md").read_text()
+    space, examples = {}, re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 3
+    for code in examples[:None if find_spec("transformers") else 2]:
+        exec(code, space)
+    assert space["out"].shape == (1, 8, 128, 64) and space["q"].grad.shape == (1, 8, 128, 64)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)])
@@ -91,11 +105,32 @@ def test_a_mask_over_five_dimensions():
     lambda q, k, v: (q[..., :0], k[..., :0], v)])
 def test_sizes_of_zero(cut):
     arrays = [x.clone().requires_grad_() for x in cut(Q, K, V)]
-    out, want = nt.scaled_dot_product_attention(*arrays), SDPA(*arrays)
-    assert out.shape == want.shape
-    torch.testing.assert_close(out, want)
+    for causal in (True, False):
+        out, want = nt.scaled_dot_product_attention(*arrays, is_causal=causal), SDPA(*arrays, is_causal=causal)
+        assert out.shape == want.shape
+        torch.testing.assert_close(out, want)
     out.sum().backward()
     assert arrays[0].grad.shape == arrays[0].shape
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
+def test_causal_biases(bias):
+    want = SDPA(Q, K, V, bias(5, 7))
+    with nt.use() as routed:
+        out = SDPA(Q, K, V, bias(5, 7))
+    assert routed.calls == 1
+    torch.testing.assert_close(out, want, atol=1e-6, rtol=0)
+    with pytest.raises(nt.SdpaError, match="CausalBias for 5 queries and 6 keys"):
+        nt.scaled_dot_product_attention(Q, K, V, bias(5, 6))
+    with pytest.raises(nt.SdpaError, match="is_causal"):
+        nt.scaled_dot_product_attention(Q, K, V, bias(5, 7), is_causal=True)
+
+
+def test_nan_behind_a_mask_stays_there():
+    seen = torch.arange(7) != 3
+    k, v = (x.masked_fill(~seen[:, None], math.nan) for x in (K, V))
+    torch.testing.assert_close(nt.scaled_dot_product_attention(Q, k, v, seen.expand(5, 7)),
+                               SDPA(Q, K[:, :, seen], V[:, :, seen]), atol=1e-6, rtol=0)
 
 
 def test_rows_that_see_nothing_are_zero():
@@ -220,11 +255,11 @@ def test_threads_follow_pytorch(monkeypatch):
     import numba
     seen, run, outer = [], launch.run, numba.get_num_threads()
     monkeypatch.setattr(launch, "run", lambda problem, **options: seen.append(numba.get_num_threads()) or run(problem, **options))
-    for n in (1, 2, 1000):
+    for n in (1, 2, 3):
         torch.set_num_threads(n)
         nt.scaled_dot_product_attention(Q, K, V)
     most = nt.threads.most()
-    assert seen == [1, min(2, most), most] and numba.get_num_threads() == outer
+    assert seen == [min(n, most) for n in (1, 2, 3)] and numba.get_num_threads() == outer
 
 
 def test_threads_of_pytorch_stay_as_they_are():
@@ -487,6 +522,8 @@ def test_no_second_derivative_and_none_of_the_lse():
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError):
         torch.autograd.grad(first.sum(), q)
+    with pytest.raises(RuntimeError):
+        torch.func.grad(lambda q: nt.scaled_dot_product_attention(q, K, V).sum())(Q)
 
 
 # ---- CUDA, as far as it goes without a card ------------------------------------------------------------------------------------
