@@ -69,13 +69,16 @@ class DecodeEngine:
     def decode(self) -> None:
         """Attention of the loaded query over the cache."""
         self._allow("decode", State.READY)
-        query, out = self._query, None
-        if isinstance(query, np.ndarray) and query.dtype == np.float32:
-            shape = (*query.shape[:-1], self._cache.value_dim)
-            if self._buffer.shape != shape:
-                self._buffer = np.empty(shape, np.float32)
-            out = self._buffer
-        self._output = self._cache.decode(query, out=out)
+        self._output = self._cache.decode(self._query, out=self._out(self._query))
+
+    def _out(self, query: Any) -> np.ndarray | None:
+        """Where the output of a query goes."""
+        if not (isinstance(query, np.ndarray) and query.dtype == np.float32):
+            return None
+        shape = (*query.shape[:-1], self._cache.value_dim)
+        if self._buffer.shape != shape:
+            self._buffer = np.empty(shape, np.float32)
+        return self._buffer
 
     def get_output(self) -> np.ndarray:
         """The output (B, H, n, Dv) of the last `decode`.
@@ -102,12 +105,12 @@ class DecodeEngine:
         self._buffer = np.empty(0, np.float32)
 
     def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
-        """load_qkv, decode and get_output in one call; initialises by itself."""
+        """load_qkv, decode and get_output in one call, on a card one CUDA graph; initialises by itself."""
         if self.state is State.UNINITIALISED:
             self.init()
-        self.load_qkv(query, key, value)
-        self.decode()
-        return self.get_output()
+        self._output = self._cache.step(query, key, value, out=self._out(query))
+        self._query, self.state = query, State.OUTPUT_READY
+        return self._output
 
     @property
     def _cache(self) -> KVCache:

@@ -7,39 +7,25 @@ may be used from different threads.
 from __future__ import annotations
 
 import importlib
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from . import fixedpoint as fx
+from .cache_arguments import floats, in_range, integer, output, token_counts
+from .cache_exact import LOG2E, attend, natural_lse, positions
 from .cache_pages import Pages
-from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
-from .interop import convert, dtype_name, import_array, to_float32, widen
+from .errors import ArgumentError, CacheFullError, NumflashError, UnsupportedError
+from .interop import convert, to_float32, widen
 from .quantization import QuantizedTensor
-from .reference import log_sum_exp
 from .tiling import KEY_BLOCK, MAX_HEAD_DIM
 from .validation import choice, flag, real
 
 DEVICES = ("cpu", "cuda", "cuda-emulator")
 DTYPES = ("int8", "float32", "bfloat16", "float16")
-FLOATS = ("float32", "float64", "float16", "bfloat16")
 F = np.float32
 FLOAT32 = np.dtype(np.float32)
-LOG2E = float(np.log2(np.e))
 SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
-# What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16": bfloat16).
-BEYOND = {"float16": (65520.0, ("float32", "float64", "uint16")), "bfloat16": (2.0**128 - 2.0**119, ("float32", "float64")),
-          "float32": (2.0**128 - 2.0**103, ("float64",))}
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: an integer")
-    number = int(value)
-    if not low <= number <= high:
-        raise ArgumentError(f"{name}: got {number}; allowed: {low} to {high}")
-    return number
 
 
 def _whole_blocks(slots: int) -> int:
@@ -82,6 +68,9 @@ class KVCache:
         rounding. Softmax does not see it.
     isa : str or None
         An instruction set of `numflash info` instead of the best one.
+    unified_max : float or None
+        On CUDA with 16-bit floats: FlashDecoding++'s constant in place of the running maximum, in units of scale * Q.K^T. Rows that
+        leave the range in which weights relative to it are accurate are done again with the maximum.
 
     Raises
     ------
@@ -90,24 +79,24 @@ class KVCache:
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, max_length: int, dtype: str = "int8", page_size: int | None = None,
                  device: str = "cpu", *, pages: int | None = None, value_dim: int | None = None, window: int | None = None,
-                 sinks: int = 0, smooth: bool = False, isa: str | None = None) -> None:
+                 sinks: int = 0, smooth: bool = False, isa: str | None = None, unified_max: float | None = None) -> None:
         choice("dtype", dtype, DTYPES)
         launch_decode = _launch_decode(choice("device", device, DEVICES))
         self.device = device
-        self.batch = _integer("batch", batch, 0, launch_decode.MAX_BATCH)
-        self.kv_heads = _integer("kv_heads", kv_heads, 1, 65535)
-        self.head_dim = _integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
-        self.value_dim = self.head_dim if value_dim is None else _integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
-        self.max_length, self.dtype = _integer("max_length", max_length, 1, 1 << 31), dtype
+        self.batch = integer("batch", batch, 0, launch_decode.MAX_BATCH)
+        self.kv_heads = integer("kv_heads", kv_heads, 1, 65535)
+        self.head_dim = integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        self.value_dim = self.head_dim if value_dim is None else integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
+        self.max_length, self.dtype = integer("max_length", max_length, 1, 1 << 31), dtype
         self.smooth = flag("smooth", smooth)
         if self.smooth and dtype != "int8":
             raise ArgumentError(f"smooth: got True with dtype {dtype!r}; allowed: only with dtype 'int8'")
-        ring: dict[str, int] = {}
-        self.window, self.sinks = window, _integer("sinks", sinks, 0, 1 << 20)
+        ring: dict[str, Any] = {}
+        self.window, self.sinks = window, integer("sinks", sinks, 0, 1 << 20)
         if window is not None:
             if page_size is not None:
                 raise ArgumentError("window: got a window and page_size; allowed: one of the two")
-            slots = _whole_blocks(self.sinks + _integer("window", window, 1, 1 << 29) + KEY_BLOCK // 2)
+            slots = _whole_blocks(self.sinks + integer("window", window, 1, 1 << 29) + KEY_BLOCK // 2)
             ring = {"window": int(window), "sinks": self.sinks, "ring": slots - self.sinks}
         elif sinks:
             raise ArgumentError(f"sinks: got {sinks} without a window; allowed: 0")
@@ -115,14 +104,19 @@ class KVCache:
             slots = _whole_blocks(self.max_length)
         if page_size is not None:
             smallest = launch_decode.MIN_PAGE
-            _integer("page_size", page_size, smallest, 1 << 20)
+            integer("page_size", page_size, smallest, 1 << 20)
             if page_size & (page_size - 1):
                 raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, {smallest} or more")
         elif pages is not None:
             raise ArgumentError("pages: got a number without page_size; allowed: None")
         self.page_size = slots if page_size is None else int(page_size)
         self._width = -(-slots // self.page_size)
-        self.pages = self.batch * self._width if pages is None else _integer("pages", pages, 1, 1 << 30)
+        self.pages = self.batch * self._width if pages is None else integer("pages", pages, 1, 1 << 30)
+        if unified_max is not None:
+            if device == "cpu" or dtype not in ("float16", "bfloat16"):
+                raise UnsupportedError(f"unified_max: got {unified_max!r} with device {device!r} and dtype {dtype!r}; allowed: on "
+                                       "CUDA with float16 or bfloat16")
+            ring["unified"] = real("unified_max", unified_max) * LOG2E
         if isa is not None and device != "cpu":
             raise ArgumentError(f"isa: got {isa!r} with device {device!r}; allowed: None")
         self._layout: Any = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size,
@@ -130,12 +124,13 @@ class KVCache:
         self._store: Any = self._layout.allocate(self.pages, self.batch, self._width)
         self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
         self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
-        self._make_plan_of, self._append = launch_decode.Plan, launch_decode.Append(self._layout, self.batch, self._offset)
+        self._backend, self._append = launch_decode, launch_decode.Append(self._layout, self.batch, self._offset)
         self._longest, self._plain = 0, page_size is None and not self.smooth
         self._counts: dict[int, np.ndarray] = {}
         self._seen: dict[tuple[int, ...], int] = {}          # shapes of tokens that were taken, and how many tokens they are
         self._plans: dict[Any, Any] = {}
         self._calls: dict[Any, tuple[Any, np.float32]] = {}
+        self._steps: dict[Any, Any] = {}
 
     # ---- what it holds -----------------------------------------------------------------------------------------------------
     @property
@@ -162,7 +157,7 @@ class KVCache:
     def _sequence(self, name: str, b: Any) -> int:
         if not self.batch:
             raise ArgumentError(f"{name}: got {b!r}; the cache holds no sequence")
-        return _integer(name, b, 0, self.batch - 1)
+        return integer(name, b, 0, self.batch - 1)
 
     def _slots(self, b: int) -> tuple[np.ndarray, int]:
         """The pages and the number of slots in use of sequence b."""
@@ -219,6 +214,12 @@ class KVCache:
             taken: who sees such a token is NaN. Nothing is appended by a call that raises.
         """
         store = self._store or self._open()
+        key, value, take = self._admitted(key, value, counts)
+        self._append(key, value, take, store)
+        self._longest = self._longest + key.shape[2] if counts is None else int(store.lengths.max(initial=0))
+
+    def _admitted(self, key: Any, value: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Key and value as the kernels take them, and the tokens of each sequence; there is room for them."""
         key, n = self._tokens("key", key, self.head_dim)
         value, same = self._tokens("value", value, self.value_dim)
         if same != n:
@@ -233,17 +234,13 @@ class KVCache:
             take = self._checked_counts(counts, n)
         if not self._plain:
             self._prepare(key, take)
-        self._append(key, value, take, store)
-        self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
+        return key, value, take
 
     def _tokens(self, name: str, x: Any, channels: int) -> tuple[np.ndarray, int]:
         """(B, Hkv, n, channels), contiguous: float32 for INT8, else the bits of the storage; and n."""
         ready = type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
         if not ready:
-            taken = import_array(name, x)
-            if taken.dtype not in FLOATS:
-                raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
-            x = taken.array
+            x = floats(name, x).array
         shape = x.shape
         n = self._seen.get(shape)
         if n is None or shape[3] != channels:
@@ -254,24 +251,11 @@ class KVCache:
             return x, n
         if ready and self.dtype == "float32":
             return x.view(np.uint32), n
-        self._check_range(name, x)
+        in_range(name, x, self.dtype)
         return self._layout.tokens(x), n
 
-    def _check_range(self, name: str, x: np.ndarray) -> None:
-        """Refuse finite numbers that would become infinite where they are stored."""
-        limit, sources = BEYOND["float32" if self.dtype == "int8" else self.dtype]
-        if dtype_name(x.dtype) not in sources:
-            return
-        size = np.abs(widen(x))
-        if not size.max(initial=0) < limit and ((size >= limit) & (size < np.inf)).any():
-            raise ArgumentError(f"{name}: got {size[size < np.inf].max():.6g} in a cache of dtype {self.dtype!r}; allowed: "
-                                f"magnitudes below {limit:.6g}, infinity and NaN")
-
     def _checked_counts(self, counts: Any, n: int) -> np.ndarray:
-        take = np.asarray(counts)
-        if take.shape != (self.batch,) or take.dtype.kind not in "iu" or (take.size and (take.min() < 0 or take.max() > n)):
-            raise ArgumentError(f"counts: got {counts!r}; allowed: {self.batch} integers from 0 to {n}")
-        take = take.astype(np.int64)
+        take = token_counts(counts, self.batch, n)
         if self.window is None and (self._store.lengths + take > self.max_length).any():
             raise self._full(take)
         return take
@@ -311,7 +295,7 @@ class KVCache:
         a, b = self._sequence("source", source), self._sequence("target", target)
         if a == b or store.lengths[b]:
             raise ArgumentError(f"target: got {b}; allowed: an empty sequence other than the source")
-        n = int(store.lengths[a]) if length is None else _integer("length", length, 0, int(store.lengths[a]))
+        n = int(store.lengths[a]) if length is None else integer("length", length, 0, int(store.lengths[a]))
         copied = self._pool.share(a, b, n)
         if copied is not None:
             self._layout.copy_page(store, *copied)
@@ -331,8 +315,12 @@ class KVCache:
     def close(self) -> None:
         """Release the memory; every later use raises."""
         self._store = self._append = None
-        self._plans.clear()
-        self._calls.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop the prepared calls and their buffers."""
+        for prepared in (self._plans, self._calls, self._steps):
+            prepared.clear()
 
     # ---- decode ------------------------------------------------------------------------------------------------------------
     def decode(self, query: Any, *, scale: float | None = None, splits: int | None = None, out: np.ndarray | None = None,
@@ -365,17 +353,14 @@ class KVCache:
         store = self._open()
         taken = None
         if not (type(query) is np.ndarray and query.dtype == FLOAT32 and query.flags.carray):
-            taken = import_array("query", query)
-            if taken.dtype not in FLOATS:
-                raise ArgumentTypeError(f"query: got dtype {taken.dtype}; allowed: {', '.join(FLOATS)}")
+            taken = floats("query", query)
             query = to_float32(taken.array)
         shape = query.shape
-        plan, c = self._plan(shape, scale, splits)
-        result = np.empty((*shape[:-1], self.value_dim), F) if out is None else self._checked_out(out, shape)
+        plan, c = self._plan(shape, scale, splits, self._longest)
+        result = np.empty((*shape[:-1], self.value_dim), F) if out is None else output(out, (*shape[:-1], self.value_dim))
         rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
         plan(rows, c, store, results)
-        for b, g, r in plan.to_redo():
-            self._decode_float64(plan, rows, scale, b, g, r, results)
+        self._redo(plan, rows, scale, results)
         exported = result
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
@@ -384,40 +369,70 @@ class KVCache:
             return exported
         return exported, self._lse(plan, query, scale)
 
-    def _decode_float64(self, plan: Any, query: np.ndarray, scale: float | None, b: int, g: int, r: int,
-                        out: np.ndarray) -> None:
-        """One row again, whose scores or sums float32 cannot hold."""
-        key, value = self.read(b)
-        queries, held, end = plan.sizes[0], self._positions(b), int(self._store.lengths[b])
-        at = end - queries + r % queries
-        seen = held <= at
-        if self.window is not None:
-            seen &= (held > at - self.window) | (held < self.sinks)
-        factor = self.head_dim**-0.5 if scale is None else scale
-        s = key[g, seen].astype(np.float64) @ query[b, g, r].astype(np.float64) * factor
-        top = s.max()
-        p = np.exp(s - top)
-        out[b, g, r] = p @ value[g, seen] / p.sum()
-        with np.errstate(over="ignore"):
-            plan.m[b, g, r], plan.l[b, g, r] = top * LOG2E, p.sum()
+    def _redo(self, plan: Any, query: np.ndarray, scale: float | None, out: np.ndarray) -> None:
+        """The rows again in float64 whose scores or sums float32 cannot hold."""
+        for b, g, r in plan.to_redo():
+            key, value = self.read(b)
+            queries, length = plan.sizes[0], int(self._store.lengths[b])
+            held = positions(length, self._slots(b)[1], self.sinks, self._layout.ring)
+            at = length - queries + r % queries
+            seen = held <= at
+            if self.window is not None:
+                seen &= (held > at - self.window) | (held < self.sinks)
+            with np.errstate(over="ignore"):
+                out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(query[b, g, r], key[g, seen], value[g, seen],
+                                                                        self._factor(scale))
 
-    def _positions(self, b: int) -> np.ndarray:
-        """The token in each slot of sequence b that is in use."""
-        length, used = int(self._store.lengths[b]), self._slots(b)[1]
-        slots = np.arange(used)
-        if used == length:
-            return slots
-        behind = length - 1 - self.sinks - (slots - self.sinks)
-        return np.where(slots < self.sinks, slots, length - 1 - behind % self._layout.ring)
+    def step(self, query: Any, key: Any, value: Any, *, scale: float | None = None, splits: int | None = None,
+             out: np.ndarray | None = None) -> Any:
+        """`append` and `decode` of one step in one call.
 
-    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None) -> tuple[Any, np.float32]:
+        On a card float32 NumPy arrays with as many new tokens as query rows go through a CUDA graph: captured at the first such
+        call, launched again while the number of splits stays.
+
+        Parameters
+        ----------
+        query : (B, H, n, D);  key : (B, Hkv, n, D);  value : (B, Hkv, n, Dv)
+        scale, splits, out
+            As `decode` takes them.
+
+        Returns
+        -------
+        out : (B, H, n, Dv) of the query's kind and dtype, or `out` itself
+
+        Raises
+        ------
+        CacheFullError, ArgumentError, ArgumentTypeError
+        """
+        store = self._open()
+        plain = all(type(x) is np.ndarray and x.dtype == FLOAT32 and x.flags.carray and x.ndim == 4 and x.size
+                    for x in (query, key, value))
+        if self.device == "cpu" or self.smooth or not plain or key.shape[2] != query.shape[2]:
+            self.append(key, value)
+            return self.decode(query, scale=scale, splits=splits, out=out)
+        plan, c = self._plan(query.shape, scale, splits, self._longest + key.shape[2])
+        shape = (*query.shape[:-1], self.value_dim)
+        key, value, take = self._admitted(key, value, None)
+        whole = self._steps.get((plan, float(c)))
+        if whole is None:
+            whole = self._steps[plan, float(c)] = self._backend.Step(self._append, plan, c, store)
+        result = np.empty(shape, F) if out is None else output(out, shape)
+        rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
+        whole(key, value, rows, take, results)
+        self._longest += key.shape[2]
+        self._redo(plan, rows, scale, results)
+        return result
+
+    def _factor(self, scale: float | None) -> float:
+        return self.head_dim**-0.5 if scale is None else real("scale", scale)
+
+    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, longest: int) -> tuple[Any, np.float32]:
         """The prepared call for this query, and the factor of its scores."""
-        workers, blocks = self._layout.call(self._longest, self.batch)
+        workers, blocks = self._layout.call(longest, self.batch)
         known = self._calls.get((shape, scale, splits, workers, blocks))
         if known is None:
             if len(self._calls) > 64:
-                self._plans.clear()
-                self._calls.clear()
+                self._forget()
             known = self._calls[shape, scale, splits, workers, blocks] = self._make_plan(shape, scale, splits, workers, blocks)
         return known
 
@@ -428,32 +443,18 @@ class KVCache:
                                 f"multiple of {self.kv_heads}")
         if self.window is not None and shape[2] > self._layout.ring - self.window + 1:
             raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window")
-        factor = self.head_dim**-0.5 if scale is None else real("scale", scale)
-        group = shape[1] // self.kv_heads
+        factor, group = self._factor(scale), shape[1] // self.kv_heads
         if splits is None:
             splits = self._layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
-            splits = _integer("splits", splits, 1, 1 << 16)
+            splits = integer("splits", splits, 1, 1 << 16)
         plan = self._plans.get((shape, splits, workers))
         if plan is None:
-            plan = self._make_plan_of(self._layout, self.batch, group, shape[2], splits, workers)
+            plan = self._backend.Plan(self._layout, self.batch, group, shape[2], splits, workers)
             self._plans[shape, splits, workers] = plan
         unit = factor * LOG2E * (fx.ONE_Q8 if self.dtype == "int8" else 1)
         return plan, F(unit)
 
-    def _checked_out(self, out: Any, shape: tuple[int, ...]) -> np.ndarray:
-        wanted = (*shape[:-1], self.value_dim)
-        if not (isinstance(out, np.ndarray) and out.dtype == F and out.flags.c_contiguous and out.flags.writeable):
-            raise ArgumentTypeError("out: allowed: a writable, contiguous float32 NumPy array")
-        if out.shape != wanted:
-            raise ArgumentError(f"out: got shape {out.shape}; allowed: {wanted}")
-        return out
-
     def _lse(self, plan: Any, query: np.ndarray, scale: float | None) -> np.ndarray:
-        factor = self.head_dim**-0.5 if scale is None else scale
-        shift = None
-        if self.smooth:
-            offset = np.repeat(self._offset.astype(np.float64), query.shape[1] // self.kv_heads, 1)
-            shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), offset) * factor
-        m, l = (x.reshape(query.shape[:3]) for x in (plan.m, plan.l))
-        return log_sum_exp(m.astype(np.float64), l, shift, fx.P_ONE if self.dtype == "int8" else 1)
+        return natural_lse(plan.m, plan.l, query, self._offset if self.smooth else None, self._factor(scale),
+                           fx.P_ONE if self.dtype == "int8" else 1)

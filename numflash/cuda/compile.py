@@ -44,6 +44,7 @@ class Source:
     threads : threads per block
     shared_bytes : dynamic shared memory per block
     max_registers : ceiling for ptxas, or None
+    blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers accordingly
     fastmath : Numba's all-or-nothing switch (P39); the shipped kernels leave it off and name their approximations
     """
 
@@ -52,6 +53,7 @@ class Source:
     threads: int
     shared_bytes: int = 0
     max_registers: int | None = None
+    blocks: int = 1
     fastmath: bool = False
 
 
@@ -102,7 +104,7 @@ def flat_parameters(signature: Any) -> tuple[str, ...]:
 def compile_source(source: Source, arch: str, kind: str) -> Compiled:
     """Compile without the cache; `kind` is "ptx" or "cubin"."""
     from . import _target
-    cc, bounds = capability(arch), (source.threads, 1)
+    cc, bounds = capability(arch), (source.threads, source.blocks)
     with _lock:
         if kind == "ptx":
             name, code = source.function.__name__, _target.to_ptx(

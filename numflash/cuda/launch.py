@@ -274,15 +274,15 @@ class Device:
         return _Copies(self.driver, arrays)
 
 
-def median_seconds(device: Device, work: Callable[[], None], repeats: int = 20) -> float:
-    """Median time of one launch, by events on the default stream, after five launches to warm up."""
+def median_seconds(device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0) -> float:
+    """Median time of one launch, by events on the stream, after five launches to warm up."""
     d = device.driver
     start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
     times = []
     for n in range(repeats + 5):
-        check(d, d.cuEventRecord(start, 0))
+        check(d, d.cuEventRecord(start, stream))
         work()
-        check(d, d.cuEventRecord(stop, 0))
+        check(d, d.cuEventRecord(stop, stream))
         check(d, d.cuEventSynchronize(stop))
         if n >= 5:
             times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)

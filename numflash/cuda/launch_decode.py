@@ -5,12 +5,13 @@ and sends them only after it has changed them itself (a new page, `share`, `rese
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ..errors import CacheFullError, UnsupportedError
 from ..interop import to_float32
 from ..tiling import KEY_BLOCK, split_count
 from .kernels.decode_append import BLOCK, decode_append
@@ -28,6 +29,7 @@ UNLIMITED = 1 << 30                              # slots of a ring that never tu
 HEAD_DIMS = (32, 64, 96, 128, 256)
 KEY_DIMS_INT8 = (64, 128, 256)                   # whole swizzles
 SOURCES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
+LONGEST = (1 << 31) - 1
 MAX_BATCH = 65535                                # blocks along an axis of the grid
 
 
@@ -78,6 +80,7 @@ class Layout:
     window: int = UNLIMITED
     sinks: int = 0
     ring: int = UNLIMITED
+    unified: float | None = None                 # FlashDecoding++'s constant in place of the maximum, in octaves
 
     @property
     def exact(self) -> bool:
@@ -118,7 +121,7 @@ class Layout:
 
     def row_tiles(self, rows: int) -> int:
         """Tiles of 16 query rows per block; two where the registers hold them."""
-        return 2 if rows > 16 and max(self.padded) <= 128 else 1
+        return 2 if rows > 16 and max(self.padded) <= 128 and self.unified is None else 1
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -184,7 +187,7 @@ class Layout:
 
 
 def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, paged: bool, device: str,
-                **ring: int) -> Layout:
+                **options: Any) -> Layout:
     """The layout on the first card, or for "cuda-emulator" in the emulator."""
     card = Emulated() if device == "cuda-emulator" else Card()
     if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
@@ -193,7 +196,7 @@ def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_s
     for name, n in (("head_dim", head_dim), ("value_dim", value_dim)):
         if n > HEAD_DIMS[-1]:
             raise UnsupportedError(f"{name}: got {n}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
-    return Layout(card, dtype, kv_heads, head_dim, value_dim, page_size, paged, **ring)
+    return Layout(card, dtype, kv_heads, head_dim, value_dim, page_size, paged, **options)
 
 
 class Append:
@@ -201,38 +204,46 @@ class Append:
 
     def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
         self.layout, self.offset = layout, offset
-        self._buffers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._buffers: tuple[np.ndarray, ...] = ()
         self._small = (np.zeros(batch, np.int32), layout.card.zeros((batch,), np.int32)), (
             np.zeros(offset.shape, F), layout.card.zeros(offset.shape, F))
 
     def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
-        layout, card = self.layout, self.layout.card
-        batch, kv_heads, n, d = key.shape
+        card = self.layout.card
         if not key.size:
             return
         if key.dtype != value.dtype:
             key, value = to_float32(key), to_float32(value)
+        self.prepare(counts, store)
+        if not self._buffers or self._buffers[0].shape != key.shape or self._buffers[0].dtype != key.dtype:
+            self._buffers = card.zeros(key.shape, key.dtype), card.zeros(value.shape, value.dtype)
+        for to, x in zip(self._buffers, (key, value), strict=True):
+            card.upload(to, x)
+        self.launch(self._buffers, store)
+        store.grown(counts)
+
+    def prepare(self, counts: np.ndarray, store: Store) -> None:
+        """Bring the card up to what the host has changed: table and lengths, tokens per sequence, channel means."""
+        if (store.lengths + counts).max(initial=0) > LONGEST:
+            raise CacheFullError(f"append: a sequence would hold more than {LONGEST} tokens, which CUDA kernels do not count")
         store.synchronise()
         for (sent, small), now in zip(self._small, (counts, self.offset), strict=True):
             if not np.array_equal(sent, now):
                 sent[...] = now
-                card.upload(small, sent)
-        counts_there, offset_there = (small for _, small in self._small)
-        there = self._buffers.get(n)
-        if there is None or there[0].dtype != key.dtype:
-            self._buffers.clear()
-            there = self._buffers[n] = card.zeros(key.shape, key.dtype), card.zeros(value.shape, value.dtype)
-        for to, x in zip(there, (key, value), strict=True):
-            card.upload(to, x)
-        constants = {"d": d, "dv": value.shape[3], "source": SOURCES[key.dtype.name], "dtype": layout.dtype, "paged": layout.paged,
-                     "smooth": bool(self.offset.any()),
-                     "turing": card.arch == "sm_75"}
-        sizes = (n, kv_heads, d, value.shape[3], layout.k_stored, layout.v_stored, store.table.shape[1], layout.shift, layout.sinks,
+                self.layout.card.upload(small, sent)
+
+    def launch(self, tokens: tuple[np.ndarray, ...], store: Store) -> None:
+        """Enqueue the kernel on buffers (B, Hkv, n, D) and (B, Hkv, n, Dv)."""
+        key, value = tokens
+        layout, (batch, kv_heads, n, d), dv = self.layout, key.shape, value.shape[3]
+        constants = {"d": d, "dv": dv, "source": SOURCES[key.dtype.name], "dtype": layout.dtype, "paged": layout.paged,
+                     "smooth": bool(self.offset.any()), "turing": layout.card.arch == "sm_75"}
+        sizes = (n, kv_heads, d, dv, layout.k_stored, layout.v_stored, store.table.shape[1], layout.shift, layout.sinks,
                  layout.ring)
-        card.run(decode_append, constants, (-(-n // WARPS), kv_heads, batch),
-                 ((*there, counts_there, store.table_there, store.lengths_there, store.tickets, store.k, store.v, store.scales,
-                   offset_there), layout.bytes_of, sizes))
-        store.grown(counts)
+        counts, offset = (small for _, small in self._small)
+        layout.card.run(decode_append, constants, (-(-n // WARPS), kv_heads, batch),
+                        ((key, value, counts, store.table_there, store.lengths_there, store.tickets, store.k, store.v, store.scales,
+                          offset), layout.bytes_of, sizes))
 
 
 class Plan:
@@ -248,7 +259,7 @@ class Plan:
         self.constants: dict[str, Any] = {"d": d, "dv": dv, "row_tiles": tiles, "direct": splits == 1, "paged": layout.paged,
                                           "ring": layout.ring != UNLIMITED}
         if not layout.exact:
-            self.constants |= {"dtype": layout.dtype, "turing": card.arch == "sm_75"}
+            self.constants |= {"dtype": layout.dtype, "turing": card.arch == "sm_75", "unified": layout.unified is not None}
         self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
         self.grid, self.combine_grid = (units * splits, 1, 1), (units * tiles * (dv // 8 // WARPS), 1, 1)
         self.q, self.out = card.zeros(self.shape, F), card.zeros((*self.shape[:3], layout.value_dim), F)
@@ -273,7 +284,7 @@ class Plan:
         value_row = () if exact else (layout.v_stored * size,)
         sizes = (queries, rows, kv_heads, self.splits, d, dv, layout.k_stored * size, *value_row, store.table.shape[1],
                  layout.shift, layout.window, layout.sinks, layout.ring)
-        factors = (c,) if exact else (c, F(0))
+        factors = (c,) if exact else (c, F(layout.unified or 0))
         card.run(decode_int8 if exact else decode_float, self.constants, self.grid,
                  (pointers, layout.bytes_of if exact else layout.bytes_of[:4], sizes, factors))
         if self.splits > 1:
@@ -286,8 +297,54 @@ class Plan:
         store.synchronise()
         card.upload(self.q, query)
         self.launch(self.q, c, store, self.out)
-        card.download(self.out, out)
-        card.download(self.there[0], self.m)
-        card.download(self.there[1], self.l)
+        for x, to in zip((self.out, *self.there), (out, self.m, self.l), strict=True):
+            card.fetch(x, to)
+        card.synchronise()
+        self.inspect(out)
+
+    def inspect(self, out: np.ndarray) -> None:
+        """Note the rows to be done again."""
         if not self.layout.exact:
             self.spoiled = np.argwhere(~np.isfinite(out).all(-1))
+
+
+class Step:
+    """A whole step captured: tokens and query to the card, append, attention, results to the host. Replayed with one launch.
+
+    Made for one plan, scale and number of new tokens; the lengths are the card's own, so a graph serves every length that has the
+    plan's splits.
+    """
+
+    def __init__(self, append: Append, plan: Plan, c: np.float32, store: Store) -> None:
+        layout, card = plan.layout, plan.layout.card
+        self.append, self.plan, self.store, self.c = append, plan, store, c
+        batch, kv_heads, _, d = plan.shape
+        shapes = (batch, kv_heads, plan.sizes[0], d), (batch, kv_heads, plan.sizes[0], layout.value_dim)
+        self.there = tuple(card.zeros(shape, F) for shape in shapes)
+        self.tokens = [card.pinned(shape, F) for shape in (*shapes, plan.shape)]
+        self.results = [card.pinned(x.shape, F) for x in (plan.out, *plan.there)]
+        self._graph: Callable[[], None] | None = None
+
+    def _enqueue(self) -> None:
+        card, plan = self.plan.layout.card, self.plan
+        for to, x in zip((*self.there, plan.q), self.tokens, strict=True):
+            card.upload(to, x)
+        self.append.launch(self.there, self.store)
+        plan.launch(plan.q, self.c, self.store, plan.out)
+        for x, to in zip((plan.out, *plan.there), self.results, strict=True):
+            card.fetch(x, to)
+
+    def __call__(self, key: np.ndarray, value: np.ndarray, query: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+        """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n; float32."""
+        card = self.plan.layout.card
+        self.append.prepare(counts, self.store)
+        for to, x in zip(self.tokens, (key, value, query), strict=True):
+            to[...] = x
+        if self._graph is None:
+            self._graph = card.capture(self._enqueue)
+        self._graph()
+        self.store.grown(counts)
+        card.synchronise()
+        for to, x in zip((out, self.plan.m, self.plan.l), self.results, strict=True):
+            to[...] = x
+        self.plan.inspect(out)

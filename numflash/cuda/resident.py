@@ -5,6 +5,7 @@ for any array, and nothing on the host reads through it.
 """
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,9 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from . import launch
-from .arrays import _Memory
+from .arrays import DeviceMemory
 from .compile import compiled
 from .emulator import Report, emulate
-
-Argument = Any
 
 
 class Emulated:
@@ -43,31 +42,43 @@ class Emulated:
         self.uploaded += x.nbytes
         to[...] = x
 
-    def download(self, x: np.ndarray, to: np.ndarray | None = None) -> np.ndarray:
-        """A contiguous part of a buffer to the host."""
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A host array that a captured step reads or writes."""
+        return np.zeros(shape, dtype)
+
+    def fetch(self, x: np.ndarray, to: np.ndarray) -> None:
+        """A contiguous part of a buffer to a host array."""
         self.downloaded += x.nbytes
-        if to is None:
-            return x.copy()
         to[...] = x
-        return to
+
+    def download(self, x: np.ndarray) -> np.ndarray:
+        """A contiguous part of a buffer on the host."""
+        self.downloaded += x.nbytes
+        return x.copy()
 
     def copy(self, to: np.ndarray, source: np.ndarray) -> None:
         """Between buffers."""
         to[...] = source
 
-    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Argument, ...]) -> None:
+    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         """Launch a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
         self.reports.append(emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args)))
 
-    def synchronise(self) -> None:
-        """Wait for everything launched."""
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` itself, to be run again."""
+        return work
 
-    def close(self) -> None:
-        """Release the buffers."""
+    def synchronise(self) -> None:
+        """Wait for everything enqueued."""
 
 
 class Card:
-    """The first card, with buffers and a stream of its own."""
+    """The first card, with buffers and two streams of its own: one for copies to it, one for kernels (the T4 document, "Detailed
+    Processing Flow").
+
+    The streams wait for each other by events, on the card: kernels for the copies made before them, copies for the kernels before
+    them, which may still be reading the buffers. The host waits only in `synchronise` and `download`.
+    """
 
     def __init__(self) -> None:
         try:
@@ -77,33 +88,69 @@ class Card:
         d = self.device.driver
         self.arch, self.multiprocessors = self.device.arch, self.device.multiprocessors
         self.device.use()
-        self.stream = int(launch.check(d, d.cuStreamCreate(d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
-        self._addresses: list[int] = []
-        self._release = weakref.finalize(self, _release, d, self._addresses, self.stream)
+        flag = d.CUstream_flags.CU_STREAM_NON_BLOCKING
+        self.stream, self.copies = (int(launch.check(d, d.cuStreamCreate(flag))) for _ in range(2))
+        timing = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._copied, self._computed = (launch.check(d, d.cuEventCreate(timing)) for _ in range(2))
+        self._uploading = self._computing = self._rehearsing = False
+        weakref.finalize(self, _each, d.cuStreamDestroy, (self.stream, self.copies))
+        weakref.finalize(self, _each, d.cuEventDestroy, (self._copied, self._computed))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A buffer of zeros."""
-        d = self.device.driver
+        """A buffer of zeros; it goes back when the array and its views are gone."""
+        d, size = self.device.driver, np.dtype(dtype).itemsize
         self.device.use()
-        nbytes = max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        nbytes = max(16, int(np.prod(shape)) * size)
         address = int(launch.check(d, d.cuMemAlloc(nbytes)))
-        self._addresses.append(address)
-        launch.check(d, d.cuMemsetD8Async(address, 0, nbytes, self.stream))
-        steps = tuple(int(n) * np.dtype(dtype).itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1])
-        return np.asarray(_Memory(address, shape, steps, np.dtype(dtype).str))
+        launch.check(d, d.cuMemsetD8(address, 0, nbytes))
+        launch.check(d, d.cuCtxSynchronize())                    # before anything on our streams, which do not wait for this one
+        strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
+        memory = DeviceMemory(address, shape, strides, np.dtype(dtype).str)
+        weakref.finalize(memory, d.cuMemFree, address)           # waits for the kernels that may still read it
+        return np.asarray(memory)
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A host array that copies in a graph may read and write while the host does something else."""
+        d, nbytes = self.device.driver, max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        self.device.use()
+        address = int(launch.check(d, d.cuMemHostAlloc(nbytes, 0)))
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(memory, d.cuMemFreeHost, address)
+        return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
 
     def upload(self, to: np.ndarray, x: np.ndarray) -> None:
-        """Host array to a buffer of its shape and dtype; x may change afterwards."""
+        """Enqueue a copy of a host array to a buffer of its shape and dtype; x may change afterwards, unless it is pinned."""
+        if self._rehearsing:
+            return
         d = self.device.driver
         self.device.use()
-        launch.check(d, d.cuMemcpyHtoDAsync(to.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes, self.stream))
+        if self._computing:
+            launch.check(d, d.cuEventRecord(self._computed, self.stream))
+            launch.check(d, d.cuStreamWaitEvent(self.copies, self._computed, 0))
+        launch.check(d, d.cuMemcpyHtoDAsync(to.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes, self.copies))
+        self._computing, self._uploading = False, True
 
-    def download(self, x: np.ndarray, to: np.ndarray | None = None) -> np.ndarray:
-        """A contiguous part of a buffer to the host, after everything launched."""
+    def _after_copies(self) -> None:
+        if self._uploading:
+            d = self.device.driver
+            launch.check(d, d.cuEventRecord(self._copied, self.copies))
+            launch.check(d, d.cuStreamWaitEvent(self.stream, self._copied, 0))
+            self._uploading = False
+        self._computing = True
+
+    def fetch(self, x: np.ndarray, to: np.ndarray) -> None:
+        """Enqueue a copy of a contiguous part of a buffer to a host array, which holds it after `synchronise`."""
+        if self._rehearsing:
+            return
         d = self.device.driver
         self.device.use()
-        to = np.empty(x.shape, x.dtype) if to is None else to
+        self._after_copies()
         launch.check(d, d.cuMemcpyDtoHAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
+
+    def download(self, x: np.ndarray) -> np.ndarray:
+        """A contiguous part of a buffer on the host, after everything launched."""
+        to = np.empty(x.shape, x.dtype)
+        self.fetch(x, to)
         self.synchronise()
         return to
 
@@ -111,27 +158,55 @@ class Card:
         """Between buffers."""
         d = self.device.driver
         self.device.use()
+        self._after_copies()
         launch.check(d, d.cuMemcpyDtoDAsync(to.ctypes.data, source.ctypes.data, source.nbytes, self.stream))
 
-    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Argument, ...]) -> None:
+    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         """Enqueue a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
+        if self._rehearsing:
+            return
+        self._after_copies()
         flat = [x for group in args for x in (group if isinstance(group, tuple) else (group,))]
         kernel(blocks, self.stream, *(x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat))
 
-    def synchronise(self) -> None:
-        """Wait for everything launched."""
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` enqueues, as one CUDA graph: a function that launches it again, with the same buffers and pinned arrays.
+
+        Kernels are loaded before the capture, in which the driver allows no loading.
+        """
         d = self.device.driver
+        self.device.use()
+        self._rehearsing = True
+        work()
+        self._rehearsing = False
+        self.synchronise()
+        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        launch.check(d, d.cuStreamBeginCapture(self.stream, mode))
+        self._uploading, self._computing = False, True           # the first copy waits for an event, so its stream is captured too
+        try:
+            work()
+            self._after_copies()
+        finally:
+            graph = launch.check(d, d.cuStreamEndCapture(self.stream))
+        whole = launch.check(d, d.cuGraphInstantiate(graph, 0))
+        launch.check(d, d.cuGraphDestroy(graph))
+
+        def replay() -> None:
+            self.device.use()
+            self._after_copies()
+            launch.check(d, d.cuGraphLaunch(whole, self.stream))
+        weakref.finalize(replay, d.cuGraphExecDestroy, whole)
+        return replay
+
+    def synchronise(self) -> None:
+        """Wait for everything enqueued."""
+        d = self.device.driver
+        launch.check(d, d.cuStreamSynchronize(self.copies))
         launch.check(d, d.cuStreamSynchronize(self.stream))
-
-    def close(self) -> None:
-        """Release the buffers, and the stream."""
-        self._release()
+        self._uploading = self._computing = False
 
 
-def _release(driver: Any, addresses: list[int], stream: int) -> None:
-    driver.cuStreamSynchronize(stream)
-    for address in addresses:
-        driver.cuMemFree(address)
-    addresses.clear()
-    driver.cuStreamDestroy(stream)
+def _each(release: Callable[[Any], Any], handles: tuple[Any, ...]) -> None:
+    for handle in handles:
+        release(handle)

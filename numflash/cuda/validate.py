@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -22,7 +23,7 @@ from .. import reference, validation
 from ..errors import UnsupportedError
 from ..interop import convert, widen
 from ..quantization import quantize_problem
-from . import backward, launch
+from . import backward, launch, validate_decode
 from .forward import emulated
 
 PLAIN: dict[str, Any] = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None,
@@ -220,12 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     rows = []
-    for row in correctness(device):
+    for row in itertools.chain(correctness(device), validate_decode.correctness()):
         rows.append(row)
         print("ok " if row["passed"] else "BAD", row["case"], file=sys.stderr)
     agreed = all(row["passed"] for row in rows)
     triton = tutorial(chosen.triton) if chosen.triton else None
-    times = list(timings(device, tuple(chosen.lengths), triton)) if agreed else []          # nothing wrong is ever timed
+    times = []
+    if agreed and chosen.lengths:                                  # nothing wrong is ever timed
+        times = [*timings(device, tuple(chosen.lengths), triton), *validate_decode.timings(device)]
     text = json.dumps({"device": device.name, "arch": device.arch, "cases": rows, "timings": times}, indent=1)
     if chosen.json == "-":
         print(text)

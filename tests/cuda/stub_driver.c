@@ -7,6 +7,7 @@
 #include <string.h>
 
 static int launches, context = 1;
+#define TRACE(...) do { if (getenv("STUB_TRACE")) fprintf(stderr, __VA_ARGS__); } while (0)
 
 int nothing(void) { return 0; }
 int cuInit(unsigned flags) { return 0; }
@@ -31,10 +32,24 @@ int cuStreamSetAttribute(void *s, int a, void *v) {          /* accessPolicyWind
 int cuTensorMapEncodeTiled(void *m, int t, unsigned r) { memset(m, 7, 128); fprintf(stderr, "tensor map of rank %u\n", r); return 0; }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
                    void **parameters, void **extra) {
+  TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (launches++ < 8) fprintf(stderr, "launch grid %u %u %u block %u shared %u stream %ld first %llx\n", gx, gy, gz, bx, shared, (long)stream,
                            *(unsigned long long *)parameters[0]);
   return 0;
 }
+/* Streams, events and graphs: what is asked for, in its order. */
+int cuStreamCreate(void **s, unsigned flags) { static long next = 0x5000; *s = (void *)(next += 0x10); TRACE("new stream %lx\n", next); return 0; }
+int cuEventCreate(void **e, unsigned flags) { static long next = 0x6000; *e = (void *)(next += 0x10); return 0; }
+int cuEventRecord(void *e, void *s) { TRACE("record %lx on %lx\n", (long)e, (long)s); return 0; }
+int cuStreamWaitEvent(void *s, void *e, unsigned flags) { TRACE("%lx waits for %lx\n", (long)s, (long)e); return 0; }
+int cuMemHostAlloc(void **p, size_t n, unsigned flags) { *p = calloc(1, n); return 0; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, void *s) { TRACE("to the card %zu on %lx\n", n, (long)s); return 0; }
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, void *s) { TRACE("from the card %zu on %lx\n", n, (long)s); return 0; }
+int cuStreamSynchronize(void *s) { TRACE("wait for %lx\n", (long)s); return 0; }
+int cuStreamBeginCapture_v2(void *s, int mode) { TRACE("begin capture on %lx\n", (long)s); return 0; }
+int cuStreamEndCapture(void *s, void **g) { *g = (void *)0x7100; TRACE("end capture\n"); return 0; }
+int cuGraphInstantiateWithFlags(void **x, void *g, unsigned long long flags) { *x = (void *)0x7200; return 0; }
+int cuGraphLaunch(void *x, void *s) { TRACE("graph on %lx\n", (long)s); return 0; }
 int cuGetErrorString(int e, const char **s) { *s = "stub"; return 0; }
 int cuGetProcAddress_v2(const char *name, void **p, int version, uint64_t flags, int *status) {
   Dl_info info;

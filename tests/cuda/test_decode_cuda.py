@@ -8,6 +8,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from numflash import quantization, reference
 from numflash.cuda import launch_decode
 from numflash.cuda.kernels.decode_pieces import THREADS
+from numflash.engine import DecodeEngine, State
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
 from numflash.kvcache import KVCache
 
@@ -298,10 +299,62 @@ def test_short_contexts_take_one_block_per_head():
     assert len(reports(cache)) == 2 and reports(cache)[0].blocks == 3 * B * G            # and a kernel that combines
 
 
+@pytest.mark.parametrize(("phi", "readings"), [(0.0, 1), (40.0, 2), (-40.0, 2)])
+def test_unified_maximum(phi, readings):
+    """A constant in place of the maximum where it fits; where it does not, the block reads its keys again with the maximum."""
+    n = 100
+    cache, key, value = filled(n, "float16", unified_max=phi)
+    query = draw((B, H, 1, D), 5)
+    reports(cache).clear()
+    out, lse = cache.decode(query, return_lse=True)
+    exact, exact_lse = expected(query, key, value)
+    assert relative(out, exact) <= TOLERANCE["float16"]
+    np.testing.assert_allclose(lse, exact_lse, atol=3e-3)
+    small = B * G * (THREADS * 4 + H // G * D * 4)
+    assert reports(cache)[0].global_loaded == small + readings * B * G * n * 2 * D * 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_step_is_append_and_decode(dtype):
+    whole, parts = (new(dtype, page_size=128) for _ in range(2))
+    for cache in (whole, parts):
+        cache.append(*tokens(126))
+    for i in range(4):                                                    # across the end of a page
+        (key, value), query = tokens(1, i), draw((B, H, 1, D), 50 + i)
+        parts.append(key, value)
+        np.testing.assert_array_equal(whole.step(query, key, value), parts.decode(query))
+    assert whole.lengths.tolist() == parts.lengths.tolist() == [130, 130]
+    with pytest.raises(ArgumentError, match="key: got shape"):
+        whole.step(query, key[:, :1].copy(), value)
+    with pytest.raises(CacheFullError, match="allowed: 400 in all"):
+        whole.step(draw((B, H, 300, D)), *tokens(300))
+    assert whole.lengths.tolist() == [130, 130]
+
+
+def test_the_documents_engine():
+    engine = DecodeEngine(batch=B, kv_heads=G, head_dim=D, max_length=40, dtype="float16", device="cuda-emulator")
+    key, value = tokens(4)
+    query = draw((B, H, 4, D), 5)
+    engine.init()
+    for i in range(2):
+        engine.load_qkv(*(x[:, :, i:i + 1] for x in (query, key, value)))
+        engine.decode()
+        exact = expected(query[:, :, i:i + 1], key[:, :, :i + 1], value[:, :, :i + 1])[0]
+        assert relative(engine.get_output(), exact) <= TOLERANCE["float16"]
+    assert engine.state is State.OUTPUT_READY
+    engine.reset()
+    for i in range(2):
+        out = engine.step(*(np.ascontiguousarray(x[:, :, i:i + 1]) for x in (query, key, value)))
+    assert relative(out, exact) <= TOLERANCE["float16"]
+    engine.cleanup()
+    assert engine.cache is None
+
+
 def test_what_is_refused():
     for options, error, words in (({"dtype": "float32"}, UnsupportedError, "dtype"), ({"d": 300}, UnsupportedError, "head_dim"),
                                   ({"page_size": 8}, ArgumentError, "page_size"), ({"page_size": 48}, ArgumentError, "page_size"),
-                                  ({"isa": "portable"}, ArgumentError, "isa")):
+                                  ({"isa": "portable"}, ArgumentError, "isa"),
+                                  ({"unified_max": 0}, UnsupportedError, "unified_max")):
         with pytest.raises(error, match=words):
             new(**options)
     cache, key, value = filled(4)

@@ -48,8 +48,8 @@ def driver(tmp_path_factory):
     return folder
 
 
-def run(driver, code, capability):
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": capability}
+def run(driver, code, capability, **more):
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": capability, **more}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
@@ -167,6 +167,40 @@ def test_masks_and_sinks_on_the_card(driver):
     assert "sinks: got shape (3,)" in lines[5] and "attn_mask: got shape (71, 90)" in lines[6]
 
 
+DECODE = """
+import numpy as np, sys
+from numflash.kvcache import KVCache
+cache = KVCache(1, 2, 64, 1000, "float16", device="cuda")
+token = np.ones((1, 2, 1, 64), np.float32)
+cache.append(np.ones((1, 2, 20, 64), np.float32), np.ones((1, 2, 20, 64), np.float32))
+cache.decode(np.ones((1, 4, 1, 64), np.float32))
+for n in range(3):
+    print("step", n, file=sys.stderr)
+    print(cache.step(np.ones((1, 4, 1, 64), np.float32), token, token).shape, cache.lengths)
+print("end", file=sys.stderr)
+cache.close()
+"""
+
+
+def test_a_decode_step_is_one_graph(driver):
+    """Copies on one stream, kernels on the other, ordered by events; a step is captured once and launched again."""
+    done = run(driver, DECODE, "80", STUB_TRACE="1")
+    assert done.stdout.splitlines() == [f"(1, 4, 1, 64) [{n}]" for n in (21, 22, 23)]
+    said = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("launch grid"))
+    before, first, second, third = said.partition("end\n")[0].split("step ")
+    compute, copies = (line.split()[-1] for line in before.splitlines() if line.startswith("new stream"))
+    assert "graph" not in before and f"kernel of 10 blocks on {compute}" in before and f"kernel of 2 blocks on {compute}" in before
+    lines = first.splitlines()
+    captured = lines[lines.index(f"begin capture on {compute}"):lines.index("end capture")]
+    wanted = [f"record 6020 on {compute}", f"{copies} waits for 6020", *[f"to the card {n} on {copies}" for n in (512, 512, 1024)],
+              f"record 6010 on {copies}", f"{compute} waits for 6010", f"kernel of 2 blocks on {compute}",
+              f"kernel of 2 blocks on {compute}", *[f"from the card {n} on {compute}" for n in (1024, 16, 16)]]
+    assert captured[1:] == wanted
+    assert lines[-3:] == [f"graph on {compute}", f"wait for {copies}", f"wait for {compute}"]
+    for part in (second, third):                                     # nothing but the graph, then the host waits
+        assert part.splitlines()[1:] == lines[-3:]
+
+
 def test_l2_window(driver):
     code = "from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, 1 << 20, 0.5)"
     done = run(driver, code, "80")
@@ -203,12 +237,13 @@ def test_validate_reports_a_card_that_computes_nothing(driver):
     """The stub leaves every output at zero: each case must be reported, and nothing timed."""
     code = ("import sys; from numflash.cuda import validate\n"
             "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\n"
-            "validate.GRADIENTS = validate.GRADIENTS[1:2]\nsys.exit(validate.main())")
+            "validate.GRADIENTS = validate.GRADIENTS[1:2]\n"
+            "validate.validate_decode.CASES = validate.validate_decode.CASES[1:2]\nsys.exit(validate.main())")
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 1 and done.stderr.count("BAD") == 3, done.stderr
+    assert done.returncode == 1 and done.stderr.count("BAD") == 4, done.stderr
     found = json.loads(done.stdout)
-    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False] * 3
+    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False] * 4
 
 
 def test_host_time_is_reported(driver):

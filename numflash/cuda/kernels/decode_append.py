@@ -10,7 +10,7 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import EXPONENT, NO_SCALE, SCALE_LIMIT, THREADS, WARPS, make_page_of, warp_max_i32
+from .decode_pieces import EXPONENT, NO_SCALE, SCALE_LIMIT, THREADS, WARPS, make_page_of, remainder, warp_max_i32
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 NAN, LARGEST = f32(math.nan), f32(3.4028234663852886e38)
@@ -58,7 +58,7 @@ def decode_append(d: int, dv: int, source: str, dtype: str, paged: bool = False,
             position = length + i
             slot = position
             if slot >= sinks:
-                slot = sinks + (position - sinks) % ring_slots
+                slot = sinks + remainder(position - sinks, ring_slots)
             page = page_of(tables + u64(b * width) * u64(4) if paged else u64(b), slot, shift)
             inside = slot & ((i32(1) << shift) - 1)
             token = head * u64(tokens) + u64(i)

@@ -9,7 +9,7 @@ from ... import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import THREADS, WARPS
+from .decode_pieces import THREADS, WARPS, divided
 from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
@@ -32,11 +32,13 @@ def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
         rows, splits, columns = sizes
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        n = i32(cuda.blockIdx.x) % value_tiles
-        t = i32(cuda.blockIdx.x) // value_tiles % row_tiles
-        unit = i32(cuda.blockIdx.x) // (value_tiles * row_tiles)
-        groups = (rows + tile_rows - 1) // tile_rows
-        head = unit // groups
+        block = i32(cuda.blockIdx.x)
+        unit = divided(block, value_tiles * row_tiles)
+        block -= unit * (value_tiles * row_tiles)
+        t = divided(block, value_tiles)
+        n = block - t * value_tiles
+        groups = divided(rows + tile_rows - 1, tile_rows)
+        head = divided(unit, groups)
         first_row = (unit - head * groups) * tile_rows
         part = cuda.local.array(4, u32)
         sums = cuda.local.array(4, f32)

@@ -16,7 +16,7 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import NOTHING, THREADS, WARPS, make_load_keys, make_query_rows, make_store, visible
+from .decode_pieces import NOTHING, THREADS, WARPS, divided, make_load_keys, make_query_rows, make_store, remainder, visible
 from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -52,6 +52,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
     n_s, n_o, n_p, n_rows = 8 * row_tiles, 4 * value_tiles * row_tiles, 8 * row_tiles, 2 * row_tiles
     keep_q = row_tiles == 1 and d <= 128               # Q's fragments stay in registers where there is room
     n_qf = 4 * k_steps if keep_q else 4
+    row_shift = tile_rows.bit_length() - 1             # tile_rows is a power of two
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
     mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
@@ -79,20 +80,20 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        unit = task // splits
+        unit = divided(task, splits)
         split = task - unit * splits
-        groups = (rows + tile_rows - 1) // tile_rows
-        head = unit // groups
+        groups = (rows + tile_rows - 1) >> row_shift
+        head = divided(unit, groups)
         first_row = (unit - head * groups) * tile_rows
-        b = head // kv_heads
+        b = divided(head, kv_heads)
         g = head - b * kv_heads
         length = ptx.load_global_s32(lengths + u64(b * 4))
         slots, newest = length, length - 1
         if ring:
             slots = min(length, sinks + ring_slots)
             if length > slots:
-                newest = sinks + (length - 1 - sinks) % ring_slots
-        share = ((slots + SPLIT_KEYS - 1) // SPLIT_KEYS + splits - 1) // splits * SPLIT_KEYS
+                newest = sinks + remainder(length - 1 - sinks, ring_slots)
+        share = divided(((slots + SPLIT_KEYS - 1) >> 7) + splits - 1, splits) << 7
         begin = split * share
         stop = min(begin + share, slots)
         k = k + u64(g) * u64(k_head)
@@ -119,7 +120,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            at[i] = length - queries + r % queries
+            at[i] = length - queries + remainder(r, queries)
         low = length - queries                         # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
         k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
@@ -270,4 +271,6 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
 
         store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane)
 
-    return Source(decode, SIGNATURE, THREADS, q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size)
+    # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers would spill
+    blocks = 3 if row_tiles == 1 and max(d, dv) <= 64 and not unified else 1
+    return Source(decode, SIGNATURE, THREADS, q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size, blocks=blocks)

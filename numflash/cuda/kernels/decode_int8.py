@@ -12,19 +12,21 @@ import math
 from ... import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from .. import ptx
-from .._target import cuda, device_function, types
+from .._target import cuda, types
 from ..compile import Source
 from .decode_pieces import (
     THREADS,
     WARPS,
+    divided,
     make_load_channels,
     make_load_keys,
     make_load_scales,
     make_query_rows,
     make_store,
+    remainder,
     visible,
 )
-from .int8_softmax import HIDDEN, MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT, power
+from .int8_softmax import HIDDEN, MIN_OCTAVE, T_LIMIT, power, weight_p16
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -40,16 +42,6 @@ NAN = f32(math.nan)
 SIGNATURE = types.void(types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1))
 
 
-@device_function
-def wide_weight(t, octave):
-    """`fixedpoint.exp2_p16` of a Q8.8 score below the octave, in 32-bit arithmetic."""
-    y = ptx.umin(u32((octave << 8) - t), u32(65535))
-    f = (y << u32(8)) & u32(0xFFFF)
-    g = (f * u32(P_B)) >> u32(16)
-    h = (f * (u32(P_A) - g)) >> u32(16)
-    return u32(((u32(P_WIDE) - h) & u32(0xFFFF)) >> ptx.umin(y >> u32(8), u32(15)))
-
-
 def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged: bool = False, ring: bool = False) -> Source:
     """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32).
 
@@ -63,6 +55,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
     block_k = KEY_BLOCK
     k_steps, value_tiles, tile_rows = d // 32, dv // 8 // WARPS, 16 * row_tiles
     n_s, n_o, n_rows = 16 * row_tiles, 4 * value_tiles * row_tiles, 2 * row_tiles
+    row_shift = tile_rows.bit_length() - 1             # tile_rows is a power of two
     shift_k, xor_k = swizzle_of(d)
     load_k, load_v = make_load_keys(block_k, d, paged), make_load_channels(dv, block_k, paged)
     load_scales = make_load_scales(block_k, paged)
@@ -89,20 +82,20 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        unit = task // splits
+        unit = divided(task, splits)
         split = task - unit * splits
-        groups = (rows + tile_rows - 1) // tile_rows
-        head = unit // groups
+        groups = (rows + tile_rows - 1) >> row_shift
+        head = divided(unit, groups)
         first_row = (unit - head * groups) * tile_rows
-        b = head // kv_heads
+        b = divided(head, kv_heads)
         g = head - b * kv_heads
         length = ptx.load_global_s32(lengths + u64(b * 4))
         slots, newest = length, length - 1
         if ring:
             slots = min(length, sinks + ring_slots)
             if length > slots:
-                newest = sinks + (length - 1 - sinks) % ring_slots
-        share = ((slots + block_k - 1) // block_k + splits - 1) // splits * block_k
+                newest = sinks + remainder(length - 1 - sinks, ring_slots)
+        share = divided(((slots + block_k - 1) >> 7) + splits - 1, splits) << 7
         start = split * share
         stop = min(start + share, slots)
         k = k + u64(g) * u64(k_head)
@@ -136,7 +129,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             cq[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            at[i] = length - queries + r % queries
+            at[i] = length - queries + remainder(r, queries)
             m[i], l[i], bad[i] = i32(MIN_OCTAVE), f32(0), i32(0)
         for i in range(n_o):
             o[i] = f32(0)
@@ -224,7 +217,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                     for e in range(2):
                         t = s[16 * (i >> 1) + 4 * n + 2 * (i & 1) + e]
                         if t != HIDDEN:
-                            x = wide_weight(t, octave)
+                            x = weight_p16(t, octave)
                             total = i32(total + i32((x + u32(128)) >> u32(8)))
                             pair |= ((((x * ratio[2 * n + e]) >> u32(16)) + u32(128)) >> u32(8)) << u32(8 * e)
                     chunk = u32((2 * warp + (n >> 1)) ^ (r & 7))

@@ -24,6 +24,18 @@ NOTHING = f32(-3e38)                               # maximum of a float row that
 NAN = f32(math.nan)
 
 
+@device_function
+def divided(a, b):
+    """a // b for int32 that are not negative."""
+    return i32(ptx.udiv(u32(a), u32(b)))
+
+
+@device_function
+def remainder(a, b):
+    """a % b for int32 that are not negative."""
+    return i32(ptx.urem(u32(a), u32(b)))
+
+
 def make_page_of(paged: bool) -> Any:
     """page_of(table, slot, shift): the page of a slot; `table` is the address of the sequence's page numbers, or its only page."""
     @device_function

@@ -30,14 +30,19 @@ def distance(t, octave):
 
 
 @device_function
-def weight_p8(t, octave):
-    """P8 weight round(255 * 2**((t - 256 * octave) / 256)) of a Q8.8 score: `fixedpoint.exp2_p8` in 32-bit arithmetic."""
+def weight_p16(t, octave):
+    """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256): `fixedpoint.exp2_p16` in 32-bit arithmetic."""
     y = distance(t, octave)
     f = (y << u32(8)) & u32(0xFFFF)
     g = (f * u32(P_B)) >> u32(16)
     h = (f * (u32(P_A) - g)) >> u32(16)
-    e = ptx.umin(y >> u32(8), u32(15))
-    w = u32(((((u32(P_WIDE) - h) & u32(0xFFFF)) >> e) + u32(128)) >> u32(8))
+    return u32(((u32(P_WIDE) - h) & u32(0xFFFF)) >> ptx.umin(y >> u32(8), u32(15)))
+
+
+@device_function
+def weight_p8(t, octave):
+    """P8 weight round(255 * 2**((t - 256 * octave) / 256)) of a Q8.8 score: `fixedpoint.exp2_p8`."""
+    w = (weight_p16(t, octave) + u32(128)) >> u32(8)
     return u32(0) if t == HIDDEN else w
 
 
