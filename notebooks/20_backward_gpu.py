@@ -43,7 +43,8 @@ device = card()
 
 # %%
 registers, operand = tensor.operand_layout("a", 16, 2)
-same = np.array_equal(tensor.accumulator_layout(16), operand)
+row, column = tensor.accumulator_order(16)                 # of (lane, register)
+same = np.array_equal(operand[row, column], np.arange(256).reshape(row.shape))
 print(f"{registers} registers of two halves; the same (lane, place) for all 256 numbers: {same}")
 
 # %% [markdown]
