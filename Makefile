@@ -7,8 +7,8 @@ OLDEST := .venv-oldest/bin
 ifeq ($(shell uname -sm),Linux x86_64)
 CUDA := ,cuda,sass
 endif
-# PyTorch without its gigabytes of CUDA; elsewhere than on Linux it never has them
-TORCH ?= torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
+# the PyTorch that is compared with; pip's own on Linux brings gigabytes of CUDA, an index of CPU builds (PIP_INDEX_URL) does not
+TORCH ?= torch==2.13.0
 
 .PHONY: demo test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint bench clean
 
@@ -77,8 +77,7 @@ clean:
 	@touch $@
 
 .venv/torch: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[torch,transformers,test-torch]' \
-		--extra-index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[torch,transformers,test-torch]'
 	@touch $@
 
 .venv-oldest/ready: pyproject.toml tests/oldest.txt
