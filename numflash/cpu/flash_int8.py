@@ -11,9 +11,10 @@ This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") 
         values   O += P.V in int32 registers, added to float32 O                    (value_block)
     out = O / l * v_scale
 
-Blocks at the edge of what is visible get hidden scores before the softmax. Whatever does not fit the fast path (masks, bias,
-softcap, ALiBi, scores beyond 127 octaves, keys that are not finite) takes `wide_scores`, which keeps float32 scores of the block
-and yields the same bits where both apply.
+Blocks at the edge of what is visible get hidden scores before the softmax, and so do keys that a dense mask hides. Bias, softcap
+and ALiBi change float32 scores of the block (`wide_scores`), which are then rounded to the same int16. Where int16 does not hold a
+row (beyond 127 octaves, keys that are not finite), `relative_scores` rounds relative to the row's own octave; the bits are the
+same where both apply.
 """
 from __future__ import annotations
 
