@@ -1,6 +1,8 @@
 # Needs make and Python 3.10 to 3.13. Every target makes the virtual environment it needs, inside the tree, once.
 PYTHON ?= python3
 PYTEST ?= -q
+# what compiles and what emulates uses one core: two processes, each takes whole files (WORKERS= for one)
+WORKERS ?= -n 2 --dist loadfile
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 # where the CUDA compiler has wheels, the CUDA kernels are tested too: in the emulator, without a GPU, driver or toolkit
@@ -16,10 +18,10 @@ demo: .venv/ready  ## the main job: real attention end to end, with tables of er
 	$(BIN)/numflash demo
 
 test: .venv/ready  ## the default tests
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(PYTEST) $(WORKERS)
 
 test-slow: .venv/ready  ## the tests marked slow
-	$(BIN)/python -m pytest $(PYTEST) -m slow
+	$(BIN)/python -m pytest $(PYTEST) $(WORKERS) -m slow
 
 test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own
 	$(BIN)/python -m pytest $(PYTEST) tests/mpi
@@ -31,7 +33,7 @@ test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX 
 	PYTHON=$(CURDIR)/$(BIN)/python tools/aarch64/test.sh
 
 test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy
-	$(OLDEST)/python -m pytest $(PYTEST)
+	$(OLDEST)/python -m pytest $(PYTEST) $(WORKERS)
 
 notebooks: .venv/notebooks  ## the course, opened in Jupyter
 	$(BIN)/jupyter lab notebooks

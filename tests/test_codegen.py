@@ -125,7 +125,8 @@ def test_float_options_are_kept():
     floats = types.Array(types.float32, 1, "C")
     strict, free = (report(numba.njit(fastmath=options)(total), (floats, floats), "haswell")["instructions"]
                     for options in (False, {"reassoc", "contract"}))
-    assert not any(kind.startswith("vfmadd") for kind in strict) and any(kind.startswith("vfmadd231ps ymm") for kind in free)
+    assert not any(kind.startswith("vfmadd") for kind in strict)
+    assert any(kind.startswith("vfmadd") and kind.endswith("ps ymm") for kind in free)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in codegen.KERNELS.items() if entry.arguments is not None])

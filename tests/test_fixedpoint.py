@@ -41,31 +41,20 @@ def test_p8_is_the_rounded_exponential():
     assert (np.diff(p) <= 0).all(), "never grows with distance"
 
 
-@pytest.mark.parametrize("name", [n for n in fx.EXP2 if n != "exact"])
-def test_jit_gives_the_bits_of_numpy(name):
-    scalar = njit(fx.EXP2[name][0])
+@pytest.mark.parametrize(("function", "given", "result"), [
+    *(pytest.param(fx.EXP2[name][0], np.uint32, np.uint32, id=name) for name in fx.EXP2 if name != "exact"),
+    pytest.param(fx.exp2_p8, np.uint16, np.uint8, id="p8")])
+def test_jit_gives_the_bits_of_numpy(function, given, result):
+    scalar = njit(function)
 
     @njit
     def run(y):
-        out = np.empty(y.size, np.uint32)
+        out = np.empty(y.size, result)
         for i in range(y.size):
             out[i] = scalar(y[i])
         return out
-    y = ALL.astype(np.uint32)
-    np.testing.assert_array_equal(run(y), fx.EXP2[name][0](y))
-
-
-def test_p8_jit_gives_the_bits_of_numpy():
-    scalar = njit(fx.exp2_p8)
-
-    @njit
-    def run(y):
-        out = np.empty(y.size, np.uint8)
-        for i in range(y.size):
-            out[i] = scalar(y[i])
-        return out
-    y = ALL.astype(np.uint16)
-    np.testing.assert_array_equal(run(y), fx.exp2_p8(y))
+    y = ALL.astype(given)
+    np.testing.assert_array_equal(run(y), function(y))
 
 
 def test_interpreted_scalars_agree_with_arrays():

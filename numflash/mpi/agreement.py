@@ -10,12 +10,19 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 T = TypeVar("T")
 
 
-def communicator(comm: Any) -> Any:
-    """`comm` if it is an intracommunicator of mpi4py."""
+def mpi(what: str) -> Any:
+    """mpi4py's MPI, or one error that names `what` needed it: mpi4py is missing, or the MPI library that it loads."""
     try:
         from mpi4py import MPI
-    except ImportError as error:
-        raise UnsupportedError(f"comm: mpi4py cannot be loaded here ({error}); allowed: pip install 'numflash[mpi]'") from error
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedError(f"{what}: mpi4py cannot be loaded here ({error}); allowed: pip install 'numflash[mpi]', and an MPI "
+                               "(the cluster's own, or pip install mpich)") from error
+    return MPI
+
+
+def communicator(comm: Any) -> Any:
+    """`comm` if it is an intracommunicator of mpi4py."""
+    MPI = mpi("comm")
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         raise ArgumentTypeError(f"comm: got {type(comm).__name__}; allowed: an intracommunicator of mpi4py, as MPI.COMM_WORLD")
     return comm

@@ -11,6 +11,7 @@ from .. import api, reference, validation
 from ..console import Progress, Table, count
 from ..cpu.threads import limit
 from ..metrics import errors
+from .agreement import mpi
 from .attention import DEFAULTS, all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring
 from .plan import make_plan
@@ -135,7 +136,7 @@ def step(progress: Progress | None, what: str) -> None:
 
 def run(threads: int = 1) -> dict[str, Any]:
     """Print the tables on rank 0 and return them there; other ranks leave the program here."""
-    from mpi4py import MPI
+    MPI = mpi("demo ring")
     comm = MPI.COMM_WORLD
     with limit(threads):
         if comm.rank == 0:                       # compile once; the others find it on disk

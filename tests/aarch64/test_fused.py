@@ -2,20 +2,16 @@
 import functools
 
 import numba
-import numpy as np
 import pytest
-from oracles import qkv
 
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash import reference, validation
 from numflash.aarch64.emulator import Emulated
 from numflash.cpu import flash_int8, launch, packing
 from numflash.cpu.flash_int8 import make_attend
-from numflash.quantization import quantize_problem
 
-from .test_guest import CASES
+from .test_guest import has_the_bits_of_the_model
 
 
 @functools.cache
@@ -37,12 +33,4 @@ def test_bits_of_the_integer_model(isa, cpu, bits, pv, monkeypatch):
 
     monkeypatch.setattr(packing, "running_lanes", lambda name: bits // 32)
     monkeypatch.setattr(flash_int8, "make_attend", emulated)
-    for name, (shape, options) in CASES.items():
-        problem = quantize_problem(validation.problem(*qkv(**shape), precision="int8", pv=pv, return_lse=True, **options))
-        out, lse = reference.integer_model(problem)
-        got, got_lse = launch.run_int8(problem, isa)
-        if pv == "int8":
-            np.testing.assert_array_equal(got, out, err_msg=name)
-        else:
-            np.testing.assert_allclose(got, out, rtol=0, atol=2e-6, err_msg=name)     # summed in another order
-        np.testing.assert_array_equal(got_lse, lse, err_msg=name)
+    has_the_bits_of_the_model(lambda problem: launch.run_int8(problem, isa), pv)

@@ -49,18 +49,19 @@ elif EMULATED:
     KERNELS = KERNELS[:1]
 
 
-@pytest.mark.parametrize("isa, pv", KERNELS)
-def test_bits_of_the_integer_model(isa, pv):
-    """Equal bits; with float values their sums are rounded in another order."""
+def has_the_bits_of_the_model(run, pv):
+    """Every case by `run(problem)` -> (out, lse): equal bits; with float values their sums are rounded in another order."""
     for name, (shape, options) in CASES.items():
         problem = quantize_problem(validation.problem(*qkv(**shape), precision="int8", pv=pv, return_lse=True, **options))
         out, lse = reference.integer_model(problem)
-        got, got_lse = launch.run(problem, isa)
-        if pv == "int8":
-            np.testing.assert_array_equal(got, out, err_msg=name)
-        else:
-            np.testing.assert_allclose(got, out, rtol=0, atol=2e-6, err_msg=name)
+        got, got_lse = run(problem)
+        np.testing.assert_allclose(got, out, rtol=0, atol=0 if pv == "int8" else 2e-6, err_msg=name)
         np.testing.assert_array_equal(got_lse, lse, err_msg=name)
+
+
+@pytest.mark.parametrize("isa, pv", KERNELS)
+def test_bits_of_the_integer_model(isa, pv):
+    has_the_bits_of_the_model(lambda problem: launch.run(problem, isa), pv)
 
 
 @pytest.mark.skipif(EMULATED not in (None, "a64fx"), reason="the same NEON code on every machine, and minutes to compile")

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import qkv
 
-from numflash.errors import ArgumentError
-from numflash.mpi import Split, causal_work, imbalance
+from numflash import cli
+from numflash.errors import ArgumentError, UnsupportedError
+from numflash.mpi import Split, causal_work, imbalance, ring_attention
 
 
 @settings(deadline=None)
@@ -63,3 +65,12 @@ def test_a_split_that_is_none(chunks):
 def test_numflash_does_not_load_mpi():
     code = "import sys, numflash; numflash.attention; import numflash.mpi; assert 'mpi4py' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_mpi4py(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert cli.main(["demo", "ring"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("numflash: demo ring: mpi4py cannot be loaded here") and "pip install 'numflash[mpi]'" in error
+    with pytest.raises(UnsupportedError, match="comm: mpi4py cannot be loaded here"):
+        ring_attention(None, *qkv(l=2))
