@@ -34,8 +34,11 @@ def floats(name: str, x: Any) -> Imported:
 
 def token_counts(counts: Any, batch: int, n: int) -> np.ndarray:
     """(B,) int64, how many of n tokens belong to each sequence."""
-    take = np.asarray(counts)
-    if take.shape != (batch,) or take.dtype.kind not in "iu" or (take.size and (take.min() < 0 or take.max() > n)):
+    try:
+        take = np.asarray(counts)
+    except ValueError:                                       # a list of lists of different lengths
+        take = np.empty(0, object)
+    if take.shape != (batch,) or (batch and (take.dtype.kind not in "iu" or take.min() < 0 or take.max() > n)):
         raise ArgumentError(f"counts: got {counts!r}; allowed: {batch} integers from 0 to {n}")
     return take.astype(np.int64)
 

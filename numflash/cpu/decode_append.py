@@ -129,11 +129,13 @@ def make_append_int8(tile: Tile, parallel: bool):
 
 @functools.cache
 def make_append_float(tile: Tile, parallel: bool):
-    """append(key, value, counts, pages, table, lengths, sizes, zeros): as for INT8, but key and value hold the bits of the storage.
+    """append(key, value, counts, pages, table, lengths, sizes, zeros): as for INT8, but key and value have the storage's own type,
+    float32 or the bits of 16-bit floats as uint16.
 
-    zeros (max(D, Dv),) of the same unsigned type: what is stored for a token that is not finite.
+    zeros (max(D, Dv),) unsigned bits: what is stored for a token that is not finite.
     """
     write_key, write_value, write_scales = _make_writers(tile)
+    bits = np.uint32 if tile.dtype == "float32" else np.uint16
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
 
     @bare
@@ -160,7 +162,7 @@ def make_append_float(tile: Tile, parallel: bool):
         n_kv = key.shape[1]
         for n in prange(key.shape[0] * n_kv):
             b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
+            append_head(key[b, g].view(bits), value[b, g].view(bits), counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
         for b in range(counts.size):
             lengths[b] += counts[b]
     return append

@@ -82,8 +82,8 @@ class Layout:
         store.data[target] = store.data[source]
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
-        """New tokens as the append kernels take them, contiguous: float32 for INT8, else the bits of the storage."""
-        if self.tile.dtype == "int8":
+        """New tokens as the append kernels take them, contiguous: float32, or the bits of 16-bit storage."""
+        if self.tile.dtype in ("int8", "float32"):
             return to_float32(x)
         return writable(np.ascontiguousarray(convert(x, self.tile.dtype))).view(self.bits)
 

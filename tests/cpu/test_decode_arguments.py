@@ -65,6 +65,52 @@ def test_errors():
             use()
 
 
+def test_nothing_is_asked_and_nobody_asks():
+    cache, key, value = filled(4, dtype="float32")
+    with pytest.raises(ArgumentError, match="one token or more"):
+        cache.decode(np.zeros((B, H, 0, D), np.float32))
+    for ragged in ([[1], [2, 3]], [[0], [1, 0]]):
+        with pytest.raises(ArgumentError, match="counts"):
+            cache.append(key, value, counts=ragged)
+        with pytest.raises(ArgumentTypeError, match="sequences"):
+            cache.reset(ragged)
+    with pytest.raises(ArgumentTypeError, match="sequences"):
+        cache.reset(1.5)
+    assert cache.lengths.tolist() == [4, 4]
+    cache.reset(np.int64(1))
+    cache.reset(np.array([1]))
+    assert cache.lengths.tolist() == [4, 0]
+    nobody = KVCache(0, G, D, 8)
+    for counts in (None, []):
+        nobody.append(*tokens(9, b=0), counts=counts)
+    assert nobody.lengths.tolist() == []
+
+
+@pytest.mark.parametrize("bad", [{"query": (B, H, 1, D + 1)}, {"query": (B, H, 0, D)}, {"scale": "x"}, {"splits": 0},
+                                 {"out": np.zeros(3, np.float32)}], ids=str)
+def test_a_step_that_raises_appends_nothing(bad):
+    cache, _, _ = filled(4)
+    options = dict(bad)
+    query = np.zeros(options.pop("query", (B, H, 1, D)), np.float32)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=next(iter(bad))):
+        cache.step(query, *tokens(1), **options)
+    assert cache.lengths.tolist() == [4, 4]
+
+
+def test_the_result_may_go_over_the_query():
+    smooth, _, _ = filled(40, smooth=True)
+    huge = KVCache(B, G, D, 9, "float32")
+    key, value = tokens(3)
+    huge.append(key * np.float32(1e25), value)                          # rows that are done again in float64
+    for cache, factor in ((smooth, 1), (huge, 1e25)):
+        query = draw((B, H, 1, D), 5) * np.float32(factor)
+        wanted, wanted_lse = cache.decode(query, return_lse=True)
+        out, lse = cache.decode(query, out=query, return_lse=True)
+        assert out is query
+        np.testing.assert_array_equal(out, wanted)
+        np.testing.assert_array_equal(lse, wanted_lse)
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"dtype": "int4"}, "dtype"), ({"page_size": 100}, "page_size"), ({"page_size": 64}, "page_size"), ({"window": 0}, "window"),
     ({"sinks": 3}, "sinks"), ({"window": 9, "page_size": 128}, "window"), ({"pages": 4}, "pages"),

@@ -1,0 +1,50 @@
+"""What taking the channel means from the keys does to the error of INT8 decode, on real activations and on keys with a bias.
+
+The last 64 of 512 tokens of layer 2 of MiniLM-L6 against float64; a bias is 30 spreads in one of 32 channels.
+
+| keys | first append | smooth | relative L1 | RMSE | cosine |
+|---|---|---|---|---|---|
+| as they are | any | no | 0.0158 | 0.0057 | 0.99983 |
+| as they are | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
+| as they are | all | yes | 0.0158 | 0.0058 | 0.99983 |
+| with a bias | any | no | 0.0572 | 0.0203 | 0.99791 |
+| with a bias | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
+"""
+import numpy as np
+import pytest
+from decode_cases import expected
+
+from numflash.data import minilm
+from numflash.kvcache import KVCache
+from numflash.metrics import errors
+
+ROWS = 64                                        # the last tokens are asked, causally
+
+
+def decode_errors(key, smooth, first):
+    """Errors of the last rows against float64, after a first append of `first` tokens and one of the rest."""
+    query, _, value = (x[None].astype(np.float32) for x in minilm())
+    query = np.ascontiguousarray(query[:, :, -ROWS:])
+    cache = KVCache(1, key.shape[1], key.shape[3], key.shape[2], smooth=smooth)
+    for part in (slice(0, first), slice(first, None)):
+        cache.append(key[:, :, part], value[:, :, part])
+    return errors(cache.decode(query), expected(query, key, value)[0])
+
+
+@pytest.mark.parametrize("first", [16, 512])
+def test_on_real_activations_it_changes_little(first):
+    key = minilm()[1][None].astype(np.float32)
+    plain, smooth = (decode_errors(key, on, first) for on in (False, True))
+    assert max(plain.relative_l1, smooth.relative_l1) <= 0.02
+    assert 0.9 <= smooth.relative_l1 / plain.relative_l1 <= 1.1
+    assert min(plain.cosine, smooth.cosine) >= 0.9997
+
+
+@pytest.mark.parametrize("first", [16, 512])
+def test_where_channels_have_a_bias_it_removes_the_error(first):
+    key = minilm()[1][None].astype(np.float32)
+    unbiased = decode_errors(key, False, first)
+    key[..., 5] += 30 * key.std()
+    plain, smooth = (decode_errors(key, on, first) for on in (False, True))
+    assert smooth.relative_l1 <= 1.15 * unbiased.relative_l1 and smooth.relative_l1 <= 0.3 * plain.relative_l1
+    assert smooth.rmse <= 0.3 * plain.rmse and smooth.cosine > plain.cosine
