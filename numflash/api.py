@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,13 @@ from .validation import Problem
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
 
 
-def solve(problem: Problem, impl: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the problem asks for it."""
+def solve(problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
+          ) -> tuple[np.ndarray, np.ndarray | None]:
+    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the problem asks for it.
+
+    `results`, contiguous float32 arrays of these shapes, are written and returned where they are given, for a problem that asks for
+    the lse.
+    """
     b, h, _, length, s, _, dv = problem.shape
     if 0 in (b, length, s):
         out, lse = np.zeros((b, h, length, dv), np.float32), np.full((b, h, length), -np.inf, np.float32)
@@ -26,10 +32,20 @@ def solve(problem: Problem, impl: str) -> tuple[np.ndarray, np.ndarray | None]:
         if problem.precision == "int8" and isinstance(problem.query, np.ndarray):
             from .quantization import quantize_problem
             problem = quantize_problem(problem)
-        out, lse = _run(problem, impl)
+        out, lse = _run(problem, impl, results)
     if problem.sinks is not None:
         out, lse = merge.apply_sinks(convert(out, "float32"), lse, problem.sinks)
+    if results is not None:
+        out, lse = _written((out, lse), results)
     return out, lse if problem.return_lse else None
+
+
+def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """The caller's float32 arrays, which hold what was found: it was written there, or is copied."""
+    for x, to in zip(found, results, strict=True):
+        if x is not to:
+            to[...] = convert(x, "float32")
+    return results
 
 
 @functools.cache
@@ -37,7 +53,7 @@ def _launch(device: str) -> Any:
     return importlib.import_module(f".{device}.launch", __package__)
 
 
-def _run(problem: Problem, impl: str) -> tuple[np.ndarray, Any]:
+def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     if impl == "reference":
         from . import reference
         out, lse = reference.solve(replace(problem, sinks=None))
@@ -50,7 +66,8 @@ def _run(problem: Problem, impl: str) -> tuple[np.ndarray, Any]:
     except ImportError as error:
         raise UnsupportedError(f"impl: got {impl!r}, which cannot be loaded here ({error})") from error
     options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}, "cuda-emulator": {"emulator": True}}
-    return launch.run(problem, **options.get(impl, {}))
+    given = {"results": results} if device == "cpu" else {}
+    return launch.run(problem, **options.get(impl, {}), **given)
 
 
 def _restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
@@ -189,8 +206,6 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
         precision "int8", an `impl` without gradients, or what cannot run here.
     """
     validation.choice("impl", impl, validation.IMPLS)
-    if precision == "int8":
-        raise UnsupportedError("precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'")
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
         return arrays.attention_backward(
@@ -203,18 +218,31 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
     taken = [import_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     ndim = taken[0].array.ndim
     operands = validation.gradient_operands(problem, taken[0].array.shape, grad_out, out, lse, layout)
+    found = solve_backward(problem, operands, impl)
+    dq, dk, dv = (_deliver(_restore(x, ndim, layout), None, t, False) for x, t in zip(found, taken, strict=True))
+    return dq, dk, dv
+
+
+def solve_backward(problem: Problem, operands: tuple[np.ndarray, np.ndarray, np.ndarray], impl: str,
+                   results: Sequence[np.ndarray] | None = None) -> Sequence[np.ndarray]:
+    """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own storage.
+
+    operands : grad_out, out and lse, as `validation.gradient_operands` gives them
+    results : contiguous float32 zeros of these shapes, to be written and returned, or None
+    """
+    if problem.precision == "int8":
+        raise UnsupportedError("precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'")
+    if impl in ("cpu", "portable", "auto"):
+        refuse_after_fork()
+        from .cpu import launch_backward
+        return launch_backward.run(problem, *operands, isa="portable" if impl == "portable" else None, results=results)
     if impl == "reference":
         from . import reference
         found = reference.gradients(problem, *operands)
-    elif impl in ("cuda", "cuda-emulator"):
+    else:
         from .cuda import backward
         found = backward.run(problem, *operands, emulator=impl == "cuda-emulator")
-    else:
-        refuse_after_fork()
-        from .cpu import launch_backward
-        found = launch_backward.run(problem, *operands, isa="portable" if impl == "portable" else None)
-    dq, dk, dv = (_deliver(_restore(x, ndim, layout), None, t, False) for x, t in zip(found, taken, strict=True))
-    return dq, dk, dv
+    return found if results is None else _written(found, results)
 
 
 def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:

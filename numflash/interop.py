@@ -75,15 +75,18 @@ def to_float32(x: np.ndarray) -> np.ndarray:
         return writable(np.ascontiguousarray(widen(x), np.float32))
 
 
-class _Writable:
-    def __init__(self, x: np.ndarray) -> None:
-        self.base = x
-        self.__array_interface__ = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
+class Memory:
+    """Carries an address, on the host or a card, into NumPy; `owner` lives as long as the array."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, typestr: str,
+                 owner: Any = None) -> None:
+        self.owner = owner
+        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": shape, "strides": strides, "typestr": typestr}
 
 
 def writable(x: np.ndarray) -> np.ndarray:
     """The same memory typed writable (no kernel writes to its inputs): read-only arrays are another type to Numba."""
-    return x if x.flags.writeable else np.asarray(_Writable(x))
+    return x if x.flags.writeable else np.asarray(Memory(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
 
 
 def import_array(name: str, x: Any) -> Imported:

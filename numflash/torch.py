@@ -26,17 +26,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from . import api
+from . import api, validation
 from .cpu import threads
 from .errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
+from .interop import Memory
+from .validation import Problem
 
 logger = logging.getLogger("numflash")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,41 +90,72 @@ def _options(values: tuple, key: Tensor) -> dict[str, Any]:
     return options
 
 
-def _call(function: Any, *tensors: Tensor, **options: Any) -> Any:
-    """A function of `numflash` on tensors, whose gradients are kept elsewhere, on as many threads as PyTorch would take."""
-    tensors = tuple(x.detach() for x in tensors)
-    if tensors[0].is_cuda:
-        return function(*tensors, **options)
+@contextmanager
+def _threads() -> Iterator[None]:
+    """As many threads for a kernel as PyTorch would take."""
     wanted = torch.get_num_threads()
     try:
         with threads.limit(min(wanted, threads.most())):
-            return function(*tensors, **options)
+            yield
     finally:
         if torch.get_num_threads() != wanted:            # P29: Numba's first parallel kernel changes PyTorch's number
             torch.set_num_threads(wanted)
 
 
+def _array(x: Tensor) -> np.ndarray:
+    """The memory of a contiguous float32 tensor; `x.numpy()` would forbid PyTorch ever to resize it."""
+    return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
+
+
+def _problem(options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor) -> tuple[Problem, str]:
+    """What a kernel is to do with CPU tensors, and by which implementation."""
+    impl = validation.choice("impl", options.pop("impl"), validation.IMPLS)
+    return validation.problem(query, key, value, **options, return_lse=True), impl
+
+
 @torch.library.custom_op("numflash::attention", mutates_args=(), schema=_schema("query key value", 2))
 def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors."""
-    return _call(api.attention, query, key, value, **_options(options, key), return_lse=True)
+    """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors; in memory of PyTorch's."""
+    taken = _options(options, key)
+    query, key, value = (x.detach() for x in (query, key, value))    # gradients are kept elsewhere
+    if query.is_cuda:                                                # asks PyTorch for memory, and for the current stream
+        return api.attention(query, key, value, **taken, return_lse=True)
+    problem, impl = _problem(taken, query, key, value)
+    out, lse = _results(query, value)
+    written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    with _threads():
+        api.solve(problem, impl, (_array(written), _array(lse)))
+    return out if written is out else out.copy_(written), lse
+
+
+def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous memory for the results, not written yet."""
+    rows = query.shape[:3]
+    return query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=torch.float32)
 
 
 @_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    rows = query.shape[:3]
-    return query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=torch.float32)
+    return _results(query, value)
 
 
 @torch.library.custom_op("numflash::attention_backward", mutates_args=(), schema=_schema("grad_out query key value out lse", 3))
 def _attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *options: Any
                         ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, shaped like them."""
-    if grad_out.is_cuda:
-        grad_out = grad_out.contiguous()                 # a sum's gradient is one number expanded, which no card's kernel reads
+    """The gradients of query, key and value, shaped like them; in memory of PyTorch's."""
     taken = _options(options, key)
     del taken["pv"]                                      # of "int8" only, which has no gradient
-    return _call(api.attention_backward, grad_out, query, key, value, out, lse, **taken)
+    grad_out, query, key, value, out, lse = (x.detach() for x in (grad_out, query, key, value, out, lse))
+    if query.is_cuda:
+        grad_out = grad_out.contiguous()                 # a sum's gradient is one number expanded, which no card's kernel reads
+        return api.attention_backward(grad_out, query, key, value, out, lse, **taken)
+    problem, impl = _problem(taken, query, key, value)
+    operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
+    found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
+    with _threads():
+        api.solve_backward(problem, operands, impl, [_array(x) for x in found])
+    dq, dk, dv = (x.to(query.dtype) for x in found)
+    return dq, dk, dv
 
 
 @_attention_backward.register_fake
@@ -143,7 +180,12 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple:
     return (*_attention_backward(grad_out, query, key, value, out, lse, *options), *(None,) * len(options))
 
 
+def _second(ctx: Any, *grads: Any) -> tuple:
+    raise UnsupportedError("derivatives: got a gradient of a gradient; allowed: first derivatives only")
+
+
 _attention.register_autograd(_gradients, setup_context=_save)
+_attention_backward.register_autograd(_second)
 
 
 # ---- functions -----------------------------------------------------------------------------------------------------------------
@@ -164,8 +206,23 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) 
         raise SdpaError(f"attn_mask: got dtype {attn_mask.dtype}; allowed: bool, float32, or the query's {query.dtype}")
 
 
+def _differentiated_otherwise(x: Tensor) -> bool:
+    """Whether a tensor carries a tangent, or is what a transform of torch.func differentiates by."""
+    functions = torch._C._functorch
+    while functions.is_functorch_wrapped_tensor(x):
+        if functions.is_gradtrackingtensor(x):
+            return True
+        x = functions.get_unwrapped(x)
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def _check_gradients(precision: str | None, differentiable: tuple[Tensor, ...], **constants: Tensor | None) -> None:
     """Refuse what would lose a gradient without a word."""
+    transformed = not torch.compiler.is_compiling() and (    # the compiler's own level is none of these
+        forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None)
+    if transformed and any(_differentiated_otherwise(x) for x in (*differentiable, *constants.values()) if isinstance(x, Tensor)):
+        raise UnsupportedError("derivatives: got a tensor of forward-mode differentiation, or of torch.func's grad, jvp or jacrev; "
+                               "allowed: backward(), torch.autograd.grad()")
     if not torch.is_grad_enabled():
         return
     for name, x in constants.items():
@@ -182,7 +239,7 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,

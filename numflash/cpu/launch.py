@@ -9,7 +9,7 @@ from .._jit import one_at_a_time
 from ..reference import combined_scale, log_sum_exp, row_shift
 from ..validation import Problem
 from . import flash_int8, launch_float, portable, target
-from .launch_float import compact
+from .launch_float import Results, compact
 from .packing import float_rows, pack_keys, pack_values
 from .scores import Semantics
 
@@ -37,8 +37,11 @@ def semantics(problem: Problem, extreme: bool) -> Semantics:
         np.zeros((1, 1), F) if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8), extreme)
 
 
-def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """`precision="int8"` on the CPU; query, key and value are QuantizedTensors. Returns out and lse, both float32."""
+def run_int8(problem: Problem, isa: str, results: Results = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """`precision="int8"` on the CPU; query, key and value are QuantizedTensors. Returns out and lse, both float32.
+
+    out is the first of `results` if these are given.
+    """
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v = problem.query, problem.key, problem.value
     cq, ck = combined_scale(q, k, problem.scale)
@@ -50,7 +53,8 @@ def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]
         most = float(np.fmax.reduce(np.abs(cq), None, initial=0)) * float(np.fmax.reduce(ck, None, initial=0)) * 127 * 127 * d
     options = semantics(problem, most >= 2.0**30)
     n = nb * nh
-    out = np.empty((n, length, dv), F)
+    shaped = np.empty((nb, nh, length, dv), F) if results is None else results[0]
+    out = shaped.reshape(n, length, dv)
     m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
     v_scale = np.ones((nb * nkv, dv), F) if precise else heads(v.scale)[:, 0]
     rest = v_scale, options, (nh, nkv, numba.get_num_threads()), s, np.zeros(1, np.int64), out, m, l
@@ -61,16 +65,15 @@ def run_int8(problem: Problem, isa: str) -> tuple[np.ndarray, np.ndarray | None]
     else:
         values = float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
         flash_int8.make_attend(isa, problem.pv)(heads(q.data), heads(cq), pack_keys(isa, heads(k.data), heads(ck)), values, *rest)
-    shaped = out.reshape(nb, nh, length, dv)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = None if problem.softcap else row_shift(q, k, problem.scale)
     return shaped, log_sum_exp(m.reshape(nb, nh, length), l.reshape(nb, nh, length), shift, 1 if precise else fx.P_ONE)
 
 
-def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention on the CPU by the kernels of `isa` (None: the best of the target)."""
+def run(problem: Problem, isa: str | None = None, results: Results = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Attention on the CPU by the kernels of `isa` (None: the best of the target); they write into `results` where given."""
     with one_at_a_time():
         if problem.precision != "int8":
-            return launch_float.run(problem, isa)
-        return run_int8(problem, target.require(isa))
+            return launch_float.run(problem, isa, results)
+        return run_int8(problem, target.require(isa), results)

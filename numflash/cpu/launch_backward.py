@@ -1,6 +1,8 @@
 """From a validated problem to the kernels of its gradient: packing, options as arrays, and the rows that float32 cannot hold."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numba
 import numpy as np
 from numba import prange
@@ -63,21 +65,22 @@ def held_rows(problem: Problem, q: np.ndarray, do: np.ndarray, delta: np.ndarray
                 & (of_weights * np.maximum(most_q, k) <= LARGEST_GRADIENT) & (np.abs(lse) < LARGEST_LSE))
 
 
-def run(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, isa: str | None = None
-        ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def run(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, isa: str | None = None,
+        results: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa` (None: the best of the target).
 
-    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides.
+    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous zeros that are added to, and
+    returned, where they are given.
     """
     isa = target.require(isa, target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
-    gradients = tuple(np.zeros((shape[0] * shape[1], *shape[2:]), F) for shape in shapes)
+    dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)
+    gradients = tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (dq, dk, dv_))
     if 0 not in (nb, length, s):
         q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
         with one_at_a_time():
             _solve(problem, isa, (q, k, v, heads(grad_out)), heads(out), heads(lse), gradients)
-    dq, dk, dv_ = (x.reshape(shape) for x, shape in zip(gradients, shapes, strict=True))
     return dq, dk, dv_
 
 

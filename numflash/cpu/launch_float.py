@@ -19,6 +19,7 @@ LOG2E = 1 / np.log(2.0)
 NO_LIMIT = 1 << 40
 TASKS = 4                                        # query tiles for each thread, at least
 LARGEST = 2.0**120                               # scores and their sums stay below
+Results = tuple[np.ndarray, np.ndarray] | None   # contiguous float32 arrays of the caller to be written, or None
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
@@ -72,13 +73,20 @@ def run_rows(problem: Problem, options: Semantics, double: bool, todo: np.ndarra
                              np.zeros(1, np.int64), out, lse)
 
 
-def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied."""
+def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray]:
+    """out (B, H, L, Dv) and lse (B, H, L) float32 to be written: the caller's, or new ones."""
+    nb, nh, _, length, _, _, dv = problem.shape
+    return (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F)) if given is None else given
+
+
+def run(problem: Problem, isa: str | None = None, results: Results = None) -> tuple[np.ndarray, np.ndarray]:
+    """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied; `results` if these are given."""
     bfloat16 = problem.precision == "bfloat16"
     isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     n, options = nb * nh, semantics(problem)
-    out, lse, redo = np.empty((n, length, dv), F), np.empty((n, length), F), np.zeros((n, length), np.uint8)
+    whole = results_of(problem, results)
+    out, lse, redo = whole[0].reshape(n, length, dv), whole[1].reshape(n, length), np.zeros((n, length), np.uint8)
     counter = np.zeros(2, np.int64)
     if isa == "portable":
         run_rows(problem, options, False, np.arange(n * length), out, lse)
@@ -98,4 +106,4 @@ def run(problem: Problem, isa: str | None = None) -> tuple[np.ndarray, np.ndarra
                                counter, out, lse, redo)
     if counter[1]:
         run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
-    return out.reshape(nb, nh, length, dv), lse.reshape(nb, nh, length)
+    return whole

@@ -14,16 +14,9 @@ import numpy as np
 
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import on_device
+from ..interop import Memory, on_device
 
 DTYPES = ("float16", "bfloat16", "float32")
-
-
-class DeviceMemory:
-    """Carries an address into NumPy."""
-
-    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> None:
-        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": shape, "strides": strides, "typestr": typestr}
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def _remote(name: str, dtypes: tuple[str, ...], pointer: int, shape: tuple, stri
     if dtype not in dtypes:
         raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed on a card: {', '.join(dtypes)}")
     stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
-    array = np.asarray(DeviceMemory(pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str))
+    array = np.asarray(Memory(pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str))
     return Remote(array, dtype, empty, int(stream))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
+from ..interop import Memory
 from . import launch
-from .arrays import DeviceMemory
 from .compile import compiled
 from .emulator import Report, emulate
 
@@ -105,7 +105,7 @@ class Card:
         launch.check(d, d.cuMemsetD8(address, 0, nbytes))
         launch.check(d, d.cuCtxSynchronize())                    # before anything on our streams, which do not wait for this one
         strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
-        memory = DeviceMemory(address, shape, strides, np.dtype(dtype).str)
+        memory = Memory(address, shape, strides, np.dtype(dtype).str)
         weakref.finalize(memory, d.cuMemFree, address)           # waits for the kernels that may still read it
         return np.asarray(memory)
 

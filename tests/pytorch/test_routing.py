@@ -1,0 +1,89 @@
+"""`numflash.torch.use`: calls and models of PyTorch answered by numflash."""
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+from torch_cases import SDPA, K, Q, V, draw  # noqa: E402
+
+import numflash.torch as nt  # noqa: E402
+
+
+def test_use_nests_and_ends():
+    with nt.use() as outer:
+        SDPA(Q, K, V)
+        with nt.use(precision="int8") as inner:
+            SDPA(Q, K, V)
+        SDPA(Q, K, V)
+        with pytest.raises(ZeroDivisionError), nt.use() as failed:
+            SDPA(Q, K, V)
+            1 / 0  # noqa: B018
+        SDPA(Q, K, V)
+    SDPA(Q, K, V)
+    assert (outer.calls, inner.calls, failed.calls) == (3, 1, 1)
+
+
+def test_use_holds_for_its_own_thread():
+    inside, leave, counts = threading.Event(), threading.Event(), []
+
+    def other():
+        with nt.use() as mine:
+            inside.set()
+            leave.wait(30)
+            SDPA(Q, K, V)
+        counts.append(mine.calls)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    with nt.use() as here:
+        SDPA(Q, K, V)
+        leave.set()
+        thread.join()
+    assert here.calls == 1 and counts == [1]
+
+
+def test_use_raises_or_falls_back():
+    q = Q.double()
+    want = SDPA(q, q, q)
+    with nt.use(), pytest.raises(nt.SdpaError, match="float64"):
+        SDPA(q, q, q)
+    with nt.use(fallback=True) as routed:
+        for _ in range(2):
+            torch.testing.assert_close(SDPA(q, q, q), want)
+        SDPA(Q, K, V)
+    assert routed.calls == 1 and list(routed.fallbacks.values()) == [2] and "float64" in next(iter(routed.fallbacks))
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_real_mistake_is_an_error_either_way(fallback):
+    with nt.use(fallback=fallback), pytest.raises(RuntimeError):
+        SDPA(Q, K[..., :3], V)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_multihead_attention(grad):
+    torch.manual_seed(0)
+    model = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    x, pad = draw(2, 30, 64), torch.arange(30) >= torch.tensor([[30], [21]])
+    with torch.set_grad_enabled(grad):
+        want = model(x, x, x, key_padding_mask=pad, need_weights=False)[0]
+        with nt.use() as routed:
+            out = model(x, x, x, key_padding_mask=pad, need_weights=False)[0]
+            model(x, x, x, need_weights=True)                  # returns the weights, so there is nothing to route
+    assert routed.calls == 1
+    torch.testing.assert_close(out, want, atol=1e-6, rtol=0)
+
+
+def test_transformer_encoder_and_decoder():
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2).eval()
+    decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(64, 4, batch_first=True), 2).eval()
+    x, y, causal = draw(2, 30, 64), draw(2, 20, 64, seed=1), torch.nn.Transformer.generate_square_subsequent_mask(20)
+    with torch.no_grad():
+        want = decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
+        with nt.use() as routed:
+            out = decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
+    assert routed.calls == 6
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=0)

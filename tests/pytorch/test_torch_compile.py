@@ -1,0 +1,78 @@
+"""numflash.torch under torch.compile: one graph, with gradients, and routed."""
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+from torch_cases import KEEP, SDPA, K, Q, V, draw, gradients, qkv  # noqa: E402
+
+import numflash.torch as nt  # noqa: E402
+from numflash.errors import UnsupportedError  # noqa: E402
+
+
+def test_compile_in_one_graph():
+    def model(q, k, v, mask):
+        return nt.scaled_dot_product_attention(q * 2, k, v, mask) + nt.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(Q, K, V, KEEP), model(Q, K, V, KEEP))
+    longer = qkv(l=9, s=11)                              # another length: the same function, perhaps compiled for any length
+    torch.testing.assert_close(compiled(*longer, None), model(*longer, None))
+
+
+def test_inductor_in_one_graph():
+    """PyTorch's own code generator around the operator, forward and backward."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        pytest.skip(f"Inductor needs a C++ compiler: {error}")
+
+    def model(q, k, v):
+        return torch.relu(nt.scaled_dot_product_attention(q * 2, k + 1, v, is_causal=True)) ** 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="inductor")
+    for mine, right in zip(gradients(compiled, (Q, K, V)), gradients(model, (Q, K, V)), strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
+
+
+def test_training_compiles_in_one_graph():
+    def model(q, k, v):
+        return nt.scaled_dot_product_attention(q * 2, k, v, is_causal=True) ** 2
+
+    torch._dynamo.reset()
+    eager = gradients(model, (Q, K, V))
+    for mine, right in zip(gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), (Q, K, V)), eager, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_compiled_models_are_routed_inside_the_context_only():
+    compiled = torch.compile(lambda q: SDPA(q * 1, q, q), fullgraph=True, backend="aot_eager")
+    compiled(Q)
+    with nt.use() as routed:
+        out = compiled(Q)
+    assert routed.calls == 1
+    torch.testing.assert_close(out, SDPA(Q, Q, Q), atol=1e-6, rtol=0)
+
+
+def test_multihead_attention_inside_the_compiler():
+    """Traced, it breaks the graph and is routed outside of it; PyTorch's fused layer, which cannot be routed, is refused."""
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True).eval()
+    x, before = draw(2, 10, 64), torch.backends.mha.get_fastpath_enabled()
+    try:
+        with torch.no_grad():
+            want = layer(x)
+            torch.backends.mha.set_fastpath_enabled(False)
+            with nt.use() as routed:
+                torch.testing.assert_close(torch.compile(layer, backend="eager")(x), want, atol=1e-5, rtol=0)
+            assert routed.calls == 1
+            torch._dynamo.reset()
+            torch.backends.mha.set_fastpath_enabled(True)
+            compiled = torch.compile(layer, backend="eager")
+            with nt.use(), pytest.raises(UnsupportedError, match=r"torch\.compile"):
+                compiled(x)
+            with nt.use(fallback=True):
+                torch.testing.assert_close(compiled(x), want, atol=1e-5, rtol=0)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

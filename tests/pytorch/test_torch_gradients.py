@@ -1,0 +1,163 @@
+"""Gradients of numflash.torch: against PyTorch in float64, finite differences, and whole layers."""
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_cases import BIAS, KEEP, SDPA, SHAPES, K, Q, V, draw, exact, gradients, qkv  # noqa: E402
+
+import numflash.torch as nt  # noqa: E402
+from numflash.errors import UnsupportedError  # noqa: E402
+
+
+def assert_gradients(arrays, budget, **options):
+    found = gradients(nt.scaled_dot_product_attention, arrays, **options)
+    want = gradients(exact, [x.double() for x in arrays], **options)
+    for name, x, mine, right in zip("qkv", arrays, found, want, strict=True):
+        assert mine.dtype == x.dtype and mine.shape == x.shape
+        assert (mine.double() - right).abs().max() <= budget * right.abs().max(), name
+
+
+@pytest.mark.parametrize(("dtype", "budget"), [("float32", 2e-6), ("float16", 5e-3), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("options", [
+    {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": KEEP}, {"attn_mask": BIAS}], ids=lambda o: "-".join(o) or "plain")
+def test_gradients_against_pytorch_in_float64(dtype, budget, options):
+    assert_gradients([x.to(getattr(torch, dtype)) for x in (Q, K, V)], budget, **options)
+
+
+@pytest.mark.parametrize(("q", "k", "v", "gqa"), SHAPES, ids=str)
+def test_gradients_of_what_broadcasts(q, k, v, gqa):
+    assert_gradients([draw(*q), draw(*k, seed=1), draw(*v, seed=2)], 2e-6, enable_gqa=gqa)
+
+
+def test_gradients_of_tensors_as_models_have_them():
+    """(B, L, H, D) in memory, and a gradient that is one number expanded."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(l=130, s=130, d=16))
+    nt.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    SDPA(*doubles, is_causal=True).sum().backward()
+    for mine, right in zip((q, k, v), doubles, strict=True):
+        torch.testing.assert_close(mine.grad.double(), right.grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:Input #")
+@pytest.mark.parametrize("options", [
+    {"window": (2, 1), "alignment": "lower_right"}, {"softcap": 1.5}, {"key_lengths": torch.tensor([4, 2])},
+    {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"sinks": torch.tensor([0.5, -0.5])}, {"attn_mask": BIAS[:, :2, :3, :4]}],
+    ids=lambda o: "-".join(o))
+def test_gradcheck(options):
+    """Finite differences in float32: steps of 0.01 and a hundredth of the largest gradient."""
+    arrays = [x.requires_grad_() for x in qkv(2, 2, 3, 4, 3, dv=2)]
+    assert torch.autograd.gradcheck(lambda q, k, v: nt.attention(q, k, v, **options), arrays, eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+def test_a_layer_trains_as_it_did():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
+    x = draw(2, 30, 64)
+
+    def steps():
+        layer.zero_grad()
+        (layer(x) ** 2 * draw(2, 30, 64, seed=5)).sum().backward()
+        return [p.grad.clone() for p in layer.parameters()]
+
+    want = steps()
+    with nt.use() as routed:
+        found = steps()
+    assert routed.calls == 1
+    for mine, right in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-4 * right.abs().max().item() + 1e-5, rtol=0)
+
+
+def test_equal_bits_every_time():
+    arrays = qkv(2, 4, 150, 150, 32)
+    first = gradients(nt.scaled_dot_product_attention, arrays, is_causal=True)
+    for mine, again in zip(first, gradients(nt.scaled_dot_product_attention, arrays, is_causal=True), strict=True):
+        assert torch.equal(mine, again)
+
+
+def test_the_lse_has_no_gradient():
+    out, lse = nt.attention(Q.clone().requires_grad_(), K, V, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+
+
+def test_no_second_derivative():
+    q = Q.clone().requires_grad_()
+    (first,) = torch.autograd.grad(nt.scaled_dot_product_attention(q, K, V).sum(), q, create_graph=True)
+    assert torch.isfinite(first).all()
+    with pytest.raises(UnsupportedError, match="gradient of a gradient"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def forward_mode(function):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(Q, Q))
+
+
+@pytest.mark.parametrize("derive", [
+    forward_mode, lambda f: torch.func.jvp(f, (Q,), (Q,)), lambda f: torch.func.grad(lambda q: f(q).sum())(Q),
+    lambda f: torch.func.jacrev(f)(Q), lambda f: torch.vmap(torch.func.grad(lambda q: f(q).sum()))(Q[None])],
+    ids=["dual numbers", "jvp", "grad", "jacrev", "vmap of grad"])
+def test_derivatives_of_another_kind_are_refused(derive):
+    """A tangent would become zero without a word."""
+    for function in (nt.scaled_dot_product_attention, nt.attention):
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            derive(lambda q, f=function: f(q, K, V))
+        with pytest.raises(UnsupportedError, match="forward-mode"):
+            derive(lambda q, f=function: f(Q, K, V, q[..., :7]))         # as a mask
+
+
+def test_transforms_without_derivatives():
+    assert torch.equal(torch.vmap(lambda q: nt.scaled_dot_product_attention(q, K, V))(torch.stack([Q, 2 * Q]))[1],
+                       nt.scaled_dot_product_attention(2 * Q, K, V))
+    with forward_ad.dual_level():
+        torch.testing.assert_close(nt.scaled_dot_product_attention(Q, K, V), SDPA(Q, K, V), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_one_operand_requires_a_gradient(which):
+    arrays = [x.clone().requires_grad_(i == which) for i, x in enumerate((Q, K, V))]
+    nt.scaled_dot_product_attention(*arrays, is_causal=True).pow(2).sum().backward()
+    doubles = [x.detach().double().requires_grad_(i == which) for i, x in enumerate(arrays)]
+    SDPA(*doubles, is_causal=True).pow(2).sum().backward()
+    assert [x.grad is not None for x in arrays] == [i == which for i in range(3)]
+    torch.testing.assert_close(arrays[which].grad.double(), doubles[which].grad, atol=1e-5, rtol=0)
+
+
+def test_one_tensor_in_all_three_places():
+    q = Q.clone().requires_grad_()
+    double = Q.double().requires_grad_()
+    nt.scaled_dot_product_attention(q, q, q).pow(2).sum().backward()
+    SDPA(double, double, double).pow(2).sum().backward()
+    torch.testing.assert_close(q.grad.double(), double.grad, atol=1e-4, rtol=0)
+
+
+def test_a_result_changed_in_place_is_noticed():
+    """The backward pass needs it as it was."""
+    out = nt.scaled_dot_product_attention(Q.clone().requires_grad_(), K, V)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_checkpointing_and_a_graph_used_twice():
+    want = gradients(nt.scaled_dot_product_attention, (Q, K, V))
+    again = gradients(lambda *x: checkpoint(nt.scaled_dot_product_attention, *x, use_reentrant=False), (Q, K, V))
+    assert all(map(torch.equal, want, again))
+    q = Q.clone().requires_grad_()
+    out = nt.scaled_dot_product_attention(q, K, V).sum()
+    first = torch.autograd.grad(out, q, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out, q)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_under_autocast(dtype):
+    q = Q.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        out = nt.scaled_dot_product_attention(q, K, V)
+    out.float().pow(2).sum().backward()
+    double = Q.double().requires_grad_()
+    SDPA(double, K.double(), V.double()).pow(2).sum().backward()
+    assert out.dtype == dtype and q.grad.dtype == torch.float32
+    torch.testing.assert_close(q.grad.double(), double.grad, atol=0.05, rtol=0)
