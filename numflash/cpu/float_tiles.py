@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -67,7 +68,8 @@ class FloatIsa(Vectors):
         """acc[lane] + the sum over the group of x * y."""
         if self.group == 1:
             return self.fma(b, x, y, acc)
-        x, y = (b.bitcast(z, vector(BF16, 2 * self.lanes)) for z in (x, y))
+        pairs = vector(I32, self.lanes) if NO_BFLOAT else vector(BF16, 2 * self.lanes)
+        x, y = (b.bitcast(z, pairs) for z in (x, y))
         return call(b, f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.floats, acc, x, y)
 
     def fma(self, b, x, y, z):
@@ -85,6 +87,7 @@ class _BFloat16(ir.Type):
 
 
 BF16 = _BFloat16()
+NO_BFLOAT = llvm.llvm_version_info < (16,)       # the instructions were declared for integers: int32 lanes of pairs, int16 lanes
 
 
 FLOAT_ISAS = {isa.name: isa for isa in (
@@ -315,7 +318,7 @@ def row_weights(name: str):
 
 def narrow(b, isa, x):
     """float32 to bfloat16, ties to even."""
-    x = call(b, f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * isa.lanes}", vector(BF16, isa.lanes), x)
+    x = call(b, f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * isa.lanes}", vector(I16 if NO_BFLOAT else BF16, isa.lanes), x)
     return b.bitcast(x, vector(I16, isa.lanes))
 
 
