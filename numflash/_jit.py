@@ -7,7 +7,6 @@ options and closure values, and each entry carries its own key and checksum; any
 """
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -15,15 +14,19 @@ import linecache
 import logging
 import os
 import pickle
+import re
 import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
-from numba.core import caching
+from llvmlite import ir
+from numba.core import caching, codegen, compiler
+from numba.core.registry import CPUDispatcher
 
 from .errors import UnsupportedError
 
@@ -41,17 +44,18 @@ def _source(path: Path) -> str:
     return "".join(linecache.getlines(str(path)))            # which also knows the cells of a notebook
 
 
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^#\n]*)", re.MULTILINE)
+
+
 @functools.cache
 def _imports(path: Path) -> frozenset[Path]:
     """The package's own files that a file imports, wherever in it the import stands."""
     root = Path(__file__).parent
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(_source(path))):
-        if isinstance(node, ast.Import):
-            found.update(root.parent.joinpath(*alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = (path.parents[node.level - 1] if node.level else root.parent).joinpath(*(node.module or "").split("."))
-            found.update({base, *(base / alias.name for alias in node.names)})
+    for dots, module, names in _IMPORT.findall(_source(path)):               # parsing takes eight times as long
+        base = (path.parents[len(dots) - 1] if dots else root.parent).joinpath(*module.split(".") if module else ())
+        found.add(base)
+        found.update(base.joinpath(*words[0].split(".")) for name in names.strip("()").split(",") if (words := name.split()))
     files = (file for name in found for file in (name.with_suffix(".py"), name / "__init__.py"))
     return frozenset(file for file in files if root in file.parents and file.is_file())
 
@@ -154,6 +158,12 @@ class _PackageCache(caching.FunctionCache):
         return found
 
 
+def _cached(dispatcher: Any, options: dict[str, Any]) -> Any:
+    with contextlib.suppress(RuntimeError):      # a function typed at the prompt has no file, and Numba nowhere to cache it
+        dispatcher._cache = _PackageCache(dispatcher.py_func, _shown(options))
+    return dispatcher
+
+
 def kernel(function: Callable | None = None, *, parallel: bool = False, float_math: bool = False, **options: Any) -> Any:
     """`numba.njit` as numflash uses it: no GIL, NumPy's division (P12), the package's cache.
 
@@ -169,10 +179,7 @@ def kernel(function: Callable | None = None, *, parallel: bool = False, float_ma
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
                "parallel": dict(PRANGE_ONLY) if parallel else False,
                "fastmath": set(FLOAT_MATH) if float_math else False, **options}
-    dispatcher = numba.njit(**options)(_named(function))
-    with contextlib.suppress(RuntimeError):      # a function typed at the prompt has no file, and Numba nowhere to cache it
-        dispatcher._cache = _PackageCache(dispatcher.py_func, _shown(options))
-    return dispatcher
+    return _cached(numba.njit(**options)(_named(function)), options)
 
 
 _kernels = threading.RLock()
@@ -219,13 +226,82 @@ def refuse_after_fork() -> None:
                                    "allowed: worker processes started by 'spawn', or forked before the first call")
 
 
+class _InlineLibrary(codegen.JITCodeLibrary):
+    """LLVM IR for callers to link; no machine code is made of it, which Numba does of every function."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Its environment belongs to machine code."""
+
+
+class _InlineCompiler(compiler.Compiler):
+    def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typingctx, targetctx, _InlineLibrary(targetctx.codegen(), "inline"), *rest)
+
+
 def inline(function: Callable | None = None, **options: Any) -> Any:
     """A function that kernels call: compiled into its callers, never cached by itself."""
     if function is None:
         return functools.partial(inline, **options)
-    return numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, **options)(_named(function))
+    return numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True,
+                      pipeline_class=_InlineCompiler, **options)(_named(function))
 
 
 # The same without reference counts, for what runs per block of keys: each count is a locked instruction, which also holds back
 # every later read of memory. Takes and slices arrays, allocates none.
 bare = functools.partial(inline, _nrt=False)
+
+
+class _SeparateDispatcher(CPUDispatcher):
+    """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR into theirs."""
+
+    def add_overload(self, cres: Any) -> None:
+        super().add_overload(cres)
+        symbol, context = self._provide(cres.fndesc.argtypes), self.targetctx
+        # what callers link instead: an empty function, and the order to have the symbol ready when they come from the disk cache
+        stub = context.codegen().create_library(symbol)
+        module = stub.create_ir_module(symbol)
+        ir.IRBuilder(ir.Function(module, ir.FunctionType(ir.VoidType(), ()), symbol + ".stub").append_basic_block()).ret_void()
+        stub.add_ir_module(module)
+        stub._reload_init.add(functools.partial(_provide, _salt(self), cres.fndesc.argtypes, symbol))
+        context.remove_user_function(cres.entry_point)
+        context.insert_user_function(cres.entry_point, cres.fndesc, [stub])
+
+    def _provide(self, args: tuple[Any, ...], symbol: str | None = None) -> str:
+        """Make its code for these types known by `symbol`; by default, and then returned, its own."""
+        cres: Any = self.overloads[args]
+        own = cres.fndesc.llvm_func_name
+        llvm.add_symbol(symbol or own, cres.library.get_pointer_to_function(own))
+        return own
+
+
+_separate: dict[str, _SeparateDispatcher] = {}
+
+
+def _provide(name: str, args: tuple[Any, ...], symbol: str) -> None:
+    """For a caller from the disk cache. The function may have been compiled again since: its own symbol is then another one."""
+    _separate[name].compile(args)
+    _separate[name]._provide(args, symbol)
+
+
+def separate(function: Callable) -> Any:
+    """A large function that a parallel kernel calls in its loop: compiled and cached by itself.
+
+    Numba compiles all that a `prange` loop inlines five times: as the loop's function, its array wrapper, the kernel, and the
+    kernel's two wrappers. The types of the arguments must not differ between kernel and loop: `np.intp(i)` of the loop's index.
+    """
+    options: dict[str, Any] = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
+                               "no_cpython_wrapper": True}
+    dispatcher = _cached(_SeparateDispatcher(_named(function), {}, options), options)
+    _separate[_salt(dispatcher)] = dispatcher
+    return dispatcher

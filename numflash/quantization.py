@@ -19,6 +19,7 @@ from numba import prange
 from ._jit import kernel, one_at_a_time, refuse_after_fork
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
+from .memory import reinterpret, zeros
 from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
@@ -94,7 +95,7 @@ def _channel_statistics(x, lengths, sums, peaks):
     chunks = sums.shape[1]
     for task in prange(x.shape[0] * chunks):
         n, c = np.intp(task) // chunks, np.intp(task) % chunks          # P4: the index of prange is unsigned
-        bits = x[n].view(np.int32)
+        bits = reinterpret(x[n], np.int32)
         total, peak = sums[n, c], peaks[n, c]
         for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
             row, row_bits = x[n, i], bits[i]
@@ -115,9 +116,9 @@ def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
     tasks = (blocks + per_task - 1) // per_task
     for task in prange(x.shape[0] * tasks):
         n, first = np.intp(task) // tasks, np.intp(task) % tasks * per_task
-        raw, shift = x[n].view(np.int32), offset[n]
-        moved = np.empty(shift.size, np.float32)
-        moved_bits = moved.view(np.int32)
+        raw, shift = reinterpret(x[n], np.int32), offset[n]
+        moved = zeros((shift.size,), np.float32)
+        moved_bits = reinterpret(moved, np.int32)
         for b in range(first, min(first + per_task, blocks)):
             i0, i1 = b * block, min((b + 1) * block, lengths[n])
             peak = I(0)
@@ -155,7 +156,7 @@ def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
     chunks = (length + CHUNK - 1) // CHUNK
     for task in prange(x.shape[0] * chunks):
         n, c = np.intp(task) // chunks, np.intp(task) % chunks
-        bits, shift, f = x[n].view(np.int32), offset[n], factor[n]
+        bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
         for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
             row, row_bits, out = x[n, i], bits[i], data[n, i]
             top = I(0)

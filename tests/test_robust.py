@@ -122,6 +122,50 @@ def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
     assert made(1, 2, 3) == want and made(3, 1, 2) == [want[2], want[0], want[1]]
 
 
+SEPARATE = """
+import sys
+import numpy as np
+from numba import prange
+from numflash._jit import kernel, separate
+
+def make(step):
+    @separate
+    def work(i, out):
+        out[i] = 10 * step + i
+
+    @kernel(parallel=True)
+    def run(out):
+        for i in prange(out.size):
+            work(np.intp(i), out)
+    return run
+
+if __name__ == "__main__":
+    for step in map(int, sys.argv[1:]):
+        out, run = np.zeros(2, np.int64), make(step)
+        run(out)
+        print(out.tolist(), sum(run.stats.cache_hits.values()))
+"""
+
+
+def test_separate_functions_are_found_again(tmp_path):
+    """A caller from the disk cache holds only their symbol, whether they are in the cache too or must be compiled anew."""
+    script, cache = tmp_path / "factory.py", tmp_path / "cache"
+    script.write_text(SEPARATE)
+
+    def made(*steps):
+        done = subprocess.run([sys.executable, str(script), *map(str, steps)], capture_output=True, text=True, timeout=300,
+                              env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)})
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+    assert made(1, 2) + made(3) == [f"[{10 * step}, {10 * step + 1}] 0" for step in (1, 2, 3)]
+    workers = [file for file in cache.rglob("*.nb?") if ".work." in file.name]
+    assert len(workers) == 6                                         # an index and code for each
+    assert made(3, 1, 2) == [f"[{10 * step}, {10 * step + 1}] 1" for step in (3, 1, 2)]
+    for file in workers:
+        file.unlink()
+    assert made(2, 3, 1) == [f"[{10 * step}, {10 * step + 1}] 1" for step in (2, 3, 1)]
+
+
 def test_a_kernel_typed_at_the_prompt_is_not_cached():
     python("from numflash._jit import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
 

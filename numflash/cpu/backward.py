@@ -27,15 +27,16 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic
 
-from .._jit import inline, kernel
+from .._jit import inline, kernel, separate
+from ..memory import empty
 from ..tiling import Buffer
 from ..validation import Problem
 from . import float_tiles as tiles
-from .float_packing import on_lines, pack_keys, transpose
+from .float_packing import on_lines, pack_keys
 from .float_tiles import FLOAT_ISAS, MR, exp2, for_vectors, score_tile, value_tile
 from .launch_float import LOG2E, NO_LIMIT
-from .memory import empty
 from .packing import padded
+from .transpose import transpose
 from .vectors import constant, data, load, next_task, store
 
 F = np.float32
@@ -181,6 +182,74 @@ def make_backward(name: str):
         for c in range(at + hi, at + columns):
             x[c] = HIDDEN
 
+    @separate
+    def work(worker, q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv):
+        """One worker: shares, as long as there are any."""
+        h_all, h_kv, s, splits, _ = sizes
+        n_heads, length, width = q.shape
+        key_rows, width_v = k.shape[1], v.shape[2]
+        blocks = (key_rows + KEYS - 1) // KEYS
+        changed = options.mask.size > 0 or options.bias.size > 0 or options.softcap > F(0) or options.slopes.size > 0
+        p, ds, turned, slope = scratch.p[worker], scratch.ds[worker], scratch.turned[worker], scratch.slope[worker]
+        mask, bias = options.mask.reshape(options.mask.size), options.bias.reshape(options.bias.size)
+        while True:
+            task = next_task(counter)
+            if task >= n_heads * splits:
+                break
+            n, split = task // splits, task % splits
+            b, h = n // h_all, n % h_all
+            n_kv = b * h_kv + h * h_kv // h_all
+            keys, values, queries, outs, some_dq = k[n_kv], v[n_kv], q[n], do[n], dq[split, n]
+            queries_packed, outs_packed, row_lse, row_delta = q_packed[n], do_packed[n], lse[n], delta[n]
+            for block in range(split, blocks, splits):              # interleaved: causal shares are equal
+                key = block * KEYS
+                high = min(KEYS, key_rows - key)
+                dk_tile, dv_tile = dk[n, key:key + high], dv[n, key:key + high]
+                dk_tile[:], dv_tile[:] = F(0), F(0)
+                end = min(s, options.key_lengths[b]) - key
+                first, stop = length, 0                             # the queries that see any key of the block
+                for r in range(high):
+                    lo, hi = visible_queries(options, b, key + r, s)
+                    if lo < min(hi, length):
+                        first, stop = min(first, lo), max(stop, min(hi, length))
+                for i in range(first // QUERIES * QUERIES, stop, QUERIES):
+                    columns = min(QUERIES, length - i)
+                    # the keys of the block that the tile's first query sees on its left, and its last on its right
+                    near = max(0, i + options.diagonal[b] - options.left - key) // MR * MR
+                    far = (min(end, i + columns + options.diagonal[b] + options.right - key) + MR - 1) // MR * MR
+                    far = min(high, far)
+                    if mask.size > 0:
+                        near, far = keys_seen(options, mask, b, h, key, i, columns, near, far)
+                    if near >= far:
+                        continue
+                    for at in range(0, columns, panel):
+                        for r in range(near, far, MR):
+                            score(keys, (key + r) * width, width, queries_packed, (i + at) * width, width, c, p,
+                                  r * QUERIES + at, QUERIES)
+                    for at in range(0, columns, panel):
+                        for r in range(near, far, MR):
+                            score(values, (key + r) * width_v, width_v, outs_packed, (i + at) * width_v, width_v, F(1), ds,
+                                  r * QUERIES + at, QUERIES)
+                    for r in range(near, far):
+                        lo, hi = visible_queries(options, b, key + r, s)
+                        lo, hi = min(max(lo - i, 0), columns), min(max(hi - i, 0), columns)
+                        if options.hidden.size > 0 and key + r < s and options.hidden[n_kv, key + r]:
+                            hi = lo
+                        if changed or lo > 0 or hi < columns:
+                            edge_row(options, mask, bias, slope, b, h, key + r, i, columns, lo, hi, p, r * QUERIES)
+                        gradients(p, ds, r * QUERIES, columns // lanes, row_lse, row_delta, i)
+                        if options.softcap > F(0):
+                            for x in range(columns):
+                                ds[r * QUERIES + x] *= slope[x]
+                    add_product(p, near * QUERIES, far - near, QUERIES, outs, i, columns, width_v, dv_tile, near)
+                    add_product(ds, near * QUERIES, far - near, QUERIES, queries, i, columns, width, dk_tile, near)
+                    for r in range(near // lanes * lanes, far, lanes):
+                        for at in range(0, columns, lanes):
+                            square(ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
+                    for x in range(columns * KEYS, (columns + MR) * KEYS):
+                        turned[x] = F(0)                            # the last tile of rows may stand out by some
+                    add_product(turned, near, columns, KEYS, keys, key + near, far - near, width, some_dq, i)
+
     @kernel(parallel=True)
     def run(q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv):
         """All shares of all heads.
@@ -190,72 +259,9 @@ def make_backward(name: str):
         part; delta (N, padded L); c float32 scale * log2(e); sizes = (H, Hkv, S, splits, workers); counter (1,) int64 zero;
         dq (splits, N, padded L + MR, columns) zeros; dk, dv (N, padded S, ...): all without the factor of the scores.
         """
-        h_all, h_kv, s, splits, workers = sizes
-        n_heads, length, width = q.shape
-        key_rows, width_v = k.shape[1], v.shape[2]
-        blocks = (key_rows + KEYS - 1) // KEYS
-        changed = options.mask.size > 0 or options.bias.size > 0 or options.softcap > F(0) or options.slopes.size > 0
-        for worker in prange(workers):
-            w = np.intp(worker)                                         # P4
-            p, ds, turned, slope = scratch.p[w], scratch.ds[w], scratch.turned[w], scratch.slope[w]
-            mask, bias = options.mask.reshape(options.mask.size), options.bias.reshape(options.bias.size)
-            while True:
-                task = next_task(counter)
-                if task >= n_heads * splits:
-                    break
-                n, split = task // splits, task % splits
-                b, h = n // h_all, n % h_all
-                n_kv = b * h_kv + h * h_kv // h_all
-                keys, values, queries, outs, some_dq = k[n_kv], v[n_kv], q[n], do[n], dq[split, n]
-                queries_packed, outs_packed, row_lse, row_delta = q_packed[n], do_packed[n], lse[n], delta[n]
-                for block in range(split, blocks, splits):              # interleaved: causal shares are equal
-                    key = block * KEYS
-                    high = min(KEYS, key_rows - key)
-                    dk_tile, dv_tile = dk[n, key:key + high], dv[n, key:key + high]
-                    dk_tile[:], dv_tile[:] = F(0), F(0)
-                    end = min(s, options.key_lengths[b]) - key
-                    first, stop = length, 0                             # the queries that see any key of the block
-                    for r in range(high):
-                        lo, hi = visible_queries(options, b, key + r, s)
-                        if lo < min(hi, length):
-                            first, stop = min(first, lo), max(stop, min(hi, length))
-                    for i in range(first // QUERIES * QUERIES, stop, QUERIES):
-                        columns = min(QUERIES, length - i)
-                        # the keys of the block that the tile's first query sees on its left, and its last on its right
-                        near = max(0, i + options.diagonal[b] - options.left - key) // MR * MR
-                        far = (min(end, i + columns + options.diagonal[b] + options.right - key) + MR - 1) // MR * MR
-                        far = min(high, far)
-                        if mask.size > 0:
-                            near, far = keys_seen(options, mask, b, h, key, i, columns, near, far)
-                        if near >= far:
-                            continue
-                        for at in range(0, columns, panel):
-                            for r in range(near, far, MR):
-                                score(keys, (key + r) * width, width, queries_packed, (i + at) * width, width, c, p,
-                                      r * QUERIES + at, QUERIES)
-                        for at in range(0, columns, panel):
-                            for r in range(near, far, MR):
-                                score(values, (key + r) * width_v, width_v, outs_packed, (i + at) * width_v, width_v, F(1), ds,
-                                      r * QUERIES + at, QUERIES)
-                        for r in range(near, far):
-                            lo, hi = visible_queries(options, b, key + r, s)
-                            lo, hi = min(max(lo - i, 0), columns), min(max(hi - i, 0), columns)
-                            if options.hidden.size > 0 and key + r < s and options.hidden[n_kv, key + r]:
-                                hi = lo
-                            if changed or lo > 0 or hi < columns:
-                                edge_row(options, mask, bias, slope, b, h, key + r, i, columns, lo, hi, p, r * QUERIES)
-                            gradients(p, ds, r * QUERIES, columns // lanes, row_lse, row_delta, i)
-                            if options.softcap > F(0):
-                                for x in range(columns):
-                                    ds[r * QUERIES + x] *= slope[x]
-                        add_product(p, near * QUERIES, far - near, QUERIES, outs, i, columns, width_v, dv_tile, near)
-                        add_product(ds, near * QUERIES, far - near, QUERIES, queries, i, columns, width, dk_tile, near)
-                        for r in range(near // lanes * lanes, far, lanes):
-                            for at in range(0, columns, lanes):
-                                square(ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
-                        for x in range(columns * KEYS, (columns + MR) * KEYS):
-                            turned[x] = F(0)                            # the last tile of rows may stand out by some
-                        add_product(turned, near, columns, KEYS, keys, key + near, far - near, width, some_dq, i)
+        for worker in prange(sizes[4]):
+            work(np.intp(worker), q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk,
+                 dv)                                                    # P4
     return run
 
 

@@ -23,13 +23,13 @@ import functools
 import numpy as np
 from numba import prange
 
-from .._jit import inline, kernel
+from .._jit import inline, kernel, separate
+from ..memory import reinterpret, zeros
 from ..tiling import tiling
 from . import float_tiles as tiles
 from .amx import tile_state
 from .float_packing import largest
 from .float_tiles import FLOAT_ISAS
-from .memory import zero_bytes
 from .scores import Dense, row_of, row_range, step_of
 from .vectors import next_task
 
@@ -191,6 +191,100 @@ def make_attend(name: str, precision: str):
                 weights(x, at, count, factor, m[i], p, at, l, i * lanes)
             bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
+    @separate
+    def work(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
+        """One worker: tiles, as long as there are any."""
+        n_heads, length, d = q.shape
+        dv = out.shape[2]
+        h_all, h_kv, _ = heads
+        stride = (d + step - 1) // step * step
+        tiles = (length + block_q - 1) // block_q
+        shifted = semantics.has_bias or semantics.slopes.size > 0
+        begin_tiles()
+        q_tile, x = zeros((block_q, stride), operand), zeros((block_q * key_block,), np.float32)
+        p = x if group == 1 else zeros((block_q * key_block,), operand)
+        o, l, m = zeros((block_q, columns), np.float32), zeros((block_q, lanes), np.float32), zeros((block_q,), np.float32)
+        bounds, worst = zeros((2, block_q), np.int64), zeros((block_q,), np.uint32)
+        lo, hi, spans = bounds[0], bounds[1], zeros((3, block_q // mr), np.int64)
+        start, end, skip, magnitude = spans[0], spans[1], spans[2], reinterpret(worst, np.float32)
+        dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
+                      zeros((lanes,), np.uint8), zeros((lanes,), np.float32))
+        while True:
+            task = next_task(counter)
+            if task >= n_heads * tiles:
+                break
+            n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
+            b, h = n // h_all, n % h_all
+            n_kv = b * h_kv + h * h_kv // h_all
+            real = min(block_q, length - row)
+            k, v = keys[n_kv], values_packed[n_kv]
+            first, stop = s, 0
+            for i in range(real):
+                source, target = q[n, row + i], q_tile[i]
+                for e in range(d):
+                    target[e] = source[e]
+                lo[i], hi[i] = row_range(semantics, b, row + i, s)
+                m[i] = HIDDEN
+                worst[i] = largest(reinterpret(q_tile[i], np.uint32), group, np.uint32(0))
+                if hi[i] > lo[i]:
+                    first, stop = min(first, lo[i]), max(stop, hi[i])
+            groups = (real + mr - 1) // mr * mr
+            q_tile[real:groups] = operand(0)
+            o[:groups], l[:groups] = F(0), F(0)
+            for block in range(first // key_block * key_block, stop, key_block):
+                for g in range(0, real, mr):
+                    rows, left, right = min(mr, real - g), s, 0         # keys that any row of the group sees
+                    for i in range(g, g + rows):
+                        if hi[i] > lo[i]:
+                            left, right = min(left, lo[i]), max(right, hi[i])
+                    a, z = max(left // unit * unit, block), min(right, block + key_block)
+                    if semantics.has_mask:
+                        a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
+                    start[g // mr], end[g // mr], skip[g // mr] = a, z, max(left - a, 0) // step * step
+                for j in range(block, min(block + key_block, stop), panel):
+                    for g in range(0, real, mr):
+                        a, z = max(start[g // mr], j), min(end[g // mr], j + panel)
+                        if a < z:
+                            scores(q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block)
+                for g in range(0, real, mr):
+                    a, z = start[g // mr], end[g // mr]
+                    if a >= z:
+                        continue
+                    rows, most, least = min(mr, real - g), 0, s         # keys that all rows of the group see
+                    for i in range(g, g + rows):
+                        most, least = max(most, lo[i]), min(least, hi[i])
+                    if semantics.general or most > a or least < z or (z - a) % unit:
+                        edge_rows(semantics, dense, b, h, row, g, rows, a, z, block, lo, hi, c, x, p, m, l, o)
+                    else:
+                        count = (z - a) // lanes
+                        for i in range(g, g + rows):
+                            at, factor = i * key_block + a - block, c
+                            if exceeds(x, at, count, c, F(m[i] + GROWTH)):
+                                scale(x, at, count, c)
+                                factor = F(1)
+                                grow_row(x, at, count, m, l, o, i)
+                            weights(x, at, count, factor, m[i], p, at, l, i * lanes)
+                    start[g // mr] += skip[g // mr]
+                values(p, start, end, real, v, block, columns, o)
+            for i in range(real):
+                result, sums, bits = out[n, row + i], o[i], np.uint32(0)
+                total = F(0)
+                for t in range(lanes):
+                    total = total + l[i, t]
+                r = F(0) if total == F(0) else F(1) / total
+                for t in range(dv):
+                    result[t] = sums[t] * r
+                words = reinterpret(result, np.uint32)
+                for t in range(dv):
+                    bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
+                lse[n, row + i] = F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
+                held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
+                held &= magnitude[i] <= limits[n_kv]
+                redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
+                if redo[n, row + i]:
+                    counter[1] = 1
+        end_tiles()
+
     @kernel(parallel=True)
     def attend(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
         """All query tiles of all heads.
@@ -200,97 +294,6 @@ def make_attend(name: str, precision: str):
         counter (2,) int64 zeros, the second 1 afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32;
         redo (N, L) uint8, 1 for a row that float32 cannot hold.
         """
-        n_heads, length, d = q.shape
-        dv = out.shape[2]
-        h_all, h_kv, workers = heads
-        stride = (d + step - 1) // step * step
-        tiles = (length + block_q - 1) // block_q
-        shifted = semantics.has_bias or semantics.slopes.size > 0
-        for _ in prange(workers):
-            begin_tiles()
-            q_tile = zero_bytes(block_q * stride * (4 // group)).view(operand).reshape(block_q, stride)
-            x = zero_bytes(block_q * key_block * 4).view(np.float32)
-            p = x if group == 1 else zero_bytes(block_q * key_block * (4 // group)).view(operand)
-            o = zero_bytes(block_q * columns * 4).view(np.float32).reshape(block_q, columns)
-            l, m = np.empty((block_q, lanes), F), np.empty(block_q, F)
-            lo, hi, worst = np.empty(block_q, np.int64), np.empty(block_q, np.int64), np.empty(block_q, np.uint32)
-            spans = np.empty((3, block_q // mr), np.int64)
-            start, end, skip = spans[0], spans[1], spans[2]
-            dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                          np.zeros(lanes, np.uint8), np.zeros(lanes, np.float32))
-            while True:
-                task = next_task(counter)
-                if task >= n_heads * tiles:
-                    break
-                n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
-                b, h = n // h_all, n % h_all
-                n_kv = b * h_kv + h * h_kv // h_all
-                real = min(block_q, length - row)
-                k, v = keys[n_kv], values_packed[n_kv]
-                first, stop = s, 0
-                for i in range(real):
-                    source, target = q[n, row + i], q_tile[i]
-                    for e in range(d):
-                        target[e] = source[e]
-                    lo[i], hi[i] = row_range(semantics, b, row + i, s)
-                    m[i] = HIDDEN
-                    worst[i] = largest(q_tile[i].view(np.uint32), group, np.uint32(0))
-                    if hi[i] > lo[i]:
-                        first, stop = min(first, lo[i]), max(stop, hi[i])
-                groups = (real + mr - 1) // mr * mr
-                q_tile[real:groups] = operand(0)
-                o[:groups], l[:groups] = F(0), F(0)
-                for block in range(first // key_block * key_block, stop, key_block):
-                    for g in range(0, real, mr):
-                        rows, left, right = min(mr, real - g), s, 0         # keys that any row of the group sees
-                        for i in range(g, g + rows):
-                            if hi[i] > lo[i]:
-                                left, right = min(left, lo[i]), max(right, hi[i])
-                        a, z = max(left // unit * unit, block), min(right, block + key_block)
-                        if semantics.has_mask:
-                            a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
-                        start[g // mr], end[g // mr], skip[g // mr] = a, z, max(left - a, 0) // step * step
-                    for j in range(block, min(block + key_block, stop), panel):
-                        for g in range(0, real, mr):
-                            a, z = max(start[g // mr], j), min(end[g // mr], j + panel)
-                            if a < z:
-                                scores(q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block)
-                    for g in range(0, real, mr):
-                        a, z = start[g // mr], end[g // mr]
-                        if a >= z:
-                            continue
-                        rows, most, least = min(mr, real - g), 0, s         # keys that all rows of the group see
-                        for i in range(g, g + rows):
-                            most, least = max(most, lo[i]), min(least, hi[i])
-                        if semantics.general or most > a or least < z or (z - a) % unit:
-                            edge_rows(semantics, dense, b, h, row, g, rows, a, z, block, lo, hi, c, x, p, m, l, o)
-                        else:
-                            count = (z - a) // lanes
-                            for i in range(g, g + rows):
-                                at, factor = i * key_block + a - block, c
-                                if exceeds(x, at, count, c, F(m[i] + GROWTH)):
-                                    scale(x, at, count, c)
-                                    factor = F(1)
-                                    grow_row(x, at, count, m, l, o, i)
-                                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
-                        start[g // mr] += skip[g // mr]
-                    values(p, start, end, real, v, block, columns, o)
-                for i in range(real):
-                    result, sums, bits = out[n, row + i], o[i], np.uint32(0)
-                    total = F(0)
-                    for t in range(lanes):
-                        total = total + l[i, t]
-                    r = F(0) if total == F(0) else F(1) / total
-                    for t in range(dv):
-                        result[t] = sums[t] * r
-                    words = result.view(np.uint32)
-                    for t in range(dv):
-                        bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
-                    lse[n, row + i] = F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
-                    held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
-                    held &= worst[i:i + 1].view(np.float32)[0] <= limits[n_kv]
-                    redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
-                    if redo[n, row + i]:
-                        counter[1] = 1
-            end_tiles()
+        for _ in prange(heads[2]):
+            work(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo)
     return attend

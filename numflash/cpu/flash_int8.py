@@ -24,14 +24,14 @@ import numpy as np
 from numba import prange
 
 from .. import fixedpoint as fx
-from .._jit import bare, kernel
+from .._jit import bare, kernel, separate
 from ..fixedpoint import ONE_Q16
+from ..memory import reinterpret, zeros
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
 from .amx import tile_state
 from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of
-from .memory import zero_bytes
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 from .vectors import next_task
@@ -55,7 +55,6 @@ def make_attend(isa_name: str, pv: str):
     operand, unit_rows, edge_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1], max(EDGE_ROWS, isa.rows[-1])
     octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
-    operand_size, weight_size = np.dtype(operand).itemsize, np.dtype(weight).itemsize
     softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
     row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
     row_short, mask_row, mask_lanes = wide_rows.row_short(float_lanes), wide_rows.row_mask(2 * float_lanes), 2 * float_lanes
@@ -215,6 +214,109 @@ def make_attend(isa_name: str, pv: str):
                     p[i, j] = 0
                 total[i] = I(0)
 
+    @separate
+    def work(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """One worker: query tiles, as long as there are any."""
+        n_heads, length, d = q.shape
+        dv = out.shape[2]
+        h_all, h_kv, _ = heads
+        stride = (d + step - 1) // step * step
+        lanes = vector_lanes()
+        width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
+        tiles = (length + block_q - 1) // block_q
+        changed = semantics.has_bias or semantics.softcap > F(0) or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
+        begin()
+        q_tile, x = zeros((block_q, stride), operand), zeros((block_q, KEY_BLOCK), np.int16)
+        p, wide = zeros((block_q, KEY_BLOCK), weight), zeros((block_q, KEY_BLOCK), np.float32)
+        o, sums, octave_q8 = zeros((block_q, width), np.float32), zeros((block_q * lanes,), np.int32), zeros((block_q,), np.int16)
+        floats, ints = zeros((3, block_q), np.float32), zeros((4, block_q), np.int32)
+        cq_tile, l, scale, m, octave, total, base = floats[0], floats[1], floats[2], ints[0], ints[1], ints[2], ints[3]
+        scale_bits, flags, bounds = reinterpret(scale, np.int32), zeros((2, block_q), np.uint8), zeros((2, block_q), np.int64)
+        live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
+        dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
+                      zeros((mask_lanes,), np.uint8), zeros((float_lanes,), np.float32))
+        while True:
+            task = next_task(counter)
+            if task >= n_heads * tiles:
+                break
+            n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
+            b, h = n // h_all, n % h_all
+            n_kv = b * h_kv + h * h_kv // h_all
+            real = min(block_q, length - row)
+            rows = (real + unit_rows - 1) // unit_rows * unit_rows
+            k, v, start, ck = keys.data[n_kv], values_packed[n_kv], keys.start[n_kv], keys.scale[n_kv]
+            for i in range(real):
+                source, target = q[n, row + i], q_tile[i]
+                for e in range(d):
+                    target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
+                cq_tile[i] = cq[n, row + i]
+                lo[i], hi[i] = row_range(semantics, b, row + i, s)
+                l[i], m[i], spoiled[i] = F(0), I(UNSEEN), 0
+            o[:rows] = F(0)
+            first, stop, shared, shared_stop = s, 0, 0, s           # keys that any row sees, keys that every row sees
+            for i in range(real):
+                shared, shared_stop = max(shared, lo[i]), min(shared_stop, hi[i])
+                if hi[i] > lo[i]:
+                    first, stop = min(first, lo[i]), max(stop, hi[i])
+            for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
+                columns = HALF if stop - c <= HALF else KEY_BLOCK
+                inside = shared <= c and c + columns <= shared_stop
+                for i in range(real):
+                    live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
+                if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
+                    continue
+                n_real = min(columns, s - c)
+                relative = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                as_floats = changed or relative
+                if as_floats:
+                    wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                semantics, dense)
+                if not relative:
+                    if as_floats:
+                        for i in range(real):
+                            row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
+                    else:
+                        block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
+                        if semantics.has_mask:
+                            mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
+                    if not inside:
+                        hide_edges(x, real, columns, c, lo, hi, live)
+                    octaves(x, real, columns, octave, octave_q8)
+                    if semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave,
+                                                         live[:real]):
+                        inside = False
+                    if not inside:
+                        for i in range(real):
+                            octave[i] = octave[i] if live[i] else I(UNSEEN)
+                    beyond = I(0)
+                    for i in range(real):
+                        beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
+                    relative = beyond != I(0)
+                    if relative and not as_floats:
+                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
+                                    semantics, dense)
+                if relative:
+                    inside = False
+                    relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
+                    octaves(x, real, columns, octave, octave_q8)
+                    for i in range(real):
+                        octave[i] = base[i] if live[i] else I(UNSEEN)
+                grow_rows(octave, real, m, l, scale, scale_bits, o)
+                weigh(x, real, columns, octave_q8, scale, p, sums, total)
+                if not inside:
+                    blank_rows(p, real, columns, live, total)
+                add_sums(total, real, unit, scale, l)
+                block_values(p, v, c, columns, scale, total, rows, o, inside, real, hi)
+            for i in range(real):
+                if spoiled[i]:
+                    l[i] = F(np.nan)
+                result, unscaled = out[n, row + i], o[i]
+                r = F(1) / l[i]
+                for t in range(dv):
+                    result[t] = F(0) if l[i] == F(0) else F(F(unscaled[t] * r) * v_scale[n_kv, t])
+                m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+        end()
+
     @kernel(parallel=True)
     def attend(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """All query tiles of all heads.
@@ -222,107 +324,6 @@ def make_attend(isa_name: str, pv: str):
         q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...); v_scale (Nkv, Dv) float32;
         heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
         """
-        n_heads, length, d = q.shape
-        dv = out.shape[2]
-        h_all, h_kv, workers = heads
-        stride = (d + step - 1) // step * step
-        lanes = vector_lanes()
-        width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
-        tiles = (length + block_q - 1) // block_q
-        changed = semantics.has_bias or semantics.softcap > F(0) or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
-        for _ in prange(workers):
-            begin()
-            q_tile = zero_bytes(block_q * stride * operand_size).view(operand).reshape(block_q, stride)
-            x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
-            p = zero_bytes(block_q * KEY_BLOCK * weight_size).view(weight).reshape(block_q, KEY_BLOCK)
-            wide = zero_bytes(block_q * KEY_BLOCK * 4).view(np.float32).reshape(block_q, KEY_BLOCK)
-            o = zero_bytes(block_q * width * 4).view(np.float32).reshape(block_q, width)
-            sums, octave_q8 = zero_bytes(block_q * lanes * 4).view(np.int32), zero_bytes(block_q * 2).view(np.int16)
-            floats, ints = np.zeros((3, block_q), np.float32), np.zeros((4, block_q), np.int32)
-            cq_tile, l, scale, m, octave, total, base = floats[0], floats[1], floats[2], ints[0], ints[1], ints[2], ints[3]
-            scale_bits, flags, bounds = scale.view(np.int32), np.zeros((2, block_q), np.uint8), np.zeros((2, block_q), np.int64)
-            live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
-            dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                          zero_bytes(mask_lanes), zero_bytes(4 * float_lanes).view(np.float32))
-            while True:
-                task = next_task(counter)
-                if task >= n_heads * tiles:
-                    break
-                n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
-                b, h = n // h_all, n % h_all
-                n_kv = b * h_kv + h * h_kv // h_all
-                real = min(block_q, length - row)
-                rows = (real + unit_rows - 1) // unit_rows * unit_rows
-                k, v, start, ck = keys.data[n_kv], values_packed[n_kv], keys.start[n_kv], keys.scale[n_kv]
-                for i in range(real):
-                    source, target = q[n, row + i], q_tile[i]
-                    for e in range(d):
-                        target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
-                    cq_tile[i] = cq[n, row + i]
-                    lo[i], hi[i] = row_range(semantics, b, row + i, s)
-                    l[i], m[i], spoiled[i] = F(0), I(UNSEEN), 0
-                o[:rows] = F(0)
-                first, stop, shared, shared_stop = s, 0, 0, s           # keys that any row sees, keys that every row sees
-                for i in range(real):
-                    shared, shared_stop = max(shared, lo[i]), min(shared_stop, hi[i])
-                    if hi[i] > lo[i]:
-                        first, stop = min(first, lo[i]), max(stop, hi[i])
-                for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
-                    columns = HALF if stop - c <= HALF else KEY_BLOCK
-                    inside = shared <= c and c + columns <= shared_stop
-                    for i in range(real):
-                        live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
-                    if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
-                        continue
-                    n_real = min(columns, s - c)
-                    relative = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
-                    as_floats = changed or relative
-                    if as_floats:
-                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
-                                    semantics, dense)
-                    if not relative:
-                        if as_floats:
-                            for i in range(real):
-                                row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
-                        else:
-                            block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
-                            if semantics.has_mask:
-                                mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
-                        if not inside:
-                            hide_edges(x, real, columns, c, lo, hi, live)
-                        octaves(x, real, columns, octave, octave_q8)
-                        if semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave,
-                                                             live[:real]):
-                            inside = False
-                        if not inside:
-                            for i in range(real):
-                                octave[i] = octave[i] if live[i] else I(UNSEEN)
-                        beyond = I(0)
-                        for i in range(real):
-                            beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
-                        relative = beyond != I(0)
-                        if relative and not as_floats:
-                            wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
-                                        semantics, dense)
-                    if relative:
-                        inside = False
-                        relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
-                        octaves(x, real, columns, octave, octave_q8)
-                        for i in range(real):
-                            octave[i] = base[i] if live[i] else I(UNSEEN)
-                    grow_rows(octave, real, m, l, scale, scale_bits, o)
-                    weigh(x, real, columns, octave_q8, scale, p, sums, total)
-                    if not inside:
-                        blank_rows(p, real, columns, live, total)
-                    add_sums(total, real, unit, scale, l)
-                    block_values(p, v, c, columns, scale, total, rows, o, inside, real, hi)
-                for i in range(real):
-                    if spoiled[i]:
-                        l[i] = F(np.nan)
-                    result, unscaled = out[n, row + i], o[i]
-                    r = F(1) / l[i]
-                    for t in range(dv):
-                        result[t] = F(0) if l[i] == F(0) else F(F(unscaled[t] * r) * v_scale[n_kv, t])
-                    m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
-            end()
+        for _ in prange(heads[2]):
+            work(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out)
     return attend

@@ -13,9 +13,12 @@ import numpy as np
 from numba import prange
 
 from .._jit import kernel
+from ..memory import LINE, empty, reinterpret, zeros
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS, running_lanes
-from .memory import LINE, empty
+from .transpose import transpose
+
+SQUARE = 8                                       # words transposed at a time; every panel is a multiple of it
 
 
 class PackedKeys(NamedTuple):
@@ -37,7 +40,7 @@ def padded(n: int, unit: int) -> int:
 
 @functools.cache
 def _pack_keys(panel: int, group: int, offset: int):
-    operand = np.int8 if group == 4 else np.int16
+    operand, square = np.int8 if group == 4 else np.int16, transpose(SQUARE)
 
     @kernel(parallel=True)
     def pack_keys(k, scale, order, data, start, packed_scale, wide):
@@ -46,7 +49,7 @@ def _pack_keys(panel: int, group: int, offset: int):
         panels = start.shape[1] // panel
         for task in prange(n_heads * panels):
             n, p = np.intp(task) // panels, np.intp(task) % panels      # P4
-            rows = np.zeros((panel, groups * group), operand)
+            rows = zeros((panel, groups * group), operand)
             first = p * panel
             for c in range(panel):
                 j = first + order[c]
@@ -61,12 +64,15 @@ def _pack_keys(panel: int, group: int, offset: int):
                         wide[n, first // KEY_BLOCK] = 1
                 start[n, first + c] = np.int32(-offset * total)
                 packed_scale[n, first + c] = s
-            words = rows.view(np.int32)                                 # one word is one group of channels
-            out = data[n, first * groups * group:(first + panel) * groups * group].view(np.int32)
-            for g in range(groups):
-                line = out[g * panel:(g + 1) * panel]
+            words = reinterpret(rows, np.int32)                         # one word is one group of channels
+            out = reinterpret(data[n, first * groups * group:(first + panel) * groups * group], np.int32)
+            whole = groups // SQUARE * SQUARE
+            for c in range(0, panel, SQUARE):
+                for g in range(0, whole, SQUARE):
+                    square(words, c * groups + g, groups, out, g * panel + c, panel)
+            for g in range(whole, groups):
                 for c in range(panel):
-                    line[c] = words[c, g]
+                    out[g * panel + c] = words[c, g]
     return pack_keys
 
 
@@ -78,7 +84,7 @@ def _pack_values(chunk: int, lanes: int, group: int, offset: int):
         blocks = data.shape[1] // (KEY_BLOCK * columns)
         for task in prange(n_heads * blocks):
             n, block = np.intp(task) // blocks, np.intp(task) % blocks  # P4
-            rows = np.zeros((group, columns), np.int8)
+            rows = zeros((group, columns), np.int8)
             base = block * KEY_BLOCK * columns
             for g in range(KEY_BLOCK // group):
                 j = block * KEY_BLOCK + g * group

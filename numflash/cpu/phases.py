@@ -13,6 +13,7 @@ import numpy as np
 from .. import fixedpoint as fx
 from .._jit import kernel
 from ..errors import ArgumentError
+from ..memory import empty, reinterpret, zeros
 from ..quantization import quantize_problem
 from ..reference import combined_scale
 from ..tiling import KEY_BLOCK, tiling
@@ -21,7 +22,6 @@ from ..validation import describe
 from .amx import tile_state
 from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of, running_lanes
-from .memory import empty, zero_bytes
 from .packing import pack_keys, pack_values
 from .softmax import add_sums, grow_rows, octave_rows, weigh_rows
 from .threads import limit
@@ -40,17 +40,16 @@ def make_phases(isa_name: str, parts: int):
     scores, octaves, weigh = score_block(isa_name), octave_rows(isa_name), weigh_rows(isa_name, "int8")
     values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
     block_q, vector_lanes = t.block_q, lanes_of(isa_name)
-    operand, item = (np.uint8, 1) if isa.group == 4 else (np.int16, 2)
+    operand = np.uint8 if isa.group == 4 else np.int16
     with_softmax, with_rescaling, with_values = parts > 1, parts > 2, parts > 3
 
     @kernel
     def run(q, cq, keys, packed_values, o):
         begin()
         stride, lanes = q.shape[1], vector_lanes()
-        x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
-        p = zero_bytes(block_q * KEY_BLOCK * item).view(operand).reshape(block_q, KEY_BLOCK)
+        x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
         m, l, scale = np.zeros(block_q, np.int32), np.zeros(block_q, np.float32), np.ones(block_q, np.float32)
-        octave, total, scale_bits = np.zeros(block_q, np.int32), np.zeros(block_q, np.int32), scale.view(np.int32)
+        octave, total, scale_bits = np.zeros(block_q, np.int32), np.zeros(block_q, np.int32), reinterpret(scale, np.int32)
         octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
         k, start, ck, v = keys.data[0], keys.start[0], keys.scale[0], packed_values[0]
         for row in range(0, q.shape[0] - block_q + 1, block_q):

@@ -70,7 +70,7 @@ def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
 def test_products_are_the_integer_products(steps, instruction, dtype):
     from numba import njit
 
-    from numflash.cpu.memory import empty
+    from numflash.memory import empty
     rng = np.random.default_rng(steps)
     limits = np.iinfo(dtype)
     a = rng.integers(limits.min, limits.max + 1, (32, 64 * steps)).astype(dtype)

@@ -13,6 +13,7 @@ from numba import prange
 
 from ..._jit import inline, kernel
 from ...errors import ArgumentError
+from ...memory import empty, zeros
 from ...quantization import quantize_problem
 from ...reference import combined_scale
 from ...tiling import KEY_BLOCK, tiling
@@ -20,7 +21,6 @@ from ...validation import describe
 from .. import blocks, microkernels
 from ..amx import tile_state
 from ..isas import VECTOR_ISAS, lanes_of, running_lanes
-from ..memory import empty, zero_bytes
 from ..packing import PackedKeys, pack_keys, pack_values, padded
 from ..scores import HIDDEN, UNSEEN
 from ..vectors import next_task
@@ -185,14 +185,13 @@ def make_tile(isa_name: str, causal: bool):
 def make_room(isa_name: str):
     """What a worker needs beside o and l: the scores and weights of a tile, and a few values per row."""
     vector_lanes, block_q = lanes_of(isa_name), tiling(isa_name).block_q
-    operand, item = (np.uint8, 1) if VECTOR_ISAS[isa_name].group == 4 else (np.int16, 2)
+    operand = np.uint8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
 
     @inline
     def room():
-        x = zero_bytes(block_q * KEY_BLOCK * 2).view(np.int16).reshape(block_q, KEY_BLOCK)
-        p = zero_bytes(block_q * KEY_BLOCK * item).view(operand).reshape(block_q, KEY_BLOCK)
+        x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
         return (x, p, np.zeros(block_q, np.int32), np.zeros(block_q, np.int16), np.zeros(block_q, np.int32),
-                zero_bytes(block_q * vector_lanes() * 4).view(np.int32), np.zeros(block_q, np.int32), np.zeros(block_q, np.float32))
+                zeros((block_q * vector_lanes(),), np.int32), np.zeros(block_q, np.int32), np.zeros(block_q, np.float32))
     return room
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from ..memory import empty
+from ...memory import empty
 from ..vectors import F32, I32, I64, call, constant, data, load, shuffle, splat, store, vector
 
 ROUND = 1.5 * 2.0**23                            # x + ROUND - ROUND is x rounded to even, |x| < 2**22, on every CPU
