@@ -24,7 +24,6 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import caching, codegen, compiler
 from numba.core.registry import CPUDispatcher
 
@@ -142,7 +141,23 @@ class _CheckedFile(caching.IndexDataCacheFile):
             return {}
 
 
+class _Entries(caching.CompileResultCacheImpl):
+    """What is cached of a kernel: Numba's, and the `separate` functions that must be there before it is loaded."""
+
+    def reduce(self, cres: Any) -> Any:
+        declared = (f.name for f in cres.library._final_module.functions if f.is_declaration)
+        return tuple(_symbols[name] for name in declared if name in _symbols), super().reduce(cres)
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        called, compiled = payload
+        for name, args, symbol in called:
+            _separate[name].provide(args, symbol)
+        return super().rebuild(target_context, compiled)
+
+
 class _PackageCache(caching.FunctionCache):
+    _impl_class = _Entries
+
     def __init__(self, py_func: Callable, options: str) -> None:
         super().__init__(py_func)
         self._options = options
@@ -267,31 +282,21 @@ class _SeparateDispatcher(CPUDispatcher):
 
     def add_overload(self, cres: Any) -> None:
         super().add_overload(cres)
-        symbol, context = self._provide(cres.fndesc.argtypes), self.targetctx
-        # what callers link instead: an empty function, and the order to have the symbol ready when they come from the disk cache
-        stub = context.codegen().create_library(symbol)
-        module = stub.create_ir_module(symbol)
-        ir.IRBuilder(ir.Function(module, ir.FunctionType(ir.VoidType(), ()), symbol + ".stub").append_basic_block()).ret_void()
-        stub.add_ir_module(module)
-        stub._reload_init.add(functools.partial(_provide, _salt(self), cres.fndesc.argtypes, symbol))
+        args, symbol, context = cres.fndesc.argtypes, cres.fndesc.llvm_func_name, self.targetctx
+        self.provide(args, symbol)
+        _symbols[symbol] = _salt(self), args, symbol
         context.remove_user_function(cres.entry_point)
-        context.insert_user_function(cres.entry_point, cres.fndesc, [stub])
+        context.insert_user_function(cres.entry_point, cres.fndesc)
 
-    def _provide(self, args: tuple[Any, ...], symbol: str | None = None) -> str:
-        """Make its code for these types known by `symbol`; by default, and then returned, its own."""
+    def provide(self, args: tuple[Any, ...], symbol: str) -> None:
+        """Make its code for these types known as `symbol`; compiled again since, it has another one itself."""
+        self.compile(args)
         cres: Any = self.overloads[args]
-        own = cres.fndesc.llvm_func_name
-        llvm.add_symbol(symbol or own, cres.library.get_pointer_to_function(own))
-        return own
+        llvm.add_symbol(symbol, cres.library.get_pointer_to_function(cres.fndesc.llvm_func_name))
 
 
 _separate: dict[str, _SeparateDispatcher] = {}
-
-
-def _provide(name: str, args: tuple[Any, ...], symbol: str) -> None:
-    """For a caller from the disk cache. The function may have been compiled again since: its own symbol is then another one."""
-    _separate[name].compile(args)
-    _separate[name]._provide(args, symbol)
+_symbols: dict[str, tuple[str, tuple[Any, ...], str]] = {}                   # (name in _separate, types, symbol) of each symbol
 
 
 def separate(function: Callable) -> Any:
