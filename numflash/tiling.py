@@ -221,8 +221,18 @@ def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
 
 def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], name: str = "") -> Tiling:
     return Tiling(f"{arch}-int8{name}", "cuda", arch, "int8", 16, KEY_BLOCK // 8, 8, 64, KEY_BLOCK, (
-        Buffer("Q tile", "block_q", "d", "int8"), *buffers, Buffer("scales of K", "key_block", 1, "float32")),
+        Buffer("Q tile", "block_q", "d", "int8"), *buffers, Buffer("scales of K", "key_block", 1, "float32"),
+        Buffer("row table", "block_q", 8, "float32")),
         head_dims=SWIZZLED_HEAD_DIMS, value_dims=CUDA_HEAD_DIMS)
+
+
+def _hopper_int8(stages: int, wide: str = "") -> Tiling:
+    """Two warpgroups of 64 rows, a ring by TMA; rows of Q and K are padded to whole swizzles of 128 bytes by the copies."""
+    return Tiling(f"sm_90a-int8{wide}", "cuda", "sm_90a", "int8", 64, KEY_BLOCK // 8, 8, 128, KEY_BLOCK, (
+        Buffer("Q tile", "block_q", "d", "int8"), Buffer("K block", "key_block", "d", "int8", stages),
+        Buffer("V block", "key_block", "dv", "int8", stages), Buffer("scales of K", "key_block", 1, "float32", stages),
+        Buffer("row table", "block_q", 8, "float32"), Buffer("barriers, alignment", 1, 2048, "int8")),
+        head_dims=(128, 256), value_dims=CUDA_HEAD_DIMS)
 
 
 _DOCUMENT = "Fused FlashAttention V2, Tile Sizes (L1D Optimized)"
@@ -256,6 +266,7 @@ TILINGS = {t.name: t for t in (
     _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V block", "key_block", "dv", "int8"))),
     _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V part", 32, "dv", "float32"),
                          Buffer("padding of V", 32, 4, "float32")), "-fp32"),
+    _hopper_int8(4), _hopper_int8(2, "-wide"),
     Tiling("sm_80-float32", "cuda", "sm_80", "float32", 1, 1, 1, 4, 1, (), "a warp per row, all in registers",
            head_dims=CUDA_HEAD_DIMS),
 )}
@@ -293,7 +304,7 @@ def split_count(units: int, blocks: int, workers: int) -> int:
 
 
 def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
-    """The tiling of the CUDA kernels: sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers."""
+    """The tiling of the CUDA kernels: sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers and bytes."""
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     wide = "-wide" if max(head_dim, value_dim or 0) > CUDA_WIDE and f"{family}-{dtype}-wide" in TILINGS else ""
     return tiling(family, dtype + wide)

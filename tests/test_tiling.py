@@ -117,12 +117,15 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
     from numflash.cuda.kernels.flash_float import flash_float
     from numflash.cuda.kernels.flash_hopper import flash_hopper
     from numflash.cuda.kernels.flash_int8 import flash_int8
+    from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
     turing = arch == "sm_75"
     found = {}
     for dtype in ("float16", "int8", *(() if turing else ("bfloat16", "int8-fp32"))):
         t = tiling.cuda_tiling(arch, dtype, d)
         sizes = t.sizes(d)
-        if dtype.startswith("int8"):
+        if (arch, dtype) == ("sm_90a", "int8"):
+            made = flash_int8_hopper(sizes["d"], sizes["dv"])
+        elif dtype.startswith("int8"):
             made = flash_int8(sizes["d"], sizes["dv"], t.block_q, wide=dtype == "int8-fp32", turing=turing)
         elif arch == "sm_90a":
             made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, dtype)
@@ -137,7 +140,7 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
 def test_the_cuda_tilings_are_looked_up():
     assert tiling.cuda_tiling("sm_89", "bfloat16", 128).name == "sm_80-bfloat16"
     assert tiling.cuda_tiling("sm_90a", "float16", 64, 129).name == "sm_90a-float16-wide"
-    assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_80-int8"
+    assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_90a-int8-wide"
     assert tiling.cuda_tiling("sm_75", "float32", 64).name == "sm_80-float32"
     assert tiling.TILINGS["sm_90a-float16"].explain(128).splitlines()[1:3] == [
         "  register tile 64 x 128 scores per warpgroup: 64 of each thread", "  blocks: 128 query rows x 128 keys"]

@@ -1,6 +1,7 @@
 """From a validated problem to one kernel launch: which kernel, with which constants, over which grid, on which arguments."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from .tensormap import TensorMap
 NO_LIMIT = 1 << 29
 Results = tuple[np.ndarray, np.ndarray] | None
 LOG2E = 1.4426950408889634
+MMA_ROWS = 64                       # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,8 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
 
     With pv "int8" its bits are those of `reference.integer_model`; with pv "fp32" its sums are in an order of their own.
     """
-    from .kernels.flash_int8 import flash_int8
     nb, nh, nkv, length, s, d, dv = problem.shape
-    wide, turing = problem.pv == "fp32", arch == "sm_75"
+    wide, turing, group = problem.pv == "fp32", arch == "sm_75", nh // nkv
     if wide and turing:
         raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
@@ -165,41 +166,68 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     stored = -(-s // KEY_BLOCK) * KEY_BLOCK
     v, v_scale, bad = _float_values(problem) if wide else _byte_values(problem, stored)
     channels = v_scale.shape[-1]
-    key_scale = np.zeros((nb, nkv, stored), np.float32)
-    key_scale[..., :s] = ck if bad is None else np.where(bad, np.float32(np.nan), ck)
+    key_scale = np.zeros((nb, nkv, 1, stored), np.float32)
+    key_scale[..., 0, :s] = ck if bad is None else np.where(bad, np.float32(np.nan), ck)
     out = np.zeros((nb, nh, length, channels), np.float32)
     m, l = np.zeros((nb, nh, length), np.int32), np.zeros((nb, nh, length), np.float32)
     has_band, left, right = band(problem)
     mask, bias, nothing = problem.mask, problem.bias, np.zeros(1, np.float32)
-    group, unit, softcap = nh // nkv, fx.LOG2E_Q8, bool(problem.softcap)
-    tiling = cuda_tiling(arch, "int8", d, dv)
-    block_q = rows_per_block(tiling, length * group)
-    constants = {"d": smallest(d, tiling.head_dims), "dv": padded(dv), "block_q": block_q, "group": group,
-                 "band": has_band, "mask": mask is not None, "bias": bias is not None, "softcap": softcap,
-                 "alibi": problem.alibi_slopes is not None, "wide": wide, "turing": turing}
+    unit, softcap = fx.LOG2E_Q8, bool(problem.softcap)
+    options = {"dv": padded(dv), "group": group, "band": has_band, "mask": mask is not None, "bias": bias is not None,
+               "softcap": softcap, "alibi": problem.alibi_slopes is not None}
     capped = np.zeros((nb, nh, length), np.float32)
     if shift is not None and softcap:
         capped = np.clip(shift * float(unit), -fx.T_LIMIT, fx.T_LIMIT).astype(np.float32)
     with np.errstate(over="ignore"):
         slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
-    args = ((q, k, v, out, m, l, np.ascontiguousarray(cq), key_scale, v_scale, *_places(problem, s),
-             nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias), slopes, capped),
-            (*_strides(mask), *_strides(bias)), (length, s, q.shape[-1], stored, channels, nh, left, right),
-            (np.float32(problem.softcap) * unit,))
+    cq, places = np.ascontiguousarray(cq), _places(problem, s)
+    extras = (nothing if mask is None else _storage(mask), nothing if bias is None else _storage(bias), slopes, capped)
+    mask_strides, cap = (*_strides(mask), *_strides(bias)), (np.float32(problem.softcap) * unit,)
 
     def finish() -> tuple[np.ndarray, np.ndarray]:
         return out[..., :dv], log_sum_exp(m, l, None if softcap else shift, 1 if wide else fx.P_ONE)
-    return Launch(flash_int8, constants, arch, (-(-length * group // block_q), nkv, nb), args, finish)
+
+    packed = packed_heads(group)
+    if arch == "sm_90a" and not wide and length * packed > MMA_ROWS:
+        from .kernels.flash_int8_hopper import BLOCK_Q, PANEL_BYTES, flash_int8_hopper
+        maps = [TensorMap(packed_rows(q, packed), (1, 1, BLOCK_Q // packed, packed, PANEL_BYTES)),
+                TensorMap(k, (1, 1, KEY_BLOCK, PANEL_BYTES)), TensorMap(v, (1, 1, padded(dv), KEY_BLOCK)),
+                TensorMap(key_scale, (1, 1, 1, KEY_BLOCK), swizzle=0)]
+        on_hopper = (maps, out, m, l, cq, v_scale, *places, *extras), mask_strides, (length, channels, nh, left, right), cap
+        return Launch(flash_int8_hopper, {"d": padded(d), **options, "packed": packed}, arch,
+                      (-(-length * packed // BLOCK_Q), nh // packed, nb), on_hopper, finish)
+    from .kernels.flash_int8 import flash_int8
+    tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8", d, dv)
+    block_q = rows_per_block(tiling, length * group)
+    args = ((q, k, v, out, m, l, cq, key_scale, v_scale, *places, *extras), mask_strides,
+            (length, s, q.shape[-1], stored, channels, nh, left, right), cap)
+    return Launch(flash_int8, {"d": smallest(d, tiling.head_dims), **options, "block_q": block_q, "wide": wide, "turing": turing},
+                  arch, (-(-length * group // block_q), nkv, nb), args, finish)
+
+
+def packed_heads(group: int) -> int:
+    """Heads that a Hopper kernel packs into one tile of 128 rows: the largest power of two that divides the group."""
+    return math.gcd(group, 128)
+
+
+def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
+    """(B, H, L, D) seen as (B, H / packed, L, packed, D): row r of a tile is query r // packed of head r % packed."""
+    nb, nh, length, d = q.shape
+    return q.reshape(nb, nh // packed, packed, length, d).swapaxes(2, 3)
 
 
 def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Values transposed to (B, Hkv, Dv, stored), their keys permuted; their scales (B, Hkv, Dv); keys that are not finite."""
+    """Values transposed to (B, Hkv, C, stored), their keys permuted; their scales (B, Hkv, C); keys that are not finite.
+
+    C is Dv rounded up to whole 16 bytes of the output's float32.
+    """
     from .kernels.flash_int8 import permuted_keys
     nb, _, nkv, _, s, _, dv = problem.shape
-    v = np.zeros((nb, nkv, dv, stored), np.int8)
-    v[..., :s] = problem.value.data.swapaxes(-1, -2)
-    v = np.ascontiguousarray(v[..., permuted_keys(stored)])
-    return v, np.ascontiguousarray(np.broadcast_to(problem.value.scale[:, :, 0], (nb, nkv, dv))), problem.value.nonfinite
+    channels = -(-dv // 4) * 4
+    v, scale = np.zeros((nb, nkv, channels, stored), np.int8), np.zeros((nb, nkv, channels), np.float32)
+    v[..., :dv, :s] = problem.value.data.swapaxes(-1, -2)
+    scale[..., :dv] = problem.value.scale[:, :, 0]
+    return np.ascontiguousarray(v[..., permuted_keys(stored)]), scale, problem.value.nonfinite
 
 
 def _float_values(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -29,8 +29,9 @@ _CTYPES: dict[str, Any] = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card.
 
-    On sm_90a the wgmma kernel takes 16-bit problems of many queries. What it has no code for (masks, softcap, ALiBi, sinks, a scale
-    that is not positive), and grouped heads whose queries would not fill its 128 rows, go to the sm_80 kernel, built for sm_90a.
+    On sm_90a wgmma kernels take INT8 problems and 16-bit problems of many queries. What the 16-bit one has no code for (masks,
+    softcap, ALiBi, sinks, a scale that is not positive), INT8 with float values, and what would not fill tiles of 128 rows go
+    to the sm_80 kernels, built for sm_90a.
     """
     if problem.precision == "int8":
         return int8_forward(problem, arch)
@@ -66,11 +67,15 @@ def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarra
     return launch.finish()
 
 
+class DriverError(UnsupportedError):
+    """The driver refused a call; the message has its words."""
+
+
 def check(driver: Any, result: tuple) -> Any:
-    """The value of a driver call, or UnsupportedError with the driver's words."""
+    """The value of a driver call, or DriverError."""
     if result[0] != driver.CUresult.CUDA_SUCCESS:
         _, text = driver.cuGetErrorString(result[0])
-        raise UnsupportedError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
+        raise DriverError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
     return result[1] if len(result) == 2 else result[1:]
 
 
@@ -81,8 +86,8 @@ def words_of(parameter: str) -> tuple[str, ...]:
 
 def encode(driver: Any, tensor: TensorMap, address: int) -> np.ndarray:
     """The 128 bytes that TMA reads: axes innermost first, strides from the second axis on."""
-    kinds = driver.CUtensorMapDataType
-    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if tensor.array.dtype == np.uint16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    kind = getattr(driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE_" + {
+        "float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}[tensor.array.dtype.name])
     swizzles = driver.CUtensorMapSwizzle
     swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if tensor.swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     whole = tensor.array
@@ -161,7 +166,7 @@ class Device:
         try:
             from cuda.bindings import driver
             check(driver, driver.cuInit(0))
-            handle = check(driver, driver.cuDeviceGet(0))
+            handle = self._handle = check(driver, driver.cuDeviceGet(0))
         except (ImportError, RuntimeError) as error:
             raise UnsupportedError(f"impl: got 'cuda', but there is no usable GPU here ({error}); 'cuda-emulator' runs the same "
                                    "kernels without one") from error
@@ -244,11 +249,22 @@ class Device:
     def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
         """Ask that this range, read again by every block of queries (keys and values), stays in L2 for launches on the stream.
 
-        CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it.
+        CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it. A card refuses more than its largest window
+        and its largest part of L2: the range is cut to the one, the hit ratio lowered to the other. On a card that can set nothing
+        aside (before sm_80) nothing happens.
         """
         d = self.driver
         self.use()
-        check(d, d.cuCtxSetLimit(d.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE, nbytes))
+        attribute = d.CUdevice_attribute
+        window_most, aside_most = (check(d, d.cuDeviceGetAttribute(a, self._handle)) for a in (
+            attribute.CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE,
+            attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE))
+        if not aside_most or not window_most:
+            return
+        nbytes = min(nbytes, window_most)
+        aside = min(nbytes, aside_most)
+        hit_ratio = min(hit_ratio, aside / nbytes) if nbytes else hit_ratio
+        check(d, d.cuCtxSetLimit(d.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE, aside))
         value = d.CUstreamAttrValue()
         window = value.accessPolicyWindow
         window.base_ptr, window.num_bytes, window.hitRatio = address, nbytes, hit_ratio
@@ -271,6 +287,7 @@ class Device:
 
     def copies(self, arrays: list[np.ndarray]) -> _Copies:
         """Host arrays on the card while the `with` lasts."""
+        self.use()
         return _Copies(self.driver, arrays)
 
 

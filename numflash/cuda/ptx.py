@@ -20,6 +20,13 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 
 
 @dataclass(frozen=True)
+class Immediate:
+    """A number in the text of the instruction: a constant once libNVVM has unrolled the loops around it."""
+
+    type: Any
+
+
+@dataclass(frozen=True)
 class Fragment:
     """n registers of one type in a local array; `out` are written, `inout` read and written by the same registers."""
 
@@ -77,7 +84,7 @@ def op(asm: str, ret: Any = None, *, memory: bool = False, pure: bool = False, *
     for name, spec in operands.items():
         if not isinstance(spec, Fragment):
             registers(name, len(constraints), 1, False)
-            constraints.append(_constraint(spec))
+            constraints.append("n" if isinstance(spec, Immediate) else _constraint(spec))
         elif spec.mode == "in":
             registers(name, len(constraints), spec.n, True)
             constraints += [_constraint(spec.type)] * spec.n
@@ -94,7 +101,7 @@ def op(asm: str, ret: Any = None, *, memory: bool = False, pure: bool = False, *
                 argument_types += [given[position], types.intp]
                 position += 2
             else:
-                argument_types.append(spec)
+                argument_types.append(spec.type if isinstance(spec, Immediate) else spec)
                 position += 1
 
         def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
@@ -214,7 +221,8 @@ ldmatrix_trans = op("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 <d>, [<addre
 
 # ---- asynchronous copies to shared memory (9.7.9.25.3) -------------------------------------------------------------------------
 cp_async = op("cp.async.cg.shared.global [<to>], [<source>], 16;", memory=True, to=u32, source=u64)
-cp_async_zfill = op("cp.async.cg.shared.global [<to>], [<source>], 16, <size>;", memory=True, to=u32, source=u64, size=u32)
+cp_async_zfill = op("cp.async.cg.shared.global [<to>+<ahead>], [<source>], 16, <size>;", memory=True, to=u32, ahead=Immediate(i32),
+                    source=u64, size=u32)
 cp_async_commit = op("cp.async.commit_group;", memory=True)
 cp_async_wait = {n: op(f"cp.async.wait_group {n};", memory=True) for n in range(4)}
 
@@ -262,6 +270,9 @@ tensormap_acquire = op("fence.proxy.tensormap::generic.acquire.gpu [<map>], 128;
 tma_load_4d = op("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[<to>], [<map>, {<x>, <y>, <z>, <w>}], [<bar>];",
                  memory=True, to=u32, map=u64, x=i32, y=i32, z=i32, w=i32, bar=u32)
+tma_load_5d = op("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[<to>], [<map>, {<x>, <y>, <z>, <w>, <u>}], [<bar>];",
+                 memory=True, to=u32, map=u64, x=i32, y=i32, z=i32, w=i32, u=i32, bar=u32)
 wgmma_fence = op("wgmma.fence.sync.aligned;", memory=True)
 wgmma_commit = op("wgmma.commit_group.sync.aligned;", memory=True)
 wgmma_wait = {n: op(f"wgmma.wait_group.sync.aligned {n};", memory=True) for n in range(3)}
@@ -269,18 +280,22 @@ setmaxnreg_inc = {n: op(f"setmaxnreg.inc.sync.aligned.u32 {n};") for n in (160, 
 setmaxnreg_dec = {n: op(f"setmaxnreg.dec.sync.aligned.u32 {n};") for n in (24, 40)}
 
 
-def register_fence(n: int) -> Any:
-    """An empty statement that claims to change n float registers: nothing that uses them moves across."""
-    return op("", memory=True, a=inout(n, f32))
+def register_fence(n: int, t: Any = f32) -> Any:
+    """An empty statement that claims to change n registers: nothing that uses them moves across."""
+    return op("", memory=True, a=inout(n, t))
 
 
 def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
     """m64 x n accumulators += A (64 x k) . B (k x n); B, and A unless in registers, by shared-memory descriptor.
 
-    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as it lies), else K-major (K as it lies).
+    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as it lies), else K-major (K as it lies). For dtype "int8"
+    B is always K-major, k is 32, and an A in registers is unsigned (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
     """
-    t, d, ab, k = (i32, "s32", "s8", 32) if dtype == "int8" else (f32, "f32", {"float16": "f16", "bfloat16": "bf16"}[dtype], 16)
-    tail = "" if dtype == "int8" else ", 1, 1, 1" if a_registers else ", 1, 1, 0, 0"
+    if dtype == "int8":
+        d, kind, k, tail, t = "s32", "u8.s8" if a_registers else "s8.s8", 32, "", i32
+    else:
+        short = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+        d, kind, k, tail, t = "f32", f"{short}.{short}", 16, ", 1, 1, 1" if a_registers else ", 1, 1, 0, 0", f32
     return op(f"{{\n.reg .pred p;\nsetp.ne.b32 p, <keep>, 0;\n"
-              f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d}.{ab}.{ab} <d>, <a>, <b>, p{tail};\n}}",
+              f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d}.{kind} <d>, <a>, <b>, p{tail};\n}}",
               memory=True, d=inout(n // 2, t), a=Fragment(4, u32) if a_registers else u64, b=u64, keep=i32)

@@ -106,14 +106,14 @@ def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
             card = launch.run(problem)
             row |= compare(precision, problem, card, emulated(launch.plan(problem, device.arch))[:2])
         except UnsupportedError as error:
-            row |= {"skipped": str(error), "passed": True}
+            row |= validate_decode.refused(error)
         yield row
     for name, shape, precision, options in GRADIENTS:
         row = {"case": name, "arch": device.arch}
         try:
             row |= gradient_row(device, problem_of(shape, precision, options))
         except UnsupportedError as error:
-            row |= {"skipped": str(error), "passed": True}
+            row |= validate_decode.refused(error)
         yield row
 
 
@@ -154,7 +154,7 @@ def tutorial(path: str) -> Callable | None:
         module = importlib.util.module_from_spec(spec)                              # type: ignore[arg-type]
         spec.loader.exec_module(module)                                             # type: ignore[union-attr]
         return module.attention
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:         # the last: Triton has no driver for the card
         print(f"triton tutorial: {error}", file=sys.stderr)
         return None
 
@@ -208,7 +208,7 @@ def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = F
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 if every case agrees, 1 if one does not, 2 without a card."""
+    """0 if every case agrees and all timings were taken, 1 if not, 2 without a card."""
     parser = argparse.ArgumentParser(prog="python -m numflash.cuda.validate", description=__doc__.split("\n")[0])
     parser.add_argument("--json", default="-", help="file to write (default: standard output)")
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
@@ -220,22 +220,26 @@ def main(arguments: list[str] | None = None) -> int:
     except UnsupportedError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = []
+    found: dict[str, Any] = {"device": device.name, "arch": device.arch, "cases": [], "timings": []}
     for row in itertools.chain(correctness(device), validate_decode.correctness()):
-        rows.append(row)
+        found["cases"].append(row)
         print("ok " if row["passed"] else "BAD", row["case"], file=sys.stderr)
-    agreed = all(row["passed"] for row in rows)
+    agreed = all(row["passed"] for row in found["cases"])
     triton = tutorial(chosen.triton) if chosen.triton else None
-    times = []
-    if agreed and chosen.lengths:                                  # nothing wrong is ever timed
-        times = [*timings(device, tuple(chosen.lengths), triton), *validate_decode.timings(device)]
-    text = json.dumps({"device": device.name, "arch": device.arch, "cases": rows, "timings": times}, indent=1)
+    try:
+        if agreed and chosen.lengths:                              # nothing wrong is ever timed
+            for row in itertools.chain(timings(device, tuple(chosen.lengths), triton), validate_decode.timings(device)):
+                found["timings"].append(row)
+    except Exception as error:                                     # what was found until then is written all the same
+        found["stopped"] = f"{type(error).__name__}: {error}"
+        print("stopped:", found["stopped"], file=sys.stderr)
+    text = json.dumps(found, indent=1)
     if chosen.json == "-":
         print(text)
     else:
         with open(chosen.json, "w") as file:
             file.write(text + "\n")
-    return 0 if agreed else 1
+    return 0 if agreed and "stopped" not in found else 1
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def refused(error: UnsupportedError) -> dict[str, Any]:
+    """What a row says of a case without a kernel (no failure) or that the driver refused (a failure)."""
+    failed = isinstance(error, launch.DriverError)
+    return {"error" if failed else "skipped": str(error), "passed": not failed}
+
+
 def correctness() -> Iterator[dict[str, Any]]:
     """One row per case: equal bits with the emulator for INT8, else errors against it; the last token through `step`."""
     for name, dtype, d, n, new, splits, options in CASES:
@@ -48,8 +54,8 @@ def correctness() -> Iterator[dict[str, Any]]:
                 found.append((cache.step(query, *token, splits=splits), *cache.decode(query, splits=splits, return_lse=True),
                               cache.read(0)[0]))
                 cache.close()
-        except UnsupportedError as refused:
-            yield row | {"skipped": str(refused), "passed": True}
+        except UnsupportedError as problem:
+            yield row | refused(problem)
             continue
         if dtype == "int8":
             equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in zip(*found, strict=True))

@@ -2,6 +2,7 @@
 import numpy as np
 import oracles
 import pytest
+from int8_checks import problem_of, same_bits
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
@@ -9,32 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numflash import fixedpoint as fx
-from numflash import reference, validation
+from numflash import reference
 from numflash.cuda import emulate, forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.pieces import tanh_exact
 from numflash.errors import UnsupportedError
-from numflash.quantization import quantize_problem
-
-OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
-           "precision": "int8",
-               "pv": "int8", "layout": "bhld", "return_lse": True}
-
-
-def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
-    return quantize_problem(validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}))
-
-
-def same_bits(q, k, v, seed=0, arch="sm_80", **options):
-    problem = problem_of(q, k, v, **options)
-    out, lse, report = forward.emulated(forward.int8_forward(problem, arch), seed=seed)
-    expected, expected_lse = reference.integer_model(problem)
-    for a, b in ((out, expected), (lse, expected_lse)):
-        assert np.array_equal(np.isnan(a), np.isnan(b))
-        assert np.array_equal(np.nan_to_num(a).view(np.int32), np.nan_to_num(b).view(np.int32))
-    return report
 
 
 @pytest.mark.parametrize(("l", "s"), [(1, 1), (5, 127), (16, 128), pytest.param(17, 129, marks=pytest.mark.slow), (70, 300)])

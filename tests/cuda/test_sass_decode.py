@@ -3,29 +3,14 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash.cuda import sass
-from numflash.cuda.compile import ARCHITECTURES, compiled
+from sass_checks import resources
+
 from numflash.cuda.kernels.decode_append import decode_append
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.decode_float import decode_float
 from numflash.cuda.kernels.decode_int8 import decode_int8
-from numflash.errors import UnsupportedError
 
 pytestmark = pytest.mark.slow
-
-
-def resources(factory, arch, **constants):
-    """What ptxas made of a kernel, which spills nothing and has no generic accesses."""
-    try:
-        sass.tool("cuobjdump"), sass.tool("nvdisasm")
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-    item = compiled(factory, arch, "cubin", **constants)
-    assert item.shared_bytes <= ARCHITECTURES[arch][1]
-    found = sass.resources(item.code)
-    assert found.stack == found.local == 0
-    assert [found.count(name) for name in ("LDL", "STL", "LD", "ST")] == [0] * 4
-    return found
 
 
 def loads(found, arch):

@@ -201,10 +201,13 @@ def test_a_decode_step_is_one_graph(driver):
         assert part.splitlines()[1:] == lines[-3:]
 
 
-def test_l2_window(driver):
-    code = "from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, 1 << 20, 0.5)"
+@pytest.mark.parametrize(("nbytes", "limit", "window"), [(1 << 18, 1 << 18, f"{1 << 18} 0.5"),
+                                                         (1 << 20, 1 << 19, f"{1 << 19} 0.5")])
+def test_l2_window(driver, nbytes, limit, window):
+    """A range of any size: the driver refuses more than the card's largest window, 512 KB for the stub's."""
+    code = f"from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
     done = run(driver, code, "80")
-    assert "limit 6 = 1048576" in done.stderr and "stream attribute 1: 700000000000 1048576 0.5" in done.stderr
+    assert f"limit 6 = {limit}\n" in done.stderr and f"stream attribute 1: 700000000000 {window}\n" in done.stderr
 
 
 CLOCK = """
@@ -244,6 +247,41 @@ def test_validate_reports_a_card_that_computes_nothing(driver):
     assert done.returncode == 1 and done.stderr.count("BAD") == 4, done.stderr
     found = json.loads(done.stdout)
     assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False] * 4
+
+
+BROKEN = """
+import sys
+from numflash.cuda import validate
+validate.CASES, validate.GRADIENTS, validate.validate_decode.CASES = {cases}, (), ()
+def timings(*arguments):
+    yield {{"kernel": "first"}}
+    raise MemoryError("the second")
+validate.timings = timings
+{more}
+sys.exit(validate.main([]))
+"""
+
+
+def validated(driver, cases, more=""):
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
+    done = subprocess.run([sys.executable, "-c", BROKEN.format(cases=cases, more=more)], capture_output=True, text=True,
+                          env=environment, timeout=300)
+    assert done.returncode == 1, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_timings_that_stop_lose_nothing(driver):
+    found = validated(driver, "()")
+    assert found["timings"] == [{"kernel": "first"}] and found["stopped"] == "MemoryError: the second"
+
+
+def test_what_the_driver_refuses_is_a_failure(driver):
+    """And what has no kernel is none: float16 on a card whose driver calls fail, then an option that is refused."""
+    refuse = ("def run(problem):\n raise (validate.launch.DriverError('refused') if problem.precision == 'float16' else "
+              "validate.UnsupportedError('no kernel'))\nvalidate.launch.run = run")
+    rows = validated(driver, "(validate.CASES[0], validate.CASES[10])", refuse)["cases"]
+    assert [(row["passed"], row.get("error"), row.get("skipped")) for row in rows] == [(False, "refused", None),
+                                                                                    (True, None, "no kernel")]
 
 
 def test_host_time_is_reported(driver):

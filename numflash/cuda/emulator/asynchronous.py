@@ -22,6 +22,7 @@ from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 if TYPE_CHECKING:
     from .machine import Machine
 
+WGMMA_SIZES = {16: range(8, 257, 8), 8: (8, 24, *range(16, 257, 16))}      # columns, by the bits of an operand (PTX 9.7.15.2)
 
 @dataclass
 class Mbarrier:
@@ -149,6 +150,8 @@ class Copies:
         m, block = self.m, int(self.m.block_of[thread])
         bar = self.barrier(block, address)
         array, box = tensor.array, tensor.box
+        if len(coordinates) != array.ndim:
+            raise Fault("protocol", f"a copy of {len(coordinates)} coordinates by a tensor map of rank {array.ndim}")
         start = coordinates[::-1]
         tile = np.zeros(box, array.dtype)
         inside = [slice(max(0, s), max(0, min(s + b, n))) for s, b, n in zip(start, box, array.shape, strict=True)]
@@ -349,12 +352,23 @@ def _groups_of_four(m: Machine, mask: Any, what: str, numbers: bool = False) -> 
 def _product(m: Machine, i: Instruction) -> Run:
     shape = next(x for x in i.modifiers if x.startswith("m64"))
     n, k = (int(x) for x in re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())               # type: ignore[union-attr]
-    td, ta = i.modifiers[-3], i.modifiers[-2]
+    td, ta, tb = i.modifiers[-3:]
+    bytes_in = {ta, tb} <= {"s8", "u8"}
+    if not ((bytes_in and td == "s32" and k == 32) or (ta == tb in ("f16", "bf16") and td == "f32" and k == 16)):
+        raise Fault("unsupported", i.text)
+    if n not in WGMMA_SIZES[BITS[ta]]:
+        raise Fault("protocol", f"there is no {shape} for {ta}")
     d, a, b, keep = (i.operands[x] for x in range(4))
     in_registers = a.startswith("{")
+    if len(vector(d)) != n // 2 or (in_registers and len(vector(a)) != 4):
+        raise Fault("protocol", f"{shape} takes {n // 2} accumulators and 4 registers of A")
     flags = [int(x) for x in i.operands[4:]]
-    trans_b = flags[-1] if ta in ("f16", "bf16") else 0
-    trans_a = flags[2] if ta in ("f16", "bf16") and not in_registers else 0
+    if len(flags) != (0 if bytes_in else 3 if in_registers else 4):     # bytes are K-major and have neither sign nor transposition
+        raise Fault("protocol", f"{len(flags)} immediates after the operands of {shape}.{td}.{ta}.{tb}")
+    if flags[:2] not in ([], [1, 1]):
+        raise Fault("unsupported", i.text)
+    trans_b = 0 if bytes_in else flags[-1]
+    trans_a = 0 if bytes_in or in_registers else flags[2]
     names = vector(d)
     targets, kept = [m.target(x, td) for x in names], m.value(keep, "pred")
     view_a = [m.value(x, "u32") for x in vector(a)] if in_registers else m.value(a, "u64")
@@ -370,7 +384,7 @@ def _product(m: Machine, i: Instruction) -> Run:
             raise Fault("protocol", "wgmma without wgmma.fence since the last wait: registers written before may not be seen")
         for four in warps.reshape(-1, 4):
             first, threads = int(four[0]) * 32, slice(int(four[0]) * 32, int(four[0]) * 32 + 128)
-            B = _tile(m, int(np.broadcast_to(view_b, m.n)[first]), n, k, trans_b, ta, four)
+            B = _tile(m, int(np.broadcast_to(view_b, m.n)[first]), n, k, trans_b, tb, four)
             if in_registers:
                 A = decode(gather(view_a, four), ta).reshape(4, -1)[:, places].reshape(64, k)
             else:

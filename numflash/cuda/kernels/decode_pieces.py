@@ -72,7 +72,7 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
                     inside = slot & ((i32(1) << shift) - 1)
                     address = data + page_of(table, slot, shift) * page_bytes + u64(inside) * u64(bytes_left) + u64(c << 4)
                 if asynchronous:
-                    ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+                    ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
                 else:
                     for n in range(4):
                         four[n] = u32(0)
@@ -109,7 +109,7 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
                 within = inside & (span - 1)
                 address = (data + page_of(table, slot, shift) * page_bytes + u64(inside - within) * u64(channels_left)
                            + u64(channel * span + within))
-            ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+            ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
     return load_channels
 
 
@@ -130,7 +130,7 @@ def make_load_scales(block_k: int, paged: bool) -> Any:
                 inside = slot & ((i32(1) << shift) - 1)
                 address = (data + page_of(table, slot, shift) * page_bytes + u64(inside * 4)
                            + (u64(0) if thread < block_k // 4 else values_at))
-            ptx.cp_async_zfill(to + u32(thread * 16), address, u32(16) if there else u32(0))
+            ptx.cp_async_zfill(to + u32(thread * 16), 0, address, u32(16) if there else u32(0))
     return load_scales
 
 

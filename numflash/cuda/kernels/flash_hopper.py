@@ -13,24 +13,17 @@ from ...tiling import tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
+from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
 from .pieces import NEG_INF, quad_max, quad_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
-THREADS, STAGES, PANEL = 384, 2, 64        # a panel: 64 columns, 128 bytes, the span of the swizzle
-# matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart; for values (MN-major) the leading stride spans a panel
-DESCRIPTOR = (1 << 62) | (64 << 32)
+STAGES, PANEL = 2, PANEL_BYTES // 2        # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths;  strides in bytes of o: batch, head, row
 # sizes: queries, bytes per row of o, query heads, left, right;  scale * log2(e)
 SIGNATURE = types.void(types.UniTuple(u64, 5), types.UniTuple(i64, 3), types.UniTuple(i32, 5), f32)
-
-
-@device_function
-def descriptor(constant, address):
-    """A matrix descriptor for a tile at this shared address."""
-    return u64(constant) | u64((address & u32(0x3FFFF)) >> u32(4))
 
 
 def make_softmax(key_tiles: int):
@@ -72,25 +65,17 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
-    q_panel, k_panel = BLOCK_Q * 128, block_k * 128            # bytes of one panel of a tile
+    q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES      # bytes of one panel of a tile
     q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
     o_size = dv_panels * q_panel
     first_tile = 1024 + max(q_size, o_size)
     pair = k_size + v_size
-    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)
+    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)               # values are MN-major: the leading stride spans a panel
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
+    issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
-    more, fewer = ptx.setmaxnreg_inc[240], ptx.setmaxnreg_dec[24]
-
-    @device_function
-    def scores(s, dq, dk):
-        """Issues S = Q . K^T."""
-        for step in range(k_steps):
-            inside = u64((step & 3) * 2)                         # 32 bytes further in a panel of four steps
-            multiply_k(s, 0, dq + inside + u64((step >> 2) * (q_panel >> 4)), dk + inside + u64((step >> 2) * (k_panel >> 4)),
-                       i32(step != 0))
 
     @device_function
     def outputs(o, p, dv_at):
@@ -138,7 +123,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:
-            fewer()
+            FEWER()
             if thread == 0:
                 ptx.mbarrier_expect(full_q, u32(q_size))
                 for h in range(d_panels):
@@ -159,7 +144,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                                         head // group, batch, bar + u32(8))
                     n += 1
         else:
-            more()
+            MORE()
             s, o, p = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
             low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
@@ -194,7 +179,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                 fence_s(s, 0)
                 fence_o(o, 0)
                 ptx.wgmma_fence()
-                scores(s, dq, descriptor(DESCRIPTOR, at))
+                issue_scores(s, dq, descriptor(DESCRIPTOR, at))
                 ptx.wgmma_commit()
                 if overlap and n > 0:                            # last tile's P . V runs beside this tile's Q . K^T
                     before = u32((n - 1) & 1)

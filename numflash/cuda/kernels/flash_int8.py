@@ -22,8 +22,9 @@ from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
+from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
 from .int8_softmax import MIN_OCTAVE, ONE_Q16, make_log2_scores, make_weigh
-from .pieces import make_copy, make_load_rows, make_load_tile, swizzle_of
+from .pieces import make_copy, make_load_rows, make_load_tile, make_tile_range, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
@@ -31,7 +32,8 @@ FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory a
 # pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole blocks), value scale, diagonal,
 # key_lengths, mask, bias, slopes, shift
 # strides in bytes of the mask, then of the bias: batch, head, query, key
-# sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v, query heads, left, right
+# sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v and out (a multiple of 4), query heads,
+# left, right
 # factors: softcap in Q8.8
 SIGNATURE = types.void(types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1))
 
@@ -88,7 +90,7 @@ def make_float_values(dv: int, threads: int) -> Any:
                 r = piece // chunks
                 c = piece - r * chunks
                 if even or piece < pieces:
-                    copy(sv + u32(r * row_bytes + (c << 4)), v + u64(start + r) * u64(channels * 4) + u64(c << 4),
+                    copy(sv + u32(r * row_bytes + (c << 4)), 0, v + u64(start + r) * u64(channels * 4) + u64(c << 4),
                          start + r < keys and (c << 2) < channels)
             ptx.cp_async_commit()
             wait_all()
@@ -131,12 +133,15 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
     v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
     v_at = q_size if turing else q_size + k_size
     scales_at = q_size + max(k_size, v_size) if turing else q_size + k_size + v_size
+    table_at = scales_at + block_k * 4
     load_q = make_load_rows(block_q, d, threads, group, not turing)
     load_k = make_load_tile(block_k, d, threads, not turing)
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
-    product = ptx.mma_turing_s8 if turing else ptx.mma_s8
+    product, renew = ptx.mma_turing_s8 if turing else ptx.mma_s8, ptx.register_fence(1, i32)
     log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, wide)
+    describe_rows, write_rows = make_describe_rows(group, band, softcap, alibi), make_write_rows(value_tiles)
+    tile_range = make_tile_range(block_q, block_k, group, band)
     add_bytes, add_floats = make_byte_values(dv, turing), make_float_values(dv, threads)
 
     def flash(pointers, strides, sizes, factors):
@@ -158,34 +163,15 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles = i32(0), i32((keys + block_k - 1) // block_k)
-        if band:
-            tile = i32(max(first // group + diagonal - left, 0) // block_k)
-            last = i32((min(first + block_q, rows) - 1) // group + diagonal)
-            tiles = i32(min(tiles, (max(last + right + 1, 0) + block_k - 1) // block_k))
-
-        # the two rows of this thread, 8 apart; one that does not exist sees nothing
-        query, head, m = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        low, high, top = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        cq, slope, shift = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
+        top, m = cuda.local.array(2, i32), cuda.local.array(2, i32)
         l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):
-            row = i32(first + warp * 16 + (lane >> 2) + 8 * r)
-            query[r] = i32(row // group)
-            head[r] = i32(kv_head * group + (row - query[r] * group))
-            low[r], high[r] = i32(0), i32(keys)
-            if band:
-                low[r], high[r] = i32(query[r] + diagonal - left), i32(min(keys, query[r] + diagonal + right + 1))
-            cq[r], slope[r], shift[r], l[r], m[r] = f32(0), f32(0), f32(0), f32(0), i32(MIN_OCTAVE)
-            if row < rows:
-                at = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r]))) * u64(4)
-                cq[r] = ptx.load_global_f32(cq_at + at)
-                if alibi:
-                    slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4))
-                if softcap:
-                    shift[r] = ptx.load_global_f32(shifts + at)
-            else:
-                high[r] = i32(0)
+            l[r], m[r] = f32(0), i32(MIN_OCTAVE)
+        table = sq + u32(table_at) + u32(warp * (16 * ROW_BYTES))
+        describe_rows(table, i32(first + warp * 16), (batch, i32(kv_head * group)), (queries, heads, left, right), keys, diagonal,
+                      (cq_at, slopes, shifts), lane)
+        table += u32((lane >> 2) * 16)
 
         load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
         s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
@@ -196,13 +182,16 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
         k_row = i32(((lane >> 4) << 3) + (lane & 7))
         k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
+        loader = cuda.local.array(1, i32)              # this thread's number
+        loader[0] = thread
         while tile < tiles:
             start = i32(tile * block_k)
-            load_k(sk, k + u64(start) * u64(d_left), i64(d_left), i32(keys - start), d_left, thread)
+            renew(loader, 0)                           # addresses are made anew for each tile: kept, they would spill
+            load_k(sk, k + u64(start) * u64(d_left), i64(d_left), i32(keys - start), d_left, loader[0])
             if not turing and not wide:
-                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), thread)
-            if thread < block_k // 4:
-                copy(sc + u32(thread * 16), ck + u64(start * 4 + thread * 16), True)
+                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), loader[0])
+            if loader[0] < block_k // 4:
+                copy(sc + u32(loader[0] * 16), 0, ck + u64(start * 4 + loader[0] * 16), True)
             if not turing:
                 ptx.cp_async_commit()
                 wait_all()
@@ -221,8 +210,8 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
                 cuda.syncthreads()
                 load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), thread)
 
-            log2_scores(s, top, i32(start + 2 * (lane & 3)), sc + u32(8 * (lane & 3)), cq, low, high, query, head, slope, shift,
-                        cap, (batch, diagonal), mask_at, bias_at, strides)
+            log2_scores(s, top, table, i32(start + 2 * (lane & 3)), sc + u32(8 * (lane & 3)), cap, (batch, diagonal), mask_at,
+                        bias_at, strides)
             weigh(s, p, top, m, l, alpha, share)
             if turing:
                 cuda.syncthreads()
@@ -233,21 +222,7 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
             cuda.syncthreads()
             tile = i32(tile + 1)
 
-        v_scale = v_scale + u64(kv) * u64(channels * 4)
-        for r in range(2):
-            row = i32(first + warp * 16 + (lane >> 2) + 8 * r)
-            if row < rows:
-                row_at = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r])))
-                if lane & 3 == 0:
-                    ptx.store_global(m_out + row_at * u64(4), u32(m[r]))
-                    ptx.store_global_f32(l_out + row_at * u64(4), l[r])
-                inverse = ptx.rcp(l[r])
-                for n in range(value_tiles):
-                    for e in range(2):
-                        c = 8 * n + 2 * (lane & 3) + e
-                        if c < channels:
-                            scale = ptx.load_global_f32(v_scale + u64(c * 4))
-                            x = f32(0) if l[r] == f32(0) else ptx.mul(ptx.mul(o[4 * n + 2 * r + e], inverse), scale)
-                            ptx.store_global_f32(out + (row_at * u64(channels) + u64(c)) * u64(4), x)
+        write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
+                   (out, m_out, l_out, v_scale), lane)
 
-    return Source(flash, SIGNATURE, threads, scales_at + block_k * 4)
+    return Source(flash, SIGNATURE, threads, table_at + block_q * ROW_BYTES)

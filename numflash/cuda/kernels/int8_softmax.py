@@ -13,6 +13,7 @@ import numpy as np
 from ... import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
+from .int8_rows import PART
 from .pieces import NEG_INF, tanh_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
@@ -79,20 +80,27 @@ def quad_isum(x):
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
 
-    log2_scores(s, top, first, scales_at, cq, low, high, query, head, slope, shift, cap, place, mask_at, bias_at, strides):
-    `s` becomes t, `top` the largest of each row. `first` is the key of the thread's first element, `scales_at` the shared
-    address of its ck, `place` = (batch, diagonal). A row that does not exist has `high` 0.
+    log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides): `s` becomes t, `top` the largest of each
+    row. `table` is the place of the thread's first row (`int8_rows`), `first` the key of its first element, `scales_at` the shared
+    address of that key's ck, `place` = (batch, diagonal).
     """
     general, n_s = softcap or alibi or bias, 4 * key_tiles
     options = general or mask          # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
 
     @device_function
-    def log2_scores(s, top, first, scales_at, cq, low, high, query, head, slope, shift, cap, place, mask_at, bias_at, strides):
+    def log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides):
         batch, diagonal = place
-        scales, done = cuda.local.array(2, f32), cuda.local.array(4, i32)
+        scales, done, four = cuda.local.array(2, f32), cuda.local.array(4, i32), cuda.local.array(4, u32)
         start, stop = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        query, head, slope = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32)
+        cq, shift = cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):
-            top[r], start[r], stop[r] = i32(HIDDEN), i32(low[r] - first), i32(high[r] - first)
+            ptx.load_shared_v4(four, 0, table + u32(128 * r))
+            start[r], stop[r] = i32(i32(four[0]) - first), i32(i32(four[1]) - first)
+            cq[r], shift[r], top[r] = ptx.from_bits(four[2]), ptx.from_bits(four[3]), i32(HIDDEN)
+            if alibi or mask or bias:
+                ptx.load_shared_v4(four, 0, table + u32(PART + 128 * r))
+                query[r], head[r], slope[r] = i32(four[0]), i32(four[1]), ptx.from_bits(four[2])
         for n in range(key_tiles):
             at = 0 if options else 4 * n
             ptx.load_shared_f32_v2(scales, 0, scales_at + u32(32 * n))

@@ -29,19 +29,22 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
 
 @functools.cache
 def make_copy(asynchronous: bool) -> Any:
-    """copy(place, address, there): 16 bytes from global to shared memory, zeros if not `there`; cp.async, or at once."""
+    """copy(place, ahead, address, there): 16 bytes from global to shared memory, zeros if not `there`; cp.async, or at once.
+
+    `ahead`, a constant after unrolling, is added to `place` by the instruction itself: a register less for each copy of a loop.
+    """
     @device_function
-    def copy_later(place, address, there):
-        ptx.cp_async_zfill(place, address, u32(16) if there else u32(0))
+    def copy_later(place, ahead, address, there):
+        ptx.cp_async_zfill(place, ahead, address, u32(16) if there else u32(0))
 
     @device_function
-    def copy_now(place, address, there):
+    def copy_now(place, ahead, address, there):
         four = cuda.local.array(4, u32)
         for n in range(4):
             four[n] = u32(0)
         if there:
             ptx.load_global_v4(four, 0, address)
-        ptx.store_shared_v4(place, four, 0)
+        ptx.store_shared_v4(place + u32(ahead), four, 0)
     return copy_later if asynchronous else copy_now
 
 
@@ -67,7 +70,7 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
             r = i32(piece // chunks)
             c = i32(piece - r * chunks)
             if even or piece < pieces:
-                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), source + u64(r) * u64(stride) + u64(c << 4),
+                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), 0, source + u64(r) * u64(stride) + u64(c << 4),
                      r < rows_left and (c << 4) < bytes_left)
 
     @device_function
@@ -78,7 +81,7 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
         address = source + u64(r) * u64(stride) + u64(c << 4)
         left = i32(rows_left - r) if (c << 4) < bytes_left else i32(0)
         for i in range(turns):
-            copy(place + u32(i * step * row_bytes), address, i32(i * step) < left)
+            copy(place, i32(i * step * row_bytes), address, i32(i * step) < left)
             address += u64(step) * u64(stride)
     # whole swizzles per turn: the column, and its place, are the thread's own in every turn
     return load_tile_by_steps if even and threads % chunks == 0 and step % (8 << shift) == 0 else load_tile
@@ -108,7 +111,7 @@ def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchro
                 row = i32(first + r)
                 query = i32(row // group)
                 head = i32(row - query * group)
-                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)),
+                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), 0,
                      source + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4),
                      row < rows_total and (c << 4) < bytes_left)
     return load_rows
@@ -136,6 +139,26 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
                 ptx.load_shared_v4(four, 0, source + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)))
                 ptx.store_global_v4(to + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4), four, 0)
     return store_rows
+
+
+@functools.cache
+def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
+    """tile_range(first, rows, keys, diagonal, left, right): what the `block_q` packed rows from `first` on see.
+
+    Returns the first tile of keys that any of them sees and the end of these tiles, then the first key that all of them see and
+    the end of those.
+    """
+    @device_function
+    def all_keys(first, rows, keys, diagonal, left, right):
+        return i32(0), i32((keys + block_k - 1) // block_k), i32(0), i32(keys)
+
+    @device_function
+    def a_band(first, rows, keys, diagonal, left, right):
+        low = i32(first // group + diagonal)
+        high = i32((min(first + block_q, rows) - 1) // group + diagonal)
+        end = min(i32((keys + block_k - 1) // block_k), i32((max(high + right + 1, 0) + block_k - 1) // block_k))
+        return i32(max(low - left, 0) // block_k), i32(end), i32(max(high - left, 0)), i32(min(keys, low + right + 1))
+    return a_band if band else all_keys
 
 
 @device_function

@@ -1,0 +1,30 @@
+"""What the Hopper kernels share: matrix descriptors, and a product whose operands lie in swizzled panels."""
+from __future__ import annotations
+
+from typing import Any
+
+from .. import ptx
+from .._target import device_function, types
+
+i32, u32, u64 = types.int32, types.uint32, types.uint64
+THREADS, PANEL_BYTES = 384, 128            # a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
+# matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
+DESCRIPTOR = (1 << 62) | (64 << 32)
+MORE, FEWER = ptx.setmaxnreg_inc[240], ptx.setmaxnreg_dec[24]        # 65536 registers: 128 x 24 + 256 x 240
+
+
+@device_function
+def descriptor(constant, address):
+    """A matrix descriptor for a tile at this shared address."""
+    return u64(constant) | u64((address & u32(0x3FFFF)) >> u32(4))
+
+
+def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
+    """issue_scores(s, dq, dk): issues S = Q . K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes."""
+    @device_function
+    def issue_scores(s, dq, dk):
+        for step in range(steps):
+            inside = u64((step & 3) * 2)                         # 32 bytes further in a panel of four steps
+            multiply(s, 0, dq + inside + u64((step >> 2) * (q_panel >> 4)), dk + inside + u64((step >> 2) * (k_panel >> 4)),
+                     i32(step != 0))
+    return issue_scores

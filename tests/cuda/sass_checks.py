@@ -1,0 +1,20 @@
+"""Machine code of a kernel, with what holds for all of them: it fits, no fragment is in memory, nothing is spilled."""
+import pytest
+
+from numflash.cuda import sass
+from numflash.cuda.compile import ARCHITECTURES, compiled
+from numflash.errors import UnsupportedError
+
+
+def resources(factory, arch, stack=0, **constants):
+    """What ptxas made of a kernel, which has no generic accesses and a stack of `stack` bytes at most: for loop invariants."""
+    try:
+        sass.tool("cuobjdump"), sass.tool("nvdisasm")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    item = compiled(factory, arch, "cubin", **constants)
+    assert item.shared_bytes <= ARCHITECTURES[arch][1]
+    found = sass.resources(item.code)
+    assert found.stack <= stack and found.local == found.count("LD") == found.count("ST") == 0
+    assert stack or found.count("LDL") == found.count("STL") == 0
+    return found
