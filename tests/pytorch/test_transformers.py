@@ -76,7 +76,8 @@ def test_int8_logits(model):
     out, want, calls = both(model, lambda: model(TOKENS).logits, "numflash_int8")
     assert len(calls) == 2 and all(p.precision == "int8" for p in calls)
     difference = (out - want).norm() / want.norm()
-    assert 1e-6 < difference < 0.1                       # sharpened scores; a token may take another expert
+    # sharpened scores: 0.026 to 0.030 measured; in gpt-oss, 0.062, a token may take another expert
+    assert 0.01 < difference < (0.08 if model.config.model_type == "gpt_oss" else 0.04)
 
 
 @pytest.mark.parametrize("padding", [False, True])
