@@ -77,7 +77,7 @@ def uploaded(heads, kv_heads, d):
 check("bytes up per step", uploaded, sent, (14, 2, 64), (32, 8, 128))
 
 # %%
-emulator = cache._layout.card                              # the emulator's side of the cache, for its counters
+emulator = cache.emulator                                  # its counters
 steps = []
 for _ in range(3):
     before = emulator.uploaded
@@ -100,9 +100,9 @@ assert steps[1:] == [sent(heads, kv_heads, d)] * 2         # the first step also
 # %%
 def step(cache, query, **options):
     """The counters of each kernel of a decode step."""
-    cache._layout.card.reports.clear()
+    cache.emulator.reports.clear()
     cache.decode(query, **options)
-    return list(cache._layout.card.reports)
+    return list(cache.emulator.reports)
 
 
 tokens, rows, read = 320, [], {}

@@ -154,6 +154,19 @@ class KVCache:
         self._open()
         return len(self._pool.free) if self._pool.paged else 0
 
+    @property
+    def emulator(self) -> Any:
+        """With device "cuda-emulator" its counters, `cuda.resident.Emulated`: reports of the kernels launched, bytes that crossed.
+
+        Raises
+        ------
+        UnsupportedError
+            On another device, which counts nothing.
+        """
+        if self.device != "cuda-emulator":
+            raise UnsupportedError(f"emulator: got a cache on {self.device!r}, which has none; allowed: device 'cuda-emulator'")
+        return self._layout.card
+
     def _open(self) -> Any:
         if self._store is None:
             raise NumflashError("KVCache: used after close(); allowed: a new cache")

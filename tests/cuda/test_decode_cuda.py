@@ -32,7 +32,7 @@ def filled(n, dtype="int8", seed=0, **options):
 
 
 def reports(cache):
-    return cache._layout.card.reports
+    return cache.emulator.reports
 
 
 def relative(out, exact):
@@ -113,7 +113,7 @@ def test_several_new_tokens_are_causal(dtype):
     assert not out[:, :, 0].any() and (lse[:, :, 0] == -np.inf).all() and np.isfinite(lse[:, :, 1:]).all()
 
 
-@pytest.mark.parametrize("heads", [2, 14, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 40))])
+@pytest.mark.parametrize("heads", [2, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16))])
 def test_groups_of_heads(heads):
     """1, 7, 8 and 20 query heads on a KV head: rows of one tile, of two, never a second reading of the keys."""
     cache, _, _ = filled(130)
@@ -189,14 +189,14 @@ def test_shared_prefix(dtype):
         cache.append(*tokens(100, b=3))
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_ring(dtype):
-    """More tokens than slots: each row sees the first `sinks` and the last `window`."""
+    """More tokens than slots: each row sees the first `sinks` and the last `window`, on both ends of the ring too."""
     window, sinks = 20, 3
     cache = new(dtype, length=1, window=window, sinks=sinks)
     key, value = tokens(300)
     query = draw((B, H, 1, D), 2)
-    for a, z in ((0, 2), (2, 20), (20, 26), (26, 150), (150, 151), (151, 290), (290, 300)):
+    for a, z in ((0, 2), (2, 20), (20, 26), (26, 134), (134, 135), (135, 290), (290, 300)):
         cache.append(key[:, :, a:z], value[:, :, a:z])
         out, lse = cache.decode(query, splits=1, return_lse=True)
         seen = [j for j in range(z) if j < sinks or j >= z - window]
@@ -276,7 +276,7 @@ def test_every_byte_of_the_cache_is_read_once(dtype, paged):
 
 def test_a_step_uploads_only_its_token():
     cache, _, _ = filled(120)
-    card, query = cache._layout.card, draw((B, H, 1, D), 3)
+    card, query = cache.emulator, draw((B, H, 1, D), 3)
     cache.append(*tokens(1))
     cache.decode(query)
     for step in range(3):
@@ -357,6 +357,8 @@ def test_what_is_refused():
                                   ({"unified_max": 0}, UnsupportedError, "unified_max")):
         with pytest.raises(error, match=words):
             new(**options)
+    with pytest.raises(UnsupportedError, match="emulator: got a cache on 'cpu'"):
+        assert KVCache(1, 1, 8, 8).emulator
     cache, key, value = filled(4)
     with pytest.raises(ArgumentError, match="query: got shape"):
         cache.decode(np.zeros((B, 3, 1, D), np.float32))
