@@ -21,8 +21,10 @@ def limit(threads: int | None) -> Iterator[int]:
     before = numba.get_num_threads()
     if threads is not None and not 1 <= threads <= most():
         raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
-    numba.set_num_threads(threads or before)
+    if threads not in (None, before):                    # setting costs a tenth of a short kernel's call
+        numba.set_num_threads(threads)
     try:
         yield threads or before
     finally:
-        numba.set_num_threads(before)
+        if numba.get_num_threads() != before:
+            numba.set_num_threads(before)
