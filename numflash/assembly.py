@@ -14,7 +14,7 @@ from .errors import ArgumentError
 _LABEL = re.compile(r'^("?[^\s":]+"?):')
 _BRANCH = re.compile(r"^(?:b(?:\.\w+)?|cbn?z|tbn?z|j\w+)\s+(?:.*,\s*)?(\.L\w+)$")
 _CALL = re.compile(r"^(?:blr?|callq?)\s")
-_STACK = re.compile(r"\[sp\b|\[x29\b|\(%rsp\b|\(%rbp\b")
+_STACK = re.compile(r"\[sp\b|\[x29\b|\(%rsp\b|\(%rbp\)")          # with an index, %rbp is a pointer like any other
 _VECTOR = re.compile(r"%[xyz]mm\d|\b(?:z\d+(?:\.[bhsdq])?|v\d+\.\d*[bhsdq]|[qd]\d+)\b")
 TILE_DOTS = 12                                   # of the smallest tile of a product: 6 rows x 2 vectors
 _DOT = re.compile(r"(?:\{vex\}\s+)?(?:vpdpbusd|vpmaddwd|[su]+dot\b|tdpb)")

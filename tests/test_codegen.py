@@ -236,3 +236,8 @@ def test_reading_of_a_listing(text, depth, total, kinds):
     for test in (assembly.is_integer_division, assembly.is_float64, assembly.is_lanes64, assembly.is_call,
                  assembly.is_stack):
         assert sum(map(test, loop.instructions)) == 1, test.__name__
+
+
+def test_a_pointer_is_not_the_stack():
+    assert assembly.is_stack("vmovups -64(%rbp), %zmm0") and assembly.is_stack("vmovups %zmm0, 64(%rsp)")
+    assert not assembly.is_stack("vbroadcastss (%rbp,%rdi,4), %zmm20") and not assembly.is_stack("leaq -64(%rbp), %rax")

@@ -35,7 +35,7 @@ def test_operations(n):
     np.testing.assert_array_equal(run(njit(lambda v: r.floor(v)), n), np.floor(x))
     np.testing.assert_array_equal(run(njit(lambda v: r.times_power(half, r.floor(v))), n), 0.5 * 2 ** np.floor(x))
     np.testing.assert_array_equal(run(njit(lambda v: r.fma(r.lane(v, n - 1), v, half)), n),
-                                  (x[n - 1].astype(float) * x + 0.5).astype(np.float32))
+                                  (x.astype(float) * x[n - 1] + 0.5).astype(np.float32))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 1), (4, 4), (1, 16)])
