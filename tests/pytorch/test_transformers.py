@@ -1,6 +1,8 @@
 """numflash.transformers against the eager implementation, on small models with random weights."""
+import copy
 import doctest
 import os
+import pickle
 
 import pytest
 
@@ -89,10 +91,44 @@ def test_generation_with_a_cache(model, padding):
     assert torch.equal(out, want)
 
 
-def test_static_cache(model):
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+@pytest.mark.parametrize("padding", [False, True])
+def test_static_cache(model, padding):
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True,
+               "attention_mask": padded("left") if padding else torch.ones_like(TOKENS)}
     out, want, calls = both(model, lambda: model.generate(TOKENS, **options))
     assert calls and torch.equal(out, want)
+
+
+def test_beams_and_packed_sequences():
+    """Caches that are reordered; several sequences in one row, told apart by their positions alone."""
+    torch.manual_seed(0)
+    model = CAUSAL["llama"]().eval()
+    out, want, _ = both(model, lambda: model.generate(TOKENS, max_new_tokens=6, do_sample=False, num_beams=3,
+                                                      attention_mask=padded("left")))
+    assert torch.equal(out, want)
+    positions = torch.cat([torch.arange(15), torch.arange(25)]).expand(2, -1)
+    out, want, calls = both(model, lambda: model(TOKENS, position_ids=positions).logits)
+    assert len(calls) == 2
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_autocast_copies_and_saved_models(tmp_path):
+    torch.manual_seed(0)
+    model = CAUSAL["llama"]().eval()
+
+    def run():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(TOKENS).logits.float()
+
+    out, want, calls = both(model, run)
+    assert all(p.precision == "bfloat16" for p in calls)
+    torch.testing.assert_close(out, want, atol=0.03, rtol=0.03)
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="numflash").eval()
+        for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+            assert same.config._attn_implementation == "numflash" and torch.equal(same(TOKENS).logits, logits)
 
 
 def test_training(model):
