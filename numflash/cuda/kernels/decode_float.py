@@ -16,12 +16,11 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import NOTHING, THREADS, WARPS, divided, make_load_keys, make_query_rows, make_store, remainder, visible
+from .decode_pieces import NOTHING, THREADS, WARPS, make_load_keys, make_part_of, make_query_rows, make_store, remainder, visible
 from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_K = 64                                       # keys of a tile: 16 per warp
-SPLIT_KEYS = 128                                   # splits are counted in `tiling.KEY_BLOCK`, as on the CPU
 HUGE = f32(2.0**121)                               # float32 does not hold sums of such scores
 UNIFIED_ABOVE, UNIFIED_BELOW = f32(15), f32(10)    # octaves around the constant that float16 weights hold with 11 bits
 NAN = f32(math.nan)
@@ -52,12 +51,12 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
     n_s, n_o, n_p, n_rows = 8 * row_tiles, 4 * value_tiles * row_tiles, 8 * row_tiles, 2 * row_tiles
     keep_q = row_tiles == 1 and d <= 128               # Q's fragments stay in registers where there is room
     n_qf = 4 * k_steps if keep_q else 4
-    row_shift = tile_rows.bit_length() - 1             # tile_rows is a power of two
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
     mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
     load_k, load_v = (make_load_keys(block_k, n, paged, not turing) for n in (d_bytes, dv_bytes))
     query_rows = make_query_rows(d, False, pack)(tile_rows)
+    part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1.0)
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
@@ -80,22 +79,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        unit = divided(task, splits)
-        split = task - unit * splits
-        groups = (rows + tile_rows - 1) >> row_shift
-        head = divided(unit, groups)
-        first_row = (unit - head * groups) * tile_rows
-        b = divided(head, kv_heads)
-        g = head - b * kv_heads
-        length = ptx.load_global_s32(lengths + u64(b * 4))
-        slots, newest = length, length - 1
-        if ring:
-            slots = min(length, sinks + ring_slots)
-            if length > slots:
-                newest = sinks + remainder(length - 1 - sinks, ring_slots)
-        share = divided(((slots + SPLIT_KEYS - 1) >> 7) + splits - 1, splits) << 7
-        begin = split * share
-        stop = min(begin + share, slots)
+        b, g, head, first_row, length, newest, begin, stop = part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots)
         k = k + u64(g) * u64(k_head)
         v = v + u64(g) * u64(v_head)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)

@@ -17,10 +17,10 @@ from ..compile import Source
 from .decode_pieces import (
     THREADS,
     WARPS,
-    divided,
     make_load_channels,
     make_load_keys,
     make_load_scales,
+    make_part_of,
     make_query_rows,
     make_store,
     remainder,
@@ -55,11 +55,11 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
     block_k = KEY_BLOCK
     k_steps, value_tiles, tile_rows = d // 32, dv // 8 // WARPS, 16 * row_tiles
     n_s, n_o, n_rows = 16 * row_tiles, 4 * value_tiles * row_tiles, 2 * row_tiles
-    row_shift = tile_rows.bit_length() - 1             # tile_rows is a power of two
     shift_k, xor_k = swizzle_of(d)
     load_k, load_v = make_load_keys(block_k, d, paged), make_load_channels(dv, block_k, paged)
     load_scales = make_load_scales(block_k, paged)
     query_rows = make_query_rows(d, True, None)(tile_rows)
+    part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
@@ -82,22 +82,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        unit = divided(task, splits)
-        split = task - unit * splits
-        groups = (rows + tile_rows - 1) >> row_shift
-        head = divided(unit, groups)
-        first_row = (unit - head * groups) * tile_rows
-        b = divided(head, kv_heads)
-        g = head - b * kv_heads
-        length = ptx.load_global_s32(lengths + u64(b * 4))
-        slots, newest = length, length - 1
-        if ring:
-            slots = min(length, sinks + ring_slots)
-            if length > slots:
-                newest = sinks + remainder(length - 1 - sinks, ring_slots)
-        share = divided(((slots + block_k - 1) >> 7) + splits - 1, splits) << 7
-        start = split * share
-        stop = min(start + share, slots)
+        b, g, head, first_row, length, newest, start, stop = part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots)
         k = k + u64(g) * u64(k_head)
         v = v + u64(g) * u64(v_head)
         scale_at = scale_at + u64(g) * u64(s_head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
 from .pieces import swizzle_of
@@ -34,6 +35,36 @@ def divided(a, b):
 def remainder(a, b):
     """a % b for int32 that are not negative."""
     return i32(ptx.urem(u32(a), u32(b)))
+
+
+def make_part_of(tile_rows: int, ring: bool) -> Any:
+    """Which rows of which head a block works on, and which slots of its sequence.
+
+    part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots) -> b, g, head (b * kv_heads + g), first row, tokens of the
+    sequence, slot of the last one, first slot and end. Tasks are the splits of a tile of `tile_rows` rows, a power of two, then of
+    the next tile; splits are counted in key blocks, as on the CPU.
+    """
+    row_shift, block_shift = tile_rows.bit_length() - 1, KEY_BLOCK.bit_length() - 1
+
+    @device_function
+    def part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots):
+        unit = divided(task, splits)
+        split = task - unit * splits
+        tiles = (rows + tile_rows - 1) >> row_shift
+        head = divided(unit, tiles)
+        first_row = (unit - head * tiles) * tile_rows
+        b = divided(head, kv_heads)
+        g = head - b * kv_heads
+        length = ptx.load_global_s32(lengths + u64(b * 4))
+        slots, newest = length, length - 1
+        if ring:
+            slots = min(length, sinks + ring_slots)
+            if length > slots:
+                newest = sinks + remainder(length - 1 - sinks, ring_slots)
+        share = divided(((slots + KEY_BLOCK - 1) >> block_shift) + splits - 1, splits) << block_shift
+        begin = split * share
+        return b, g, head, first_row, length, newest, begin, min(begin + share, slots)
+    return part_of
 
 
 def make_page_of(paged: bool) -> Any:
