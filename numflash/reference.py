@@ -152,14 +152,15 @@ class Step:
 HIDDEN = np.int32(-(1 << 31))                    # t of a hidden key: below every score
 
 
-def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8.
+def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
 
-    cq = q.scale * scale * log2(e) * 256 and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN.
-    A key or query that was not finite has scale NaN.
+    cq = q.scale * scale * log2(e) * 256 (or / softcap) and ck = k.scale, each cut at 2**100 so that no product with an int32 is
+    NaN. A key or query that was not finite has scale NaN.
     """
     limit = F(2.0**100)
-    factor = F(scale * float(np.log2(np.e)) * 256)
+    with np.errstate(over="ignore"):
+        factor = F(scale / softcap if softcap else scale * float(np.log2(np.e)) * 256)
     with np.errstate(over="ignore"):
         cq = np.clip(q.row_scale() * factor, -limit, limit)
     ck = np.minimum(k.row_scale(), limit)
@@ -180,6 +181,14 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
     return dots * q.row_scale() * scale
 
 
+def cap_shift(problem: Problem) -> np.ndarray | None:
+    """(B, H, L) float32: `row_shift` in units of the softcap, which is what tanh would lack."""
+    shift = row_shift(problem.query, problem.key, problem.scale)
+    if shift is None:
+        return None
+    return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
+
+
 def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) -> Iterator[Step]:
     """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
 
@@ -189,13 +198,13 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
     nh, nkv, length, s_len, dv = problem.shape[1], problem.shape[2], problem.shape[3], problem.shape[4], problem.shape[6]
     g = h * nkv // nh
     q, k, v = problem.query, problem.key, problem.value
-    cq, ck = combined_scale(q, k, problem.scale)
+    cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     cq, ck = cq[b, h], ck[b, g].copy()
     wide = problem.pv == "fp32"
     exp2, unit = (fx.exp2_quadratic, 1 / fx.ONE_Q16) if wide else (fx.exp2_p8, 1.0)
     bad_value = ~np.isfinite(v[b, g]).all(-1) if wide else np.zeros(s_len, bool) if v.nonfinite is None else v.nonfinite[b, g]
     ck[bad_value] = np.nan
-    shift = row_shift(q, k, problem.scale) if problem.softcap else None
+    shift = cap_shift(problem) if problem.softcap else None
     qi, ki = q.data[b, h].astype(np.float64), k.data[b, g].astype(np.float64)
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
     m, l, o = np.full(length, fx.MIN_OCTAVE, np.int32), np.zeros(length, F), np.zeros((length, dv), F)
@@ -231,12 +240,9 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
 
 
 def transform(problem, b, h, x, cols, shift):
-    """Softcap, ALiBi and bias on Q8.8 scores in float32, in the field's order; one rounding per operation."""
+    """Softcap (of scores in its units), ALiBi and bias (Q8.8) in float32, in the field's order; one rounding per operation."""
     if problem.softcap:
-        if shift is not None:
-            x = x + np.clip(shift * float(fx.LOG2E_Q8), -fx.T_LIMIT, fx.T_LIMIT).astype(F)[:, None]
-        cap = F(F(problem.softcap) * fx.LOG2E_Q8)
-        x = cap * fx.tanh_f32(x / cap)
+        x = fx.softcap(x if shift is None else x + shift[:, None], F(problem.softcap) * fx.LOG2E_Q8)
     if problem.alibi_slopes is not None:
         slope = F(F(problem.alibi_slopes[b, h]) * fx.LOG2E_Q8)
         i, j = np.arange(x.shape[0])[:, None] + problem.diagonal[b], np.arange(cols.start, cols.stop)[None]

@@ -210,7 +210,7 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
     (b, h, l, d), s = query.shape, key.shape[2]
     if precision == "int8" and real("softcap", softcap, 0.0) > LARGEST_INT8_CAP:
         raise ArgumentError(f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
-                            "the rounding of its tanh would show")
+                            "the error of its tanh would show")
     choice("alignment", alignment, ALIGNMENTS)
     if pv is not None:
         choice("pv", pv, PV)

@@ -64,11 +64,14 @@ def test_interpreted_scalars_agree_with_arrays():
             assert fx.exp2_quadratic(np.uint32(y)) == fx.exp2_quadratic(np.array([y], np.uint32))[0]
 
 
-def test_tanh():
-    x = np.concatenate([np.linspace(-60, 60, 100001), [0, -0.0, 1e-30, 1e30, -1e30]]).astype(np.float32)
-    got = fx.tanh_f32(x)
-    assert np.abs(got - np.tanh(x.astype(np.float64))).max() < 3e-7
-    with np.errstate(invalid="ignore"):
-        assert (np.abs(got) <= 1).all() and np.isnan(fx.tanh_f32(np.float32(np.nan)))
-    jitted = njit(error_model="numpy")(fx.tanh_f32)
-    np.testing.assert_array_equal(np.array([jitted(v) for v in x[::50]]), got[::50])
+def test_softcap():
+    x = np.concatenate([np.linspace(-60, 60, 100001), np.linspace(-7, 7, 100001), [0, -0.0, 1e-18, 1e30, -1e30, np.inf]]
+                       ).astype(np.float32)
+    got, want = fx.softcap(x, np.float32(1)), np.tanh(x.astype(np.float64))
+    assert (np.abs(got - want) <= 9.1e-6 * np.abs(want)).all()
+    assert (np.abs(got) <= 1).all() and (got == -fx.softcap(-x, np.float32(1))).all()
+    assert np.isnan(fx.softcap(np.float32(np.nan), np.float32(1)))
+    half = np.abs(fx.softcap(x, np.float32(150) * fx.LOG2E_Q8) - 150 * 256 / np.log(2) * want).max()
+    assert 0.4 < half < 0.51                                           # units of 1/256 octave at a cap of 150
+    jitted = njit(error_model="numpy")(fx.softcap)
+    np.testing.assert_array_equal(np.array([jitted(v, np.float32(20)) for v in x[::50]]), fx.softcap(x[::50], np.float32(20)))

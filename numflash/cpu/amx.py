@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from .._jit import inline
 from ..tiling import KEY_BLOCK
-from . import target
+from . import score_changes, target
 from .vectors import F32, I8, I32, I64, call, data, load, store
 from .vectors_x86 import AMX_INT8
 
@@ -153,7 +153,8 @@ def multiply_beside(instruction: str, rows):
     Each product takes 16 cycles of the matrix unit and one slot of the queue, so two rows of vector work follow it at once.
     """
     @intrinsic
-    def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps, scratch, number, s, s_off, t, t_off, x, x_off, x_stride):
+    def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps, scratch, number, s, s_off, t, t_off, x, x_off, x_stride,
+            changes):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
             row = rows(context, b, sig.args[7:], args[7:])
@@ -172,7 +173,7 @@ def multiply_beside(instruction: str, rows):
                 row(b, m)
             return context.get_dummy_value()
         return types.void(a, a_off, a_stride, b, b_off, b_stride, steps, scratch, number, s, s_off, t, t_off, x, x_off,
-                          x_stride), codegen
+                          x_stride, changes), codegen
     return run
 
 
@@ -191,15 +192,15 @@ def save(typingctx, scratch, number):
 
 @functools.cache
 def finish(rows):
-    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride): the 32 rows of a saved block, written by `rows`."""
+    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes): the 32 rows of a saved block, by `rows`."""
     @intrinsic
-    def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride):
+    def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes):
         def codegen(context, b, sig, args):
             row = rows(context, b, sig.args, args)
             with cgutils.for_range(b, I64(BLOCK)) as m:
                 row(b, m.index)
             return context.get_dummy_value()
-        return types.void(scratch, number, s, s_off, t, t_off, x, x_off, x_stride), codegen
+        return types.void(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes), codegen
     return run
 
 
@@ -210,18 +211,23 @@ def _sums(b, block, m):
 
 
 @functools.cache
-def score_rows(wide: bool):
-    """Rows of scores x as `microkernels.score_tile` has them; s: scales of the keys, t: of the queries."""
+def score_rows(changed: bool = False, wide: bool = False):
+    """Rows of scores x as `microkernels.score_tile` or `changed_tile` has them; s: scales of the keys, t: of the queries."""
     isa = AMX_INT8
 
     def rows(context, b, types_, args):
         block, (ps, pt, px) = _block(b, args[0], args[1]), (data(context, b, types_[n], args[n]) for n in (2, 4, 6))
         f32s = isa.vector(F32)
+        change = None
+        if changed:                                                    # a tuple of one, empty where there is nothing to change
+            change = score_changes.changer(context, b, isa, types_[9].types[0], b.extract_value(args[9], 0), wide)
         key_scale = [load(b, ps, b.add(args[3], I64(v * LANES)), f32s, 4) for v in range(SIDE)]
 
         def row(b, m):
             row_scale = isa.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
             scores = [b.fmul(b.fmul(x, k), row_scale) for x, k in zip(_sums(b, block, m), key_scale, strict=True)]
+            if change:
+                scores = change(scores, b.add(args[5], m), args[3])
             isa.store_scores(b, scores, px, b.add(args[7], b.mul(args[8], m)), wide)
         return row
     return rows
@@ -241,14 +247,14 @@ def value_rows(context, b, types_, args):
 
 
 @functools.cache
-def score_block(wide: bool):
-    """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first .. first + columns."""
-    rows_of_x = score_rows(wide)
+def score_block(changed: bool, wide: bool):
+    """As `blocks.score_block`."""
+    rows_of_x = score_rows(changed, wide)
     first_block, both, last_block = multiply("tdpbssd"), multiply_beside("tdpbssd", rows_of_x), finish(rows_of_x)
     panel = AMX_INT8.nv * LANES
 
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
         scratch, side, steps = scratch_blocks(), columns // BLOCK, stride // WIDTH
         blocks = (rows + BLOCK - 1) // BLOCK * side
         first_block(q, 0, stride, k, first * stride, panel * 4, steps)
@@ -257,10 +263,10 @@ def score_block(wide: bool):
             i, c, at, old = n // side * BLOCK, n % side * BLOCK, (n - 1) // side * BLOCK, (n - 1) % side * BLOCK
             place = (first + c // panel * panel) * stride + c % panel * 4
             both(q, i * stride, stride, k, place, panel * 4, steps,
-                 scratch, n - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK)
+                 scratch, n - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK, changes)
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
-        last_block(scratch, blocks - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK)
+        last_block(scratch, blocks - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK, changes)
     return scores
 
 
@@ -281,8 +287,8 @@ def value_block():
             i, c, at, old = n // side * BLOCK, n % side * BLOCK, (n - 1) // side * BLOCK, (n - 1) % side * BLOCK
             t = c // chunk * chunk
             both(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t * KEY_BLOCK + (c - t) * 4, min(chunk, width - t) * 4, steps,
-                 scratch, n - 1, scale, 0, scale, at, o, at * width + old, width)
+                 scratch, n - 1, scale, 0, scale, at, o, at * width + old, width, ())
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
-        last_block(scratch, blocks - 1, scale, 0, scale, at, o, at * width + old, width)
+        last_block(scratch, blocks - 1, scale, 0, scale, at, o, at * width + old, width, ())
     return values

@@ -10,32 +10,35 @@ from .._jit import inline
 from ..tiling import KEY_BLOCK
 from . import amx, float_tiles, wide_rows
 from .isas import VECTOR_ISAS, lanes_of
-from .microkernels import ROWS, score_tile, value_tile
+from .microkernels import ROWS, changed_tile, score_tile, value_tile
 
 
 @functools.cache
-def score_block(isa_name: str, wide: bool = False):
+def score_block(isa_name: str, changed: bool = False, wide: bool = False):
     """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first .. first + columns.
 
-    Scores are int16 Q8.8, or float32 before rounding where `wide`.
+    Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`, float32 before rounding.
     """
     if isa_name == "amx_int8":
-        return amx.score_block(wide)
+        return amx.score_block(changed, wide)
     group, nv, lanes = VECTOR_ISAS[isa_name].group, VECTOR_ISAS[isa_name].nv, lanes_of(isa_name)
-    tile6, tile4, tile2 = (score_tile(isa_name, m, wide) for m in ROWS)
+    tile6, tile4, tile2 = (changed_tile(isa_name, m, wide) if changed else score_tile(isa_name, m) for m in ROWS)
 
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
         groups, panel = stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
             while i + 6 <= rows:
-                tile6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
+                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
                 i += 6
             if rows - i == 4:
-                tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
+                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
             elif rows - i == 2:
-                tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
+                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
     return scores
 
 

@@ -12,9 +12,9 @@ This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") 
     out = O / l * v_scale
 
 Blocks at the edge of what is visible get hidden scores before the softmax, and so do keys that a dense mask hides. Bias, softcap
-and ALiBi change float32 scores of the block (`wide_scores`), which are then rounded to the same int16. Where int16 does not hold a
-row (beyond 127 octaves, keys that are not finite), `relative_scores` rounds relative to the row's own octave; the bits are the
-same where both apply.
+and ALiBi change the scores in registers, before they are rounded to int16 (`score_changes`). Where int16 does not hold a row
+(beyond 127 octaves, keys that are not finite), `relative_scores` rounds float32 scores relative to the row's own octave; the bits
+are the same where both apply.
 """
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from . import float_tiles, wide_rows
 from .amx import tile_state
 from .blocks import score_block, value_block
 from .isas import VECTOR_ISAS, lanes_of
+from .score_changes import Changes, changes_from
 from .scores import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 from .vectors import next_task
@@ -49,53 +50,16 @@ def make_attend(isa_name: str, pv: str):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
     isa = VECTOR_ISAS[isa_name]
     block_q = tiling(isa_name).block_q
-    scores, float_scores, values = score_block(isa_name), score_block(isa_name, True), value_block(isa_name, pv)
+    scores, values = score_block(isa_name), value_block(isa_name, pv)
+    changed_scores, wide_scores = score_block(isa_name, True), score_block(isa_name, True, True)
     begin, end = tile_state(isa_name)
     vector_lanes, float_lanes, q_offset, step, columns_unit = lanes_of(isa_name), isa.lanes, isa.q_offset, isa.step, isa.unit
     operand, unit_rows, edge_rows = np.uint8 if isa.group == 4 else np.int16, isa.rows[-1], max(EDGE_ROWS, isa.rows[-1])
     octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
-    softcap, alibi, add_bias = wide_rows.row_softcap(float_lanes), wide_rows.row_alibi(float_lanes), wide_rows.row_bias(float_lanes)
-    row_top, row_narrow = wide_rows.row_top(float_lanes), wide_rows.row_narrow(float_lanes)
-    row_short, mask_row, mask_lanes = wide_rows.row_short(float_lanes), wide_rows.row_mask(2 * float_lanes), 2 * float_lanes
-    apply_mask, found = float_tiles.row_mask(wide_rows.FLOATS[float_lanes]), float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
-
-    @bare
-    def change_rows(semantics, dense, b, h, row, first, n, x, live):
-        """Softcap, ALiBi, bias and mask of the first n scores of all rows, as `scores.transform_row` does it.
-
-        All rows in one call: the options are many words, which every call would copy.
-        """
-        count, whole, rest = (n + float_lanes - 1) // float_lanes, n // float_lanes, n % float_lanes
-        cap, shift, slopes = semantics.softcap, semantics.shift, semantics.slopes
-        slope = slopes[b, h] if slopes.size > 1 else slopes[0, 0]
-        has_bias, bias, bias_end = semantics.has_bias, dense.bias, dense.bias_end
-        has_mask, mask, mask_end = semantics.has_mask, dense.mask, dense.mask_end
-        bias_at, bias_step = row_of(semantics.bias, b, h, row) + first, step_of(semantics.bias)
-        mask_at, mask_step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
-        centre = row + semantics.diagonal[b] - first
-        for i in range(live.size):
-            at = i * KEY_BLOCK
-            tail = at + whole * float_lanes
-            if live[i]:
-                if cap > F(0):
-                    softcap(x, at, count, cap, shift[b, h, row + i])
-                if slope != F(0):
-                    alibi(x, at, count, slope, centre + i)
-                if has_bias:
-                    add_bias(x, at, whole, bias, bias_at)
-                    if rest:
-                        for j in range(rest):
-                            bias_end[j] = bias[bias_at + whole * float_lanes + j]
-                        add_bias(x, tail, 1, bias_end, 0)
-                if has_mask:
-                    apply_mask(x, at, whole, mask, mask_at)
-                    if rest:
-                        for j in range(rest):
-                            mask_end[j] = mask[mask_at + whole * float_lanes + j]
-                        apply_mask(x, tail, 1, mask_end, 0)
-            bias_at += bias_step
-            mask_at += mask_step
+    row_top, row_narrow, any_bias = (make(float_lanes) for make in (wide_rows.row_top, wide_rows.row_narrow, wide_rows.any_bias))
+    mask_row, mask_lanes, floats = wide_rows.row_mask(2 * float_lanes), 2 * float_lanes, wide_rows.FLOATS[float_lanes]
+    mask_float, any_byte = float_tiles.row_mask(floats), float_tiles.any_byte(floats)
 
     @bare
     def mask_rows(semantics, dense, b, h, row, first, n, x, live):
@@ -113,50 +77,81 @@ def make_attend(isa_name: str, pv: str):
             at += step
 
     @bare
-    def mask_hides(semantics, dense, b, h, row, first, n, live):
-        """Whether the dense mask hides n keys from `first` on from all rows."""
+    def mask_wide(semantics, dense, b, h, row, first, n, x, live):
+        """The same of float32 scores."""
+        whole, rest = n // float_lanes, n % float_lanes
+        mask, mask_end = dense.mask, dense.mask_end
+        at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
         for i in range(live.size):
-            at = row_of(semantics.mask, b, h, row + i) + first
-            whole = n // float_lanes
             if live[i]:
-                if found(dense.mask, at, whole):
+                mask_float(x, i * KEY_BLOCK, whole, mask, at)
+                if rest:
+                    for j in range(rest):
+                        mask_end[j] = mask[at + whole * float_lanes + j]
+                    mask_float(x, i * KEY_BLOCK + whole * float_lanes, 1, mask_end, 0)
+            at += step
+
+    @bare
+    def hides(semantics, dense, b, h, row, first, n, live):
+        """Whether the dense mask, or the bias by -inf, hides n keys from `first` on from all rows."""
+        whole = n // float_lanes
+        for i in range(live.size):
+            if live[i]:
+                seen = True
+                if semantics.has_mask:
+                    at = row_of(semantics.mask, b, h, row + i) + first
+                    seen = any_byte(dense.mask, at, whole)
+                    for j in range(whole * float_lanes, n):
+                        seen |= dense.mask[at + j] != 0
+                if seen and semantics.has_bias:
+                    at = row_of(semantics.bias, b, h, row + i) + first
+                    seen = any_bias(dense.bias, at, whole)
+                    for j in range(whole * float_lanes, n):
+                        seen |= dense.bias[at + j] != HIDDEN_WIDE
+                if seen:
                     return False
-                for j in range(whole * float_lanes, n):
-                    if dense.mask[at + j]:
-                        return False
         return True
 
     @bare
-    def rows_hidden(semantics, dense, b, h, row, first, n, changed, wide, octave, live):
-        """Rows with the lowest octave from which mask or bias hide the whole block are not live; whether there are any."""
+    def rows_hidden(semantics, dense, b, h, row, first, n, octave, live):
+        """Rows with the lowest octave from which mask or bias hide the whole block become unseen; whether there are any."""
         any_hidden = False
         for i in range(live.size):
-            if live[i] and octave[i] == ALL_HIDDEN:
-                if changed:
-                    best, bad = row_top(wide, i * KEY_BLOCK, (n + float_lanes - 1) // float_lanes)
-                    seen = bad or best != HIDDEN_WIDE
-                else:
-                    seen = not mask_hides(semantics, dense, b, h, row + i, first, n, live[i:i + 1])
-                if not seen:
-                    live[i], any_hidden = 0, True
+            if live[i] and octave[i] == ALL_HIDDEN and hides(semantics, dense, b, h, row + i, first, n, live[i:i + 1]):
+                live[i], octave[i], any_hidden = 0, I(UNSEEN), True
         return any_hidden
 
     @bare
-    def block_scores(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi):
-        """Scores of a block, at its edges half a block at a time and only of rows that see some of it.
-
-        The bounds lo and hi never fall from a row to the next, so these rows stand together.
+    def unit_range(first, columns, rows, real, lo, hi):
+        """The rows that see some of these keys, in whole units. The bounds never fall from a row to the next: they stand together.
         """
+        i, end = 0, rows
+        while i < end and hi[min(i + unit_rows, real) - 1] <= first:
+            i += unit_rows
+        while i < end and lo[end - unit_rows] >= first + columns:
+            end -= unit_rows
+        return i, end
+
+    @bare
+    def block_scores(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi):
+        """Scores of a block, at its edges half a block at a time and only of rows that see some of it."""
         part = columns if inside else HALF
         for a in range(0, columns, part):
-            i, end = 0, rows
-            if not inside:
-                while i < end and hi[min(i + unit_rows, real) - 1] <= first + a:
-                    i += unit_rows
-                while i < end and lo[end - unit_rows] >= first + a + part:
-                    end -= unit_rows
+            i, end = (0, rows) if inside else unit_range(first + a, part, rows, real, lo, hi)
             if i < end:
                 scores(q[i:end], stride, k, first + a, start, ck, cq[i:end], end - i, part, x[i:end, a:])
+
+    @bare
+    def changed_block(q, stride, k, first, start, ck, cq, rows, columns, x, inside, real, lo, hi, options,
+                      at_end, ending):
+        """The same with options, those `at_end` where it is `ending`."""
+        changes = at_end if ending else options
+        part = columns if inside else HALF
+        for a in range(0, columns, part):
+            i, end = (0, rows) if inside else unit_range(first + a, part, rows, real, lo, hi)
+            if i < end:
+                changed_scores(q[i:end], stride, k, first + a, start, ck, cq[i:end], end - i, part, x[i:end, a:],
+                               changes_from(changes, i))
 
     @bare
     def block_values(p, v, first, columns, scale, total, rows, o, inside, real, hi):
@@ -180,11 +175,17 @@ def make_attend(isa_name: str, pv: str):
                     row[j] = row[j] if (np.int16(j) >= a) & (np.int16(j) < b) else HIDDEN
 
     @bare
-    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, wide, live, b, h, row, s, semantics, dense):
-        """Scores of the block as float32, transformed and masked."""
-        float_scores(q, stride, k, first, start, ck, cq, rows, columns, wide)
-        if semantics.general:
-            change_rows(semantics, dense, b, h, row, first, min(columns, s - first), wide, live)
+    def wide_block(q, stride, k, first, start, ck, cq, rows, columns, x, options, at_end, ending):
+        """All scores of a block as float32."""
+        wide_scores(q, stride, k, first, start, ck, cq, rows, columns, x, at_end if ending else options)
+
+    @bare
+    def copy_bias(changes, first, n, x):
+        """The bias of the n keys from `first` on to the rows of `x`."""
+        for i in range(changes.last + 1):
+            at = changes.place + i * changes.step + first
+            for j in range(n):
+                x[i, j] = changes.bias[at + j]
 
     @bare
     def relative_scores(wide, first, columns, lo, hi, x, base, spoiled, live):
@@ -204,6 +205,14 @@ def make_attend(isa_name: str, pv: str):
                 else:
                     base[i] = I(I(np.rint(min(max(best, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
                     row_narrow(wide, at, columns // float_lanes, I(base[i] << I(8)), x, at)
+
+    @bare
+    def leave_int16(octave, rows):
+        """Whether int16 scores do not hold one of the rows."""
+        found = I(0)
+        for i in range(rows):
+            found |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
+        return found != I(0)
 
     @bare
     def blank_rows(p, rows, columns, live, total):
@@ -229,8 +238,9 @@ def make_attend(isa_name: str, pv: str):
         q_tile, x = zeros((block_q, stride), operand), zeros((block_q, KEY_BLOCK), np.int16)
         p, wide = zeros((block_q, KEY_BLOCK), weight), zeros((block_q, KEY_BLOCK), np.float32)
         o, sums, octave_q8 = zeros((block_q, width), np.float32), zeros((block_q * lanes,), np.int32), zeros((block_q,), np.int16)
-        floats, ints = zeros((3, block_q), np.float32), zeros((4, block_q), np.int32)
-        cq_tile, l, scale, m, octave, total, base = floats[0], floats[1], floats[2], ints[0], ints[1], ints[2], ints[3]
+        floats, ints = zeros((4, block_q), np.float32), zeros((4, block_q), np.int32)
+        cq_tile, l, scale, shift = floats[0], floats[1], floats[2], floats[3]
+        m, octave, total, base = ints[0], ints[1], ints[2], ints[3]
         scale_bits, flags, bounds = reinterpret(scale, np.int32), zeros((2, block_q), np.uint8), zeros((2, block_q), np.int64)
         live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
         dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
@@ -252,7 +262,17 @@ def make_attend(isa_name: str, pv: str):
                 cq_tile[i] = cq[n, row + i]
                 lo[i], hi[i] = row_range(semantics, b, row + i, s)
                 l[i], m[i], spoiled[i] = F(0), I(UNSEEN), 0
+                if semantics.softcap > F(0):
+                    shift[i] = semantics.shift[b, h, row + i]
+            cap, has_bias, centre = semantics.softcap, semantics.has_bias, row + semantics.diagonal[b]
+            slope = semantics.slopes[b, h] if semantics.slopes.size > 1 else semantics.slopes[0, 0]
+            options = Changes(cap, shift, slope, centre, has_bias, dense.bias, row_of(semantics.bias, b, h, row),
+                              step_of(semantics.bias), real - 1)
+            # vectors may read beyond the last keys of a bias: these stand where their float32 scores will
+            at_end = Changes(cap, shift, slope, centre, has_bias, wide.reshape(wide.size), -(s // KEY_BLOCK * KEY_BLOCK),
+                             KEY_BLOCK, real - 1)
             o[:rows] = F(0)
+            far = False                                             # the last block left int16: this one is likely to
             first, stop, shared, shared_stop = s, 0, 0, s           # keys that any row sees, keys that every row sees
             for i in range(real):
                 shared, shared_stop = max(shared, lo[i]), min(shared_stop, hi[i])
@@ -263,44 +283,41 @@ def make_attend(isa_name: str, pv: str):
                 inside = shared <= c and c + columns <= shared_stop
                 for i in range(real):
                     live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
-                if semantics.has_mask and mask_hides(semantics, dense, b, h, row, c, min(columns, s - c), live[:real]):
-                    continue
                 n_real = min(columns, s - c)
-                relative = semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
-                as_floats = changed or relative
-                if as_floats:
-                    wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
-                                semantics, dense)
+                if (semantics.has_mask or has_bias) and hides(semantics, dense, b, h, row, c, n_real, live[:real]):
+                    continue
+                ending = has_bias and n_real < columns
+                if ending:
+                    copy_bias(options, c, n_real, wide)
+                relative = far or semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
                 if not relative:
-                    if as_floats:
-                        for i in range(real):
-                            row_short(wide, i * KEY_BLOCK, columns // float_lanes, x, i * KEY_BLOCK)
+                    if changed:
+                        changed_block(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi, options,
+                                      at_end, ending)
                     else:
                         block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
-                        if semantics.has_mask:
-                            mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
+                    if semantics.has_mask:
+                        mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
                     if not inside:
                         hide_edges(x, real, columns, c, lo, hi, live)
                     octaves(x, real, columns, octave, octave_q8)
-                    if semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, changed, wide, octave,
-                                                         live[:real]):
-                        inside = False
                     if not inside:
                         for i in range(real):
                             octave[i] = octave[i] if live[i] else I(UNSEEN)
-                    beyond = I(0)
-                    for i in range(real):
-                        beyond |= I((octave[i] > HIGHEST) | ((octave[i] < LOWEST) & (octave[i] != UNSEEN)))
-                    relative = beyond != I(0)
-                    if relative and not as_floats:
-                        wide_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, live[:real], b, h, row, s,
-                                    semantics, dense)
+                    relative = leave_int16(octave, real)
+                    if relative and semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, octave,
+                                                                      live[:real]):
+                        inside, relative = False, leave_int16(octave, real)
                 if relative:
                     inside = False
+                    wide_block(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, options, at_end, ending)
+                    if semantics.has_mask:
+                        mask_wide(semantics, dense, b, h, row, c, n_real, wide, live[:real])
                     relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
                     octaves(x, real, columns, octave, octave_q8)
                     for i in range(real):
                         octave[i] = base[i] if live[i] else I(UNSEEN)
+                    far = leave_int16(octave, real)
                 grow_rows(octave, real, m, l, scale, scale_bits, o)
                 weigh(x, real, columns, octave_q8, scale, p, sums, total)
                 if not inside:

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from .._jit import one_at_a_time
-from ..reference import combined_scale, log_sum_exp, row_shift
+from ..reference import cap_shift, combined_scale, log_sum_exp, row_shift
 from ..validation import Problem
 from . import flash_int8, launch_float, portable, target
 from .launch_float import Results, compact
@@ -25,15 +25,14 @@ def heads(x: np.ndarray) -> np.ndarray:
 def semantics(problem: Problem, extreme: bool) -> Semantics:
     """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave)."""
     nb, nh, _, length, _, _, _ = problem.shape
-    unit = float(fx.LOG2E_Q8)
     has_mask, has_bias, slopes = problem.mask is not None, problem.bias is not None, problem.alibi_slopes
-    shift = row_shift(problem.query, problem.key, problem.scale) if problem.softcap else None
+    shift = cap_shift(problem) if problem.softcap else None
     return Semantics(
         NO_LIMIT if problem.left is None else problem.left, NO_LIMIT if problem.right is None else problem.right,
         np.asarray(problem.diagonal, np.int64), np.asarray(problem.key_lengths, np.int64),
         extreme or has_mask or has_bias or bool(problem.softcap) or slopes is not None,
         compact(problem.mask, np.uint8), compact(problem.bias, F), has_mask, has_bias, F(problem.softcap) * fx.LOG2E_Q8,
-        np.zeros((nb, nh, length), F) if shift is None else np.clip(shift * unit, -fx.T_LIMIT, fx.T_LIMIT).astype(F),
+        np.zeros((nb, nh, length), F) if shift is None else shift,
         np.zeros((1, 1), F) if slopes is None else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8), extreme)
 
 
@@ -44,7 +43,7 @@ def run_int8(problem: Problem, isa: str, results: Results = None) -> tuple[np.nd
     """
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v = problem.query, problem.key, problem.value
-    cq, ck = combined_scale(q, k, problem.scale)
+    cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
     bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
     if bad is not None:

@@ -3,7 +3,7 @@
 Contract (A rows, B packed in panels, `groups` steps of `isa.group` products each):
 
 * `score_tile`: x[mr, nv * lanes] = saturate_int16(round(float32(bias[j] + A.B) * ck[j] * cq[i])), Q8.8.
-* `wide_score_tile`: the same before rounding, as float32, for scores that need masks, softcap, bias or more range.
+* `changed_tile`: the same with softcap, ALiBi and bias before the rounding, or as float32 for scores that need more range.
 * `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the multiply-add rounds once anyway;
   total[i] is the sum of A's row, for instruction sets that add an offset to B.
 
@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
-from . import target
+from . import score_changes, target
 from .isas import VECTOR_ISAS
-from .vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
+from .vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
 
 ROWS = (6, 4, 2)
 
@@ -80,10 +81,9 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv):
 
 
 @functools.cache
-def score_tile(name: str, mr: int, wide: bool = False):
+def score_tile(name: str, mr: int):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride) for one ISA and row count."""
     isa = VECTOR_ISAS[name]
-    nv = isa.nv
 
     @intrinsic
     def tile(typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride):
@@ -92,10 +92,45 @@ def score_tile(name: str, mr: int, wide: bool = False):
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
             px = data(context, b, sig.args[11], a[11])
+            for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv)):
+                _store_row(b, isa, scores, px, b.add(a[12], b.mul(a[13], I64(m))), False)
+            return context.get_dummy_value()
+        return sig, codegen
+    return tile
+
+
+def _store_row(b, isa, scores, px, where, wide):
+    for v in range(0, isa.nv, 2):
+        isa.store_scores(b, scores[v:v + 2], px, b.add(where, isa.elements(b, v)), wide)
+
+
+@functools.cache
+def changed_tile(name: str, mr: int, wide: bool):
+    """The same with one more argument, the `score_changes.Changes` of a query tile; x float32 before rounding where `wide`.
+
+    The scores wait in L1: what changes them needs the registers that hold the sums.
+    """
+    isa = VECTOR_ISAS[name]
+    nv, f32s = isa.nv, isa.vector(F32)
+
+    @intrinsic
+    def tile(typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride, changes):
+        sig = types.void(q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride, changes)
+
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            px = data(context, b, sig.args[11], a[11])
+            with b.goto_entry_block():                                  # not cgutils.alloca_once, which clears it at every call
+                room = b.bitcast(b.alloca(f32s, mr * nv), I8.as_pointer())
             for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, nv)):
-                where = b.add(a[12], b.mul(a[13], I64(m)))
-                for v in range(0, nv, 2):
-                    isa.store_scores(b, scores[v:v + 2], px, b.add(where, isa.elements(b, v)), wide)
+                for v, y in enumerate(scores):
+                    store(b, y, room, isa.elements(b, m * nv + v), 4)
+            change = score_changes.changer(context, b, isa, sig.args[14], a[14], wide)
+            with cgutils.for_range(b, I64(mr)) as loop:
+                m = loop.index
+                first = b.mul(m, isa.elements(b, nv))
+                scores = [load(b, room, b.add(first, isa.elements(b, v)), f32s, 4) for v in range(nv)]
+                _store_row(b, isa, change(scores, b.add(a[10], m), a[8]), px, b.add(a[12], b.mul(a[13], m)), wide)
             return context.get_dummy_value()
         return sig, codegen
     return tile

@@ -36,7 +36,7 @@ class Semantics(NamedTuple):
     has_mask: bool
     has_bias: bool
     softcap: float                # float32, Q8.8 units, 0 = none
-    shift: np.ndarray             # (B, H, L) float32, Q8.8 units: what smoothing took from each score
+    shift: np.ndarray             # (B, H, L) float32, in units of the softcap: what smoothing took from each score
     slopes: np.ndarray            # (B, H) float32, Q8.8 units
     extreme: bool = False
 
@@ -50,7 +50,7 @@ class Dense(NamedTuple):
     bias_end: np.ndarray
 
 
-tanh = inline(fx.tanh_f32)
+softcap = inline(fx.softcap)
 
 
 @inline
@@ -77,11 +77,14 @@ def step_of(x):
 
 @inline
 def transform_row(semantics, b, h, i, first, x):
-    """Softcap, ALiBi, bias and mask on the Q8.8 float32 scores of one row from key `first` on, in the field's order."""
+    """Softcap, ALiBi, bias and mask on the float32 scores of one row from key `first` on, in the field's order.
+
+    Scores come in Q8.8 units, with softcap in units of it.
+    """
     if semantics.softcap > F(0):
         cap, shift = F(semantics.softcap), semantics.shift[b, h, i]
         for j in range(x.size):
-            x[j] = cap * tanh(F(x[j] + shift) / cap)
+            x[j] = softcap(F(x[j] + shift), cap)
     if semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0):
         slope, centre = semantics.slopes[b, h], i + semantics.diagonal[b] - first
         for j in range(x.size):

@@ -14,8 +14,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..fixedpoint import T_LIMIT
-
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
@@ -100,6 +98,10 @@ class Vectors:
         """A scalar in every lane."""
         return splat(b, x, ty)
 
+    def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
+        """yes where the comparison of float vectors holds, no elsewhere and where one is NaN."""
+        return b.select(b.fcmp_ordered(test, x, y), yes, no)
+
     def generic(self, b: ir.IRBuilder, name: str, *args):
         """llvm.<name>.<type> on vectors of one type."""
         return call(b, f"llvm.{name}.{self.suffix(args[0].type)}", args[0].type, *args)
@@ -176,16 +178,24 @@ class Isa(Vectors):
         raise NotImplementedError
 
     def store_scores(self, b: ir.IRBuilder, pair, pointer, where, wide: bool) -> None:
-        """Two vectors of a panel, in the order of the keys from element `where` on: int16, or float32 cut at +-T_LIMIT."""
+        """Two vectors of a panel, in the order of the keys from element `where` on: int16, or float32."""
         if not wide:
             return store(b, self.to_int16(b, *pair), pointer, where, 2)
-        low, high = self.in_order(b, *(self.clamp(b, x, float(T_LIMIT)) for x in pair))
+        low, high = self.in_order(b, *pair)
         store(b, low, pointer, where, 4)
         store(b, high, pointer, b.add(where, self.elements(b, 1)), 4)
 
     def in_order(self, b: ir.IRBuilder, x, y) -> tuple[Any, Any]:
         """Two vectors of a panel in `key_order`, brought to the order of the keys."""
         return x, y
+
+    def packed(self, b: ir.IRBuilder, x, y) -> tuple[Any, Any]:
+        """Two vectors in the order of the keys, brought to that of a panel."""
+        return x, y
+
+    def columns(self, b: ir.IRBuilder, v: int) -> Any:
+        """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key on."""
+        return ir.Constant(self.vector(I32), self.key_order(self.lanes)[v * self.lanes:(v + 1) * self.lanes].tolist())
 
     def clamp(self, b: ir.IRBuilder, x, limit: float) -> Any:
         """float32 cut at +-limit; NaN stays NaN."""

@@ -76,6 +76,15 @@ class Sve(Neon):
     def suffix(self, ty: ir.Type) -> str:
         return "nx" + super().suffix(ty)
 
+    def columns(self, b: ir.IRBuilder, v: int):
+        first = b.trunc(self.elements(b, v), I32)
+        return call(b, "llvm.aarch64.sve.index.nxv4i32", self.vector(I32), first, I32(1))
+
+    def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
+        found = b.fcmp_ordered(test, x, y)
+        found.type = Scalable(ir.IntType(1), x.type.count)             # llvmlite takes what it does not know for a scalar
+        return b.select(found, yes, no)
+
     def elements(self, b: ir.IRBuilder, n: int):
         return b.mul(call(b, "llvm.vscale.i64", I64), I64(n * self.lanes))
 

@@ -66,6 +66,11 @@ class X86(Isa):
         order = [key // (2 * w) * w + key % w + (lanes if key % (2 * w) >= w else 0) for key in range(2 * lanes)]
         return shuffle(b, x, y, order[:lanes]), shuffle(b, x, y, order[lanes:])
 
+    def packed(self, b: ir.IRBuilder, x, y):
+        lanes, w = self.lanes, self.interleave
+        order = [lane // w * 2 * w + lane % w for lane in range(lanes)]
+        return shuffle(b, x, y, order), shuffle(b, x, y, [key + w for key in order])
+
     def clamp(self, b: ir.IRBuilder, x, limit: float):
         for sign, test in ((1.0, ">"), (-1.0, "<")):
             bound = self.fill(b, x.type, sign * limit)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..errors import UnsupportedError
-from ..reference import combined_scale, log_sum_exp, row_shift
+from ..reference import cap_shift, combined_scale, log_sum_exp, row_shift
 from ..tiling import CUDA_HEAD_DIMS, KEY_BLOCK, Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
@@ -160,8 +160,8 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     wide, turing, group = problem.pv == "fp32", arch == "sm_75", nh // nkv
     if wide and turing:
         raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
-    cq, ck = combined_scale(problem.query, problem.key, problem.scale)
-    shift = row_shift(problem.query, problem.key, problem.scale)
+    cq, ck = combined_scale(problem.query, problem.key, problem.scale, problem.softcap)
+    shift = cap_shift(problem) if problem.softcap else row_shift(problem.query, problem.key, problem.scale)
     q, k = _rows(problem.query.data, 16), _rows(problem.key.data, 16)
     stored = -(-s // KEY_BLOCK) * KEY_BLOCK
     v, v_scale, bad = _float_values(problem) if wide else _byte_values(problem, stored)
@@ -175,9 +175,7 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     unit, softcap = fx.LOG2E_Q8, bool(problem.softcap)
     options = {"dv": padded(dv), "group": group, "band": has_band, "mask": mask is not None, "bias": bias is not None,
                "softcap": softcap, "alibi": problem.alibi_slopes is not None}
-    capped = np.zeros((nb, nh, length), np.float32)
-    if shift is not None and softcap:
-        capped = np.clip(shift * float(unit), -fx.T_LIMIT, fx.T_LIMIT).astype(np.float32)
+    capped = shift if shift is not None and softcap else np.zeros((nb, nh, length), np.float32)
     with np.errstate(over="ignore"):
         slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
     cq, places = np.ascontiguousarray(cq), _places(problem, s)

@@ -10,10 +10,12 @@ pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
 from numflash import assembly, fixedpoint
+from numflash._jit import bare
 from numflash.aarch64.emulator import Emulated
 from numflash.codegen import TRIPLES
 from numflash.cpu import microkernels, packing
 from numflash.cpu.isas import VECTOR_ISAS, lanes_of
+from numflash.cpu.score_changes import Changes
 from numflash.errors import UnsupportedError
 from numflash.tiling import KEY_BLOCK
 
@@ -22,19 +24,33 @@ MACHINES = [("sve", "a64fx", 128), ("sve", "a64fx", 256), ("sve", "a64fx", 512),
 OTHERS = [("sve", "neoverse-v1", 256), ("sve", "neoverse-v2", 128), ("neon_dot", "neoverse-v1", 128)]
 on_every_machine = pytest.mark.parametrize(
     "isa, cpu, bits", [*MACHINES, *(pytest.param(*m, marks=pytest.mark.slow) for m in OTHERS if m[1] in TRIPLES)])
-STRIDE = KEY_BLOCK
+STRIDE, F = KEY_BLOCK, np.float32
+KEY, CENTRE = 256, 290                           # first key of a changed tile, and the key at distance 0 from its first row
 
 
 @functools.cache
-def score_function(isa, mr, wide):
-    tile = microkernels.score_tile(isa, mr, wide)
+def score_function(isa, mr):
+    tile = microkernels.score_tile(isa, mr)
 
     @njit
     def scores(q, k, start, ck, cq, x):
         stride = q.shape[1]
         tile(q, 0, stride, k, 0, stride // 4, start, ck, 0, cq, 0, x, 0, STRIDE)
+    return scores, "void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:,::1])"
+
+
+@functools.cache
+def changed_function(isa, mr, wide, cap, slope, has_bias):
+    """A tile of keys KEY and on of a larger problem; only the last row has no bias of its own."""
+    tile = microkernels.changed_tile(isa, mr, wide)
+
+    @bare
+    def scores(q, k, start, ck, cq, x, shift, bias):
+        stride = q.shape[1]
+        changes = Changes(cap, shift, slope, CENTRE, has_bias, bias.reshape(bias.size), -KEY, bias.shape[1], mr - 2)
+        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, x, 0, STRIDE, changes)
     return scores, (f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], "
-                    f"{'float32' if wide else 'int16'}[:,::1])")
+                    f"{'float32' if wide else 'int16'}[:,::1], float32[::1], float32[:,::1])")
 
 
 @functools.cache
@@ -80,9 +96,8 @@ def packed_keys(isa, k, bits):
 
 @on_every_machine
 @pytest.mark.parametrize("mr", microkernels.ROWS)
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("d, extreme", [(4, False), (64, False), (128, True)])
-def test_score_tile(isa, cpu, bits, mr, wide, d, extreme):
+def test_score_tile(isa, cpu, bits, mr, d, extreme):
     rng = np.random.default_rng(d)
     panel = VECTOR_ISAS[isa].nv * bits // 32
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
@@ -90,12 +105,43 @@ def test_score_tile(isa, cpu, bits, mr, wide, d, extreme):
         q, k = np.where(q > 0, 127, -127).astype(np.int8), np.where(k > 0, 127, -127).astype(np.int8)
     ck, cq = rng.random(panel).astype(np.float32), rng.random(mr).astype(np.float32)
     keys = packed_keys(isa, k, bits)
-    x = np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
-    Emulated(*score_function(isa, mr, wide), cpu, vector_bits=bits)(q, keys.data[0], keys.start[0], ck, cq, x)
+    x = np.full((mr, STRIDE), 99, np.int16)
+    Emulated(*score_function(isa, mr), cpu, vector_bits=bits)(q, keys.data[0], keys.start[0], ck, cq, x)
     exact = ((q.astype(np.int32) @ k.astype(np.int32).T).astype(np.float32) * ck) * cq[:, None]
-    want = exact if wide else np.clip(np.rint(exact), -32768, 32767).astype(np.int16)
+    want = np.clip(np.rint(exact), -32768, 32767).astype(np.int16)
     assert extreme <= (np.abs(exact).max() > 32768)                    # the extreme case saturates
     assert np.array_equal(x[:, :panel], want) and (x[:, panel:] == 99).all()
+
+
+@on_every_machine
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("cap, slope, has_bias", [
+    (0, 0, False), (7386, 0, False), (0, 9.5, False), (0, 0, True), (7386, -9.5, True)])
+def test_changed_tile(isa, cpu, bits, wide, cap, slope, has_bias):
+    mr, d = 4, 8
+    rng = np.random.default_rng(d)
+    panel = VECTOR_ISAS[isa].nv * bits // 32
+    q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
+    ck, cq = np.r_[np.zeros(KEY), rng.random(panel)].astype(np.float32), rng.random(mr).astype(np.float32) * F(1e-4 if cap else 1)
+    shift, bias = rng.standard_normal(mr).astype(np.float32), 10 * rng.standard_normal((mr - 1, panel)).astype(np.float32)
+    bias[0, :4] = -np.inf, np.finfo(np.float32).min, np.nan, 3e38
+    keys, x = packed_keys(isa, k, bits), np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
+    start = np.r_[np.zeros(KEY, np.int32), keys.start[0]]
+    function = changed_function(isa, mr, wide, F(cap), F(slope), has_bias)
+    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, shift, bias)
+    want = ((q.astype(np.int32) @ k.astype(np.int32).T).astype(np.float32) * ck[KEY:]) * cq[:, None]
+    if cap:
+        want = fixedpoint.softcap(want + shift[:, None], F(cap))
+    if slope:
+        want = want - F(slope) * np.abs(CENTRE + np.arange(mr)[:, None] - KEY - np.arange(panel)).astype(np.float32)
+    if has_bias:                                                       # the last row has none of its own
+        rows = bias[[*range(mr - 1), mr - 2]]
+        with np.errstate(over="ignore"):
+            want = np.where(rows == -np.inf, rows, np.maximum(want + rows * fixedpoint.LOG2E_Q8, fixedpoint.LOWEST))
+    if not wide:
+        want = np.clip(np.rint(np.where(np.isnan(want), 32767, want)), -32768, 32767)
+    np.testing.assert_array_equal(x[:, :panel], want)
+    assert (x[:, panel:] == 99).all()
 
 
 @on_every_machine
@@ -105,7 +151,9 @@ def test_wide_scores_are_cut_and_keep_nan(isa, cpu, bits):
     ck, cq = np.full(panel, 2.0**100, np.float32), np.array([2.0**20, -2.0**20], np.float32)
     ck[1], ck[2] = np.nan, 0
     keys, x = packed_keys(isa, k, bits), np.zeros((2, STRIDE), np.float32)
-    Emulated(*score_function(isa, 2, True), cpu, vector_bits=bits)(q, keys.data[0], keys.start[0], ck, cq, x)
+    ck, start = np.r_[np.zeros(KEY), ck].astype(np.float32), np.r_[np.zeros(KEY, np.int32), keys.start[0]]
+    function = changed_function(isa, 2, True, F(0), F(0), False)
+    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, np.zeros(2, F), np.zeros((1, 1), F))
     want = np.tile(np.array([fixedpoint.T_LIMIT, -fixedpoint.T_LIMIT])[:, None], panel)
     want[:, 1], want[:, 2] = np.nan, 0
     assert np.array_equal(x[:, :panel], want, equal_nan=True)
@@ -170,7 +218,7 @@ def test_row_weights_of_float_values(isa, cpu, bits, keys):
 def test_hot_loops_hold_nothing_else(isa, cpu, bits):
     """24 dot products, 4 loads of columns, 6 of rows, and loop control per step: no spill, nothing widened."""
     lanes = "z.s" if isa == "sve" else "v.4s"
-    for function, dot in ((score_function(isa, 6, False), "sdot"), (value_function(isa, 6, 4), "udot")):
+    for function, dot in ((score_function(isa, 6), "sdot"), (value_function(isa, 6, 4), "udot")):
         loop = assembly.hot_loop(Emulated(*function, cpu, vector_bits=bits).code.assembly)
         counts = assembly.histogram(loop.instructions)
         steps = counts[f"{dot} {lanes}"] // 24
@@ -192,7 +240,7 @@ def test_softmax_stays_in_narrow_lanes(isa, cpu, bits):
 def test_an_instruction_set_that_the_target_lacks_is_an_error(isa, cpu, feature):
     """LLVM would abort the process (P49)."""
     lanes = lanes_of(isa)
-    score, value, softmax = score_function(isa, 6, False), value_function(isa, 6, 4), softmax_function(isa, KEY_BLOCK)
+    score, value, softmax = score_function(isa, 6), value_function(isa, 6, 4), softmax_function(isa, KEY_BLOCK)
     for function in (score, value, softmax, (njit(lambda: lanes()), "int64()")):
         with pytest.raises(UnsupportedError, match=f"{isa}.* needs .*{feature}.* target '{cpu}' lacks"):
             Emulated(*function, cpu)

@@ -13,7 +13,7 @@ CPU = "sapphirerapids"
 def code():
     if CPU not in codegen.TRIPLES:
         pytest.skip(f"this LLVM does not know {CPU}")
-    multiply, both = amx.multiply("tdpbssd"), amx.multiply_beside("tdpbssd", amx.score_rows(False))
+    multiply, both = amx.multiply("tdpbssd"), amx.multiply_beside("tdpbssd", amx.score_rows())
     configure, save, scratch, release = amx.configure, amx.save, amx.scratch_blocks, amx.release
 
     from numba import njit
@@ -25,7 +25,7 @@ def code():
         multiply(q, 0, 128, k, 0, 256, steps)
         save(room, 0)
         for i in range(1, n):
-            both(q, 0, 128, k, 0, 256, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128)
+            both(q, 0, 128, k, 0, 256, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128, ())
             save(room, i)
         release()
     types = "void(int64, int64, uint8[::1], int8[::1], float32[::1], float32[::1], int16[::1])"
@@ -87,7 +87,7 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
         room = scratch()
         multiply(a, 0, 64 * steps, b, 0, 128, steps)
         save(room, 0)
-        finish(room, 0, s, 0, t, 0, o, 0, 32)
+        finish(room, 0, s, 0, t, 0, o, 0, 32, ())
         release()
     out[:] = 0
     run(a.reshape(-1), packed, ones, ones, out.reshape(-1))

@@ -15,7 +15,7 @@ from numflash.cuda import emulate, forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
-from numflash.cuda.kernels.pieces import tanh_exact
+from numflash.cuda.kernels.pieces import softcap_exact
 from numflash.errors import UnsupportedError
 
 
@@ -142,15 +142,15 @@ def test_weight_is_exp2_p8():
     assert np.array_equal(out, fx.exp2_p8((-t).astype(np.uint16)))
 
 
-def test_tanh_is_tanh_f32():
+def test_softcap_is_the_shared_definition():
     def kernel(x, out):
         i = cuda.grid(1)
-        out[i] = tanh_exact(x[i])
+        out[i] = softcap_exact(x[i], types.float32(7386))
     x = np.concatenate([np.linspace(-30, 30, 4090), [0.0, -0.0, np.inf, -np.inf, 1e-30, -1e-30]]).astype(np.float32)
     out = np.zeros_like(x)
     floats = types.Array(types.float32, 1, "C")
     emulate(Source(kernel, types.void(floats, floats), 1024), 4, None, [x, out])
-    assert np.array_equal(out.view(np.int32), fx.tanh_f32(x).view(np.int32))
+    assert np.array_equal(out.view(np.int32), fx.softcap(x, np.float32(7386)).view(np.int32))
 
 
 @pytest.mark.slow

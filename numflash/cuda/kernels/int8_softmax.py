@@ -14,7 +14,7 @@ from ... import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
 from .int8_rows import PART
-from .pieces import NEG_INF, tanh_exact
+from .pieces import NEG_INF, softcap_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 HIDDEN, SPOILED = -(1 << 31), (1 << 31) - 1       # t of a hidden key, and of a score that is no number: beyond every other
@@ -80,6 +80,8 @@ def quad_isum(x):
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
 
+    With softcap, cq makes scores in units of the cap, to which the row's shift belongs; `cap` is in Q8.8.
+
     log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides): `s` becomes t, `top` the largest of each
     row. `table` is the place of the thread's first row (`int8_rows`), `first` the key of its first element, `scales_at` the shared
     address of that key's ck, `place` = (batch, diagonal).
@@ -114,7 +116,7 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                     if general:                      # beyond the limit nothing changes, but infinities would make NaN
                         x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
                     if softcap:
-                        x = ptx.mul(cap, tanh_exact(ptx.div(ptx.add(x, shift[r]), cap)))
+                        x = softcap_exact(ptx.add(x, shift[r]), cap)
                     if alibi:
                         x = ptx.sub(x, ptx.mul(slope[r], ptx.to_float(i32(abs(query[r] + diagonal - j)))))
                     if mask and seen:

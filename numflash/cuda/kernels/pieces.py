@@ -14,8 +14,8 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
-TWO_LOG2E, ROUND = f32(fx.TWO_LOG2E), f32(fx.ROUND)
-E1, E2, E3, E4, E5 = (f32(c) for c in (fx.E1, fx.E2, fx.E3, fx.E4, fx.E5))
+CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2))
+CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:
@@ -189,18 +189,11 @@ def tanh_accurate(x):
 
 
 @device_function
-def tanh_exact(x):
-    """`fixedpoint.tanh_f32`, each operation rounded once: the same bits as on the CPU."""
-    z = ptx.fmin(ptx.mul(abs(x), TWO_LOG2E), f32(40))
-    n = ptx.sub(ptx.add(z, ROUND), ROUND)
-    f = ptx.sub(z, n)
-    e = ptx.add(ptx.mul(f, E5), E4)
-    e = ptx.add(ptx.mul(f, e), E3)
-    e = ptx.add(ptx.mul(f, e), E2)
-    e = ptx.add(ptx.mul(f, e), E1)
-    e = ptx.add(ptx.mul(f, e), f32(1))
-    e = ptx.mul(e, ptx.from_bits(u32(i32(n) + 127) << u32(23)))       # 2**n, exact
-    y = ptx.div(ptx.sub(e, f32(1)), ptx.add(e, f32(1)))
-    if x != x:
-        return x
-    return ptx.from_bits(ptx.bits(y) | (ptx.bits(x) & u32(0x80000000)))       # copysign: -0 stays -0
+def softcap_exact(x, cap):
+    """`fixedpoint.softcap`, each operation rounded once: the same bits as on the CPU. A NaN becomes CAP_LIMIT."""
+    x = ptx.fmax(ptx.fmin(x, CAP_LIMIT), -CAP_LIMIT)
+    z = ptx.mul(x, x)
+    p = ptx.add(ptx.mul(ptx.add(z, CAP_P1), z), CAP_P0)
+    q = ptx.add(ptx.mul(ptx.add(z, CAP_Q2), z), CAP_Q1)
+    q = ptx.add(ptx.mul(q, z), CAP_Q0)
+    return ptx.div(ptx.mul(ptx.mul(x, ptx.mul(cap, CAP_UNIT)), p), q)
