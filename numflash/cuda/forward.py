@@ -96,6 +96,27 @@ def _resident(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
     return frozenset() if results is None else frozenset(id(x) for x in arrays if x.base is not None)
 
 
+def _one_mask(problem: Problem) -> tuple[np.ndarray | None, str]:
+    """The mask that a 16-bit kernel reads, and its kind: "", "bool" or "float" (a boolean mask then hides by -inf)."""
+    if problem.bias is None:
+        return problem.mask, "" if problem.mask is None else "bool"
+    return problem.bias if problem.mask is None else np.where(problem.mask, problem.bias, np.float32(-np.inf)), "float"
+
+
+def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarray]:
+    """Slopes (B x H) and sinks (H) as a 16-bit kernel reads them; one number that nobody reads where there are none."""
+    nothing = np.zeros(1, np.float32)
+    slopes = nothing if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
+    return slopes, nothing if results is None or problem.sinks is None else problem.sinks
+
+
+def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, Any]:
+    """The constants that say what a 16-bit kernel has code for."""
+    return {"dtype": problem.precision, "band": band(problem)[0], "mask": mask, "softcap": bool(problem.softcap),
+            "alibi": problem.alibi_slopes is not None, "sinks": results is not None and problem.sinks is not None,
+            "transform": problem.scale <= 0}
+
+
 def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The launch of `kernels.flash_float` for a float16 or bfloat16 problem; `results` (out, lse) say that it lies on the card.
 
@@ -108,21 +129,15 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
     q, k, v, out, lse = _operands(problem, results)
     group = nh // nkv
-    has_band, left, right = band(problem)
-    mask = problem.mask if problem.bias is None else problem.bias
-    kind = "" if mask is None else "bool" if problem.bias is None else "float"
-    if problem.bias is not None and problem.mask is not None:
-        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
+    _, left, right = band(problem)
+    mask, kind = _one_mask(problem)
     stored = np.zeros(1, np.uint8) if mask is None else _storage(mask, results)
-    sinks = np.zeros(1, np.float32) if results is None or problem.sinks is None else problem.sinks
-    slopes = np.zeros(1, np.float32) if problem.alibi_slopes is None else np.ascontiguousarray(problem.alibi_slopes, np.float32)
+    slopes, sinks = _per_head(problem, results)
     turing = arch == "sm_75"
     tiling = cuda_tiling("sm_75" if turing else "sm_80", problem.precision, padded(d), padded(dv))
     block_q = rows_per_block(tiling, length * group)
-    constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": tiling.key_block, "dtype": problem.precision,
-                 "group": group, "band": has_band, "mask": kind, "softcap": bool(problem.softcap),
-                 "alibi": problem.alibi_slopes is not None, "sinks": results is not None and problem.sinks is not None,
-                 "transform": problem.scale <= 0, "turing": turing}
+    constants = {"d": padded(d), "dv": padded(dv), "block_q": block_q, "block_k": tiling.key_block, "group": group,
+                 "turing": turing, **_float_options(problem, kind, results)}
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + _strides(mask, results)
     # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of log2
     args = ((q, k, v, out, lse, *_places(problem, s), stored, slopes, sinks), strides,
@@ -134,21 +149,26 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
 
 
 def hopper_forward(problem: Problem, overlap: bool = True, results: Results = None) -> Launch:
-    """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem without masks, softcap and ALiBi."""
+    """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem; sinks as for `float_forward`."""
     from .kernels.flash_hopper import BLOCK_Q, PANEL, flash_hopper
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)
-    has_band, left, right = band(problem)
+    _, left, right = band(problem)
     tiling = cuda_tiling("sm_90a", problem.precision, d, dv)
     wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
-    block_k = tiling.key_block
-    constants = {"d": wide, "dv": dv_wide, "block_k": block_k, "dtype": problem.precision, "group": nh // nkv, "band": has_band,
-                 "overlap": overlap}
-    maps = [TensorMap(x, (1, 1, rows, PANEL)) for x, rows in ((q, BLOCK_Q), (k, block_k), (v, block_k))]
-    args = ((maps, out, lse, *_places(problem, s)), tuple(int(n) for n in out.strides[:3]),
-            (length, v.shape[-1] * 2, nh, left, right), np.float32(problem.scale * LOG2E))
-    return Launch(flash_hopper, constants, "sm_90a", (-(-length // BLOCK_Q), nh, nb), args, lambda: (out[..., :dv], lse),
-                  _resident(results, q, k, v, out, lse))
+    block_k, packed = tiling.key_block, packed_heads(nh // nkv)
+    mask, kind = _one_mask(problem)
+    stored = np.zeros(1, np.uint8) if mask is None else _storage(mask, results)
+    slopes, sinks = _per_head(problem, results)
+    constants = {"d": wide, "dv": dv_wide, "block_k": block_k, "group": nh // nkv, "packed": packed, "overlap": overlap,
+                 **_float_options(problem, kind, results)}
+    maps = [TensorMap(packed_rows(q, packed), (1, 1, BLOCK_Q // packed, packed, PANEL)),
+            *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v))]
+    args = ((maps, out, lse, *_places(problem, s), stored, slopes, sinks),
+            (*(int(n) for n in out.strides[:3]), *_strides(mask, results)),
+            (length, v.shape[-1] * 2, nh, left, right), (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)))
+    return Launch(flash_hopper, constants, "sm_90a", (-(-length * packed // BLOCK_Q), nh // packed, nb), args,
+                  lambda: (out[..., :dv], lse), _resident(results, q, k, v, out, lse, stored, sinks))
 
 
 def int8_forward(problem: Problem, arch: str) -> Launch:

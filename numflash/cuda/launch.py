@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..validation import Problem
 from .compile import ARCHITECTURES, Compiled, compiled
-from .forward import Launch, Results, emulated, float32_forward, float_forward, hopper_forward, int8_forward
+from .forward import MMA_ROWS, Launch, Results, emulated, float32_forward, float_forward, hopper_forward, int8_forward, packed_heads
 from .tensormap import TensorMap
 
 EMULATED_ARCH = "sm_80"
@@ -29,19 +29,16 @@ _CTYPES: dict[str, Any] = {"int32": ctypes.c_int32, "uint32": ctypes.c_uint32, "
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card.
 
-    On sm_90a wgmma kernels take INT8 problems and 16-bit problems of many queries. What the 16-bit one has no code for (masks,
-    softcap, ALiBi, sinks, a scale that is not positive), INT8 with float values, and what would not fill tiles of 128 rows go
+    On sm_90a wgmma kernels take INT8 and 16-bit problems; INT8 with float values, and what would not fill tiles of 128 rows, go
     to the sm_80 kernels, built for sm_90a.
     """
     if problem.precision == "int8":
         return int8_forward(problem, arch)
     if problem.precision == "float32":
         return float32_forward(problem, arch, results)
-    given = (problem.mask, problem.bias, problem.alibi_slopes, problem.sinks if results is not None else None)
-    general = any(x is not None for x in given) or problem.softcap != 0 or problem.scale <= 0
     _, nh, nkv, length, *_ = problem.shape
-    few = nh > nkv and length <= 64                    # packed, the heads of a group share one tile
-    if arch != "sm_90a" or general or few:
+    few = nh > nkv and length * packed_heads(nh // nkv) <= MMA_ROWS
+    if arch != "sm_90a" or few:
         return float_forward(problem, arch, results)
     return hopper_forward(problem, results=results)
 

@@ -83,9 +83,19 @@ def test_blackwell(factory, arch, d, stack):
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
 def test_hopper(d, block_k, overlap, ping_pong):
     found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap, ping_pong=ping_pong)
-    assert found.count("HGMMA") == d // 16 + block_k // 16 * (2 if overlap else 1)
+    assert found.count("HGMMA") == (d // 16 + block_k // 16) * (2 if overlap else 1)
+    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == (4 if overlap else 2), "a wait after each product"
     assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
-    assert found.registers == 168             # 65536 / 384, shared out by setmaxnreg
+    assert found.registers == 168                                                 # 65536 / 384, shared out by setmaxnreg
+
+
+@pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
+@pytest.mark.parametrize("options", [{"mask": "bool", "band": True, "group": 4, "packed": 4},
+                                     {"mask": "float", "softcap": True, "alibi": True, "sinks": True}])
+def test_hopper_with_options(d, block_k, options):
+    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, **options)
+    assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2 and found.registers == 168
+    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 4
 
 
 @pytest.mark.parametrize(("arch", "d", "registers", "options"), [

@@ -14,19 +14,23 @@ from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
 from .pieces import (
+    LOG2E,
     NEG_INF,
     join_sink,
+    make_adjust,
+    make_hide,
     make_load_rows,
     make_load_tile,
     make_store_rows,
+    make_tile_range,
     quad_max,
     quad_sum,
     swizzle_of,
-    tanh_accurate,
 )
+from .products import make_add, make_scores, make_stage
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-LOG2E, LN2 = f32(math.log2(math.e)), f32(math.log(2))
+LN2 = f32(math.log(2))
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks
 # strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
@@ -50,7 +54,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     sinks : exp(sink) of the head joins each row's sum
     """
     _warps, threads = block_q // 16, block_q * 2
-    k_steps, key_tiles, value_tiles, p_steps = d // 16, block_k // 8, dv // 8, block_k // 16
+    k_steps, key_tiles, value_tiles = d // 16, block_k // 8, dv // 8
     n_s, n_o, n_q = key_tiles * 4, value_tiles * 4, k_steps * 4
     d_bytes, dv_bytes = d * 2, dv * 2
     keep_q = d < 128                                   # Q's fragments stay in registers where there is room (the ladder's rung 7)
@@ -60,8 +64,10 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     transform = transform or softcap or alibi or mask == "float"
-    has_mask, float_mask = bool(mask), mask == "float"
-    mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
+    options, adjust = transform or bool(mask), make_adjust(key_tiles, transform, softcap, alibi, mask)
+    hide = make_hide(key_tiles)
+    scores, add = make_scores(d, block_k, dtype, turing, keep_q), make_add(dv, block_k, dtype, turing)
+    stage_rows, tile_range = make_stage(dv, dtype, turing), make_tile_range(block_q, block_k, group, band)
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
@@ -71,7 +77,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     def flash(pointers, strides, sizes, factors):
         q, k, v, o_out, lse_out, diagonals, lengths, mask_at, slopes, sinks_at = pointers
         queries, d_left, dv_left, heads, left, right = sizes
-        scale, cap = factors
+        scale = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
@@ -83,35 +89,24 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
         v = v + u64(batch * strides[6] + kv_head * strides[7])
         q = q + u64(batch * strides[0] + kv_head * group * strides[1])
 
-        # rows of this block, and the tiles of keys that any of them sees
-        rows = queries * group
-        first = i32(cuda.blockIdx.x) * block_q
+        # rows of this block, the tiles of keys that any of them sees, and the keys that all of them see
+        rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles = i32(0), (keys + block_k - 1) // block_k
-        whole_low, whole_high = i32(0), keys           # every row sees keys whole_low <= j < whole_high
-        if band:
-            low = first // group + diagonal
-            high = (min(first + block_q, rows) - 1) // group + diagonal
-            tile = max(low - left, 0) // block_k
-            tiles = min(tiles, (max(high + right + 1, 0) + block_k - 1) // block_k)
-            whole_low, whole_high = max(high - left, 0), min(keys, low + right + 1)
+        tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)
 
         # query and key range of the two rows that this thread holds
-        row0 = first + warp * 16 + (lane >> 2)
-        query0, query1 = row0 // group, (row0 + 8) // group
-        low0, low1, high0, high1 = i32(0), i32(0), keys, keys
-        if band:
-            low0, low1 = query0 + diagonal - left, query1 + diagonal - left
-            high0, high1 = min(keys, query0 + diagonal + right + 1), min(keys, query1 + diagonal + right + 1)
-        head0 = kv_head * group + (row0 - query0 * group)
-        head1 = kv_head * group + (row0 + 8 - query1 * group)
-        slope0, slope1 = f32(0), f32(0)
-        if alibi:
-            if row0 < rows:
-                slope0 = ptx.load_global_f32(slopes + u64((batch * heads + head0) * 4)) * LOG2E
-            if row0 + 8 < rows:
-                slope1 = ptx.load_global_f32(slopes + u64((batch * heads + head1) * 4)) * LOG2E
+        row = i32(first + warp * 16 + (lane >> 2))
+        query, head, slope = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32)
+        low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        for r in range(2):
+            query[r] = i32((row + 8 * r) // group)
+            head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))
+            slope[r], low[r], high[r] = f32(0), i32(0), keys
+            if alibi and query[r] < queries:
+                slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4)) * LOG2E
+            if band:
+                low[r], high[r] = i32(query[r] + diagonal - left), i32(min(keys, query[r] + diagonal + right + 1))
 
         load_q(sq, q, strides[1], strides[2], first, rows, d_left, thread)
         if not turing and tile < tiles:
@@ -125,8 +120,6 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
         qf = cuda.local.array(n_qf, u32)               # A fragments of Q
         s = cuda.local.array(n_s, f32)                 # scores, then weights: 16 x block_k per warp
         o = cuda.local.array(n_o, f32)                 # output: 16 x dv per warp
-        a = cuda.local.array(4, u32)
-        b = cuda.local.array(4, u32)
         for i in range(n_o):
             o[i] = f32(0)
         m0, m1, l0, l1 = NEG_INF, NEG_INF, f32(0), f32(0)
@@ -159,58 +152,12 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
                            thread)
                 ptx.cp_async_commit()
 
-            # S = Q . K^T
-            k_at = sk + u32(stage * k_size) + u32(k_row * d_bytes)
-            for i in range(n_s):
-                s[i] = f32(0)
-            for step in range(k_steps):
-                if not keep_q:
-                    ptx.ldmatrix(qf, 0, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
-                qi = step * 4 if keep_q else 0
-                for n in range(key_tiles // 2):
-                    ptx.ldmatrix(b, 0, k_at + u32(n * 16 * d_bytes) + ((k_chunk ^ u32(2 * step)) << u32(4)))
-                    if turing:
-                        mma8(s, 8 * n, qf, qi, b, 0)
-                        mma8(s, 8 * n, qf, qi + 2, b, 1)
-                        mma8(s, 8 * n + 4, qf, qi, b, 2)
-                        mma8(s, 8 * n + 4, qf, qi + 2, b, 3)
-                    else:
-                        mma(s, 8 * n, qf, qi, b, 0)
-                        mma(s, 8 * n + 4, qf, qi, b, 2)
-
-            if transform:
-                for n in range(key_tiles):
-                    for e in range(4):
-                        j = start + 8 * n + 2 * (lane & 3) + (e & 1)
-                        x = s[4 * n + e] * scale       # in units of log2
-                        if softcap:
-                            x = cap * tanh_accurate(ptx.div(x, cap))
-                        if alibi:
-                            query = query1 if e > 1 else query0
-                            x -= (slope1 if e > 1 else slope0) * f32(abs(query + diagonal - j))
-                        s[4 * n + e] = x
-            if has_mask:
-                for n in range(key_tiles):
-                    for e in range(4):
-                        j = start + 8 * n + 2 * (lane & 3) + (e & 1)
-                        query = query1 if e > 1 else query0
-                        head = head1 if e > 1 else head0
-                        if query < queries and j < keys:
-                            at = mask_at + u64(batch * strides[12] + head * strides[13] + query * strides[14] + j * strides[15])
-                            if float_mask:
-                                bias = ptx.load_global_f32(at)
-                                if bias == NEG_INF:
-                                    s[4 * n + e] = NEG_INF
-                                else:
-                                    s[4 * n + e] += bias * LOG2E
-                            elif ptx.load_global_u8(at) == u32(0):
-                                s[4 * n + e] = NEG_INF
+            scores(s, qf, q_at, q_chunk, sk + u32(stage * k_size) + u32(k_row * d_bytes), k_chunk)
+            here = i32(start + 2 * (lane & 3))
+            if options:
+                adjust(s, here, query, head, slope, (batch, diagonal), (queries, keys), factors, mask_at, strides[12:])
             if start < whole_low or start + block_k > whole_high:
-                for n in range(key_tiles):
-                    for e in range(4):
-                        j = start + 8 * n + 2 * (lane & 3) + (e & 1)
-                        if j < (low1 if e > 1 else low0) or j >= (high1 if e > 1 else high0):
-                            s[4 * n + e] = NEG_INF
+                hide(s, here, low, high)
 
             # online softmax: the new maximum, and what it does to the sums so far
             x0, x1 = m0, m1
@@ -235,21 +182,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
                     o[4 * n + e] *= alpha0
                     o[4 * n + 2 + e] *= alpha1
 
-            # O += P . V: two accumulator tiles of S are one A operand
-            v_at = sv + u32(stage * v_size) + u32(v_row * dv_bytes)
-            for step in range(p_steps):
-                for e in range(4):
-                    a[e] = pack(s[8 * step + 2 * e], s[8 * step + 2 * e + 1])
-                for n in range(value_tiles // 2):
-                    ptx.ldmatrix_trans(b, 0, v_at + u32(step * 16 * dv_bytes) + ((v_chunk ^ u32(2 * n)) << u32(4)))
-                    if turing:
-                        mma8(o, 8 * n, a, 0, b, 0)
-                        mma8(o, 8 * n, a, 2, b, 1)
-                        mma8(o, 8 * n + 4, a, 0, b, 2)
-                        mma8(o, 8 * n + 4, a, 2, b, 3)
-                    else:
-                        mma(o, 8 * n, a, 0, b, 0)
-                        mma(o, 8 * n + 4, a, 0, b, 2)
+            add(o, s, sv + u32(stage * v_size) + u32(v_row * dv_bytes), v_chunk)
             if turing:
                 cuda.syncthreads()
             else:
@@ -263,30 +196,24 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
         x1 = NEG_INF if l1 == f32(0) else m1 * factor
         r0, r1 = f32(1), f32(1)
         if sinks:
-            if row0 < rows:
-                x0, l0, r0 = join_sink(x0, l0, ptx.load_global_f32(sinks_at + u64(head0 * 4)) * LOG2E)
-            if row0 + 8 < rows:
-                x1, l1, r1 = join_sink(x1, l1, ptx.load_global_f32(sinks_at + u64(head1 * 4)) * LOG2E)
+            if query[0] < queries:
+                x0, l0, r0 = join_sink(x0, l0, ptx.load_global_f32(sinks_at + u64(head[0] * 4)) * LOG2E)
+            if query[1] < queries:
+                x1, l1, r1 = join_sink(x1, l1, ptx.load_global_f32(sinks_at + u64(head[1] * 4)) * LOG2E)
         r0 = f32(0) if l0 == f32(0) else r0 * ptx.rcp(l0)
         r1 = f32(0) if l1 == f32(0) else r1 * ptx.rcp(l1)
         if lane & 3 == 0:
-            if row0 < rows:
-                ptx.store_global_f32(lse_out + u64(((batch * heads + head0) * queries + query0) * 4), (x0 + ptx.lg2(l0)) * LN2)
-            if row0 + 8 < rows:
-                ptx.store_global_f32(lse_out + u64(((batch * heads + head1) * queries + query1) * 4), (x1 + ptx.lg2(l1)) * LN2)
+            if query[0] < queries:
+                ptx.store_global_f32(lse_out + u64(((batch * heads + head[0]) * queries + query[0]) * 4), (x0 + ptx.lg2(l0)) * LN2)
+            if query[1] < queries:
+                ptx.store_global_f32(lse_out + u64(((batch * heads + head[1]) * queries + query[1]) * 4), (x1 + ptx.lg2(l1)) * LN2)
         # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
         if dv > d:
             cuda.syncthreads()
         else:
             cuda.syncwarp()
         mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
-        o_row = lane >> 2
-        o_at = mine + u32((lane & 3) * 4)
-        for n in range(value_tiles):
-            c0 = u32((n ^ ((o_row >> shift_v) & xor_v)) << 4)
-            c1 = u32((n ^ (((o_row + 8) >> shift_v) & xor_v)) << 4)
-            ptx.store_shared_f32(o_at + u32(o_row * dv_bytes) + c0, ptx.from_bits(pack(o[4 * n] * r0, o[4 * n + 1] * r0)))
-            ptx.store_shared_f32(o_at + u32((o_row + 8) * dv_bytes) + c1, ptx.from_bits(pack(o[4 * n + 2] * r1, o[4 * n + 3] * r1)))
+        stage_rows(o, mine, r0, r1, lane)
         cuda.syncwarp()
         store_o(mine, o_out + u64(batch * strides[9] + kv_head * group * strides[10]),
                 strides[10], strides[11], first + warp * 16, rows, dv_left, lane)

@@ -14,16 +14,17 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
-from .pieces import NEG_INF, quad_max, quad_sum
+from .pieces import LOG2E, NEG_INF, join_sink, make_adjust, make_hide, make_tile_range, quad_max, quad_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
 STAGES, PANEL = 2, PANEL_BYTES // 2        # columns of a panel
 
-# pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths;  strides in bytes of o: batch, head, row
-# sizes: queries, bytes per row of o, query heads, left, right;  scale * log2(e)
-SIGNATURE = types.void(types.UniTuple(u64, 5), types.UniTuple(i64, 3), types.UniTuple(i32, 5), f32)
+# pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes, sinks
+# strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
+# sizes: queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
+SIGNATURE = types.void(types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2))
 
 
 def make_softmax(key_tiles: int):
@@ -47,21 +48,13 @@ def make_softmax(key_tiles: int):
     return softmax
 
 
-def make_hide(key_tiles: int):
-    """Scores of keys outside [low, high) of each row become -inf."""
-    @device_function
-    def hide(s, first, low, high):
-        for n in range(key_tiles):
-            for e in range(4):
-                j = first + 8 * n + (e & 1)
-                if j < low[e >> 1] or j >= high[e >> 1]:
-                    s[4 * n + e] = NEG_INF
-    return hide
+def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: int = 1, packed: int = 1,
+                 band: bool = False, mask: str = "", softcap: bool = False, alibi: bool = False, transform: bool = False,
+                 sinks: bool = False, overlap: bool = True, ping_pong: bool = False) -> Source:
+    """The kernel for head sizes d and dv, multiples of 64; `packed`, a power of two, divides `group`; options as for `flash_float`.
 
-
-def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: int = 1, band: bool = False,
-                 overlap: bool = True, ping_pong: bool = False) -> Source:
-    """The kernel for head sizes d and dv, multiples of 64."""
+    Row r of the problem is query r // packed of head r % packed of those that are packed together.
+    """
     key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
@@ -74,7 +67,11 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
+    transform = transform or softcap or alibi or mask == "float"
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
+    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask)
+    tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
+    options = transform or bool(mask)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
     @device_function
@@ -94,25 +91,58 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             for e in range(4):
                 o[4 * n + e] *= alpha[e >> 1]
 
-    def flash(pointers, strides, sizes, scale):
-        maps, o_out, lse_out, diagonals, lengths = pointers
+    @device_function
+    def begin(s, o, dq, n, full, ring, turn):
+        """Waits for the keys of the ring's tile n and issues their scores."""
+        stage = u32(n & 1)
+        ptx.mbarrier_wait(full + stage * u32(16), u32((n >> 1) & 1))
+        if ping_pong:
+            ptx.barrier(turn, u32(256))
+        fence_s(s, 0)
+        fence_o(o, 0)
+        ptx.wgmma_fence()
+        issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(pair)))
+        ptx.wgmma_commit()
+
+    @device_function
+    def finish(o, p, n, full, ring):
+        """Waits for the values of the ring's tile n, and for their product."""
+        stage = u32(n & 1)
+        ptx.mbarrier_wait(full + stage * u32(16) + u32(8), u32((n >> 1) & 1))
+        fence_o(o, 0)
+        ptx.wgmma_fence()
+        outputs(o, p, descriptor(value_descriptor, ring + stage * u32(pair) + u32(k_size)))
+        ptx.wgmma_commit()
+        wait_none()
+        fence_o(o, 0)
+
+    @device_function
+    def soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides):
+        """Options and the online softmax on the scores of tile t."""
+        query, head, slope, low, high = rows
+        whole_low, whole_high, batch, diagonal, queries, keys = limits
+        here = i32(t * block_k + 2 * (lane & 3))
+        if options:
+            adjust(s, here, query, head, slope, (batch, diagonal), (queries, keys), factors, mask_at, strides[3:])
+        if t * block_k < whole_low or (t + 1) * block_k > whole_high:
+            hide(s, here, low, high)
+        softmax(s, m, l, alpha, f32(1) if transform else factors[0])
+
+    def flash(pointers, strides, sizes, factors):
+        maps, o_out, lse_out, diagonals, lengths, mask_at, slopes, sinks_at = pointers
         queries, dv_left, heads, left, right = sizes
+        scale = f32(1) if transform else factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warpgroup = thread & 31, thread >> 7
-        head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        first_head, batch = i32(cuda.blockIdx.y) * packed, i32(cuda.blockIdx.z)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
         full_q, full, empty = base, base + u32(16), base + u32(64)     # full and empty: 16 bytes per stage, keys then values
         sq, ring = base + u32(1024), base + u32(first_tile)
         first = i32(cuda.blockIdx.x) * BLOCK_Q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles = i32(0), (keys + block_k - 1) // block_k
-        if band:
-            low_row = first + diagonal
-            high_row = min(first + BLOCK_Q, queries) - 1 + diagonal
-            tile = max(low_row - left, 0) // block_k
-            tiles = min(tiles, (max(high_row + right + 1, 0) + block_k - 1) // block_k)
+        tile, tiles, whole_low, whole_high = tile_range(first, queries * packed, keys, diagonal, left, right)
         if thread == 0:
             ptx.mbarrier_init(full_q, u32(1))
             for i in range(2 * STAGES):
@@ -127,7 +157,8 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             if thread == 0:
                 ptx.mbarrier_expect(full_q, u32(q_size))
                 for h in range(d_panels):
-                    ptx.tma_load_4d(sq + u32(h * q_panel), maps, i32(h * PANEL), first, head, batch, full_q)
+                    ptx.tma_load_5d(sq + u32(h * q_panel), maps, i32(h * PANEL), i32(0), first // packed, first_head // packed,
+                                    batch, full_q)
                 n = i32(0)
                 for t in range(tile, tiles):
                     stage, parity = u32(n & 1), u32(((n >> 1) & 1) ^ 1)
@@ -135,116 +166,117 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     ptx.mbarrier_wait(empty + stage * u32(16), parity)
                     ptx.mbarrier_expect(bar, u32(k_size))
                     for h in range(d_panels):
-                        ptx.tma_load_4d(at + u32(h * k_panel), maps + u64(128), i32(h * PANEL), i32(t * block_k), head // group,
-                                        batch, bar)
+                        ptx.tma_load_4d(at + u32(h * k_panel), maps + u64(128), i32(h * PANEL), i32(t * block_k),
+                                        first_head // group, batch, bar)
                     ptx.mbarrier_wait(empty + stage * u32(16) + u32(8), parity)
                     ptx.mbarrier_expect(bar + u32(8), u32(v_size))
                     for h in range(dv_panels):
                         ptx.tma_load_4d(at + u32(k_size + h * k_panel), maps + u64(256), i32(h * PANEL), i32(t * block_k),
-                                        head // group, batch, bar + u32(8))
+                                        first_head // group, batch, bar + u32(8))
                     n += 1
         else:
             MORE()
             s, o, p = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
-            low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+            low, high, query, head = (cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32),
+                                      cuda.local.array(2, i32))
+            slope = cuda.local.array(2, f32)
             for i in range(n_o):
                 o[i] = f32(0)
             warp = (thread >> 5) & 3
             row = first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2)
             for r in range(2):
                 m[r], l[r] = NEG_INF, f32(0)
-                low[r], high[r] = i32(0), keys
+                query[r] = i32((row + 8 * r) // packed)
+                head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
+                slope[r], low[r], high[r] = f32(0), i32(0), keys
+                if alibi and query[r] < queries:
+                    slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4)) * LOG2E
                 if band:
-                    low[r] = i32(row + 8 * r + diagonal - left)
-                    high[r] = i32(min(keys, row + 8 * r + diagonal + right + 1))
-            # keys that every row of this warpgroup sees
-            whole_low, whole_high = i32(0), keys
-            if band:
-                whole_low = first + warpgroup * 64 - 1 + diagonal - left
-                whole_high = min(keys, first + (warpgroup - 1) * 64 + diagonal + right + 1)
+                    low[r] = i32(query[r] + diagonal - left)
+                    high[r] = i32(min(keys, query[r] + diagonal + right + 1))
             turn, other = u32(2 + warpgroup), u32(5 - warpgroup)       # named barriers; 1 and 2 are the warpgroups' own
             if ping_pong and warpgroup == 2 and tile < tiles:
                 ptx.barrier_arrive(other, u32(256))                    # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
+            rows = query, head, slope, low, high
+            limits = whole_low, whole_high, batch, diagonal, queries, keys
             n = i32(0)
-            for t in range(tile, tiles):
-                stage, parity = u32(n & 1), u32((n >> 1) & 1)
-                at, bar = ring + stage * u32(pair), full + stage * u32(16)
-                ptx.mbarrier_wait(bar, parity)
-                last_turn = warpgroup == 2 and t + 1 == tiles
-                if ping_pong:
-                    ptx.barrier(turn, u32(256))
-                fence_s(s, 0)
-                fence_o(o, 0)
-                ptx.wgmma_fence()
-                issue_scores(s, dq, descriptor(DESCRIPTOR, at))
-                ptx.wgmma_commit()
-                if overlap and n > 0:                            # last tile's P . V runs beside this tile's Q . K^T
+            if overlap:
+                # the first tile by itself: with a branch around products that are still under way ptxas waits after each of them
+                if tile < tiles:
+                    begin(s, o, dq, n, full, ring, turn)
+                    if ping_pong:
+                        ptx.barrier_arrive(other, u32(256))
+                    wait_none()
+                    fence_s(s, 0)
+                    ptx.mbarrier_arrive(empty)
+                    soften(s, m, l, alpha, tile, lane, rows, limits, factors, mask_at, strides)
+                    weights(p, s)
+                for t in range(tile + 1, tiles):                     # last tile's P . V runs beside this tile's Q . K^T
+                    n += 1
                     before = u32((n - 1) & 1)
+                    begin(s, o, dq, n, full, ring, turn)
                     ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
                     outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
                     ptx.wgmma_commit()
-                    if ping_pong and not last_turn:
+                    if ping_pong:
                         ptx.barrier_arrive(other, u32(256))
                     wait_one()
-                else:
-                    if ping_pong and not last_turn:
+                    fence_s(s, 0)
+                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
+                    soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides)
+                    wait_none()
+                    fence_o(o, 0)
+                    ptx.mbarrier_arrive(empty + before * u32(16) + u32(8))
+                    shrink(o, alpha)
+                    weights(p, s)
+                if tile < tiles:
+                    finish(o, p, n, full, ring)
+            else:
+                for t in range(tile, tiles):
+                    begin(s, o, dq, n, full, ring, turn)
+                    if ping_pong:
                         ptx.barrier_arrive(other, u32(256))
                     wait_none()
-                fence_s(s, 0)
-                ptx.mbarrier_arrive(empty + stage * u32(16))
-                if t * block_k < whole_low or (t + 1) * block_k > whole_high:
-                    hide(s, t * block_k + 2 * (lane & 3), low, high)
-                softmax(s, m, l, alpha, scale)
-                if overlap and n > 0:
-                    wait_none()
-                    fence_o(o, 0)
-                    ptx.mbarrier_arrive(empty + u32((n - 1) & 1) * u32(16) + u32(8))
-                shrink(o, alpha)
-                weights(p, s)
-                if not overlap:
-                    ptx.mbarrier_wait(bar + u32(8), parity)
-                    fence_o(o, 0)
-                    ptx.wgmma_fence()
-                    outputs(o, p, descriptor(value_descriptor, at + u32(k_size)))
-                    ptx.wgmma_commit()
-                    wait_none()
-                    fence_o(o, 0)
-                    ptx.mbarrier_arrive(empty + stage * u32(16) + u32(8))
-                n += 1
-            if overlap and n > 0:
-                before = u32((n - 1) & 1)
-                ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
-                fence_o(o, 0)
-                ptx.wgmma_fence()
-                outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
-                ptx.wgmma_commit()
-                wait_none()
-                fence_o(o, 0)
+                    fence_s(s, 0)
+                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
+                    soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides)
+                    shrink(o, alpha)
+                    weights(p, s)
+                    finish(o, p, n, full, ring)
+                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16) + u32(8))
+                    n += 1
 
+            if ping_pong and warpgroup == 1 and tile < tiles:
+                ptx.barrier(turn, u32(256))                          # what the other's last arrival is waiting for
             ptx.barrier(u32(warpgroup), u32(128))                # the four warps have all read their part of Q's tile
             mine = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128)
             for r in range(2):
                 l[r] = quad_sum(l[r])
-                share = f32(0) if l[r] == f32(0) else ptx.rcp(l[r])
+                top, share = NEG_INF if l[r] == f32(0) else m[r] * scale, f32(1)
+                if sinks and query[r] < queries:
+                    top, l[r], share = join_sink(top, l[r], ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E)
+                share = f32(0) if l[r] == f32(0) else share * ptx.rcp(l[r])
                 inner = i32((lane >> 2) + 8 * r)
-                if lane & 3 == 0 and row + 8 * r < queries:
-                    lse = NEG_INF if l[r] == f32(0) else m[r] * scale * LN2 + ptx.lg2(l[r]) * LN2
-                    ptx.store_global_f32(lse_out + u64(((batch * heads + head) * queries + row + 8 * r) * 4), lse)
+                if lane & 3 == 0 and query[r] < queries:
+                    lse = (top + ptx.lg2(l[r])) * LN2
+                    ptx.store_global_f32(lse_out + u64(((batch * heads + head[r]) * queries + query[r]) * 4), lse)
                 for c in range(value_tiles):
                     place = mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4) + (lane & 3) * 4)
                     ptx.store_shared_f32(place, ptx.from_bits(pack(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share)))
             cuda.syncwarp()
             four = cuda.local.array(4, u32)
-            o_at = o_out + u64(batch * strides[0] + head * strides[1])
-            for i in range(value_tiles * 16 // 32):
-                piece = lane + 32 * i
+            o_at = o_out + u64(batch * strides[0])
+            for turn_of in range(value_tiles * 16 // 32):
+                piece = lane + 32 * turn_of
                 inner, c = piece // value_tiles, piece % value_tiles
-                query = first + (warpgroup - 1) * 64 + warp * 16 + inner
-                if query < queries and c * 16 < dv_left:
+                mine_row = first + (warpgroup - 1) * 64 + warp * 16 + inner
+                i = mine_row // packed
+                if i < queries and c * 16 < dv_left:
                     ptx.load_shared_v4(four, 0, mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4)))
-                    ptx.store_global_v4(o_at + u64(query * strides[2] + c * 16), four, 0)
+                    h = first_head + mine_row - i * packed
+                    ptx.store_global_v4(o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0)
 
     return Source(flash, SIGNATURE, THREADS, first_tile + STAGES * pair + 1024)

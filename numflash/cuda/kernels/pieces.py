@@ -14,6 +14,7 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
+LOG2E = f32(math.log2(math.e))
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2))
 CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
@@ -186,6 +187,67 @@ def join_sink(x, l, sink):
 def tanh_accurate(x):
     """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
     return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * math.log2(math.e))))
+
+
+@functools.cache
+def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str) -> Any:
+    """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides): options on a fragment of float scores.
+
+    `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold one value for each of its two
+    rows, `place` = (batch, diagonal), `ends` = (queries, keys), `factors` = (scale * log2 e, softcap). With `transform` scores are
+    turned into units of log2, on which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added).
+    """
+    has_mask, float_mask = bool(mask), mask == "float"
+    # more code than that is not unrolled: the fragment turns, a part at a time, and is never indexed
+    part = min(4, key_tiles) if softcap or alibi or float_mask else key_tiles
+    turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
+
+    @device_function
+    def adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides):
+        batch, diagonal = place
+        queries, keys = ends
+        scale, cap = factors
+        done = cuda.local.array(n_part, f32)
+        for turn in range(turns):
+            for n in range(part):
+                for e in range(4):
+                    j = i32(first + 8 * (turn * part + n) + (e & 1))
+                    x = s[4 * n + e]
+                    if transform:
+                        x = x * scale
+                    if softcap:
+                        x = cap * tanh_accurate(ptx.div(x, cap))
+                    if alibi:
+                        x -= slope[e >> 1] * f32(abs(query[e >> 1] + diagonal - j))
+                    if has_mask and query[e >> 1] < queries and j < keys:
+                        at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + query[e >> 1] * strides[2]
+                                           + j * strides[3])
+                        if float_mask:
+                            bias = ptx.load_global_f32(at)
+                            x = NEG_INF if bias == NEG_INF else x + bias * LOG2E
+                        elif ptx.load_global_u8(at) == u32(0):
+                            x = NEG_INF
+                    s[4 * n + e] = x
+            if turns > 1:
+                for i in range(n_part):
+                    done[i] = s[i]
+                for i in range(n_s - n_part):
+                    s[i] = s[i + n_part]
+                for i in range(n_part):
+                    s[n_s - n_part + i] = done[i]
+    return adjust
+
+
+def make_hide(key_tiles: int) -> Any:
+    """hide(s, first, low, high): scores of keys outside [low, high) of each of the two rows become -inf."""
+    @device_function
+    def hide(s, first, low, high):
+        for n in range(key_tiles):
+            for e in range(4):
+                j = first + 8 * n + (e & 1)
+                if j < low[e >> 1] or j >= high[e >> 1]:
+                    s[4 * n + e] = NEG_INF
+    return hide
 
 
 @device_function

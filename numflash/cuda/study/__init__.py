@@ -74,8 +74,10 @@ def launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray, ar
     if rung.arch == "sm_90a":
         from ..tensormap import TensorMap
         lse, place = np.zeros(length, np.float32), np.array([0, key.shape[0]], np.int32)
-        maps = [TensorMap(x[None, None], (1, 1, 128, 64)) for x in (query, key, value)]
-        args: tuple = ((maps, out, lse, place[:1], place[1:]), (0, 0, 2 * d), (length, 2 * d, 1, 0, 0), scale)
+        maps = [TensorMap(query[None, None, :, None], (1, 1, 128, 1, 64)),
+                *(TensorMap(x[None, None], (1, 1, 128, 64)) for x in (key, value))]
+        args: tuple = ((maps, out, lse, place[:1], place[1:], place, place, place), (0, 0, 2 * d, 0, 0, 0, 0),
+                       (length, 2 * d, 1, 0, 0), (scale, np.float32(0)))
         return Launch(factory(rung), {"d": d, "dv": d, "block_k": 128, **rung.constants}, rung.arch, (length // 128, 1, 1), args,
                       lambda: (out, lse))
     args = (query, key, value, out, key.shape[0], scale)
