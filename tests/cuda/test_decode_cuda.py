@@ -1,4 +1,6 @@
 """Decode on CUDA in the emulator: INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors."""
+import functools
+
 import numpy as np
 import pytest
 from oracles import draw, naive
@@ -6,7 +8,8 @@ from oracles import draw, naive
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 from numflash import quantization, reference
-from numflash.cuda import launch_decode
+from numflash.cuda import launch_decode, resident
+from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
 from numflash.engine import DecodeEngine, State
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
@@ -124,6 +127,14 @@ def test_groups_of_heads(heads):
     assert_bits(cache, draw((B, heads, 1, D), 9), 2 if heads > 32 else 1)
 
 
+def test_groups_of_heads_in_floats():
+    """20 heads on a KV head: all rows of two tiles, each with a maximum of its own."""
+    cache, key, value = filled(130, "float16")
+    query = draw((B, 40, 1, D), 9)
+    for splits in (1, 2):
+        assert relative(cache.decode(query, splits=splits), expected(query, key, value)[0]) <= TOLERANCE["float16"]
+
+
 @pytest.mark.parametrize(("d", "dv"), [(5, 7), pytest.param(128, 64, marks=pytest.mark.slow), pytest.param(
     80, 96, marks=pytest.mark.slow), pytest.param(256, 256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
@@ -134,7 +145,8 @@ def test_channels(d, dv, dtype):
     query = draw((B, H, 1, d), 9)
     if dtype == "int8":
         assert_bits(cache, query, 1)
-    assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
+    for splits in (1, 2):
+        assert relative(cache.decode(query, splits=splits), expected(query, key, value)[0]) <= TOLERANCE[dtype]
 
 
 def test_storage_is_the_quantisation():
@@ -154,6 +166,15 @@ def test_floats_are_rounded_once(dtype):
     for a, b in zip(cache.read(1), rounded.read(1), strict=True):
         np.testing.assert_array_equal(a, b)
     assert np.abs(cache.read(0)[0] - key[0]).max() > 0
+
+
+def test_an_append_reads_the_length_before_it_moves(monkeypatch):
+    """Whichever warps run first."""
+    for seed in range(6):
+        monkeypatch.setattr(resident, "emulate", functools.partial(emulate, seed=seed))
+        cache, key, value = new("float16", b=1), *tokens(4, b=1)
+        cache.append(key, value)
+        np.testing.assert_allclose(cache.read(0)[0], key[0], rtol=1e-3)
 
 
 def test_lengths_differ_and_reset():
@@ -238,6 +259,14 @@ def test_extreme_queries(size):
     query = np.float32(size) * draw((B, H, 1, D), 5)
     exact, _ = naive(query, *(x.astype(np.float16) for x in (key, value)))
     np.testing.assert_allclose(cache.decode(query), exact, atol=3e-3)
+
+
+def test_small_queries_with_a_large_scale():
+    """In float16 as it is, such a query would have four bits."""
+    cache, key, value = filled(70, "float16")
+    query = np.float32(1e-6) * draw((B, H, 1, D), 5)
+    exact, _ = naive(query, key, value, scale=1e6 * D**-0.5)
+    assert relative(cache.decode(query, scale=1e6 * D**-0.5), exact) <= TOLERANCE["float16"]
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e18])
