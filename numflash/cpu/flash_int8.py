@@ -272,7 +272,9 @@ def make_attend(isa_name: str, pv: str):
             at_end = Changes(cap, shift, slope, centre, has_bias, wide.reshape(wide.size), -(s // KEY_BLOCK * KEY_BLOCK),
                              KEY_BLOCK, real - 1)
             o[:rows] = F(0)
-            far = False                                             # the last block left int16: this one is likely to
+            far, no_number = False, False               # the last block left int16: this one is likely to; a query is not finite
+            for i in range(real):
+                no_number |= cq_tile[i] != cq_tile[i]
             first, stop, shared, shared_stop = s, 0, 0, s           # keys that any row sees, keys that every row sees
             for i in range(real):
                 shared, shared_stop = max(shared, lo[i]), min(shared_stop, hi[i])
@@ -289,7 +291,7 @@ def make_attend(isa_name: str, pv: str):
                 ending = has_bias and n_real < columns
                 if ending:
                     copy_bias(options, c, n_real, wide)
-                relative = far or semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
+                relative = far or no_number or semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
                 if not relative:
                     if changed:
                         changed_block(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi, options,

@@ -52,7 +52,10 @@ elif EMULATED:
 def has_the_bits_of_the_model(run, pv):
     """Every case by `run(problem)` -> (out, lse): equal bits; with float values their sums are rounded in another order."""
     for name, (shape, options) in CASES.items():
-        problem = quantize_problem(validation.problem(*qkv(**shape), precision="int8", pv=pv, return_lse=True, **options))
+        arrays = qkv(**shape)
+        if name == "mask":                           # a query that is not finite: NaN, where vectors convert NaN to 0, too
+            arrays[0][0, 0, 5, 3] = np.nan
+        problem = quantize_problem(validation.problem(*arrays, precision="int8", pv=pv, return_lse=True, **options))
         out, lse = reference.integer_model(problem)
         got, got_lse = run(problem)
         np.testing.assert_allclose(got, out, rtol=0, atol=0 if pv == "int8" else 2e-6, err_msg=name)
