@@ -165,7 +165,8 @@ class Device:
             check(driver, driver.cuInit(0))
             handle = self._handle = check(driver, driver.cuDeviceGet(0))
         except (ImportError, RuntimeError) as error:
-            raise UnsupportedError(f"impl: got 'cuda', but there is no usable GPU here ({error}); 'cuda-emulator' runs the same "
+            why = f"{error}: pip install 'numflash[cuda]'" if isinstance(error, ImportError) else error
+            raise UnsupportedError(f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
                                    "kernels without one") from error
         attribute = driver.CUdevice_attribute
         major, minor = (check(driver, driver.cuDeviceGetAttribute(a, handle)) for a in (
