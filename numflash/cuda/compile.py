@@ -45,6 +45,7 @@ class Source:
     shared_bytes : dynamic shared memory per block
     max_registers : ceiling for ptxas, or None
     blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers accordingly
+    cluster : blocks along x that run together and reach each other's shared memory (sm_90 and later; not in the emulator)
     fastmath : Numba's all-or-nothing switch (P39); the shipped kernels leave it off and name their approximations
     """
 
@@ -54,6 +55,7 @@ class Source:
     shared_bytes: int = 0
     max_registers: int | None = None
     blocks: int = 1
+    cluster: int = 1
     fastmath: bool = False
 
 
@@ -67,6 +69,7 @@ class Compiled:
     parameters: tuple[str, ...]
     threads: int
     shared_bytes: int
+    cluster: int = 1
 
     @property
     def ptx(self) -> str:
@@ -111,7 +114,7 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
                 source.function, source.signature, cc, bounds, source.fastmath).encode()
         else:
             name, code = _target.to_cubin(source.function, source.signature, cc, bounds, source.fastmath, source.max_registers)
-    return Compiled(name, arch, code, flat_parameters(source.signature), source.threads, source.shared_bytes)
+    return Compiled(name, arch, code, flat_parameters(source.signature), source.threads, source.shared_bytes, source.cluster)
 
 
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:

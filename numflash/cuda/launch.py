@@ -112,6 +112,11 @@ class Kernel:
         if item.shared_bytes > 48 * 1024:                          # P33: beyond this a kernel must ask
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
+        if item.cluster > 1:                                       # all three or none
+            attribute = driver.CUfunction_attribute
+            for axis, blocks in (("WIDTH", item.cluster), ("HEIGHT", 1), ("DEPTH", 1)):
+                which = getattr(attribute, f"CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_{axis}")
+                check(driver, driver.cuFuncSetAttribute(self._function, which, blocks))
         self._local = threading.local()
 
     def _block(self) -> tuple[list[Any], Any, int]:

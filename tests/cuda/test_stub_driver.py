@@ -62,6 +62,36 @@ def test_launch_with_much_shared_memory(driver):
     assert "launch grid 2 2 1 block 128 shared 81920 stream 0 first 7000" in done.stderr
 
 
+CLUSTER = """
+import numpy as np
+from numflash.cuda import emulate, launch
+from numflash.cuda._target import cuda, types
+from numflash.cuda.compile import Source, compile_source
+from numflash.errors import ArgumentError
+
+def fill(out):
+    out[cuda.blockIdx.x] = cuda.threadIdx.x
+
+source = Source(fill, types.void(types.int32[::1]), 32, cluster=2)
+launch.current_device().use()
+kernel = launch.Kernel(launch.current_device().driver, compile_source(source, "sm_90a", "cubin"))
+kernel((4, 1, 1), 0, 0, 0, 4, 4, 0, 4, 4)
+try:
+    emulate(source, 4, None, [np.zeros(4, np.int32)])
+except ArgumentError as error:
+    print(error)
+"""
+
+
+def test_clusters(driver):
+    """CUfunction_attribute 11 to 13: the required cluster's width, height and depth."""
+    done = run(driver, CLUSTER, "90")
+    assert [line for line in done.stderr.splitlines() if "attribute" in line] == [f"attribute {11 + n} = {b}" for n, b in
+                                                                                  enumerate((2, 1, 1))]
+    assert "launch grid 4 1 1 block 32" in done.stderr
+    assert "clusters of 2 blocks; allowed: blocks of their own" in done.stdout
+
+
 RESIDENT = """
 import numpy as np, numflash, sys
 from numba import cuda

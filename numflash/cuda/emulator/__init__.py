@@ -49,6 +49,8 @@ def emulate(kernel: Any, grid: Sequence[int] | int, block: Sequence[int] | int |
     start = time.perf_counter()
     if schedule not in ("random", "lockstep"):
         raise ArgumentError(f"schedule: got {schedule!r}; allowed: 'random', 'lockstep'")
+    if getattr(kernel, "cluster", 1) > 1:
+        raise ArgumentError(f"kernel: got one for clusters of {kernel.cluster} blocks; allowed: blocks of their own")
     text, layout, threads, dynamic = _resolve(kernel, args, arch)
     sizes, blocks = _three("grid", grid), _three("block", threads if block is None else block)
     dynamic = dynamic if shared_bytes is None else shared_bytes
