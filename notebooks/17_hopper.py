@@ -309,4 +309,4 @@ bars(axes[1], {f"rung {n}": r["warp_instructions"] for n, r in rows.items()}, "w
 # %%
 assert all(m[8, 1] > m[9, 1] > m[9, 2] >= 0.99 * max(1, share[d]) for d, m in model.items())
 assert np.isclose(model[64][8, 1], 2, atol=0.01) and np.isclose(model[64][9, 1], 1.5, atol=0.02) and model[64][8, 2] < 1.05
-assert rows["8"]["tensor_operations"] == 96 and rows["8"]["warp_instructions"] < rows["7b"]["warp_instructions"]
+assert rows["8"]["tensor_operations"] == 96 and rows["8"]["warp_instructions"] < rows["7a"]["warp_instructions"]
