@@ -93,7 +93,7 @@ def _solve(problem: Problem, isa: str, operands: tuple[np.ndarray, ...], out: np
     most_k, most_v = (np.where(padding, F(np.inf), magnitudes(x)) for x in (k, v))
     empty = np.isneginf(lse)
     held = held_rows(problem, q, do, delta, lse, most_k, most_v)
-    units = np.where(np.abs(lse) >= LARGEST_LSE, np.where(empty, lse, np.inf), lse * LOG2E)
+    units = np.where(np.abs(lse) >= LARGEST_LSE, np.where(empty, lse, np.inf), np.multiply(lse, LOG2E, dtype=np.float64))
     rest = q, k, v, do, units, np.ones(lse.shape), delta
     if isa == "portable":
         _rows(problem, False, np.flatnonzero(held), rest, gradients)
@@ -109,7 +109,7 @@ def _rows(problem: Problem, double: bool, todo: np.ndarray, rest: tuple[np.ndarr
     """Add the gradients of the rows `todo`, one at a time."""
     _, nh, nkv, length, s, _, _ = problem.shape
     query_pass, key_pass = make_backward_rows(double)
-    sinks = np.full(nh, -np.inf) if problem.sinks is None else problem.sinks * LOG2E
+    sinks = np.full(nh, -np.inf) if problem.sinks is None else np.multiply(problem.sinks, LOG2E, dtype=np.float64)
     limit = np.inf if double else backward.FINITE                       # 0 * infinity is no number
     scales = tuple(float(np.clip(x, -limit, limit)) for x in (problem.scale * LOG2E, problem.scale))
     arguments = (*rest, todo, scales, semantics(problem), (nh, nkv, numba.get_num_threads()), s)
