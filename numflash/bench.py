@@ -35,7 +35,7 @@ def run(length: int, head_dim: int, iterations: int, threads: int, causal: bool,
             result = compete(contender, case, threads, iterations)
             if result:
                 results[contender.name] = result
-        table = Table(f"{case}, {count(threads, 'thread')}, median of {iterations}",
+        table = Table(f"{case}, {count(threads, 'thread')}, median of {iterations} or more",
                       ("contender", "ms", "GOP/s", "INT8 peak", "GB/s", "relative L1", "x reference", f"x {PEER}"))
         for name, r in results.items():
             ratio = [f"{results[peer].seconds / r.seconds:.2f}" if peer in results else "" for peer in (REFERENCE, PEER)]

@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     command(warmup, "compile every kernel ahead of its first call")
     sub = command(bench, "the documents' benchmark: every contender checked, then timed")
     shape(sub)
-    sub.add_argument("iterations", nargs="?", type=positive, default=5, help="default 5")
+    sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
     sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
     case(sub)
     sub.add_argument("--plot", metavar="FILE", help="draw the sweep over L and the roofline (needs matplotlib); L is not used")

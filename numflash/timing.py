@@ -18,11 +18,11 @@ def best_time(run: Callable[[], object], seconds: float = 0.2, least: int = 3) -
     return min(times)
 
 
-def median_time(run: Callable[[], object], repeats: int) -> float:
-    """Median time of a call over `repeats`, after one that is not counted."""
+def median_time(run: Callable[[], object], repeats: int, seconds: float = 0.02) -> float:
+    """Median time of a call, after one that is not counted: of `repeats` calls, more where they take less than `seconds`."""
     run()
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while len(times) < repeats or sum(times) < seconds:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
