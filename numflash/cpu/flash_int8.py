@@ -61,35 +61,23 @@ def make_attend(isa_name: str, pv: str):
     mask_row, mask_lanes, floats = wide_rows.row_mask(2 * float_lanes), 2 * float_lanes, wide_rows.FLOATS[float_lanes]
     mask_float, any_byte = float_tiles.row_mask(floats), float_tiles.any_byte(floats)
 
-    @bare
-    def mask_rows(semantics, dense, b, h, row, first, n, x, live):
-        """Scores of keys that the dense mask hides: weight 0."""
-        whole, rest = n // mask_lanes, n % mask_lanes
-        mask, mask_end = dense.mask, dense.mask_end
-        at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
-        for i in range(live.size):
-            if live[i]:
-                mask_row(x, i * KEY_BLOCK, whole, mask, at)
-                if rest:
-                    for j in range(rest):
-                        mask_end[j] = mask[at + whole * mask_lanes + j]
-                    mask_row(x, i * KEY_BLOCK + whole * mask_lanes, 1, mask_end, 0)
-            at += step
-
-    @bare
-    def mask_wide(semantics, dense, b, h, row, first, n, x, live):
-        """The same of float32 scores."""
-        whole, rest = n // float_lanes, n % float_lanes
-        mask, mask_end = dense.mask, dense.mask_end
-        at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
-        for i in range(live.size):
-            if live[i]:
-                mask_float(x, i * KEY_BLOCK, whole, mask, at)
-                if rest:
-                    for j in range(rest):
-                        mask_end[j] = mask[at + whole * float_lanes + j]
-                    mask_float(x, i * KEY_BLOCK + whole * float_lanes, 1, mask_end, 0)
-            at += step
+    def masks(mask_row, lanes):
+        """Scores of keys that the dense mask hides: weight 0. A row's last vector is masked from a copy."""
+        @bare
+        def mask_rows(semantics, dense, b, h, row, first, n, x, live):
+            whole, rest = n // lanes, n % lanes
+            mask, mask_end = dense.mask, dense.mask_end
+            at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
+            for i in range(live.size):
+                if live[i]:
+                    mask_row(x, i * KEY_BLOCK, whole, mask, at)
+                    if rest:
+                        for j in range(rest):
+                            mask_end[j] = mask[at + whole * lanes + j]
+                        mask_row(x, i * KEY_BLOCK + whole * lanes, 1, mask_end, 0)
+                at += step
+        return mask_rows
+    mask_rows, mask_wide = masks(mask_row, mask_lanes), masks(mask_float, float_lanes)       # of int16, of float32
 
     @bare
     def hides(semantics, dense, b, h, row, first, n, live):
