@@ -317,10 +317,12 @@ def make_attend(isa_name: str, pv: str):
             for i in range(real):
                 if spoiled[i]:
                     l[i] = F(np.nan)
-                result, unscaled = out[n, row + i], o[i]
-                r = F(1) / l[i]
-                for t in range(dv):
-                    result[t] = F(0) if l[i] == F(0) else F(F(unscaled[t] * r) * v_scale[n_kv, t])
+                result, unscaled, channel_scale, r = out[n, row + i], o[i], v_scale[n_kv], F(1) / l[i]
+                if l[i] == F(0):
+                    result[:] = F(0)
+                else:
+                    for t in range(dv):
+                        result[t] = F(F(unscaled[t] * r) * channel_scale[t])
                 m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
         end()
 

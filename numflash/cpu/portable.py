@@ -232,8 +232,11 @@ def make_attend(pv: str):
                 for i in range(rows):
                     if spoiled[i]:
                         l[i] = F(np.nan)
-                    r = F(1) / l[i]
-                    for t in range(out.shape[2]):
-                        out[n, row + i, t] = F(0) if l[i] == F(0) else F(F(o[i, t] * r) * v_scale[n_kv, t])
+                    result, r = out[n, row + i], F(1) / l[i]
+                    if l[i] == F(0):
+                        result[:] = F(0)
+                    else:
+                        for t in range(result.size):
+                            result[t] = F(F(o[i, t] * r) * v_scale[n_kv, t])
                     m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
     return attend

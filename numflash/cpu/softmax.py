@@ -71,15 +71,18 @@ def grow_rows(octave, rows, m, l, scale, scale_bits, o):
         grown |= I(octave[i] > m[i])
     if grown:
         for i in range(rows):
+            shift = min(np.subtract(octave[i], m[i]), I(126))                  # P48: np.subtract stays in int32
+            scale_bits[i] = np.left_shift(np.subtract(I(127), shift), I(23))
+        for i in range(rows):
             if octave[i] > m[i]:
                 if l[i] != F(0):
-                    shrink, row = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
+                    shrink, row = scale[i], o[i]
                     for t in range(row.size):
                         row[t] = row[t] * shrink
                     l[i] = l[i] * shrink
                 m[i] = octave[i]
     for i in range(rows):
-        below = min(np.subtract(m[i], octave[i]), I(126))                      # P48: np.subtract stays in int32
+        below = min(np.subtract(m[i], octave[i]), I(126))
         scale_bits[i] = np.left_shift(np.subtract(I(127), below), I(23))
 
 
