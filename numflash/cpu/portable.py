@@ -56,13 +56,14 @@ def dot_block(a, b, out):
 @inline
 def score_block(q, k, ck, cq, x):
     """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i]: q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units."""
-    s = np.empty((MR, NR), np.int32)
+    s = np.empty(x.shape, np.int32)
     for j in range(0, k.shape[0], NR):
         for i in range(0, q.shape[0], MR):
-            dot_block(q[i:i + MR], k[j:j + NR], s)
-            for r in range(MR):
-                for c in range(NR):
-                    x[i + r, j + c] = min(max(F(F(F(s[r, c]) * ck[j + c]) * cq[i + r]), -fx.T_LIMIT), fx.T_LIMIT)
+            dot_block(q[i:i + MR], k[j:j + NR], s[i:i + MR, j:j + NR])
+    for i in range(q.shape[0]):
+        sums, row = s[i], x[i]
+        for j in range(row.size):
+            row[j] = min(max(F(F(F(sums[j]) * ck[j]) * cq[i]), -fx.T_LIMIT), fx.T_LIMIT)
 
 
 @inline
@@ -79,19 +80,19 @@ def softmax_row(x, octave, p):
 @inline
 def value_block(p, v, scale, o):
     """o[i, t] += float32((p[i] + 128) . v[t]) * scale[i]: p (rows, keys) int8 weights minus 128, v (Dv, keys) int8."""
-    s, start = np.empty((MR, NR), np.int32), np.empty(NR, np.int32)
+    s, start = np.empty((p.shape[0], v.shape[0]), np.int32), np.empty(v.shape[0], np.int32)
+    for t in range(v.shape[0]):
+        column, total = v[t], I(0)
+        for j in range(column.size):
+            total = np.add(total, I(column[j]))
+        start[t] = np.multiply(I(P_OFFSET), total)
     for t in range(0, v.shape[0], NR):
-        for c in range(NR):
-            column, total = v[t + c], I(0)
-            for j in range(column.size):
-                total = np.add(total, I(column[j]))
-            start[c] = np.multiply(I(P_OFFSET), total)
         for i in range(0, p.shape[0], MR):
-            dot_block(p[i:i + MR], v[t:t + NR], s)
-            for r in range(MR):
-                for c in range(NR):
-                    exact = np.add(start[c], s[r, c])
-                    o[i + r, t + c] = F(o[i + r, t + c] + F(F(exact) * scale[i + r]))
+            dot_block(p[i:i + MR], v[t:t + NR], s[i:i + MR, t:t + NR])
+    for i in range(p.shape[0]):
+        sums, row = s[i], o[i]
+        for t in range(row.size):
+            row[t] = F(row[t] + F(F(np.add(start[t], sums[t])) * scale[i]))
 
 
 @inline
