@@ -108,7 +108,7 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     is_causal : bool
         Row i sees no key beyond its diagonal.
     scale : float
-        1 / sqrt(D) unless given.
+        1 / sqrt(D) unless given; 0, or magnitudes from 1e-30 to 1e30.
     enable_gqa : bool
         Allow fewer key heads than query heads; Hkv divides H.
     window : (left, right)
@@ -118,7 +118,7 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     key_lengths : (B,) integers
         Valid keys of each batch entry; the rest is padding.
     softcap : float
-        Scores become softcap * tanh(score / softcap), before masks; 0 is none. At most 1e4 with "int8".
+        Scores become softcap * tanh(score / softcap), before masks; 0 is none. From 1e-30 to 1e30, to 1e4 with "int8".
     alibi_slopes : (H,) or (B, H)
         Adds -slope * |distance to the diagonal|; magnitudes up to 1e20.
     sinks : (H,)
@@ -294,9 +294,8 @@ def attention_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
-    for name in ("attn_mask", "key_lengths", "layout", "dropout_p"):
-        if name in options:
-            raise ArgumentError(f"{name}: got {options[name]!r}; allowed: nothing, attention_varlen does not take it")
+    validation.known("attention_varlen", options,
+                     ("scale", "enable_gqa", "window", "alignment", "softcap", "alibi_slopes", "sinks", "precision", "pv"))
     validation.choice("impl", impl, validation.IMPLS)
     taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
     for name, x in taken.items():

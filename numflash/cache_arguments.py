@@ -45,8 +45,11 @@ def token_counts(counts: Any, batch: int, n: int) -> np.ndarray:
 
 def output(out: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The caller's array for results."""
-    if not (isinstance(out, np.ndarray) and out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable):
-        raise ArgumentTypeError("out: allowed: a writable, contiguous float32 NumPy array")
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise ArgumentTypeError(f"out: got {type(out).__name__}; allowed: a NumPy array")
+    if not (out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable):
+        raise ArgumentTypeError(f"out: got {out.dtype}, contiguous {out.flags.c_contiguous}, writable {out.flags.writeable}; "
+                                "allowed: float32, contiguous and writable")
     if out.shape != shape:
         raise ArgumentError(f"out: got shape {out.shape}; allowed: {shape}")
     return out

@@ -2,15 +2,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from . import validation
 from .cpu import target
+from .errors import ArgumentError
 from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
+LARGEST_SIZE, LARGEST_BATCH = 1 << 31, 1 << 20
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -76,23 +79,43 @@ def visible_share(problem: Problem) -> float:
     b, _, _, length, s, _, _ = problem.shape
     if not b * length * s:
         return 0.0
-    centre = np.arange(length)[None, :] + problem.diagonal[:, None]
-    first = np.zeros_like(centre) if problem.left is None else np.maximum(0, centre - problem.left)
-    stop = np.broadcast_to(problem.key_lengths[:, None], centre.shape)
-    if problem.right is not None:
-        stop = np.minimum(stop, centre + problem.right + 1)
-    return float(np.maximum(0, stop - first).sum() / (b * length * s))
+
+    def ramp(n: int) -> int:
+        """1 + 2 + ... + n."""
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    def up_to(last: int, keys: int) -> int:
+        """Pairs of a row i and one of `keys` keys j with j - i <= last, counted without a list of the rows."""
+        return sum(sign * (ramp(length + last - over) - ramp(last - over)) for sign, over in ((1, 0), (-1, keys)))
+
+    seen = 0
+    for diagonal, keys in zip(problem.diagonal.tolist(), problem.key_lengths.tolist(), strict=True):
+        seen += length * keys if problem.right is None else up_to(diagonal + problem.right, keys)
+        seen -= 0 if problem.left is None else up_to(diagonal - problem.left - 1, keys)
+    return seen / (b * length * s)
+
+
+def shaped(name: str, shape: Any) -> np.ndarray:
+    """Zeros of a shape, that take no memory."""
+    sizes = all(isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) <= LARGEST_SIZE for n in shape)
+    if not sizes or (len(shape) == 4 and shape[0] > LARGEST_BATCH):
+        raise ArgumentError(f"{name}: got {shape!r}; allowed: a shape of integers, 0 to {LARGEST_SIZE}, a batch to {LARGEST_BATCH}")
+    try:
+        return np.broadcast_to(np.float32(0), shape)
+    except ValueError as error:
+        raise ArgumentError(f"{name}: got {shape!r} ({error}); allowed: what NumPy can number") from None
 
 
 def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any) -> Explanation:
     """`numflash.explain`."""
     validation.choice("impl", impl, validation.IMPLS)
+    validation.known("explain", options, (*validation.OPTIONS, "dropout_p", "precision", "pv", "layout", "return_lse"))
 
-    def operand(x: Any) -> Any:
-        return np.broadcast_to(np.float32(0), x) if isinstance(x, tuple) else x
-    query = operand(query)
-    key = query if key is None else operand(key)
-    value = key if value is None else operand(value)
+    def operand(name: str, x: Any) -> Any:
+        return shaped(name, x) if isinstance(x, tuple) else x
+    query = operand("query", query)
+    key = query if key is None else operand("key", key)
+    value = key if value is None else operand("value", value)
     problem = validation.problem(query, key, value, convert_operands=False, **options)
     b, h, hkv, length, s, d, dv = problem.shape
     if impl in ("cuda", "cuda-emulator"):

@@ -101,6 +101,8 @@ def import_array(name: str, x: Any) -> Imported:
     """
     if isinstance(x, np.ndarray):
         return _import_numpy(name, x)
+    if x is None or isinstance(x, type):         # a class has the methods of its arrays
+        raise ArgumentTypeError(f"{name}: got {x!r}; allowed: an array")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _import_torch(name, x, torch)
@@ -109,9 +111,12 @@ def import_array(name: str, x: Any) -> Imported:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _import_dlpack(name, x)
     try:
-        return _import_numpy(name, np.asarray(x))
+        array = np.asarray(x)
     except ValueError as error:
         raise ArgumentTypeError(f"{name}: got {type(x).__name__} ({error}); allowed: an array") from None
+    if array.dtype.kind == "O":
+        raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: an array of numbers")
+    return _import_numpy(name, array)
 
 
 def on_device(x: Any) -> bool:

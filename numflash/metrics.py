@@ -11,6 +11,7 @@ import numpy as np
 
 from . import validation
 from .api import solve
+from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
 
 # name of a row of the table -> what `attention` is asked for
@@ -51,11 +52,20 @@ class Errors:
 
 
 def errors(out: Any, exact: Any) -> Errors:
-    """The five figures of `out` (..., Dv) against `exact`, both as float64. Rows that are zero in both count as exact."""
-    a = widen(import_array("out", out).array).astype(np.float64).reshape(-1, np.shape(out)[-1])
-    b = np.asarray(exact, np.float64).reshape(a.shape)
+    """The five figures of `out` (..., Dv) against `exact` of the same shape, both as float64.
+
+    Rows that are zero in both count as exact.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+    """
+    a, b = (widen(import_array(name, x).array).astype(np.float64) for name, x in (("out", out), ("exact", exact)))
+    if not a.ndim or a.shape != b.shape:
+        raise ArgumentError(f"exact: got shape {b.shape}; allowed: that of out, {a.shape}, with one dimension or more")
     if not a.size:
         return Errors(1.0, 0.0, 0.0, 0.0, 0.0)
+    a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
     gap = np.abs(a - b)
     row_gap, row_size = gap.sum(1), np.abs(b).sum(1)
     total = row_size.sum()
@@ -90,6 +100,9 @@ def accuracy(query: Any, key: Any, value: Any, *, impl: str = "auto", variants: 
     """
     from .reference import oracle
     validation.choice("impl", impl, validation.IMPLS)
+    validation.known("accuracy", options, (*validation.OPTIONS, "dropout_p", "layout"))
+    if not (variants is None or isinstance(variants, (list, tuple))):
+        raise ArgumentTypeError(f"variants: got {variants!r}; allowed: a list of {', '.join(map(repr, VARIANTS))}")
     names = tuple(VARIANTS) if variants is None else tuple(validation.choice("variants", v, tuple(VARIANTS)) for v in variants)
     exact = oracle(validation.problem(query, key, value, convert_operands=False, **options))[0]
     found = {}

@@ -231,6 +231,8 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
     """
     if granularity not in GRANULARITIES:
         raise ArgumentError(f"granularity: got {granularity!r}; allowed: {', '.join(map(repr, GRANULARITIES))}")
+    if not isinstance(smooth, (bool, np.bool_)):
+        raise ArgumentTypeError(f"smooth: got {smooth!r}; allowed: True or False")
     taken = import_array("x", x)
     if taken.dtype not in ("float32", "float64", "float16", "bfloat16"):
         raise ArgumentTypeError(f"x: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16")

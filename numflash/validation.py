@@ -1,7 +1,7 @@
 """Arguments of the public functions, checked and put into one frozen description that every backend takes."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -74,6 +74,7 @@ class Problem:
 
 # ---- builders ------------------------------------------------------------------------------------------------------------------
 LARGEST_PER_HEAD, LARGEST_INT8_CAP = 1e20, 1e4
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30    # scale and softcap: their products with units and reciprocals stay in float32
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 PV = ("int8", "fp32")
 LAYOUTS = ("bhld", "blhd")
@@ -89,6 +90,17 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
+OPTIONS = ("attn_mask", "is_causal", "scale", "enable_gqa", "window", "alignment", "key_lengths", "softcap", "alibi_slopes",
+           "sinks")
+
+
+def known(function: str, options: Iterable[str], taken: Collection[str]) -> None:
+    """Refuse keywords that the public function does not take; else a function inside it would be blamed for them."""
+    for name in options:
+        if name not in taken:
+            raise ArgumentTypeError(f"{name}: {function} does not take it; allowed: {', '.join(taken)}")
+
+
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: True or False")
@@ -101,9 +113,20 @@ def real(name: str, value: Any, low: float = -np.inf) -> float:
         return value
     if isinstance(value, (bool, np.bool_, str)) or np.ndim(value) or not isinstance(value, (Real, np.ndarray)):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:                        # an int beyond float64
+        number = np.inf
     if not (np.isfinite(number) and number >= low):
         raise ArgumentError(f"{name}: got {number}; allowed: finite{'' if low == -np.inf else f', at least {low:g}'}")
+    return number
+
+
+def factor(name: str, value: Any, low: float = -np.inf) -> float:
+    """A number of at least `low` that float32 holds, and its reciprocal too, whatever units the kernels multiply it by; or 0."""
+    number = real(name, value, low)
+    if number and not SMALLEST_FACTOR <= abs(number) <= LARGEST_FACTOR:
+        raise ArgumentError(f"{name}: got {number:g}; allowed: 0, or magnitudes from {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g}")
     return number
 
 
@@ -208,7 +231,8 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
              return_lse: bool = False) -> Problem:
     """The Problem of 4-D operands whose shapes are checked; every other argument is checked here."""
     (b, h, l, d), s = query.shape, key.shape[2]
-    if precision == "int8" and real("softcap", softcap, 0.0) > LARGEST_INT8_CAP:
+    softcap = factor("softcap", softcap, 0.0)
+    if precision == "int8" and softcap > LARGEST_INT8_CAP:
         raise ArgumentError(f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
                             "the error of its tanh would show")
     choice("alignment", alignment, ALIGNMENTS)
@@ -225,10 +249,10 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
     if sinks is not None:
         sinks = per_head("sinks", sinks, ((h,),), "(H,)")
     return Problem(
-        query=query, key=key, value=value, scale=float(1.0 / np.sqrt(d)) if scale is None else real("scale", scale),
+        query=query, key=key, value=value, scale=float(1.0 / np.sqrt(d)) if scale is None else factor("scale", scale),
         left=left, right=right, diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
         key_lengths=counts, mask=mask, bias=bias,
-        softcap=real("softcap", softcap, 0.0), alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv or "int8",
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv or "int8",
         return_lse=flag("return_lse", return_lse))
 
 
@@ -249,6 +273,7 @@ def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     choice("layout", layout, LAYOUTS)
     if precision is not None:
         choice("precision", precision, PRECISIONS)
+    tensor("query", taken["query"].array, layout)
     dtype = taken["query"].dtype
     for name, x in taken.items():
         if x.dtype not in OWN_PRECISION and not (x.dtype == "uint16" and precision == "bfloat16"):
@@ -292,27 +317,47 @@ def gradient_operands(problem: Problem, query_shape: tuple[int, ...], grad_out: 
     return tensor("grad_out", grad_out, layout), tensor("out", out, layout), tensor("lse", lse[..., None], layout)[..., 0]
 
 
+def is_plain(x: Any, dtype: type) -> bool:
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray) and x.dtype == dtype
+
+
+def kind(x: Any) -> str:
+    """What came where an array should be: its dtype and shape, or its type."""
+    return f"{x.dtype} {x.shape}" if type(x) is np.ndarray else type(x).__name__
+
+
+def part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
+    """Whether an attribute of a QuantizedTensor is the array that it should be."""
+    if not is_plain(x, dtype) or x.shape != shape:
+        raise ArgumentError(f"{name}: got {kind(x)}; allowed: {np.dtype(dtype)} {shape}")
+
+
 def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
     """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
     if not isinstance(t, QuantizedTensor):
         raise ArgumentTypeError(f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)")
     choice(f"{name}.granularity", t.granularity, granularities)
-    if not isinstance(t.data, np.ndarray) or t.data.dtype != np.int8 or not 2 <= t.data.ndim <= 4:
-        raise ArgumentTypeError(f"{name}.data: got {getattr(t.data, 'dtype', type(t.data))}; allowed: int8 of 2 to 4 dimensions")
+    if not is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
+        raise ArgumentTypeError(f"{name}.data: got {kind(t.data)}; allowed: int8 of 2 to 4 dimensions")
     if t.data.size and t.data.min() == -128:
         raise ArgumentError(f"{name}.data: got -128; allowed: -127 to 127")
-    lead, (rows, d) = t.data.shape[:-2], t.data.shape[-2:]
-    blocks = -(-rows // max(1, t.block))
-    shape = lead + {"row": (rows, 1), "block": (blocks, 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
-    if t.scale.dtype != np.float32 or t.scale.shape != shape:
-        raise ArgumentError(f"{name}.scale: got {t.scale.dtype} {t.scale.shape}; allowed: float32 {shape}")
+    lead, (rows, d), block = t.data.shape[:-2], t.data.shape[-2:], 1
+    if t.granularity == "block":
+        block = t.block
+        if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
+            raise ArgumentError(f"{name}.block: got {block!r}; allowed: an integer, 1 or more")
+    shape = {"row": (rows, 1), "block": (-(-rows // block), 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
+    part(f"{name}.scale", t.scale, np.float32, (*lead, *shape))
     if t.scale.size and not (t.scale.min() >= 0 and t.scale.max() < np.inf):            # false for NaN
         raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
-    if t.offset is not None and (name != "key" or t.offset.shape != (*lead, 1, d)):
-        raise ArgumentError(f"{name}.offset: got shape {t.offset.shape}; allowed: None, or {(*lead, 1, d)} for the key (smoothing)")
-    if t.nonfinite is not None and t.nonfinite.shape != (*lead, rows):
-        raise ArgumentError(f"{name}.nonfinite: got shape {t.nonfinite.shape}; allowed: None or {(*lead, rows)}")
-
+    if t.offset is not None:
+        if name != "key":
+            raise ArgumentError(f"{name}.offset: got {kind(t.offset)}; allowed: None, only the key is smoothed")
+        part(f"{name}.offset", t.offset, np.float32, (*lead, 1, d))
+        if not np.isfinite(t.offset).all():
+            raise ArgumentError(f"{name}.offset: got NaN or infinity; allowed: finite numbers")
+    if t.nonfinite is not None:
+        part(f"{name}.nonfinite", t.nonfinite, np.bool_, (*lead, rows))
     if len(lead) == 2:
         return t
 
@@ -323,13 +368,13 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
 
 def quantized_problem(query: Any, key: Any, value: Any, enable_gqa: bool = False, **options: Any) -> Problem:
     """Check the arguments of `numflash.attention_int8` and describe them."""
+    known("attention_int8", options, (*OPTIONS, "pv", "return_lse"))
     pv = choice("pv", options.get("pv") or "int8", PV)
-    ndim = query.data.ndim if isinstance(query, QuantizedTensor) else 0
-    for name, t in (("key", key), ("value", value)):
-        if isinstance(t, QuantizedTensor) and ndim and t.data.ndim != ndim:
-            raise ArgumentError(f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}")
     q, k = (quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key)))
     v = quantized("value", value, ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"))
+    for name, t in (("key", key), ("value", value)):
+        if t.data.ndim != query.data.ndim:
+            raise ArgumentError(f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}")
     check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
     if pv == "int8" and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))

@@ -1,3 +1,6 @@
+import itertools
+import tracemalloc
+
 import numpy as np
 import pytest
 from oracles import qkv
@@ -11,7 +14,11 @@ OPTIONS = [{}, {"is_causal": True}, {"is_causal": True, "alignment": "lower_righ
            {"key_lengths": [3, 0]}, {"key_lengths": [11, 4], "window": (1, 3), "alignment": "lower_right"}]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+WINDOWS = [{"window": (a, b), "alignment": way, "key_lengths": [11, 2]} for a, b, way in
+           itertools.product((None, 0, 3, 20), (None, 0, 2, 20), ("upper_left", "lower_right"))]
+
+
+@pytest.mark.parametrize("options", OPTIONS + WINDOWS)
 def test_visible_share_is_what_the_oracle_sees(options):
     problem = validation.problem(*qkv(b=2, l=7, s=11, d=4), **options)
     seen = np.mean([reference.visible(problem, b, 0) for b in range(2)])
@@ -47,6 +54,18 @@ def test_bad_arguments():
         numflash.explain((1, 1, 4, 4), window=(-1, 0))
     with pytest.raises(ArgumentError, match="impl"):
         numflash.explain((1, 1, 4, 4), impl="tpu")
+    for shape in ((-1, 2, 3, 4), (1.5, 2), ("a", "b"), (1 << 40, 1, 4, 4), (1, 1, 1 << 32, 64), (1 << 20, 1 << 31, 1 << 31, 64)):
+        with pytest.raises(ArgumentError, match="key: got"):
+            numflash.explain((1, 1, 4, 4), shape)
+
+
+def test_a_shape_takes_no_memory():
+    """2^30 queries: one byte for each would be a gigabyte."""
+    tracemalloc.start()
+    e = numflash.explain((1, 1, 1 << 30, 64), is_causal=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6 and e.visible == pytest.approx(0.5)
 
 
 def test_cuda_kernels_are_explained_by_their_shared_memory():

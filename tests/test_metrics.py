@@ -3,7 +3,7 @@ import pytest
 from oracles import draw, qkv
 
 import numflash
-from numflash.errors import ArgumentError
+from numflash.errors import ArgumentError, ArgumentTypeError
 from numflash.metrics import VARIANTS, Errors, errors
 
 
@@ -40,6 +40,13 @@ def test_float64_inputs_are_the_truth():
     assert 1e-9 < found["float32"].relative_l1 < 1e-6
 
 
-def test_unknown_variant():
+def test_bad_arguments():
     with pytest.raises(ArgumentError, match="variants: got 'int4'"):
         numflash.accuracy(*qkv(), variants=["int4"])
+    for variants in ("int8", 3):
+        with pytest.raises(ArgumentTypeError, match=f"variants: got {variants!r}"):
+            numflash.accuracy(*qkv(), variants=variants)
+    for out, exact in ((np.ones((2, 6)), np.ones((3, 4))), (np.ones((2, 3, 4)), np.ones((3, 2, 4))), (np.float32(1), 1.0)):
+        with pytest.raises(ArgumentError, match="exact: got shape"):
+            errors(out, exact)
+    assert errors(np.ones((3, 0)), np.ones((3, 0))).max_abs == 0

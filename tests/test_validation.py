@@ -1,7 +1,7 @@
 """Every bad argument gives one exception that names it, says what came and what is allowed."""
 import numpy as np
 import pytest
-from oracles import draw, qkv
+from oracles import draw, naive, naive_gradients, qkv
 
 import numflash
 from numflash import validation
@@ -16,6 +16,9 @@ BAD = [
     ("query", {"query": "text"}, ArgumentTypeError),
     ("query", {"query": None}, ArgumentTypeError),
     ("query", {"query": [[1.0], [2.0, 3.0]]}, ArgumentTypeError),
+    ("query", {"query": np.ndarray}, ArgumentTypeError),
+    ("query", {"query": {}}, ArgumentTypeError),
+    ("query", {"query": np.float32(1)}, ArgumentError),
     ("query", {"query": np.ma.masked_array(Q)}, ArgumentTypeError),
     ("query", {"query": Q.view(np.uint16)}, ArgumentTypeError),
     ("query", {"query": Q[0, 0, 0], "key": K[0, 0, 0], "value": V[0, 0, 0]}, ArgumentError),
@@ -45,6 +48,9 @@ BAD = [
     ("is_causal", {"is_causal": 1}, ArgumentTypeError),
     ("scale", {"scale": np.nan}, ArgumentError),
     ("scale", {"scale": np.inf}, ArgumentError),
+    ("scale", {"scale": 10**400}, ArgumentError),
+    ("scale", {"scale": -1e31}, ArgumentError),
+    ("scale", {"scale": 1e-31}, ArgumentError),
     ("scale", {"scale": "1"}, ArgumentTypeError),
     ("scale", {"scale": True}, ArgumentTypeError),
     ("scale", {"scale": np.ones(4)}, ArgumentTypeError),
@@ -62,6 +68,8 @@ BAD = [
     ("softcap", {"softcap": 2e4, "precision": "int8"}, ArgumentError),
     ("alibi_slopes", {"alibi_slopes": np.full(4, 1e21)}, ArgumentError),
     ("softcap", {"softcap": np.nan}, ArgumentError),
+    ("softcap", {"softcap": 1e39}, ArgumentError),
+    ("softcap", {"softcap": 1e-46}, ArgumentError),
     ("softcap", {"softcap": None}, ArgumentTypeError),
     ("alibi_slopes", {"alibi_slopes": np.ones(3)}, ArgumentError),
     ("alibi_slopes", {"alibi_slopes": np.array([1, 2, np.nan, 3])}, ArgumentError),
@@ -88,9 +96,36 @@ def test_bad_argument(name, change, error):
     assert isinstance(caught.value, NumflashError)
 
 
-def test_unknown_keyword():
-    with pytest.raises(TypeError, match="colour"):
-        numflash.attention(Q, K, V, colour=1)
+@pytest.mark.parametrize(("call", "arguments", "option"), [
+    ("attention", (Q, K, V), "colour"), ("attention_int8", numflash.quantize_qkv(Q, K, V), "layout"), ("explain", (Q,), "colour"),
+    ("attention_int8", numflash.quantize_qkv(Q, K, V), "precision"), ("accuracy", (Q, K, V), "precision"),
+    ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "attn_mask"),
+    ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "convert_operands")])
+def test_unknown_keyword(call, arguments, option):
+    with pytest.raises(TypeError, match=rf"\b{call}\b.*") as caught:
+        getattr(numflash, call)(*arguments, **{option: False})
+    assert option in str(caught.value)
+
+
+def test_what_came_is_said():
+    for x, words in ((None, "got None"), ({}, "got dict"), (np.ndarray, "got <class 'numpy.ndarray'>")):
+        with pytest.raises(ArgumentTypeError, match=words):
+            numflash.quantize(x)
+
+
+@pytest.mark.parametrize("options", [{"scale": 1e-30}, {"scale": 1e30}, {"softcap": 1e-30}, {"softcap": 1e30}])
+def test_the_largest_and_smallest_factors(options):
+    """At the ends of what is allowed the result is that of float64, and nothing overflows on the way."""
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        out, lse = numflash.attention(Q, K, V, return_lse=True, **options)
+        grads = numflash.attention_backward(V[:, :, :5], Q, K, V, out, lse, **options)
+    np.testing.assert_allclose(out, naive(Q, K, V, **options)[0], atol=1e-6)
+    if options != {"scale": 1e30}:                           # there a rounding of dP is worth more than the gradient
+        for mine, want in zip(grads, naive_gradients(V[:, :, :5], Q, K, V, **options), strict=True):
+            np.testing.assert_allclose(mine, want, atol=1e-5 * max(np.abs(want).max(), 1e-30))
+    if max(options.values()) < 1:
+        out = numflash.attention(Q, K, V, precision="int8", **options)
+        np.testing.assert_allclose(out, naive(Q, K, V, **options)[0], atol=0.05)
 
 
 def test_error_classes_are_also_the_usual_ones():
@@ -118,6 +153,16 @@ BAD_INT8 = [
     ("value.data", {"value": change(VT, data=np.full_like(VT.data, -128))}, ArgumentError),
     ("query.scale", {"query": change(QT, scale=QT.scale[..., :3, :])}, ArgumentError),
     ("query.scale", {"query": change(QT, scale=QT.scale.astype(np.float64))}, ArgumentError),
+    ("query.scale", {"query": change(QT, scale=[1.0])}, ArgumentError),
+    ("query.scale", {"query": change(QT, scale=None)}, ArgumentError),
+    ("query.data", {"query": change(QT, data=QT.data.tolist())}, ArgumentTypeError),
+    ("key.data", {"key": change(KT, data=KT.data[None])}, ArgumentTypeError),
+    ("key.data", {"key": change(KT, data=np.ma.masked_array(KT.data))}, ArgumentTypeError),
+    ("query.block", {"query": change(QT, granularity="block", block=0)}, ArgumentError),
+    ("query.block", {"query": change(QT, granularity="block", block="128")}, ArgumentError),
+    ("key.offset", {"key": change(KT, offset=KT.offset.tolist())}, ArgumentError),
+    ("key.offset", {"key": change(KT, offset=KT.offset * np.float32(np.nan))}, ArgumentError),
+    ("query.nonfinite", {"query": change(QT, nonfinite=np.zeros((2, 4, 5)))}, ArgumentError),
     ("query.scale", {"query": change(QT, scale=-QT.scale)}, ArgumentError),
     ("key.scale", {"key": change(KT, scale=KT.scale * np.float32(np.nan))}, ArgumentError),
     ("query.offset", {"query": change(QT, offset=KT.offset)}, ArgumentError),
@@ -147,8 +192,8 @@ BAD_VARLEN = [
     ("cu_seqlens_q", {"cu_seqlens_q": [0.0, 9.0]}, ArgumentTypeError),
     ("cu_seqlens_k", {"cu_seqlens_k": [[0, 9]]}, ArgumentError),
     ("cu_seqlens_k", {"cu_seqlens_k": [0, 9]}, ArgumentError),
-    ("attn_mask", {"attn_mask": None}, ArgumentError),
-    ("layout", {"layout": "bhld"}, ArgumentError),
+    ("attn_mask", {"attn_mask": None}, ArgumentTypeError),
+    ("layout", {"layout": "bhld"}, ArgumentTypeError),
     ("window", {"window": 1}, ArgumentTypeError),
 ]
 
@@ -181,7 +226,8 @@ def test_bad_merge_argument(name, change, error):
 
 def test_bad_quantize_argument():
     for x, options, error in ((Q.astype(np.int8), {}, ArgumentTypeError), (Q[0, 0, 0], {}, ArgumentError),
-                              (Q, {"granularity": "token"}, ArgumentError), (Q[..., :0], {}, ArgumentError)):
+                              (Q, {"granularity": "token"}, ArgumentError), (Q, {"smooth": "no"}, ArgumentTypeError),
+                              (Q[..., :0], {}, ArgumentError)):
         with pytest.raises(error):
             numflash.quantize(x, **options)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import validation
 from ..api import _deliver, _restore, solve
 from ..interop import convert, import_array, widen
 from ..merge import apply_sinks, join, weights
@@ -180,14 +181,8 @@ def all_gather_attention(comm: Any, query: Any, key: Any, value: Any, *, report:
     options
         Every other keyword of `ring_attention`.
     """
-    return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **known(options)})
-
-
-def known(options: dict[str, Any]) -> dict[str, Any]:
-    for name in options:
-        if name not in DEFAULTS:
-            raise TypeError(f"all_gather_attention() got an unexpected keyword argument {name!r}")
-    return options
+    validation.known("all_gather_attention", options, DEFAULTS)
+    return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **options})
 
 
 def gather_work(comm: Any, job: Job, report: Report) -> None:
