@@ -124,7 +124,7 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     sinks : (H,)
         One extra score per head that takes part in the denominator only.
     precision : "float32", "bfloat16", "float16" or "int8"
-        The inputs' own unless given.
+        The inputs' own unless given. "int8" clips scores at +-2.9e6.
     pv : "int8" or "fp32"
         With "int8": how weights and values are multiplied.
     layout : "bhld" or "blhd"

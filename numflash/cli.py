@@ -129,15 +129,15 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("head_dim", nargs="?", type=positive, default=128, help="default 128")
 
     def case(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--causal", action="store_true")
-        sub.add_argument("--heads", type=positive, default=1)
-        sub.add_argument("--batch", type=positive, default=1)
+        sub.add_argument("--causal", action="store_true", help="row i sees keys 0 to i")
+        sub.add_argument("--heads", type=positive, default=1, help="default 1")
+        sub.add_argument("--batch", type=positive, default=1, help="default 1")
 
     sub = command(demo, "real attention end to end: errors, speed, where the time goes, caches")
     sub.add_argument("what", nargs="?", choices=["ring", "decode"],
                      help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; decode: generation with a cache")
     sub.add_argument("--dtype", default="int8", help="storage of the KV cache of `demo decode`")
-    sub.add_argument("--threads", type=positive, default=1)
+    sub.add_argument("--threads", type=positive, default=1, help="default 1")
     sub = command(info, "versions, instruction sets, caches")
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
     command(warmup, "compile every kernel ahead of its first call")
@@ -150,12 +150,12 @@ def parser() -> argparse.ArgumentParser:
     sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
     shape(sub)
     case(sub)
-    sub.add_argument("--precision", default="int8")
+    sub.add_argument("--precision", default="int8", help="float32, bfloat16, float16 or int8 (default)")
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine, and say which one limits")
     sub = command(asm, "instructions in the hot loop of a kernel, for this CPU or another")
     sub.add_argument("kernel", nargs="?", default="quantize-rows", help="a name from --list")
     sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
-    sub.add_argument("--features", default="", help="LLVM's feature list, as +sve,-sve2")
+    sub.add_argument("--features", default="", help="LLVM's feature list for a named --cpu, as +sve,-sve2")
     sub.add_argument("--list", action="store_true", help="names of the kernels")
     sub = command(estimate, "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)")
     sub.add_argument("--cpu", default="a64fx", help="LLVM's name of an AArch64 CPU (default a64fx)")
@@ -187,9 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(result, indent=1, default=str))
         else:
             args.function(args)
-    except (NumflashError, ArithmeticError) as error:
-        print(f"numflash: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:                                  # `numflash ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (NumflashError, ArithmeticError, MemoryError, OSError) as error:
+        print(f"numflash: {error}", file=sys.stderr)
+        return 1
     return 0

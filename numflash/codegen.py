@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -87,6 +88,9 @@ KERNELS = {
 }
 
 
+_FEATURES = re.compile(r"[+-][\w.-]+(,[+-][\w.-]+)*")
+
+
 class Target(NamedTuple):
     """What code is made for: an LLVM triple, CPU name and feature list (``"+sve,-sve2"``, empty = the CPU's own)."""
 
@@ -97,6 +101,10 @@ class Target(NamedTuple):
     @classmethod
     def named(cls, name: str = "host", features: str = "") -> Target:
         """The target of a CPU name; ``"host"`` is what Numba compiles for in this process."""
+        if features and not _FEATURES.fullmatch(features):                  # LLVM ends the process (P49)
+            raise ArgumentError(f"features: got {features!r}; allowed: as '+sve,-sve2'")
+        if name == "host" and features:
+            raise ArgumentError(f"features: got {features!r} for the host, whose code is as it runs; allowed: with a named cpu")
         if name == "host":
             host = cpu_target.target_context.codegen()
             return cls(llvm.get_process_triple(), *host.magic_tuple()[1:3])
@@ -283,7 +291,7 @@ def histogram(kernel: str, cpu: str = "host", features: str = "") -> dict[str, A
     Raises
     ------
     ArgumentError
-        For an unknown kernel or CPU.
+        For an unknown kernel or CPU, or a feature list that is none.
     """
     return {"kernel": kernel, **report(compile_kernel(kernel, cpu, features))}
 

@@ -83,7 +83,8 @@ def test_wrong_command_line(argv, capsys):
 
 @pytest.mark.parametrize(("argv", "words"), [
     (["explain", "8", "1024"], "query: got shape"), (["explain", "--precision", "int3"], "precision: got 'int3'"),
-    (["asm", "no-such-kernel"], "no-such-kernel"), (["bench", "64", "64", "1", "999"], "threads: got 999"),
+    (["asm", "no-such-kernel"], "no-such-kernel"), (["asm", "--cpu", "a64fx", "--features=sve"], "features: got 'sve'"),
+    (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"), (["bench", "64", "64", "1", "999"], "threads: got 999"),
     (["bench", "--plot", "picture.txt"], "--plot: got 'picture.txt'"), (["demo", "--threads", "999"], "threads: got 999")])
 def test_errors_are_one_line(argv, words, capsys):
     if "--plot" in argv:
@@ -91,6 +92,17 @@ def test_errors_are_one_line(argv, words, capsys):
     assert cli.main(argv) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("numflash: ") and words in error
+
+
+@pytest.mark.parametrize("error", [MemoryError("Unable to allocate 191. GiB"), FileNotFoundError(2, "No such file", "/no/x.png")])
+def test_no_memory_and_no_file_are_one_line_too(error, monkeypatch, capsys):
+    from numflash import bench
+
+    def fails(*arguments):
+        raise error
+    monkeypatch.setattr(bench, "run", fails)
+    assert cli.main(["bench"]) == 1
+    assert capsys.readouterr().err == f"numflash: {error}\n"
 
 
 def test_module_and_version():

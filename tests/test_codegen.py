@@ -1,5 +1,6 @@
 """Cross-compilation (numflash.codegen) and the reading of its text (numflash.assembly), on functions whose code is known."""
 import importlib
+import re
 
 import llvmlite.binding as llvm
 import numba
@@ -158,6 +159,9 @@ def test_host_target_is_what_numba_compiles_for():
 def test_bad_names_are_refused():
     with pytest.raises(ArgumentError, match="cpu: got 'a64'; allowed: 'host', 'a64fx'"):
         Target.named("a64")
+    for cpu, features in (("a64fx", "nonsense"), ("a64fx", "+sve,"), ("host", "-avx2")):
+        with pytest.raises(ArgumentError, match=f"features: got '{re.escape(features)}'"):
+            codegen.histogram("quantize-rows", cpu, features)
     with pytest.raises(ArgumentError, match="kernel: got 'nothing'; allowed: "):
         codegen.histogram("nothing", "a64fx")
     with pytest.raises(ArgumentError, match="no loop"):
