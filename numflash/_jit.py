@@ -299,14 +299,12 @@ _separate: dict[str, _SeparateDispatcher] = {}
 _symbols: dict[str, tuple[str, tuple[Any, ...], str]] = {}                   # (name in _separate, types, symbol) of each symbol
 
 
-def separate(function: Callable) -> Any:
-    """A large function that a parallel kernel calls in its loop: compiled and cached by itself.
-
-    Numba compiles all that a `prange` loop inlines five times: as the loop's function, its array wrapper, the kernel, and the
-    kernel's two wrappers. The types of the arguments must not differ between kernel and loop: `np.intp(i)` of the loop's index.
-    """
-    options: dict[str, Any] = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
-                               "no_cpython_wrapper": True}
+def separate(function: Callable | None = None, **options: Any) -> Any:
+    """A function that callers find by its symbol: compiled and cached by itself, once for all of them."""
+    if function is None:
+        return functools.partial(separate, **options)
+    options = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True,
+               **options}
     dispatcher = _cached(_SeparateDispatcher(_named(function), {}, options), options)
     _separate[_salt(dispatcher)] = dispatcher
     return dispatcher

@@ -25,6 +25,7 @@ from numba.core.types import containers
 
 from . import assembly
 from .errors import ArgumentError
+from .parallel import share
 
 AARCH64, X86_64 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 _CPUS = {AARCH64: "a64fx neoverse-v1 neoverse-v2 neoverse-n1 neoverse-n2 cortex-a72",
@@ -163,7 +164,10 @@ class _TypingContext(typing.Context):
 
     def twin(self, function: CPUDispatcher) -> CPUDispatcher:
         if function not in self._twins:
-            self._twins[function] = CPUDispatcher(function.py_func, function.locals, function.targetoptions)
+            options = function.targetoptions
+            if function is share:                    # Numba's threads are not what is read or emulated: one task after the other
+                options = {**options, "parallel": False}
+            self._twins[function] = CPUDispatcher(function.py_func, function.locals, options)
         return self._twins[function]
 
     def resolve_value_type(self, val: Any) -> Any:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from ._jit import kernel, one_at_a_time, refuse_after_fork
+from ._jit import inline, kernel, one_at_a_time, refuse_after_fork
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
 from .memory import reinterpret, zeros
+from .parallel import over_tasks
 from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
@@ -86,88 +86,98 @@ class QuantizedTensor:
         return x
 
 
-@kernel(parallel=True)
+@inline
+def _chunk_statistics(task, x, lengths, sums, peaks):
+    chunks = sums.shape[1]
+    n, c = task // chunks, task % chunks
+    bits = reinterpret(x[n], np.int32)
+    total, peak = sums[n, c], peaks[n, c]
+    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+        row, row_bits = x[n, i], bits[i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+        if top < INFINITE:
+            for d in range(row.size):
+                total[d] = F(total[d] + row[d])
+                peak[d] = max(peak[d], I(row_bits[d] & MAGNITUDE))
+
+
+@kernel
 def _channel_statistics(x, lengths, sums, peaks):
     """Per head and chunk of rows: the sum and the largest |x| (as bits) of every channel over the finite rows.
 
     x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N, chunks, D) int32, both zero.
     """
-    chunks = sums.shape[1]
-    for task in prange(x.shape[0] * chunks):
-        n, c = np.intp(task) // chunks, np.intp(task) % chunks          # P4: the index of prange is unsigned
-        bits = reinterpret(x[n], np.int32)
-        total, peak = sums[n, c], peaks[n, c]
-        for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
-            row, row_bits = x[n, i], bits[i]
+    over_tasks(_chunk_statistics, x.shape[0] * sums.shape[1], (x, lengths, sums, peaks))
+
+
+@inline
+def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
+    n, first = task // tasks, task % tasks * per_task
+    raw, shift = reinterpret(x[n], np.int32), offset[n]
+    moved = zeros((shift.size,), np.float32)
+    moved_bits = reinterpret(moved, np.int32)
+    for b in range(first, min(first + per_task, scale.shape[1])):
+        i0, i1 = b * block, min((b + 1) * block, lengths[n])
+        peak = I(0)
+        for i in range(i0, i1):
+            row, row_bits = x[n, i], raw[i]
             top = I(0)
             for d in range(row.size):
                 top = max(top, I(row_bits[d] & MAGNITUDE))
+                moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
             if top < INFINITE:
                 for d in range(row.size):
-                    total[d] = F(total[d] + row[d])
-                    peak[d] = max(peak[d], I(row_bits[d] & MAGNITUDE))
-
-
-@kernel(parallel=True)
-def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
-    """One scale per `block` rows. x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8."""
-    blocks = scale.shape[1]
-    per_task = max(1, CHUNK // block)
-    tasks = (blocks + per_task - 1) // per_task
-    for task in prange(x.shape[0] * tasks):
-        n, first = np.intp(task) // tasks, np.intp(task) % tasks * per_task
-        raw, shift = reinterpret(x[n], np.int32), offset[n]
-        moved = zeros((shift.size,), np.float32)
-        moved_bits = reinterpret(moved, np.int32)
-        for b in range(first, min(first + per_task, blocks)):
-            i0, i1 = b * block, min((b + 1) * block, lengths[n])
-            peak = I(0)
-            for i in range(i0, i1):
-                row, row_bits = x[n, i], raw[i]
-                top = I(0)
-                for d in range(row.size):
-                    top = max(top, I(row_bits[d] & MAGNITUDE))
-                    moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
-                if top < INFINITE:
-                    for d in range(row.size):
-                        peak = max(peak, I(moved_bits[d] & MAGNITUDE))
-                else:
-                    nonfinite[n, i] = 1
-            if i1 > i0 and peak > I(0):
-                moved_bits[0] = peak
-            else:
-                moved[0] = F(0)
-            largest = moved[0]
-            usable = largest > NO_SCALE
-            scale[n, b] = largest / F(127) if usable else F(1)
-            factor = F(127) / largest if usable else F(0)
-            for i in range(i0, i1):
-                if nonfinite[n, i] == 0:
-                    row, out = x[n, i], data[n, i]
-                    for d in range(row.size):
-                        t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
-                        out[d] = np.int8(I((t + ROUND) - ROUND))
-
-
-@kernel(parallel=True)
-def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
-    """One scale per channel, given as factor (N, D) = 127 / peak."""
-    length = x.shape[1]
-    chunks = (length + CHUNK - 1) // CHUNK
-    for task in prange(x.shape[0] * chunks):
-        n, c = np.intp(task) // chunks, np.intp(task) % chunks
-        bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
-        for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
-            row, row_bits, out = x[n, i], bits[i], data[n, i]
-            top = I(0)
-            for d in range(row.size):
-                top = max(top, I(row_bits[d] & MAGNITUDE))
-            if top < INFINITE:
-                for d in range(row.size):
-                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
-                    out[d] = np.int8(I((t + ROUND) - ROUND))
+                    peak = max(peak, I(moved_bits[d] & MAGNITUDE))
             else:
                 nonfinite[n, i] = 1
+        if i1 > i0 and peak > I(0):
+            moved_bits[0] = peak
+        else:
+            moved[0] = F(0)
+        largest = moved[0]
+        usable = largest > NO_SCALE
+        scale[n, b] = largest / F(127) if usable else F(1)
+        factor = F(127) / largest if usable else F(0)
+        for i in range(i0, i1):
+            if nonfinite[n, i] == 0:
+                row, out = x[n, i], data[n, i]
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                    out[d] = np.int8(I((t + ROUND) - ROUND))
+
+
+@kernel
+def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
+    """One scale per `block` rows. x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8."""
+    per_task = max(1, CHUNK // block)
+    tasks = (scale.shape[1] + per_task - 1) // per_task
+    over_tasks(_quantize_blocks, x.shape[0] * tasks, (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite))
+
+
+@inline
+def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite):
+    n, c = task // chunks, task % chunks
+    bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
+    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+        row, row_bits, out = x[n, i], bits[i], data[n, i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+        if top < INFINITE:
+            for d in range(row.size):
+                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
+                out[d] = np.int8(I((t + ROUND) - ROUND))
+        else:
+            nonfinite[n, i] = 1
+
+
+@kernel
+def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
+    """One scale per channel, given as factor (N, D) = 127 / peak."""
+    chunks = (x.shape[1] + CHUNK - 1) // CHUNK
+    over_tasks(_quantize_chunk, x.shape[0] * chunks, (x, offset, factor, lengths, chunks, data, nonfinite))
 
 
 def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -122,21 +122,20 @@ def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
     assert made(1, 2, 3) == want and made(3, 1, 2) == [want[2], want[0], want[1]]
 
 
-SEPARATE = """
+TASKS = """
 import sys
 import numpy as np
-from numba import prange
-from numflash._jit import kernel, separate
+from numflash._jit import inline, kernel
+from numflash.parallel import over_tasks, share
 
 def make(step):
-    @separate
-    def work(i, out):
-        out[i] = 10 * step + i
+    @inline
+    def task(n, out):
+        out[n] = 10 * step + n
 
-    @kernel(parallel=True)
+    @kernel
     def run(out):
-        for i in prange(out.size):
-            work(np.intp(i), out)
+        over_tasks(task, out.size, (out,))
     return run
 
 if __name__ == "__main__":
@@ -144,26 +143,31 @@ if __name__ == "__main__":
         out, run = np.zeros(2, np.int64), make(step)
         run(out)
         print(out.tolist(), sum(run.stats.cache_hits.values()))
+    print(sum(share.stats.cache_hits.values()))
 """
 
 
-def test_separate_functions_are_found_again(tmp_path):
-    """A caller from the disk cache holds only their symbol, whether they are in the cache too or must be compiled anew."""
+def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
+    """A kernel in the disk cache holds only its symbol, whether it is in the cache too or must be compiled anew."""
     script, cache = tmp_path / "factory.py", tmp_path / "cache"
-    script.write_text(SEPARATE)
+    script.write_text(TASKS)
 
     def made(*steps):
         done = subprocess.run([sys.executable, str(script), *map(str, steps)], capture_output=True, text=True, timeout=300,
                               env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)})
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()
-    assert made(1, 2) + made(3) == [f"[{10 * step}, {10 * step + 1}] 0" for step in (1, 2, 3)]
-    workers = [file for file in cache.rglob("*.nb?") if ".work." in file.name]
-    assert len(workers) == 6                                         # an index and code for each
-    assert made(3, 1, 2) == [f"[{10 * step}, {10 * step + 1}] 1" for step in (3, 1, 2)]
-    for file in workers:
+
+    def lines(*steps, hits):
+        return [f"[{10 * step}, {10 * step + 1}] {hits}" for step in steps]
+    assert made(1, 2) == [*lines(1, 2, hits=0), "0"]
+    assert made(3) == [*lines(3, hits=0), "1"]
+    shared = [file for file in cache.rglob("*.nb?") if ".share-" in file.name]
+    assert len(shared) == 2                                          # an index, and code
+    assert made(3, 1, 2) == [*lines(3, 1, 2, hits=1), "1"]
+    for file in shared:
         file.unlink()
-    assert made(2, 3, 1) == [f"[{10 * step}, {10 * step + 1}] 1" for step in (2, 3, 1)]
+    assert made(2, 3, 1) == [*lines(2, 3, 1, hits=1), "0"]
 
 
 def test_a_kernel_typed_at_the_prompt_is_not_cached():

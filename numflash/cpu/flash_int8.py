@@ -21,12 +21,12 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .. import fixedpoint as fx
-from .._jit import bare, kernel, separate
+from .._jit import bare, inline, kernel
 from ..fixedpoint import ONE_Q16
 from ..memory import reinterpret, zeros
+from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK, tiling
 from . import float_tiles, wide_rows
 from .amx import tile_state
@@ -211,8 +211,8 @@ def make_attend(isa_name: str, pv: str):
                     p[i, j] = 0
                 total[i] = I(0)
 
-    @separate
-    def work(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+    @inline
+    def work(_, q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """One worker: query tiles, as long as there are any."""
         n_heads, length, d = q.shape
         dv = out.shape[2]
@@ -326,13 +326,12 @@ def make_attend(isa_name: str, pv: str):
                 m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
         end()
 
-    @kernel(parallel=True)
+    @kernel
     def attend(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """All query tiles of all heads.
 
         q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...); v_scale (Nkv, Dv) float32;
         heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
         """
-        for _ in prange(heads[2]):
-            work(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out)
+        over_tasks(work, heads[2], (q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out))
     return attend

@@ -10,10 +10,10 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange
 
-from .._jit import kernel
+from .._jit import inline, kernel
 from ..memory import LINE, empty, reinterpret, zeros
+from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS, running_lanes
 from .transpose import transpose
@@ -42,77 +42,82 @@ def padded(n: int, unit: int) -> int:
 def _pack_keys(panel: int, group: int, offset: int):
     operand, square = np.int8 if group == 4 else np.int16, transpose(SQUARE)
 
-    @kernel(parallel=True)
-    def pack_keys(k, scale, order, data, start, packed_scale, wide):
-        n_heads, length, d = k.shape
-        groups = data.shape[1] // start.shape[1] // group
-        panels = start.shape[1] // panel
-        for task in prange(n_heads * panels):
-            n, p = np.intp(task) // panels, np.intp(task) % panels      # P4
-            rows = zeros((panel, groups * group), operand)
-            first = p * panel
+    @inline
+    def pack_panel(task, k, scale, order, groups, panels, data, start, packed_scale, wide):
+        length, d = k.shape[1:]
+        n, p = task // panels, task % panels
+        rows = zeros((panel, groups * group), operand)
+        first = p * panel
+        for c in range(panel):
+            j = first + order[c]
+            total, s = np.int32(0), np.float32(0)
+            if j < length:
+                source, row = k[n, j], rows[c]
+                for e in range(d):
+                    row[e] = source[e]
+                    total = np.int32(total + np.int32(source[e]))   # P5
+                s = scale[n, j]
+                if s != s:
+                    wide[n, first // KEY_BLOCK] = 1
+            start[n, first + c] = np.int32(-offset * total)
+            packed_scale[n, first + c] = s
+        words = reinterpret(rows, np.int32)                         # one word is one group of channels
+        out = reinterpret(data[n, first * groups * group:(first + panel) * groups * group], np.int32)
+        whole = groups // SQUARE * SQUARE
+        for c in range(0, panel, SQUARE):
+            for g in range(0, whole, SQUARE):
+                square(words, c * groups + g, groups, out, g * panel + c, panel)
+        for g in range(whole, groups):
             for c in range(panel):
-                j = first + order[c]
-                total, s = np.int32(0), np.float32(0)
-                if j < length:
-                    source, row = k[n, j], rows[c]
-                    for e in range(d):
-                        row[e] = source[e]
-                        total = np.int32(total + np.int32(source[e]))   # P5
-                    s = scale[n, j]
-                    if s != s:
-                        wide[n, first // KEY_BLOCK] = 1
-                start[n, first + c] = np.int32(-offset * total)
-                packed_scale[n, first + c] = s
-            words = reinterpret(rows, np.int32)                         # one word is one group of channels
-            out = reinterpret(data[n, first * groups * group:(first + panel) * groups * group], np.int32)
-            whole = groups // SQUARE * SQUARE
-            for c in range(0, panel, SQUARE):
-                for g in range(0, whole, SQUARE):
-                    square(words, c * groups + g, groups, out, g * panel + c, panel)
-            for g in range(whole, groups):
-                for c in range(panel):
-                    out[g * panel + c] = words[c, g]
+                out[g * panel + c] = words[c, g]
+
+    @kernel
+    def pack_keys(k, scale, order, data, start, packed_scale, wide):
+        groups, panels = data.shape[1] // start.shape[1] // group, start.shape[1] // panel
+        over_tasks(pack_panel, k.shape[0] * panels, (k, scale, order, groups, panels, data, start, packed_scale, wide))
     return pack_keys
 
 
 @functools.cache
 def _pack_values(chunk: int, lanes: int, group: int, offset: int):
-    @kernel(parallel=True)
+    @inline
+    def pack_block(task, v, blocks, columns, data):
+        length, dv = v.shape[1:]
+        n, block = task // blocks, task % blocks
+        rows = zeros((group, columns), np.int8)
+        base = block * KEY_BLOCK * columns
+        for g in range(KEY_BLOCK // group):
+            j = block * KEY_BLOCK + g * group
+            for r in range(group):
+                if j + r < length:
+                    row, source = rows[r], v[n, j + r]
+                    for c in range(dv):
+                        row[c] = np.int8(np.int16(source[c]) + np.int16(offset))
+                else:
+                    rows[r, :] = 0
+            t = 0
+            while t < columns:
+                width = min(chunk, columns - t)
+                if width < chunk and width >= 2 * lanes:
+                    width = 2 * lanes
+                elif width < chunk:
+                    width = lanes
+                place = base + t * KEY_BLOCK + g * width * group
+                out = data[n, place:place + width * group]
+                if group == 4:
+                    r0, r1, r2, r3 = rows[0, t:t + width], rows[1, t:t + width], rows[2, t:t + width], rows[3, t:t + width]
+                    for c in range(width):
+                        out[4 * c], out[4 * c + 1], out[4 * c + 2], out[4 * c + 3] = r0[c], r1[c], r2[c], r3[c]
+                else:
+                    r0, r1 = rows[0, t:t + width], rows[1, t:t + width]
+                    for c in range(width):
+                        out[2 * c], out[2 * c + 1] = r0[c], r1[c]
+                t += width
+
+    @kernel
     def pack_values(v, data, columns):
-        n_heads, length, dv = v.shape
         blocks = data.shape[1] // (KEY_BLOCK * columns)
-        for task in prange(n_heads * blocks):
-            n, block = np.intp(task) // blocks, np.intp(task) % blocks  # P4
-            rows = zeros((group, columns), np.int8)
-            base = block * KEY_BLOCK * columns
-            for g in range(KEY_BLOCK // group):
-                j = block * KEY_BLOCK + g * group
-                for r in range(group):
-                    if j + r < length:
-                        row, source = rows[r], v[n, j + r]
-                        for c in range(dv):
-                            row[c] = np.int8(np.int16(source[c]) + np.int16(offset))
-                    else:
-                        rows[r, :] = 0
-                t = 0
-                while t < columns:
-                    width = min(chunk, columns - t)
-                    if width < chunk and width >= 2 * lanes:
-                        width = 2 * lanes
-                    elif width < chunk:
-                        width = lanes
-                    place = base + t * KEY_BLOCK + g * width * group
-                    out = data[n, place:place + width * group]
-                    if group == 4:
-                        r0, r1, r2, r3 = rows[0, t:t + width], rows[1, t:t + width], rows[2, t:t + width], rows[3, t:t + width]
-                        for c in range(width):
-                            out[4 * c], out[4 * c + 1], out[4 * c + 2], out[4 * c + 3] = r0[c], r1[c], r2[c], r3[c]
-                    else:
-                        r0, r1 = rows[0, t:t + width], rows[1, t:t + width]
-                        for c in range(width):
-                            out[2 * c], out[2 * c + 1] = r0[c], r1[c]
-                    t += width
+        over_tasks(pack_block, v.shape[0] * blocks, (v, blocks, columns, data))
     return pack_values
 
 

@@ -1,0 +1,54 @@
+"""Tasks on threads: each runs once, on any number of threads; one that fails is an exception and not a wrong result."""
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+
+from numflash._jit import inline, kernel
+from numflash.cpu.threads import limit
+from numflash.memory import zeros
+from numflash.parallel import over_tasks
+
+
+@inline
+def add_row(n, x, shape, out):
+    for i in range(shape[1]):
+        out[n] += x[n, i]
+
+
+@kernel
+def add_rows(x, out):
+    over_tasks(add_row, x.shape[0], (x, x.shape, out))
+
+
+@inline
+def take_room(n, size, failing, out):
+    room = zeros((size if n == failing else 1,), np.int64)
+    out[n] = room.size
+
+
+@kernel
+def take_rooms(size, failing, out):
+    over_tasks(take_room, out.size, (size, failing, out))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 1000])
+def test_each_task_runs_once(rows):
+    x = np.arange(rows * 5, dtype=np.int64).reshape(rows, 5)
+    for threads in {1, numba.config.NUMBA_NUM_THREADS}:
+        out = np.zeros(rows, np.int64)
+        with limit(threads):
+            add_rows(x, out)
+        assert (out == x.sum(1)).all()
+
+
+@pytest.mark.parametrize("failing", [0, 3, 5])
+def test_a_task_that_fails_is_an_error(failing):
+    """Numba itself loses an exception inside a `prange`."""
+    out = np.zeros(6, np.int64)
+    with pytest.raises(MemoryError, match="could not allocate"):
+        take_rooms(1 << 45, failing, out)
+    assert (np.delete(out, failing) == 1).sum() >= 1 and out[failing] == 0
+    take_rooms(1, failing, out)
+    assert (out == 1).all()
