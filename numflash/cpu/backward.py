@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic
 
-from .._jit import inline, kernel, separate
+from .._jit import inline, kernel
 from ..memory import empty
+from ..parallel import over_tasks
 from ..tiling import Buffer
 from ..validation import Problem
 from . import float_tiles as tiles
@@ -182,7 +183,7 @@ def make_backward(name: str):
         for c in range(at + hi, at + columns):
             x[c] = HIDDEN
 
-    @separate
+    @inline
     def work(worker, q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv):
         """One worker: shares, as long as there are any."""
         h_all, h_kv, s, splits, _ = sizes
@@ -250,7 +251,7 @@ def make_backward(name: str):
                         turned[x] = F(0)                            # the last tile of rows may stand out by some
                     add_product(turned, near, columns, KEYS, keys, key + near, far - near, width, some_dq, i)
 
-    @kernel(parallel=True)
+    @kernel
     def run(q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv):
         """All shares of all heads.
 
@@ -259,9 +260,7 @@ def make_backward(name: str):
         part; delta (N, padded L); c float32 scale * log2(e); sizes = (H, Hkv, S, splits, workers); counter (1,) int64 zero;
         dq (splits, N, padded L + MR, columns) zeros; dk, dv (N, padded S, ...): all without the factor of the scores.
         """
-        for worker in prange(sizes[4]):
-            work(np.intp(worker), q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk,
-                 dv)                                                    # P4
+        over_tasks(work, sizes[4], (q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv))
     return run
 
 
@@ -278,25 +277,28 @@ def _rows(x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None) -
     return out
 
 
-@kernel(parallel=True)
+@inline
+def _turn_block(task, x, out):
+    (length, s), blocks = x.shape[1:], out.shape[1]
+    n, block = task // blocks, task % blocks
+    rows = x[n, block * QUERIES:min((block + 1) * QUERIES, length)]
+    square = np.empty((QUERIES, QUERIES), x.dtype)                  # rows of x are often a power of two apart: one set of L1
+    for first in range(0, s, QUERIES):
+        count = min(QUERIES, s - first)
+        for r in range(rows.shape[0]):
+            source = rows[r, first:first + count]
+            for j in range(count):
+                square[j, r] = source[j]
+        for j in range(count):
+            source, target = square[j], out[n, block, first + j]
+            for r in range(rows.shape[0]):
+                target[r] = source[r]
+
+
+@kernel
 def _turn(x, out):
     """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares; what lies beyond L stays."""
-    length, s = x.shape[1:]
-    blocks = out.shape[1]
-    for task in prange(x.shape[0] * blocks):
-        n, block = np.intp(task) // blocks, np.intp(task) % blocks      # P4
-        rows = x[n, block * QUERIES:min((block + 1) * QUERIES, length)]
-        square = np.empty((QUERIES, QUERIES), x.dtype)                  # rows of x are often a power of two apart: one set of L1
-        for first in range(0, s, QUERIES):
-            count = min(QUERIES, s - first)
-            for r in range(rows.shape[0]):
-                source = rows[r, first:first + count]
-                for j in range(count):
-                    square[j, r] = source[j]
-            for j in range(count):
-                source, target = square[j], out[n, block, first + j]
-                for r in range(rows.shape[0]):
-                    target[r] = source[r]
+    over_tasks(_turn_block, x.shape[0] * out.shape[1], (x, out))
 
 
 def _turned(x: np.ndarray | None, dtype: type) -> np.ndarray:

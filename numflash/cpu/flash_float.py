@@ -21,10 +21,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
-from .._jit import inline, kernel, separate
+from .._jit import inline, kernel
 from ..memory import reinterpret, zeros
+from ..parallel import over_tasks
 from ..tiling import tiling
 from . import float_tiles as tiles
 from .amx import tile_state
@@ -191,8 +191,8 @@ def make_attend(name: str, precision: str):
                 weights(x, at, count, factor, m[i], p, at, l, i * lanes)
             bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
-    @separate
-    def work(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
+    @inline
+    def work(_, q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
         """One worker: tiles, as long as there are any."""
         n_heads, length, d = q.shape
         dv = out.shape[2]
@@ -285,7 +285,7 @@ def make_attend(name: str, precision: str):
                     counter[1] = 1
         end_tiles()
 
-    @kernel(parallel=True)
+    @kernel
     def attend(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
         """All query tiles of all heads.
 
@@ -294,6 +294,6 @@ def make_attend(name: str, precision: str):
         counter (2,) int64 zeros, the second 1 afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32;
         redo (N, L) uint8, 1 for a row that float32 cannot hold.
         """
-        for _ in prange(heads[2]):
-            work(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo)
+        over_tasks(work, heads[2], (q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse,
+                                    redo))
     return attend

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .._jit import inline, kernel
 from ..memory import LINE, empty
+from ..parallel import over_tasks
 from .float_tiles import FLOAT_ISAS
 from .packing import padded
 from .transpose import transpose
@@ -47,74 +47,82 @@ def largest(words, group, top):
 def _pack_keys(lanes: int, panel: int, group: int):
     square = transpose(lanes)
 
-    @kernel(parallel=True)
+    @inline
+    def pack_panel(task, k, stops, out, most):
+        (nh, _, words), panels = k.shape[1:], most.shape[1]
+        n, p = task // panels, task % panels
+        source = k[n // nh, n % nh]
+        first, stop = p * panel, min((p + 1) * panel, stops[n // nh])
+        target = out[n, first * words:(first + panel) * words]
+        top = U(0)
+        for j in range(first, stop):
+            top = largest(source[j], group, top)
+        most[n, p] = top
+        c = 0
+        while c < panel:
+            if first + c + lanes <= stop:
+                rows = source[first + c:first + c + lanes].reshape(lanes * words)
+                e = 0
+                while e + lanes <= words:
+                    square(rows, e, words, target, e * panel + c, panel)
+                    e += lanes
+                while e < words:
+                    line = target[e * panel + c:e * panel + c + lanes]
+                    for r in range(lanes):
+                        line[r] = rows[r * words + e]
+                    e += 1
+                c += lanes
+            else:
+                for e in range(words):
+                    target[e * panel + c] = source[first + c, e] if first + c < stop else U(0)
+                c += 1
+
+    @kernel
     def pack_keys(k, stops, out, most):
         """k (B, Hkv, S, words) uint32 -> out (B * Hkv, panels * words * panel); most (B * Hkv, panels) uint32 bits."""
-        nb, nh, _, words = k.shape
-        panels = most.shape[1]
-        for task in prange(nb * nh * panels):
-            n, p = np.intp(task) // panels, np.intp(task) % panels      # P4
-            source = k[n // nh, n % nh]
-            first, stop = p * panel, min((np.intp(task) % panels + 1) * panel, stops[n // nh])
-            target = out[n, first * words:(first + panel) * words]
-            top = U(0)
-            for j in range(first, stop):
-                top = largest(source[j], group, top)
-            most[n, p] = top
-            c = 0
-            while c < panel:
-                if first + c + lanes <= stop:
-                    rows = source[first + c:first + c + lanes].reshape(lanes * words)
-                    e = 0
-                    while e + lanes <= words:
-                        square(rows, e, words, target, e * panel + c, panel)
-                        e += lanes
-                    while e < words:
-                        line = target[e * panel + c:e * panel + c + lanes]
-                        for r in range(lanes):
-                            line[r] = rows[r * words + e]
-                        e += 1
-                    c += lanes
-                else:
-                    for e in range(words):
-                        target[e * panel + c] = source[first + c, e] if first + c < stop else U(0)
-                    c += 1
+        over_tasks(pack_panel, most.size, (k, stops, out, most))
     return pack_keys
 
 
-@kernel(parallel=True)
+@inline
+def _pack_column(task, v, stops, out):
+    nh, dv, keys = v.shape[1], v.shape[3], out.shape[1]
+    n, j = task // keys, task % keys
+    row = out[n, j]
+    if j < stops[n // nh]:
+        row[:dv] = v[n // nh, n % nh, j]
+        row[dv:] = np.float32(0)
+    else:
+        row[:] = np.float32(0)
+
+
+@kernel
 def _pack_columns(v, stops, out):
     """v (B, Hkv, S, Dv) float32 -> out (B * Hkv, keys, columns), padded with zeros."""
-    nb, nh, _, dv = v.shape
-    keys = out.shape[1]
-    for task in prange(nb * nh * keys):
-        n, j = np.intp(task) // keys, np.intp(task) % keys              # P4
-        row = out[n, j]
-        if j < stops[n // nh]:
-            row[:dv] = v[n // nh, n % nh, j]
-            row[dv:] = np.float32(0)
-        else:
-            row[:] = np.float32(0)
+    over_tasks(_pack_column, out.shape[0] * out.shape[1], (v, stops, out))
 
 
-@kernel(parallel=True)
+@inline
+def _pack_pair(task, v, stops, out):
+    nh, dv, pairs = v.shape[1], v.shape[3], out.shape[1]
+    n, j = task // pairs, task % pairs * 2
+    row, stop = out[n, j // 2], stops[n // nh]
+    row[:] = U(0)
+    head = v[n // nh, n % nh]
+    if j + 1 < stop:
+        even, odd = head[j], head[j + 1]
+        for t in range(dv):
+            row[t] = U(U(even[t]) | U(U(odd[t]) << U(16)))
+    elif j < stop:
+        even = head[j]
+        for t in range(dv):
+            row[t] = U(even[t])
+
+
+@kernel
 def _pack_pairs(v, stops, out):
     """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
-    nb, nh, _, dv = v.shape
-    pairs = out.shape[1]
-    for task in prange(nb * nh * pairs):
-        n, j = np.intp(task) // pairs, np.intp(task) % pairs * 2        # P4
-        row, stop = out[n, j // 2], stops[n // nh]
-        row[:] = U(0)
-        head = v[n // nh, n % nh]
-        if j + 1 < stop:
-            even, odd = head[j], head[j + 1]
-            for t in range(dv):
-                row[t] = U(U(even[t]) | U(U(odd[t]) << U(16)))
-        elif j < stop:
-            even = head[j]
-            for t in range(dv):
-                row[t] = U(even[t])
+    over_tasks(_pack_pair, out.shape[0] * out.shape[1], (v, stops, out))
 
 
 def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from numba import prange
 
 from .._jit import inline, kernel, one_at_a_time
 from ..interop import widen
+from ..parallel import over_tasks
 from ..validation import LARGEST_LSE, Problem
 from . import backward, target
 from .backward_rows import make_backward_rows
@@ -27,11 +28,15 @@ def largest_bits(words):
     return top
 
 
-@kernel(parallel=True)
+@inline
+def _magnitude(row, words, out):
+    out[row] = largest_bits(words[row])
+
+
+@kernel
 def _magnitudes(words, out):
     """out (rows,) uint32: the bits of the largest |x| of each row of x (rows, columns) float32, given by its bits."""
-    for task in prange(words.shape[0]):
-        out[task] = largest_bits(words[np.intp(task)])                  # P4
+    over_tasks(_magnitude, words.shape[0], (words, out))
 
 
 @kernel(parallel=True, float_math=True)
