@@ -1,4 +1,5 @@
 """The public calls end to end: layouts, dtypes, semantics, packed sequences, empty problems."""
+import itertools
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from oracles import TAILS, draw, naive, qkv
 from test_reference import OPTIONS
 
 import numflash
+from numflash import validation
 from numflash.data import minilm
 from numflash.errors import UnsupportedError
 from numflash.metrics import errors
@@ -115,6 +117,19 @@ def test_varlen_is_the_loop(name, impl, precision):
         one, one_lse = numflash.attention(q[rows], k[keys], v[keys], layout="blhd", **options)
         np.testing.assert_array_equal(out[rows], one)
         np.testing.assert_array_equal(lse[rows], one_lse)
+
+
+def test_varlen_of_equal_lengths_that_lie_apart():
+    """The short ones share a call of their own, with the long one's rows between them."""
+    cu = np.cumsum([0, 5, 300, 5])
+    q, k, v = (draw((310, 2, 16), seed) for seed in range(3))
+    parts = [problem.shape[0] for problem, _ in validation.sequences(
+        validation.problem(q, k, v, layout="blhd"), cu, cu, "upper_left")]
+    assert parts == [1, 2]
+    out = numflash.attention_varlen(q, k, v, cu, cu, impl="reference")
+    for a, b in itertools.pairwise(cu):
+        one = numflash.attention(q[a:b], k[a:b], v[a:b], layout="blhd", impl="reference")
+        np.testing.assert_array_equal(out[a:b], one)
 
 
 def test_varlen_of_nothing():

@@ -37,6 +37,9 @@ def test_counts():
     for part in ("4096 queries x 4096 keys", "head_dim 128", "never stored", "working set"):
         assert part in text
     assert e.as_dict()["shape"]["heads"] == 2
+    e = numflash.explain((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 3), enable_gqa=True)
+    assert e.operations == 2 * 2 * 4 * 5 * 9 * (8 + 3)
+    assert e.traffic == 4 * (2 * 4 * 5 * 8 + 2 * 2 * 9 * (8 + 3) + 2 * 4 * 5 * 3)
 
 
 def test_causal_is_about_half():

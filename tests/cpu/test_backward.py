@@ -145,9 +145,10 @@ def test_a_gradient_is_what_the_oracle_changes_by(isa, options):
             assert abs((moved[0] - moved[1]) / 2e-6 - gradient[at]) < 2e-6 * max(1, abs(gradient[at]))
 
 
-@pytest.mark.parametrize("options", [{}, ALL, {"key_lengths": [3]}], ids=["plain", "all options", "padding"])
-def test_the_reference_is_the_definition(options):
-    do, q, k, v = drawn(h=2, hkv=1, l=5, s=7, d=3)
+@pytest.mark.parametrize(("h", "hkv", "options"), [(2, 1, {}), (2, 1, ALL), (2, 1, {"key_lengths": [3]}), (4, 2, {}), (6, 2, {})],
+                         ids=["plain", "all options", "padding", "groups", "larger groups"])
+def test_the_reference_is_the_definition(h, hkv, options):
+    do, q, k, v = drawn(h=h, hkv=hkv, l=5, s=7, d=3)
     problem = make(q, k, v, **options)
     found = reference.gradients(problem, do, *reference.oracle(problem), block=2)
     for mine, want in zip(found, naive_gradients(do, q, k, v, **options), strict=True):
