@@ -31,6 +31,9 @@ from .errors import UnsupportedError
 
 logger = logging.getLogger("numflash")
 
+if numba.config.DISABLE_JIT:
+    raise UnsupportedError("NUMBA_DISABLE_JIT is set: the kernels use instructions that only compiled code has; allowed: unset")
+
 # Threads come from `prange` alone: array expressions inside a worker must not become parallel loops of their own (they cost
 # compile time and run serially anyway).
 PRANGE_ONLY = {"prange": True, "comprehension": False, "fusion": False, "inplace_binop": False, "numpy": False,

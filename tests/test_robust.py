@@ -174,6 +174,12 @@ def test_a_kernel_typed_at_the_prompt_is_not_cached():
     python("from numflash._jit import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
 
 
+def test_without_a_compiler_there_is_an_error_that_says_so():
+    done = subprocess.run([sys.executable, "-m", "numflash", "explain"], capture_output=True, text=True, timeout=300, cwd=ROOT,
+                          env={**os.environ, "NUMBA_DISABLE_JIT": "1"})
+    assert done.returncode == 1 and done.stderr.startswith("numflash: NUMBA_DISABLE_JIT is set"), done.stderr[-2000:]
+
+
 def test_unwritable_cache_still_computes(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("not a folder")
