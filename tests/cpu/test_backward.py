@@ -155,6 +155,34 @@ def test_the_reference_is_the_definition(h, hkv, options):
         np.testing.assert_allclose(mine, want, rtol=1e-6, atol=1e-7)       # float32 slopes and biases
 
 
+@pytest.mark.parametrize(("bias", "sink"), [(2.0**25, 2.0**25), (2.0**25, 0.0), (-(2.0**25), None)])
+def test_the_reference_with_scores_far_from_zero(bias, sink):
+    """An LSE as float32 holds it is off by ones there; the sink takes part when it is computed anew."""
+    do, q, k, v = drawn(h=2, l=5, s=7, d=3)
+    options = {"attn_mask": np.full((5, 7), bias, F), "sinks": None if sink is None else np.full(2, sink, F)}
+    problem = make(q, k, v, **options)
+    out, lse = reference.oracle(problem)
+    found = reference.gradients(problem, do, out, lse.astype(F))
+    for mine, want in zip(found, naive_gradients(do, q, k, v, **options), strict=True):
+        np.testing.assert_allclose(mine, want, atol=1e-6)
+
+
+def test_in_the_reference_too_what_is_hidden_never_leaks():
+    do, q, k, v = drawn(h=1, l=5, s=5, d=3)
+
+    def solved():
+        problem = make(q, k, v, is_causal=True)
+        return reference.gradients(problem, do, *reference.oracle(problem))[0]
+    clean = solved()
+    for x in (k, v):
+        kept = x[:, :, 4].copy()
+        x[:, :, 4] = np.nan
+        found = solved()
+        x[:, :, 4] = kept
+        np.testing.assert_array_equal(found[:, :, :4], clean[:, :, :4])
+        assert np.isnan(found[:, :, 4]).all()
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpu", "portable"])
 def test_parts_of_the_keys_add_up_to_the_whole(impl):
     do, q, k, v = drawn(l=50, s=90, d=16)

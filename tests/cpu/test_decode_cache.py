@@ -4,6 +4,7 @@ import pytest
 from decode_cases import TOLERANCE, B, D, G, H, expected, filled, relative, tokens
 from oracles import draw, naive
 
+from numflash.cache_pages import Pages
 from numflash.errors import CacheFullError
 from numflash.kvcache import KVCache
 from numflash.tiling import split_count
@@ -76,6 +77,18 @@ def test_pages_give_the_same_bits(dtype):
         np.testing.assert_array_equal(whole.decode(query, splits=splits), paged.decode(query, splits=splits))
     for a, b in zip(whole.read(1), paged.read(1), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_whole_pages_are_shared_from_a_pool_that_is_used_up():
+    pool = Pages(2, 128, np.zeros((2, 3), np.int32), True)
+    pool.grow(np.zeros(2, np.int64), np.array([256, 0]))
+    assert pool.share(0, 1, 256) is None and not pool.free and pool.table[1, :2].tolist() == pool.table[0, :2].tolist()
+    pool.release(1)
+    assert not pool.free
+    with pytest.raises(CacheFullError, match="share: one more page"):
+        pool.share(0, 1, 200)
+    pool.release(0)
+    assert len(pool.free) == 2
 
 
 def test_shared_prefix():
