@@ -183,6 +183,8 @@ to_int = op("cvt.rni.s32.f32 <r>, <a>;", i32, pure=True, a=f32)                 
 to_float = op("cvt.rn.f32.s32 <r>, <a>;", f32, pure=True, a=i32)
 bits = op("mov.b32 <r>, <a>;", u32, pure=True, a=f32)
 from_bits = op("mov.b32 <r>, <a>;", f32, pure=True, a=u32)
+fresh = op("mov.b32 <r>, <a>;", i32, memory=True, a=i32)      # what is computed from it is computed here, not ahead of a loop
+words = op("mov.b64 <r>, {<low>, <high>};", u64, pure=True, low=u32, high=u32)                        # 9.7.9.5
 half_bits = op("{.reg .b16 h;\ncvt.rn.f16.f32 h, <a>;\ncvt.u32.u16 <r>, h;}", u32, pure=True, a=f32)
 half_to_float = op("{.reg .b16 h;\ncvt.u16.u32 h, <a>;\ncvt.f32.f16 <r>, h;}", f32, pure=True, a=u32)
 unpack_half = op("{.reg .b16 x, y;\nmov.b32 {x, y}, <a>;\ncvt.f32.f16 <d.0>, x;\ncvt.f32.f16 <d.1>, y;}",

@@ -122,3 +122,24 @@ def test_taking_turns_changes_no_bit(causal, seed):
         found.append((out.view(np.uint16), lse))
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "d", "options"), [
+    (np.float16, 64, {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([50])}),
+    (ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}),
+    pytest.param(np.float16, 256, {"attn_mask": random_mask("float", 1, 4, 60, 170), "softcap": 2.0, "is_causal": True,
+                                   "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32)}, marks=pytest.mark.slow)])
+def test_sinks_join_on_the_card(dtype, d, options):
+    """With results given, as for arrays on a card, the kernel adds the sinks itself; a row that sees nothing has the sink's LSE."""
+    q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
+    options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}
+    given = {name: options[name] for name in options if name not in ("attn_mask", "is_causal")}
+    problem = validation.problem(q, k, v, options.get("attn_mask"), 0.0, options.get("is_causal", False), None, True,
+                                 **{**OPTIONS, **given})
+    launched = forward.hopper_forward(problem, results=(np.zeros(q.shape, problem.query.dtype), np.zeros(q.shape[:3], np.float32)))
+    assert launched.constants["sinks"] and launched.constants["packed"] == 2
+    out, lse, _ = forward.emulated(launched)
+    expected, expected_lse = oracles.naive(q, k, v, **options)
+    out = (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64)
+    assert (expected == 0).all(-1).any() == ("is_causal" not in options or "attn_mask" in options)
+    assert np.allclose(out, expected, atol=8 * float(ml_dtypes.finfo(dtype).eps)) and np.allclose(lse, expected_lse, atol=1e-4)

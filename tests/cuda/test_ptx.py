@@ -75,17 +75,20 @@ def test_integer_arithmetic():
         out[6, i] = ptx_pack(f[i], ptx.to_float(y[i]))
         out[7, i] = ptx_pack_bf16(f[i], ptx.to_float(y[i]))
         out[8, i] = ptx.pack_turing(f[i], ptx.to_float(y[i]))
+        both = ptx.words(u32(x[i]), u32(y[i]))
+        out[9, i], out[10, i] = u32(both), u32(both >> u64(32))
     ptx_pack, ptx_pack_bf16 = ptx.pack["float16"], ptx.pack["bfloat16"]
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-1000, 1000, 128).astype(np.int32) for _ in range(2))
     f = (rng.standard_normal(128) * 100).astype(np.float32)
     f[:4] = 0.5, 1.5, -2.5, 3e9
-    out = np.zeros((9, 128), np.uint32)
+    out = np.zeros((11, 128), np.uint32)
     emulate(Source(kernel, types.void(array(i32), array(i32), array(f32), array(u32, 2)), 128), 1, None, [x, y, f, out])
     assert np.array_equal(out[0].view(np.int32), np.maximum(x, y)) and np.array_equal(out[1].view(np.int32), np.minimum(x, y))
     assert np.array_equal(out[2], np.minimum(x.view(np.uint32), y.view(np.uint32)))
     assert np.array_equal(out[3].view(np.int32), np.clip(np.rint(f.astype(np.float64)), -2**31, 2**31 - 1).astype(np.int32))
     assert np.array_equal(out[4].view(np.float32), x.astype(np.float32))
+    assert np.array_equal(out[9].view(np.int32), x) and np.array_equal(out[10].view(np.int32), y)
     both = np.concatenate([x.view(np.uint8).reshape(-1, 4), y.view(np.uint8).reshape(-1, 4)], 1)
     sign = np.where(both[:, 1] & 128, 255, 0)                                     # selector 9: the sign of byte 1
     assert np.array_equal(out[5].view(np.uint8).reshape(-1, 4), np.stack([both[:, 0], both[:, 3], both[:, 6], sign], 1))

@@ -52,13 +52,13 @@ def test_backward(arch, gradients, d, registers):
 
 
 @pytest.mark.parametrize("gradients", ["kv", "q"])
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("options", [{"band": True}, {"band": True, "mask": "bool"},
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("options", [{"band": True}, {"band": True, "mask": "bool"}, {"band": True, "mask": "float", "group": 4},
                                      {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4}])
 def test_backward_with_options(d, gradients, options):
-    """Masks cost registers for their addresses: the chunk is smaller with them; 40 bytes of loop invariants spill at most."""
+    """Masks cost registers for their addresses: the chunk is smaller with them, and what they need is computed tile by tile."""
     shape = backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
-    resources(flash_backward, "sm_80", 40 if "mask" in options else 0, gradients=gradients, d=d, dv=d, **shape, **options)
+    resources(flash_backward, "sm_80", gradients=gradients, d=d, dv=d, **shape, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -93,8 +93,7 @@ def test_hopper(d, block_k, overlap, ping_pong):
 @pytest.mark.parametrize("options", [{"mask": "bool", "band": True, "group": 4, "packed": 4},
                                      {"mask": "float", "softcap": True, "alibi": True, "sinks": True}])
 def test_hopper_with_options(d, block_k, options):
-    """All options at once at D = 256 keep eight words of loop invariants, 56 bytes, on the stack."""
-    found = resources(flash_hopper, "sm_90a", 56 if d == 256 and "softcap" in options else 0, d=d, dv=d, block_k=block_k, **options)
+    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, **options)
     assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2 and found.registers == 168
     assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 4
 

@@ -49,8 +49,8 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
     _warps, threads = rows // 16, rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
     n_a, n_b, n_s, parts, tiles_of_8 = d // 2 if want_a else 1, dv // 2 if want_b else 1, chunk // 2, columns // chunk, chunk // 8
-    # the own rows' fragments stay in registers where there is room; the addresses of a mask take some of it
-    keep = n_a + n_b + (d + dv) // 4 <= (96 if mask else 128)
+    # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are smaller, there is more of it
+    keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
     n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
     d_bytes, dv_bytes, stages = d * 2, dv * 2, 1 if turing else 2
     shift_a, xor_a = swizzle_of(d_bytes)
@@ -75,7 +75,7 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
-        first_head = head * group if of_keys else head // group            # of the other side
+        first_head = i32(head * group) if of_keys else i32(head // group)  # of the other side
         sa = ptx.shared_address(shared)
         sb = sa + u32(a_size)
         sc = sb + u32(b_size)
@@ -93,25 +93,25 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
-        offset, before, after = (-diagonal, right, left) if of_keys else (diagonal, left, right)
-        first = i32(cuda.blockIdx.x) * rows
-        first_tile, tiles = i32(0), (other_left + columns - 1) // columns
+        offset, before, after = (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
+        first = i32(i32(cuda.blockIdx.x) * rows)       # P5: what is not cast has 64 bits, two registers each
+        first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
         whole_low, whole_high = i32(0), other_left     # every row sees columns whole_low <= i < whole_high
         if band:
-            low = first + offset
-            high = min(first + rows, own_left) - 1 + offset
-            first_tile = max(low - before, 0) // columns
-            tiles = min(tiles, (max(high + after + 1, 0) + columns - 1) // columns)
-            whole_low, whole_high = max(high - before, 0), min(other_left, low + after + 1)
+            low, high = i32(first + offset), i32(min(first + rows, own_left) - 1 + offset)
+            first_tile = i32(max(low - before, 0) // columns)
+            tiles = i32(min(tiles, (max(high + after + 1, 0) + columns - 1) // columns))
+            whole_low, whole_high = i32(max(high - before, 0)), i32(min(other_left, low + after + 1))
         if of_keys and first >= own_left:
             tiles = first_tile
 
         # what the two rows that this thread holds see
-        row0 = first + warp * 16 + (lane >> 2)
+        row0 = i32(first + warp * 16 + (lane >> 2))
         low0, low1, high0, high1 = i32(0), i32(0), other_left, other_left
         if band:
-            low0, low1 = row0 + offset - before, row0 + 8 + offset - before
-            high0, high1 = min(other_left, row0 + offset + after + 1), min(other_left, row0 + 8 + offset + after + 1)
+            low0, low1 = i32(row0 + offset - before), i32(row0 + 8 + offset - before)
+            high0 = i32(min(other_left, row0 + offset + after + 1))
+            high1 = i32(min(other_left, row0 + 8 + offset + after + 1))
         lse0, lse1, delta0, delta1 = f32(0), f32(0), f32(0), f32(0)
         if not of_keys:                                # the statistics' rows are padded to whole blocks
             at = stats + u64(row0 * 8)
@@ -121,11 +121,11 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         load_a(sa, a + u64(first) * u64(strides[2]), strides[2], own_left - first, d_left, thread)
         if want_a:
             load_b(sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread)
-        steps = max(tiles - first_tile, 0) * heads_of_other
+        steps = i32(max(tiles - first_tile, 0) * heads_of_other)
         tile = first_tile
         if not turing:
             if steps > 0:
-                start = tile * columns
+                start = i32(tile * columns)
                 load_c(sc, c + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
                 load_e(se, e + u64(start) * u64(strides[11]), strides[11], other_left - start, dv_left, thread)
                 if of_keys and thread < columns // 2:
@@ -146,7 +146,7 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         for i in range(n_b):
             sum_b[i] = f32(0)
         # addresses of this lane, as `products` takes them: own rows, other rows, other rows turned
-        own = warp * 16 + (lane & 15)
+        own = i32(warp * 16 + (lane & 15))
         a_at, b_at = sa + u32(own * d_bytes), sb + u32(own * dv_bytes)
         a_chunk = u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
         b_chunk = u32((lane >> 4) ^ ((own >> shift_b) & xor_b))
@@ -164,11 +164,11 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
 
         stage, other_head = i32(0), i32(0)
         for step in range(steps):
-            start = tile * columns
-            query_head = head * group + other_head if of_keys else head
-            ahead, ahead_head = tile + 1, other_head   # the next tile; after the last one, the first of the next head
+            start = i32(tile * columns)
+            query_head = i32(head * group + other_head) if of_keys else head
+            ahead, ahead_head = i32(tile + 1), other_head   # the next tile; after the last one, the first of the next head
             if of_keys and ahead == tiles:
-                ahead, ahead_head = first_tile, other_head + 1
+                ahead, ahead_head = first_tile, i32(other_head + 1)
             if turing:
                 c_now, e_now = c + u64(other_head * strides[7]), e + u64(other_head * strides[10])
                 load_c(sc, c_now + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
@@ -181,12 +181,13 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                 wait_all()
                 cuda.syncthreads()                     # everyone's part of this tile is there, and the last tile is done with
                 if step + 1 < steps:
-                    there, next_stage = ahead * columns, u32(stage ^ 1)
+                    there, next_stage = i32(ahead * columns), u32(stage ^ 1)
+                    mover = ptx.fresh(thread) if has_mask and of_keys else thread           # nor the addresses of copies
                     c_now, e_now = c + u64(ahead_head * strides[7]), e + u64(ahead_head * strides[10])
-                    load_c(sc + next_stage * u32(c_size), c_now + u64(there) * u64(strides[8]), strides[8], other_left - there,
-                           d_left, thread)
-                    load_e(se + next_stage * u32(e_size), e_now + u64(there) * u64(strides[11]), strides[11], other_left - there,
-                           dv_left, thread)
+                    load_c(sc + next_stage * u32(c_size), c_now + u64(there) * u64(strides[8]), strides[8], i32(other_left - there),
+                           d_left, mover)
+                    load_e(se + next_stage * u32(e_size), e_now + u64(there) * u64(strides[11]), strides[11],
+                           i32(other_left - there), dv_left, mover)
                     if of_keys and thread < columns // 2:
                         ptx.cp_async(st + next_stage * u32(stat_size) + u32(thread * 16),
                                      stats + u64((ahead_head * stat_rows + there) * 8 + thread * 16))
@@ -196,10 +197,12 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
 
             for part in range(parts):
                 c_at, e_at = c_tile + u32(part * chunk * d_bytes), e_tile + u32(part * chunk * dv_bytes)
+                # what is computed from these is not kept from before the loops: addresses in a mask would fill registers
+                mask_row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                column0 = start + part * chunk + 2 * (lane & 3)
+                column0 = i32(start + part * chunk + 2 * (quad & 3))
                 for n in range(tiles_of_8):
                     if of_keys:
                         ptx.load_shared_v4(four, 0, stat_at + u32((part * chunk + 8 * n) * 8))
@@ -209,7 +212,7 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                             delta = ptx.from_bits(four[3 if i & 1 else 1])
                         else:
                             lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
-                        row, column = row0 + 8 if i > 1 else row0, column0 + 8 * n + (i & 1)
+                        row, column = i32(mask_row + (8 if i > 1 else 0)), i32(column0 + 8 * n + (i & 1))
                         query, key = (column, row) if of_keys else (row, column)
                         x, slope, seen = s[4 * n + i], f32(1), True
                         if transform:
@@ -237,10 +240,10 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                                 ds *= slope
                             g[4 * n + i] = ds if seen else f32(0)
                         s[4 * n + i] = p if seen else f32(0)
-                if start < whole_low or start + columns > whole_high:
+                if start < whole_low or i32(start + columns) > whole_high:
                     for n in range(tiles_of_8):
                         for i in range(4):
-                            column = column0 + 8 * n + (i & 1)
+                            column = i32(column0 + 8 * n + (i & 1))
                             if column < (low1 if i > 1 else low0) or column >= (high1 if i > 1 else high0):
                                 s[4 * n + i] = f32(0)
                                 g[4 * n + i] = f32(0)
@@ -251,7 +254,7 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
             if turing:
                 cuda.syncthreads()
             else:
-                stage ^= 1
+                stage = i32(stage ^ 1)
             tile, other_head = ahead, ahead_head
 
         # through this warp's own part of its tile, so that memory is written 16 bytes at a time

@@ -13,7 +13,7 @@ from ...tiling import tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
-from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
+from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, ahead, descriptor, make_issue_scores
 from .pieces import LOG2E, NEG_INF, join_sink, make_adjust, make_hide, make_tile_range, quad_max, quad_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -78,7 +78,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     def outputs(o, p, dv_at):
         """Issues O += P . V, 16 keys (two groups of 8 rows of 128 bytes) at a time."""
         for step in range(p_steps):
-            multiply_v(o, 0, p, 4 * step, dv_at + u64(step * 128), i32(1))
+            multiply_v(o, 0, p, 4 * step, ahead(dv_at, step * 128), i32(1))
 
     @device_function
     def weights(p, s):

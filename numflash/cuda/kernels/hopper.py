@@ -19,12 +19,20 @@ def descriptor(constant, address):
     return u64(constant) | u64((address & u32(0x3FFFF)) >> u32(4))
 
 
+@device_function
+def ahead(d, pieces):
+    """The descriptor of what lies `pieces` times 16 bytes further.
+
+    Only the lower word changes, which a sum of 64 bits hides: for each tile of Q two registers were kept from tile to tile.
+    """
+    return ptx.words(u32(u32(d) + u32(pieces)), u32(d >> u64(32)))
+
+
 def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
     """issue_scores(s, dq, dk): issues S = Q . K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes."""
     @device_function
     def issue_scores(s, dq, dk):
         for step in range(steps):
-            inside = u64((step & 3) * 2)                         # 32 bytes further in a panel of four steps
-            multiply(s, 0, dq + inside + u64((step >> 2) * (q_panel >> 4)), dk + inside + u64((step >> 2) * (k_panel >> 4)),
-                     i32(step != 0))
+            panel, inside = step >> 2, (step & 3) * 2            # 32 bytes further in a panel of four steps
+            multiply(s, 0, ahead(dq, inside + panel * (q_panel >> 4)), ahead(dk, inside + panel * (k_panel >> 4)), i32(step != 0))
     return issue_scores

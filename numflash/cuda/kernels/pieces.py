@@ -207,7 +207,9 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
         batch, diagonal = place
         queries, keys = ends
         scale, cap = factors
-        done = cuda.local.array(n_part, f32)
+        done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
+        for r in range(2):
+            q[r] = ptx.fresh(query[r])                 # addresses in the mask are no registers that every tile keeps
         for turn in range(turns):
             for n in range(part):
                 for e in range(4):
@@ -218,9 +220,9 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                     if softcap:
                         x = cap * tanh_accurate(ptx.div(x, cap))
                     if alibi:
-                        x -= slope[e >> 1] * f32(abs(query[e >> 1] + diagonal - j))
-                    if has_mask and query[e >> 1] < queries and j < keys:
-                        at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + query[e >> 1] * strides[2]
+                        x -= slope[e >> 1] * f32(abs(q[e >> 1] + diagonal - j))
+                    if has_mask and q[e >> 1] < queries and j < keys:
+                        at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
                                            + j * strides[3])
                         if float_mask:
                             bias = ptx.load_global_f32(at)

@@ -1,0 +1,36 @@
+"""No stack: the kernels that need the most registers, by default; more of the table of `sass_table` among the slow tests."""
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from sass_checks import resources
+from sass_table import ALL, MASKED, variants
+
+from numflash.cuda import backward
+from numflash.cuda.compile import ARCHITECTURES
+from numflash.cuda.kernels.backward import flash_backward
+from numflash.cuda.kernels.flash_hopper import flash_hopper
+
+# (kernel, architecture, D, kind of mask, which gradients): bytes of stack that are known to be left
+LEFT: dict = {}
+
+
+def stack_of(factory, arch, constants):
+    return LEFT.get((factory.__name__, arch, constants.get("d"), constants.get("mask"), constants.get("gradients")), 0)
+
+
+def test_all_options_at_once():
+    """The widest kernel for Hopper: its descriptors' upper halves, and addresses in a mask, are no registers between tiles."""
+    found = resources(flash_hopper, "sm_90a", d=256, dv=256, block_k=64, packed=4, sinks=True, **ALL)
+    assert found.count("HGMMA") == 40 and found.count("WARPGROUP.DEPBAR") == 4
+    shape = backward.shape_of("kv", 96, 96, "sm_80", True)
+    resources(flash_backward, "sm_80", gradients="kv", d=96, dv=96, **shape, **MASKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_widest_kernels(arch):
+    """float16 with masks, from D = 96 on, where registers are short."""
+    for factory, constants in variants(arch):
+        if constants.get("d", 0) >= 96 and "mask" in constants and constants.get("dtype") == "float16":
+            resources(factory, arch, stack_of(factory, arch, constants), **constants)
