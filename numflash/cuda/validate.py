@@ -1,31 +1,44 @@
 """`python -m numflash.cuda.validate`: run the emulator's list of problems on a card, compare, then time the shipped kernels.
 
-Writes one JSON object: the card, one row per problem (equal bits with the emulator for INT8, errors against float64 for the rest),
-and one row per timing with TFLOP/s, next to PyTorch's scaled_dot_product_attention backends where PyTorch sees the same card, and
-to the kernel of Triton's tutorial where Triton is installed and `--triton` names the tutorial's file (06-fused-attention.py; the
-wheel does not hold it).
+Writes one JSON object: the card and the software, one row per problem (equal bits with the emulator for INT8, errors against
+float64 for the rest), one per timing with TFLOP/s, next to PyTorch's backends where PyTorch sees the same card and to the kernel of
+Triton's tutorial where `--triton` names its file (06-fused-attention.py), and whether the targets are met.
+
+Kernels are compiled ahead by all cores, into the cache; `--compile ARCH` does only that, and needs no card. What is then left
+(the emulator's side of the list on one core, the timings) is meant to take some ten minutes on an H200, `--quick` two or three:
+estimates, nothing here has run on a card. With `--json FILE` the file holds every row as soon as it is there.
 """
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import functools
 import itertools
 import json
+import os
+import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import reference, validation
+from .. import __version__, reference, validation
 from ..errors import UnsupportedError
 from ..interop import convert, widen
 from ..quantization import quantize_problem
-from . import backward, launch, validate_decode
-from .forward import emulated
+from . import backward, launch, validate_decode, validate_peers
+from .compile import ARCHITECTURES, compiled
+from .forward import Launch, emulated, float_forward
 
+LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (1024, 8192)
+ROWS, CHANNELS = 16384, 2048                     # query rows of a head and channels of all heads that fill a chip
+OLDER = "numflash float16, sm_80 code"           # on a Hopper card, beside the kernel of its own
 PLAIN: dict[str, Any] = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None,
                          "sinks": None, "pv": None, "layout": "bhld", "return_lse": True}
 # name, (B, H, Hkv, L, S, D), precision, options
@@ -52,11 +65,17 @@ GRADIENTS: tuple[tuple[str, tuple[int, ...], str, dict[str, Any]], ...] = (
 )
 
 
+@functools.lru_cache(3)
+def _numbers(count: int, seed: int) -> np.ndarray:
+    """Standard normal float32 numbers; all timings have as many of them, and draw them once."""
+    return np.random.default_rng(seed).standard_normal(count, np.float32)
+
+
 def problem_of(shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0) -> validation.Problem:
     """A validated problem on standard normal numbers; quantised for precision "int8"."""
     b, h, hkv, length, s, d = shape
-    rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal(n).astype(np.float32) for n in ((b, h, length, d), (b, hkv, s, d), (b, hkv, s, d)))
+    q, k, v = (_numbers(int(np.prod(n)), seed + 3 * i).reshape(n) for i, n in enumerate((
+        (b, h, length, d), (b, hkv, s, d), (b, hkv, s, d))))
     given = {**PLAIN, "precision": precision, **options}
     causal = given.pop("is_causal", False)
     problem = validation.problem(q, k, v, None, 0.0, causal, None, True, **given)
@@ -97,9 +116,9 @@ def gradient_row(device: launch.Device, problem: validation.Problem) -> dict[str
     return {"card_error": errors[0], "emulator_error": errors[1], "equal_bits": equal, "passed": equal and close}
 
 
-def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
-    """One row per case of `CASES` and `GRADIENTS`."""
-    for name, shape, precision, options in CASES:
+def correctness(device: launch.Device, cases: Iterable = CASES, gradients: Iterable = GRADIENTS) -> Iterator[dict[str, Any]]:
+    """One row per case."""
+    for name, shape, precision, options in cases:
         problem = problem_of(shape, precision, options)
         row: dict[str, Any] = {"case": name, "arch": device.arch}
         try:
@@ -108,7 +127,7 @@ def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
         except UnsupportedError as error:
             row |= validate_decode.refused(error)
         yield row
-    for name, shape, precision, options in GRADIENTS:
+    for name, shape, precision, options in gradients:
         row = {"case": name, "arch": device.arch}
         try:
             row |= gradient_row(device, problem_of(shape, precision, options))
@@ -117,26 +136,72 @@ def correctness(device: launch.Device) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def timings(device: launch.Device, lengths: tuple[int, ...], triton: Callable | None = None) -> Iterator[dict[str, Any]]:
+def launches(arch: str, cases: Iterable, gradients: Iterable, lengths: Iterable[int]) -> Iterator[tuple[str, Launch]]:
+    """(kind of code, launch) of what `correctness` and `timings` will compile, the same kernel many times."""
+    for _, shape, precision, options in cases:
+        try:
+            work = launch.plan(problem_of(shape, precision, options), arch)
+        except UnsupportedError:
+            continue
+        yield from (("cubin", work), ("ptx", work))
+    for _, shape, precision, options in gradients:
+        try:
+            problem = problem_of(shape, precision, options)
+            steps = backward.plan(problem, *gradient_operands(problem), arch).launches
+        except UnsupportedError:
+            continue
+        yield from ((kind, work) for work in steps for kind in ("cubin", "ptx"))
+    for d, causal in itertools.product((64, 128), (False, True)) if lengths else ():
+        for precision in ("float16", "int8"):                      # as many rows as it takes to get the kernels of long problems
+            problem = problem_of((1, 1, 1, 256, 256, d), precision, {"is_causal": causal})
+            yield "cubin", launch.plan(problem, arch)
+            if precision == "float16":
+                yield "cubin", float_forward(problem, arch)
+
+
+def _compile(kind: str, factory: Callable, arch: str, constants: tuple) -> None:
+    compiled(factory, arch, kind, **dict(constants))
+
+
+def compile_ahead(arch: str, cases: Iterable, gradients: Iterable, lengths: Iterable[int]) -> int:
+    """Compile what the list needs into the cache on disk, one process per core; how many kernels that were."""
+    wanted = {(kind, work.factory, work.arch, tuple(sorted(work.constants.items()))) for kind, work in launches(
+        arch, cases, gradients, lengths)}
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:         # a fork would share the driver's state
+        for n, done in enumerate(as_completed(pool.submit(_compile, *item) for item in wanted)):
+            done.result()
+            _say(f"compiled {n + 1} of {len(wanted)}")
+    return len(wanted)
+
+
+def timings(device: launch.Device, lengths: Iterable[int], triton: Callable | None = None) -> Iterator[dict[str, Any]]:
     """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and 128, full and causal."""
-    for length in lengths:
-        for d in (64, 128):
-            for causal in (False, True):
-                b, h = max(1, 16384 // length), 2048 // d
-                flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0)
-                for precision in ("float16", "int8"):
-                    problem = problem_of((b, h, h, length, length, d), precision, {"is_causal": causal})
-                    seconds = device.prepared(launch.plan(problem, device.arch), lambda work: launch.median_seconds(device, work))
-                    yield {"kernel": f"numflash {precision}", "L": length, "D": d, "B": b, "H": h, "causal": causal,
-                           "seconds": seconds, "tflops": flop / seconds / 1e12}
-                for name, seconds in peers(b, h, length, d, causal, triton=triton):
-                    yield {"kernel": name, "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
-                           "tflops": flop / seconds / 1e12}
-                # gradients: five products count, the two that are computed twice do not
-                for name, seconds in (*gradient_times(device, (b, h, h, length, length, d), causal),
-                                      *peers(b, h, length, d, causal, gradients=True)):
-                    yield {"kernel": f"{name}, backward", "L": length, "D": d, "B": b, "H": h, "causal": causal, "seconds": seconds,
-                           "tflops": 2.5 * flop / seconds / 1e12}
+    for length, d, causal in itertools.product(lengths, (64, 128), (False, True)):
+        b, h = max(1, ROWS // length), CHANNELS // d
+        flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0)
+        place = {"L": length, "D": d, "B": b, "H": h, "causal": causal}
+
+        def row(name: str, found: float | str, flop: float = flop, place: dict[str, Any] = place) -> dict[str, Any]:
+            took = {"error": found} if isinstance(found, str) else {"seconds": found, "tflops": flop / found / 1e12}
+            return {"kernel": name, **place, **took}
+        for name, found in itertools.chain(forward_times(device, (b, h, h, length, length, d), causal),
+                                           validate_peers.times(b, h, length, d, causal, triton=triton)):
+            yield row(name, found)
+        # gradients: five products count, the two that are computed twice do not
+        for name, found in itertools.chain(gradient_times(device, (b, h, h, length, length, d), causal),
+                                           validate_peers.times(b, h, length, d, causal, gradients=True)):
+            yield row(f"{name}, backward", found, 2.5 * flop)
+
+
+def forward_times(device: launch.Device, shape: tuple[int, ...], causal: bool) -> Iterator[tuple[str, float]]:
+    """What ships for the card, and on Hopper the float16 kernel that it replaces."""
+    for precision in ("float16", "int8"):
+        problem = problem_of(shape, precision, {"is_causal": causal})
+        kernels = {f"numflash {precision}": launch.plan(problem, device.arch)}
+        if device.arch == "sm_90a" and precision == "float16":
+            kernels[OLDER] = float_forward(problem, device.arch)
+        for name, work in kernels.items():
+            yield name, device.prepared(work, lambda run: launch.median_seconds(device, run))
 
 
 def gradient_times(device: launch.Device, shape: tuple[int, ...], causal: bool) -> Iterator[tuple[str, float]]:
@@ -147,99 +212,121 @@ def gradient_times(device: launch.Device, shape: tuple[int, ...], causal: bool) 
     yield "numflash float16", device.prepared(work.launches, lambda run: launch.median_seconds(device, run))
 
 
-def tutorial(path: str) -> Callable | None:
-    """`attention(q, k, v, causal, scale)` of the tutorial's file; None, and why on standard error, if it cannot be loaded."""
-    try:
-        spec = importlib.util.spec_from_file_location("triton_tutorial", path)
-        module = importlib.util.module_from_spec(spec)                              # type: ignore[arg-type]
-        spec.loader.exec_module(module)                                             # type: ignore[union-attr]
-        return module.attention
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:         # the last: Triton has no driver for the card
-        print(f"triton tutorial: {error}", file=sys.stderr)
-        return None
+def targets(rows: Iterable[dict[str, Any]], arch: str) -> list[dict[str, Any]]:
+    """What is to be reached: the median over the shapes that both took, of the peer's time over ours, or of the share of a copy."""
+    rows, hopper = list(rows), arch == "sm_90a"
+    times = {(row["kernel"], tuple(row[x] for x in ("L", "D", "causal"))): row["seconds"] for row in rows
+             if "L" in row and "seconds" in row}
+    goals = [(OLDER if hopper else "numflash float16", "torch flash", 0.9), ("numflash int8", "numflash float16", 1.5)]
+    if hopper:
+        goals += [("numflash float16", "torch flash", 1.0), ("numflash float16", "torch cudnn", 0.85)]
+    found = [(own, peer, wanted, [times[peer, place] / mine for (name, place), mine in times.items()
+                                  if name == own and (peer, place) in times]) for own, peer, wanted in goals]
+    found += [(row["kernel"], "a copy's rate", 0.8, [row["share_of_copy"]]) for row in rows if "share_of_copy" in row]
+    return [{"kernel": own, "against": peer, "wanted": wanted, "shapes": len(ratios),
+             "median": statistics.median(ratios) if ratios else None, "worst": min(ratios, default=None),
+             "met": statistics.median(ratios) >= wanted if ratios else None} for own, peer, wanted, ratios in found]
 
 
-def peers(b: int, h: int, length: int, d: int, causal: bool, gradients: bool = False, triton: Callable | None = None
-          ) -> Iterator[tuple[str, float]]:
-    """PyTorch's flash and cuDNN backends, and Triton's tutorial, on the same shape; nothing where PyTorch sees no card."""
-    try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:
-        return
-    if not torch.cuda.is_available():
-        return
-    q, k, v = (torch.randn(b, h, length, d, device="cuda", dtype=torch.float16, requires_grad=gradients) for _ in range(3))
-    grad = torch.randn_like(q, requires_grad=False)
+def shown(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    if "case" in row:
+        why = row.get("error") or row.get("skipped") or ""
+        return f"{'ok ' if row['passed'] else 'BAD'} {row['case']}{why and ': '}{why}"
+    place = ", ".join(f"{x} {row[x]}" for x in ("L", "S", "D", "causal") if x in row)
+    if "error" in row:
+        return f"{row['kernel']}, {place}: {row['error']}"
+    rate = f"{row['tflops']:.1f} TFLOP/s" if "tflops" in row else ""
+    rate = f"{100 * row['share_of_copy']:.0f} % of a copy's rate" if "share_of_copy" in row else rate
+    return f"{row['kernel']}, {place}: {1e3 * row['seconds']:.3f} ms {rate}"
 
-    def forward() -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    def seconds(work: Callable[[], Any]) -> float:
-        times = []
-        for n in range(25):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            out = forward() if gradients else None
-            start.record()
-            if out is None:
-                work()
-            else:
-                torch.autograd.grad(out, (q, k, v), grad)
-            stop.record()
-            stop.synchronize()
-            if n >= 5:
-                times.append(start.elapsed_time(stop) / 1e3)
-        return statistics.median(times)
+def verdict(goal: dict[str, Any]) -> str:
+    """A target in one line."""
+    what = f"{goal['kernel']} against {goal['against']}, {goal['wanted']:g} wanted"
+    if goal["met"] is None:
+        return f"{what}: no shape that both took"
+    return f"{what}: {goal['median']:.2f} (worst {goal['worst']:.2f} of {goal['shapes']}), {'met' if goal['met'] else 'NOT MET'}"
 
-    for name, backend in (("torch flash", SDPBackend.FLASH_ATTENTION), ("torch cudnn", SDPBackend.CUDNN_ATTENTION)):
-        try:
-            with sdpa_kernel(backend):
-                yield name, seconds(forward)
-        except RuntimeError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-    if triton is not None and not gradients:
-        try:
-            if torch.allclose(triton(q, k, v, causal, d**-0.5), forward(), atol=1e-2):        # nothing wrong is ever timed
-                yield "triton tutorial", seconds(lambda: triton(q, k, v, causal, d**-0.5))
-            else:
-                print("triton tutorial: wrong", file=sys.stderr)
-        except Exception as error:                     # its compiler has errors of its own, for sizes that it does not take
-            print(f"triton tutorial: {error}", file=sys.stderr)
+
+_STARTED = time.monotonic()
+
+
+def _say(text: str) -> None:
+    print(f"{time.monotonic() - _STARTED:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def _write(found: dict[str, Any], path: str) -> None:
+    """The file is whole at every moment."""
+    if path != "-":
+        new = Path(path + ".new")
+        new.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(new, path)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """0 if every case agrees and all timings were taken, 1 if not, 2 without a card."""
     parser = argparse.ArgumentParser(prog="python -m numflash.cuda.validate", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", default="-", help="file to write (default: standard output)")
-    parser.add_argument("--lengths", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
-                        help="L of the timings; none: no timings")
+    parser.add_argument("--json", default="-", help="file to write after every row (default: standard output, at the end)")
+    parser.add_argument("--quick", action="store_true", help="every third problem, two lengths")
+    parser.add_argument("--lengths", type=int, nargs="*", help="L of the timings, powers of two; none: no timings")
     parser.add_argument("--triton", help="Triton's tutorial 06-fused-attention.py, to time its kernel too")
+    parser.add_argument("--compile", choices=ARCHITECTURES, metavar="ARCH", help="only compile what this architecture will need")
     chosen = parser.parse_args(arguments)
+    lengths = (QUICK_LENGTHS if chosen.quick else LENGTHS) if chosen.lengths is None else tuple(chosen.lengths)
+    every = 3 if chosen.quick else 1
+    cases, gradients, decoding = CASES[::every], GRADIENTS[::every], validate_decode.CASES[::every]
+    if chosen.compile:
+        _say(f"{compile_ahead(chosen.compile, cases, gradients, lengths)} kernels for {chosen.compile} are in the cache")
+        return 0
     try:
         device = launch.current_device()
     except UnsupportedError as error:
         print(error, file=sys.stderr)
         return 2
-    found: dict[str, Any] = {"device": device.name, "arch": device.arch, "cases": [], "timings": []}
-    for row in itertools.chain(correctness(device), validate_decode.correctness()):
-        found["cases"].append(row)
-        print("ok " if row["passed"] else "BAD", row["case"], file=sys.stderr)
-    agreed = all(row["passed"] for row in found["cases"])
-    triton = tutorial(chosen.triton) if chosen.triton else None
+    found: dict[str, Any] = {"device": device.name, "arch": device.arch, "multiprocessors": device.multiprocessors,
+                             "numflash": __version__, "software": validate_peers.software(), "cases": [], "timings": []}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)      # killed: what was found until then is written
     try:
-        if agreed and chosen.lengths:                              # nothing wrong is ever timed
-            for row in itertools.chain(timings(device, tuple(chosen.lengths), triton), validate_decode.timings(device)):
-                found["timings"].append(row)
-    except Exception as error:                                     # what was found until then is written all the same
+        measure(found, device, (cases, gradients, decoding), lengths, chosen)
+    except (Exception, KeyboardInterrupt) as error:
         found["stopped"] = f"{type(error).__name__}: {error}"
-        print("stopped:", found["stopped"], file=sys.stderr)
-    text = json.dumps(found, indent=1)
+        _say(f"stopped: {found['stopped']}")
+    found["seconds"] = time.monotonic() - _STARTED
+    _write(found, chosen.json)
     if chosen.json == "-":
-        print(text)
-    else:
-        with open(chosen.json, "w") as file:
-            file.write(text + "\n")
-    return 0 if agreed and "stopped" not in found else 1
+        print(json.dumps(found, indent=1))
+    return 0 if "stopped" not in found and all(row["passed"] for row in found["cases"]) else 1
+
+
+def measure(found: dict[str, Any], device: launch.Device, lists: tuple, lengths: tuple[int, ...],
+            chosen: argparse.Namespace) -> None:
+    """Fill `found`: compile, then compare, then, if all agrees, time."""
+    cases, gradients, decoding = lists
+
+    def take(rows: Iterable[dict[str, Any]], into: str, count: int) -> None:
+        for n, row in enumerate(rows):
+            found[into].append(row)
+            _write(found, chosen.json)
+            _say(f"{n + 1}/{count} {shown(row)}")
+    _say(f"{device.name}, {device.arch}: {len(cases) + len(gradients) + len(decoding)} problems, lengths {lengths}")
+    compile_ahead(device.arch, cases, gradients, lengths)
+    take(itertools.chain(correctness(device, cases, gradients), validate_decode.correctness(decoding)), "cases",
+         len(cases) + len(gradients) + len(decoding))
+    if not lengths or not all(row["passed"] for row in found["cases"]):             # nothing wrong is ever timed
+        return
+    triton = None
+    if chosen.triton:
+        try:
+            triton = validate_peers.tutorial(chosen.triton)
+        except validate_peers.Missing as error:
+            found["timings"].append({"kernel": "triton tutorial", "error": str(error)})
+            _say(f"triton tutorial: {error}")
+    take(timings(device, lengths, triton), "timings", len(lengths) * 4 * (9 if device.arch == "sm_90a" else 8))
+    take(validate_decode.timings(device), "timings", 4)
+    found["targets"] = targets(found["timings"], device.arch)
+    for goal in found["targets"]:
+        _say(verdict(goal))
 
 
 if __name__ == "__main__":

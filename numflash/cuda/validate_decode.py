@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..kvcache import KVCache
 from . import launch
 
 B, H, G = 2, 14, 2
+LONG = {"batch": 16, "heads": 32, "kv_heads": 8, "length": 32768, "d": 128, "chunk": 2048}      # of the timings
 # name, dtype, head size, tokens, new tokens, splits, options
 CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
     *((f"{dtype} {n} tokens, D={d}", dtype, d, n, 1, 1 if n < 257 else 3, {}) for dtype in ("int8", "float16", "bfloat16")
@@ -40,9 +41,9 @@ def refused(error: UnsupportedError) -> dict[str, Any]:
     return {"error" if failed else "skipped": str(error), "passed": not failed}
 
 
-def correctness() -> Iterator[dict[str, Any]]:
+def correctness(cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
     """One row per case: equal bits with the emulator for INT8, else errors against it; the last token through `step`."""
-    for name, dtype, d, n, new, splits, options in CASES:
+    for name, dtype, d, n, new, splits, options in cases:
         row: dict[str, Any] = {"case": f"decode {name}"}
         key, value, query = _draw((B, G, n + new, d), 0), _draw((B, G, n + new, d), 1), _draw((B, H, new, d), 2)
         found = []
@@ -66,9 +67,9 @@ def correctness() -> Iterator[dict[str, Any]]:
             yield row | {"largest_difference": error, "passed": error <= (2e-2 if dtype == "bfloat16" else 3e-3)}
 
 
-def long_cache(device: launch.Device, dtype: str, batch: int = 16, heads: int = 32, kv_heads: int = 8, length: int = 32768,
-               d: int = 128, chunk: int = 2048) -> dict[str, Any]:
-    """One new token of every sequence over a long cache, and a copy of as many bytes."""
+def long_cache(device: launch.Device, dtype: str, batch: int, heads: int, kv_heads: int, length: int, d: int, chunk: int
+               ) -> dict[str, Any]:
+    """One new token of every sequence over a long cache, filled by `chunk` tokens at a time, and a copy of as many bytes."""
     cache = KVCache(batch, kv_heads, d, length, dtype, device="cuda")
     key, value, query = _draw((batch, kv_heads, chunk, d), 0), _draw((batch, kv_heads, chunk, d), 1), _draw((batch, heads, 1, d), 2)
     for _ in range(0, length, chunk):
@@ -106,5 +107,5 @@ def timings(device: launch.Device) -> Iterator[dict[str, Any]]:
     for dtype in ("int8", "float16"):
         if dtype == "int8" and device.arch == "sm_75":
             continue
-        yield long_cache(device, dtype)
+        yield long_cache(device, dtype, **LONG)
         yield short_step(dtype)

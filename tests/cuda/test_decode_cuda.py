@@ -1,5 +1,6 @@
 """Decode on CUDA in the emulator: INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors."""
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -395,6 +396,14 @@ def test_what_is_refused():
     cache, key, value = filled(4)
     with pytest.raises(ArgumentError, match="query: got shape"):
         cache.decode(np.zeros((B, 3, 1, D), np.float32))
+    on_card = SimpleNamespace(__cuda_array_interface__={"shape": key.shape, "typestr": "<f4", "data": (16, False), "version": 3})
+    query = np.zeros((B, H, 4, D), np.float32)
+    for name, call in (("key", lambda: cache.append(on_card, value)), ("value", lambda: cache.append(key, on_card)),
+                       ("query", lambda: cache.decode(on_card)), ("query", lambda: cache.step(on_card, key, value)),
+                       ("key", lambda: cache.step(query, on_card, value))):
+        with pytest.raises(UnsupportedError, match=f"{name}: the array lies in GPU memory; allowed: arrays in host memory"):
+            call()
+    assert cache.lengths.tolist() == [4] * B
     with pytest.raises(CacheFullError, match="allowed: 400 in all"):
         cache.append(*tokens(397))
     assert cache.lengths.tolist() == [4, 4]

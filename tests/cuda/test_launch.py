@@ -40,13 +40,3 @@ def test_architecture_of_a_card():
     assert found == ["sm_75", "sm_80", "sm_86", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_120"]
     with pytest.raises(UnsupportedError, match=r"compute capability 7\.0"):
         launch.arch_of(7, 0)
-
-
-def test_the_tutorial_of_triton_is_taken_from_its_file(tmp_path, capsys):
-    """A file that cannot be loaded (Triton is not installed, no such file) is named and left out; nothing else fails by it."""
-    file = tmp_path / "06-fused-attention.py"
-    file.write_text("def attention(q, k, v, causal, scale):\n    return q\n")
-    assert validate.tutorial(str(file))(1, 2, 3, True, 0.5) == 1
-    file.write_text("import no_such_triton\n")
-    assert validate.tutorial(str(file)) is None and validate.tutorial(str(tmp_path / "none.py")) is None
-    assert capsys.readouterr().err.count("triton tutorial:") == 2
