@@ -139,6 +139,58 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
     assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
 
 
+LIBRARIES = """
+import sys, types
+import numpy as np
+import numflash
+
+class Array:
+    made = []
+    is_cuda, device, requires_grad, ndim = True, "cuda:0", False, 4
+    def __init__(self, shape, dtype, device=None):
+        self.shape, self.dtype = tuple(shape), dtype
+        self.at = 0x500000000000 + 0x100000 * len(Array.made)
+        Array.made.append(self)
+    def element_size(self):
+        return np.dtype(str(self.dtype).removeprefix("torch.")).itemsize
+    def stride(self, axis=None):
+        return tuple(int(np.prod(self.shape[n + 1:])) for n in range(len(self.shape)))
+    def data_ptr(self):
+        return self.at
+    def reshape(self, shape):
+        return self
+
+class CuPyArray(Array):
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": np.dtype(self.dtype).str, "data": (self.at, False), "strides": None, "version": 3}
+
+cupy, torch = types.ModuleType("cupy"), types.ModuleType("torch")
+cupy.ndarray, cupy.empty = CuPyArray, CuPyArray
+cupy.cuda = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=119))
+torch.Tensor, torch.empty, torch.float16, torch.float32 = Array, Array, "torch.float16", "torch.float32"
+torch.is_grad_enabled = lambda: False
+torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=235))
+for module, kind, half in ((cupy, CuPyArray, "float16"), (torch, Array, "torch.float16")):
+    sys.modules[module.__name__] = module
+    q, k = kind((1, 2, 70, 64), half), kind((1, 2, 90, 64), half)
+    made = len(Array.made)
+    out, lse = numflash.attention(q, k, k, return_lse=True, is_causal=True)
+    print(type(out).__name__, out.shape, out.dtype, lse.shape, lse.dtype, len(Array.made) - made, hex(q.at)[2:])
+    del sys.modules[module.__name__]
+"""
+
+
+def test_arrays_of_cupy_and_pytorch(driver):
+    """Stand-ins for both libraries: the same kind comes out, two results are all that is made, on the library's current stream."""
+    done = run(driver, LIBRARIES, "80")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [" ".join(line[:-1]) for line in lines] == ["CuPyArray (1, 2, 70, 64) float16 (1, 2, 70) float32 2",
+                                                       "Array (1, 2, 70, 64) torch.float16 (1, 2, 70) torch.float32 2"]
+    launches = [line.split("stream ")[1] for line in done.stderr.splitlines() if line.startswith("launch grid")]
+    assert launches == [f"{stream} first {line[-1]}" for stream, line in zip((119, 235), lines, strict=True)]
+
+
 GRADIENTS = """
 import numpy as np, numflash
 from numba import cuda
@@ -270,7 +322,7 @@ def test_validate_reports_a_card_that_computes_nothing(driver):
     """The stub leaves every output at zero: each case must be reported, and nothing timed."""
     code = ("import sys; from numflash.cuda import validate\n"
             "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\n"
-            "validate.GRADIENTS = validate.GRADIENTS[1:2]\n"
+            "validate.GRADIENTS, validate.compile_ahead = validate.GRADIENTS[1:2], lambda *arguments: 0\n"
             "validate.validate_decode.CASES = validate.validate_decode.CASES[1:2]\nsys.exit(validate.main())")
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
@@ -283,8 +335,9 @@ BROKEN = """
 import sys
 from numflash.cuda import validate
 validate.CASES, validate.GRADIENTS, validate.validate_decode.CASES = {cases}, (), ()
+validate.compile_ahead = lambda *arguments: 0
 def timings(*arguments):
-    yield {{"kernel": "first"}}
+    yield {{"kernel": "first", "seconds": 1.0}}
     raise MemoryError("the second")
 validate.timings = timings
 {more}
@@ -302,7 +355,7 @@ def validated(driver, cases, more=""):
 
 def test_timings_that_stop_lose_nothing(driver):
     found = validated(driver, "()")
-    assert found["timings"] == [{"kernel": "first"}] and found["stopped"] == "MemoryError: the second"
+    assert found["timings"] == [{"kernel": "first", "seconds": 1.0}] and found["stopped"] == "MemoryError: the second"
 
 
 def test_what_the_driver_refuses_is_a_failure(driver):
