@@ -157,6 +157,9 @@ def launches(arch: str, cases: Iterable, gradients: Iterable, lengths: Iterable[
             yield "cubin", launch.plan(problem, arch)
             if precision == "float16":
                 yield "cubin", float_forward(problem, arch)
+                lse = np.zeros(problem.query.shape[:3], np.float32)
+                steps = backward.float_backward(problem, problem.query, problem.query, lse, arch).launches
+                yield from (("cubin", step) for step in steps)
 
 
 def _compile(kind: str, factory: Callable, arch: str, constants: tuple) -> None:
