@@ -267,10 +267,12 @@ class _InlineCompiler(compiler.Compiler):
         super().__init__(typingctx, targetctx, _InlineLibrary(targetctx.codegen(), "inline"), *rest)
 
 
-def inline(function: Callable | None = None, **options: Any) -> Any:
-    """A function that kernels call: compiled into its callers, never cached by itself."""
+def inline(function: Callable | None = None, *, float_math: bool = False, **options: Any) -> Any:
+    """A function that kernels call: compiled into its callers, never cached by itself; `float_math` as in `kernel`."""
     if function is None:
-        return functools.partial(inline, **options)
+        return functools.partial(inline, float_math=float_math, **options)
+    if float_math:                               # otherwise as in the kernel that calls: options that are not given are inherited
+        options["fastmath"] = set(FLOAT_MATH)
     return numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True,
                       pipeline_class=_InlineCompiler, **options)(_named(function))
 

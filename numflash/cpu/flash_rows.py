@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .._jit import inline, kernel
+from ..parallel import over_tasks
 from .scores import row_range
 from .vectors import next_task
 
@@ -78,62 +78,66 @@ def make_attend_rows(double: bool):
     R = np.float64 if double else np.float32
     dot, soften, change, nothing_seen = row_functions(double)
 
-    @kernel(parallel=True, float_math=True)
+    @inline(float_math=True)
+    def work(_, q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
+        """One worker: some rows at a time, as long as there are any."""
+        length, dv = q.shape[1], v.shape[2]
+        h_all, h_kv, _ = heads
+        row, scores, o = np.empty(q.shape[2], R), np.empty(KEYS, R), np.empty(dv, R)
+        while True:
+            task = next_task(counter)
+            if task * ROWS >= todo.size:
+                break
+            for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
+                n, i = todo[place] // length, todo[place] % length
+                b, h = n // h_all, n % h_all
+                keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
+                lo, hi = row_range(semantics, b, i, s)
+                m, l = R(-np.inf), R(0)
+                o[:] = R(0)
+                row[:] = q[n, i]
+                for first in range(lo, hi, KEYS):
+                    p = scores[:min(KEYS, hi - first)]
+                    if semantics.general and nothing_seen(semantics, b, h, i, first, first + p.size):
+                        continue
+                    for j in range(p.size):
+                        p[j] = dot(row, keys[first + j]) * R(scale)
+                    if semantics.softcap > F(0):
+                        soften(semantics, p)
+                    if semantics.general:
+                        change(semantics, b, h, i, first, p)
+                    top, spoiled = R(-np.inf), False
+                    for j in range(p.size):
+                        top = max(top, p[j])
+                        spoiled |= p[j] != p[j]
+                    if spoiled:
+                        top = R(np.nan)
+                    if top == R(-np.inf):
+                        continue
+                    if not top <= m:
+                        shrink = R(np.exp2(m - top))
+                        l = l * shrink
+                        for t in range(dv):
+                            o[t] = o[t] * shrink
+                        m = top
+                    for j in range(p.size):
+                        p[j] = R(np.exp2(p[j] - m))
+                        l = l + p[j]
+                    for j in range(p.size):
+                        weight, value = p[j], values[first + j]
+                        if weight != R(0):
+                            for t in range(dv):
+                                o[t] = o[t] + weight * R(value[t])
+                result = out[n, i]
+                for t in range(dv):
+                    result[t] = F(0) if l == R(0) else F(o[t] / l)
+                lse[n, i] = F((m + np.log2(l)) * LN2) if l != R(0) else F(-np.inf)
+
+    @kernel
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
         """Rows `todo` (int64, n * L + i) of all heads.
 
         q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv) float32; scale in units of log2; out (N, L, Dv), lse (N, L) float32.
         """
-        length, dv = q.shape[1], v.shape[2]
-        h_all, h_kv, workers = heads
-        for _ in prange(workers):
-            row, scores, o = np.empty(q.shape[2], R), np.empty(KEYS, R), np.empty(dv, R)
-            while True:
-                task = next_task(counter)
-                if task * ROWS >= todo.size:
-                    break
-                for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
-                    n, i = todo[place] // length, todo[place] % length
-                    b, h = n // h_all, n % h_all
-                    keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
-                    lo, hi = row_range(semantics, b, i, s)
-                    m, l = R(-np.inf), R(0)
-                    o[:] = R(0)
-                    row[:] = q[n, i]
-                    for first in range(lo, hi, KEYS):
-                        p = scores[:min(KEYS, hi - first)]
-                        if semantics.general and nothing_seen(semantics, b, h, i, first, first + p.size):
-                            continue
-                        for j in range(p.size):
-                            p[j] = dot(row, keys[first + j]) * R(scale)
-                        if semantics.softcap > F(0):
-                            soften(semantics, p)
-                        if semantics.general:
-                            change(semantics, b, h, i, first, p)
-                        top, spoiled = R(-np.inf), False
-                        for j in range(p.size):
-                            top = max(top, p[j])
-                            spoiled |= p[j] != p[j]
-                        if spoiled:
-                            top = R(np.nan)
-                        if top == R(-np.inf):
-                            continue
-                        if not top <= m:
-                            shrink = R(np.exp2(m - top))
-                            l = l * shrink
-                            for t in range(dv):
-                                o[t] = o[t] * shrink
-                            m = top
-                        for j in range(p.size):
-                            p[j] = R(np.exp2(p[j] - m))
-                            l = l + p[j]
-                        for j in range(p.size):
-                            weight, value = p[j], values[first + j]
-                            if weight != R(0):
-                                for t in range(dv):
-                                    o[t] = o[t] + weight * R(value[t])
-                    result = out[n, i]
-                    for t in range(dv):
-                        result[t] = F(0) if l == R(0) else F(o[t] / l)
-                    lse[n, i] = F((m + np.log2(l)) * LN2) if l != R(0) else F(-np.inf)
+        over_tasks(work, heads[2], (q, k, v, todo, scale, semantics, heads, s, counter, out, lse))
     return attend_rows
