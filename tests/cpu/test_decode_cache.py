@@ -4,6 +4,7 @@ import pytest
 from decode_cases import TOLERANCE, B, D, G, H, expected, filled, relative, tokens
 from oracles import draw, naive
 
+from numflash.cache_exact import positions
 from numflash.cache_pages import Pages
 from numflash.errors import CacheFullError
 from numflash.kvcache import KVCache
@@ -77,6 +78,16 @@ def test_pages_give_the_same_bits(dtype):
         np.testing.assert_array_equal(whole.decode(query, splits=splits), paged.decode(query, splits=splits))
     for a, b in zip(whole.read(1), paged.read(1), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("sinks", "ring"), [(0, 5), (1, 5), (4, 7)])
+def test_which_token_lies_in_which_slot(sinks, ring):
+    """Against a ring that is written token by token."""
+    slots = []
+    for token in range(3 * ring):
+        slot = token if token < sinks else sinks + (token - sinks) % ring
+        slots[slot:slot + 1] = [token]
+        assert positions(token + 1, len(slots), sinks, ring).tolist() == slots
 
 
 def test_whole_pages_are_shared_from_a_pool_that_is_used_up():
