@@ -34,6 +34,11 @@ def _whole_blocks(slots: int) -> int:
     return -(-slots // KEY_BLOCK) * KEY_BLOCK
 
 
+def _float32(x: Any) -> bool:
+    """Whether kernels take x as it is: a contiguous float32 array."""
+    return type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
+
+
 def _launch_decode(device: str) -> Any:
     """`cpu.launch_decode`, or its twin for cards."""
     try:
@@ -130,8 +135,7 @@ class KVCache:
         self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
         self._backend, self._append = launch_decode, launch_decode.Append(self._layout, self.batch, self._offset)
         self._longest, self._plain = 0, page_size is None and not self.smooth
-        self._counts: dict[int, np.ndarray] = {}
-        self._seen: dict[str, dict[tuple[int, ...], int]] = {"key": {}, "value": {}}     # shapes that were taken: how many tokens
+        self._seen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}   # shapes taken: their tokens
         self._as_they_are = dtype in ("int8", "float32")     # float32 tokens need no conversion for the append kernels
         self._plans: dict[Any, Any] = {}
         self._calls: dict[Any, tuple[Any, np.float32]] = {}
@@ -238,37 +242,32 @@ class KVCache:
 
     def _admitted(self, key: Any, value: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Key and value as the kernels take them, the tokens of each sequence, and the most of them; there is room for them."""
-        key, n = self._tokens("key", key, self.head_dim)
-        value, same = self._tokens("value", value, self.value_dim)
-        if same != n:
-            raise ArgumentError(f"value: got {same} tokens; allowed: the key's, {n}")
-        if counts is None:
-            take = self._counts.get(n)
-            if take is None:
-                take = self._counts[n] = np.full(self.batch, n, np.int64)
-            if self.window is None and self._longest + n > self.max_length and self.batch:
-                raise self._full(take)
-        else:
+        ready = _float32(key) and _float32(value)
+        if not ready:
+            key, value = floats("key", key).array, floats("value", value).array
+        known = self._seen.get((key.shape, value.shape))
+        n, take = known or self._shapes(key.shape, value.shape)
+        if not (ready and self._as_they_are):
+            for name, x in (("key", key), ("value", value)):
+                in_range(name, x, self.dtype)
+            key, value = self._layout.tokens(key), self._layout.tokens(value)
+        if counts is not None:
             take = self._checked_counts(counts, n)
+        elif self.window is None and self._longest + n > self.max_length and self.batch:
+            raise self._full(take)
         if not self._plain:
             self._prepare(key, take)
         return key, value, take, n
 
-    def _tokens(self, name: str, x: Any, channels: int) -> tuple[np.ndarray, int]:
-        """(B, Hkv, n, channels), contiguous: float32 for INT8 and float32, else the bits of the storage; and n."""
-        ready = type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
-        if not ready:
-            x = floats(name, x).array
-        shape = x.shape
-        n = self._seen[name].get(shape)
-        if n is None:
+    def _shapes(self, key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, np.ndarray]:
+        """How many tokens arrays of these shapes hold, and the same for each sequence."""
+        for name, shape, channels in (("key", key, self.head_dim), ("value", value, self.value_dim)):
             if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
                 raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
-            n = self._seen[name][shape] = shape[2]
-        if ready and self._as_they_are:
-            return x, n
-        in_range(name, x, self.dtype)
-        return self._layout.tokens(x), n
+        if key[2] != value[2]:
+            raise ArgumentError(f"value: got {value[2]} tokens; allowed: the key's, {key[2]}")
+        self._seen[key, value] = key[2], np.full(self.batch, key[2], np.int64)
+        return self._seen[key, value]
 
     def _checked_counts(self, counts: Any, n: int) -> np.ndarray:
         take = token_counts(counts, self.batch, n)

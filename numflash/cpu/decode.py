@@ -23,9 +23,11 @@ from numba import prange
 
 from .. import fixedpoint as fx
 from .._jit import bare, kernel
+from ..memory import LINE
 from ..tiling import KEY_BLOCK
 from .decode_append import quantize_row
-from .decode_tiles import HIDDEN, Tile, score_tile, softmax_int8, value_ratios, value_tile
+from .decode_softmax import octave_rows, value_ratios, weigh_rows
+from .decode_tiles import CQ, HIDDEN, ROWS, SHRINK, START, L, M, Tile, score_tile, value_tile
 from .float_tiles import row_exp, row_max
 from .vectors import next_task
 
@@ -60,20 +62,13 @@ class Store(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
 
-    q (W, rows, words) int32; start, v_start (W, rows) int32; cq, scale (W, rows) float32; t (W, rows, 128) int32 or float32;
-    p (W, rows, 128) weights; ratio (W, 128) uint16, for float storage the lanes of a row sum; line (W, D) float32;
+    q (W, rows, words) int32; work (W, rows + 1, 128) int32, see `decode_tiles`; line (W, D) float32;
     edges (W, rows, 5) int64; spoiled (W, rows) uint8;
-    o (T, rows, columns), m, l (T, rows) float32; counter (2,) int64: the next task, and whether any row is to be done again
+    o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether any row is to be done again
     """
 
     q: np.ndarray
-    start: np.ndarray
-    v_start: np.ndarray
-    cq: np.ndarray
-    scale: np.ndarray
-    t: np.ndarray
-    p: np.ndarray
-    ratio: np.ndarray
+    work: np.ndarray
     line: np.ndarray
     edges: np.ndarray
     spoiled: np.ndarray
@@ -150,30 +145,33 @@ def _make_block(tile: Tile, rows: int):
     score, nv = score_tile(tile, rows), tile.width(rows)
     value, value_one = value_tile(tile, rows, nv), value_tile(tile, rows, 1)
     lanes, panel, group = tile.lanes, tile.panel, tile.group
-    span = nv * lanes
+    span, work_lines = nv * lanes, (rows + 1) * KEY_BLOCK * 4 // LINE
 
-    @bare
-    def block_scores(q, start, data, base, scales, cq, n, t):
-        """t[:, :n] = scores of the first n keys of the block at `base`."""
-        words = q.shape[1]
+    @bare(forceinline=True)
+    def block_scores(q, data, base, scales, n, work):
+        """work[:, :n] = scores of the first n keys of the block at `base`."""
+        words, turn = q.shape[1], 0
         for j in range(0, n, span):
             place = base + j // panel * panel * words * group + j % panel * group
-            score(q, words, data, place, words, start, scales, j, cq, t, j)
+            score(q, words, data, place, words, scales, j, work, turn)
+            turn = turn + words if turn + words < work_lines else 0
 
-    @bare
-    def block_values(p, data, base, n, start, scale, o):
+    @bare(forceinline=True)
+    def block_values(work, data, base, n, o):
         """o += P.V of the first n keys of the block whose V is at `base`."""
-        columns = o.shape[1]
+        columns, turn = o.shape[1], 0
         steps = (n + group - 1) // group
+        o_lines = rows * columns * 4 // LINE
         for c in range(0, columns, panel):
             width = min(panel, columns - c)
             place = base + c * KEY_BLOCK
             x = 0
             while x + span <= width:
-                value(p, data, place + x * group, width * group, steps, start, scale, o, c + x, columns)
+                value(work, data, place + x * group, width * group, steps, o, c + x, columns, turn)
+                turn = turn + steps if turn + steps < o_lines else 0
                 x += span
             while x < width:
-                value_one(p, data, place + x * group, width * group, steps, start, scale, o, c + x, columns)
+                value_one(work, data, place + x * group, width * group, steps, o, c + x, columns, turn)
                 x += lanes
     return block_scores, block_values
 
@@ -181,8 +179,8 @@ def _make_block(tile: Tile, rows: int):
 @functools.cache
 def _make_int8(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
-    softmax, ratios = softmax_int8(tile), value_ratios(tile)
-    group, q_offset, v_offset, scales = tile.group, tile.q_offset, tile.v_offset, tile.scales
+    ratios, octaves, weigh = (make(tile, rows) for make in (value_ratios, octave_rows, weigh_rows))
+    group, q_offset, scales = tile.group, tile.q_offset, tile.scales
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
     @bare
@@ -198,45 +196,31 @@ def _make_int8(tile: Tile, rows: int):
             total = np.add(total, I(out[e]))
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
-    @bare
-    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, v_start, scale, edges, spoiled, real, inside, o, m, l):
+    @bare(forceinline=True)
+    def take(store, page, g, slot, n, first, q, work, edges, spoiled, real, inside, o):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
         base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
-        tail = base + KEY_BLOCK * channels
-        both = data[tail:tail + scales].view(np.float32)
-        block_scores(q, start, data, base, both, cq, n, t)
-        some_bad, v_max = ratios(both, n, ratio)
-        unit = F(v_max * F(fx.VALUE_UNIT))
+        keys, values = base + scales, base + scales + KEY_BLOCK * channels
+        both = data[base:keys].view(np.float32)
+        some_bad, v_max = ratios(both, n, work)
+        block_scores(q, data, keys, both, n, work)
         if some_bad:
             for r in range(real):
                 if sees_bad(edges[r], first, both[:n]):
                     spoiled[r] = 1
-        scale_bits = scale.view(np.int32)
-        for r in range(real):
-            row = t[r]
-            if n < KEY_BLOCK:
-                row[n:] = HIDDEN
-            if not inside:
-                hide(edges[r], first, n, row, I(HIDDEN))
-            octave, total, weights = softmax(t, r * KEY_BLOCK, ratio, p, r * KEY_BLOCK)
-            v_start[r] = np.multiply(I(-v_offset), weights)
-            if octave == I(fx.MIN_OCTAVE):
-                scale[r] = F(0)
-                continue
-            top = F(octave)
-            if top > m[r]:
-                if l[r] != F(0):
-                    shrink, sums = F(2.0) ** F(max(m[r] - top, F(-126))), o[r]
-                    for e in range(sums.size):
-                        sums[e] = sums[e] * shrink
-                    l[r] = l[r] * shrink
-                m[r] = top
-            below = I(min(m[r] - top, F(126)))
-            scale_bits[r] = np.left_shift(np.subtract(I(127), below), I(23))
-            l[r] = F(l[r] + F(F(total) * scale[r]))
-            scale[r] = F(scale[r] * unit)
-        block_values(p, data, tail + scales, n, v_start, scale, o)
+        if n < KEY_BLOCK or not inside:
+            for r in range(real):
+                work[r, n:] = HIDDEN
+                hide(edges[r], first, n, work[r], I(HIDDEN))
+        if octaves(work):
+            shrink = work[rows, SHRINK:SHRINK + ROWS].view(np.float32)
+            for r in range(rows):
+                factor, sums = shrink[r], o[r]
+                for e in range(sums.size):
+                    sums[e] = sums[e] * factor
+        weigh(work, F(v_max * F(fx.VALUE_UNIT)))
+        block_values(work, data, values, n, o)
     return prepare, take, UNSEEN
 
 
@@ -258,14 +242,15 @@ def _make_float(tile: Tile, rows: int):
             words[:] = 0
         return I(0), c
 
-    @bare
-    def take(store, page, g, slot, n, first, q, start, cq, t, p, ratio, v_start, scale, edges, spoiled, real, inside, o, m, l):
+    @bare(forceinline=True)
+    def take(store, page, g, slot, n, first, q, work, edges, spoiled, real, inside, o):
         """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
         data, channels = store.data[page, g], q.shape[1] * group
         base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
-        tail = base + KEY_BLOCK * channels
-        k_scale, sums = data[tail:tail + scales].view(np.float32), ratio.view(np.float32)
-        block_scores(q, start, data, base, k_scale, cq, n, t)
+        keys, values = base + scales, base + scales + KEY_BLOCK * channels
+        k_scale, t = data[base:keys].view(np.float32), work.view(np.float32)
+        sums, m, l = t[rows, :lanes], t[rows, M:M + ROWS], t[rows, L:L + ROWS]
+        block_scores(q, data, keys, k_scale, n, t)
         if largest_bits(k_scale[:n]) > INFINITE:
             for r in range(real):
                 if sees_bad(edges[r], first, k_scale[:n]):
@@ -280,7 +265,7 @@ def _make_float(tile: Tile, rows: int):
                 hide(edges[r], first, n, row, F(-np.inf))
             top = top_of(t, r * KEY_BLOCK, count)
             if top == F(-np.inf) or m[r] == AGAIN:
-                p[r] = F(0)
+                row[:] = F(0)
                 continue
             if top > m[r] + GROWTH:
                 if l[r] != F(0):
@@ -290,12 +275,12 @@ def _make_float(tile: Tile, rows: int):
                     l[r] = l[r] * shrink
                 m[r] = top
             sums[:lanes] = F(0)
-            weights(t, r * KEY_BLOCK, count, m[r], p, r * KEY_BLOCK, sums, 0)
+            weights(t, r * KEY_BLOCK, count, m[r], t, r * KEY_BLOCK, sums, 0)
             total = l[r]
             for e in range(lanes):
                 total = F(total + sums[e])
             l[r] = total
-        block_values(p, data, tail + scales, n, v_start, scale, o)
+        block_values(t, data, values, n, o)
     return prepare, take, NOTHING
 
 
@@ -319,34 +304,39 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
         real = min(rows, all_rows - row)
-        words, start, cq, edges, spoiled, scale, p = s.q[w], s.start[w], s.cq[w], s.edges[w], s.spoiled[w], s.scale[w], s.p[w]
-        v_start = s.v_start[w]
-        o, m, l, t, ratio = s.o[task], s.m[task], s.l[task], s.t[w], s.ratio[w]
+        words, edges, spoiled, work, o = s.q[w], s.edges[w], s.spoiled[w], s.work[w], s.o[task]
+        start, floats = work[rows, START:START + ROWS], work[rows].view(np.float32)
+        cq, m, l = floats[CQ:CQ + ROWS], floats[M:M + ROWS], floats[L:L + ROWS]
         length = store.lengths[b]
         slots = min(length, sinks + ring)
         blocks = (slots + KEY_BLOCK - 1) // KEY_BLOCK
         share = (blocks + splits - 1) // splits
-        o[:], m[:], l[:], scale[:], spoiled[:] = F(0), nothing, F(0), F(0), 0
+        o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
         for r in range(real, rows):
-            words[r], start[r], v_start[r], cq[r], p[r] = 0, 0, 0, F(0), 0
+            words[r], start[r], cq[r], work[r] = 0, 0, F(0), 0
         for r in range(real):
             start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
             row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
+        every_from, every_to = edges[0, 1], edges[0, 2]                 # slots that every row sees
+        for r in range(1, real):
+            every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
         for block in range(split * share, min((split + 1) * share, blocks)):
             first = block * KEY_BLOCK
             n = min(KEY_BLOCK, slots - first)
-            seen, inside = False, True
-            for r in range(real):
-                some, every = coverage(edges[r], first, n)
-                seen |= some
-                inside &= every
+            seen = inside = first >= every_from and first + n <= every_to
+            if not inside:
+                inside = True
+                for r in range(real):
+                    some, every = coverage(edges[r], first, n)
+                    seen |= some
+                    inside &= every
             if seen:
                 page = store.table[b, first // page_size]
-                take(store, page, g, first % page_size, n, first, words, start, cq, t, p, ratio, v_start, scale, edges, spoiled,
-                     real, inside, o, m, l)
+                take(store, page, g, first % page_size, n, first, words, work, edges, spoiled, real, inside, o)
         for r in range(real):
             if spoiled[r] and coverage(edges[r], 0, slots)[0]:
                 l[r] = F(np.nan)
+            s.m[task, r], s.l[task, r] = m[r], l[r]
 
     @bare
     def finish(q, store, s, unit, sizes, out, m_out, l_out):

@@ -56,7 +56,7 @@ def _make_writers(tile: Tile):
     def write_key(row, page, slot, columns, added):
         """One token's channels, padded to whole groups, into its lane of the panel."""
         inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
-        lane = base + inner // panel * panel * row.size + inner % panel * group
+        lane = base + scales + inner // panel * panel * row.size + inner % panel * group
         for e in range(0, row.size, group):
             for r in range(group):
                 page[np.uintp(lane + e * panel + r)] = row[e + r] + added
@@ -74,8 +74,8 @@ def _make_writers(tile: Tile):
 
     @bare
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
-        """The scales of one token, between K and V of its block."""
-        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels
+        """The scales of one token, before K and V of its block."""
+        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
         both = page[base:base + scales].view(np.float32)
         both[inner] = k_scale
         if exact:

@@ -5,7 +5,7 @@ from memory once and meets all rows in registers. The layout of the cache is the
 
 * K of a block of 128 keys: [panel][step][key in panel][group], `panel` = nv * lanes keys side by side, `group` channels per step.
 * V of a block: [chunk of columns][step][column in chunk][group], `group` keys per step.
-* A page of a head is K, the scales and V of its first block, then of the next: one straight line. Reading K, V and scales from
+* A page of a head is the scales, K and V of its first block, then of the next: one straight line. Reading K, V and scales from
   arrays of their own halves the bandwidth, because the hardware's prefetching starts over at each turn.
 
 A token is one lane of K and one byte lane of V, so appending it costs O(D). On VNNI keys are stored with 128 added: they are the
@@ -16,25 +16,38 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE, T_LIMIT
+from ..fixedpoint import T_LIMIT
+from ..memory import LINE
 from ..tiling import KEY_BLOCK
 from . import target
 from .isas import VECTOR_ISAS
-from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, prefetch, shuffle, splat, store, vector
+from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, prefetch, splat, store, vector
 from .vectors_arm import SVE_128
 from .vectors_x86 import X86
 
+PORTABLE = Isa("portable", 4, 1, 4, 0)
+# The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the last row, the state, one 32-bit
+# number for each of up to 8 rows from these columns on; in front of them the ratios of the values, for float storage a row's sum.
+ROWS = 8
+RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = 0, *range(KEY_BLOCK - 8 * ROWS, KEY_BLOCK, ROWS)
 HIDDEN = -(1 << 31)                              # int32 log2 score of a key that is not seen
 # Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls behind wherever the products
 # pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 %
-# (Granite Rapids; 1 to 8 KB do about the same). Zen's does not, and requests by instruction wait for the same buffers as its own:
-# 70 and 88 % (INT8, float32) without, 59 and 63 % with them (Zen 4; 0.5 to 32 KB, into either cache, or in the pauses alone: none
-# is better).
+# (Granite Rapids; 1 to 8 KB do about the same).
+#
+# Zen's keeps up through such pauses, and requests by instruction wait for the same buffers as its own. What sets it back are other
+# misses of the first-level cache: a block of keys and values is as large as that cache and drives out all that a tile touches once
+# a block. Hence one small scratch, `work`, and every step of the products asks for its next line, or for the next of O (`keep`).
+# On Zen 4 (D = 128, 4 rows, INT8, from memory) the products alone, written in C, read at 95 to 103 % of a plain sum's rate, with 48
+# vectors' worth of other work a block at 93 to 98 % in registers, 63 to 78 % on a cold scratch, 87 to 95 % on one kept like this;
+# the kernel itself at 68 to 76 %, where it had 54 to 59 % with its scratch in a dozen arrays (medians of 500 turns). With
+# float32, whose blocks are four times as long, it takes a tenth longer.
 AHEAD = 4096
 
 
@@ -51,6 +64,7 @@ class Tile:
     q_offset : what is added to stored keys (128 where the dot instruction is unsigned x signed)
     v_offset : what is added to stored values (128 where it is unsigned x unsigned)
     ahead : bytes that the products prefetch ahead; 0 for none
+    keep : whether the products ask for lines of the scratch, one a step, so that it stays in the first-level cache
     """
 
     isa: str
@@ -61,6 +75,7 @@ class Tile:
     q_offset: int = 0
     v_offset: int = 0
     ahead: int = 0
+    keep: bool = False
 
     @property
     def panel(self) -> int:
@@ -119,7 +134,7 @@ class Tile:
 
     @property
     def vectors(self) -> Isa:
-        return SVE_128 if self.isa == "sve" else VECTOR_ISAS[self.isa]
+        return SVE_128 if self.isa == "sve" else VECTOR_ISAS.get(self.isa, PORTABLE)
 
     @property
     def x86(self) -> bool:
@@ -149,19 +164,20 @@ def tile(isa: str, dtype: str) -> Tile:
     isa = "avx512_vnni" if isa == "amx_int8" else isa                  # a few query rows fill no matrix tile
     if isa == "sve" and not target.missing("neon_dot"):
         isa = "neon_dot"
-    ahead = 0 if target.cpu_name().startswith("znver") else AHEAD
+    zen = target.cpu_name().startswith("znver")
+    reading: dict[str, Any] = {"ahead": 0 if zen else AHEAD, "keep": zen and dtype == "int8"}
     if isa in ("sve", "neon_dot") and dtype == "int8":
-        return Tile(isa, dtype, 4, 4, 4, v_offset=128, ahead=ahead)
+        return Tile(isa, dtype, 4, 4, 4, v_offset=128, **reading)
     found = VECTOR_ISAS.get(isa)
     if not isinstance(found, X86):
-        return Tile("portable", dtype, 4, 4, 1, ahead=ahead)
+        return Tile("portable", dtype, 4, 4, 1, **reading)
     if dtype == "int8":
-        return Tile(isa, dtype, found.lanes, found.nv, found.group, found.q_offset, ahead=ahead)
-    return Tile(isa, dtype, found.lanes, found.nv, 1, ahead=ahead)
+        return Tile(isa, dtype, found.lanes, found.nv, found.group, found.q_offset, **reading)
+    return Tile(isa, dtype, found.lanes, found.nv, 1, **reading)
 
 
-def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, steps, first, rows, nv, keys):
-    """rows x nv sums in registers over `steps` steps, from `first`; no step if there is none."""
+def _products(b, tile, one, one_stride, many, many_off, many_step, steps, first, rows, nv, keys, kept):
+    """rows x nv sums in registers over `steps` steps, from `first`; no step if there is none. Step n asks for line n of `kept`."""
     entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
     b.cbranch(b.icmp_signed("<", I64(0), steps), loop, done)
     b.position_at_end(loop)
@@ -176,9 +192,11 @@ def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, step
     for v in range(nv if tile.ahead else 0):
         ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead))
         prefetch(b, b.gep(many, [ahead]))
+    if tile.keep:
+        prefetch(b, b.gep(kept, [b.mul(n, I64(LINE))]), 3)
     out = []
     for m in range(rows):
-        word = tile.one(b, one, b.add(b.add(one_off, n), b.mul(one_stride, I64(m))))
+        word = tile.one(b, one, b.add(n, b.mul(one_stride, I64(m))))
         out += [tile.dot(b, sums[m * nv + v], columns[v], word, keys) for v in range(nv)]
     following = b.add(n, I64(1))
     n.add_incoming(following, loop)
@@ -194,32 +212,40 @@ def _products(b, tile, one, one_off, one_stride, many, many_off, many_step, step
     return result
 
 
+def state(rows: int, column: int):
+    """The element of `work` that holds a number of the state."""
+    return I64(rows * KEY_BLOCK + column)
+
+
 @functools.cache
 def score_tile(tile: Tile, rows: int):
-    """Intrinsic f(q, stride, k, k_off, steps, start, ck, j, cq, t, column): scores of one panel's next `tile.width` vectors.
+    """Intrinsic f(q, stride, k, k_off, steps, ck, j, work, turn): scores of a block's keys from j on, `tile.width` vectors of them.
 
-    q rows of `stride` words; start (rows,) int32; ck float32 from `j` on; cq (rows,) float32. INT8 writes
-    t[row, column + n] = round(clip((float32(start + q.k) * ck) * cq)) as int32 Q8.8, HIDDEN where ck is NaN; float storage writes
-    (q.k) * cq as float32.
+    q rows of `stride` words; ck (128,) float32; START and CQ are taken from `work`. INT8 writes
+    work[row, j + n] = round(clip((float32(start + q.k) * ck) * cq)) as int32 Q8.8, HIDDEN where ck is NaN; float storage writes
+    (q.k) * cq as float32. turn: the line of `work` that the first step asks for.
     """
     nv = tile.width(rows)
 
     @intrinsic
-    def scores(typingctx, q, stride, k, k_off, steps, start, ck, j, cq, t, column):
-        sig = types.void(q, stride, k, k_off, steps, start, ck, j, cq, t, column)
+    def scores(typingctx, q, stride, k, k_off, steps, ck, j, work, turn):
+        sig = types.void(q, stride, k, k_off, steps, ck, j, work, turn)
 
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
-            pq, pk, ps, pck, pcq, pt = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 5, 6, 8, 9))
+            pq, pk, pck, pw = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 5, 7))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
-            first = [splat(b, load(b, ps, I64(m), I32, 4), tile.sums) if exact else constant(tile.sums, 0.0) for m in range(rows)]
+            first = [constant(tile.sums, 0.0)] * rows
+            if exact:
+                first = [splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums) for m in range(rows)]
             step = I64(tile.panel * tile.group)
             first = [x for x in first for _ in range(nv)]
-            sums = _products(b, tile, pq, I64(0), a[1], pk, a[3], step, a[4], first, rows, nv, True)
+            kept = b.gep(pw, [b.mul(a[8], I64(LINE))])
+            sums = _products(b, tile, pq, a[1], pk, a[3], step, a[4], first, rows, nv, True, kept)
             if exact:
-                key_scale = [load(b, pck, b.add(a[7], I64(tile.lanes * v)), floats, 4) for v in range(nv)]
+                key_scale = [load(b, pck, b.add(a[6], I64(tile.lanes * v)), floats, 4) for v in range(nv)]
             for m in range(rows):
-                row_scale = splat(b, load(b, pcq, I64(m), F32, 4), floats)
+                row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
                 for v in range(nv):
                     x = sums[m * nv + v]
                     if exact:
@@ -227,7 +253,7 @@ def score_tile(tile: Tile, rows: int):
                         x = tile.to_int(b, _limit(b, x))
                     else:
                         x = b.fmul(x, row_scale)
-                    store(b, x, pt, b.add(a[10], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
+                    store(b, x, pw, b.add(a[6], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
             return context.get_dummy_value()
         return sig, codegen
     return scores
@@ -243,119 +269,32 @@ def _limit(b, x):
 
 @functools.cache
 def value_tile(tile: Tile, rows: int, nv: int):
-    """Intrinsic f(p, v, v_off, step, steps, start, scale, o, o_off, o_stride): o[rows, nv * lanes] += (P.V) * scale[row].
+    """Intrinsic f(work, v, v_off, step, steps, o, o_off, o_stride, turn): o[rows, nv * lanes] += (P.V) * scale.
 
-    `step` elements lie between two steps of V. INT8 multiplies and adds in float32, each rounded, and where values are stored with
-    an offset its sums begin with start[row]; float storage starts its sums from o and takes no scale.
+    The weights P and SCALE lie in `work`; `step` elements between two steps of V; turn: the line of o that the first step asks for.
+    INT8 multiplies and adds in float32, each rounded, and where values are stored with
+    an offset its sums begin with V_START; float storage starts its sums from o and takes no scale.
     """
     @intrinsic
-    def values(typingctx, p, v, v_off, step, steps, start, scale, o, o_off, o_stride):
-        sig = types.void(p, v, v_off, step, steps, start, scale, o, o_off, o_stride)
+    def values(typingctx, work, v, v_off, step, steps, o, o_off, o_stride, turn):
+        sig = types.void(work, v, v_off, step, steps, o, o_off, o_stride, turn)
 
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
-            pp, pv, pt, ps, po = (data(context, b, sig.args[i], a[i]) for i in (0, 1, 5, 6, 7))
+            pw, pv, po = (data(context, b, sig.args[i], a[i]) for i in (0, 1, 5))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
-            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
+            where = [b.add(b.add(a[6], b.mul(a[7], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
             if tile.v_offset:
-                first = [x for m in range(rows) for x in [splat(b, load(b, pt, I64(m), I32, 4), tile.sums)] * nv]
+                first = [x for m in range(rows) for x in [splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)] * nv]
             else:
                 first = [constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where]
-            sums = _products(b, tile, pp, I64(0), I64(KEY_BLOCK // tile.group), pv, a[2], a[3], a[4], first, rows, nv, False)
+            kept = b.gep(po, [b.mul(a[8], I64(LINE))])
+            sums = _products(b, tile, pw, I64(KEY_BLOCK), pv, a[2], a[3], a[4], first, rows, nv, False, kept)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
-                    s = splat(b, load(b, ps, I64(i // nv), F32, 4), floats)
+                    s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)
                     x = b.fadd(load(b, po, w, floats, 4), b.fmul(b.sitofp(x, floats), s))
                 store(b, x, po, w, 4)
             return context.get_dummy_value()
         return sig, codegen
     return values
-
-
-@functools.cache
-def value_ratios(tile: Tile):
-    """Intrinsic f(scales, n, ratio) -> (some token not finite, largest scale of a value), of the first n tokens of a block.
-
-    scales (256,) float32 of the keys, then of the values; ratio (128,) uint16 = min(round(65536 * scale / largest), 65535).
-    """
-    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
-    floats, ints = vector(F32, lanes), vector(I32, lanes)
-
-    @intrinsic
-    def ratios(typingctx, scales, n, ratio):
-        def codegen(context, b, sig, a):
-            ps, pr = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[2], a[2])
-            count = splat(b, b.trunc(a[1], I32), ints)
-            held = [b.icmp_signed("<", ir.Constant(ints, list(range(lanes * v, lanes * v + lanes))), count) for v in range(vectors)]
-            keys, values = ([load(b, ps, I64(first + lanes * v), floats, 4) for v in range(vectors)] for first in (0, KEY_BLOCK))
-            bad, top = ir.Constant(held[0].type, None), constant(floats, 0.0)
-            for some, key, value in zip(held, keys, values, strict=True):
-                bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
-                value = b.select(some, value, top)
-                top = b.select(b.fcmp_ordered(">", value, top), value, top)
-            largest = call(b, f"llvm.vector.reduce.fmax.v{lanes}f32", F32, top)
-            factor = splat(b, b.fdiv(ir.Constant(F32, 65536.0), largest), floats)
-            for v, value in enumerate(values):
-                x = call(b, f"llvm.smin.v{lanes}i32", ints, tile.to_int(b, b.fmul(value, factor)), constant(ints, 65535))
-                store(b, b.trunc(x, vector(I16, lanes)), pr, I64(lanes * v), 2)
-            found = call(b, f"llvm.vector.reduce.or.v{lanes}i1", ir.IntType(1), bad)
-            return context.make_tuple(b, sig.return_type, [found, largest])
-        return types.Tuple((types.boolean, types.float32))(scales, n, ratio), codegen
-    return ratios
-
-
-@functools.cache
-def softmax_int8(tile: Tile):
-    """Intrinsic f(t, t_off, ratio, p, p_off) -> (octave, sum, sum of p): the softmax of one row of one key block.
-
-    t int32 Q8.8; octave = ceil(max t), or MIN_OCTAVE where all is hidden. p8 = round(255 * 2**(t - octave)) is summed up; what is
-    stored are the weights of the values, p = round(255 * 2**(t - octave) * ratio / 65536): each value's scale against the
-    largest one of its block, uint16, folded in before the one rounding. `reference.integer_decode` is the definition.
-    """
-    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
-    i16s, i32s, wide = vector(I16, 2 * lanes), vector(I32, lanes), vector(I32, 2 * lanes)
-    side_by_side = list(range(2 * lanes))
-
-    def signed16(n):
-        return constant(i16s, n if n < 32768 else n - 65536)
-
-    def multiply_high(b, u, v):                                         # recognised as one instruction (vpmulhuw)
-        return b.trunc(b.lshr(b.mul(b.zext(u, wide), b.zext(v, wide)), constant(wide, 16)), i16s)
-
-    @intrinsic
-    def softmax(typingctx, t, t_off, ratio, p, p_off):
-        sig = types.UniTuple(types.int32, 3)(t, t_off, ratio, p, p_off)
-
-        def codegen(context, b, sig, a):
-            pt, pr, pp = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 3))
-            ts = [load(b, pt, b.add(a[1], I64(lanes * v)), i32s, 4) for v in range(vectors)]
-            tree = ts
-            while len(tree) > 1:
-                tree = [call(b, f"llvm.smax.v{lanes}i32", i32s, *tree[i:i + 2]) for i in range(0, len(tree), 2)]
-            top = call(b, f"llvm.vector.reduce.smax.v{lanes}i32", I32, tree[0])
-            octave = b.ashr(b.add(top, I32(255)), I32(8))
-            base = splat(b, b.shl(octave, I32(8)), i32s)
-            total, weights = constant(i16s, 0), []
-            for v in range(0, vectors, 2):
-                halves = [call(b, f"llvm.umin.v{lanes}i32", i32s, b.sub(base, x), constant(i32s, 65535)) for x in ts[v:v + 2]]
-                y = b.trunc(shuffle(b, *halves, side_by_side), i16s)
-                f = b.shl(y, signed16(8))                               # fraction, Q0.16
-                h = multiply_high(b, f, b.sub(signed16(P_A), multiply_high(b, f, signed16(P_B))))
-                x = tile.shift_right(b, b.sub(signed16(P_WIDE), h), b.lshr(y, signed16(8)))
-                total = b.add(total, b.lshr(b.add(x, signed16(128)), signed16(8)))
-                r = load(b, pr, I64(lanes * v), i16s, 2)
-                weights.append(b.lshr(b.add(multiply_high(b, x, r), signed16(128)), signed16(8)))
-            stored = functools.reduce(b.add, weights)                   # 16 weights a lane at most: fits 16 bits
-            for v, w in enumerate(weights):
-                element = {4: I8, 2: I16, 1: I32}[tile.group]
-                if tile.group == 4:
-                    w = b.trunc(w, vector(I8, 2 * lanes))
-                elif tile.group == 1:
-                    w = b.zext(w, wide)
-                store(b, w, pp, b.add(a[4], I64(2 * lanes * v)), element.width // 8)
-            total, stored = (call(b, f"llvm.vector.reduce.add.v{2 * lanes}i32", I32, b.zext(x, wide)) for x in (total, stored))
-            some = b.icmp_signed("!=", top, I32(HIDDEN))
-            octave = b.select(some, octave, I32(MIN_OCTAVE))
-            return context.make_tuple(b, sig.return_type, [octave, b.select(some, total, I32(0)), stored])
-        return sig, codegen
-    return softmax

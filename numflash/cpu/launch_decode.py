@@ -12,12 +12,11 @@ from ..tiling import KEY_BLOCK, split_count
 from . import target
 from .decode import AGAIN, Scratch, Store, make_decode
 from .decode_append import make_append_float, make_append_int8
-from .decode_tiles import Tile, tile
+from .decode_tiles import ROWS, Tile, tile
 from .packing import padded
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
-TILE_ROWS = 8                                    # query rows of a register tile, at most
 PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
 SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
 UNLIMITED = 1 << 40
@@ -75,7 +74,7 @@ class Layout:
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
-        return split_count(batch * self.kv_heads * -(-rows // TILE_ROWS), blocks, workers) if blocks else 1
+        return split_count(batch * self.kv_heads * -(-rows // ROWS), blocks, workers) if blocks else 1
 
     def copy_page(self, store: Store, source: int, target: int) -> None:
         """Copy all of a page."""
@@ -98,15 +97,14 @@ class Layout:
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values."""
-        start = KEY_BLOCK * self.channels
-        x = np.ascontiguousarray(self.blocks(store, pages)[..., start:start + self.tile.scales]).view(F)
+        x = np.ascontiguousarray(self.blocks(store, pages)[..., :self.tile.scales]).view(F)
         x = x.reshape(self.kv_heads, x.shape[1], -1, KEY_BLOCK).transpose(2, 0, 1, 3)
         return x.reshape(-1, self.kv_heads, x.shape[2] * KEY_BLOCK)
 
     def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
         t = self.tile
-        x = self.blocks(store, pages)[..., :KEY_BLOCK * self.channels]
+        x = self.blocks(store, pages)[..., t.scales:t.scales + KEY_BLOCK * self.channels]
         x = x.reshape(self.kv_heads, -1, self.channels // t.group, t.panel, t.group)
         x = x.swapaxes(2, 3).reshape(self.kv_heads, -1, self.channels)[..., :self.head_dim]
         return (x.view(np.uint8) - np.uint8(t.q_offset)).view(np.int8) if t.dtype == "int8" else x
@@ -161,23 +159,19 @@ class Plan:
 
     def __init__(self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int) -> None:
         all_rows = group * queries
-        tiles = -(-all_rows // TILE_ROWS)
+        tiles = -(-all_rows // ROWS)
         rows = -(-all_rows // tiles)
         t = layout.tile
         units = batch * layout.kv_heads * tiles
         tasks, w = max(1, units * splits), workers
-        exact = t.dtype == "int8"
-        weight = {4: np.uint8, 2: np.int16, 1: np.int32}[t.group] if exact else F
         self.kernel = make_decode(t, rows, workers > 1)
         self.sizes = (queries, splits, layout.window, layout.sinks, layout.ring, layout.page_size, workers)
         self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
         self.scratch = Scratch(
-            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, rows), np.int32), zeros((w, rows), np.int32),
-            zeros((w, rows), F), zeros((w, rows), F), zeros((w, rows, KEY_BLOCK), np.int32 if exact else F),
-            zeros((w, rows, KEY_BLOCK), weight),
-            zeros((w, KEY_BLOCK), np.uint16), zeros((w, layout.head_dim), F), zeros((w, rows, 5), np.int64),
-            zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F), zeros((tasks, rows), F),
-            zeros((tasks, rows), F), zeros((2,), np.int64))
+            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, rows + 1, KEY_BLOCK), np.int32),
+            zeros((w, layout.head_dim), F), zeros((w, rows, 5), np.int64),
+            zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F), zeros((tasks, ROWS), F),
+            zeros((tasks, ROWS), F), zeros((2,), np.int64))
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
 
     def to_redo(self) -> np.ndarray:

@@ -50,11 +50,11 @@ def products(isa, keys):
     nv = t.width(ROWS)
     if keys:
         score = decode_tiles.score_tile(t, ROWS)
-        return numba.njit(lambda q, k, start, ck, cq, x: score(q, q.shape[1], k, 0, q.shape[1], start, ck, 0, cq, x, 0)), (
-            "void(int32[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int32[:,::1])")
+        return numba.njit(lambda q, k, ck, work: score(q, q.shape[1], k, 0, q.shape[1], ck, 0, work, 0)), (
+            "void(int32[:,::1], int8[::1], float32[::1], int32[:,::1])")
     value = decode_tiles.value_tile(t, ROWS, nv)
-    return numba.njit(lambda p, v, start, scale, o: value(p, v, 0, v.size // 32, KEY_BLOCK // 4, start, scale, o, 0, o.shape[1])), (
-        "void(uint8[:,::1], int8[::1], int32[::1], float32[::1], float32[:,::1])")
+    return numba.njit(lambda work, v, o: value(work, v, 0, v.size // 32, KEY_BLOCK // 4, o, 0, o.shape[1], 0)), (
+        "void(int32[:,::1], int8[::1], float32[:,::1])")
 
 
 @pytest.mark.parametrize("isa, cpu", [("sve", "a64fx"), ("neon_dot", "neoverse-n1"), ("neon_dot", "neoverse-v1"),
