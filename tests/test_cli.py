@@ -121,7 +121,7 @@ def test_cache_clear(tmp_path, monkeypatch):
     code = ("import numflash, numpy as np; x = np.ones((2, 2), np.float32); numflash.quantize(x); "
             "from numflash import diskcache, cli; n = len(diskcache.files()); assert n, n; "
             "import pathlib, os; other = pathlib.Path(os.environ['NUMBA_CACHE_DIR'], 'other.nbi'); other.touch(); "
-            "assert cli.main(['cache', 'clear']) == 0; assert not diskcache.files() and other.exists()")
+            "assert cli.main(['cache', 'clear']) == 0; assert list(other.parent.rglob('*.nb?')) == [other]")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     # the sources' own __pycache__ is not touched: the test must not make every later test compile
     code = code.replace("from numflash import diskcache, cli;", "from numflash import diskcache, cli; real = diskcache.folders; "
