@@ -219,11 +219,15 @@ def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
         head_dims=SWIZZLED_HEAD_DIMS)
 
 
-def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], name: str = "") -> Tiling:
-    return Tiling(f"{arch}-int8{name}", "cuda", arch, "int8", 16, KEY_BLOCK // 8, 8, 64, KEY_BLOCK, (
+def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], name: str = "", halves: int = 1) -> Tiling:
+    """A warp owns 16 rows; of wide heads half of the keys and channels of them, and a second warp the rest (`halves`)."""
+    return Tiling(f"{arch}-int8{name}", "cuda", arch, "int8", 16, KEY_BLOCK // 8 // halves, 8, 64, KEY_BLOCK, (
         Buffer("Q tile", "block_q", "d", "int8"), *buffers, Buffer("scales of K", "key_block", 1, "float32"),
-        Buffer("row table", "block_q", 8, "float32")),
+        Buffer("row table", "block_q", 8, "float32", halves)),
         head_dims=SWIZZLED_HEAD_DIMS, value_dims=CUDA_HEAD_DIMS)
+
+
+_FLOAT_VALUES = Buffer("V part", 32, "dv", "float32"), Buffer("padding of V", 32, 4, "float32")
 
 
 def _hopper_int8(stages: int, wide: str = "") -> Tiling:
@@ -263,9 +267,12 @@ TILINGS = {t.name: t for t in (
     _cuda_float("sm_80", "bfloat16", 64), _cuda_float("sm_80", "bfloat16", 32, "-wide"),
     _hopper("float16", 128), _hopper("float16", 64, "-wide"), _hopper("bfloat16", 128), _hopper("bfloat16", 64, "-wide"),
     _cuda_int8("sm_75", (Buffer("K, then V", "key_block", "widest", "int8"),)),
+    _cuda_int8("sm_75", (Buffer("K, then P, V", "key_block", "widest", "int8"),), "-wide", 2),
     _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V block", "key_block", "dv", "int8"))),
-    _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), Buffer("V part", 32, "dv", "float32"),
-                         Buffer("padding of V", 32, 4, "float32")), "-fp32"),
+    _cuda_int8("sm_80", (Buffer("K block, then P", "key_block", "d", "int8"), Buffer("V block", "key_block", "dv", "int8")),
+               "-wide", 2),
+    _cuda_int8("sm_80", (Buffer("K block", "key_block", "d", "int8"), *_FLOAT_VALUES), "-fp32"),
+    _cuda_int8("sm_80", (Buffer("K block, then P", "key_block", "widest", "int8"), *_FLOAT_VALUES), "-fp32-wide", 2),
     _hopper_int8(4), _hopper_int8(2, "-wide"),
     Tiling("sm_80-float32", "cuda", "sm_80", "float32", 1, 1, 1, 4, 1, (), "a warp per row, all in registers",
            head_dims=CUDA_HEAD_DIMS),

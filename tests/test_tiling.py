@@ -126,7 +126,8 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
         if (arch, dtype) == ("sm_90a", "int8"):
             made = flash_int8_hopper(sizes["d"], sizes["dv"])
         elif dtype.startswith("int8"):
-            made = flash_int8(sizes["d"], sizes["dv"], t.block_q, wide=dtype == "int8-fp32", turing=turing)
+            made = flash_int8(sizes["d"], sizes["dv"], t.block_q, wide=dtype == "int8-fp32", turing=turing,
+                              halves=t.key_block // (t.nv * t.lanes))
         elif arch == "sm_90a":
             made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, dtype)
         else:

@@ -215,12 +215,13 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
         return Launch(flash_int8_hopper, {"d": padded(d), **options, "packed": packed}, arch,
                       (-(-length * packed // BLOCK_Q), nh // packed, nb), on_hopper, finish)
     from .kernels.flash_int8 import flash_int8
-    tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8", d, dv)
+    tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
     block_q = rows_per_block(tiling, length * group)
     args = ((q, k, v, out, m, l, cq, key_scale, v_scale, *places, *extras), mask_strides,
             (length, s, q.shape[-1], stored, channels, nh, left, right), cap)
-    return Launch(flash_int8, {"d": smallest(d, tiling.head_dims), **options, "block_q": block_q, "wide": wide, "turing": turing},
-                  arch, (-(-length * group // block_q), nkv, nb), args, finish)
+    constants = {"d": smallest(d, tiling.head_dims), **options, "block_q": block_q, "wide": wide, "turing": turing,
+                 "halves": tiling.key_block // (tiling.nv * tiling.lanes)}
+    return Launch(flash_int8, constants, arch, (-(-length * group // block_q), nkv, nb), args, finish)
 
 
 def packed_heads(group: int) -> int:

@@ -179,6 +179,8 @@ imin = op("min.s32 <r>, <a>, <b>;", i32, pure=True, a=i32, b=i32)               
 umin = op("min.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)
 udiv = op("div.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)      # 9.7.1.8; Numba's `//` of 32-bit numbers takes 64 bits
 urem = op("rem.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)                                     # 9.7.1.9
+shift_right = op("shr.u32 <r>, <a>, <n>;", u32, pure=True, a=u32, n=u32)                              # 9.7.8.9; by 32 and more: 0
+dot4 = op("dp4a.u32.u32 <r>, <a>, <b>, <c>;", i32, pure=True, a=u32, b=u32, c=i32)                    # 9.7.1.23
 to_int = op("cvt.rni.s32.f32 <r>, <a>;", i32, pure=True, a=f32)                                       # 9.7.9.21, ties to even
 to_float = op("cvt.rn.f32.s32 <r>, <a>;", f32, pure=True, a=i32)
 bits = op("mov.b32 <r>, <a>;", u32, pure=True, a=f32)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numflash import fixedpoint as fx
-from numflash import reference
+from numflash import reference, tiling
 from numflash.cuda import emulate, forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
@@ -77,6 +77,24 @@ def test_saturated_operands():
     same_bits(q, k, v)
 
 
+@pytest.mark.parametrize(("shape", "options"), [
+    ({"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 200, "dv": 256}, {"is_causal": True, "alignment": "lower_right"}),
+    pytest.param({"b": 1, "h": 1, "l": 70, "s": 300, "d": 64, "dv": 256}, {"softcap": 2.0, "window": (150, 9)},
+                 marks=pytest.mark.slow),
+    pytest.param({"b": 2, "h": 1, "l": 5, "s": 3, "d": 256, "dv": 20}, {"alibi_slopes": np.array([0.5], np.float32)},
+                 marks=pytest.mark.slow)])
+def test_pairs_of_warps(shape, options):
+    """Beyond 128 channels two warps share 16 rows: as many products as one would need, half of them each.
+
+    Per block of keys a warp arrives at three barriers of the whole block and one of its pair.
+    """
+    report = same_bits(*oracles.qkv(**shape), **options)
+    d, dv = tiling.padded(shape["d"], tiling.SWIZZLED_HEAD_DIMS), tiling.padded(shape["dv"], tiling.CUDA_HEAD_DIMS)
+    warps = report.blocks * report.threads // 32
+    blocks, rest = divmod(report.tensor_operations, (d // 32) * 8 + (dv // 16) * 4)          # of keys, that a warp has visited
+    assert rest == 0 and report.barriers == 4 * blocks >= 4 * warps and report.shared_conflicts == 0
+
+
 @pytest.mark.parametrize("shape", [{"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64},
                                    pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 256, "dv": 72}, marks=pytest.mark.slow)])
 def test_turing(shape):
@@ -102,7 +120,8 @@ def close_to_the_model(q, k, v, **options):
 
 
 @pytest.mark.parametrize("shape", [{"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 70},
-                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 300, "d": 128}, marks=pytest.mark.slow)])
+                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 300, "d": 128}, marks=pytest.mark.slow),
+                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 140, "d": 40, "dv": 200}, marks=pytest.mark.slow)])
 def test_float_values(shape):
     report = close_to_the_model(*oracles.qkv(**shape), is_causal=True, alignment="lower_right")
     assert report.shared_conflicts == 0 and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] > 0
@@ -130,16 +149,19 @@ def test_extreme_options():
 
 
 def test_weight_is_exp2_p8():
-    """The scalar of the kernel for every Q8.8 distance, against the shared definition."""
-    def kernel(t, out):
+    """The kernel's scalar for every Q8.8 distance, against the shared definition; a hidden key weighs nothing at any octave."""
+    def kernel(t, octave, out):
         i = cuda.grid(1)
-        out[i] = int8_softmax.weight_p8(t[i], types.int32(0))
-    t = np.zeros(1 << 16, np.int32)
-    t[:] = -np.arange(1 << 16)
-    out = np.zeros(t.size, np.uint32)
-    signature = types.void(types.Array(types.int32, 1, "C"), types.Array(types.uint32, 1, "C"))
-    emulate(Source(kernel, signature, 1024), 64, None, [t, out])
-    assert np.array_equal(out, fx.exp2_p8((-t).astype(np.uint16)))
+        out[i] = types.uint32(int8_softmax.rounded_p16(t[i], octave[i]) >> types.uint32(8))
+    limit = 1 << 22                                                               # T_LIMIT in octaves
+    octaves = np.repeat(np.array([0, limit, 13, -limit], np.int32), 1 << 16)
+    hidden = np.array([fx.MIN_OCTAVE, -limit, 0, limit], np.int32).repeat(1024)
+    distances = np.tile(np.arange(1 << 16, dtype=np.int32), 4)
+    t = np.concatenate([octaves * 256 - distances, np.full(hidden.size, int8_softmax.HIDDEN, np.int32)])
+    out = np.full(t.size, 77, np.uint32)
+    kinds = [types.Array(x, 1, "C") for x in (types.int32, types.int32, types.uint32)]
+    emulate(Source(kernel, types.void(*kinds), 1024), t.size // 1024, None, [t, np.concatenate([octaves, hidden]), out])
+    assert np.array_equal(out[:octaves.size], fx.exp2_p8(distances.astype(np.uint16))) and not out[octaves.size:].any()
 
 
 def test_softcap_is_the_shared_definition():

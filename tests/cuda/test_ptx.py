@@ -77,12 +77,15 @@ def test_integer_arithmetic():
         out[8, i] = ptx.pack_turing(f[i], ptx.to_float(y[i]))
         both = ptx.words(u32(x[i]), u32(y[i]))
         out[9, i], out[10, i] = u32(both), u32(both >> u64(32))
+        out[11, i] = ptx.shift_right(u32(x[i]), u32(y[i]))
+        out[12, i] = u32(ptx.dot4(u32(x[i]), u32(y[i]), x[i]))
     ptx_pack, ptx_pack_bf16 = ptx.pack["float16"], ptx.pack["bfloat16"]
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-1000, 1000, 128).astype(np.int32) for _ in range(2))
     f = (rng.standard_normal(128) * 100).astype(np.float32)
     f[:4] = 0.5, 1.5, -2.5, 3e9
-    out = np.zeros((11, 128), np.uint32)
+    y[:40] = np.arange(40)                                                        # shifts by less than a word, by one, and by more
+    out = np.zeros((13, 128), np.uint32)
     emulate(Source(kernel, types.void(array(i32), array(i32), array(f32), array(u32, 2)), 128), 1, None, [x, y, f, out])
     assert np.array_equal(out[0].view(np.int32), np.maximum(x, y)) and np.array_equal(out[1].view(np.int32), np.minimum(x, y))
     assert np.array_equal(out[2], np.minimum(x.view(np.uint32), y.view(np.uint32)))
@@ -96,6 +99,9 @@ def test_integer_arithmetic():
         with np.errstate(over="ignore"):
             halves = np.stack([f.astype(kind), y.astype(np.float32).astype(kind)], 1)
         assert np.array_equal(out[row], halves.view(np.uint32)[:, 0])
+    amount = np.minimum(y.view(np.uint32).astype(np.uint64), 32)
+    assert np.array_equal(out[11], x.view(np.uint32).astype(np.uint64) >> amount)
+    assert np.array_equal(out[12].view(np.int32), (both[:, :4].astype(np.int32) * both[:, 4:]).sum(1) + x)
 
 
 def test_memory_and_shuffles():

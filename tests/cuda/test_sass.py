@@ -1,4 +1,4 @@
-"""Machine code of the shipped kernels: exact counts of tensor-core operations, no stack, a register ceiling, wide accesses."""
+"""Machine code of the 16-bit kernels: exact counts of tensor-core operations, no stack, a register ceiling, wide accesses."""
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -10,8 +10,6 @@ from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_hopper import flash_hopper
-from numflash.cuda.kernels.flash_int8 import flash_int8
-from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
 
 pytestmark = pytest.mark.slow
 
@@ -68,15 +66,11 @@ def test_backward_rows(dtype):
     assert found.registers <= 64
 
 
-@pytest.mark.parametrize(("factory", "arch", "d", "stack"), [
-    (flash_float, "sm_100", 128, 0), (flash_float, "sm_120", 64, 0), (flash_int8, "sm_100", 64, 0),
-    (flash_int8, "sm_120", 128, 40)])
-def test_blackwell(factory, arch, d, stack):
-    """Assembled from sm_80's PTX, with all its products; INT8 at D = 128 keeps ten words of addresses on the stack."""
-    whole = factory is flash_int8
-    found = resources(factory, arch, stack, d=d, dv=d, block_q=64, **({} if whole else {"block_k": 64}))
-    assert found.count("IMMA" if whole else "HMMA") == ((d // 32) * 16 + (d // 8) * 4 if whole else (d // 16) * 8 + 4 * (d // 8))
-    assert found.count("LDGSTS.E.BYPASS.128") > 0
+@pytest.mark.parametrize(("arch", "d"), [("sm_100", 128), ("sm_120", 64)])
+def test_blackwell(arch, d):
+    """Assembled from sm_80's PTX, with all its products."""
+    found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=64)
+    assert found.count("HMMA") == (d // 16) * 8 + 4 * (d // 8) and found.count("LDGSTS.E.BYPASS.128") > 0
 
 
 @pytest.mark.parametrize(("overlap", "ping_pong"), [(True, False), (False, False), (True, True)])
@@ -96,55 +90,3 @@ def test_hopper_with_options(d, block_k, options):
     found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, **options)
     assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2 and found.registers == 168
     assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 4
-
-
-@pytest.mark.parametrize(("arch", "d", "registers", "options"), [
-    ("sm_80", 64, 200, {}), ("sm_80", 128, 252, {}), ("sm_86", 64, 200, {"band": True}), ("sm_80", 64, 200, {"mask": True}),
-    ("sm_80", 64, 224, {"softcap": True, "alibi": True}), ("sm_80", 128, 255, {"bias": True}),
-    ("sm_80", 128, 255, {"softcap": True}), ("sm_80", 128, 252, {"band": True, "group": 4})])
-def test_int8(arch, d, registers, options):
-    """A block of 128 keys; only m and l are written 4 bytes at a time."""
-    found = resources(flash_int8, arch, d=d, dv=d, block_q=64, **options)
-    assert found.count("IMMA") == (d // 32) * 16 + (d // 8) * 4
-    assert found.registers <= registers and found.count("LDGSTS.E.BYPASS.128") == found.count("LDGSTS") > 0
-    assert found.count("STG.E.128") == d // 8 and found.count("STG") == d // 8 + 4
-
-
-def test_int8_of_256_channels():
-    """O alone takes 128 registers: some 60 loads and 90 stores a tile are spilled. Half the columns in a block needs no stack, but
-    computes the scores twice.
-    """
-    assert resources(flash_int8, "sm_80", 128, d=256, dv=256, block_q=64).count("LDL") <= 64
-    resources(flash_int8, "sm_80", d=256, dv=128, block_q=64)
-
-
-@pytest.mark.parametrize(("d", "options"), [
-    (64, {}), (64, {"mask": True, "band": True, "group": 4, "packed": 4}), (128, {}), (128, {"bias": True, "band": True}),
-    (128, {"softcap": True, "alibi": True}), (96, {"band": True}), (256, {}), (256, {"bias": True, "band": True})])
-def test_int8_on_hopper(d, options):
-    """Scores are multiplied in two places (the first block's, the next one's), weights and values in one.
-
-    As many fences as groups of products, the first block's and, up to 128, one more where the next block's are issued or not: ptxas
-    has set none of its own around each product.
-    """
-    found = resources(flash_int8_hopper, "sm_90a", d=d, dv=d, **options)
-    columns = 64 if d in (64, 128) else 32
-    assert found.count("IGMMA") == 2 * d // 32 + 4 * d // columns
-    assert found.count("WARPGROUP.ARRIVE") == 2 + d // columns + (d <= 128)
-    assert found.count("USETMAXREG") == 2 and found.count("UTMALDG.5D") > 0 and found.count("UTMALDG.4D") > 0
-    assert found.count("STG.E.128") == d // 8 and found.count("STG") == d // 8 + 4
-    assert found.registers == 168                                                 # 65536 / 384, shared out by setmaxnreg
-
-
-def test_int8_on_turing():
-    """m8n8k16 is a quarter of the product that later cards have; copies go through registers, 16 bytes at a time."""
-    found = resources(flash_int8, "sm_75", d=64, dv=64, block_q=64, turing=True)
-    assert found.count("IMMA.8816") == 4 * (2 * 16 + 8 * 4) == found.count("IMMA")
-    assert found.registers <= 255 and found.count("LDG.E.128") > 0
-
-
-@pytest.mark.parametrize("d", [64, 128])
-def test_int8_with_float_values(d):
-    """Scores on the integer units, P.V as three TF32 products per 8 keys and channels; a part of 32 keys is one round of a loop."""
-    found = resources(flash_int8, "sm_80", d=d, dv=d, block_q=64, wide=True)
-    assert found.count("HMMA.1688.F32.TF32") == found.count("HMMA") == 3 * 4 * d // 8

@@ -22,11 +22,22 @@ from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
+from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
-from .int8_softmax import MIN_OCTAVE, ONE_Q16, make_log2_scores, make_weigh
+from .int8_softmax import (
+    MIN_OCTAVE,
+    ONE_Q16,
+    find_shares,
+    make_add_weights,
+    make_log2_scores,
+    make_sum_weights,
+    make_weigh,
+)
 from .pieces import make_copy, make_load_rows, make_load_tile, make_tile_range, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+# what depends on the numbers is computed anew after these: kept for every tile, it would spill
+renew, renew_both = ptx.register_fence(1, i32), ptx.register_fence(2, i32)
 FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
 
 # pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole blocks), value scale, diagonal,
@@ -46,9 +57,12 @@ def permuted_keys(keys: int) -> np.ndarray:
     return (np.arange(0, keys, 32)[:, None] + key).reshape(-1)
 
 
-def make_byte_values(dv: int, turing: bool) -> Any:
-    """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once."""
-    value_tiles, steps = dv // 8, KEY_BLOCK // 64
+def make_byte_values(value_tiles: int, turing: bool) -> Any:
+    """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once.
+
+    `sv` is where the warp's channels start.
+    """
+    steps = KEY_BLOCK // 64
     product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
 
     @device_function
@@ -67,26 +81,33 @@ def make_byte_values(dv: int, turing: bool) -> Any:
     return add_values
 
 
-def make_float_values(dv: int, threads: int) -> Any:
-    """O = O * alpha + (P . V) * share for weights in Q16.16 (in `s`) and float32 values, `FLOAT_KEYS` keys at a time."""
-    value_tiles, row_bytes, key_tiles, n_a = dv // 8, dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
+def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
+    """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values, `FLOAT_KEYS` keys at a time.
+
+    `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or of a pair of warps at `given` in
+    shared memory.
+    """
+    row_bytes, key_tiles, n_a = dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
     pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
     turns, even = (pieces + threads - 1) // threads, pieces % threads == 0
     copy, wait_all, unit, high = make_copy(True), ptx.cp_async_wait[0], f32(1 / ONE_Q16), u32(0xFFFFE000)
+    take = make_take(n_a)
 
     @device_function
-    def add_values(o, s, alpha, share, sv, v, first, keys, channels, thread):
+    def add_values(o, s, given, alpha, share, sv, v, first, keys, channels, begin, thread):
         acc = cuda.local.array(4, f32)
         a_high, a_low = cuda.local.array(n_a, u32), cuda.local.array(n_a, u32)
         b_high, b_low = cuda.local.array(2, u32), cuda.local.array(2, u32)
-        lane = thread & 31
+        lane, loader = thread & 31, cuda.local.array(1, i32)
+        loader[0] = thread
         for i in range(4 * value_tiles):
             o[i] = ptx.mul(o[i], alpha[(i >> 1) & 1])
         for part in range(KEY_BLOCK // FLOAT_KEYS):
             start = first + part * FLOAT_KEYS
+            renew(loader, 0)
             cuda.syncthreads()                         # the last part is done with
             for i in range(turns):
-                piece = thread + i * threads
+                piece = loader[0] + i * threads
                 r = piece // chunks
                 c = piece - r * chunks
                 if even or piece < pieces:
@@ -95,18 +116,21 @@ def make_float_values(dv: int, threads: int) -> Any:
             ptx.cp_async_commit()
             wait_all()
             cuda.syncthreads()
+            if paired:
+                take(s, given + u32(part * (n_a * 128)))
             for t in range(key_tiles):
                 for i in range(4):                     # rows g, g + 8 with key 2 q, then the same with key 2 q + 1
                     w = ptx.mul(ptx.to_float(s[4 * t + 2 * (i & 1) + (i >> 1)]), unit)
                     a_high[4 * t + i] = ptx.bits(w) & high
                     a_low[4 * t + i] = ptx.bits(ptx.sub(w, ptx.from_bits(ptx.bits(w) & high)))
-            for i in range(n_rest):                    # the next part's weights come to the front: registers have no index
-                s[i] = s[i + n_a]
+            if not paired:
+                for i in range(n_rest):                # the next part's weights come to the front: registers have no index
+                    s[i] = s[i + n_a]
             for n in range(value_tiles):
                 for i in range(4):
                     acc[i] = f32(0)
                 for t in range(key_tiles):
-                    at = sv + u32((8 * t + 2 * (lane & 3)) * row_bytes + (8 * n + (lane >> 2)) * 4)
+                    at = sv + u32((8 * t + 2 * (lane & 3)) * row_bytes + (begin + 8 * n + (lane >> 2)) * 4)
                     for i in range(2):
                         x = ptx.load_shared_f32(at + u32(i * row_bytes))
                         b_high[i] = ptx.bits(x) & high
@@ -120,16 +144,19 @@ def make_float_values(dv: int, threads: int) -> Any:
 
 
 def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False, mask: bool = False, bias: bool = False,
-               softcap: bool = False, alibi: bool = False, wide: bool = False, turing: bool = False) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8).
+               softcap: bool = False, alibi: bool = False, wide: bool = False, turing: bool = False, halves: int = 1) -> Source:
+    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8, or of 16 with two halves).
 
-    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V takes K's place
+    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V takes K's place;  halves : warps
+    that share 16 rows, 1 or 2 (`int8_pairs`)
     """
-    block_k, threads = KEY_BLOCK, block_q * 2
-    k_steps, key_tiles, value_tiles = d // 32, block_k // 8, dv // 8
-    n_s, n_o, n_p = key_tiles * 4, value_tiles * 4, 4 if wide else key_tiles * 2
+    block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
+    own_keys, own_channels = block_k // halves, dv // halves
+    k_steps, key_tiles, own_tiles, value_tiles = d // 32, block_k // 8, own_keys // 8, own_channels // 8
+    n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else key_tiles
     shift_k, xor_k = swizzle_of(d)
-    q_size, k_size = block_q * d, block_k * d
+    own_weights = own_tiles * (4 if wide else 1)       # registers, whose contents cross through K's place
+    q_size, k_size = block_q * d, max(block_k * d, paired * threads * 4 * own_weights)
     v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
     v_at = q_size if turing else q_size + k_size
     scales_at = q_size + max(k_size, v_size) if turing else q_size + k_size + v_size
@@ -138,11 +165,13 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
     load_k = make_load_tile(block_k, d, threads, not turing)
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
-    product, renew = ptx.mma_turing_s8 if turing else ptx.mma_s8, ptx.register_fence(1, i32)
-    log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, wide)
+    product = ptx.mma_turing_s8 if turing else ptx.mma_s8
+    log2_scores, weigh = make_log2_scores(own_tiles, mask, bias, softcap, alibi), make_weigh(own_tiles, wide)
+    sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
+    give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
     describe_rows, write_rows = make_describe_rows(group, band, softcap, alibi), make_write_rows(value_tiles)
     tile_range = make_tile_range(block_q, block_k, group, band)
-    add_bytes, add_floats = make_byte_values(dv, turing), make_float_values(dv, threads)
+    add_bytes, add_floats = make_byte_values(value_tiles, turing), make_float_values(dv, value_tiles, threads, bool(paired))
 
     def flash(pointers, strides, sizes, factors):
         q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
@@ -151,47 +180,48 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = i32(thread & 31), i32(thread >> 5)             # i32 again and again: an int64 takes two registers (P5)
+        rows_of, half = i32(warp >> paired), i32(warp & paired)     # which 16 rows; which keys of a block, and channels
         kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
         sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
-        k = k + u64(kv) * u64(key_count * d_left)
-        v = v + u64(kv) * (u64(key_count) * u64(channels * 4) if wide else u64(channels * stored))
-        ck = ck + u64(kv) * u64(stored * 4)
         q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
 
         rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
-        top, m = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
         l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):
             l[r], m[r] = f32(0), i32(MIN_OCTAVE)
-        table = sq + u32(table_at) + u32(warp * (16 * ROW_BYTES))
-        describe_rows(table, i32(first + warp * 16), (batch, i32(kv_head * group)), (queries, heads, left, right), keys, diagonal,
-                      (cq_at, slopes, shifts), lane)
-        table += u32((lane >> 2) * 16)
+        tables = sq + u32(table_at) + u32((lane >> 2) * 16)
+        table, beside = tables + u32(warp * (16 * ROW_BYTES)), tables + u32((warp ^ 1) * (16 * ROW_BYTES))
+        describe_rows(sq + u32(table_at + warp * (16 * ROW_BYTES)), i32(first + rows_of * 16), (batch, i32(kv_head * group)),
+                      (queries, heads, left, right), keys, diagonal, (cq_at, slopes, shifts), lane)
 
         load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
         s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
         a, b = cuda.local.array(4, u32), cuda.local.array(4, u32)
         for i in range(n_o):
             o[i] = f32(0)
-        q_row = i32(warp * 16 + (lane & 15))
+        q_row = i32(rows_of * 16 + (lane & 15))
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
-        k_row = i32(((lane >> 4) << 3) + (lane & 7))
+        k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))
         k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        loader = cuda.local.array(1, i32)              # this thread's number
-        loader[0] = thread
+        loader = cuda.local.array(2, i32)              # this thread's number; the heads
+        loader[0], loader[1] = thread, kv
         while tile < tiles:
             start = i32(tile * block_k)
-            renew(loader, 0)                           # addresses are made anew for each tile: kept, they would spill
-            load_k(sk, k + u64(start) * u64(d_left), i64(d_left), i32(keys - start), d_left, loader[0])
+            renew_both(loader, 0)
+            heads_before = u64(loader[1])
+            v_of_heads = v + heads_before * (u64(key_count) * u64(channels * 4) if wide else u64(channels * stored))
+            load_k(sk, k + (heads_before * u64(key_count) + u64(start)) * u64(d_left), i64(d_left), i32(keys - start), d_left,
+                   loader[0])
             if not turing and not wide:
-                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), loader[0])
+                load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), loader[0])
             if loader[0] < block_k // 4:
-                copy(sc + u32(loader[0] * 16), 0, ck + u64(start * 4 + loader[0] * 16), True)
+                copy(sc + u32(loader[0] * 16), 0, ck + (heads_before * u64(stored) + u64(start + 4 * loader[0])) * u64(4), True)
             if not turing:
                 ptx.cp_async_commit()
                 wait_all()
@@ -202,27 +232,43 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
                 s[i] = i32(0)
             for step in range(k_steps):
                 ptx.ldmatrix(a, 0, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
-                for n in range(key_tiles // 2):
+                for n in range(own_tiles // 2):
                     ptx.ldmatrix(b, 0, k_at + u32(n * 16 * d) + ((k_chunk ^ u32(2 * step)) << u32(4)))
                     product(s, 8 * n, a, 0, b, 0)
                     product(s, 8 * n + 4, a, 0, b, 2)
-            if turing:                                 # K's tile is done with: V comes in its place
+            if turing and not paired:                  # K's tile is done with: V comes in its place
                 cuda.syncthreads()
-                load_v(sv, v + u64(start), i64(stored), channels, i32(stored - start), thread)
+                load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread)
 
-            log2_scores(s, top, table, i32(start + 2 * (lane & 3)), sc + u32(8 * (lane & 3)), cap, (batch, diagonal), mask_at,
-                        bias_at, strides)
-            weigh(s, p, top, m, l, alpha, share)
+            ahead = i32(half * own_keys + 2 * (lane & 3))              # the thread's first key in the block
+            log2_scores(s, top, table, i32(start + ahead), sc + u32(4 * ahead), cap, (batch, diagonal), mask_at, bias_at, strides)
+            if paired:
+                join_maxima(top, table, beside, lane)
+            weigh(s, p, top)
+            given = sk
+            if paired:
+                given = give(s if wide else p, sk, thread)
+                if not wide:
+                    take(p, given)
+                if turing:
+                    cuda.syncthreads()
+                    load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread)
+            find_shares(top, m, alpha, share)
+            if wide and paired:
+                sum_given(given, total)
+            else:
+                sum_weights(s if wide else p, total)
+            add_weights(total, top, l, alpha, share)
             if turing:
                 cuda.syncthreads()
             if wide:
-                add_floats(o, s, alpha, share, sv, v, start, keys, channels, thread)
+                add_floats(o, s, given, alpha, share, sv, v_of_heads, start, keys, channels, i32(half * own_channels), thread)
             else:
-                add_bytes(o, p, alpha, share, sv, lane)
+                add_bytes(o, p, alpha, share, sv + u32(half * (own_channels * block_k)), lane)
             cuda.syncthreads()
             tile = i32(tile + 1)
 
         write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
-                   (out, m_out, l_out, v_scale), lane)
+                   (out, m_out, l_out, v_scale), i32(half * own_channels), lane)
 
-    return Source(flash, SIGNATURE, threads, table_at + block_q * ROW_BYTES)
+    return Source(flash, SIGNATURE, threads, table_at + halves * block_q * ROW_BYTES)

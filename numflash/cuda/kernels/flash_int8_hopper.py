@@ -19,7 +19,7 @@ from .._target import cuda, device_function, types
 from ..compile import Source
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
-from .int8_softmax import MIN_OCTAVE, make_log2_scores, make_weigh
+from .int8_softmax import MIN_OCTAVE, find_shares, make_add_weights, make_log2_scores, make_sum_weights, make_weigh
 from .pieces import make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -57,6 +57,7 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
     tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
     describe_rows, write_rows = make_describe_rows(packed, band, softcap, alibi), make_write_rows(value_tiles)
     log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, False)
+    sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
 
     @device_function
     def begin_scores(s, dq, n, full, ring):
@@ -114,7 +115,7 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
             MORE()
             s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             acc = cuda.local.array(n_acc, i32)
-            m, top = cuda.local.array(2, i32), cuda.local.array(2, i32)
+            m, top, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
             l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
             for i in range(n_o):
                 o[i] = f32(0)
@@ -138,7 +139,10 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                 start = i32(tile * block_k)
                 log2_scores(s, top, table, i32(start + 2 * (lane & 3)), sc + stage * u32(scale_size) + u32(8 * (lane & 3)), cap,
                             (batch, diagonal), mask_at, bias_at, strides)
-                weigh(s, p, top, m, l, alpha, share)
+                weigh(s, p, top)
+                find_shares(top, m, alpha, share)
+                sum_weights(p, total)
+                add_weights(total, top, l, alpha, share)
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
                 for part in range(parts):
                     fence_acc(acc, 0)
@@ -164,6 +168,6 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                     begin_scores(s, dq, n, full, ring)
                     ptx.wgmma_commit()
             write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
-                       (out, m_out, l_out, v_scale), lane)
+                       (out, m_out, l_out, v_scale), i32(0), lane)
 
     return Source(flash, SIGNATURE, THREADS, table_at + BLOCK_Q * ROW_BYTES + 1024)

@@ -13,7 +13,7 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 UNROLLED = 16              # tiles: a loop over more would be left as one, and the fragment in memory
-ROW_BYTES, PART = 32, 256   # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, nothing
+ROW_BYTES, PART = 32, 256   # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
 
 
 def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> Any:
@@ -54,10 +54,10 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
 def make_write_tiles(first: int, stop: int) -> Any:
     """The part of `write_rows` for the tiles of 8 channels from `first` to `stop`."""
     @device_function
-    def write_tiles(o, l, inverse, scales, to, channels, exists, odd, lane):
+    def write_tiles(o, l, inverse, scales, to, channels, exists, odd, begin, lane):
         scale, four = cuda.local.array(2, f32), cuda.local.array(4, u32)
         for n in range(first, stop):
-            c = i32(8 * n + 2 * (lane & 3))
+            c = i32(begin + 8 * n + 2 * (lane & 3))
             for e in range(2):
                 scale[e] = ptx.load_global_f32(scales + u64((c + e) * 4)) if c < channels else f32(0)
             for r in range(2):
@@ -69,23 +69,23 @@ def make_write_tiles(first: int, stop: int) -> Any:
                 came = ptx.shuffle_xor(sent, u32(1))
                 four[e] = ptx.bits(came if odd else kept)
                 four[2 + e] = ptx.bits(kept if odd else came)
-            start = i32(8 * n + 4 * ((lane & 3) >> 1))
+            start = i32(begin + 8 * n + 4 * ((lane & 3) >> 1))
             if exists and start < channels:
                 ptx.store_global_v4(to + u64(start * 4), four, 0)
     return write_tiles
 
 
 def make_write_rows(value_tiles: int) -> Any:
-    """write_rows(o, m, l, mine, place, sizes, outputs, lane): out = o / l * value scale, m and l of the thread's two rows.
+    """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane): out = o / l * value scale, m and l of the thread's two rows.
 
     `mine` is the first one's place in the table, `place` = (batch, key head), `sizes` = (queries, query heads, key heads, channels:
-    a multiple of 4), `outputs` the addresses of out, m, l and the value scales. Lanes in pairs swap halves, the even one keeps the
-    first row: 16 bytes are written at a time.
+    a multiple of 4), `outputs` the addresses of out, m, l and the value scales, `begin` the first channel of `o`. Lanes in pairs
+    swap halves, the even one keeps the first row: 16 bytes are written at a time.
     """
     write_tiles, write_more = make_write_tiles(0, min(value_tiles, UNROLLED)), make_write_tiles(UNROLLED, value_tiles)
 
     @device_function
-    def write_rows(o, m, l, mine, place, sizes, outputs, lane):
+    def write_rows(o, m, l, mine, place, sizes, outputs, begin, lane):
         batch, kv_head = place
         queries, heads, kv_heads, channels = sizes
         out, m_out, l_out, scales = outputs
@@ -98,11 +98,11 @@ def make_write_rows(value_tiles: int) -> Any:
             query, head = i32(four[0]), i32(four[1])
             number[r], there[r] = u64(u32(i32(i32(batch * heads + head) * queries + query))), query < queries
             inverse[r] = ptx.rcp(l[r])
-            if lane & 3 == 0 and there[r]:
+            if lane & 3 == 0 and begin == 0 and there[r]:
                 ptx.store_global(m_out + number[r] * u64(4), u32(m[r]))
                 ptx.store_global_f32(l_out + number[r] * u64(4), l[r])
         to = out + (number[1] if odd else number[0]) * u64(channels * 4)
-        write_tiles(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, lane)
+        write_tiles(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane)
         if value_tiles > UNROLLED:
-            write_more(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, lane)
+            write_more(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane)
     return write_rows

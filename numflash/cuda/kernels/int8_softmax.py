@@ -22,46 +22,54 @@ MIN_OCTAVE, T_LIMIT = fx.MIN_OCTAVE, f32(fx.T_LIMIT)
 P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
 Q_A, Q_B, ONE_Q16 = int(fx.Q_A), int(fx.Q_B), int(fx.ONE_Q16)
 LOG2E_Q8 = f32(fx.LOG2E_Q8)
+SECOND_BYTES, LOW_HALVES, ONES = u32(0x51), u32(0x5410), u32(0x01010101)         # of prmt: bytes 1 and 5; 0, 1, 4 and 5
 
 
 @device_function
 def distance(t, octave):
-    """Q8.8 distance of a score below its octave, at most 65535."""
+    """Q8.8 distance of a score below its octave, at most 65535: what a hidden key's is from every octave."""
     return ptx.umin(u32((octave << 8) - t), u32(65535))
 
 
 @device_function
 def weight_p16(t, octave):
-    """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256): `fixedpoint.exp2_p16` in 32-bit arithmetic."""
+    """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256): `fixedpoint.exp2_p16` in 32-bit arithmetic.
+
+    From 16 octaves on it is 0, there 0 or 1: neither makes a byte. So a hidden key weighs nothing.
+    """
     y = distance(t, octave)
-    f = (y << u32(8)) & u32(0xFFFF)
-    g = (f * u32(P_B)) >> u32(16)
-    h = (f * (u32(P_A) - g)) >> u32(16)
-    return u32(((u32(P_WIDE) - h) & u32(0xFFFF)) >> ptx.umin(y >> u32(8), u32(15)))
+    f = u32(u32(y << u32(8)) & u32(0xFFFF))
+    g = u32(u32(f * u32(P_B)) >> u32(16))
+    h = u32(u32(f * u32(u32(P_A) - g)) >> u32(16))
+    return ptx.shift_right(u32(u32(P_WIDE) - h), u32(y >> u32(8)))
 
 
 @device_function
-def weight_p8(t, octave):
-    """P8 weight round(255 * 2**((t - 256 * octave) / 256)) of a Q8.8 score: `fixedpoint.exp2_p8`."""
-    w = (weight_p16(t, octave) + u32(128)) >> u32(8)
-    return u32(0) if t == HIDDEN else w
+def rounded_p16(t, octave):
+    """A number whose second byte is the P8 weight round(255 * 2**((t - 256 * octave) / 256)): `fixedpoint.exp2_p8`."""
+    return u32(weight_p16(t, octave) + u32(128))
 
 
 @device_function
 def weight_q16(t, octave):
-    """The same in Q16.16 without the rounding to a byte: `fixedpoint.exp2_quadratic`."""
+    """The same in Q16.16 without the rounding to a byte: `fixedpoint.exp2_quadratic`. From 18 octaves on it is 0."""
     y = distance(t, octave)
-    f = (y & u32(255)) << u32(8)
-    g = u32(f * u32(Q_B)) >> u32(16)
-    h = u32(f * u32(u32(Q_A) - g)) >> u32(16)
-    w = u32(u32(u32(ONE_Q16) - h) >> ptx.umin(y >> u32(8), u32(31)))
-    return u32(0) if t == HIDDEN else w
+    f = u32(u32(y & u32(255)) << u32(8))
+    g = u32(u32(f * u32(Q_B)) >> u32(16))
+    h = u32(u32(f * u32(u32(Q_A) - g)) >> u32(16))
+    return ptx.shift_right(u32(u32(ONE_Q16) - h), u32(y >> u32(8)))
 
 
 @device_function
 def power(n):
     """2**-min(n, 126) for n >= 0, made of exponent bits."""
     return ptx.from_bits((u32(127) - ptx.umin(u32(n), u32(126))) << u32(23))
+
+
+@device_function
+def octave_of(top):
+    """The octave of a row's largest score: the whole power of two that its weights refer to."""
+    return i32(MIN_OCTAVE) if top == HIDDEN else i32((top + 255) >> 8)
 
 
 @device_function
@@ -145,40 +153,69 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
 
 
 def make_weigh(key_tiles: int, wide: bool) -> Any:
-    """weigh(s, p, top, m, l, alpha, share): weights of one key block, and what it does to the running sum.
+    """weigh(s, p, top): the weights of scores against their block's largest.
 
     `p` takes four bytes per register as A operands of k32 products (4 registers per 32 keys: tiles 2 h and 2 h + 1 fill one
-    register of each row), or with `wide` nothing, and `s` takes the Q16.16 weights. `alpha` is the factor for the sums so far,
-    `share` that of this block: both whole octaves. A sum that has seen what is no number is NaN, and stays it.
+    register of each row), or with `wide` nothing, and `s` takes the Q16.16 weights.
     """
-    unit, weight = f32(1 / ONE_Q16), weight_q16 if wide else weight_p8
+    pairs = key_tiles // 2
 
     @device_function
-    def weigh(s, p, top, m, l, alpha, share):
-        octave, total = cuda.local.array(2, i32), cuda.local.array(2, i32)
+    def weigh(s, p, top):
+        octave = cuda.local.array(2, i32)
         for r in range(2):
-            octave[r] = i32(MIN_OCTAVE) if top[r] == HIDDEN else i32((top[r] + 255) >> 8)
-            total[r] = i32(0)
-        for n in range(key_tiles):
+            octave[r] = octave_of(top[r])
+        for n in range(pairs):                         # two tiles: four bytes of a row
             for r in range(2):
-                w0, w1 = weight(s[4 * n + 2 * r], octave[r]), weight(s[4 * n + 2 * r + 1], octave[r])
+                at, second = 8 * n + 2 * r, 8 * n + 2 * r + 4
                 if wide:
-                    s[4 * n + 2 * r], s[4 * n + 2 * r + 1] = i32(w0), i32(w1)
+                    for i in range(2):
+                        s[at + i] = i32(weight_q16(s[at + i], octave[r]))
+                        s[second + i] = i32(weight_q16(s[second + i], octave[r]))
                 else:
-                    at = (n >> 2) * 4 + ((n >> 1) & 1) * 2 + r
-                    pair = w0 | (w1 << u32(8))
-                    if n & 1:
-                        p[at] |= pair << u32(16)
-                    else:
-                        p[at] = pair
-                total[r] = i32(total[r] + i32(w0) + i32(w1))
+                    low = ptx.prmt(rounded_p16(s[at], octave[r]), rounded_p16(s[at + 1], octave[r]), SECOND_BYTES)
+                    high = ptx.prmt(rounded_p16(s[second], octave[r]), rounded_p16(s[second + 1], octave[r]), SECOND_BYTES)
+                    p[2 * n + r] = ptx.prmt(low, high, LOW_HALVES)
+    return weigh
+
+
+@device_function
+def find_shares(top, m, alpha, share):
+    """Factors of one key block, whole octaves: `alpha` for the sums so far, `share` for the block's own. `m` becomes theirs."""
+    for r in range(2):
+        octave = octave_of(top[r])
+        new = ptx.imax(m[r], octave)
+        alpha[r] = power(i32(new - m[r]))
+        share[r] = f32(0) if top[r] == HIDDEN else power(i32(new - octave))
+        m[r] = new
+
+
+def make_sum_weights(registers: int, wide: bool) -> Any:
+    """sum_weights(w, total): sums of each row's weights in so many registers of `p`, or with `wide` of `s`."""
+    @device_function
+    def sum_weights(w, total):
         for r in range(2):
-            new = ptx.imax(m[r], octave[r])
-            alpha[r] = power(i32(new - m[r]))
-            share[r] = f32(0) if top[r] == HIDDEN else power(i32(new - octave[r]))
+            total[r] = i32(0)
+        for i in range(registers):
+            if wide:
+                total[(i >> 1) & 1] = i32(total[(i >> 1) & 1] + i32(w[i]))
+            else:
+                total[i & 1] = ptx.dot4(w[i], ONES, total[i & 1])
+    return sum_weights
+
+
+def make_add_weights(wide: bool) -> Any:
+    """add_weights(total, top, l, alpha, share): the row's weights, of which `total` is the thread's part, enter the running sum.
+
+    A sum that has seen what is no number is NaN, and stays it.
+    """
+    unit = f32(1 / ONE_Q16)
+
+    @device_function
+    def add_weights(total, top, l, alpha, share):
+        for r in range(2):
             x = ptx.to_float(quad_isum(total[r]))
             if wide:
                 x = ptx.mul(x, unit)
             l[r] = f32(np.nan) if top[r] == SPOILED else ptx.add(ptx.mul(l[r], alpha[r]), ptx.mul(x, share[r]))
-            m[r] = new
-    return weigh
+    return add_weights
