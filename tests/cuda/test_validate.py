@@ -43,7 +43,10 @@ validate.CASES, validate.GRADIENTS, validate.ROWS, validate.CHANNELS = validate.
 validate_decode.CASES = validate_decode.CASES[:1]
 validate_decode.LONG = dict(batch=1, heads=4, kv_heads=2, length=512, d=64, chunk=256)
 validate.compare = lambda *arguments: {{"passed": True}}
-validate.gradient_row = lambda *arguments: {{"passed": True}}
+def planned(device, problem):
+    validate.backward.plan(problem, *validate.gradient_operands(problem), device.arch)
+    return {{"passed": True}}
+validate.gradient_row = planned
 correct = validate_decode.correctness
 validate_decode.correctness = lambda cases: (row | {{"passed": True}} for row in correct(cases))
 sys.exit(validate.main({arguments!r}))
@@ -99,6 +102,19 @@ def test_an_older_card_killed_half_way(driver, tmp_path):  # noqa: F811
     assert done.returncode == 1 and found["stopped"].startswith("KeyboardInterrupt"), done.stderr
     assert [row["kernel"] for row in found["timings"]] == ["triton tutorial", "first"] and "targets" not in found
     assert "none.py" in found["timings"][0]["error"]
+
+
+@needs_compiler
+def test_turing(driver):  # noqa: F811
+    """What it has no kernels for is skipped and no failure, and named; float16 decode is compared and timed."""
+    code = ("validate.CASES, validate.GRADIENTS = (('b', (1, 1, 1, 8, 8, 32), 'bfloat16', {}),), (('g', (1, 1, 1, 8, 8, 32), "
+            "'bfloat16', {}),)\nvalidate_decode.CASES = (('f', 'float16', 32, 4, 1, 1, {}), ('b', 'bfloat16', 32, 4, 1, 1, {}))\n"
+            "validate.timings = lambda *arguments: iter(())\n")
+    done = run(driver, ["--lengths", "64"], "75", code)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and [("skipped" in row, row["passed"]) for row in found["cases"]] == [
+        (True, True), (True, True), (False, True), (True, True)], done.stderr
+    assert [row["kernel"] for row in found["timings"]] == ["decode float16", "decode float16 step in a graph"]
 
 
 @pytest.fixture
