@@ -226,9 +226,11 @@ def score_rows(changed: bool = False, wide: bool = False):
         def row(b, m):
             row_scale = isa.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
             scores = [b.fmul(b.fmul(x, k), row_scale) for x, k in zip(_sums(b, block, m), key_scale, strict=True)]
+            where = b.add(args[7], b.mul(args[8], m))
             if change:
-                scores = change(scores, b.add(args[5], m), args[3])
-            isa.store_scores(b, scores, px, b.add(args[7], b.mul(args[8], m)), wide)
+                change(scores, b.add(args[5], m), args[3], px, where)
+            else:
+                store(b, isa.to_int16(b, *scores), px, where, 2)
         return row
     return rows
 

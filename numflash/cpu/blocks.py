@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import functools
 
-from .._jit import inline
+from .._jit import bare, inline
 from ..tiling import KEY_BLOCK
 from . import amx, float_tiles, wide_rows
 from .isas import VECTOR_ISAS, lanes_of
-from .microkernels import ROWS, changed_tile, score_tile, value_tile
+from .microkernels import BESIDE, ROWS, WAITING_ROWS, finish, score_tile, value_tile, waiting_room, waiting_tile
 
 
 @functools.cache
@@ -21,25 +21,71 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
     """
     if isa_name == "amx_int8":
         return amx.score_block(changed, wide)
+    if changed:
+        return _changed_score_block(isa_name, wide)
     group, nv, lanes = VECTOR_ISAS[isa_name].group, VECTOR_ISAS[isa_name].nv, lanes_of(isa_name)
-    tile6, tile4, tile2 = (changed_tile(isa_name, m, wide) if changed else score_tile(isa_name, m) for m in ROWS)
+    tile6, tile4, tile2 = (score_tile(isa_name, m) for m in ROWS)
 
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
         groups, panel = stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
             while i + 6 <= rows:
                 tile6(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
-                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
+                      i * KEY_BLOCK + c, KEY_BLOCK)
                 i += 6
             if rows - i == 4:
-                tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
-                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
+                tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
             elif rows - i == 2:
-                tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x,
-                      i * KEY_BLOCK + c, KEY_BLOCK, *changes)
+                tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, x, i * KEY_BLOCK + c, KEY_BLOCK)
     return scores
+
+
+def _changed_score_block(isa_name: str, wide: bool):
+    """The same with changes: each tile waits in L1 and is changed beside the dot products of the next one; wide, after its own."""
+    group, nv, lanes, room_of = VECTOR_ISAS[isa_name].group, VECTOR_ISAS[isa_name].nv, lanes_of(isa_name), waiting_room(isa_name)
+    tile4, tile2 = (waiting_tile(isa_name, m, not wide) for m in WAITING_ROWS)
+    change = finish(isa_name, wide)
+
+    @bare
+    def finish_rows(room, turn, x, changes, done, rows, i, c, first):
+        change(room, turn, x, i * KEY_BLOCK + c, KEY_BLOCK, changes, done, rows, i, first + c)
+
+    @inline
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+        room, turn, groups, panel = room_of(), 0, stride // group, nv * lanes()
+        waiting, i_old, c_old = 0, 0, 0                                 # rows of the tile that waits, and where it belongs
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i < rows:
+                beside, where = min(waiting, (groups - 1) // BESIDE), i_old * KEY_BLOCK + c_old
+                new = min(4, rows - i)
+                if new == 4:
+                    tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, room, turn,
+                          x, where, KEY_BLOCK, changes, beside, i_old, first + c_old)
+                else:
+                    tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, room, turn,
+                          x, where, KEY_BLOCK, changes, beside, i_old, first + c_old)
+                if beside < waiting:
+                    finish_rows(room, turn + 1, x, changes, beside, waiting, i_old, c_old, first)
+                waiting, i_old, c_old, i, turn = new, i, c, i + new, turn + 1
+        finish_rows(room, turn + 1, x, changes, 0, waiting, i_old, c_old, first)
+
+    @inline
+    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+        room, groups, panel = room_of(), stride // group, nv * lanes()
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i < rows:
+                new = min(4, rows - i)
+                if new == 4:
+                    tile4(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, room, 0)
+                else:
+                    tile2(q, i * stride, stride, k, key * stride, groups, start, ck, key, cq, i, room, 0)
+                finish_rows(room, 0, x, changes, 0, new, i, c, first)
+                i += new
+    return wide_scores if wide else scores
 
 
 @functools.cache

@@ -11,10 +11,10 @@ This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") 
         values   O += P.V in int32 registers, added to float32 O                    (value_block)
     out = O / l * v_scale
 
-Blocks at the edge of what is visible get hidden scores before the softmax, and so do keys that a dense mask hides. Bias, softcap
-and ALiBi change the scores in registers, before they are rounded to int16 (`score_changes`). Where int16 does not hold a row
-(beyond 127 octaves, keys that are not finite), `relative_scores` rounds float32 scores relative to the row's own octave; the bits
-are the same where both apply.
+Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and dense masks change the scores
+before they are stored as int16 (`score_changes`), from which a row of ALiBi takes off the whole octaves that it is sure to lie
+below. Where int16 does not hold a row (beyond 127 octaves, keys that are not finite), `relative_scores` rounds float32 scores
+relative to the row's own octave; the bits are the same where both apply.
 """
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ HIDDEN_WIDE = F(-np.inf)                         # float32 score of a key that i
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
 LOWEST, HIGHEST = -110, 127
 ALL_HIDDEN = I(int(HIDDEN) >> 8)                 # octave of hidden scores
+FARTHEST = F(2.0**29)                            # most that is taken off scores before they become int16: within fx.T_LIMIT
 EDGE_ROWS = 12                                   # rows of P.V that stop at the same key where a block is cut off
 
 
@@ -58,26 +59,7 @@ def make_attend(isa_name: str, pv: str):
     octaves, weigh, unit = octave_rows(isa_name), weigh_rows(isa_name, pv), F(1 if pv == "int8" else 1 / ONE_Q16)
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     row_top, row_narrow, any_bias = (make(float_lanes) for make in (wide_rows.row_top, wide_rows.row_narrow, wide_rows.any_bias))
-    mask_row, mask_lanes, floats = wide_rows.row_mask(2 * float_lanes), 2 * float_lanes, wide_rows.FLOATS[float_lanes]
-    mask_float, any_byte = float_tiles.row_mask(floats), float_tiles.any_byte(floats)
-
-    def masks(mask_row, lanes):
-        """Scores of keys that the dense mask hides: weight 0. A row's last vector is masked from a copy."""
-        @bare
-        def mask_rows(semantics, dense, b, h, row, first, n, x, live):
-            whole, rest = n // lanes, n % lanes
-            mask, mask_end = dense.mask, dense.mask_end
-            at, step = row_of(semantics.mask, b, h, row) + first, step_of(semantics.mask)
-            for i in range(live.size):
-                if live[i]:
-                    mask_row(x, i * KEY_BLOCK, whole, mask, at)
-                    if rest:
-                        for j in range(rest):
-                            mask_end[j] = mask[at + whole * lanes + j]
-                        mask_row(x, i * KEY_BLOCK + whole * lanes, 1, mask_end, 0)
-                at += step
-        return mask_rows
-    mask_rows, mask_wide = masks(mask_row, mask_lanes), masks(mask_float, float_lanes)       # of int16, of float32
+    any_byte = float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
 
     @bare
     def hides(semantics, dense, b, h, row, first, n, live):
@@ -168,12 +150,25 @@ def make_attend(isa_name: str, pv: str):
         wide_scores(q, stride, k, first, start, ck, cq, rows, columns, x, at_end if ending else options)
 
     @bare
-    def copy_bias(changes, first, n, x):
-        """The bias of the n keys from `first` on to the rows of `x`."""
+    def copy_end(changes, first, n, end):
+        """Bias and mask of the n keys from `first` on, to where `end` has them."""
         for i in range(changes.last + 1):
-            at = changes.place + i * changes.step + first
-            for j in range(n):
-                x[i, j] = changes.bias[at + j]
+            if changes.has_bias:
+                at, to = changes.bias_at + i * changes.bias_step + first, end.bias_at + i * end.bias_step + first
+                for j in range(n):
+                    end.bias[to + j] = changes.bias[at + j]
+            if changes.has_mask:
+                at, to = changes.mask_at + i * changes.mask_step + first, end.mask_at + i * end.mask_step + first
+                for j in range(n):
+                    end.mask[to + j] = changes.mask[at + j]
+
+    @bare
+    def lower(changes, first, columns):
+        """The base of each row: less than ALiBi takes off its nearest key of the block."""
+        for i in range(changes.last + 1):
+            away = max(first - changes.centre - i, changes.centre + i - (first + columns - 1), 0)
+            off = min(max(F(changes.numbers[1] * F(away)), F(0)), FARTHEST)
+            changes.base[i] = np.negative(I(I(off) & I(-256)))
 
     @bare
     def relative_scores(wide, first, columns, lo, hi, x, base, spoiled, live):
@@ -221,18 +216,19 @@ def make_attend(isa_name: str, pv: str):
         lanes = vector_lanes()
         width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
         tiles = (length + block_q - 1) // block_q
-        changed = semantics.has_bias or semantics.softcap > F(0) or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
+        capped, has_dense = semantics.softcap > F(0), semantics.has_bias or semantics.has_mask
+        changed = capped or has_dense or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
         begin()
         q_tile, x = zeros((block_q, stride), operand), zeros((block_q, KEY_BLOCK), np.int16)
         p, wide = zeros((block_q, KEY_BLOCK), weight), zeros((block_q, KEY_BLOCK), np.float32)
         o, sums, octave_q8 = zeros((block_q, width), np.float32), zeros((block_q * lanes,), np.int32), zeros((block_q,), np.int16)
-        floats, ints = zeros((4, block_q), np.float32), zeros((4, block_q), np.int32)
-        cq_tile, l, scale, shift = floats[0], floats[1], floats[2], floats[3]
-        m, octave, total, base = ints[0], ints[1], ints[2], ints[3]
+        floats, ints = zeros((5, block_q), np.float32), zeros((5, block_q), np.int32)
+        cq_tile, l, scale, shift, numbers = floats[0], floats[1], floats[2], floats[3], floats[4]
+        m, octave, total, base, own = ints[0], ints[1], ints[2], ints[3], ints[4]
         scale_bits, flags, bounds = reinterpret(scale, np.int32), zeros((2, block_q), np.uint8), zeros((2, block_q), np.int64)
         live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
         dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                      zeros((mask_lanes,), np.uint8), zeros((float_lanes,), np.float32))
+                      zeros((block_q * KEY_BLOCK,), np.uint8), wide.reshape(wide.size))
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
@@ -249,16 +245,19 @@ def make_attend(isa_name: str, pv: str):
                     target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
                 cq_tile[i] = cq[n, row + i]
                 lo[i], hi[i] = row_range(semantics, b, row + i, s)
-                l[i], m[i], spoiled[i] = F(0), I(UNSEEN), 0
-                if semantics.softcap > F(0):
+                l[i], m[i], spoiled[i], base[i] = F(0), I(UNSEEN), 0, I(0)
+                if capped:
                     shift[i] = semantics.shift[b, h, row + i]
-            cap, has_bias, centre = semantics.softcap, semantics.has_bias, row + semantics.diagonal[b]
-            slope = semantics.slopes[b, h] if semantics.slopes.size > 1 else semantics.slopes[0, 0]
-            options = Changes(cap, shift, slope, centre, has_bias, dense.bias, row_of(semantics.bias, b, h, row),
-                              step_of(semantics.bias), real - 1)
-            # vectors may read beyond the last keys of a bias: these stand where their float32 scores will
-            at_end = Changes(cap, shift, slope, centre, has_bias, wide.reshape(wide.size), -(s // KEY_BLOCK * KEY_BLOCK),
-                             KEY_BLOCK, real - 1)
+            centre, numbers[0] = row + semantics.diagonal[b], F(semantics.softcap * fx.CAP_UNIT)
+            numbers[1] = semantics.slopes[b, h] if semantics.slopes.size > 1 else semantics.slopes[0, 0]
+            sloped = numbers[1] != F(0)
+            options = Changes(capped, sloped, semantics.has_bias, semantics.has_mask, shift, numbers, centre, base,
+                              dense.bias, row_of(semantics.bias, b, h, row), step_of(semantics.bias),
+                              dense.mask, row_of(semantics.mask, b, h, row), step_of(semantics.mask), real - 1)
+            # vectors may read beyond the last keys of bias and mask: here these stand in room for a whole block
+            at = -(s // KEY_BLOCK * KEY_BLOCK)
+            at_end = Changes(capped, sloped, semantics.has_bias, semantics.has_mask, shift, numbers, centre, base,
+                             dense.bias_end, at, KEY_BLOCK, dense.mask_end, at, KEY_BLOCK, real - 1)
             o[:rows] = F(0)
             far, no_number = False, False               # the last block left int16: this one is likely to; a query is not finite
             for i in range(real):
@@ -274,11 +273,13 @@ def make_attend(isa_name: str, pv: str):
                 for i in range(real):
                     live[i] = inside | ((lo[i] < c + columns) & (hi[i] > c) & (hi[i] > lo[i]))
                 n_real = min(columns, s - c)
-                if (semantics.has_mask or has_bias) and hides(semantics, dense, b, h, row, c, n_real, live[:real]):
+                if has_dense and hides(semantics, dense, b, h, row, c, n_real, live[:real]):
                     continue
-                ending = has_bias and n_real < columns
+                ending = has_dense and n_real < columns
                 if ending:
-                    copy_bias(options, c, n_real, wide)
+                    copy_end(options, c, n_real, at_end)
+                if sloped:
+                    lower(options, c, columns)
                 relative = far or no_number or semantics.extreme or keys.wide[n_kv, c // KEY_BLOCK] != 0
                 if not relative:
                     if changed:
@@ -286,8 +287,6 @@ def make_attend(isa_name: str, pv: str):
                                       at_end, ending)
                     else:
                         block_scores(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, x, inside, real, lo, hi)
-                    if semantics.has_mask:
-                        mask_rows(semantics, dense, b, h, row, c, n_real, x, live[:real])
                     if not inside:
                         hide_edges(x, real, columns, c, lo, hi, live)
                     octaves(x, real, columns, octave, octave_q8)
@@ -298,16 +297,19 @@ def make_attend(isa_name: str, pv: str):
                     if relative and semantics.general and rows_hidden(semantics, dense, b, h, row, c, n_real, octave,
                                                                       live[:real]):
                         inside, relative = False, leave_int16(octave, real)
+                    if sloped:
+                        for i in range(real):
+                            octave[i] = octave[i] + (base[i] >> 8) if octave[i] != UNSEEN else octave[i]
                 if relative:
                     inside = False
                     wide_block(q_tile, stride, k, c, start, ck, cq_tile, rows, columns, wide, options, at_end, ending)
-                    if semantics.has_mask:
-                        mask_wide(semantics, dense, b, h, row, c, n_real, wide, live[:real])
-                    relative_scores(wide, c, columns, lo, hi, x, base, spoiled, live[:real])
-                    octaves(x, real, columns, octave, octave_q8)
-                    for i in range(real):
-                        octave[i] = base[i] if live[i] else I(UNSEEN)
+                    relative_scores(wide, c, columns, lo, hi, x, own, spoiled, live[:real])
+                    for i in range(real):                               # relative to its own octave, a row has octave 0
+                        octave_q8[i] = 0
+                        octave[i] = own[i] - (base[i] >> 8) if live[i] else I(UNSEEN)
                     far = leave_int16(octave, real)
+                    for i in range(real):
+                        octave[i] = own[i] if live[i] else I(UNSEEN)
                 grow_rows(octave, real, m, l, scale, scale_bits, o)
                 weigh(x, real, columns, octave_q8, scale, p, sums, total)
                 if not inside:

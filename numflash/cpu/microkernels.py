@@ -3,11 +3,13 @@
 Contract (A rows, B packed in panels, `groups` steps of `isa.group` products each):
 
 * `score_tile`: x[mr, nv * lanes] = saturate_int16(round(float32(bias[j] + A.B) * ck[j] * cq[i])), Q8.8.
-* `changed_tile`: the same with softcap, ALiBi and bias before the rounding, or as float32 for scores that need more range.
+* `waiting_tile`, `finish`: the same in two parts, with softcap, ALiBi, bias and mask between, or as float32 for scores that need
+  more range.
 * `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the multiply-add rounds once anyway;
   total[i] is the sum of A's row, for instruction sets that add an offset to B.
 
-Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX documents; the smaller ones serve the last rows of a block.
+Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX documents; the smaller ones serve the last rows of a block. Those of
+`waiting_tile` have 4 rows at most, so that what runs beside them finds registers.
 One LLVM phi per accumulator keeps the sums in registers (P16), and the initial value comes in as an operand (P47).
 """
 from __future__ import annotations
@@ -23,15 +25,18 @@ from . import score_changes, target
 from .isas import VECTOR_ISAS
 from .vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
 
-ROWS = (6, 4, 2)
+ROWS, WAITING_ROWS = (6, 4, 2), (4, 2)
+BESIDE = 3                                       # steps of dot products for each piece of other work between them
 
 
-def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None):
+def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None):
     """mr x nv register accumulators over `groups` >= 1 steps: yields the nv final values of each row.
 
     The last step stands outside the loop, row by row, so that what the caller does with a row runs beside the dot products of
     the next rows. A is addressed in elements of one operand (4 / group bytes: 1 for group 4, 2 for group 2); rows of B are
     `b_stride` elements apart, or as wide as the tile.
+
+    beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which there must be enough
     """
     width = 4 // isa.group                                             # bytes of an element
 
@@ -44,35 +49,46 @@ def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, 
             x = b.bitcast(isa.splat(b, word, isa.vector(I32)), isa.operand)
             yield [dot(b, sums[m * nv + v], x, columns[v]) for v in range(nv)]
 
-    entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.last")
-    last = b.sub(groups, I64(1))
-    b.cbranch(b.icmp_signed(">", last, I64(0)), loop, done)
-    b.position_at_end(loop)
-    g = b.phi(I64)
-    g.add_incoming(I64(0), entry)
-    sums = [b.phi(x.type) for x in init]
-    out = [x for row in step(g, sums) for x in row]
-    following = b.add(g, I64(1))
-    g.add_incoming(following, loop)
-    b.cbranch(b.icmp_signed("<", following, last), loop, done)
-    b.position_at_end(done)
-    final = [b.phi(x.type) for x in init]
-    for x, phi, y, end in zip(init, sums, out, final, strict=True):
-        phi.add_incoming(x, entry)
-        phi.add_incoming(y, loop)
-        end.add_incoming(x, entry)
-        end.add_incoming(y, loop)
-    yield from step(last, final)
+    def repeat(first, stop, old, body):
+        """body(n, values) -> values, for n from `first` to `stop`; the values after them."""
+        entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
+        b.cbranch(b.icmp_signed("<", first, stop), loop, done)
+        b.position_at_end(loop)
+        n, now = b.phi(I64), [b.phi(x.type) for x in old]
+        new = body(n, now)
+        following, end = b.add(n, I64(1)), b.block
+        b.cbranch(b.icmp_signed("<", following, stop), loop, done)
+        b.position_at_end(done)
+        final = [b.phi(x.type) for x in old]
+        for phi, x, y in zip([n, *now, *final], [first, *old, *old], [following, *new, *new], strict=True):
+            phi.add_incoming(x, entry)
+            phi.add_incoming(y, end)
+        return final
+
+    def following(g, sums):
+        return [x for row in step(g, sums) for x in row]
+
+    def turn(n, sums):
+        emit(n)
+        for g in range(BESIDE):
+            sums = following(b.add(b.mul(n, I64(BESIDE)), I64(g)), sums)
+        return sums
+
+    last, first, sums = b.sub(groups, I64(1)), I64(0), init
+    if beside:
+        count, emit = beside
+        first, sums = b.mul(count, I64(BESIDE)), repeat(I64(0), count, sums, turn)
+    yield from step(last, repeat(first, last, sums, following))
 
 
-def _score_epilogue(context, b, isa, sig, a, mr, nv):
+def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
     """Scaled float32 scores of one tile, as mr lists of nv vectors in packed key order."""
     pq, pk, pbias, pck, pcq = (data(context, b, sig.args[i], a[i]) for i in (0, 3, 6, 7, 9))
     col = [b.add(a[8], isa.elements(b, v)) for v in range(nv)]
     i32s, f32s = isa.vector(I32), isa.vector(F32)
     start = [load(b, pbias, col[v], i32s, 4) for v in range(nv)]
     key_scale = [load(b, pck, col[v], f32s, 4) for v in range(nv)]
-    rows = dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv)
+    rows = dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv, beside=beside)
     if isa.scalable:                             # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
         rows = iter(list(rows))
     for m, acc in enumerate(rows):
@@ -82,7 +98,7 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv):
 
 @functools.cache
 def score_tile(name: str, mr: int):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride) for one ISA and row count."""
+    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, x, x_off, x_stride) for one ISA and row count."""
     isa = VECTOR_ISAS[name]
 
     @intrinsic
@@ -93,47 +109,100 @@ def score_tile(name: str, mr: int):
             target.guard(name, context.codegen())
             px = data(context, b, sig.args[11], a[11])
             for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv)):
-                _store_row(b, isa, scores, px, b.add(a[12], b.mul(a[13], I64(m))), False)
+                for v in range(0, isa.nv, 2):
+                    where = b.add(b.add(a[12], b.mul(a[13], I64(m))), isa.elements(b, v))
+                    store(b, isa.to_int16(b, *scores[v:v + 2]), px, where, 2)
             return context.get_dummy_value()
         return sig, codegen
     return tile
-
-
-def _store_row(b, isa, scores, px, where, wide):
-    for v in range(0, isa.nv, 2):
-        isa.store_scores(b, scores[v:v + 2], px, b.add(where, isa.elements(b, v)), wide)
 
 
 @functools.cache
-def changed_tile(name: str, mr: int, wide: bool):
-    """The same with one more argument, the `score_changes.Changes` of a query tile; x float32 before rounding where `wide`.
-
-    The scores wait in L1: what changes them needs the registers that hold the sums.
-    """
+def waiting_room(name: str):
+    """Intrinsic f(): address of two tiles of float32 scores, in L1, on the stack of the caller."""
     isa = VECTOR_ISAS[name]
-    nv, f32s = isa.nv, isa.vector(F32)
 
     @intrinsic
-    def tile(typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride, changes):
-        sig = types.void(q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride, changes)
+    def room(typingctx):
+        def codegen(context, b, sig, a):
+            with b.goto_entry_block():                                  # not cgutils.alloca_once, which clears it at every call
+                tiles = b.alloca(isa.vector(F32), 2 * WAITING_ROWS[0] * isa.nv)
+            return b.ptrtoint(tiles, I64)
+        return types.int64(), codegen
+    return room
+
+
+def _waiting(b, isa, room, turn):
+    """Pointer to the tile of an even or odd turn."""
+    tile = b.mul(b.and_(turn, I64(1)), isa.elements(b, 4 * WAITING_ROWS[0] * isa.nv))
+    return b.inttoptr(b.add(room, tile), I8.as_pointer())
+
+
+def _change(context, b, isa, types_, args, tile, wide):
+    """emit(n): changes row n of a tile that waits, and stores it. args: x, x_off, x_stride, changes, ..., i, j as in `finish`."""
+    px = data(context, b, types_[0], args[0])
+    change = score_changes.changer(context, b, isa, types_[3], args[3], wide)
+
+    def emit(n):
+        first = b.mul(n, isa.elements(b, isa.nv))
+        scores = [load(b, tile, b.add(first, isa.elements(b, v)), isa.vector(F32), 4) for v in range(isa.nv)]
+        change(scores, b.add(args[-2], n), args[-1], px, b.add(args[1], b.mul(args[2], n)))
+    return emit
+
+
+@functools.cache
+def waiting_tile(name: str, mr: int, woven: bool):
+    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn): float32 scores that wait for `finish`.
+
+    `woven`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows of the tile of the turn before
+    beside the dot products, which use two of Zen 4's four vector pipes. rows <= (groups - 1) // BESIDE.
+    """
+    isa = VECTOR_ISAS[name]
+
+    def codegen(context, b, sig, a):
+        target.guard(name, context.codegen())
+        tile, beside = _waiting(b, isa, a[11], a[12]), None
+        if woven:
+            before = _waiting(b, isa, a[11], b.add(a[12], I64(1)))
+            beside = a[17], _change(context, b, isa, sig.args[13:], a[13:], before, False)
+        for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv, beside)):
+            for v, y in enumerate(scores):
+                store(b, y, tile, isa.elements(b, m * isa.nv + v), 4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def alone(typingctx, q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn):
+        return types.void(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn), codegen
+
+    @intrinsic
+    def beside(typingctx, q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn, x, x_off, x_stride, changes, rows,
+               i_before, j_before):
+        return types.void(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn, x, x_off, x_stride, changes, rows,
+                          i_before, j_before), codegen
+    return beside if woven else alone
+
+
+@functools.cache
+def finish(name: str, wide: bool):
+    """Intrinsic f(room, turn, x, x_off, x_stride, changes, done, rows, i, j): a waiting tile of rows i + done to i + rows and keys
+    from j on, as x.
+
+    changes : `score_changes.Changes`, for softcap, ALiBi, bias and mask; x becomes int16, or stays float32 where `wide`
+    """
+    isa = VECTOR_ISAS[name]
+
+    @intrinsic
+    def rest(typingctx, room, turn, x, x_off, x_stride, changes, done, rows, i, j):
+        sig = types.void(room, turn, x, x_off, x_stride, changes, done, rows, i, j)
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
-            px = data(context, b, sig.args[11], a[11])
-            with b.goto_entry_block():                                  # not cgutils.alloca_once, which clears it at every call
-                room = b.bitcast(b.alloca(f32s, mr * nv), I8.as_pointer())
-            for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, nv)):
-                for v, y in enumerate(scores):
-                    store(b, y, room, isa.elements(b, m * nv + v), 4)
-            change = score_changes.changer(context, b, isa, sig.args[14], a[14], wide)
-            with cgutils.for_range(b, I64(mr)) as loop:
-                m = loop.index
-                first = b.mul(m, isa.elements(b, nv))
-                scores = [load(b, room, b.add(first, isa.elements(b, v)), f32s, 4) for v in range(nv)]
-                _store_row(b, isa, change(scores, b.add(a[10], m), a[8]), px, b.add(a[12], b.mul(a[13], m)), wide)
+            emit = _change(context, b, isa, sig.args[2:], a[2:], _waiting(b, isa, a[0], a[1]), wide)
+            with cgutils.for_range_slice(b, a[6], a[7], I64(1), I64) as (n, _):
+                emit(n)
             return context.get_dummy_value()
         return sig, codegen
-    return tile
+    return rest
 
 
 @functools.cache

@@ -1,12 +1,13 @@
-"""What options make of INT8 scores while these are still in registers: softcap, ALiBi and bias, between scale and rounding.
+"""What options make of INT8 scores while these wait in L1: softcap, ALiBi, bias and mask, between scale and rounding.
 
 The arithmetic of `scores.transform_row`, to the bit: no multiply-add is fused, every operation rounds once, as in the integer
 model. Where scores become int16, what is below them all is hidden either way; with `wide` they stay float32 and only -inf is.
 
-A dense bias is asked for a key block ahead: its rows lie too far apart for the hardware to foresee the next one.
+Dense biases and masks are asked for a key block ahead: their rows lie too far apart for the hardware to foresee the next one.
 """
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import llvmlite.ir as ir
@@ -15,63 +16,83 @@ import numpy as np
 from .. import fixedpoint as fx
 from .._jit import bare
 from ..tiling import KEY_BLOCK
-from .vectors import F32, I32, I64, data, load, prefetch
+from .vectors import F32, I8, I32, I64, data, load, prefetch, store
 
 
 class Changes(NamedTuple):
     """The options of a query tile; rows are counted from its first one, keys from the first of all.
 
-    cap, slope : float32, Q8.8 units, 0 where there is none;  shift : (rows,) float32, added to scores in units of the cap
+    shift : (rows,) float32, added to scores in units of the cap
+    numbers : (2,) float32: the cap in Q8.8 times CAP_UNIT, the slope in Q8.8
     centre : the key at distance 0 from row 0
-    bias : flat float32, natural units; `place` is the element of row 0 and key 0, rows are `step` apart; `last` is the last row
+    base : (rows,) int32 Q8.8, whole octaves from -2**29 to 0: taken off the rounded scores of a row, so that int16 holds them
+    bias : flat float32, natural units; `bias_at` is the element of row 0 and key 0, rows are `bias_step` apart
+    mask : flat uint8, 0 where a key is hidden, likewise
+    last : the last row of bias and mask
     """
 
-    cap: float
-    shift: np.ndarray
-    slope: float
-    centre: int
+    has_cap: bool
+    has_slope: bool
     has_bias: bool
+    has_mask: bool
+    shift: np.ndarray
+    numbers: np.ndarray
+    centre: int
+    base: np.ndarray
     bias: np.ndarray
-    place: int
-    step: int
+    bias_at: int
+    bias_step: int
+    mask: np.ndarray
+    mask_at: int
+    mask_step: int
     last: int
 
 
 @bare
 def changes_from(changes, i):
     """The same, with rows counted from row i."""
-    return Changes(changes.cap, changes.shift[i:], changes.slope, changes.centre + i, changes.has_bias, changes.bias,
-                   changes.place + i * changes.step, changes.step, changes.last - i)
+    return Changes(changes.has_cap, changes.has_slope, changes.has_bias, changes.has_mask, changes.shift[i:], changes.numbers,
+                   changes.centre + i, changes.base[i:], changes.bias, changes.bias_at + i * changes.bias_step, changes.bias_step,
+                   changes.mask, changes.mask_at + i * changes.mask_step, changes.mask_step, changes.last - i)
 
 
 def changer(context, b, isa, changes_type, changes, wide: bool):
-    """f(scores, row, key) -> scores: emits the options of one row of a panel, whose first key is `key`.
+    """f(scores, row, key, x, where): emits the options of vectors of a row, whose first key is `key`, and stores them.
 
-    scores : the vectors of the panel, float32, in the panel's order
+    scores : pairs of vectors of float32, in the order of a panel;  x, where : a pointer, and the element to store from
+
+    Factors are loaded anew for every row, and options are flags: what stands in registers is taken from the dot products beside.
     """
     floats, ints = isa.vector(F32), isa.vector(I32)
     field = {name: b.extract_value(changes, n) for n, name in enumerate(Changes._fields)}
     types = dict(zip(Changes._fields, changes_type.types, strict=True))
-    shifts, biases = (data(context, b, types[name], field[name]) for name in ("shift", "bias"))
+    shifts, numbers, bases, biases, masks = (data(context, b, types[name], field[name])
+                                             for name in ("shift", "numbers", "base", "bias", "mask"))
 
     def number(value):
         return isa.fill(b, floats, float(value))
 
+    def factor(n):
+        return isa.splat(b, load(b, numbers, I64(n), F32, 4), floats)
+
     def capped(scores, row, key):
-        shift = isa.splat(b, load(b, shifts, row, F32, 4), floats)
-        cap = isa.splat(b, b.fmul(field["cap"], F32(float(fx.CAP_UNIT))), floats)
+        shift, cap = isa.splat(b, load(b, shifts, row, F32, 4), floats), factor(0)
         return softcap(b, isa, [b.fadd(x, shift) for x in scores], cap)
 
     def sloped(scores, row, key):
-        slope = isa.splat(b, field["slope"], floats)
+        slope = factor(1)
         ahead = isa.splat(b, b.trunc(b.sub(b.add(field["centre"], row), key), I32), ints)
         away = [b.sub(ahead, isa.columns(b, v)) for v in range(len(scores))]
         away = [isa.generic(b, "smax", x, b.sub(isa.fill(b, ints, 0), x)) for x in away]
         return [limited(b.fsub(x, b.fmul(slope, b.sitofp(n, floats)))) for x, n in zip(scores, away, strict=True)]
 
-    def biased(scores, row, key):
+    def dense(name, row, key):
+        """Element of the bias or mask at this row and key."""
         row = b.select(b.icmp_signed("<", row, field["last"]), row, field["last"])
-        start, bias = b.add(b.add(field["place"], b.mul(field["step"], row)), key), []
+        return b.add(b.add(field[name + "_at"], b.mul(field[name + "_step"], row)), key)
+
+    def biased(scores, row, key):
+        start, bias = dense("bias", row, key), []
         for v in range(len(scores)):
             where = b.add(start, isa.elements(b, v))
             prefetch(b, b.gep(biases, [b.mul(b.add(where, I64(KEY_BLOCK)), I64(4))]))
@@ -86,17 +107,38 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         changed = isa.choose(b, "<", changed, number(fx.LOWEST), number(fx.LOWEST), changed)
         return isa.choose(b, "==", y, number(-np.inf), number(-np.inf), changed)            # which hides even a NaN
 
+    def masked(scores, row, key):
+        """Scores in the order of the keys, of type int16 or float32."""
+        start, per_lane = dense("mask", row, key), 1 if wide else 2
+        prefetch(b, b.gep(masks, [b.add(start, I64(KEY_BLOCK))]))
+        hidden = isa.fill(b, scores[0].type, -np.inf if wide else fx.MASKED)
+        places = (b.add(start, isa.elements(b, per_lane * v)) for v in range(len(scores)))
+        return [isa.where_set(b, load(b, masks, place, isa.vector(I8, per_lane), 1), x, hidden)
+                for place, x in zip(places, scores, strict=True)]
+
     def limited(x):
         """What int16 will be: above 32767, and where it is NaN, 32767; neither must pass for a hidden key."""
         return x if wide else isa.choose(b, "<", x, number(32767), x, number(32767))
 
-    def change(scores, row, key):
+    def change(scores, row, key, x, where):
         if wide:
             scores = [isa.clamp(b, x, float(fx.T_LIMIT)) for x in scores]
-        scores = _where(b, b.fcmp_ordered(">", field["cap"], F32(0.0)), scores, lambda x: capped(x, row, key))
-        scores = _where(b, b.fcmp_ordered("!=", field["slope"], F32(0.0)), scores, lambda x: sloped(x, row, key))
-        has_bias = b.icmp_unsigned("!=", field["has_bias"], ir.Constant(field["has_bias"].type, 0))
-        return _where(b, has_bias, scores, lambda x: biased(x, row, key))
+        scores = changed(scores, "has_cap", capped, row, key)
+        scores = changed(scores, "has_slope", sloped, row, key)
+        scores = changed(scores, "has_bias", biased, row, key)
+        pairs, base = [scores[v:v + 2] for v in range(0, len(scores), 2)], None
+        if wide:
+            scores = [y for pair in pairs for y in isa.in_order(b, *pair)]
+        else:
+            base = isa.splat(b, load(b, bases, row, I32, 4), ints)
+            scores = [isa.to_int16(b, *pair, base) for pair in pairs]
+        for v, y in enumerate(changed(scores, "has_mask", masked, row, key)):
+            size = 1 if wide else 2
+            store(b, y, x, b.add(where, isa.elements(b, size * v)), 4 // size)
+
+    def changed(scores, name, change, row, key):
+        there = b.icmp_unsigned("!=", field[name], ir.Constant(field[name].type, 0))
+        return _where(b, there, scores, functools.partial(change, row=row, key=key))
     return change
 
 

@@ -173,17 +173,16 @@ class Isa(Vectors):
         """acc[lane] + sum over the group of p * v, in int32; p unsigned, v with its offset."""
         raise NotImplementedError
 
-    def to_int16(self, b: ir.IRBuilder, x, y) -> Any:
-        """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in `key_order` come out in order."""
+    def to_int16(self, b: ir.IRBuilder, x, y, base=None) -> Any:
+        """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in `key_order` come out in order.
+
+        base : int32 vector, taken off between rounding and saturating
+        """
         raise NotImplementedError
 
-    def store_scores(self, b: ir.IRBuilder, pair, pointer, where, wide: bool) -> None:
-        """Two vectors of a panel, in the order of the keys from element `where` on: int16, or float32."""
-        if not wide:
-            return store(b, self.to_int16(b, *pair), pointer, where, 2)
-        low, high = self.in_order(b, *pair)
-        store(b, low, pointer, where, 4)
-        store(b, high, pointer, b.add(where, self.elements(b, 1)), 4)
+    def where_set(self, b: ir.IRBuilder, flags, yes, no) -> Any:
+        """yes in the lanes where the byte of `flags` is not 0, no elsewhere."""
+        return b.select(b.icmp_unsigned("!=", flags, self.fill(b, flags.type, 0)), yes, no)
 
     def in_order(self, b: ir.IRBuilder, x, y) -> tuple[Any, Any]:
         """Two vectors of a panel in `key_order`, brought to the order of the keys."""

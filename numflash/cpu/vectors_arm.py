@@ -33,10 +33,12 @@ class Neon(Isa):
             rows = [call(b, name, x.type, x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         return rows[0] if len(rows) == 1 else shuffle(b, rows[0], rows[1], list(range(8)))
 
-    def to_int16(self, b: ir.IRBuilder, x, y):
+    def to_int16(self, b: ir.IRBuilder, x, y, base=None):
         i32s, i16s = self.vector(I32), ir.VectorType(I16, 4)
-        x, y = (call(b, "llvm.aarch64.neon.sqxtn.v4i16", i16s, call(b, "llvm.aarch64.neon.fcvtns.v4i32.v4f32", i32s, v))
-                for v in (x, y))
+        x, y = (call(b, "llvm.aarch64.neon.fcvtns.v4i32.v4f32", i32s, v) for v in (x, y))
+        if base is not None:
+            x, y = b.sub(x, base), b.sub(y, base)
+        x, y = (call(b, "llvm.aarch64.neon.sqxtn.v4i16", i16s, v) for v in (x, y))
         return shuffle(b, x, y, list(range(8)))
 
     def clamp(self, b: ir.IRBuilder, x, limit: float):
@@ -85,6 +87,12 @@ class Sve(Neon):
         found.type = Scalable(ir.IntType(1), x.type.count)             # llvmlite takes what it does not know for a scalar
         return b.select(found, yes, no)
 
+    def where_set(self, b: ir.IRBuilder, flags, yes, no):
+        wide = self.vector(I32 if yes.type.element == F32 else I16, yes.type.count // self.lanes)
+        found = b.icmp_unsigned("!=", b.zext(flags, wide), self.fill(b, wide, 0))
+        found.type = Scalable(ir.IntType(1), wide.count)               # as in `choose`
+        return b.select(found, yes, no)
+
     def elements(self, b: ir.IRBuilder, n: int):
         return b.mul(call(b, "llvm.vscale.i64", I64), I64(n * self.lanes))
 
@@ -122,12 +130,17 @@ class Sve(Neon):
     def value_dot(self, b: ir.IRBuilder, acc, p, v):
         return call(b, "llvm.aarch64.sve.udot.nxv4i32", acc.type, acc, p, v)
 
-    def to_int16(self, b: ir.IRBuilder, x, y):
-        """Cut to int16 in float, then the low halves of x + ROUND: base SVE has no saturating narrowing."""
+    def to_int16(self, b: ir.IRBuilder, x, y, base=None):
+        """Cut to int16 in float, then the low halves of x + ROUND: base SVE has no saturating narrowing.
+
+        The difference of a whole score and a whole base is exact wherever int16 holds it.
+        """
         halves = self.vector(I16, 2)
         for_all = lambda value: self.fill(b, self.vector(F32), value)      # noqa: E731
         low = []
         for v in (x, y):
+            if base is not None:
+                v = b.fsub(self.generic(b, "roundeven", v), b.sitofp(base, self.vector(F32)))
             v = self.generic(b, "maximum", self.generic(b, "minimum", v, for_all(32767.0)), for_all(-32768.0))
             low.append(b.bitcast(b.fadd(v, for_all(ROUND)), halves))
         return call(b, "llvm.aarch64.sve.uzp1.nxv8i16", halves, *low)

@@ -52,14 +52,16 @@ class X86(Isa):
     def value_dot(self, b: ir.IRBuilder, acc, p, v):
         return self.score_dot(b, acc, p, v)
 
-    def to_int16(self, b: ir.IRBuilder, x, y):
+    def to_int16(self, b: ir.IRBuilder, x, y, base=None):
         i32s = self.vector(I32)
         if self.lanes == 16:
             x, y = (call(b, "llvm.x86.avx512.mask.cvtps2dq.512", i32s, v, self.fill(b, i32s, 0), I16(-1), I32(4))
                     for v in (x, y))
-            return call(b, "llvm.x86.avx512.packssdw.512", self.vector(I16, 2), x, y)
-        x, y = (call(b, "llvm.x86.avx.cvt.ps2dq.256", i32s, v) for v in (x, y))
-        return call(b, "llvm.x86.avx2.packssdw", self.vector(I16, 2), x, y)
+        else:
+            x, y = (call(b, "llvm.x86.avx.cvt.ps2dq.256", i32s, v) for v in (x, y))
+        if base is not None:
+            x, y = b.sub(x, base), b.sub(y, base)
+        return call(b, f"llvm.x86.{'avx512.packssdw.512' if self.lanes == 16 else 'avx2.packssdw'}", self.vector(I16, 2), x, y)
 
     def in_order(self, b: ir.IRBuilder, x, y):
         lanes, w = self.lanes, self.interleave

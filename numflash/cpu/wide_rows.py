@@ -1,8 +1,4 @@
-"""One row of INT8 scores outside the fast path, whole vectors at a time.
-
-Dense masks are asked for a key block ahead: their rows lie too far apart for the hardware to foresee the next one. Wide scores
-are float32 in Q8.8 units.
-"""
+"""One row of INT8 scores outside the fast path, whole vectors at a time. Wide scores are float32 in Q8.8 units."""
 from __future__ import annotations
 
 import functools
@@ -12,9 +8,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import fixedpoint as fx
-from ..tiling import KEY_BLOCK
 from .float_tiles import FLOAT_ISAS, fold, for_vectors, larger, whole
-from .vectors import I8, I16, I32, I64, call, constant, data, load, prefetch, splat, store, vector
+from .vectors import I16, I32, call, constant, data, load, splat, store, vector
 
 I1 = ir.IntType(1)
 FLOATS = {16: "avx512", 8: "avx2", 4: "neon"}   # float vectors of as many lanes as those of an INT8 instruction set
@@ -98,27 +93,3 @@ def any_bias(lanes: int):
             return b.icmp_unsigned("!=", b.bitcast(seen, whole), ir.Constant(whole, 0))
         return types.boolean(bias, off, count), codegen
     return found
-
-
-@functools.cache
-def row_mask(lanes: int):
-    """Intrinsic f(x, x_off, count, mask, off): int16 scores x become -32768 where the uint8 mask is 0; count times `lanes` keys."""
-    @intrinsic
-    def mask_row(typingctx, x, x_off, count, mask, off):
-        sig = types.void(x, x_off, count, mask, off)
-
-        def codegen(context, b, sig, a):
-            px, pm, words = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), vector(I16, lanes)
-
-            def body(at, state):
-                where = b.add(a[1], at)
-                prefetch(b, b.gep(pm, [b.add(b.add(a[4], at), I64(KEY_BLOCK))]))
-                seen = load(b, pm, b.add(a[4], at), vector(I8, lanes), 1)
-                x = b.select(b.icmp_unsigned("!=", seen, constant(seen.type, 0)), load(b, px, where, words, 2),
-                             constant(words, fx.MASKED))
-                store(b, x, px, where, 2)
-                return []
-            for_vectors(b, a[2], lanes, [], body)
-            return context.get_dummy_value()
-        return sig, codegen
-    return mask_row

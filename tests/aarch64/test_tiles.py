@@ -40,17 +40,34 @@ def score_function(isa, mr):
 
 
 @functools.cache
-def changed_function(isa, mr, wide, cap, slope, has_bias):
-    """A tile of keys KEY and on of a larger problem; only the last row has no bias of its own."""
-    tile = microkernels.changed_tile(isa, mr, wide)
+def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
+    """A tile of keys KEY and on of a larger problem; only the last row has no bias and no mask of its own.
+
+    Its first rows are changed beside the dot products of the next tile, which is the same, where it is not wide.
+    """
+    tile, room_of, finish = (microkernels.waiting_tile(isa, mr, not wide), microkernels.waiting_room(isa),
+                             microkernels.finish(isa, wide))
 
     @bare
-    def scores(q, k, start, ck, cq, x, shift, bias):
-        stride = q.shape[1]
-        changes = Changes(cap, shift, slope, CENTRE, has_bias, bias.reshape(bias.size), -KEY, bias.shape[1], mr - 2)
-        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, x, 0, STRIDE, changes)
-    return scores, (f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], "
-                    f"{'float32' if wide else 'int16'}[:,::1], float32[::1], float32[:,::1])")
+    def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
+        stride, room = q.shape[1], room_of()
+        changes = Changes(has_cap, has_slope, has_bias, has_mask, shift, numbers, CENTRE, base, bias.reshape(bias.size), -KEY,
+                          bias.shape[1], mask.reshape(mask.size), -KEY, mask.shape[1], mr - 2)
+        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 0)
+        finish(room, 0, x, 0, STRIDE, changes, 0, mr, 0, KEY)
+
+    @bare
+    def scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
+        stride, room = q.shape[1], room_of()
+        changes = Changes(has_cap, has_slope, has_bias, has_mask, shift, numbers, CENTRE, base, bias.reshape(bias.size), -KEY,
+                          bias.shape[1], mask.reshape(mask.size), -KEY, mask.shape[1], mr - 2)
+        beside = min(mr, (stride // 4 - 1) // microkernels.BESIDE)
+        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 0, x, 0, STRIDE, changes, 0, 0, KEY)
+        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 1, x, 0, STRIDE, changes, beside, 0, KEY)
+        finish(room, 0, x, 0, STRIDE, changes, beside, mr, 0, KEY)
+    return wide_scores if wide else scores, (
+        f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], {'float32' if wide else 'int16'}[:,::1], "
+        "float32[::1], float32[::1], int32[::1], float32[:,::1], uint8[:,::1])")
 
 
 @functools.cache
@@ -115,31 +132,38 @@ def test_score_tile(isa, cpu, bits, mr, d, extreme):
 
 @on_every_machine
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("cap, slope, has_bias", [
-    (0, 0, False), (7386, 0, False), (0, 9.5, False), (0, 0, True), (7386, -9.5, True)])
-def test_changed_tile(isa, cpu, bits, wide, cap, slope, has_bias):
-    mr, d = 4, 8
+@pytest.mark.parametrize("cap, slope, has_bias, has_mask, base, d", [
+    (0, 0, False, False, 0, 4), (7386, 0, False, False, 0, 32), (0, 9.5, False, True, -1024, 8), (0, 0, True, False, -65536, 64),
+    (7386, -9.5, True, True, 0, 32)])
+def test_changed_tile(isa, cpu, bits, wide, cap, slope, has_bias, has_mask, base, d):
+    mr = 4
     rng = np.random.default_rng(d)
     panel = VECTOR_ISAS[isa].nv * bits // 32
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
     ck, cq = np.r_[np.zeros(KEY), rng.random(panel)].astype(np.float32), rng.random(mr).astype(np.float32) * F(1e-4 if cap else 1)
     shift, bias = rng.standard_normal(mr).astype(np.float32), 10 * rng.standard_normal((mr - 1, panel)).astype(np.float32)
     bias[0, :4] = -np.inf, np.finfo(np.float32).min, np.nan, 3e38
+    mask, bases = rng.integers(0, 3, (mr - 1, panel)).astype(np.uint8), np.array([base, 0, base, base - 256], np.int32)
     keys, x = packed_keys(isa, k, bits), np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
     start = np.r_[np.zeros(KEY, np.int32), keys.start[0]]
-    function = changed_function(isa, mr, wide, F(cap), F(slope), has_bias)
-    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, shift, bias)
+    function = changed_function(isa, mr, wide, cap > 0, slope != 0, has_bias, has_mask)
+    numbers = np.array([F(cap) * fixedpoint.CAP_UNIT, slope], F)
+    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, shift, numbers, bases, bias, mask)
     want = ((q.astype(np.int32) @ k.astype(np.int32).T).astype(np.float32) * ck[KEY:]) * cq[:, None]
     if cap:
         want = fixedpoint.softcap(want + shift[:, None], F(cap))
     if slope:
         want = want - F(slope) * np.abs(CENTRE + np.arange(mr)[:, None] - KEY - np.arange(panel)).astype(np.float32)
-    if has_bias:                                                       # the last row has none of its own
-        rows = bias[[*range(mr - 1), mr - 2]]
+    own = [*range(mr - 1), mr - 2]                                     # the last row has no bias and no mask of its own
+    if has_bias:
+        rows = bias[own]
         with np.errstate(over="ignore"):
             want = np.where(rows == -np.inf, rows, np.maximum(want + rows * fixedpoint.LOG2E_Q8, fixedpoint.LOWEST))
     if not wide:
-        want = np.clip(np.rint(np.where(np.isnan(want), 32767, want)), -32768, 32767)
+        want = np.where(want < 32767, np.rint(np.minimum(want, 32767).astype(np.float64)), 32767) - bases[:, None]
+        want = np.clip(want, -32768, 32767)
+    if has_mask:
+        want = np.where(mask[own] != 0, want, -np.inf if wide else -32768)
     np.testing.assert_array_equal(x[:, :panel], want)
     assert (x[:, panel:] == 99).all()
 
@@ -152,8 +176,9 @@ def test_wide_scores_are_cut_and_keep_nan(isa, cpu, bits):
     ck[1], ck[2] = np.nan, 0
     keys, x = packed_keys(isa, k, bits), np.zeros((2, STRIDE), np.float32)
     ck, start = np.r_[np.zeros(KEY), ck].astype(np.float32), np.r_[np.zeros(KEY, np.int32), keys.start[0]]
-    function = changed_function(isa, 2, True, F(0), F(0), False)
-    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, np.zeros(2, F), np.zeros((1, 1), F))
+    function = changed_function(isa, 2, True, False, False, False, False)
+    Emulated(*function, cpu, vector_bits=bits)(q, keys.data[0], start, ck, cq, x, np.zeros(2, F), np.zeros(2, F),
+                                               np.zeros(2, np.int32), np.zeros((1, 1), F), np.zeros((1, 1), np.uint8))
     want = np.tile(np.array([fixedpoint.T_LIMIT, -fixedpoint.T_LIMIT])[:, None], panel)
     want[:, 1], want[:, 2] = np.nan, 0
     assert np.array_equal(x[:, :panel], want, equal_nan=True)
