@@ -84,7 +84,7 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         ahead = isa.splat(b, b.trunc(b.sub(b.add(field["centre"], row), key), I32), ints)
         away = [b.sub(ahead, isa.columns(b, v)) for v in range(len(scores))]
         away = [isa.generic(b, "smax", x, b.sub(isa.fill(b, ints, 0), x)) for x in away]
-        return [limited(b.fsub(x, b.fmul(slope, b.sitofp(n, floats)))) for x, n in zip(scores, away, strict=True)]
+        return [b.fsub(x, b.fmul(slope, b.sitofp(n, floats))) for x, n in zip(scores, away, strict=True)]
 
     def dense(name, row, key):
         """Element of the bias or mask at this row and key."""
@@ -103,7 +103,7 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
     def add_bias(x, y):
         changed = b.fadd(x, b.fmul(y, number(fx.LOG2E_Q8)))
         if not wide:
-            return limited(changed)
+            return changed
         changed = isa.choose(b, "<", changed, number(fx.LOWEST), number(fx.LOWEST), changed)
         return isa.choose(b, "==", y, number(-np.inf), number(-np.inf), changed)            # which hides even a NaN
 
@@ -116,28 +116,30 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         return [isa.where_set(b, load(b, masks, place, isa.vector(I8, per_lane), 1), x, hidden)
                 for place, x in zip(places, scores, strict=True)]
 
-    def limited(x):
-        """What int16 will be: above 32767, and where it is NaN, 32767; neither must pass for a hidden key."""
-        return x if wide else isa.choose(b, "<", x, number(32767), x, number(32767))
+    def limited(scores, row, key):
+        """Above 32767, and where it is NaN, 32767: int16 will be that, and neither must pass for a hidden key."""
+        return [isa.choose(b, "<", x, number(32767), x, number(32767)) for x in scores]
 
     def change(scores, row, key, x, where):
         if wide:
             scores = [isa.clamp(b, x, float(fx.T_LIMIT)) for x in scores]
-        scores = changed(scores, "has_cap", capped, row, key)
-        scores = changed(scores, "has_slope", sloped, row, key)
-        scores = changed(scores, "has_bias", biased, row, key)
+        scores = changed(scores, field["has_cap"], capped, row, key)
+        scores = changed(scores, field["has_slope"], sloped, row, key)
+        scores = changed(scores, field["has_bias"], biased, row, key)
+        if not wide:
+            scores = changed(scores, b.or_(field["has_slope"], field["has_bias"]), limited, row, key)
         pairs, base = [scores[v:v + 2] for v in range(0, len(scores), 2)], None
         if wide:
             scores = [y for pair in pairs for y in isa.in_order(b, *pair)]
         else:
             base = isa.splat(b, load(b, bases, row, I32, 4), ints)
             scores = [isa.to_int16(b, *pair, base) for pair in pairs]
-        for v, y in enumerate(changed(scores, "has_mask", masked, row, key)):
+        for v, y in enumerate(changed(scores, field["has_mask"], masked, row, key)):
             size = 1 if wide else 2
             store(b, y, x, b.add(where, isa.elements(b, size * v)), 4 // size)
 
-    def changed(scores, name, change, row, key):
-        there = b.icmp_unsigned("!=", field[name], ir.Constant(field[name].type, 0))
+    def changed(scores, there, change, row, key):
+        there = b.icmp_unsigned("!=", there, ir.Constant(there.type, 0))
         return _where(b, there, scores, functools.partial(change, row=row, key=key))
     return change
 

@@ -20,6 +20,7 @@ OPTIONS = {
     "bias_hides_rows": {"attn_mask": np.where(SEEN, draw((70, 200)), -np.inf).astype(np.float32)},
     "steep_alibi": {"alibi_slopes": [5.0, 50.0], "is_causal": True}, "large_bias": {"attn_mask": draw((70, 200)) * np.float32(1e4)},
     "largest_bias": {"attn_mask": np.where(SEEN, draw((70, 200)), np.finfo(np.float32).min).astype(np.float32)},
+    "rising_alibi_and_bias": {"alibi_slopes": [-1.3, -4.3], "attn_mask": 30 * draw((70, 200))},
     "everything": {"attn_mask": draw((70, 200)), "window": (50, 3), "alignment": "lower_right", "softcap": 3.0,
                    "alibi_slopes": [0.1, 0.5], "key_lengths": [200, 100]},
 }
