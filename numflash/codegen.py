@@ -44,7 +44,7 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
         return types.Array(getattr(types, dtype), ndim, "C")
     integer, number, flag = types.int64, types.float32, types.boolean
     semantics = containers.NamedTuple(
-        (integer, integer, array("int64", 1), array("int64", 1), flag, array("boolean", 4), array("float32", 4), flag, flag,
+        (integer, integer, array("int64", 1), array("int64", 1), flag, array("uint8", 4), array("float32", 4), flag, flag,
          number, array("float32", 3), array("float32", 2), flag), Semantics)
     if portable:
         packed: tuple[Any, ...] = array("int8", 3), array("float32", 2), array("int8", 4)

@@ -212,7 +212,7 @@ def _sums(b, block, m):
 
 @functools.cache
 def score_rows(changed: bool = False, wide: bool = False):
-    """Rows of scores x as `microkernels.score_tile` or `changed_tile` has them; s: scales of the keys, t: of the queries."""
+    """Rows of scores x as `microkernels.score_tile` or `finish` has them; s: scales of the keys, t: of the queries."""
     isa = AMX_INT8
 
     def rows(context, b, types_, args):
