@@ -45,7 +45,7 @@ FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
 class Store(NamedTuple):
     """The cache: pages of keys and values, see `decode_tiles` for the layout inside a page and head.
 
-    data : (pages, Hkv, elements): K, scales and V block by block; the scale of a key is NaN where the token was not finite
+    data : (pages, Hkv, elements): scales, K and V block by block; the scale of a key is NaN where the token was not finite
     table : (B, pages of a sequence) int32, the page of each `page size` slots;  lengths : (B,) int64 tokens
     """
 
