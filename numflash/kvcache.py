@@ -21,7 +21,7 @@ from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashEr
 from .interop import convert, to_float32, widen
 from .quantization import QuantizedTensor
 from .tiling import KEY_BLOCK, MAX_HEAD_DIM
-from .validation import choice, flag, real
+from .validation import choice, factor, flag, real
 
 DEVICES = ("cpu", "cuda", "cuda-emulator")
 DTYPES = ("int8", "float32", "bfloat16", "float16")
@@ -324,7 +324,7 @@ class KVCache:
             sequences = range(self.batch)
         elif isinstance(sequences, Integral):
             sequences = [sequences]
-        elif not isinstance(sequences, (Sequence, np.ndarray)):
+        elif not (isinstance(sequences, Sequence) or (isinstance(sequences, np.ndarray) and sequences.ndim)):
             raise ArgumentTypeError(f"sequences: got {sequences!r}; allowed: an integer or several")
         for b in [self._sequence("sequences", b) for b in sequences]:
             self._pool.release(b)
@@ -383,7 +383,7 @@ class KVCache:
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
             exported = taken.export(convert(result, dtype), dtype)
-        if not return_lse:
+        if not flag("return_lse", return_lse):
             return exported
         return exported, self._lse(plan, query, scale)
 
@@ -457,17 +457,20 @@ class KVCache:
         return result
 
     def _factor(self, scale: float | None) -> float:
-        return self.head_dim**-0.5 if scale is None else real("scale", scale)
+        return self.head_dim**-0.5 if scale is None else factor("scale", scale)
 
     def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, longest: int) -> tuple[Any, np.float32]:
         """The prepared call for this query, and the factor of its scores."""
         workers, blocks = self._layout.call(longest, self.batch)
-        known = self._calls.get((shape, scale, splits, workers, blocks))
-        if known is None:
-            if len(self._calls) > 64:
-                self._forget()
-            known = self._calls[shape, scale, splits, workers, blocks] = self._make_plan(shape, scale, splits, workers, blocks)
-        return known
+        call = shape, scale, splits, workers, blocks
+        try:
+            return self._calls[call]
+        except (KeyError, TypeError):                        # not prepared; or no number, which is refused now
+            made = self._make_plan(*call)
+        if len(self._calls) > 64:
+            self._forget()
+        self._calls[call] = made
+        return made
 
     def _make_plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, workers: int,
                    blocks: int) -> tuple[Any, np.float32]:
@@ -477,7 +480,7 @@ class KVCache:
                                 f"multiple of {self.kv_heads} and one token or more")
         if self.window is not None and shape[2] > self._layout.ring - self.window + 1:
             raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window")
-        factor, group = self._factor(scale), shape[1] // self.kv_heads
+        c, group = self._factor(scale), shape[1] // self.kv_heads
         if splits is None:
             splits = self._layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
@@ -486,7 +489,7 @@ class KVCache:
         if plan is None:
             plan = self._backend.Plan(self._layout, self.batch, group, shape[2], splits, workers)
             self._plans[shape, splits, workers] = plan
-        unit = factor * LOG2E * (fx.ONE_Q8 if self.dtype == "int8" else 1)
+        unit = c * LOG2E * (fx.ONE_Q8 if self.dtype == "int8" else 1)
         return plan, F(unit)
 
     def _lse(self, plan: Any, query: np.ndarray, scale: float | None) -> np.ndarray:

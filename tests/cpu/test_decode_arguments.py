@@ -44,7 +44,9 @@ def test_errors():
         with pytest.raises(ArgumentError, match="counts"):
             cache.append(key, value, counts=counts)
     for options, error in (({"splits": 0}, ArgumentError), ({"splits": 1.5}, ArgumentTypeError),
+                           ({"splits": [1]}, ArgumentTypeError), ({"return_lse": 1}, ArgumentTypeError),
                            ({"scale": "x"}, ArgumentTypeError), ({"scale": np.nan}, ArgumentError),
+                           ({"scale": [1.0]}, ArgumentTypeError), ({"scale": 1e300}, ArgumentError),
                            ({"out": np.zeros(3)}, ArgumentTypeError),
                            ({"out": np.zeros((1, 2), np.float32)}, ArgumentError)):
         with pytest.raises(error, match=next(iter(options))):
@@ -56,6 +58,8 @@ def test_errors():
         cache.share(0, 1)
     with pytest.raises(ArgumentError, match="sequences"):
         cache.reset(2)
+    with pytest.raises(ArgumentTypeError, match="sequences"):
+        cache.reset(np.array(0))
     with pytest.raises(ArgumentError, match="only 'int8'"):
         cache.quantized(0)
     cache.close()
