@@ -120,10 +120,9 @@ def test_turing(driver):  # noqa: F811
 @pytest.fixture
 def torch(monkeypatch):
     """The stand-in, which leaves with the test."""
-    before = {name: sys.modules.get(name) for name in ("torch", "torch.nn", "torch.nn.attention", "triton")}
-    yield fake_torch.install
-    for name, module in before.items():
-        sys.modules.pop(name) if module is None else sys.modules.__setitem__(name, module)
+    for name in ("torch", "torch.nn", "torch.nn.attention", "triton"):
+        monkeypatch.setitem(sys.modules, name, None)                 # so that the end of the test puts back what was there
+    return fake_torch.install
 
 
 def found(**options):
