@@ -32,5 +32,5 @@ def test_the_widest_kernels(arch):
     """float16 with boolean masks at D = 96 and 128, and on Hopper 256."""
     widest = 256 if arch == "sm_90a" else 128
     for factory, constants in variants(arch):
-        if 96 <= constants.get("d", 0) <= widest and constants.get("mask") == "bool" and constants.get("dtype") == "float16":
+        if 96 <= constants.get("d", 0) <= widest and (constants.get("mask"), constants.get("dtype")) == ("bool", "float16"):
             resources(factory, arch, stack_of(factory, arch, constants), **constants)
