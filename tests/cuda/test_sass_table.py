@@ -11,7 +11,8 @@ from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 
 # (kernel, architecture, D, which gradients): bytes of stack that are known to be left, with additive masks too
-LEFT = {("flash_backward", "sm_90a", d, gradients): nbytes for d, gradients, nbytes in ((128, "q", 8), (256, "k", 8), (256, "q", 16))}
+LEFT = {("flash_backward", "sm_90a", d, gradients): nbytes
+        for d, gradients, nbytes in ((128, "q", 8), (256, "k", 8), (256, "q", 16))}
 
 
 def stack_of(factory, arch, constants):
