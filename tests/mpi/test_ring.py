@@ -159,7 +159,7 @@ MISTAKES = {
     "kernel": ("ValueError", "rank 2: no luck"),
     "memory": ("MemoryError", "rank 2: full"),
     "odd": ("RuntimeError", "rank 2: Odd: (1, 2)"),
-    "unknown": ("TypeError", "casual"),
+    "unknown": ("ArgumentTypeError", "casual: all_gather_attention does not take it"),
     "comm": ("ArgumentTypeError", "comm: got "),
     "none": ("ArgumentTypeError", "comm: got NoneType"),
     "chunks": ("ArgumentError", "chunks: got a chunk 2 to 5 where 3 is next"),
