@@ -370,7 +370,7 @@ class KVCache:
         ArgumentError, ArgumentTypeError
         """
         store = self._open()
-        query, taken = self._query(query)
+        return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         plan, c = self._plan(shape, scale, splits, self._longest)
         result = np.empty((*shape[:-1], self.value_dim), F) if out is None else output(out, (*shape[:-1], self.value_dim))
@@ -383,7 +383,7 @@ class KVCache:
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
             exported = taken.export(convert(result, dtype), dtype)
-        if not flag("return_lse", return_lse):
+        if not return_lse:
             return exported
         return exported, self._lse(plan, query, scale)
 
@@ -465,7 +465,9 @@ class KVCache:
         call = shape, scale, splits, workers, blocks
         try:
             return self._calls[call]
-        except (KeyError, TypeError):                        # not prepared; or no number, which is refused now
+        except TypeError:                                    # an array of one number, or what is refused now
+            return self._make_plan(*call)
+        except KeyError:
             made = self._make_plan(*call)
         if len(self._calls) > 64:
             self._forget()

@@ -24,7 +24,8 @@ def test_kinds_and_outputs():
     np.testing.assert_array_equal(cache.decode(readonly), exact)
     assert cache.decode(query.astype(np.float16)).dtype == np.float16
     np.testing.assert_allclose(cache.decode(query.astype(np.float64)), exact, rtol=1e-6)
-    np.testing.assert_allclose(cache.decode(query, scale=0.1), expected(query, key, value, scale=0.1)[0], atol=1e-5)
+    for scale in (0.1, np.float32(0.1), np.array(0.1)):
+        np.testing.assert_allclose(cache.decode(query, scale=scale), expected(query, key, value, scale=0.1)[0], atol=1e-5)
     assert numflash.KVCache is KVCache
 
 
@@ -51,6 +52,10 @@ def test_errors():
                            ({"out": np.zeros((1, 2), np.float32)}, ArgumentError)):
         with pytest.raises(error, match=next(iter(options))):
             cache.decode(query, **options)
+    out = np.full((B, H, 1, D), 7, np.float32)
+    with pytest.raises(ArgumentTypeError, match="return_lse"):
+        cache.decode(query, out=out, return_lse="yes")
+    assert (out == 7).all()                                          # a call that is refused changes nothing
     with pytest.raises(CacheFullError, match="allowed: 700 in all"):
         cache.append(*tokens(697))
     assert cache.lengths.tolist() == [4, 4]
