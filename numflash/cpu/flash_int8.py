@@ -19,6 +19,7 @@ relative to the row's own octave; the bits are the same where both apply.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,23 @@ LOWEST, HIGHEST = -110, 127
 ALL_HIDDEN = I(int(HIDDEN) >> 8)                 # octave of hidden scores
 FARTHEST = F(2.0**29)                            # most that is taken off scores before they become int16: within fx.T_LIMIT
 EDGE_ROWS = 12                                   # rows of P.V that stop at the same key where a block is cut off
+
+
+class Room(NamedTuple):
+    """What a worker needs for one query tile; the rows of floats, ints, flags and bounds are named in `run_tiles`."""
+
+    q: np.ndarray                 # (block_q, channels) first dot operand
+    x: np.ndarray                 # (block_q, KEY_BLOCK) int16 scores, Q8.8
+    p: np.ndarray                 # (block_q, KEY_BLOCK) weights
+    wide: np.ndarray              # (block_q, KEY_BLOCK) float32 scores where int16 does not hold them
+    o: np.ndarray                 # (block_q, columns) float32
+    sums: np.ndarray              # (block_q * lanes,) int32 partial sums of the weights
+    octave_q8: np.ndarray         # (block_q,) int16
+    floats: np.ndarray
+    ints: np.ndarray
+    flags: np.ndarray
+    bounds: np.ndarray
+    mask_end: np.ndarray          # (block_q * KEY_BLOCK,) uint8, for the last part of a mask's rows
 
 
 @functools.cache
@@ -206,29 +224,21 @@ def make_attend(isa_name: str, pv: str):
                     p[i, j] = 0
                 total[i] = I(0)
 
-    @inline
-    def work(_, q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
-        """One worker: query tiles, as long as there are any."""
+    @bare
+    def run_tiles(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out, room):
+        """Query tiles, as long as there are any."""
         n_heads, length, d = q.shape
-        dv = out.shape[2]
+        dv, stride = out.shape[2], room.q.shape[1]
         h_all, h_kv, _ = heads
-        stride = (d + step - 1) // step * step
-        lanes = vector_lanes()
-        width = (dv + columns_unit * lanes - 1) // (columns_unit * lanes) * (columns_unit * lanes)
         tiles = (length + block_q - 1) // block_q
         capped, has_dense = semantics.softcap > F(0), semantics.has_bias or semantics.has_mask
         changed = capped or has_dense or semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
-        begin()
-        q_tile, x = zeros((block_q, stride), operand), zeros((block_q, KEY_BLOCK), np.int16)
-        p, wide = zeros((block_q, KEY_BLOCK), weight), zeros((block_q, KEY_BLOCK), np.float32)
-        o, sums, octave_q8 = zeros((block_q, width), np.float32), zeros((block_q * lanes,), np.int32), zeros((block_q,), np.int16)
-        floats, ints = zeros((5, block_q), np.float32), zeros((5, block_q), np.int32)
+        q_tile, x, p, wide, o, sums, octave_q8, floats, ints, flags, bounds, masks = room
         cq_tile, l, scale, shift, numbers = floats[0], floats[1], floats[2], floats[3], floats[4]
         m, octave, total, base, own = ints[0], ints[1], ints[2], ints[3], ints[4]
-        scale_bits, flags, bounds = reinterpret(scale, np.int32), zeros((2, block_q), np.uint8), zeros((2, block_q), np.int64)
-        live, spoiled, lo, hi = flags[0], flags[1], bounds[0], bounds[1]
+        live, spoiled, lo, hi, scale_bits = flags[0], flags[1], bounds[0], bounds[1], reinterpret(scale, np.int32)
         dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                      zeros((block_q * KEY_BLOCK,), np.uint8), wide.reshape(wide.size))
+                      masks, wide.reshape(wide.size))
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
@@ -326,6 +336,20 @@ def make_attend(isa_name: str, pv: str):
                     for t in range(dv):
                         result[t] = F(F(unscaled[t] * r) * channel_scale[t])
                 m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+
+    @inline
+    def work(_, q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """One worker."""
+        lanes = vector_lanes()
+        stride, unit_columns = (q.shape[2] + step - 1) // step * step, columns_unit * lanes
+        width = (out.shape[2] + unit_columns - 1) // unit_columns * unit_columns
+        begin()
+        room = Room(zeros((block_q, stride), operand), zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), weight),
+                    zeros((block_q, KEY_BLOCK), np.float32), zeros((block_q, width), np.float32),
+                    zeros((block_q * lanes,), np.int32), zeros((block_q,), np.int16), zeros((5, block_q), np.float32),
+                    zeros((5, block_q), np.int32), zeros((2, block_q), np.uint8), zeros((2, block_q), np.int64),
+                    zeros((block_q * KEY_BLOCK,), np.uint8))
+        run_tiles(q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out, room)
         end()
 
     @kernel

@@ -16,7 +16,7 @@ from ..memory import LINE, empty, reinterpret, zeros
 from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK
 from .isas import VECTOR_ISAS, running_lanes
-from .transpose import transpose
+from .transpose import first_values, transpose, weave
 
 SQUARE = 8                                       # words transposed at a time; every panel is a multiple of it
 
@@ -39,62 +39,69 @@ def padded(n: int, unit: int) -> int:
 
 
 @functools.cache
-def _pack_keys(panel: int, group: int, offset: int):
-    operand, square = np.int8 if group == 4 else np.int16, transpose(SQUARE)
+def _pack_keys(name: str, lanes: int):
+    isa = VECTOR_ISAS[name]
+    panel, group, order = isa.nv * lanes, isa.group, isa.key_order(lanes)
+    beside = tuple(order[:SQUARE].tolist())                             # the keys of every square, from its first one on
+    operand, offset, start_of = np.int8 if group == 4 else np.int16, isa.q_offset, isa.q_offset and first_values(name)
+    square = transpose(SQUARE, beside)
 
     @inline
-    def pack_panel(task, k, scale, order, groups, panels, data, start, packed_scale, wide):
+    def pack_panel(task, k, words, scale, groups, panels, data, start, packed_scale, wide):
         length, d = k.shape[1:]
         n, p = task // panels, task % panels
-        rows = zeros((panel, groups * group), operand)
-        first = p * panel
-        for c in range(panel):
-            j = first + order[c]
-            total, s = np.int32(0), np.float32(0)
-            if j < length:
-                source, row = k[n, j], rows[c]
+        first, size = p * panel, groups * group
+        source, base = words, (n * length + first) * groups             # straight from K, where its rows are whole words
+        if not words.size or first + panel > length:
+            rows = zeros((panel * size,), operand)
+            for c in range(min(panel, length - first)):
                 for e in range(d):
-                    row[e] = source[e]
-                    total = np.int32(total + np.int32(source[e]))   # P5
-                s = scale[n, j]
-                if s != s:
-                    wide[n, first // KEY_BLOCK] = 1
-            start[n, first + c] = np.int32(-offset * total)
-            packed_scale[n, first + c] = s
-        words = reinterpret(rows, np.int32)                         # one word is one group of channels
-        out = reinterpret(data[n, first * groups * group:(first + panel) * groups * group], np.int32)
+                    rows[c * size + e] = k[n, first + c, e]
+            source, base = reinterpret(rows, np.int32), 0
+        out = reinterpret(data[n, first * size:(first + panel) * size], np.int32)
         whole = groups // SQUARE * SQUARE
         for c in range(0, panel, SQUARE):
             for g in range(0, whole, SQUARE):
-                square(words, c * groups + g, groups, out, g * panel + c, panel)
-        for g in range(whole, groups):
-            for c in range(panel):
-                out[g * panel + c] = words[c, g]
+                square(source, base + order[c] * groups + g, groups, out, g * panel + c, panel)
+        for c in range(panel):
+            for g in range(whole, groups):
+                out[g * panel + c] = source[base + order[c] * groups + g]
+        for c in range(panel):
+            j = first + order[c]
+            packed_scale[n, first + c] = scale[n, j] if j < length else np.float32(0)
+        for c in range(first, first + panel):
+            if packed_scale[n, c] != packed_scale[n, c]:
+                wide[n, first // KEY_BLOCK] = 1
+        if offset:
+            start_of(out, 0, groups, start, n * start.shape[1] + first)
+        else:
+            start[n, first:first + panel] = 0
 
     @kernel
-    def pack_keys(k, scale, order, data, start, packed_scale, wide):
+    def pack_keys(k, words, scale, data, start, packed_scale, wide):
         groups, panels = data.shape[1] // start.shape[1] // group, start.shape[1] // panel
-        over_tasks(pack_panel, k.shape[0] * panels, (k, scale, order, groups, panels, data, start, packed_scale, wide))
+        over_tasks(pack_panel, k.shape[0] * panels, (k, words, scale, groups, panels, data, start, packed_scale, wide))
     return pack_keys
 
 
 @functools.cache
-def _pack_values(chunk: int, lanes: int, group: int, offset: int):
+def _pack_values(name: str, lanes: int):
+    isa = VECTOR_ISAS[name]
+    chunk, group, woven = isa.nv * lanes, isa.group, weave(lanes, isa.group, isa.v_offset)
+
     @inline
     def pack_block(task, v, blocks, columns, data):
         length, dv = v.shape[1:]
         n, block = task // blocks, task % blocks
-        rows = zeros((group, columns), np.int8)
-        base = block * KEY_BLOCK * columns
+        rows = zeros((group, columns), np.int8)                         # keys and columns that V lacks are zeros
+        out = data[n, block * KEY_BLOCK * columns:(block + 1) * KEY_BLOCK * columns]
         for g in range(KEY_BLOCK // group):
             j = block * KEY_BLOCK + g * group
-            for r in range(group):
-                if j + r < length:
-                    row, source = rows[r], v[n, j + r]
+            whole = dv == columns and j + group <= length
+            if not whole:
+                for r in range(group):
                     for c in range(dv):
-                        row[c] = np.int8(np.int16(source[c]) + np.int16(offset))
-                else:
-                    rows[r, :] = 0
+                        rows[r, c] = v[n, j + r, c] if j + r < length else 0
             t = 0
             while t < columns:
                 width = min(chunk, columns - t)
@@ -102,16 +109,12 @@ def _pack_values(chunk: int, lanes: int, group: int, offset: int):
                     width = 2 * lanes
                 elif width < chunk:
                     width = lanes
-                place = base + t * KEY_BLOCK + g * width * group
-                out = data[n, place:place + width * group]
-                if group == 4:
-                    r0, r1, r2, r3 = rows[0, t:t + width], rows[1, t:t + width], rows[2, t:t + width], rows[3, t:t + width]
-                    for c in range(width):
-                        out[4 * c], out[4 * c + 1], out[4 * c + 2], out[4 * c + 3] = r0[c], r1[c], r2[c], r3[c]
-                else:
-                    r0, r1 = rows[0, t:t + width], rows[1, t:t + width]
-                    for c in range(width):
-                        out[2 * c], out[2 * c + 1] = r0[c], r1[c]
+                place = t * KEY_BLOCK + g * width * group
+                for c in range(0, width, lanes):
+                    if whole:
+                        woven(v, (n * length + j) * dv + t + c, dv, out, place + c * group)
+                    else:
+                        woven(rows, t + c, columns, out, place + c * group)
                 t += width
 
     @kernel
@@ -121,11 +124,6 @@ def _pack_values(chunk: int, lanes: int, group: int, offset: int):
     return pack_values
 
 
-@functools.cache
-def _key_order(isa_name: str, lanes: int) -> np.ndarray:
-    return VECTOR_ISAS[isa_name].key_order(lanes)
-
-
 def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None) -> PackedKeys:
     """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
@@ -133,7 +131,8 @@ def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None
     keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
     packed = PackedKeys(empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16), empty((n, keys), np.int32),
                         empty((n, keys), np.float32), np.zeros((n, keys // KEY_BLOCK), np.uint8))
-    _pack_keys(isa.nv * lanes, isa.group, isa.q_offset)(k, scale, _key_order(isa_name, lanes), *packed)
+    words = k.reshape(-1).view(np.int32) if isa.group == 4 and channels == d else np.empty(0, np.int32)
+    _pack_keys(isa_name, lanes)(k, words, scale, *packed)
     return packed
 
 
@@ -143,7 +142,7 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
     n, s, dv = v.shape
     columns = padded(dv, isa.unit * lanes)
     data = empty((n, padded(s, KEY_BLOCK) * columns), np.int8 if isa.group == 4 else np.int16)
-    _pack_values(isa.nv * lanes, lanes, isa.group, isa.v_offset)(v, data, columns)
+    _pack_values(isa_name, lanes)(v, data, columns)
     return data
 
 
