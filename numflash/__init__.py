@@ -19,7 +19,8 @@ __all__ = [*_PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'numflash' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    found = globals()[name] = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)     # asked for once only
+    return found
 
 
 def __dir__() -> list[str]:

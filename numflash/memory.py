@@ -23,8 +23,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """np.empty, aligned."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, np.uint8)
-    start = -room.ctypes.data % LINE
-    return room[start:start + size].view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % LINE)
 
 
 @intrinsic

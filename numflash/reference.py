@@ -4,6 +4,7 @@ Nothing here is fast, and no kernel imports it.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -152,18 +153,21 @@ class Step:
 HIDDEN = np.int32(-(1 << 31))                    # t of a hidden key: below every score
 
 
+def score_unit(scale: float, softcap: float = 0.0) -> float:
+    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units of a softcap."""
+    return scale / softcap if softcap else scale * math.log2(math.e) * 256
+
+
 def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
 
-    cq = q.scale * scale * log2(e) * 256 (or / softcap) and ck = k.scale, each cut at 2**100 so that no product with an int32 is
+    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is
     NaN. A key or query that was not finite has scale NaN.
     """
     limit = F(2.0**100)
     with np.errstate(over="ignore"):
-        factor = F(scale / softcap if softcap else scale * float(np.log2(np.e)) * 256)
-    with np.errstate(over="ignore"):
-        cq = np.clip(q.row_scale() * factor, -limit, limit)
-    ck = np.minimum(k.row_scale(), limit)
+        cq = q.row_scale() * F(score_unit(scale, softcap))
+    cq, ck = np.minimum(np.maximum(cq, -limit), limit), np.minimum(k.row_scale(), limit)
     if q.nonfinite is not None:
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:

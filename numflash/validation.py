@@ -339,7 +339,7 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
     choice(f"{name}.granularity", t.granularity, granularities)
     if not is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
         raise ArgumentTypeError(f"{name}.data: got {kind(t.data)}; allowed: int8 of 2 to 4 dimensions")
-    if t.data.size and t.data.min() == -128:
+    if t.data.size and np.minimum.reduce(t.data, None) == -128:
         raise ArgumentError(f"{name}.data: got -128; allowed: -127 to 127")
     lead, (rows, d), block = t.data.shape[:-2], t.data.shape[-2:], 1
     if t.granularity == "block":
@@ -348,7 +348,7 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
             raise ArgumentError(f"{name}.block: got {block!r}; allowed: an integer, 1 or more")
     shape = {"row": (rows, 1), "block": (-(-rows // block), 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
     part(f"{name}.scale", t.scale, np.float32, (*lead, *shape))
-    if t.scale.size and not (t.scale.min() >= 0 and t.scale.max() < np.inf):            # false for NaN
+    if t.scale.size and not (np.minimum.reduce(t.scale, None) >= 0 and np.maximum.reduce(t.scale, None) < np.inf):     # NaN: false
         raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
     if t.offset is not None:
         if name != "key":
