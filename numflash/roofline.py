@@ -19,7 +19,7 @@ from ._jit import kernel
 from .cpu import amx, target
 from .cpu.isas import VECTOR_ISAS, running_lanes
 from .cpu.threads import limit
-from .cpu.vectors import F32, I32, I64, Vectors
+from .cpu.vectors import F32, I32, I64, Vectors, repeat
 from .timing import best_time
 
 # more than latency x throughput of the core (A64FX: 9 x 2), and no more than its registers hold (AVX2: 16)
@@ -63,22 +63,7 @@ def _chain(isa: Vectors, element: ir.Type, result: types.Type, step: Callable) -
             number = args[1]
             operand = isa.splat(b, number, vec)
             start = [call_add(b, operand, isa.fill(b, vec, float(i) if element == F32 else i)) for i in range(ACCUMULATORS)]
-            entry, loop, done = b.block, b.append_basic_block("peak"), b.append_basic_block("peak.end")
-            b.branch(loop)
-            b.position_at_end(loop)
-            i = b.phi(I64)
-            i.add_incoming(I64(0), entry)
-            registers = []
-            for x in start:
-                registers.append(b.phi(vec))
-                registers[-1].add_incoming(x, entry)
-            out = [step(b, r, operand) for r in registers]
-            following = b.add(i, I64(1))
-            i.add_incoming(following, loop)
-            for phi, x in zip(registers, out, strict=True):
-                phi.add_incoming(x, loop)
-            b.cbranch(b.icmp_signed("<", following, args[0]), loop, done)
-            b.position_at_end(done)
+            out = repeat(b, I64(0), args[0], start, lambda _, registers: [step(b, r, operand) for r in registers])
             total = out[0]
             for x in out[1:]:
                 total = call_add(b, total, x)

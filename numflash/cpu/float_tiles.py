@@ -155,7 +155,10 @@ def value_tile(name: str, nv: int):
 
 
 def for_vectors(b, count, lanes, state, body):
-    """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state. No turn if count is 0."""
+    """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state. No turn if count is 0.
+
+    The test stands at the head, so that LLVM unrolls the loop: with `vectors.repeat` float32 attention takes 5 to 25 % longer.
+    """
     entry = b.block
     head, turn, done = (b.append_basic_block(part) for part in ("row", "row.turn", "row.end"))
     b.branch(head)

@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from . import target
 from .isas import VECTOR_ISAS
-from .vectors import I8, I16, I32, I64, constant, data, load, shuffle, store, vector
+from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, store, vector
 
 
 @functools.cache
@@ -78,20 +78,12 @@ def first_values(name: str):
             target.guard(name, context.codegen())
             pk, ps, i32s = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3]), isa.vector(I32)
             zero, offsets = isa.fill(b, i32s, 0), b.bitcast(isa.fill(b, i32s, isa.q_offset * 0x01010101), isa.operand)
-            entry, loop, done = b.block, b.append_basic_block("sums"), b.append_basic_block("sums.end")
-            b.branch(loop)
-            b.position_at_end(loop)
-            g, now = b.phi(I64), [b.phi(i32s) for _ in range(isa.nv)]
-            column = b.add(a[1], b.mul(g, isa.elements(b, isa.group * isa.nv)))
-            new = [isa.score_dot(b, x, offsets, load(b, pk, b.add(column, isa.elements(b, isa.group * v)), isa.operand, 1))
-                   for v, x in enumerate(now)]
-            following = b.add(g, I64(1))
-            for phi, first, x in zip([g, *now], [I64(0), *[zero] * isa.nv], [following, *new], strict=True):
-                phi.add_incoming(first, entry)
-                phi.add_incoming(x, loop)
-            b.cbranch(b.icmp_signed("<", following, a[2]), loop, done)
-            b.position_at_end(done)
-            for v, x in enumerate(new):
+
+            def add(g, sums):
+                column = b.add(a[1], b.mul(g, isa.elements(b, isa.group * isa.nv)))
+                return [isa.score_dot(b, x, offsets, load(b, pk, b.add(column, isa.elements(b, isa.group * v)), isa.operand, 1))
+                        for v, x in enumerate(sums)]
+            for v, x in enumerate(repeat(b, I64(0), a[2], [zero] * isa.nv, add)):
                 store(b, b.sub(zero, x), ps, b.add(a[4], isa.elements(b, v)), 4)
             return context.get_dummy_value()
         return types.void(k, k_off, groups, start, start_off), codegen

@@ -64,6 +64,23 @@ def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
 
 
+def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
+    """`for n in range(first, stop)`: body(n, state) -> state; the state after the last turn. It stays in registers (P16)."""
+    entry, loop, done = b.block, b.append_basic_block("turn"), b.append_basic_block("turns.end")
+    b.cbranch(b.icmp_signed("<", first, stop), loop, done)
+    b.position_at_end(loop)
+    n, now = b.phi(I64), [b.phi(x.type) for x in state]
+    new = body(n, now)
+    following, end = b.add(n, I64(1)), b.block
+    b.cbranch(b.icmp_signed("<", following, stop), loop, done)
+    b.position_at_end(done)
+    final = [b.phi(x.type) for x in state]
+    for phi, x, y in zip([n, *now, *final], [first, *state, *state], [following, *new, *new], strict=True):
+        phi.add_incoming(x, entry)
+        phi.add_incoming(y, end)
+    return final
+
+
 @dataclass(frozen=True)
 class Vectors:
     """Vectors of one length, and what LLVM can do with them on every CPU.
