@@ -186,6 +186,7 @@ to_float = op("cvt.rn.f32.s32 <r>, <a>;", f32, pure=True, a=i32)
 bits = op("mov.b32 <r>, <a>;", u32, pure=True, a=f32)
 from_bits = op("mov.b32 <r>, <a>;", f32, pure=True, a=u32)
 fresh = op("mov.b32 <r>, <a>;", i32, memory=True, a=i32)      # what is computed from it is computed here, not ahead of a loop
+fresh_address = op("mov.b64 <r>, <a>;", u64, memory=True, a=u64)      # nor is what is added to it put together in another way
 words = op("mov.b64 <r>, {<low>, <high>};", u64, pure=True, low=u32, high=u32)                        # 9.7.9.5
 half_bits = op("{.reg .b16 h;\ncvt.rn.f16.f32 h, <a>;\ncvt.u32.u16 <r>, h;}", u32, pure=True, a=f32)
 half_to_float = op("{.reg .b16 h;\ncvt.u16.u32 h, <a>;\ncvt.f32.f16 <r>, h;}", f32, pure=True, a=u32)
@@ -219,9 +220,13 @@ store_shared = op("st.shared.b32 [<address>], <s>;", memory=True, address=u32, s
 store_shared_u16 = op("{.reg .b16 h;\ncvt.u16.u32 h, <s>;\nst.shared.b16 [<address>], h;}", memory=True, address=u32, s=u32)
 load_shared_s32 = op("ld.shared.s32 <r>, [<address>];", i32, memory=True, address=u32)
 load_shared_f32 = op("ld.shared.f32 <r>, [<address>];", f32, memory=True, address=u32)
-# 9.7.14.5.15
+# 9.7.14.5.15; `_ahead`: the instruction adds a constant to the address
 ldmatrix = op("ldmatrix.sync.aligned.m8n8.x4.shared.b16 <d>, [<address>];", memory=True, d=out(4, u32), address=u32)
 ldmatrix_trans = op("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 <d>, [<address>];", memory=True, d=out(4, u32), address=u32)
+ldmatrix_ahead = op("ldmatrix.sync.aligned.m8n8.x4.shared.b16 <d>, [<address>+<ahead>];", memory=True, d=out(4, u32), address=u32,
+                    ahead=Immediate(i32))
+ldmatrix_trans_ahead = op("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 <d>, [<address>+<ahead>];", memory=True, d=out(4, u32),
+                          address=u32, ahead=Immediate(i32))
 
 # ---- asynchronous copies to shared memory (9.7.9.25.3) -------------------------------------------------------------------------
 cp_async = op("cp.async.cg.shared.global [<to>], [<source>], 16;", memory=True, to=u32, source=u64)

@@ -19,10 +19,10 @@ and dP are computed in both passes: seven products where one pass with atomic ad
 from __future__ import annotations
 
 from .. import ptx
-from .._target import cuda, types
+from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LOG2E
-from .pieces import NEG_INF, make_load_tile, make_store_rows, swizzle_of, tanh_accurate
+from .pieces import NEG_INF, make_copy, make_load_tile, make_read, make_store_rows, swizzle_of, tanh_accurate
 from .products import make_add, make_scores, make_stage
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -48,7 +48,7 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
     """
     _warps, threads = rows // 16, rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
-    n_a, n_b, n_s, parts, tiles_of_8 = d // 2 if want_a else 1, dv // 2 if want_b else 1, chunk // 2, columns // chunk, chunk // 8
+    n_a, n_b, n_s, tiles_of_8 = d // 2 if want_a else 1, dv // 2 if want_b else 1, chunk // 2, chunk // 8
     # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are smaller, there is more of it
     keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
     n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
@@ -61,21 +61,37 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
-    scores, products = (make_scores(n, chunk, dtype, turing, keep) for n in (d, dv))
-    add_a, add_b = (make_add(n, chunk, dtype, turing) for n in (d, dv))
+    # with equal widths a constant lies between the two tiles of a side, and one address serves both
+    alike, to_b, to_e = d == dv, a_size, stages * c_size
+    scores, add_a = make_scores(d, chunk, dtype, turing, keep), make_add(d, chunk, dtype, turing)
+    products = make_scores(dv, chunk, dtype, turing, keep, to_b if alike else 0, to_e if alike else 0)
+    add_b = make_add(dv, chunk, dtype, turing, to_e if alike else 0)
+    read_a, read_b = make_read(d_bytes), make_read(dv_bytes)
     stage_a, stage_b = (make_stage(n, dtype, turing) for n in (d, dv))
     store_a, store_b = (make_store_rows(n, 1) for n in (d_bytes, dv_bytes))
-    wait_all = ptx.cp_async_wait[0]
+    copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
+
+    @device_function
+    def move(sc, stage, pointers, strides, sizes, start, other_left, head, batch, thread):
+        """The other side's tile from row `start` of a head on, with the statistics of its queries, to a stage of shared memory."""
+        _, _, c, e, _, _, stats, _, _, _, _ = pointers
+        _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
+        load_c(sc + u32(stage * c_size), c + u64(batch * strides[6] + head * strides[7] + start * strides[8]), strides[8],
+               i32(other_left - start), d_left, thread)
+        load_e(sc + u32(stages * c_size + stage * e_size), e + u64(batch * strides[9] + head * strides[10] + start * strides[11]),
+               strides[11], i32(other_left - start), dv_left, thread)
+        if of_keys and thread < columns // 2:
+            copy(sc + u32(stages * (c_size + e_size) + stage * stat_size + thread * 16), 0,
+                 stats + u64(((batch * heads + head) * stat_rows + start) * 8 + thread * 16), True)
 
     def backward(pointers, strides, sizes, factors):
-        a, b, c, e, out_a, out_b, stats, diagonals, lengths, mask_at, slopes = pointers
+        a, b, _, _, out_a, out_b, stats, diagonals, lengths, masks, slopes = pointers
         own_rows, other_rows, d_left, dv_left, heads, left, right, stat_rows = sizes
         scale_log2, scale, cap = factors
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warp = thread & 31, thread >> 5
+        lane, warp = i32(thread & 31), i32(thread >> 5)
         head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
-        first_head = i32(head * group) if of_keys else i32(head // group)  # of the other side
         sa = ptx.shared_address(shared)
         sb = sa + u32(a_size)
         sc = sb + u32(b_size)
@@ -83,17 +99,14 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         st = se + u32(stages * e_size)
         a = a + u64(batch * strides[0] + head * strides[1])
         b = b + u64(batch * strides[3] + head * strides[4])
-        c = c + u64(batch * strides[6] + first_head * strides[7])
-        e = e + u64(batch * strides[9] + first_head * strides[10])
-        mask_at = mask_at + u64(batch * strides[18])
         row_step, column_step = (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
-        stats = stats + u64(batch * heads + (first_head if of_keys else head)) * u64(stat_rows * 8)
 
         # row r sees the columns from r + offset - before to r + offset + after
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
         offset, before, after = (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
+        head_of_other = i32(head * group) if of_keys else i32(head // group)            # the first one
         first = i32(i32(cuda.blockIdx.x) * rows)       # P5: what is not cast has 64 bits, two registers each
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
         whole_low, whole_high = i32(0), other_left     # every row sees columns whole_low <= i < whole_high
@@ -105,31 +118,20 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         if of_keys and first >= own_left:
             tiles = first_tile
 
-        # what the two rows that this thread holds see
-        row0 = i32(first + warp * 16 + (lane >> 2))
-        low0, low1, high0, high1 = i32(0), i32(0), other_left, other_left
-        if band:
-            low0, low1 = i32(row0 + offset - before), i32(row0 + 8 + offset - before)
-            high0 = i32(min(other_left, row0 + offset + after + 1))
-            high1 = i32(min(other_left, row0 + 8 + offset + after + 1))
+        row0 = i32(first + warp * 16 + (lane >> 2))    # of the two that this thread holds, 8 apart
         lse0, lse1, delta0, delta1 = f32(0), f32(0), f32(0), f32(0)
         if not of_keys:                                # the statistics' rows are padded to whole blocks
-            at = stats + u64(row0 * 8)
+            at = stats + u64(((batch * heads + head) * stat_rows + row0) * 8)
             lse0, delta0 = ptx.load_global_f32(at), ptx.load_global_f32(at + u64(4))
             lse1, delta1 = ptx.load_global_f32(at + u64(64)), ptx.load_global_f32(at + u64(68))
 
         load_a(sa, a + u64(first) * u64(strides[2]), strides[2], own_left - first, d_left, thread)
         if want_a:
             load_b(sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread)
-        steps = i32(max(tiles - first_tile, 0) * heads_of_other)
-        tile = first_tile
+        tile, other_head = first_tile, i32(0) if first_tile < tiles else i32(heads_of_other)
         if not turing:
-            if steps > 0:
-                start = i32(tile * columns)
-                load_c(sc, c + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
-                load_e(se, e + u64(start) * u64(strides[11]), strides[11], other_left - start, dv_left, thread)
-                if of_keys and thread < columns // 2:
-                    ptx.cp_async(st + u32(thread * 16), stats + u64(start * 8 + thread * 16))
+            if other_head < heads_of_other:
+                move(sc, i32(0), pointers, strides, sizes, i32(tile * columns), other_left, head_of_other, batch, thread)
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
@@ -147,9 +149,8 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
             sum_b[i] = f32(0)
         # addresses of this lane, as `products` takes them: own rows, other rows, other rows turned
         own = i32(warp * 16 + (lane & 15))
-        a_at, b_at = sa + u32(own * d_bytes), sb + u32(own * dv_bytes)
-        a_chunk = u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
-        b_chunk = u32((lane >> 4) ^ ((own >> shift_b) & xor_b))
+        a_at, a_chunk = sa + u32(own * d_bytes), u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
+        b_at, b_chunk = (a_at, a_chunk) if alike else (sb + u32(own * dv_bytes), u32((lane >> 4) ^ ((own >> shift_b) & xor_b)))
         other = ((lane >> 4) << 3) + (lane & 7)
         c_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_a) & xor_a))
         e_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_b) & xor_b))
@@ -157,55 +158,61 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         c_turned = u32((lane >> 4) ^ ((turned >> shift_a) & xor_a))
         e_turned = u32((lane >> 4) ^ ((turned >> shift_b) & xor_b))
         for step in range(a_steps):
-            ptx.ldmatrix(af, step * 4, a_at + ((a_chunk ^ u32(2 * step)) << u32(4)))
+            read_a(af, step * 4, a_at, a_chunk, 2 * step, 0)
         if want_a:
             for step in range(b_steps):
-                ptx.ldmatrix(bf, step * 4, b_at + ((b_chunk ^ u32(2 * step)) << u32(4)))
+                read_b(bf, step * 4, b_at, b_chunk, 2 * step, to_b if alike else 0)
 
-        stage, other_head = i32(0), i32(0)
-        for step in range(steps):
+        stage = i32(0)
+        while other_head < heads_of_other:
             start = i32(tile * columns)
             query_head = i32(head * group + other_head) if of_keys else head
             ahead, ahead_head = i32(tile + 1), other_head   # the next tile; after the last one, the first of the next head
-            if of_keys and ahead == tiles:
-                ahead, ahead_head = first_tile, i32(other_head + 1)
+            if ahead == tiles:
+                ahead, ahead_head = first_tile if of_keys else ahead, i32(other_head + 1)
+            # what is computed from these is not kept from before the loops: addresses would fill registers
+            mover, entry, begin = (ptx.fresh(thread), ptx.fresh(batch), ptx.fresh(head_of_other)) if has_mask else (
+                thread, batch, head_of_other)
             if turing:
-                c_now, e_now = c + u64(other_head * strides[7]), e + u64(other_head * strides[10])
-                load_c(sc, c_now + u64(start) * u64(strides[8]), strides[8], other_left - start, d_left, thread)
-                load_e(se, e_now + u64(start) * u64(strides[11]), strides[11], other_left - start, dv_left, thread)
-                if of_keys and thread < columns // 2:
-                    ptx.load_global_v4(four, 0, stats + u64((other_head * stat_rows + start) * 8 + thread * 16))
-                    ptx.store_shared_v4(st + u32(thread * 16), four, 0)
+                move(sc, i32(0), pointers, strides, sizes, start, other_left, i32(begin + other_head), entry, mover)
                 cuda.syncthreads()
             else:
                 wait_all()
                 cuda.syncthreads()                     # everyone's part of this tile is there, and the last tile is done with
-                if step + 1 < steps:
-                    there, next_stage = i32(ahead * columns), u32(stage ^ 1)
-                    mover = ptx.fresh(thread) if has_mask and of_keys else thread           # nor the addresses of copies
-                    c_now, e_now = c + u64(ahead_head * strides[7]), e + u64(ahead_head * strides[10])
-                    load_c(sc + next_stage * u32(c_size), c_now + u64(there) * u64(strides[8]), strides[8], i32(other_left - there),
-                           d_left, mover)
-                    load_e(se + next_stage * u32(e_size), e_now + u64(there) * u64(strides[11]), strides[11],
-                           i32(other_left - there), dv_left, mover)
-                    if of_keys and thread < columns // 2:
-                        ptx.cp_async(st + next_stage * u32(stat_size) + u32(thread * 16),
-                                     stats + u64((ahead_head * stat_rows + there) * 8 + thread * 16))
+                if ahead_head < heads_of_other:
+                    move(sc, i32(stage ^ 1), pointers, strides, sizes, i32(ahead * columns), other_left,
+                         i32(begin + ahead_head), entry, mover)
                 ptx.cp_async_commit()
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
 
-            for part in range(parts):
-                c_at, e_at = c_tile + u32(part * chunk * d_bytes), e_tile + u32(part * chunk * dv_bytes)
-                # what is computed from these is not kept from before the loops: addresses in a mask would fill registers
+            # the end is not a constant where there are several parts: unrolled they would not fit into registers
+            part, end = i32(0), i32(chunk) if columns == chunk else i32(min(columns, other_left - start))
+            while part < end:
+                c_at = c_tile + u32(part * d_bytes)
+                e_at = c_at if alike else e_tile + u32(part * dv_bytes)
                 mask_row, quad = (ptx.fresh(row0), ptx.fresh(lane)) if has_mask else (row0, lane)
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                column0 = i32(start + part * chunk + 2 * (quad & 3))
+                column0 = i32(start + part + 2 * (quad & 3))
+                low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+                for r in range(2):
+                    row = i32(mask_row + 8 * r)
+                    low[r], high[r] = i32(0), other_left
+                    if band:
+                        low[r], high[r] = i32(row + offset - before), i32(min(other_left, i32(row + offset + after + 1)))
+                    if has_mask and row >= own_left:
+                        high[r] = i32(0)
+                if has_mask:
+                    upper = ptx.fresh_address(masks + u64(ptx.fresh(batch) * strides[18] + ptx.fresh(query_head) * strides[19]
+                                                          + mask_row * row_step + column0 * column_step))
+                    lower = ptx.fresh_address(upper + u64(8 * row_step))
+                if alibi:
+                    steep = ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E
                 for n in range(tiles_of_8):
                     if of_keys:
-                        ptx.load_shared_v4(four, 0, stat_at + u32((part * chunk + 8 * n) * 8))
+                        ptx.load_shared_v4(four, 0, stat_at + u32((part + 8 * n) * 8))
                     for i in range(4):
                         if of_keys:
                             lse = ptx.from_bits(four[2 if i & 1 else 0])
@@ -221,12 +228,11 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                                 t = tanh_accurate(ptx.div(x, cap))
                                 x, slope = cap * t, f32(1) - t * t
                             if alibi:
-                                x -= ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E * f32(
-                                    abs(query + diagonal - key))
+                                x -= steep * ptx.to_float(i32(abs(query + diagonal - key)))
                         if has_mask:
-                            seen = column < other_left and row < own_left
+                            seen = column >= low[i >> 1] and column < high[i >> 1]
                             if seen:
-                                at = mask_at + u64(query_head * strides[19] + row * row_step + column * column_step)
+                                at = (lower if i > 1 else upper) + u64((8 * n + (i & 1)) * column_step)
                                 if float_mask:
                                     bias = ptx.load_global_f32(at)
                                     seen = bias != NEG_INF
@@ -240,17 +246,18 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                                 ds *= slope
                             g[4 * n + i] = ds if seen else f32(0)
                         s[4 * n + i] = p if seen else f32(0)
-                if start < whole_low or i32(start + columns) > whole_high:
+                if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
                     for n in range(tiles_of_8):
                         for i in range(4):
                             column = i32(column0 + 8 * n + (i & 1))
-                            if column < (low1 if i > 1 else low0) or column >= (high1 if i > 1 else high0):
+                            if column < low[i >> 1] or column >= high[i >> 1]:
                                 s[4 * n + i] = f32(0)
                                 g[4 * n + i] = f32(0)
                 if want_b:
                     add_b(sum_b, s, e_at + u32(turned * dv_bytes), e_turned)
                 if want_a:
                     add_a(sum_a, g, c_at + u32(turned * d_bytes), c_turned)
+                part = i32(part + chunk)
             if turing:
                 cuda.syncthreads()
             else:

@@ -14,7 +14,7 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
-LOG2E = f32(math.log2(math.e))
+LOG2E, TWO_LOG2E = f32(math.log2(math.e)), f32(2 * math.log2(math.e))          # numbers: in a kernel `math` would run, in float64
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2))
 CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
@@ -26,6 +26,22 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
     rows share an XOR with (r / 2) % 4.
     """
     return (0, 7) if row_bytes % 128 == 0 else (1, 3)
+
+
+@functools.cache
+def make_read(row_bytes: int, turned: bool = False) -> Any:
+    """read(d, place, at, chunk, n, ahead): ldmatrix of chunks n and n + 1, n even, of swizzled rows.
+
+    `at` is this lane's row and `chunk` where its chunk 0 lies in it; `ahead` bytes further is another row. The XOR stays within a
+    swizzle. Whole swizzles and `ahead` are constants that the instruction adds itself: four addresses serve a row of any width.
+    """
+    _, xor = swizzle_of(row_bytes)
+    load = ptx.ldmatrix_trans_ahead if turned else ptx.ldmatrix_ahead
+
+    @device_function
+    def read(d, place, at, chunk, n, ahead):
+        load(d, place, at + ((chunk ^ u32(n & xor)) << u32(4)), i32(((n & ~xor) << 4) + ahead))
+    return read
 
 
 @functools.cache
@@ -82,10 +98,10 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
         address = source + u64(r) * u64(stride) + u64(c << 4)
         left = i32(rows_left - r) if (c << 4) < bytes_left else i32(0)
         for i in range(turns):
-            copy(place, i32(i * step * row_bytes), address, i32(i * step) < left)
+            copy(place ^ u32((((i * step) >> shift) & xor) << 4), i32(i * step * row_bytes), address, i32(i * step) < left)
             address += u64(step) * u64(stride)
-    # whole swizzles per turn: the column, and its place, are the thread's own in every turn
-    return load_tile_by_steps if even and threads % chunks == 0 and step % (8 << shift) == 0 else load_tile
+    # the column is the thread's own in every turn; with r < step, a power of two, r + i * step is their XOR, and so is its swizzle
+    return load_tile_by_steps if even and threads % chunks == 0 and step & (step - 1) == 0 else load_tile
 
 
 @functools.cache
@@ -186,7 +202,7 @@ def join_sink(x, l, sink):
 @device_function
 def tanh_accurate(x):
     """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
-    return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * f32(2 * math.log2(math.e))))
+    return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * TWO_LOG2E))
 
 
 @functools.cache
@@ -220,7 +236,7 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                     if softcap:
                         x = cap * tanh_accurate(ptx.div(x, cap))
                     if alibi:
-                        x -= slope[e >> 1] * f32(abs(q[e >> 1] + diagonal - j))
+                        x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
                     if has_mask and q[e >> 1] < queries and j < keys:
                         at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
                                            + j * strides[3])

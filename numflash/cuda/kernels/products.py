@@ -12,20 +12,20 @@ from typing import Any
 
 from .. import ptx
 from .._target import cuda, device_function, types
-from .pieces import swizzle_of
+from .pieces import make_read, swizzle_of
 
 i32, u32, f32 = types.int32, types.uint32, types.float32
 
 
 @functools.cache
-def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool) -> Any:
+def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool, own_ahead: int = 0, other_ahead: int = 0) -> Any:
     """s (16 x columns) = own (16 x width) . other (columns x width)^T, rows of `width` 16-bit numbers.
 
     scores(s, own, own_at, own_chunk, other_at, other_chunk): `own` holds all fragments of the warp's rows if they are to be kept in
-    registers, else it is room for one.
+    registers, else it is room for one. `own_ahead` and `other_ahead` are constants that belong to the two addresses.
     """
     steps, pairs, row_bytes = width // 16, columns // 16, width * 2
-    mma, mma8 = ptx.mma[dtype], ptx.mma_k8_f16
+    mma, mma8, read = ptx.mma[dtype], ptx.mma_k8_f16, make_read(row_bytes)
 
     @device_function
     def scores(s, own, own_at, own_chunk, other_at, other_chunk):
@@ -34,10 +34,10 @@ def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool) 
             s[i] = f32(0)
         for step in range(steps):
             if not keep:
-                ptx.ldmatrix(own, 0, own_at + ((own_chunk ^ u32(2 * step)) << u32(4)))
+                read(own, 0, own_at, own_chunk, 2 * step, own_ahead)
             a = 4 * step if keep else 0
             for n in range(pairs):
-                ptx.ldmatrix(b, 0, other_at + u32(n * 16 * row_bytes) + ((other_chunk ^ u32(2 * step)) << u32(4)))
+                read(b, 0, other_at, other_chunk, 2 * step, other_ahead + n * 16 * row_bytes)
                 if turing:
                     mma8(s, 8 * n, own, a, b, 0)
                     mma8(s, 8 * n, own, a + 2, b, 1)
@@ -50,13 +50,14 @@ def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool) 
 
 
 @functools.cache
-def make_add(width: int, columns: int, dtype: str, turing: bool) -> Any:
+def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: int = 0) -> Any:
     """sums (16 x width) += w (16 x columns, rounded to `dtype`) . other (columns x width).
 
     add(sums, w, other_at, other_chunk); the other tile is the one that `make_scores` reads, here turned by ldmatrix.trans.
     """
     steps, pairs, row_bytes = columns // 16, width // 16, width * 2
     mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
+    read = make_read(row_bytes, turned=True)
 
     @device_function
     def add(sums, w, other_at, other_chunk):
@@ -66,7 +67,7 @@ def make_add(width: int, columns: int, dtype: str, turing: bool) -> Any:
             for i in range(4):
                 a[i] = pack(w[8 * step + 2 * i], w[8 * step + 2 * i + 1])
             for n in range(pairs):
-                ptx.ldmatrix_trans(b, 0, other_at + u32(step * 16 * row_bytes) + ((other_chunk ^ u32(2 * n)) << u32(4)))
+                read(b, 0, other_at, other_chunk, 2 * n, other_ahead + step * 16 * row_bytes)
                 if turing:
                     mma8(sums, 8 * n, a, 0, b, 0)
                     mma8(sums, 8 * n, a, 2, b, 1)
