@@ -195,68 +195,78 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                column0 = i32(start + part + 2 * (quad & 3))
-                low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-                for r in range(2):
-                    row = i32(mask_row + 8 * r)
-                    low[r], high[r] = i32(0), other_left
-                    if band:
-                        low[r], high[r] = i32(row + offset - before), i32(min(other_left, i32(row + offset + after + 1)))
-                    if has_mask and row >= own_left:
-                        high[r] = i32(0)
+                # a warp whose rows see nothing here goes on; and what a mask needs is not computed before the branch, where all
+                # registers hold what the products read
+                sees = True
                 if has_mask:
-                    upper = ptx.fresh_address(masks + u64(ptx.fresh(batch) * strides[18] + ptx.fresh(query_head) * strides[19]
-                                                          + mask_row * row_step + column0 * column_step))
-                    lower = ptx.fresh_address(upper + u64(8 * row_step))
-                if alibi:
-                    steep = ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E
-                for n in range(tiles_of_8):
-                    if of_keys:
-                        ptx.load_shared_v4(four, 0, stat_at + u32((part + 8 * n) * 8))
-                    for i in range(4):
-                        if of_keys:
-                            lse = ptx.from_bits(four[2 if i & 1 else 0])
-                            delta = ptx.from_bits(four[3 if i & 1 else 1])
-                        else:
-                            lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
-                        row, column = i32(mask_row + (8 if i > 1 else 0)), i32(column0 + 8 * n + (i & 1))
-                        query, key = (column, row) if of_keys else (row, column)
-                        x, slope, seen = s[4 * n + i], f32(1), True
-                        if transform:
-                            x = x * scale_log2         # in units of log2
-                            if softcap:
-                                t = tanh_accurate(ptx.div(x, cap))
-                                x, slope = cap * t, f32(1) - t * t
-                            if alibi:
-                                x -= steep * ptx.to_float(i32(abs(query + diagonal - key)))
-                        if has_mask:
-                            seen = column >= low[i >> 1] and column < high[i >> 1]
-                            if seen:
-                                at = (lower if i > 1 else upper) + u64((8 * n + (i & 1)) * column_step)
-                                if float_mask:
-                                    bias = ptx.load_global_f32(at)
-                                    seen = bias != NEG_INF
-                                    x += bias * LOG2E
-                                else:
-                                    seen = ptx.load_global_u8(at) != u32(0)
-                        p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
-                        if want_a:
-                            ds = p * (g[4 * n + i] - delta)
-                            if softcap:
-                                ds *= slope
-                            g[4 * n + i] = ds if seen else f32(0)
-                        s[4 * n + i] = p if seen else f32(0)
-                if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
+                    lead = i32(mask_row - (lane >> 2))  # the warp's first row
+                    sees = lead < own_left
+                    if band:
+                        sees = sees and i32(start + part + chunk + before) > i32(lead + offset) and (
+                            i32(start + part) <= i32(lead + 15 + offset + after))
+                if sees:
+                    column0 = i32(start + part + 2 * (quad & 3))
+                    low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+                    for r in range(2):
+                        row = i32(mask_row + 8 * r)
+                        low[r], high[r] = i32(0), other_left
+                        if band:
+                            low[r], high[r] = i32(row + offset - before), i32(min(other_left, i32(row + offset + after + 1)))
+                        if has_mask and row >= own_left:
+                            high[r] = i32(0)
+                    if has_mask:
+                        upper = ptx.fresh_address(masks + u64(ptx.fresh(batch) * strides[18] + ptx.fresh(query_head) * strides[19]
+                                                              + mask_row * row_step + column0 * column_step))
+                        lower = ptx.fresh_address(upper + u64(8 * row_step))
+                    if alibi:
+                        steep = ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E
                     for n in range(tiles_of_8):
+                        if of_keys:
+                            ptx.load_shared_v4(four, 0, stat_at + u32((part + 8 * n) * 8))
                         for i in range(4):
-                            column = i32(column0 + 8 * n + (i & 1))
-                            if column < low[i >> 1] or column >= high[i >> 1]:
-                                s[4 * n + i] = f32(0)
-                                g[4 * n + i] = f32(0)
-                if want_b:
-                    add_b(sum_b, s, e_at + u32(turned * dv_bytes), e_turned)
-                if want_a:
-                    add_a(sum_a, g, c_at + u32(turned * d_bytes), c_turned)
+                            if of_keys:
+                                lse = ptx.from_bits(four[2 if i & 1 else 0])
+                                delta = ptx.from_bits(four[3 if i & 1 else 1])
+                            else:
+                                lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
+                            row, column = i32(mask_row + (8 if i > 1 else 0)), i32(column0 + 8 * n + (i & 1))
+                            query, key = (column, row) if of_keys else (row, column)
+                            x, slope, seen = s[4 * n + i], f32(1), True
+                            if transform:
+                                x = x * scale_log2         # in units of log2
+                                if softcap:
+                                    t = tanh_accurate(ptx.div(x, cap))
+                                    x, slope = cap * t, f32(1) - t * t
+                                if alibi:
+                                    x -= steep * ptx.to_float(i32(abs(query + diagonal - key)))
+                            if has_mask:
+                                seen = column >= low[i >> 1] and column < high[i >> 1]
+                                if seen:
+                                    at = (lower if i > 1 else upper) + u64((8 * n + (i & 1)) * column_step)
+                                    if float_mask:
+                                        bias = ptx.load_global_f32(at)
+                                        seen = bias != NEG_INF
+                                        x += bias * LOG2E
+                                    else:
+                                        seen = ptx.load_global_u8(at) != u32(0)
+                            p = ptx.ex2(x - lse if transform else ptx.fma(x, scale_log2, -lse))
+                            if want_a:
+                                ds = p * (g[4 * n + i] - delta)
+                                if softcap:
+                                    ds *= slope
+                                g[4 * n + i] = ds if seen else f32(0)
+                            s[4 * n + i] = p if seen else f32(0)
+                    if not has_mask and (start < whole_low or i32(start + columns) > whole_high):
+                        for n in range(tiles_of_8):
+                            for i in range(4):
+                                column = i32(column0 + 8 * n + (i & 1))
+                                if column < low[i >> 1] or column >= high[i >> 1]:
+                                    s[4 * n + i] = f32(0)
+                                    g[4 * n + i] = f32(0)
+                    if want_b:
+                        add_b(sum_b, s, e_at + u32(turned * dv_bytes), e_turned)
+                    if want_a:
+                        add_a(sum_a, g, c_at + u32(turned * d_bytes), c_turned)
                 part = i32(part + chunk)
             if turing:
                 cuda.syncthreads()
