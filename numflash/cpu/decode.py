@@ -23,13 +23,12 @@ from numba import prange
 
 from .. import fixedpoint as fx
 from .._jit import bare, kernel
-from ..memory import LINE
 from ..tiling import KEY_BLOCK
 from .decode_append import quantize_row
-from .decode_softmax import octave_rows, value_ratios, weigh_rows
-from .decode_tiles import CQ, HIDDEN, ROWS, SHRINK, START, L, M, Tile, score_tile, value_tile
+from .decode_softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
+from .decode_tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
 from .float_tiles import row_exp, row_max
-from .vectors import next_task
+from .vectors import address, apart, next_task
 
 F, I = np.float32, np.int32
 INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
@@ -62,13 +61,14 @@ class Store(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
 
-    q (W, rows, words) int32; work (W, rows + 1, 128) int32, see `decode_tiles`; line (W, D) float32;
-    edges (W, rows, 5) int64; spoiled (W, rows) uint8;
+    q (W, rows, words) int32; work (W, 16, 128) int32, see `decode_tiles`; sums (W, 64, columns) float32, the output of a task;
+    line (W, D) float32; edges (W, rows, 5) int64; spoiled (W, rows) uint8;
     o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether any row is to be done again
     """
 
     q: np.ndarray
     work: np.ndarray
+    sums: np.ndarray
     line: np.ndarray
     edges: np.ndarray
     spoiled: np.ndarray
@@ -141,37 +141,32 @@ def largest_bits(x):
 
 @functools.cache
 def _make_block(tile: Tile, rows: int):
-    """The two products of one key block: block_scores and block_values."""
+    """The two products of one key block, block_scores and block_values. They take addresses, see `score_tile` and `value_tile`."""
     score, nv = score_tile(tile, rows), tile.width(rows)
     value, value_one = value_tile(tile, rows, nv), value_tile(tile, rows, 1)
-    lanes, panel, group = tile.lanes, tile.panel, tile.group
-    span, work_lines = nv * lanes, (rows + 1) * KEY_BLOCK * 4 // LINE
+    lanes, panel, group, size, scales = tile.lanes, tile.panel, tile.group, tile.size, tile.scales
+    span = nv * lanes
 
     @bare(forceinline=True)
-    def block_scores(q, data, base, scales, n, work):
-        """work[:, :n] = scores of the first n keys of the block at `base`."""
-        words, turn = q.shape[1], 0
+    def block_scores(place, n, q, words, work):
+        """work[:, :n] = scores of the first n keys of the block at `place`."""
+        keys = place + scales * size
         for j in range(0, n, span):
-            place = base + j // panel * panel * words * group + j % panel * group
-            score(q, words, data, place, words, scales, j, work, turn)
-            turn = turn + words if turn + words < work_lines else 0
+            score(q, words, keys + (j // panel * panel * words + j % panel) * group * size, place, j, work)
 
     @bare(forceinline=True)
-    def block_values(work, data, base, n, o):
-        """o += P.V of the first n keys of the block whose V is at `base`."""
-        columns, turn = o.shape[1], 0
+    def block_values(place, n, words, work, o, columns):
+        """o += P.V of the first n keys of the block at `place`."""
+        values = place + (scales + KEY_BLOCK * words * group) * size
         steps = (n + group - 1) // group
-        o_lines = rows * columns * 4 // LINE
         for c in range(0, columns, panel):
             width = min(panel, columns - c)
-            place = base + c * KEY_BLOCK
             x = 0
             while x + span <= width:
-                value(work, data, place + x * group, width * group, steps, o, c + x, columns, turn)
-                turn = turn + steps if turn + steps < o_lines else 0
+                value(work, values + (c * KEY_BLOCK + x * group) * size, width * group, steps, o, c + x, columns)
                 x += span
             while x < width:
-                value_one(work, data, place + x * group, width * group, steps, o, c + x, columns, turn)
+                value_one(work, values + (c * KEY_BLOCK + x * group) * size, width * group, steps, o, c + x, columns)
                 x += lanes
     return block_scores, block_values
 
@@ -179,8 +174,8 @@ def _make_block(tile: Tile, rows: int):
 @functools.cache
 def _make_int8(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
-    ratios, octaves, weigh = (make(tile, rows) for make in (value_ratios, octave_rows, weigh_rows))
-    group, q_offset, scales = tile.group, tile.q_offset, tile.scales
+    ratios, octaves, shrink, weigh = (make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows))
+    group, q_offset = tile.group, tile.q_offset
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
     @bare
@@ -197,30 +192,50 @@ def _make_int8(tile: Tile, rows: int):
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
     @bare(forceinline=True)
-    def take(store, page, g, slot, n, first, q, work, edges, spoiled, real, inside, o):
-        """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
-        data, channels = store.data[page, g], q.shape[1] * group
-        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
-        keys, values = base + scales, base + scales + KEY_BLOCK * channels
-        both = data[base:keys].view(np.float32)
-        some_bad, v_max = ratios(both, n, work)
-        block_scores(q, data, keys, both, n, work)
-        if some_bad:
-            for r in range(real):
-                if sees_bad(edges[r], first, both[:n]):
-                    spoiled[r] = 1
-        if n < KEY_BLOCK or not inside:
-            for r in range(real):
-                work[r, n:] = HIDDEN
-                hide(edges[r], first, n, work[r], I(HIDDEN))
+    def score_block(place, n, q, words, work):
+        """Scores of the first n keys; (whether a token is not finite, the unit of the weights)."""
+        some_bad, v_max = ratios(place, n, work)
+        block_scores(place, n, q, words, work)
+        return some_bad, F(v_max * F(fx.VALUE_UNIT))
+
+    @bare(forceinline=True)
+    def weigh_block(place, n, words, work, o, columns, unit):
+        """From scores to sums."""
         if octaves(work):
-            shrink = work[rows, SHRINK:SHRINK + ROWS].view(np.float32)
-            for r in range(rows):
-                factor, sums = shrink[r], o[r]
-                for e in range(sums.size):
-                    sums[e] = sums[e] * factor
-        weigh(work, F(v_max * F(fx.VALUE_UNIT)))
-        block_values(work, data, values, n, o)
+            shrink(work, o, columns)
+        weigh(work, unit)
+        block_values(place, n, words, work, o, columns)
+
+    @bare(forceinline=False)
+    def take_whole(place, blocks, step, q, words, work, o, columns):
+        """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite. A function of its own, of nothing
+        but addresses and sizes: they stay in registers."""
+        apart()
+        bad = False
+        for _ in range(blocks):
+            some_bad, unit = score_block(place, KEY_BLOCK, q, words, work)
+            weigh_block(place, KEY_BLOCK, words, work, o, columns, unit)
+            bad |= some_bad
+            place += step
+        return bad
+
+    @bare(forceinline=True)
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+        """Key blocks of one tile from element `base` of a page's head on, `step` apart: n slots, which are `first` on of the
+        sequence, or, where all rows see all of them, `blocks` whole ones."""
+        words, columns = q.shape[1], o.shape[1]
+        place, q_at, work_at, o_at = address(data) + base, address(q), address(work), address(o)
+        if inside and n == KEY_BLOCK:
+            if take_whole(place, blocks, step, q_at, words, work_at, o_at, columns):
+                spoiled[:real] = 1
+            return
+        some_bad, unit = score_block(place, n, q_at, words, work_at)
+        for r in range(real):
+            if some_bad and sees_bad(edges[r], first, data[base:base + n * 4].view(np.float32)):
+                spoiled[r] = 1
+            work[r, n:] = HIDDEN
+            hide(edges[r], first, n, work[r], I(HIDDEN))
+        weigh_block(place, n, words, work_at, o_at, columns, unit)
     return prepare, take, UNSEEN
 
 
@@ -229,7 +244,7 @@ def _make_float(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
     vectors = FLOAT_VECTORS[tile.lanes]
     top_of, weights = row_max(vectors), row_exp(vectors)
-    lanes, count, group, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.group, tile.scales
+    lanes, count, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.scales
 
     @bare
     def prepare(q, c, words, line, spoiled, r):
@@ -243,20 +258,17 @@ def _make_float(tile: Tile, rows: int):
         return I(0), c
 
     @bare(forceinline=True)
-    def take(store, page, g, slot, n, first, q, work, edges, spoiled, real, inside, o):
-        """One key block of one tile: slots slot .. slot + n of a page, which are `first` on of the sequence."""
-        data, channels = store.data[page, g], q.shape[1] * group
-        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + o.shape[1]) + scales)
-        keys, values = base + scales, base + scales + KEY_BLOCK * channels
-        k_scale, t = data[base:keys].view(np.float32), work.view(np.float32)
+    def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o):
+        """One key block of one tile: n slots from element `base` of a page's head on, which are `first` on of the sequence."""
+        words, columns, k_scale, t = q.shape[1], o.shape[1], data[base:base + scales].view(np.float32), work.view(np.float32)
+        place, work_at = address(k_scale), address(t)
         sums, m, l = t[rows, :lanes], t[rows, M:M + ROWS], t[rows, L:L + ROWS]
-        block_scores(q, data, keys, k_scale, n, t)
-        if largest_bits(k_scale[:n]) > INFINITE:
-            for r in range(real):
-                if sees_bad(edges[r], first, k_scale[:n]):
-                    spoiled[r] = 1
+        some_bad = largest_bits(k_scale[:n]) > INFINITE                # before the products: memory is read in one straight line
+        block_scores(place, n, address(q), words, work_at)
         for r in range(real):
             row = t[r]
+            if some_bad and sees_bad(edges[r], first, k_scale[:n]):
+                spoiled[r] = 1
             if largest_bits(row[:n]) > HUGE:
                 m[r] = AGAIN
             if n < KEY_BLOCK:
@@ -280,7 +292,14 @@ def _make_float(tile: Tile, rows: int):
             for e in range(lanes):
                 total = F(total + sums[e])
             l[r] = total
-        block_values(t, data, values, n, o)
+        block_values(place, n, words, work_at, address(o), columns)
+
+    @bare(forceinline=True)
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+        """`take_block` of `blocks` blocks; of more than one where all are whole and seen by every row."""
+        for i in range(blocks):
+            take_block(data, base + i * step, n, first + i * KEY_BLOCK, q, work, edges, spoiled, real,
+                       inside, o)
     return prepare, take, NOTHING
 
 
@@ -290,7 +309,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
 
     decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
     """
-    exact = tile.dtype == "int8"
+    exact, group, scales = tile.dtype == "int8", tile.group, tile.scales
     one = F(1 / fx.VALUE_UNIT if exact else 1)
     prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows)
 
@@ -304,7 +323,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
         real = min(rows, all_rows - row)
-        words, edges, spoiled, work, o = s.q[w], s.edges[w], s.spoiled[w], s.work[w], s.o[task]
+        words, edges, spoiled, work, o = s.q[w], s.edges[w], s.spoiled[w], s.work[w], s.sums[w, :rows]
         start, floats = work[rows, START:START + ROWS], work[rows].view(np.float32)
         cq, m, l = floats[CQ:CQ + ROWS], floats[M:M + ROWS], floats[L:L + ROWS]
         length = store.lengths[b]
@@ -320,23 +339,32 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         every_from, every_to = edges[0, 1], edges[0, 2]                 # slots that every row sees
         for r in range(1, real):
             every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
-        for block in range(split * share, min((split + 1) * share, blocks)):
+        block, stop = split * share, min((split + 1) * share, blocks)
+        step = KEY_BLOCK * (words.shape[1] * group + o.shape[1]) + scales
+        while block < stop:
             first = block * KEY_BLOCK
-            n = min(KEY_BLOCK, slots - first)
+            n, slot = min(KEY_BLOCK, slots - first), first % page_size
             seen = inside = first >= every_from and first + n <= every_to
-            if not inside:
+            count = 1
+            if inside:                                                  # as many whole blocks as lie side by side
+                count = max(1, min(min(stop, every_to // KEY_BLOCK) - block, (page_size - slot) // KEY_BLOCK))
+            else:
                 inside = True
                 for r in range(real):
                     some, every = coverage(edges[r], first, n)
                     seen |= some
                     inside &= every
             if seen:
-                page = store.table[b, first // page_size]
-                take(store, page, g, first % page_size, n, first, words, work, edges, spoiled, real, inside, o)
+                page = store.data[store.table[b, first // page_size], g]
+                take(page, slot // KEY_BLOCK * step, count, step, n, first, words, work, edges, spoiled, real, inside, o)
+            block += count
         for r in range(real):
             if spoiled[r] and coverage(edges[r], 0, slots)[0]:
                 l[r] = F(np.nan)
             s.m[task, r], s.l[task, r] = m[r], l[r]
+            own, part = o[r], s.o[task, r]
+            for e in range(own.size):
+                part[e] = own[e]
 
     @bare
     def finish(q, store, s, unit, sizes, out, m_out, l_out):

@@ -9,12 +9,13 @@ import functools
 
 import llvmlite.ir as ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE
 from ..tiling import KEY_BLOCK
 from .decode_tiles import HIDDEN, OCTAVE, RATIO, ROWS, SCALE, SHRINK, V_START, L, M, Tile, state
-from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, shuffle, splat, store, vector
+from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, in_order, load, pointer, shuffle, splat, store, vector
 
 
 @functools.cache
@@ -29,10 +30,11 @@ def value_ratios(tile: Tile, rows: int):
     @intrinsic
     def ratios(typingctx, scales, n, work):
         def codegen(context, b, sig, a):
-            ps, pw = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[2], a[2])
+            ps, pw = pointer(b, a[0]), pointer(b, a[2])
             count, lane = b.trunc(a[1], I32), ir.Constant(ints, list(range(lanes)))
             held = [b.icmp_signed("<", lane, splat(b, b.sub(count, I32(lanes * v)), ints)) for v in range(vectors)]
-            keys, values = ([load(b, ps, I64(first + lanes * v), floats, 4) for v in range(vectors)] for first in (0, KEY_BLOCK))
+            scales = [in_order(load(b, ps, I64(lanes * v), floats, 4)) for v in range(2 * vectors)]
+            keys, values = scales[:vectors], scales[vectors:]
             bad, top = ir.Constant(held[0].type, None), constant(ints, 0)
             for some, key, value in zip(held, keys, values, strict=True):
                 bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
@@ -45,7 +47,7 @@ def value_ratios(tile: Tile, rows: int):
                 store(b, b.trunc(x, vector(I16, lanes)), pw, b.add(b.mul(state(rows, RATIO), I64(2)), I64(lanes * v)), 2)
             found = call(b, f"llvm.vector.reduce.or.v{lanes}i1", ir.IntType(1), bad)
             return context.make_tuple(b, sig.return_type, [found, largest])
-        return types.Tuple((types.boolean, types.float32))(scales, n, work), codegen
+        return types.Tuple((types.boolean, types.float32))(types.intp, types.intp, types.intp), codegen
     return ratios
 
 
@@ -77,7 +79,7 @@ def octave_rows(tile: Tile, rows: int):
     @intrinsic
     def octaves(typingctx, work):
         def codegen(context, b, sig, a):
-            pw = data(context, b, sig.args[0], a[0])
+            pw = pointer(b, a[0])
             tops = []
             for r in range(rows):
                 tree = [load(b, pw, I64(r * KEY_BLOCK + lanes * v), ints, 4) for v in range(vectors)]
@@ -94,8 +96,27 @@ def octave_rows(tile: Tile, rows: int):
             store(b, new, pw, state(rows, M), 4)
             store(b, _power(b, b.fsub(before, new)), pw, state(rows, SHRINK), 4)
             return call(b, f"llvm.vector.reduce.or.v{ROWS}i1", ir.IntType(1), grown)
-        return types.boolean(work), codegen
+        return types.boolean(types.intp), codegen
     return octaves
+
+
+@functools.cache
+def shrink_rows(tile: Tile, rows: int):
+    """Intrinsic f(work, o, columns): rows of o times their SHRINK; o (rows, columns) float32."""
+    floats = vector(F32, tile.lanes)
+
+    @intrinsic
+    def shrink(typingctx, work, o, columns):
+        def codegen(context, b, sig, a):
+            pw, po = pointer(b, a[0]), pointer(b, a[1])
+            for r in range(rows):
+                factor = splat(b, load(b, pw, state(rows, SHRINK + r), F32, 4), floats)
+                with cgutils.for_range_slice(b, I64(0), a[2], I64(tile.lanes), I64) as (e, _):
+                    at = b.add(b.mul(a[2], I64(r)), e)
+                    store(b, b.fmul(load(b, po, at, floats, 4), factor), po, at, 4)
+            return context.get_dummy_value()
+        return types.void(types.intp, types.intp, types.intp), codegen
+    return shrink
 
 
 @functools.cache
@@ -127,10 +148,10 @@ def weigh_rows(tile: Tile, rows: int):
 
     @intrinsic
     def weigh(typingctx, work, unit):
-        sig = types.void(work, unit)
+        sig = types.void(types.intp, types.float32)
 
         def codegen(context, b, sig, a):
-            pw = data(context, b, sig.args[0], a[0])
+            pw = pointer(b, a[0])
             totals, stored = [], []
             for r in range(rows):
                 base = splat(b, b.shl(load(b, pw, state(rows, OCTAVE + r), I32, 4), I32(8)), i32s)

@@ -23,11 +23,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..fixedpoint import T_LIMIT
-from ..memory import LINE
 from ..tiling import KEY_BLOCK
 from . import target
 from .isas import VECTOR_ISAS
-from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, data, load, prefetch, splat, store, vector
+from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, in_order, load, pointer, prefetch, splat, store, vector
 from .vectors_arm import SVE_128
 from .vectors_x86 import X86
 
@@ -41,13 +40,10 @@ HIDDEN = -(1 << 31)                              # int32 log2 score of a key tha
 # pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 %
 # (Granite Rapids; 1 to 8 KB do about the same).
 #
-# Zen's keeps up through such pauses, and requests by instruction wait for the same buffers as its own. What sets it back are other
-# misses of the first-level cache: a block of keys and values is as large as that cache and drives out all that a tile touches once
-# a block. Hence one small scratch, `work`, and every step of the products asks for its next line, or for the next of O (`keep`).
-# On Zen 4 (D = 128, 4 rows, INT8, from memory) the products alone, written in C, read at 95 to 103 % of a plain sum's rate, with 48
-# vectors' worth of other work a block at 93 to 98 % in registers, 63 to 78 % on a cold scratch, 87 to 95 % on one kept like this;
-# the kernel itself at 68 to 76 %, where it had 54 to 59 % with its scratch in a dozen arrays (medians of 500 turns). With
-# float32, whose blocks are four times as long, it takes a tenth longer.
+# Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain sum's rate, where the same products
+# without them reach 94 % (D = 128, 4 rows, INT8, from memory). What it does not stand is a line out of turn: leaving out the 16
+# lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a plain sum 16 %; taking the second half
+# of the scales before the first, 15 %. Hence every line of the cache is read, in ascending order (`in_order`).
 AHEAD = 4096
 
 
@@ -64,7 +60,6 @@ class Tile:
     q_offset : what is added to stored keys (128 where the dot instruction is unsigned x signed)
     v_offset : what is added to stored values (128 where it is unsigned x unsigned)
     ahead : bytes that the products prefetch ahead; 0 for none
-    keep : whether the products ask for lines of the scratch, one a step, so that it stays in the first-level cache
     """
 
     isa: str
@@ -75,7 +70,6 @@ class Tile:
     q_offset: int = 0
     v_offset: int = 0
     ahead: int = 0
-    keep: bool = False
 
     @property
     def panel(self) -> int:
@@ -107,11 +101,11 @@ class Tile:
     def many(self, b: ir.IRBuilder, base, index):
         """The operand of all lanes at element `index` of the cache."""
         if self.dtype == "float32":
-            return load(b, base, index, self.sums, 4)
+            return in_order(load(b, base, index, self.sums, 4))
         if self.dtype == "int8":
-            x = load(b, base, index, vector(I8, self.lanes * self.group), 1, 1)
+            x = in_order(load(b, base, index, vector(I8, self.lanes * self.group), 1, 1))
             return x if self.group == 4 else b.sext(x, vector(I16 if self.group == 2 else I32, x.type.count))
-        x = load(b, base, index, vector(I16, self.lanes), 2)
+        x = in_order(load(b, base, index, vector(I16, self.lanes), 2))
         if self.dtype == "bfloat16":
             ints = vector(I32, self.lanes)
             return b.bitcast(b.shl(b.zext(x, ints), constant(ints, 16)), self.sums)
@@ -165,7 +159,7 @@ def tile(isa: str, dtype: str) -> Tile:
     if isa == "sve" and not target.missing("neon_dot"):
         isa = "neon_dot"
     zen = target.cpu_name().startswith("znver")
-    reading: dict[str, Any] = {"ahead": 0 if zen else AHEAD, "keep": zen and dtype == "int8"}
+    reading: dict[str, Any] = {"ahead": 0 if zen else AHEAD}
     if isa in ("sve", "neon_dot") and dtype == "int8":
         return Tile(isa, dtype, 4, 4, 4, v_offset=128, **reading)
     found = VECTOR_ISAS.get(isa)
@@ -176,10 +170,10 @@ def tile(isa: str, dtype: str) -> Tile:
     return Tile(isa, dtype, found.lanes, found.nv, 1, **reading)
 
 
-def _products(b, tile, one, one_stride, many, many_off, many_step, steps, first, rows, nv, keys, kept):
-    """rows x nv sums in registers over `steps` steps, from `first`; no step if there is none. Step n asks for line n of `kept`."""
+def _products(b, tile, one, one_stride, many, many_step, steps, first, rows, nv, keys):
+    """rows x nv sums in registers over `steps` steps, one or more, from `first`."""
     entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
-    b.cbranch(b.icmp_signed("<", I64(0), steps), loop, done)
+    b.branch(loop)
     b.position_at_end(loop)
     n = b.phi(I64)
     n.add_incoming(I64(0), entry)
@@ -187,13 +181,11 @@ def _products(b, tile, one, one_stride, many, many_off, many_step, steps, first,
     for x in first:
         sums.append(b.phi(x.type))
         sums[-1].add_incoming(x, entry)
-    place = b.add(many_off, b.mul(n, many_step))
+    place = b.mul(n, many_step)
     columns = [tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)]
     for v in range(nv if tile.ahead else 0):
         ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead))
         prefetch(b, b.gep(many, [ahead]))
-    if tile.keep:
-        prefetch(b, b.gep(kept, [b.mul(n, I64(LINE))]), 3)
     out = []
     for m in range(rows):
         word = tile.one(b, one, b.add(n, b.mul(one_stride, I64(m))))
@@ -204,12 +196,7 @@ def _products(b, tile, one, one_stride, many, many_off, many_step, steps, first,
         phi.add_incoming(x, loop)
     b.cbranch(b.icmp_signed("<", following, steps), loop, done)
     b.position_at_end(done)
-    result = []
-    for x, y in zip(first, out, strict=True):
-        result.append(b.phi(x.type))
-        result[-1].add_incoming(x, entry)
-        result[-1].add_incoming(y, loop)
-    return result
+    return out
 
 
 def state(rows: int, column: int):
@@ -219,31 +206,29 @@ def state(rows: int, column: int):
 
 @functools.cache
 def score_tile(tile: Tile, rows: int):
-    """Intrinsic f(q, stride, k, k_off, steps, ck, j, work, turn): scores of a block's keys from j on, `tile.width` vectors of them.
+    """Intrinsic f(q, words, k, scales, j, work): scores of a block's keys from j on, `tile.width` vectors of them.
 
-    q rows of `stride` words; ck (128,) float32; START and CQ are taken from `work`. INT8 writes
-    work[row, j + n] = round(clip((float32(start + q.k) * ck) * cq)) as int32 Q8.8, HIDDEN where ck is NaN; float storage writes
-    (q.k) * cq as float32. turn: the line of `work` that the first step asks for.
+    Addresses: q rows of `words` words; k the first of these keys; scales (128,) float32; work, from which START and CQ are taken.
+    INT8 writes work[row, j + n] = round(clip((float32(start + q.k) * scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN;
+    float storage writes (q.k) * cq as float32.
     """
     nv = tile.width(rows)
 
     @intrinsic
-    def scores(typingctx, q, stride, k, k_off, steps, ck, j, work, turn):
-        sig = types.void(q, stride, k, k_off, steps, ck, j, work, turn)
+    def scores(typingctx, q, words, k, scales, j, work):
+        sig = types.void(*[types.intp] * 6)
 
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
-            pq, pk, pck, pw = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 5, 7))
+            pq, pk, pck, pw = (pointer(b, a[i]) for i in (0, 2, 3, 5))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
             first = [constant(tile.sums, 0.0)] * rows
             if exact:
                 first = [splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums) for m in range(rows)]
-            step = I64(tile.panel * tile.group)
             first = [x for x in first for _ in range(nv)]
-            kept = b.gep(pw, [b.mul(a[8], I64(LINE))])
-            sums = _products(b, tile, pq, a[1], pk, a[3], step, a[4], first, rows, nv, True, kept)
+            sums = _products(b, tile, pq, a[1], pk, I64(tile.panel * tile.group), a[1], first, rows, nv, True)
             if exact:
-                key_scale = [load(b, pck, b.add(a[6], I64(tile.lanes * v)), floats, 4) for v in range(nv)]
+                key_scale = [load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)]
             for m in range(rows):
                 row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
                 for v in range(nv):
@@ -253,7 +238,7 @@ def score_tile(tile: Tile, rows: int):
                         x = tile.to_int(b, _limit(b, x))
                     else:
                         x = b.fmul(x, row_scale)
-                    store(b, x, pw, b.add(a[6], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
+                    store(b, x, pw, b.add(a[4], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
             return context.get_dummy_value()
         return sig, codegen
     return scores
@@ -269,27 +254,26 @@ def _limit(b, x):
 
 @functools.cache
 def value_tile(tile: Tile, rows: int, nv: int):
-    """Intrinsic f(work, v, v_off, step, steps, o, o_off, o_stride, turn): o[rows, nv * lanes] += (P.V) * scale.
+    """Intrinsic f(work, v, step, steps, o, column, columns): o[rows, column + nv * lanes] += (P.V) * scale.
 
-    The weights P and SCALE lie in `work`; `step` elements between two steps of V; turn: the line of o that the first step asks for.
-    INT8 multiplies and adds in float32, each rounded, and where values are stored with
-    an offset its sums begin with V_START; float storage starts its sums from o and takes no scale.
+    Addresses: work, where the weights P and SCALE lie; v the first of these columns, `step` elements between two steps of it; o,
+    rows of `columns` float32. INT8 multiplies and adds in float32, each rounded, and
+    where values are stored with an offset its sums begin with V_START; float storage starts its sums from o and takes no scale.
     """
     @intrinsic
-    def values(typingctx, work, v, v_off, step, steps, o, o_off, o_stride, turn):
-        sig = types.void(work, v, v_off, step, steps, o, o_off, o_stride, turn)
+    def values(typingctx, work, v, step, steps, o, column, columns):
+        sig = types.void(*[types.intp] * 7)
 
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
-            pw, pv, po = (data(context, b, sig.args[i], a[i]) for i in (0, 1, 5))
+            pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 4))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
-            where = [b.add(b.add(a[6], b.mul(a[7], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
+            where = [b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
             if tile.v_offset:
                 first = [x for m in range(rows) for x in [splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)] * nv]
             else:
                 first = [constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where]
-            kept = b.gep(po, [b.mul(a[8], I64(LINE))])
-            sums = _products(b, tile, pw, I64(KEY_BLOCK), pv, a[2], a[3], a[4], first, rows, nv, False, kept)
+            sums = _products(b, tile, pw, I64(KEY_BLOCK), pv, a[2], a[3], first, rows, nv, False)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
                     s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)

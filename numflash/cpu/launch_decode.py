@@ -8,6 +8,7 @@ import numpy as np
 
 from .._jit import one_at_a_time, refuse_after_fork
 from ..interop import convert, to_float32, writable
+from ..memory import LINE
 from ..tiling import KEY_BLOCK, split_count
 from . import target
 from .decode import AGAIN, Scratch, Store, make_decode
@@ -21,14 +22,15 @@ PARALLEL_CHANNELS = 1 << 19                      # appended elements below which
 SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
 UNLIMITED = 1 << 40
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
-LINE = 64                                        # bytes of a cache line
+PAGE = 4096                                      # bytes that hardware prefetches within
 
 
-def zeros(shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """np.zeros at the start of a cache line: a vector that straddles two lines costs two reads."""
+def zeros(shape: tuple[int, ...], dtype: type, align: int = LINE, offset: int = 0) -> np.ndarray:
+    """np.zeros at the start of a cache line (a vector that straddles two lines costs two reads), or `offset` bytes behind a
+    multiple of `align`."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(count + LINE, np.uint8)
-    start = -raw.ctypes.data % LINE
+    raw = np.zeros(count + align, np.uint8)
+    start = (offset - raw.ctypes.data) % align
     return raw[start:start + count].view(dtype).reshape(shape)
 
 
@@ -167,11 +169,13 @@ class Plan:
         self.kernel = make_decode(t, rows, workers > 1)
         self.sizes = (queries, splits, layout.window, layout.sinks, layout.ring, layout.page_size, workers)
         self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
+        # What a worker writes block by block has pages of its own: prefetching beyond its end takes lines from another worker.
+        # The two share few sets of the first-level cache.
         self.scratch = Scratch(
-            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, rows + 1, KEY_BLOCK), np.int32),
-            zeros((w, layout.head_dim), F), zeros((w, rows, 5), np.int64),
-            zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F), zeros((tasks, ROWS), F),
-            zeros((tasks, ROWS), F), zeros((2,), np.int64))
+            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, 16, KEY_BLOCK), np.int32, PAGE),
+            zeros((w, 64, layout.columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4), zeros((w, layout.head_dim), F),
+            zeros((w, rows, 5), np.int64), zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F),
+            zeros((tasks, ROWS), F), zeros((tasks, ROWS), F), zeros((2,), np.int64))
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
 
     def to_redo(self) -> np.ndarray:

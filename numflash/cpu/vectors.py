@@ -55,6 +55,12 @@ def load(b: ir.IRBuilder, base, index, ty: ir.Type, size: int, align: int | None
     return x
 
 
+def in_order(x):
+    """A load as it is, that stays behind such loads before it."""
+    x.opname = "load volatile"
+    return x
+
+
 def store(b: ir.IRBuilder, x, base, index, size: int) -> None:
     b.store(x, at(b, base, index, x.type, size)).align = size
 
@@ -220,6 +226,28 @@ class Isa(Vectors):
     def shift_right(self, b: ir.IRBuilder, x, n) -> Any:
         """uint16 x >> n per lane, n up to 255; 16 or more gives 0."""
         raise NotImplementedError
+
+
+def pointer(b: ir.IRBuilder, address):
+    """An address as a pointer to bytes."""
+    return b.inttoptr(address, I8.as_pointer())
+
+
+@intrinsic
+def address(typingctx, x):
+    """f(x): the address of an array's first element. One register, where the array is eight, and a slice of it as many again."""
+    def codegen(context, b, sig, args):
+        return b.ptrtoint(data(context, b, sig.args[0], args[0]), I64)
+    return types.intp(x), codegen
+
+
+@intrinsic
+def apart(typingctx):
+    """f(): the function that calls it is inlined nowhere, so that its registers are its own."""
+    def codegen(context, b, sig, args):
+        b.function.attributes.add("noinline")
+        return context.get_dummy_value()
+    return types.void(), codegen
 
 
 @intrinsic
