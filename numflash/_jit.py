@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import linecache
 import logging
@@ -26,6 +27,7 @@ import numba
 import numpy as np
 from numba.core import caching, codegen, compiler
 from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
 
 from .errors import UnsupportedError
 
@@ -53,13 +55,13 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]+(\([
 def _imports(path: Path) -> frozenset[Path]:
     """The package's own files that a file imports, wherever in it the import stands."""
     root = Path(__file__).parent
-    found: set[Path] = set()
+    found: set[str] = set()                                                  # as text: a Path takes twenty times as long
     for dots, module, names in _IMPORT.findall(_source(path)):               # parsing takes eight times as long
-        base = (path.parents[len(dots) - 1] if dots else root.parent).joinpath(*module.split(".") if module else ())
+        base = "/".join([str(path.parents[len(dots) - 1] if dots else root.parent), *module.split(".")]).rstrip("/")
         found.add(base)
-        found.update(base.joinpath(*words[0].split(".")) for name in names.strip("()").split(",") if (words := name.split()))
-    files = (file for name in found for file in (name.with_suffix(".py"), name / "__init__.py"))
-    return frozenset(file for file in files if root in file.parents and file.is_file())
+        found.update(f"{base}/{words[0].replace('.', '/')}" for name in names.strip("()").split(",") if (words := name.split()))
+    files = (name + end for name in found if name.startswith(str(root)) for end in (".py", "/__init__.py"))
+    return frozenset(Path(file) for file in files if os.path.isfile(file))
 
 
 @functools.cache
@@ -164,13 +166,21 @@ class _PackageCache(caching.FunctionCache):
     def __init__(self, py_func: Callable, options: str) -> None:
         super().__init__(py_func)
         self._options = options
-        self._cache_file = _CheckedFile(self._cache_path, self._impl.filename_base, source_digest(py_func.__code__.co_filename))
+        del self._cache_file                     # Numba's own
+
+    @functools.cached_property
+    def _cache_file(self) -> _CheckedFile:       # which reads sources: for kernels that are called, not for all that are imported
+        return _CheckedFile(self._cache_path, self._impl.filename_base, source_digest(self._py_func.__code__.co_filename))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (str(sig), codegen.magic_tuple(), self._options, _salt(self._py_func))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
+        # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
+        # compiler does that by itself; machine code from the disk needs only the functions that allocate.
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            found = self._load_overload(sig, target_context)
         if found is None:
             _announce()
         return found
@@ -180,6 +190,21 @@ def _cached(dispatcher: Any, options: dict[str, Any]) -> Any:
     with contextlib.suppress(RuntimeError):      # a function typed at the prompt has no file, and Numba nowhere to cache it
         dispatcher._cache = _PackageCache(dispatcher.py_func, _shown(options))
     return dispatcher
+
+
+class _KernelCompiler(compiler.Compiler):
+    """Numba's, without garbage collection meanwhile: what it makes stays, and looking through that again and again is a sixth of
+    the time.
+    """
+
+    def compile_extra(self, func: Callable) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile_extra(func)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def kernel(function: Callable | None = None, *, parallel: bool = False, float_math: bool = False, **options: Any) -> Any:
@@ -197,7 +222,7 @@ def kernel(function: Callable | None = None, *, parallel: bool = False, float_ma
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True,
                "parallel": dict(PRANGE_ONLY) if parallel else False,
                "fastmath": set(FLOAT_MATH) if float_math else False, **options}
-    return _cached(numba.njit(**options)(_named(function)), options)
+    return _cached(numba.njit(pipeline_class=_KernelCompiler, **options)(_named(function)), options)
 
 
 _kernels = threading.RLock()
@@ -246,6 +271,9 @@ def refuse_after_fork() -> None:
 
 class _InlineLibrary(codegen.JITCodeLibrary):
     """LLVM IR for callers to link; no machine code is made of it, which Numba does of every function."""
+
+    def _optimize_final_module(self) -> None:
+        """Callers do."""
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
@@ -310,6 +338,6 @@ def separate(function: Callable | None = None, **options: Any) -> Any:
         return functools.partial(separate, **options)
     options = {"nopython": True, "nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_cpython_wrapper": True,
                **options}
-    dispatcher = _cached(_SeparateDispatcher(_named(function), {}, options), options)
+    dispatcher = _cached(_SeparateDispatcher(_named(function), {}, options, _KernelCompiler), options)
     _separate[_salt(dispatcher)] = dispatcher
     return dispatcher
