@@ -183,7 +183,7 @@ def make_backward(name: str):
         for c in range(at + hi, at + columns):
             x[c] = HIDDEN
 
-    @inline
+    @inline(twice=True)
     def work(worker, q, q_packed, do, do_packed, k, v, lse, delta, c, options, sizes, counter, scratch, dq, dk, dv):
         """One worker: shares, as long as there are any."""
         h_all, h_kv, s, splits, _ = sizes
