@@ -48,3 +48,11 @@ def running_lanes(name: str) -> int:
     if found * isa.nv > KEY_BLOCK // 2:
         raise UnsupportedError(f"isa: {name!r} got vectors of {32 * found} bits; allowed: up to 512 (or impl='portable')")
     return found
+
+
+@intrinsic
+def shares_operands(typingctx):
+    """f() -> bool, a constant: whether LLVM makes dot products of plain loops whose products share operands. It does on AArch64."""
+    def codegen(context, b, sig, args):
+        return context.get_constant(types.boolean, context.codegen().magic_tuple()[0].startswith(("aarch64", "arm64")))
+    return types.boolean(), codegen

@@ -2,8 +2,9 @@
 
 It is the fused algorithm of `flash_int8` without its register tiles, and produces the same bits. Both products are dot products of
 two contiguous rows, the one form that LLVM turns into the machine's integer dot instructions by itself (SDOT and UDOT on AArch64,
-vpmaddwd on x86): Q.K^T along the channels, P.V along the keys of a block, for which V is stored transposed. A 4 x 4 block of such
-products shares its operands in registers.
+vpmaddwd on x86): Q.K^T along the channels, P.V along the keys of a block, for which V is stored transposed. On AArch64 a 4 x 4
+block of such products shares its operands in registers. On x86 LLVM multiplies pairs only where no operand is shared, and unrolls
+where it knows the length: there the products are taken one by one, of lengths that are constants.
 
 P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed dot product, and LLVM makes no
 UDOT of a block of unsigned products on Neoverse); 128 times the sum of V over the block is put back, exactly.
@@ -18,6 +19,7 @@ from numba import prange
 from .. import fixedpoint as fx
 from .._jit import inline, kernel
 from ..tiling import KEY_BLOCK, tiling
+from .isas import shares_operands
 from .packing import padded
 from .scores import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 from .vectors import next_task
@@ -53,13 +55,43 @@ def dot_block(a, b, out):
     out[3, 0], out[3, 1], out[3, 2], out[3, 3] = s30, s31, s32, s33
 
 
+def dot_rows(length: int):
+    """f(a, b, out): out[i, j] = a[i] . b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length."""
+    @inline
+    def dots(a, b, out):
+        for i in range(a.shape[0]):
+            row, sums = a[i], out[i]
+            for j in range(sums.size):
+                other, total = b[j], I(0)
+                for d in range(length or row.size):
+                    total = mac(total, row[d], other[d])
+                sums[j] = total
+    return dots
+
+
+dots_any, dots_64, dots_128 = dot_rows(0), dot_rows(64), dot_rows(128)
+
+
+@inline
+def product(a, b, out):
+    """out = A.B^T in int32: a (m, n), b (k, n) int8, m and k multiples of MR and NR, out (m, k)."""
+    if shares_operands():
+        for j in range(0, b.shape[0], NR):
+            for i in range(0, a.shape[0], MR):
+                dot_block(a[i:i + MR], b[j:j + NR], out[i:i + MR, j:j + NR])
+    elif a.shape[1] == 128:
+        dots_128(a, b, out)
+    elif a.shape[1] == 64:
+        dots_64(a, b, out)
+    else:
+        dots_any(a, b, out)
+
+
 @inline
 def score_block(q, k, ck, cq, x):
     """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i]: q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units."""
     s = np.empty(x.shape, np.int32)
-    for j in range(0, k.shape[0], NR):
-        for i in range(0, q.shape[0], MR):
-            dot_block(q[i:i + MR], k[j:j + NR], s[i:i + MR, j:j + NR])
+    product(q, k, s)
     for i in range(q.shape[0]):
         sums, row = s[i], x[i]
         for j in range(row.size):
@@ -86,9 +118,7 @@ def value_block(p, v, scale, o):
         for j in range(column.size):
             total = np.add(total, I(column[j]))
         start[t] = np.multiply(I(P_OFFSET), total)
-    for t in range(0, v.shape[0], NR):
-        for i in range(0, p.shape[0], MR):
-            dot_block(p[i:i + MR], v[t:t + NR], s[i:i + MR, t:t + NR])
+    product(p, v, s)
     for i in range(p.shape[0]):
         sums, row = s[i], o[i]
         for t in range(row.size):
