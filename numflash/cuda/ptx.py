@@ -187,6 +187,7 @@ bits = op("mov.b32 <r>, <a>;", u32, pure=True, a=f32)
 from_bits = op("mov.b32 <r>, <a>;", f32, pure=True, a=u32)
 fresh = op("mov.b32 <r>, <a>;", i32, memory=True, a=i32)      # what is computed from it is computed here, not ahead of a loop
 fresh_address = op("mov.b64 <r>, <a>;", u64, memory=True, a=u64)      # nor is what is added to it put together in another way
+block_z = op("mov.u32 <r>, %ctaid.z;", i32, memory=True)             # read where it is needed, and no register in between
 words = op("mov.b64 <r>, {<low>, <high>};", u64, pure=True, low=u32, high=u32)                        # 9.7.9.5
 half_bits = op("{.reg .b16 h;\ncvt.rn.f16.f32 h, <a>;\ncvt.u32.u16 <r>, h;}", u32, pure=True, a=f32)
 half_to_float = op("{.reg .b16 h;\ncvt.u16.u32 h, <a>;\ncvt.f32.f16 <r>, h;}", f32, pure=True, a=u32)

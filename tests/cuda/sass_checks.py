@@ -6,8 +6,8 @@ from numflash.cuda.compile import ARCHITECTURES, compiled
 from numflash.errors import UnsupportedError
 
 
-def resources(factory, arch, stack=0, **constants):
-    """What ptxas made of a kernel, which has no generic accesses and a stack of `stack` bytes at most: for loop invariants."""
+def resources(factory, arch, **constants):
+    """What ptxas made of a kernel, which has no stack, no generic accesses and no arithmetic in float64."""
     try:
         sass.tool("cuobjdump"), sass.tool("nvdisasm")
     except UnsupportedError as error:
@@ -15,6 +15,6 @@ def resources(factory, arch, stack=0, **constants):
     item = compiled(factory, arch, "cubin", **constants)
     assert item.shared_bytes <= ARCHITECTURES[arch][1]
     found = sass.resources(item.code)
-    assert found.stack <= stack and found.local == found.count("LD") == found.count("ST") == 0
-    assert stack or found.count("LDL") == found.count("STL") == 0
+    assert found.stack == found.local == found.count("LD") == found.count("ST") == found.count("LDL") == found.count("STL") == 0
+    assert found.count("DADD") == found.count("DMUL") == found.count("DFMA") == 0
     return found

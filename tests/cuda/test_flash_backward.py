@@ -193,6 +193,15 @@ def test_masks(kind):
     check({"b": 2, "h": 2}, attn_mask=mask, is_causal=True, alignment="lower_right")
 
 
+@slow
+@pytest.mark.parametrize(("arch", "dtype", "d"), [
+    ("sm_80", "float16", 256), ("sm_75", "float16", 128), ("sm_90a", "bfloat16", 128)])
+def test_masks_of_wide_heads(arch, dtype, d):
+    """In a narrow band most warps see nothing of most parts of a tile."""
+    seen = np.random.default_rng(3).random((1, 2, 40, 50)) > 0.5
+    check({"h": 2, "hkv": 1, "d": d}, dtype, arch, attn_mask=seen, window=(9, 3))
+
+
 @pytest.mark.slow
 def test_masks_of_grouped_heads():
     seen = np.random.default_rng(3).random((1, 4, 40, 50)) > 0.5

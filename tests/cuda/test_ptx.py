@@ -205,10 +205,11 @@ def test_products(operation, kind, other, k, registers):
 
 def test_ldmatrix():
     def kernel(x, out):
-        shared = cuda.shared.array(256, u32)
+        shared = cuda.shared.array(512, u32)
         lane = cuda.threadIdx.x
         four = cuda.local.array(4, u32)
-        here = ptx.shared_address(shared) + u32(lane * 16)
+        before = ptx.shared_address(shared) + u32(lane * 16)
+        here = before + u32(512)
         ptx.load_global_v4(four, 0, ptx.global_address(x) + u64(lane * 16))
         ptx.store_shared_v4(here, four, 0)
         cuda.syncwarp()
@@ -218,12 +219,18 @@ def test_ldmatrix():
         ptx.ldmatrix_trans(four, 0, here)
         for i in range(4):
             out[lane, 4 + i] = four[i]
+        ptx.ldmatrix_ahead(four, 0, before, 512)
+        for i in range(4):
+            out[lane, 8 + i] = four[i]
+        ptx.ldmatrix_trans_ahead(four, 0, before, 512)
+        for i in range(4):
+            out[lane, 12 + i] = four[i]
     x = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
-    out = np.zeros((32, 8), np.uint32)
+    out = np.zeros((32, 16), np.uint32)
     report = emulate(Source(kernel, types.void(array(types.uint16, 3), array(u32, 2)), 32), 1, None, [x, out])
-    halves = out.view(np.uint16).reshape(32, 2, 4, 2)
+    halves = out.view(np.uint16).reshape(32, 4, 4, 2)
     for lane in range(32):
         for i in range(4):
-            assert (halves[lane, 0, i] == x[i, lane // 4, 2 * (lane % 4):2 * (lane % 4) + 2]).all()
-            assert (halves[lane, 1, i] == x[i, 2 * (lane % 4):2 * (lane % 4) + 2, lane // 4]).all()
+            assert (halves[lane, ::2, i] == x[i, lane // 4, 2 * (lane % 4):2 * (lane % 4) + 2]).all()
+            assert (halves[lane, 1::2, i] == x[i, 2 * (lane % 4):2 * (lane % 4) + 2, lane // 4]).all()
     assert report.shared_conflicts == 0

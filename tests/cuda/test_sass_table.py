@@ -10,14 +10,6 @@ from numflash.cuda import backward
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 
-# (kernel, architecture, D, which gradients): bytes of stack that are known to be left, with additive masks too
-LEFT = {("flash_backward", "sm_90a", d, gradients): nbytes
-        for d, gradients, nbytes in ((128, "q", 8), (256, "k", 8), (256, "q", 16))}
-
-
-def stack_of(factory, arch, constants):
-    return LEFT.get((factory.__name__, arch, constants.get("d"), constants.get("gradients")), 0)
-
 
 def test_all_options_at_once():
     """The widest kernel for Hopper: its descriptors' upper halves, and addresses in a mask, are no registers between tiles."""
@@ -34,4 +26,16 @@ def test_the_widest_kernels(arch):
     widest = 256 if arch == "sm_90a" else 128
     for factory, constants in variants(arch):
         if 96 <= constants.get("d", 0) <= widest and (constants.get("mask"), constants.get("dtype")) == ("bool", "float16"):
-            resources(factory, arch, stack_of(factory, arch, constants), **constants)
+            resources(factory, arch, **constants)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "mask"), [*((arch, "bool") for arch in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")),
+                                            ("sm_80", "float"), ("sm_90a", "float")])
+def test_masked_gradients_of_256_channels(arch, mask):
+    """Half of a thread's registers hold sums: where a mask's addresses are first to be spilled."""
+    for gradients in backward.passes(256, 256):
+        shape, turing = backward.shape_of(gradients, 256, 256, arch, True), arch == "sm_75"
+        found = resources(flash_backward, arch, gradients=gradients, d=256, dv=256, turing=turing, **shape,
+                          **{**MASKED, "mask": mask})
+        assert found.count("HMMA") == (2 if gradients == "v" else 3) * 16 * (shape["chunk"] // 8) * (2 if turing else 1)

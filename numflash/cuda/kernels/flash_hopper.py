@@ -69,7 +69,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     transform = transform or softcap or alibi or mask == "float"
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
-    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask)
+    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if dv > 128 else 4)      # where registers are short
     tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
     options = transform or bool(mask)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
@@ -117,14 +117,29 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
         fence_o(o, 0)
 
     @device_function
-    def soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides):
+    def describe(query, head, row, first_head):
+        """Query and head of the thread's two rows, 8 apart."""
+        for r in range(2):
+            query[r] = i32((row + 8 * r) // packed)
+            head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
+
+    @device_function
+    def soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides):
         """Options and the online softmax on the scores of tile t."""
-        query, head, slope, low, high = rows
-        whole_low, whole_high, batch, diagonal, queries, keys = limits
+        row, first_head, slope = rows
+        whole_low, whole_high, diagonal, queries, keys = limits
         here = i32(t * block_k + 2 * (lane & 3))
+        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        describe(query, head, ptx.fresh(row), first_head)                    # not in registers from tile to tile
         if options:
-            adjust(s, here, query, head, slope, (batch, diagonal), (queries, keys), factors, mask_at, strides[3:])
+            adjust(s, here, query, head, slope, (ptx.block_z(), diagonal), (queries, keys), factors, mask_at, strides[3:])
         if t * block_k < whole_low or (t + 1) * block_k > whole_high:
+            low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
+            for r in range(2):
+                low[r], high[r] = i32(0), keys
+                if band:
+                    middle = i32(query[r] + diagonal)
+                    low[r], high[r] = i32(middle - sides[0]), i32(min(keys, i32(middle + sides[1] + 1)))
             hide(s, here, low, high)
         softmax(s, m, l, alpha, f32(1) if transform else factors[0])
 
@@ -178,30 +193,24 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             MORE()
             s, o, p = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
-            low, high, query, head = (cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32),
-                                      cuda.local.array(2, i32))
-            slope = cuda.local.array(2, f32)
+            query, head, slope = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32)
             for i in range(n_o):
                 o[i] = f32(0)
             warp = (thread >> 5) & 3
-            row = first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2)
+            row = i32(first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
+            describe(query, head, row, first_head)
             for r in range(2):
                 m[r], l[r] = NEG_INF, f32(0)
-                query[r] = i32((row + 8 * r) // packed)
-                head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
-                slope[r], low[r], high[r] = f32(0), i32(0), keys
+                slope[r] = f32(0)
                 if alibi and query[r] < queries:
                     slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4)) * LOG2E
-                if band:
-                    low[r] = i32(query[r] + diagonal - left)
-                    high[r] = i32(min(keys, query[r] + diagonal + right + 1))
             turn, other = u32(2 + warpgroup), u32(5 - warpgroup)       # named barriers; 1 and 2 are the warpgroups' own
             if ping_pong and warpgroup == 2 and tile < tiles:
                 ptx.barrier_arrive(other, u32(256))                    # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
-            rows = query, head, slope, low, high
-            limits = whole_low, whole_high, batch, diagonal, queries, keys
+            rows, sides = (row, first_head, slope), (left, right)
+            limits = whole_low, whole_high, diagonal, queries, keys
             n = i32(0)
             if overlap:
                 # the first tile by itself: with a branch around products that are still under way ptxas waits after each of them
@@ -212,7 +221,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty)
-                    soften(s, m, l, alpha, tile, lane, rows, limits, factors, mask_at, strides)
+                    soften(s, m, l, alpha, tile, lane, rows, limits, sides, factors, mask_at, strides)
                     weights(p, s)
                 for t in range(tile + 1, tiles):                     # last tile's P . V runs beside this tile's Q . K^T
                     n += 1
@@ -226,7 +235,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     wait_one()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides)
+                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
                     wait_none()
                     fence_o(o, 0)
                     ptx.mbarrier_arrive(empty + before * u32(16) + u32(8))
@@ -242,7 +251,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, factors, mask_at, strides)
+                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
                     shrink(o, alpha)
                     weights(p, s)
                     finish(o, p, n, full, ring)
@@ -252,7 +261,7 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             if ping_pong and warpgroup == 1 and tile < tiles:
                 ptx.barrier(turn, u32(256))                          # what the other's last arrival is waiting for
             ptx.barrier(u32(warpgroup), u32(128))                # the four warps have all read their part of Q's tile
-            mine = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128)
+            mine, batch = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128), ptx.block_z()
             for r in range(2):
                 l[r] = quad_sum(l[r])
                 top, share = NEG_INF if l[r] == f32(0) else m[r] * scale, f32(1)

@@ -211,8 +211,9 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
         loader = cuda.local.array(2, i32)              # this thread's number; the heads
         loader[0], loader[1] = thread, kv
-        while tile < tiles:
-            start = i32(tile * block_k)
+        # without a band the end is the number of keys, which is a register anyway
+        start, stop = i32(tile * block_k), i32(tiles * block_k) if band else keys
+        while start < stop:
             renew_both(loader, 0)
             heads_before = u64(loader[1])
             v_of_heads = v + heads_before * (u64(key_count) * u64(channels * 4) if wide else u64(channels * stored))
@@ -266,7 +267,7 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
             else:
                 add_bytes(o, p, alpha, share, sv + u32(half * (own_channels * block_k)), lane)
             cuda.syncthreads()
-            tile = i32(tile + 1)
+            start = i32(start + block_k)
 
         write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
                    (out, m_out, l_out, v_scale), i32(half * own_channels), lane)

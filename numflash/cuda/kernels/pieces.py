@@ -206,16 +206,17 @@ def tanh_accurate(x):
 
 
 @functools.cache
-def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str) -> Any:
+def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4) -> Any:
     """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides): options on a fragment of float scores.
 
     `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold one value for each of its two
     rows, `place` = (batch, diagonal), `ends` = (queries, keys), `factors` = (scale * log2 e, softcap). With `transform` scores are
-    turned into units of log2, on which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added).
+    turned into units of log2, on which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added). With more
+    than a boolean mask `part` tiles of 8 keys are unrolled.
     """
     has_mask, float_mask = bool(mask), mask == "float"
     # more code than that is not unrolled: the fragment turns, a part at a time, and is never indexed
-    part = min(4, key_tiles) if softcap or alibi or float_mask else key_tiles
+    part = min(part, key_tiles) if softcap or alibi or float_mask else key_tiles
     turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
 
     @device_function
@@ -224,8 +225,12 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
         queries, keys = ends
         scale, cap = factors
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
+        row_at = cuda.local.array(2, u64)
         for r in range(2):
             q[r] = ptx.fresh(query[r])                 # addresses in the mask are no registers that every tile keeps
+            if has_mask and turns > 1:
+                row_at[r] = ptx.fresh_address(mask_at + u64(batch * strides[0] + head[r] * strides[1] + q[r] * strides[2]
+                                                            + first * strides[3]))
         for turn in range(turns):
             for n in range(part):
                 for e in range(4):
@@ -238,8 +243,11 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                     if alibi:
                         x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
                     if has_mask and q[e >> 1] < queries and j < keys:
-                        at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
-                                           + j * strides[3])
+                        if turns > 1:
+                            at = row_at[e >> 1] + u64((8 * (turn * part + n) + (e & 1)) * strides[3])
+                        else:                          # unrolled, sums with a row's address would all be in registers
+                            at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
+                                               + j * strides[3])
                         if float_mask:
                             bias = ptx.load_global_f32(at)
                             x = NEG_INF if bias == NEG_INF else x + bias * LOG2E
