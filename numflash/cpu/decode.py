@@ -19,10 +19,10 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import prange
 
 from .. import fixedpoint as fx
-from .._jit import bare, kernel
+from .._jit import bare, inline, kernel
+from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK
 from .decode_append import quantize_row
 from .decode_softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
@@ -367,7 +367,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
                 part[e] = own[e]
 
     @bare
-    def finish(q, store, s, unit, sizes, out, m_out, l_out):
+    def finish(unit, q, store, s, sizes, out, m_out, l_out):
         """Merge the splits of one tile in their order, and divide."""
         splits = sizes[1]
         n_kv, all_rows = store.data.shape[1], q.shape[2]
@@ -404,7 +404,20 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
                 s.counter[1] = 1
             m_out[b, g, row + r], l_out[b, g, row + r] = top, total
 
-    @kernel(parallel=parallel)
+    @inline
+    def take_tasks(worker, q, c, store, s, sizes, out, m_out, l_out):
+        """Tasks of one worker, as long as there are any."""
+        splits = sizes[1]
+        tasks = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows) * splits
+        while True:
+            task = next_task(s.counter)
+            if task >= tasks:
+                break
+            attend(q, c, store, s, worker, task, sizes)
+            if splits == 1:
+                finish(task, q, store, s, sizes, out, m_out, l_out)
+
+    @kernel
     def decode(q, c, store, scratch, sizes, out, m_out, l_out):
         """All rows of all KV heads of all sequences.
 
@@ -413,20 +426,15 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         m_out, l_out (B, Hkv, rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token that was not
         finite, m AGAIN where float32 does not hold the row's scores or sums.
         """
-        splits, workers = sizes[1], sizes[6]
         units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
-        counter = scratch.counter
-        counter[0], counter[1] = 0, 0
-        for worker in prange(workers):
-            w = np.intp(worker)                                         # P4
-            while True:
-                task = next_task(counter)
-                if task >= units * splits:
-                    break
-                attend(q, c, store, scratch, w, task, sizes)
-                if splits == 1:
-                    finish(q, store, scratch, task, sizes, out, m_out, l_out)
-        if splits > 1:
-            for unit in prange(units):
-                finish(q, store, scratch, np.intp(unit), sizes, out, m_out, l_out)
+        scratch.counter[0], scratch.counter[1] = 0, 0
+        if parallel:
+            over_tasks(take_tasks, sizes[6], (q, c, store, scratch, sizes, out, m_out, l_out))
+            if sizes[1] > 1:
+                over_tasks(finish, units, (q, store, scratch, sizes, out, m_out, l_out))
+        else:
+            take_tasks(0, q, c, store, scratch, sizes, out, m_out, l_out)
+            if sizes[1] > 1:
+                for unit in range(units):
+                    finish(unit, q, store, scratch, sizes, out, m_out, l_out)
     return decode

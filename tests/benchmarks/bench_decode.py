@@ -19,8 +19,17 @@ CHECKED = 2                                      # query heads held against floa
 
 
 @functools.cache
-def read_bandwidth(threads):
-    return roofline.measure_memory(threads)[0]
+def memory():
+    return np.ones((1024, roofline.MEMORY_BYTES // 4096), np.float32)
+
+
+def share_of_bandwidth(run, nbytes, threads, rounds=15):
+    """Bytes per second of `run` against those of a plain sum, by turns: both move by a factor of two within minutes."""
+    x, out, shares = memory(), np.empty(threads, np.float32), []
+    for _ in range(rounds):
+        read = median_time(lambda: roofline.read_memory(x, threads, out), 1, 0)
+        shares.append(nbytes / median_time(run, 3, 0) / (x.nbytes / read))
+    return float(np.median(shares))
 
 
 @functools.lru_cache(1)
@@ -53,12 +62,14 @@ def bench_decode(benchmark, case, dtype, threads):
         assert np.abs(out[0, :CHECKED, 0] - exact).sum() <= (0.03 if dtype == "int8" else 1e-5) * np.abs(exact).sum()
         benchmark.group = f"decode {case}, {threads} threads"
         benchmark.pedantic(functools.partial(cache.decode, q, out=out), rounds=50, warmup_rounds=2)
+        if benchmark.stats:
+            held = cache.nbytes * case[2] / cache.page_size                     # the cache is a little longer
+            share = share_of_bandwidth(functools.partial(cache.decode, q, out=out), held, threads)
         token = np.ascontiguousarray(k[:, :, :1]), np.ascontiguousarray(v[:, :, :1])
-        append = median_time(lambda: cache.append(*token), 50)
+        append = median_time(lambda: cache.append(*token), 50, 0)           # no more: the cache has 64 slots left
         if benchmark.stats:
             median = benchmark.stats.stats.median
-            rate = cache.nbytes * case[2] / cache.page_size / median            # the cache is a little longer
-            benchmark.extra_info.update(bytes_per_second=rate, share_of_read_bandwidth=rate / read_bandwidth(threads),
+            benchmark.extra_info.update(bytes_per_second=held / median, share_of_read_bandwidth=share,
                                         append_seconds=append, append_share_of_decode=append / median)
             if find_spec("torch"):
                 benchmark.extra_info["times_torch"] = torch_seconds(q, k, v) / median
