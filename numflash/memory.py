@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from numba.np import arrayobj
 from numba.np.numpy_support import as_dtype
 
 LINE = 64
+LARGEST_KEPT = 31 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -24,6 +26,18 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.empty(size + LINE, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % LINE)
+
+
+@functools.cache
+def keep(bits: int) -> None:
+    """Let the C library keep 2**bits bytes that a call frees, for the next one.
+
+    glibc gives the top of its heap back to the system once more is free than twice the largest block ever freed, and takes blocks
+    larger than that straight from the system: the pages of several large arrays are cleared anew at each call, 0.5 ms per MB on a
+    virtual machine. Freeing one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
+    M_MMAP_THRESHOLD; the most they move to is 32 MB).
+    """
+    np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
 
 
 @intrinsic

@@ -1,5 +1,6 @@
 """Damaged caches, many callers, forks, and memory: nothing here may crash, hang, or give a wrong answer."""
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -279,3 +280,22 @@ def test_memory_is_measured():
     """The measure sees a score matrix."""
     done = python(MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"), ROOT / ".unused", NUMBA_CACHE_DIR="")
     assert float(done.stdout) > 200, done.stdout
+
+
+AGAIN = """
+import resource, numpy as np, numflash
+q, k, v = (np.random.default_rng(n).standard_normal((1, 1, 4096, 128), np.float32) for n in range(3))
+def faults(calls):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        numflash.attention(q, k, v, window=(64, 0))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / calls
+faults(3)
+print(faults(10))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's heap")
+def test_a_call_finds_the_memory_of_the_last_one():
+    """Packed K and V and the output are 6 MB: 1500 pages, which the system would clear anew each time."""
+    assert float(python(AGAIN, ROOT / ".unused", NUMBA_CACHE_DIR="").stdout) < 100

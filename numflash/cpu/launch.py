@@ -6,6 +6,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from .._jit import one_at_a_time
+from ..memory import keep
 from ..reference import cap_shift, combined_scale, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
 from . import flash_int8, launch_float, portable, target
@@ -75,6 +76,8 @@ def run_int8(problem: Problem, isa: str, results: Results = None) -> tuple[np.nd
 
 def run(problem: Problem, isa: str | None = None, results: Results = None) -> tuple[np.ndarray, np.ndarray | None]:
     """Attention on the CPU by the kernels of `isa` (None: the best of the target); they write into `results` where given."""
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    keep((4 * nb * (nh * length + nkv * s) * (d + dv)).bit_length())                    # queries, out, K and V
     with one_at_a_time():
         if problem.precision != "int8":
             return launch_float.run(problem, isa, results)
