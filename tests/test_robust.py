@@ -49,6 +49,14 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
         assert python(QUANTIZE, tmp_path).stdout == want.stdout
 
 
+def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
+    """What Numba compiles with is imported to compile alone; the garbage collector, which rests meanwhile, goes on."""
+    code = ("import gc, sys, numpy as np, numflash; x = numflash.quantize(np.ones((2, 4), np.float32)); "
+            "print(x.data.sum(), 'numba.np.linalg' in sys.modules, gc.isenabled())")
+    assert python(code, tmp_path).stdout.split() == ["1016", "True", "True"]
+    assert python(code, tmp_path).stdout.split() == ["1016", "False", "True"]
+
+
 def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     """P2: the stamp of a cached kernel covers every source file that it imports, and no other."""
     import shutil
