@@ -42,8 +42,8 @@ HIDDEN = -(1 << 31)                              # int32 log2 score of a key tha
 #
 # Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain sum's rate, where the same products
 # without them reach 94 % (D = 128, 4 rows, INT8, from memory). What it does not stand is a line out of turn: leaving out the 16
-# lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a plain sum 16 %; taking the second half
-# of the scales before the first, 15 %. Hence every line of the cache is read, in ascending order (`in_order`).
+# lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a plain sum 16 %. Hence every line of the
+# cache is read, in ascending order (`in_order`).
 AHEAD = 4096
 
 
