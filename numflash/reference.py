@@ -153,6 +153,10 @@ class Step:
 HIDDEN = np.int32(-(1 << 31))                    # t of a hidden key: below every score
 
 
+def largest(x: np.ndarray) -> float:
+    return float(np.maximum.reduce(x, None, initial=0))     # x.max() takes twice as long where nothing is in the cache
+
+
 def score_unit(scale: float, softcap: float = 0.0) -> float:
     """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units of a softcap."""
     return scale / softcap if softcap else scale * math.log2(math.e) * 256
@@ -164,10 +168,13 @@ def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap
     cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is
     NaN. A key or query that was not finite has scale NaN.
     """
-    limit = F(2.0**100)
-    with np.errstate(over="ignore"):
-        cq = q.row_scale() * F(score_unit(scale, softcap))
-    cq, ck = np.minimum(np.maximum(cq, -limit), limit), np.minimum(k.row_scale(), limit)
+    limit, unit = F(2.0**100), score_unit(scale, softcap)
+    cq, ck = q.row_scale(), k.row_scale()
+    if max(largest(q.scale) * abs(unit), largest(k.scale)) < limit:
+        cq = cq * F(unit)
+    else:
+        with np.errstate(over="ignore"):
+            cq, ck = np.clip(cq * F(unit), -limit, limit), np.minimum(ck, limit)
     if q.nonfinite is not None:
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:

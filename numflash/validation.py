@@ -1,6 +1,7 @@
 """Arguments of the public functions, checked and put into one frozen description that every backend takes."""
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -214,7 +215,7 @@ def limits(window: Any, is_causal: bool, reach: int) -> tuple[int | None, int | 
 def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
     """(B,) int64 counts between 0 and `most`."""
     if x is None:
-        return np.full(batch, most, np.int64)
+        return np.array([most] * batch, np.int64)
     array = import_array(name, x).array
     if array.dtype.kind not in "iu":
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
@@ -249,7 +250,7 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
     if sinks is not None:
         sinks = per_head("sinks", sinks, ((h,),), "(H,)")
     return Problem(
-        query=query, key=key, value=value, scale=float(1.0 / np.sqrt(d)) if scale is None else factor("scale", scale),
+        query=query, key=key, value=value, scale=1.0 / math.sqrt(d) if scale is None else factor("scale", scale),
         left=left, right=right, diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
         key_lengths=counts, mask=mask, bias=bias,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv or "int8",

@@ -136,10 +136,15 @@ def available(isas: Needs = ISAS) -> list[str]:
     return [isa for isa in isas if not missing(isa, isas) and _granted(isa)]
 
 
+@functools.cache
+def _best(isas: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
+    return available(dict(isas))[0]
+
+
 def require(isa: str | None, isas: Needs = ISAS) -> str:
     """`isa` itself, or the best one for None; an error where the target lacks it."""
     if isa is None:
-        return next(isa for isa in isas if not missing(isa, isas) and _granted(isa))
+        return _best(tuple(isas.items()))
     if isa not in isas:
         raise ArgumentError(f"isa: got {isa!r}; allowed: {', '.join(map(repr, isas))}")
     if missing(isa, isas):
