@@ -168,13 +168,13 @@ def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap
     cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is
     NaN. A key or query that was not finite has scale NaN.
     """
-    limit, unit = F(2.0**100), score_unit(scale, softcap)
+    limit, unit = 2.0**100, score_unit(scale, softcap)
     cq, ck = q.row_scale(), k.row_scale()
     if max(largest(q.scale) * abs(unit), largest(k.scale)) < limit:
         cq = cq * F(unit)
     else:
         with np.errstate(over="ignore"):
-            cq, ck = np.clip(cq * F(unit), -limit, limit), np.minimum(ck, limit)
+            cq, ck = np.clip(cq * F(unit), F(-limit), F(limit)), np.minimum(ck, F(limit))
     if q.nonfinite is not None:
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:
