@@ -4,9 +4,9 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .._jit import bare, kernel
+from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK
 from .decode_tiles import Tile
 
@@ -46,6 +46,13 @@ def place(position, sinks, ring):
     """The slot of a token; a division only where the ring has come round."""
     behind = position - sinks
     return position if behind < ring else sinks + behind % ring
+
+
+@bare
+def in_turn(body, count, args):
+    """The same as `over_tasks`, on this thread."""
+    for n in range(count):
+        body(n, *args)
 
 
 @functools.cache
@@ -92,6 +99,7 @@ def make_append_int8(tile: Tile, parallel: bool):
     float32; work (B * Hkv, 4, max(D in whole groups, Dv)) float32 scratch.
     """
     write_key, write_value, write_scales = _make_writers(tile)
+    for_each = over_tasks if parallel else in_turn
     group, added, v_added = tile.group, I(tile.q_offset), I(tile.v_offset)
 
     @bare
@@ -116,12 +124,14 @@ def make_append_int8(tile: Tile, parallel: bool):
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
             write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
-    @kernel(parallel=parallel)
+    @bare
+    def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
+        b, g = n // key.shape[1], n % key.shape[1]
+        append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, offset[b, g], work[n])
+
+    @kernel
     def append(key, value, counts, pages, table, lengths, sizes, offset, work):
-        n_kv = key.shape[1]
-        for n in prange(key.shape[0] * n_kv):
-            b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, offset[b, g], work[np.intp(n)])
+        for_each(append_one, key.shape[0] * key.shape[1], (key, value, counts, pages, table, lengths, sizes, offset, work))
         for b in range(counts.size):
             lengths[b] += counts[b]
     return append
@@ -135,6 +145,7 @@ def make_append_float(tile: Tile, parallel: bool):
     zeros (max(D, Dv),) unsigned bits: what is stored for a token that is not finite.
     """
     write_key, write_value, write_scales = _make_writers(tile)
+    for_each = over_tasks if parallel else in_turn
     bits = np.uint32 if tile.dtype == "float32" else np.uint16
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
 
@@ -157,12 +168,14 @@ def make_append_float(tile: Tile, parallel: bool):
             write_value(value[i] if good else zeros[:dv], page, inner, d, columns, 0)
             write_scales(F(1) if good else F(np.nan), F(1), page, inner, d, columns)
 
-    @kernel(parallel=parallel)
+    @bare
+    def append_one(n, key, value, counts, pages, table, lengths, sizes, zeros):
+        b, g = n // key.shape[1], n % key.shape[1]
+        append_head(key[b, g].view(bits), value[b, g].view(bits), counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
+
+    @kernel
     def append(key, value, counts, pages, table, lengths, sizes, zeros):
-        n_kv = key.shape[1]
-        for n in prange(key.shape[0] * n_kv):
-            b, g = np.intp(n) // n_kv, np.intp(n) % n_kv                # P4
-            append_head(key[b, g].view(bits), value[b, g].view(bits), counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
+        for_each(append_one, key.shape[0] * key.shape[1], (key, value, counts, pages, table, lengths, sizes, zeros))
         for b in range(counts.size):
             lengths[b] += counts[b]
     return append
