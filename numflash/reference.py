@@ -165,8 +165,8 @@ def score_unit(scale: float, softcap: float = 0.0) -> float:
 def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
 
-    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is
-    NaN. A key or query that was not finite has scale NaN.
+    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN. A key or query that was
+    not finite has scale NaN.
     """
     limit, unit = 2.0**100, score_unit(scale, softcap)
     cq, ck = q.row_scale(), k.row_scale()

@@ -262,7 +262,7 @@ TILINGS = {t.name: t for t in (
     Tiling("a64fx-unfused-48x128", "cpu", "sve", "int8", 6, 4, 16, 48, 128, (
         Buffer("Q tile", "block_q", "d", "int8"), Buffer("K tile", "key_block", "d", "int8"),
         Buffer("S tile", "block_q", "key_block", "int32", 2)), "INT8 GEMM + FlashAttention status, Working Set Analysis"),
-    _cuda_float("sm_75", "float16", 64), _cuda_float("sm_75", "float16", 32, "-wide"),
+    _cuda_float("sm_75", "float16", 64), _cuda_float("sm_75", "float16", 16, "-wide"),
     _cuda_float("sm_80", "float16", 64), _cuda_float("sm_80", "float16", 32, "-wide"),
     _cuda_float("sm_80", "bfloat16", 64), _cuda_float("sm_80", "bfloat16", 32, "-wide"),
     _hopper("float16", 128), _hopper("float16", 64, "-wide"), _hopper("bfloat16", 128), _hopper("bfloat16", 64, "-wide"),

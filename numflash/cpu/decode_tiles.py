@@ -257,8 +257,8 @@ def value_tile(tile: Tile, rows: int, nv: int):
     """Intrinsic f(work, v, step, steps, o, column, columns): o[rows, column + nv * lanes] += (P.V) * scale.
 
     Addresses: work, where the weights P and SCALE lie; v the first of these columns, `step` elements between two steps of it; o,
-    rows of `columns` float32. INT8 multiplies and adds in float32, each rounded, and
-    where values are stored with an offset its sums begin with V_START; float storage starts its sums from o and takes no scale.
+    rows of `columns` float32. INT8 multiplies and adds in float32, each rounded, and where values are stored with an offset its
+    sums begin with V_START; float storage starts its sums from o and takes no scale.
     """
     @intrinsic
     def values(typingctx, work, v, step, steps, o, column, columns):

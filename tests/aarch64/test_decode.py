@@ -10,6 +10,7 @@ pytest.importorskip("elftools")
 from numflash import assembly
 from numflash.aarch64.emulator import Emulated
 from numflash.cpu import decode, decode_append, decode_tiles, launch_decode
+from numflash.cpu.vectors import address
 from numflash.errors import UnsupportedError
 from numflash.tiling import KEY_BLOCK
 
@@ -50,10 +51,11 @@ def products(isa, keys):
     nv = t.width(ROWS)
     if keys:
         score = decode_tiles.score_tile(t, ROWS)
-        return numba.njit(lambda q, k, ck, work: score(q, q.shape[1], k, 0, q.shape[1], ck, 0, work, 0)), (
+        return numba.njit(lambda q, k, ck, work: score(address(q), q.shape[1], address(k), address(ck), 0, address(work))), (
             "void(int32[:,::1], int8[::1], float32[::1], int32[:,::1])")
     value = decode_tiles.value_tile(t, ROWS, nv)
-    return numba.njit(lambda work, v, o: value(work, v, 0, v.size // 32, KEY_BLOCK // 4, o, 0, o.shape[1], 0)), (
+    return numba.njit(
+        lambda work, v, o: value(address(work), address(v), v.size // 32, KEY_BLOCK // 4, address(o), 0, o.shape[1])), (
         "void(int32[:,::1], int8[::1], float32[:,::1])")
 
 

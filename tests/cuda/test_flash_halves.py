@@ -141,6 +141,7 @@ def test_huge_scores_and_hidden_nonfinite():
 
 def test_turing():
     report = check({"b": 1, "h": 2, "l": 130, "s": 150, "d": 64}, arch="sm_75", is_causal=True)
+    check({"b": 1, "h": 2, "hkv": 1, "l": 40, "s": 50, "d": 256}, arch="sm_75", is_causal=True, softcap=9.0)
     assert report.async_copied == 0 and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"] > 0
     q = np.zeros((1, 1, 4, 8), ml_dtypes.bfloat16)
     with pytest.raises(UnsupportedError, match="sm_75 has float16"):

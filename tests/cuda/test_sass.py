@@ -4,14 +4,23 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 from sass_checks import resources
+from sass_table import ALL, MASKED
 
 from numflash.cuda import backward
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_hopper import flash_hopper
+from numflash.tiling import cuda_tiling
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("options", [{"band": True, "group": 4}, MASKED, {**ALL, "sinks": True}])
+def test_options_of_wide_heads_on_turing(options):
+    """Blocks of 16 keys: those of 32 leave up to 40 bytes of stack with any option but a boolean mask alone."""
+    block_k = cuda_tiling("sm_75", "float16", 256).key_block
+    resources(flash_float, "sm_75", d=256, dv=256, block_q=64, block_k=block_k, dtype="float16", turing=True, **options)
 
 
 @pytest.mark.parametrize(("arch", "d", "block_k", "registers"), [
