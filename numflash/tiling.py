@@ -112,7 +112,9 @@ class Tiling:
         """The tiling in words and bytes: each buffer, the sum, and the caches it fits."""
         caches, sizes = caches or self.caches(), self.sizes(head_dim, value_dim)
         tile = f"{self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators"
-        if self.device == "cuda":
+        if self.isa == "portable":
+            tile = f"{self.mr} x {self.nv} sums on AArch64; on x86 one product at a time, as the compiler unrolls it"
+        elif self.device == "cuda":
             owner, threads = ("warpgroup", 128) if self.mr == 64 else ("warp", 32)
             scores = self.mr * self.nv * self.lanes
             tile = f"{self.mr} x {self.nv * self.lanes} scores per {owner}: {max(1, scores // threads)} of each thread"

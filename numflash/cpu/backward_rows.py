@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .._jit import inline, kernel
+from ..parallel import over_tasks
 from .flash_rows import row_functions
 from .scores import row_range
 from .vectors import next_task
@@ -76,7 +76,43 @@ def make_backward_rows(double: bool):
                     l += R(np.exp2(s[j] - m))
         return m, R(1) / l
 
-    @kernel(parallel=True, float_math=True)
+    @inline(float_math=True)
+    def query_work(_, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq):
+        """One worker of `query_pass`."""
+        length, d = q.shape[1], q.shape[2]
+        h_all, h_kv, _ = heads
+        row, grad, sums = np.empty(d, R), np.empty(v.shape[2], R), np.empty(d, R)
+        weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
+        while True:
+            task = next_task(counter)
+            if task * ROWS >= todo.size:
+                break
+            for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
+                n, i = todo[place] // length, todo[place] % length
+                b, h = n // h_all, n % h_all
+                keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
+                lo, hi = row_range(semantics, b, i, s)
+                row[:], grad[:], sums[:] = q[n, i], do[n, i], R(0)
+                if lse[n, i] == np.inf:
+                    lse[n, i], share[n, i] = normalise(semantics, b, h, i, lo, hi, row, keys, scales[0], weights, slopes,
+                                                       R(sinks[h]))
+                if lse[n, i] == -np.inf:
+                    hi = lo
+                for first in range(lo, hi, KEYS):
+                    p, ds = weights[:min(KEYS, hi - first)], slopes[:min(KEYS, hi - first)]
+                    if score(semantics, b, h, i, first, row, keys, scales[0], p, ds):
+                        weigh(p, R(lse[n, i]), R(share[n, i]))
+                        differentiate(p, grad, values, first, R(delta[n, i]), ds)
+                        for j in range(p.size):
+                            if p[j] != R(0):
+                                x, key = ds[j], keys[first + j]
+                                for e in range(d):
+                                    sums[e] += x * R(key[e])
+                result = dq[n, i]
+                for e in range(d):
+                    result[e] = F(sums[e] * R(scales[1]))
+
+    @kernel
     def query_pass(q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq):
         """dQ of the rows `todo` (int64, n * L + i, rising); an LSE of infinity is computed anew, in place.
 
@@ -85,85 +121,57 @@ def make_backward_rows(double: bool):
         factor of dQ and dK); heads = (H, Hkv, workers); sinks (H,) float64 in units of log2; counter (1,) int64 zero;
         dq (N, L, D) float32.
         """
-        length, d = q.shape[1], q.shape[2]
-        h_all, h_kv, workers = heads
-        for _ in prange(workers):
-            row, grad, sums = np.empty(d, R), np.empty(v.shape[2], R), np.empty(d, R)
-            weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
-            while True:
-                task = next_task(counter)
-                if task * ROWS >= todo.size:
-                    break
-                for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
-                    n, i = todo[place] // length, todo[place] % length
-                    b, h = n // h_all, n % h_all
-                    keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
-                    lo, hi = row_range(semantics, b, i, s)
-                    row[:], grad[:], sums[:] = q[n, i], do[n, i], R(0)
-                    if lse[n, i] == np.inf:
-                        lse[n, i], share[n, i] = normalise(semantics, b, h, i, lo, hi, row, keys, scales[0], weights, slopes,
-                                                           R(sinks[h]))
-                    if lse[n, i] == -np.inf:
-                        hi = lo
-                    for first in range(lo, hi, KEYS):
-                        p, ds = weights[:min(KEYS, hi - first)], slopes[:min(KEYS, hi - first)]
-                        if score(semantics, b, h, i, first, row, keys, scales[0], p, ds):
-                            weigh(p, R(lse[n, i]), R(share[n, i]))
-                            differentiate(p, grad, values, first, R(delta[n, i]), ds)
-                            for j in range(p.size):
-                                if p[j] != R(0):
-                                    x, key = ds[j], keys[first + j]
-                                    for e in range(d):
-                                        sums[e] += x * R(key[e])
-                    result = dq[n, i]
-                    for e in range(d):
-                        result[e] = F(sums[e] * R(scales[1]))
+        over_tasks(query_work, heads[2], (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq))
 
-    @kernel(parallel=True, float_math=True)
+    @inline(float_math=True)
+    def key_work(_, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv):
+        """One worker of `key_pass`."""
+        length, d, columns = q.shape[1], q.shape[2], v.shape[2]
+        h_all, h_kv, _ = heads
+        group, blocks = h_all // h_kv, (s + KEYS - 1) // KEYS
+        row, grad = np.empty(d, R), np.empty(columns, R)
+        weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
+        dk_sums, dv_sums = np.empty((KEYS, d), R), np.empty((KEYS, columns), R)
+        while True:
+            task = next_task(counter)
+            if task >= k.shape[0] * blocks:
+                break
+            n_key, block = task // blocks, task % blocks * KEYS
+            stop = min(block + KEYS, s)
+            dk_sums[:], dv_sums[:] = R(0), R(0)
+            for n in range(n_key * group, (n_key + 1) * group):
+                b, h = n // h_all, n % h_all
+                for place in range(starts[n], starts[n + 1]):
+                    i = todo[place] % length
+                    lo, hi = row_range(semantics, b, i, s)
+                    first, end = max(lo, block), min(hi, stop)
+                    if first >= end or lse[n, i] == -np.inf:
+                        continue
+                    row[:], grad[:] = q[n, i], do[n, i]
+                    p, ds = weights[:end - first], slopes[:end - first]
+                    if score(semantics, b, h, i, first, row, k[n_key], scales[0], p, ds):
+                        weigh(p, R(lse[n, i]), R(share[n, i]))
+                        differentiate(p, grad, v[n_key], first, R(delta[n, i]), ds)
+                        for j in range(p.size):
+                            if p[j] != R(0):
+                                x, y = ds[j], p[j]
+                                dk_row, dv_row = dk_sums[first - block + j], dv_sums[first - block + j]
+                                for e in range(d):
+                                    dk_row[e] += x * row[e]
+                                for e in range(columns):
+                                    dv_row[e] += y * grad[e]
+            for j in range(stop - block):
+                dk_row, dv_row = dk[n_key, block + j], dv[n_key, block + j]
+                for e in range(d):
+                    dk_row[e] = F(R(dk_row[e]) + dk_sums[j, e] * R(scales[1]))
+                for e in range(columns):
+                    dv_row[e] = F(R(dv_row[e]) + dv_sums[j, e])
+
+    @kernel
     def key_pass(q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv):
         """What the rows `todo` add to dK and dV. Arguments as in `query_pass`, which comes first.
 
         starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n; dk (Nkv, S, D), dv (Nkv, S, Dv) float32.
         """
-        length, d, columns = q.shape[1], q.shape[2], v.shape[2]
-        h_all, h_kv, workers = heads
-        group, blocks = h_all // h_kv, (s + KEYS - 1) // KEYS
-        for _ in prange(workers):
-            row, grad = np.empty(d, R), np.empty(columns, R)
-            weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
-            dk_sums, dv_sums = np.empty((KEYS, d), R), np.empty((KEYS, columns), R)
-            while True:
-                task = next_task(counter)
-                if task >= k.shape[0] * blocks:
-                    break
-                n_key, block = task // blocks, task % blocks * KEYS
-                stop = min(block + KEYS, s)
-                dk_sums[:], dv_sums[:] = R(0), R(0)
-                for n in range(n_key * group, (n_key + 1) * group):
-                    b, h = n // h_all, n % h_all
-                    for place in range(starts[n], starts[n + 1]):
-                        i = todo[place] % length
-                        lo, hi = row_range(semantics, b, i, s)
-                        first, end = max(lo, block), min(hi, stop)
-                        if first >= end or lse[n, i] == -np.inf:
-                            continue
-                        row[:], grad[:] = q[n, i], do[n, i]
-                        p, ds = weights[:end - first], slopes[:end - first]
-                        if score(semantics, b, h, i, first, row, k[n_key], scales[0], p, ds):
-                            weigh(p, R(lse[n, i]), R(share[n, i]))
-                            differentiate(p, grad, v[n_key], first, R(delta[n, i]), ds)
-                            for j in range(p.size):
-                                if p[j] != R(0):
-                                    x, y = ds[j], p[j]
-                                    dk_row, dv_row = dk_sums[first - block + j], dv_sums[first - block + j]
-                                    for e in range(d):
-                                        dk_row[e] += x * row[e]
-                                    for e in range(columns):
-                                        dv_row[e] += y * grad[e]
-                for j in range(stop - block):
-                    dk_row, dv_row = dk[n_key, block + j], dv[n_key, block + j]
-                    for e in range(d):
-                        dk_row[e] = F(R(dk_row[e]) + dk_sums[j, e] * R(scales[1]))
-                    for e in range(columns):
-                        dv_row[e] = F(R(dv_row[e]) + dv_sums[j, e])
+        over_tasks(key_work, heads[2], (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv))
     return query_pass, key_pass

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numba
 import numpy as np
-from numba import prange
 
 from .._jit import inline, kernel, one_at_a_time
 from ..interop import widen
@@ -39,14 +38,18 @@ def _magnitudes(words, out):
     over_tasks(_magnitude, words.shape[0], (words, out))
 
 
-@kernel(parallel=True, float_math=True)
+@inline(float_math=True)
+def _row_dot(row, a, b, out):
+    x, y, total = a[row], b[row], 0.0
+    for e in range(x.size):
+        total += np.float64(x[e]) * np.float64(y[e])
+    out[row] = total
+
+
+@kernel
 def _row_dots(a, b, out):
     """out (rows,) float64 = a . b of each row."""
-    for task in prange(a.shape[0]):
-        x, y, total = a[np.intp(task)], b[np.intp(task)], 0.0           # P4
-        for e in range(x.size):
-            total += np.float64(x[e]) * np.float64(y[e])
-        out[task] = total
+    over_tasks(_row_dot, a.shape[0], (a, b, out))
 
 
 def magnitudes(x: np.ndarray) -> np.ndarray:

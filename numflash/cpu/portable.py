@@ -14,10 +14,10 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import prange
 
 from .. import fixedpoint as fx
 from .._jit import inline, kernel
+from ..parallel import over_tasks
 from ..tiling import KEY_BLOCK, tiling
 from .isas import shares_operands
 from .packing import padded
@@ -160,19 +160,21 @@ def merge_row(octave, total, m, l, o):
     return m, F(l + F(total * scale)), scale
 
 
-@kernel(parallel=True)
+@inline
+def transpose_block(task, v, out):
+    n, block = task // out.shape[1], task % out.shape[1]
+    target, first = out[n, block], block * KEY_BLOCK
+    target[:] = 0
+    for j in range(min(KEY_BLOCK, v.shape[1] - first)):
+        source = v[n, first + j]
+        for t in range(source.size):
+            target[t, j] = source[t]
+
+
+@kernel
 def transpose_values(v, out):
     """out (N, blocks, columns, keys of a block) = v (N, S, Dv) int8 transposed; what does not exist holds 0."""
-    n_heads, length, dv = v.shape
-    blocks = out.shape[1]
-    for task in prange(n_heads * blocks):
-        n, block = np.intp(task) // blocks, np.intp(task) % blocks                  # P4
-        target, first = out[n, block], block * KEY_BLOCK
-        target[:] = 0
-        for j in range(min(KEY_BLOCK, length - first)):
-            source = v[n, first + j]
-            for t in range(dv):
-                target[t, j] = source[t]
+    over_tasks(transpose_block, out.shape[0] * out.shape[1], (v, out))
 
 
 def pad_keys(x: np.ndarray) -> np.ndarray:
@@ -203,7 +205,69 @@ def make_attend(pv: str):
     softmax, add_values = (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
     weight, zero, unit = (np.int8, np.int8(-P_OFFSET), F(1)) if integer else (np.float32, F(0), F(1 / fx.ONE_Q16))
 
-    @kernel(parallel=True)
+    @inline
+    def work(_, q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """One worker: query tiles, as long as there are any."""
+        n_heads, length, d = q.shape
+        h_all, h_kv, _ = heads
+        tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
+        q_tile, cq_tile = np.zeros((BLOCK_Q, d), np.int8), np.zeros(BLOCK_Q, np.float32)
+        x, x16 = np.empty((BLOCK_Q, KEY_BLOCK), np.float32), np.empty((BLOCK_Q, KEY_BLOCK), np.int16)
+        p, o = np.zeros((BLOCK_Q, KEY_BLOCK), weight), np.empty((BLOCK_Q, width), np.float32)
+        m, l, scale = np.empty(BLOCK_Q, np.int32), np.empty(BLOCK_Q, np.float32), np.zeros(BLOCK_Q, np.float32)
+        total, spoiled = np.zeros(BLOCK_Q, np.int32), np.zeros(BLOCK_Q, np.uint8)
+        while True:
+            task = next_task(counter)
+            if task >= n_heads * tiles:
+                break
+            n, row = task // tiles, (tiles - 1 - task % tiles) * BLOCK_Q           # the longest causal tiles first
+            b, h = n // h_all, n % h_all
+            n_kv = b * h_kv + h * h_kv // h_all
+            rows = min(BLOCK_Q, length - row)
+            block = (rows + MR - 1) // MR * MR
+            for i in range(rows):
+                source, target = q[n, row + i], q_tile[i]
+                for e in range(target.size):
+                    target[e] = source[e]
+                cq_tile[i] = cq[n, row + i]
+            m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
+            o[:] = F(0)
+            first, stop = s, 0
+            for i in range(rows):
+                lo, hi = row_range(semantics, b, row + i, s)
+                if hi > lo:
+                    first, stop = min(first, lo), max(stop, hi)
+            for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
+                score_block(q_tile[:block], k[n_kv, c:c + KEY_BLOCK], ck[n_kv, c:c + KEY_BLOCK], cq_tile, x)
+                for i in range(rows):
+                    lo, hi = row_range(semantics, b, row + i, s)
+                    a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)
+                    octave = I(UNSEEN)
+                    if a < z:
+                        if semantics.general:
+                            transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
+                        octave, bad = narrow_row(x[i, a:z], x16[i, a:z])
+                        if bad:
+                            spoiled[i] = 1
+                    if octave == UNSEEN:
+                        p[i], total[i] = zero, I(0)
+                    else:
+                        x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
+                        total[i] = softmax(x16[i], I(0), p[i])
+                    m[i], l[i], scale[i] = merge_row(octave, F(F(total[i]) * unit), m[i], l[i], o[i])
+                add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
+            for i in range(rows):
+                if spoiled[i]:
+                    l[i] = F(np.nan)
+                result, r = out[n, row + i], F(1) / l[i]
+                if l[i] == F(0):
+                    result[:] = F(0)
+                else:
+                    for t in range(result.size):
+                        result[t] = F(F(o[i, t] * r) * v_scale[n_kv, t])
+                m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+
+    @kernel
     def attend(q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """All query tiles of all heads.
 
@@ -211,63 +275,5 @@ def make_attend(pv: str):
         finite; v (Nkv, blocks, ...) from `arrange_values`; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers);
         s keys; counter (1,) int64 zero; out (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
         """
-        n_heads, length, d = q.shape
-        h_all, h_kv, workers = heads
-        tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
-        for _ in prange(workers):
-            q_tile, cq_tile = np.zeros((BLOCK_Q, d), np.int8), np.zeros(BLOCK_Q, np.float32)
-            x, x16 = np.empty((BLOCK_Q, KEY_BLOCK), np.float32), np.empty((BLOCK_Q, KEY_BLOCK), np.int16)
-            p, o = np.zeros((BLOCK_Q, KEY_BLOCK), weight), np.empty((BLOCK_Q, width), np.float32)
-            m, l, scale = np.empty(BLOCK_Q, np.int32), np.empty(BLOCK_Q, np.float32), np.zeros(BLOCK_Q, np.float32)
-            total, spoiled = np.zeros(BLOCK_Q, np.int32), np.zeros(BLOCK_Q, np.uint8)
-            while True:
-                task = next_task(counter)
-                if task >= n_heads * tiles:
-                    break
-                n, row = task // tiles, (tiles - 1 - task % tiles) * BLOCK_Q           # the longest causal tiles first
-                b, h = n // h_all, n % h_all
-                n_kv = b * h_kv + h * h_kv // h_all
-                rows = min(BLOCK_Q, length - row)
-                block = (rows + MR - 1) // MR * MR
-                for i in range(rows):
-                    source, target = q[n, row + i], q_tile[i]
-                    for e in range(target.size):
-                        target[e] = source[e]
-                    cq_tile[i] = cq[n, row + i]
-                m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
-                o[:] = F(0)
-                first, stop = s, 0
-                for i in range(rows):
-                    lo, hi = row_range(semantics, b, row + i, s)
-                    if hi > lo:
-                        first, stop = min(first, lo), max(stop, hi)
-                for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
-                    score_block(q_tile[:block], k[n_kv, c:c + KEY_BLOCK], ck[n_kv, c:c + KEY_BLOCK], cq_tile, x)
-                    for i in range(rows):
-                        lo, hi = row_range(semantics, b, row + i, s)
-                        a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)
-                        octave = I(UNSEEN)
-                        if a < z:
-                            if semantics.general:
-                                transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
-                            octave, bad = narrow_row(x[i, a:z], x16[i, a:z])
-                            if bad:
-                                spoiled[i] = 1
-                        if octave == UNSEEN:
-                            p[i], total[i] = zero, I(0)
-                        else:
-                            x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
-                            total[i] = softmax(x16[i], I(0), p[i])
-                        m[i], l[i], scale[i] = merge_row(octave, F(F(total[i]) * unit), m[i], l[i], o[i])
-                    add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
-                for i in range(rows):
-                    if spoiled[i]:
-                        l[i] = F(np.nan)
-                    result, r = out[n, row + i], F(1) / l[i]
-                    if l[i] == F(0):
-                        result[:] = F(0)
-                    else:
-                        for t in range(result.size):
-                            result[t] = F(F(o[i, t] * r) * v_scale[n_kv, t])
-                    m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+        over_tasks(work, heads[2], (q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out))
     return attend

@@ -22,8 +22,9 @@ def attend_rows(q, k, v, scale, causal, workers, out):
     """q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), out (N, L, Dv), all float32; N / Nkv query heads share a key head."""
     n_heads, length, _ = q.shape
     s_len, share = k.shape[1], n_heads // k.shape[0]
+    scores = np.empty((workers, s_len), np.float32)                # an exception inside prange would be lost
     for worker in prange(workers):
-        s = np.empty(s_len, np.float32)
+        s = scores[worker]
         for task in range(np.intp(worker), n_heads * length, workers):       # P4; row by row in turn: causal rows balance
             n, i = task // length, task % length
             keys, values = k[n // share], v[n // share]
