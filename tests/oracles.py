@@ -24,6 +24,7 @@ def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window
     nkv, s = key.shape[1:3]
     out, lse = np.zeros((nb, nh, length, value.shape[3])), np.full((nb, nh, length), -np.inf)
     mask = None if attn_mask is None else np.broadcast_to(attn_mask, (nb, nh, length, s))
+    slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (nb, nh))
     for b, h, i in np.ndindex(nb, nh, length):
         count = s if key_lengths is None else key_lengths[b]
         centre = i + (count - length if alignment == "lower_right" else 0)
@@ -33,8 +34,8 @@ def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window
             x = float(query[b, h, i] @ key[b, g, j]) * (1 / np.sqrt(d) if scale is None else scale)
             if softcap:
                 x = softcap * np.tanh(x / softcap)
-            if alibi_slopes is not None:
-                x -= np.broadcast_to(alibi_slopes, (nb, nh))[b, h] * abs(centre - j)
+            if slopes is not None:
+                x -= slopes[b, h] * abs(centre - j)
             visible = not ((is_causal and j > centre) or (window[0] is not None and j < centre - window[0])
                            or (window[1] is not None and j > centre + window[1]))
             if mask is not None:

@@ -111,10 +111,11 @@ def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarra
 
 
 def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, Any]:
-    """The constants that say what a 16-bit kernel has code for."""
-    return {"dtype": problem.precision, "band": band(problem)[0], "mask": mask, "softcap": bool(problem.softcap),
-            "alibi": problem.alibi_slopes is not None, "sinks": results is not None and problem.sinks is not None,
-            "transform": problem.scale <= 0}
+    """The constants that say what a 16-bit kernel has code for; with options that imply "transform" the scale's sign is none."""
+    softcap, alibi = bool(problem.softcap), problem.alibi_slopes is not None
+    return {"dtype": problem.precision, "band": band(problem)[0], "mask": mask, "softcap": softcap, "alibi": alibi,
+            "sinks": results is not None and problem.sinks is not None,
+            "transform": problem.scale <= 0 and not (softcap or alibi or mask == "float")}
 
 
 def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:

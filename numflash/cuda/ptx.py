@@ -164,6 +164,7 @@ def global_address(typingctx, array):
 
 # ---- arithmetic with a stated rounding: `.rn` keeps ptxas from contracting (PTX 9.7.3) -----------------------------------------
 fma = op("fma.rn.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)                       # 9.7.3.6
+fma_toward_zero = op("fma.rz.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
 mul = op("mul.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)                                   # 9.7.3.5
 add = op("add.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)                                   # 9.7.3.3
 sub = op("sub.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)                                   # 9.7.3.4

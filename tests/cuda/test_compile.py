@@ -1,4 +1,5 @@
 """The toolchain without a GPU: offline compilation for every architecture, the cache, and what happens without the extra."""
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from numflash.cuda import _target, compile
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import ARCHITECTURES, Source, compiled
+from numflash.cuda.kernels.flash_float import flash_float
 from numflash.errors import ArgumentError
 
 VECTOR = types.Array(types.float32, 1, "C")
@@ -46,6 +48,14 @@ def test_every_architecture(arch, cache):
 @pytest.mark.parametrize(("arch", "target"), [("sm_75", "sm_75"), ("sm_90a", "sm_90a")])
 def test_ptx_names_its_target(arch, target, cache):
     assert f".target {target}" in compiled(scale_kernel, arch, "ptx").ptx
+
+
+def test_a_label_that_nvvm_leaves_out():
+    """With line numbers NVVM 13.5 drops one of this kernel's: neither ptxas, for Blackwell, nor the emulator could go there."""
+    source = flash_float(32, 32, 64, 64, group=4, band=True, mask="float")
+    text = _target.to_ptx(source.function, source.signature, (8, 0), (source.threads, 1), False)
+    label = re.search(r"^\$\w+:", text, re.M)[0]
+    assert not _target.missing_labels(text) and _target.missing_labels(text.replace(label, "")) == {label[:-1]}
 
 
 def test_second_process_reads_the_disk(cache, monkeypatch):

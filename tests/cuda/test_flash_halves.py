@@ -6,45 +6,23 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 import ml_dtypes
+from float_checks import DTYPES, compare, problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numflash import validation
 from numflash.cuda import forward, launch
 from numflash.errors import UnsupportedError
-
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
-           "precision": None,
-               "pv": None, "layout": "bhld", "return_lse": True}
-
-
-def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
-    return validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options})
 
 
 def solve(q, k, v, arch="sm_80", seed=0, **options):
     out, lse, report = forward.emulated(forward.float_forward(problem_of(q, k, v, **options), arch), seed=seed)
-    bits = out.dtype == np.uint16
-    return (out.view(ml_dtypes.bfloat16) if bits else out).astype(np.float64), lse, report
-
-
-def budget(q, k, v, expected, dtype, **options):
-    """Twice the error of attention whose weights and output are rounded to `dtype`, plus half a unit of the output."""
-    rough = oracles.naive(q, k, v, **options)[0].astype(dtype).astype(np.float64)
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    return 2 * np.abs(rough - expected).max() + eps * (np.abs(np.asarray(v, np.float64)).max(initial=0) + 0.1)
+    return (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64), lse, report
 
 
 def check(shape, dtype="float16", arch="sm_80", seed=0, **options):
-    kind = DTYPES[dtype]
-    q, k, v = (x.astype(kind) for x in oracles.qkv(**shape, seed=seed))
-    out, lse, report = solve(q, k, v, arch, seed, **options)
-    expected, expected_lse = oracles.naive(q, k, v, **options)
-    assert np.abs(out - expected).max() <= budget(q, k, v, expected, kind, **options)
-    seen = np.isfinite(expected_lse)
-    assert np.array_equal(seen, np.isfinite(lse)) and (lse[~seen] == -np.inf).all() and (out[~seen] == 0).all()
-    assert np.allclose(lse[seen], expected_lse[seen], atol=3e-5, rtol=1e-5)
+    q, k, v = (x.astype(DTYPES[dtype]) for x in oracles.qkv(**shape, seed=seed))
+    out, lse, report = forward.emulated(forward.float_forward(problem_of(q, k, v, **options), arch), seed=seed)
+    compare(out, lse, q, k, v, **options)
     return report
 
 
@@ -62,13 +40,12 @@ def test_odd_shapes(shape):
     check(shape)
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("l", "s", "options"), [
     (70, 70, {"is_causal": True}), (70, 150, {"is_causal": True, "alignment": "lower_right"}),
     (170, 50, {"is_causal": True, "alignment": "lower_right"}), (70, 150, {"window": (17, 3)}), (70, 150, {"window": (None, 9)}),
     (150, 150, {"window": (20, 0), "is_causal": True}), (70, 70, {"window": (None, 40), "alignment": "lower_right"})])
-def test_bands(dtype, l, s, options):
-    check({"b": 1, "h": 2, "l": l, "s": s, "d": 64}, dtype, **options)
+def test_bands(l, s, options):
+    check({"b": 1, "h": 2, "l": l, "s": s, "d": 64}, **options)
 
 
 def test_tiles_outside_the_band_are_skipped():
@@ -87,16 +64,6 @@ def test_softcap():
     check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, softcap=2.0)
 
 
-@pytest.mark.slow
-def test_alibi():
-    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, alibi_slopes=np.array([0.5, 0.1], np.float32), is_causal=True)
-
-
-@pytest.mark.slow
-def test_negative_scale():
-    check({"b": 1, "h": 2, "l": 40, "s": 50, "d": 64}, scale=-0.1)
-
-
 def test_masks():
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 50)) > 0.5
@@ -104,6 +71,7 @@ def test_masks():
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen)
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=seen[:, :1])
     bias = np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(np.float32)
+    bias[0, 0, 9], bias[0, 0, 10, ::2] = np.finfo(np.float32).min, np.finfo(np.float32).min      # a row that sees all keys alike
     check({"b": 2, "h": 2, "l": 40, "s": 50, "d": 64}, attn_mask=bias)
 
 

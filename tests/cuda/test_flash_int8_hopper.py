@@ -48,24 +48,6 @@ def test_sizes(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [
-    {"is_causal": True}, {"window": (30, 2)}, {"window": (None, 9), "alignment": "lower_right"}, {"softcap": 2.0},
-    {"is_causal": True, "alibi_slopes": np.array([0.5, 0.1], np.float32)}])
-def test_options(options):
-    check(*oracles.qkv(b=1, h=2, l=170, s=270, d=64), **options)
-
-
-@pytest.mark.slow
-def test_masks():
-    rng = np.random.default_rng(3)
-    seen = rng.random((1, 4, 70, 150)) > 0.5
-    seen[0, 1, 7] = False
-    check(*oracles.qkv(b=2, h=4, hkv=2, l=70, s=150, d=64), attn_mask=seen)
-    bias = np.where(seen[:, :1], rng.standard_normal(seen[:, :1].shape), -np.inf).astype(np.float32)
-    check(*oracles.qkv(b=2, h=4, hkv=2, l=70, s=150, d=64), attn_mask=bias, is_causal=True, softcap=3.0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e-30, 30.0, 1e18])
 def test_extreme_scores(factor):
     q, k, v = oracles.qkv(b=1, h=1, l=70, s=150, d=64)

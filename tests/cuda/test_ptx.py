@@ -1,4 +1,6 @@
 """Every inline PTX operation in the emulator, against NumPy; the hopper ones are in test_emulator_faults and test_flash_hopper."""
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -61,6 +63,28 @@ def test_fma_rounds_once():
     emulate(Source(kernel, types.void(*[array(f32)] * 4), 32), 1, None, [a, a, c, out])
     # a * a = 1 + 2**-11 + 2**-24: a tie between two floats; the tiny c decides
     assert (out[:16] == np.float32(1 + 2.0**-11 + 2.0**-23)).all() and (out[16:] == np.float32(1 + 2.0**-11)).all()
+
+
+def test_fma_towards_zero():
+    """Against exact arithmetic: never beyond, and an overflow is the largest number; infinity and NaN are themselves."""
+    def kernel(x, y, z, out):
+        i = cuda.grid(1)
+        out[i] = ptx.fma_toward_zero(x[i], y[i], z[i])
+    rng = np.random.default_rng(0)
+    x, y, z = ((rng.standard_normal(512) * 10.0 ** rng.integers(-4, 4, 512)).astype(np.float32) for _ in range(3))
+    x[:4], y[:4], z[:4] = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12), [2.0**-60, -2.0**-60, -1e-40, 0]
+    x[4:9], y[4:9], z[4:9] = [3e38, -3e38, -np.inf, np.nan, 1], [2, 2, 1, 1, np.inf], [1, 1, 1, 1, 1]
+    y[9:12], z[9:12] = 1, [2.0**-30, -2.0**-30, -2.0**-60]
+    x[9:12] = 1
+    out = np.zeros(512, np.float32)
+    emulate(Source(kernel, types.void(*[array(f32)] * 4), 512), 1, None, [x, y, z, out])
+    largest = np.finfo(np.float32).max
+    assert out[4] == largest and out[5] == -largest and out[6] == -np.inf and np.isnan(out[7]) and out[8] == np.inf
+    for found, *three in zip(out, x, y, z, strict=True):
+        if np.isfinite(three).all() and abs(found) < largest:
+            a, b, c = (Fraction(float(n)) for n in three)
+            exact, after = a * b + c, np.nextafter(found, np.float32(np.copysign(np.inf, found)))
+            assert abs(Fraction(float(found))) <= abs(exact) < abs(Fraction(float(after)))
 
 
 def test_integer_arithmetic():

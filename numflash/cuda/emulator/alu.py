@@ -124,16 +124,30 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
     if i.type != "f32":
         return lambda mask: write(d, a * b + c, mask)
 
-    def run(mask: Any) -> None:
+    def lost(product: np.ndarray, total: np.ndarray) -> np.ndarray:
+        return (product - (total - (total - product))) + (c - (total - product))
+
+    def toward_zero(mask: Any) -> None:
         product = np.multiply(a, b, dtype=np.float64)                       # exact: 48 bits
+        total = product + c
+        error = lost(product, total)
+        beyond = np.isfinite(total) & (error != 0) & ((error > 0) != (total > 0))
+        total = np.where(beyond, np.nextafter(total, 0), total)
+        near = total.astype(np.float32)
+        write(d, np.where(np.abs(near) > np.abs(total), np.nextafter(near, np.float32(0)), near), mask)
+
+    def run(mask: Any) -> None:
+        product = np.multiply(a, b, dtype=np.float64)
         total = product + c
         tie = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
         if tie.any():                                                       # rounding twice would go wrong: round the sum to odd
-            error = (product - (total - (total - product))) + (c - (total - product))
+            error = lost(product, total)
             away = np.where((error > 0) == (total > 0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF))
             total = np.where(tie & (error != 0), (total.view(np.uint64) + away).view(np.float64), total)
         np.copyto(d, total, where=mask, casting="same_kind")
-    return run
+    if "rn" not in i.modifiers and "rz" not in i.modifiers:
+        raise Fault("unsupported", i.text)
+    return toward_zero if "rz" in i.modifiers else run
 
 
 @binds("shl", "shr")

@@ -9,7 +9,7 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LN2, LOG2E
-from .pieces import NEG_INF, join_sink, tanh_accurate
+from .pieces import NEG_INF, add_bias, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q
@@ -73,7 +73,8 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
                         s = cap * tanh_accurate(ptx.div(s, cap))
                     if alibi:
                         s -= slope * f32(abs(place - j))
-                    s += added * LOG2E
+                    if bias:
+                        s = add_bias(s, added)
                     top = ptx.fmax(m, s)
                     safe = f32(0) if top == NEG_INF else top
                     alpha, p = ptx.ex2(m - safe), ptx.ex2(s - safe)

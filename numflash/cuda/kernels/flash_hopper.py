@@ -7,6 +7,7 @@ issue their products in turns (section 3.1).
 """
 from __future__ import annotations
 
+import functools
 import math
 
 from ...tiling import tiling
@@ -27,6 +28,7 @@ STAGES, PANEL = 2, PANEL_BYTES // 2        # columns of a panel
 SIGNATURE = types.void(types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2))
 
 
+@functools.cache
 def make_softmax(key_tiles: int):
     """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
     @device_function

@@ -14,6 +14,7 @@ keys are the two halves of k.
 """
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ def permuted_keys(keys: int) -> np.ndarray:
     return (np.arange(0, keys, 32)[:, None] + key).reshape(-1)
 
 
+@functools.cache
 def make_byte_values(value_tiles: int, turing: bool) -> Any:
     """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once.
 
@@ -81,6 +83,7 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
     return add_values
 
 
+@functools.cache
 def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
     """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values, `FLOAT_KEYS` keys at a time.
 

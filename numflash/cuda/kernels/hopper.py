@@ -1,6 +1,7 @@
 """What the Hopper kernels share: matrix descriptors, and a product whose operands lie in swizzled panels."""
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import ptx
@@ -28,6 +29,7 @@ def ahead(d, pieces):
     return ptx.words(u32(u32(d) + u32(pieces)), u32(d >> u64(32)))
 
 
+@functools.cache
 def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
     """issue_scores(s, dq, dk): issues S = Q . K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes."""
     @device_function

@@ -7,6 +7,7 @@ and the same places among 64 keys as its counterpart, so registers cross as they
 """
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import ptx
@@ -31,6 +32,7 @@ def join_maxima(top, table, beside, lane):
         top[r] = ptx.imax(top[r], ptx.load_shared_s32(beside + u32(TOP + 128 * r)))
 
 
+@functools.cache
 def make_give(own: int) -> Any:
     """give(w, at, thread): `w`, the warp's own weights in `own` registers, for both of the pair; where they lie for this lane.
 
@@ -50,6 +52,7 @@ def make_give(own: int) -> Any:
     return give
 
 
+@functools.cache
 def make_take(registers: int) -> Any:
     """take(w, at): that many registers of what `give` has left, from `at` on."""
     vectors = registers // 4
@@ -61,6 +64,7 @@ def make_take(registers: int) -> Any:
     return take
 
 
+@functools.cache
 def make_sum_given(registers: int) -> Any:
     """sum_given(at, total): sums of each row's Q16.16 weights in that many registers of what `give` has left."""
     vectors = registers // 4

@@ -6,6 +6,7 @@ r % group of the heads that are packed together (`pieces.make_load_rows`); a thr
 """
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .. import ptx
@@ -16,6 +17,7 @@ UNROLLED = 16              # tiles: a loop over more would be left as one, and t
 ROW_BYTES, PART = 32, 256   # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
 
 
+@functools.cache
 def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> Any:
     """describe_rows(table, row, place, sizes, keys, diagonal, tables, lane): a warp writes down its 16 rows, from `row` on.
 
@@ -51,6 +53,7 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
     return describe_rows
 
 
+@functools.cache
 def make_write_tiles(first: int, stop: int) -> Any:
     """The part of `write_rows` for the tiles of 8 channels from `first` to `stop`."""
     @device_function
@@ -75,6 +78,7 @@ def make_write_tiles(first: int, stop: int) -> Any:
     return write_tiles
 
 
+@functools.cache
 def make_write_rows(value_tiles: int) -> Any:
     """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane): out = o / l * value scale, m and l of the thread's two rows.
 

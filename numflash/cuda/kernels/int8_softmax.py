@@ -6,6 +6,7 @@ exactly rounded float operations are used, each named with its rounding so that 
 """
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ def quad_isum(x):
     return i32(x + ptx.shuffle_xor_i32(x, u32(2)))
 
 
+@functools.cache
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
 
@@ -152,6 +154,7 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
     return log2_scores
 
 
+@functools.cache
 def make_weigh(key_tiles: int, wide: bool) -> Any:
     """weigh(s, p, top): the weights of scores against their block's largest.
 
@@ -190,6 +193,7 @@ def find_shares(top, m, alpha, share):
         m[r] = new
 
 
+@functools.cache
 def make_sum_weights(registers: int, wide: bool) -> Any:
     """sum_weights(w, total): sums of each row's weights in so many registers of `p`, or with `wide` of `s`."""
     @device_function
@@ -204,6 +208,7 @@ def make_sum_weights(registers: int, wide: bool) -> Any:
     return sum_weights
 
 
+@functools.cache
 def make_add_weights(wide: bool) -> Any:
     """add_weights(total, top, l, alpha, share): the row's weights, of which `total` is the thread's part, enter the running sum.
 

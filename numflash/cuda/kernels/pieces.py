@@ -205,6 +205,15 @@ def tanh_accurate(x):
     return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * TWO_LOG2E))
 
 
+@device_function
+def add_bias(x, bias):
+    """A score in units of log2 plus a bias in natural ones: -inf hides it, NaN stays.
+
+    Rounded towards zero an overflow is the largest finite number: a row of such keys alone sees them all alike, as it must.
+    """
+    return NEG_INF if bias == NEG_INF else ptx.fma_toward_zero(bias, LOG2E, x)
+
+
 @functools.cache
 def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4) -> Any:
     """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides): options on a fragment of float scores.
@@ -249,8 +258,7 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                             at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
                                                + j * strides[3])
                         if float_mask:
-                            bias = ptx.load_global_f32(at)
-                            x = NEG_INF if bias == NEG_INF else x + bias * LOG2E
+                            x = add_bias(x, ptx.load_global_f32(at))
                         elif ptx.load_global_u8(at) == u32(0):
                             x = NEG_INF
                     s[4 * n + e] = x
@@ -264,6 +272,7 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
     return adjust
 
 
+@functools.cache
 def make_hide(key_tiles: int) -> Any:
     """hide(s, first, low, high): scores of keys outside [low, high) of each of the two rows become -inf."""
     @device_function
