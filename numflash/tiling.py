@@ -252,7 +252,7 @@ TILINGS = {t.name: t for t in (
     Tiling("neon_dot-int8", "cpu", "neon_dot", "int8", 6, 4, 4, 24, KEY_BLOCK, _int8_buffers("int16", "uint8")),
     _arm("a64fx", "sve", 16), _arm("neoverse-v1", "sve", 8), _arm("neoverse-v2", "sve", 4), _arm("neoverse-n1", "neon_dot", 4),
     Tiling("portable-int8", "cpu", "portable", "int8", 4, 4, 1, 32, KEY_BLOCK, _int8_buffers("int32", "uint8")),
-    Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 192, 128, _float_buffers("float32")),
+    Tiling("avx512-float32", "cpu", "avx512", "float32", 6, 4, 16, 192, 256, _float_buffers("float32")),
     Tiling("avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 192, 128, _float_buffers("float32")),
     Tiling("neon-float32", "cpu", "neon", "float32", 6, 4, 4, 192, 128, _float_buffers("float32")),
     Tiling("avx512_bf16-bfloat16", "cpu", "avx512_bf16", "bfloat16", 6, 4, 16, 192, 128, _float_buffers("bfloat16")),
