@@ -19,10 +19,11 @@ noticed per row, by the largest magnitudes or by the result itself, and done aga
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
-from .._jit import inline, kernel
+from .._jit import bare, inline, kernel
 from ..memory import reinterpret, zeros
 from ..parallel import over_tasks
 from ..tiling import tiling
@@ -38,7 +39,23 @@ HIDDEN = F(-np.inf)
 GROWTH = F(8)                                    # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)                                # a row whose maximum lies below is done again
 LN2 = np.log(2.0)
-inlined = inline(forceinline=True)               # where options go in: a call would copy them all
+inlined = bare(forceinline=True)                 # where options go in: a call would copy them all
+
+
+class Room(NamedTuple):
+    """What a worker needs for one query tile; the rows of `bounds` and `spans` are named in `run_tiles`."""
+
+    q: np.ndarray                 # (block_q, channels) operands
+    x: np.ndarray                 # (block_q * key_block,) float32 scores
+    p: np.ndarray                 # (block_q * key_block,) weights as operands: x itself where these are float32
+    o: np.ndarray                 # (block_q, columns) float32
+    l: np.ndarray                 # (block_q, lanes) float32 sums of the weights
+    m: np.ndarray                 # (block_q,) float32 maxima
+    magnitude: np.ndarray         # (block_q,) uint32: bits of the largest |q|
+    bounds: np.ndarray            # (2, block_q) int64
+    spans: np.ndarray             # (3, groups) int64
+    mask_end: np.ndarray          # (lanes,) uint8 and float32: where the last keys of mask and bias stand
+    bias_end: np.ndarray
 
 
 @functools.cache
@@ -56,7 +73,7 @@ def make_attend(name: str, precision: str):
     alibi, add_bias, apply_mask, found = tiles.row_alibi(name), tiles.row_bias(name), tiles.row_mask(name), tiles.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
-    @inline
+    @bare
     def scores(q, q_off, stride, k, first, stop, x, x_off):
         """x[:, x_off ...] = Q.K^T of a group of rows for keys first .. stop of one panel, in whole units."""
         column = first % panel
@@ -99,7 +116,7 @@ def make_attend(name: str, precision: str):
             stop = before
         return first, stop
 
-    @inline
+    @bare
     def values(p, start, stop, real, v, block, columns, o):
         """O += P.V of all groups, a chunk of V's columns after the other; group g sees keys start[g] .. stop[g] of the block."""
         stride, t = columns * group, 0
@@ -118,7 +135,7 @@ def make_attend(name: str, precision: str):
                         value1(p, at, key_block, v, where, stride, steps, o, to, columns)
             t += width
 
-    @inline
+    @bare
     def grow_row(x, at, count, m, l, o, i):
         """Follow the maximum of a row, and bring its sums to it; a NaN beside hidden scores only becomes the maximum."""
         top = top_of(x, at, count)
@@ -191,24 +208,18 @@ def make_attend(name: str, precision: str):
                 weights(x, at, count, factor, m[i], p, at, l, i * lanes)
             bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
-    @inline
-    def work(_, q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
-        """One worker: tiles, as long as there are any."""
+    @bare
+    def run_tiles(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo, room):
+        """Query tiles, as long as there are any."""
         n_heads, length, d = q.shape
         dv = out.shape[2]
         h_all, h_kv, _ = heads
-        stride = (d + step - 1) // step * step
         tiles = (length + block_q - 1) // block_q
         shifted = semantics.has_bias or semantics.slopes.size > 0
-        begin_tiles()
-        q_tile, x = zeros((block_q, stride), operand), zeros((block_q * key_block,), np.float32)
-        p = x if group == 1 else zeros((block_q * key_block,), operand)
-        o, l, m = zeros((block_q, columns), np.float32), zeros((block_q, lanes), np.float32), zeros((block_q,), np.float32)
-        bounds, worst = zeros((2, block_q), np.int64), zeros((block_q,), np.uint32)
-        lo, hi, spans = bounds[0], bounds[1], zeros((3, block_q // mr), np.int64)
-        start, end, skip, magnitude = spans[0], spans[1], spans[2], reinterpret(worst, np.float32)
-        dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size),
-                      zeros((lanes,), np.uint8), zeros((lanes,), np.float32))
+        q_tile, x, p, o, l, m, worst, bounds, spans, mask_end, bias_end = room
+        stride, magnitude = q_tile.shape[1], reinterpret(worst, np.float32)
+        lo, hi, start, end, skip = bounds[0], bounds[1], spans[0], spans[1], spans[2]
+        dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size), mask_end, bias_end)
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
@@ -283,6 +294,19 @@ def make_attend(name: str, precision: str):
                 redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
                 if redo[n, row + i]:
                     counter[1] = 1
+
+    @inline
+    def work(_, q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
+        """One worker."""
+        stride = (q.shape[2] + step - 1) // step * step
+        begin_tiles()
+        x = zeros((block_q * key_block,), np.float32)
+        p = x if group == 1 else zeros((block_q * key_block,), operand)
+        room = Room(zeros((block_q, stride), operand), x, p, zeros((block_q, columns), np.float32),
+                    zeros((block_q, lanes), np.float32), zeros((block_q,), np.float32), zeros((block_q,), np.uint32),
+                    zeros((2, block_q), np.int64), zeros((3, block_q // mr), np.int64), zeros((lanes,), np.uint8),
+                    zeros((lanes,), np.float32))
+        run_tiles(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo, room)
         end_tiles()
 
     @kernel

@@ -19,6 +19,7 @@ from .transpose import transpose
 
 U = np.uint32
 INFINITY = U(0x7F800000)
+MANY_ROWS = 2048                                 # so many queries pay for moving V to cache lines: fewer vectors of it are split
 
 
 def on_lines(x: np.ndarray) -> np.ndarray:
@@ -48,39 +49,31 @@ def _pack_keys(lanes: int, panel: int, group: int):
     square = transpose(lanes)
 
     @inline
-    def pack_panel(task, k, stops, out, most):
-        (nh, _, words), panels = k.shape[1:], most.shape[1]
-        n, p = task // panels, task % panels
-        source = k[n // nh, n % nh]
-        first, stop = p * panel, min((p + 1) * panel, stops[n // nh])
-        target = out[n, first * words:(first + panel) * words]
-        top = U(0)
-        for j in range(first, stop):
-            top = largest(source[j], group, top)
-        most[n, p] = top
-        c = 0
-        while c < panel:
-            if first + c + lanes <= stop:
-                rows = source[first + c:first + c + lanes].reshape(lanes * words)
-                e = 0
-                while e + lanes <= words:
-                    square(rows, e, words, target, e * panel + c, panel)
-                    e += lanes
-                while e < words:
-                    line = target[e * panel + c:e * panel + c + lanes]
-                    for r in range(lanes):
-                        line[r] = rows[r * words + e]
-                    e += 1
-                c += lanes
-            else:
-                for e in range(words):
-                    target[e * panel + c] = source[first + c, e] if first + c < stop else U(0)
-                c += 1
+    def pack_panel(task, k, stops, sizes, out, most):
+        nh, length, words = sizes
+        n, p = task // most.shape[1], task % most.shape[1]
+        first = p * panel
+        count = max(0, min(panel, stops[n // nh] - first))
+        source, target = (n * length + first) * words, task * panel * words
+        most[n, p] = largest(k[source:source + count * words], group, U(0))
+        whole, columns = count // lanes * lanes, words // lanes * lanes
+        for c in range(0, whole, lanes):
+            for e in range(0, columns, lanes):
+                square(k, source + c * words + e, words, out, target + e * panel + c, panel)
+            for e in range(columns, words):
+                for r in range(c, c + lanes):
+                    out[target + e * panel + r] = k[source + r * words + e]
+        for e in range(words):
+            for r in range(whole, panel):
+                out[target + e * panel + r] = k[source + r * words + e] if r < count else U(0)
 
     @kernel
-    def pack_keys(k, stops, out, most):
-        """k (B, Hkv, S, words) uint32 -> out (B * Hkv, panels * words * panel); most (B * Hkv, panels) uint32 bits."""
-        over_tasks(pack_panel, most.size, (k, stops, out, most))
+    def pack_keys(k, stops, sizes, out, most):
+        """k (N * S * words,) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
+
+        N = B * Hkv; sizes = (Hkv, S, words); stops (B,) keys of each batch that can be seen.
+        """
+        over_tasks(pack_panel, most.size, (k, stops, sizes, out, most))
     return pack_keys
 
 
@@ -134,13 +127,13 @@ def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, 
     nb, nh, _, width = words.shape
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
     out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
-    _pack_keys(isa.lanes, isa.panel, isa.group)(words, stops, out, most)
+    _pack_keys(isa.lanes, isa.panel, isa.group)(words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most)
     operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
     return operands, most.max(1).view(np.float32)
 
 
-def pack_values(name: str, v: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, int]:
-    """Pack v (B, Hkv, S, Dv), or take it as it is: (B * Hkv, ...) operands and columns of a row."""
+def pack_values(name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS) -> tuple[np.ndarray, int]:
+    """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is: (B * Hkv, ...) operands and columns of a row."""
     isa = FLOAT_ISAS[name]
     nb, nh, s, dv = v.shape
     columns = padded(dv, isa.lanes)
@@ -149,7 +142,7 @@ def pack_values(name: str, v: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray
         _pack_pairs(np.ascontiguousarray(v), stops, out)
         return out.view(np.uint16).reshape(nb * nh, -1), columns
     if columns == dv:
-        return on_lines(v).reshape(nb * nh, -1), columns
+        return (on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])).reshape(nb * nh, -1), columns
     out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
     _pack_columns(np.ascontiguousarray(v), stops, out)
     return out.reshape(nb * nh, -1), columns

@@ -46,7 +46,7 @@ def seen_keys(problem: Problem) -> np.ndarray:
     length, s = problem.shape[3:5]
     if problem.right is None:
         return problem.key_lengths
-    return np.clip(length + problem.diagonal + problem.right, 0, problem.key_lengths)
+    return np.minimum(np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths)
 
 
 def heads(x: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ def run(problem: Problem, isa: str | None = None, results: Results = None) -> tu
         q, k, v = (x if native else np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
         stops, c = seen_keys(problem), problem.scale * LOG2E
         keys, most = pack_keys(isa, k, stops)
-        values, columns = pack_values(isa, v, stops)
+        values, columns = pack_values(isa, v, stops, length * nh // nkv)
         with np.errstate(divide="ignore", over="ignore"):
             limits = (LARGEST / (most.astype(np.float64) * d * max(1.0, abs(c)))).astype(F)
         kind, workers = "bfloat16" if native else "float32", numba.get_num_threads()
