@@ -33,11 +33,12 @@ def same_bits(q, k, v, seed=0, arch="sm_80", **options):
 def near_the_model(problem, arch="sm_80", seed=0):
     """pv "fp32": octaves, weights and sums are integers and agree; the sums of P.V are rounded in an order of their own.
 
-    Each addition and each part of a split product that is left out costs 2**-22 at most of what the largest value could give.
+    Of what the largest value could give: low times low, which is left out, is 2**-20 at most, since parts are cut and not rounded;
+    the bits that a value's low part loses 2**-21, and additions in another order less than that.
     """
     out, lse, report, expected, expected_lse = solve(problem, arch, seed)
     assert out.shape == expected.shape and np.array_equal(lse.view(np.int32), expected_lse.view(np.int32))
     assert np.array_equal(np.isnan(out), np.isnan(expected))
     largest = np.abs(problem.value[np.isfinite(problem.value)]).max(initial=0)
-    assert np.abs(np.nan_to_num(out) - np.nan_to_num(expected)).max(initial=0) <= 2.0**-21 * largest
+    assert np.abs(np.nan_to_num(out) - np.nan_to_num(expected)).max(initial=0) <= 2.0**-19 * largest
     return report

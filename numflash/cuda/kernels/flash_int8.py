@@ -9,8 +9,8 @@ tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of both, while the operand wants f
 transposed (channels x keys) with the keys of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
 
 With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each operand split into a high and
-a low part, of which the low times low is left out (2**-22 of the whole). There the values lie as they come, and the quad's two
-keys are the two halves of k.
+a low part, of which the low times low is left out (2**-20 of the whole at most). There the values lie as they come, and the
+quad's two keys are the two halves of k.
 """
 from __future__ import annotations
 
