@@ -6,7 +6,7 @@ case meets each option in a few hundred runs. The expected values are those of a
 bits of the integer model.
 
 `python tests/cuda/combinations.py [FAMILY ...]` goes through all combinations of the families, or of all of them; the tests go
-through all of some and through enough of the others that every pair of options occurs.
+through all of some and through enough of the others that every pair of options occurs, or every option (`WHOLE`, `PAIRS`).
 """
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ FAMILIES = {
         ((70, 150), (140, 50), (65, 300)), ((40, 150), (70, 50), (35, 300)))}),
     "int8-fp32 sm_80": Family(("int8-fp32",), "sm_80", **INT8),
 }
-WHOLE = ("float16 sm_80", "int8 sm_80", "float32 sm_80")               # the tests go through all of these
+# the tests go through all of the first, through every pair of options of the second, through every option of the others
+WHOLE, PAIRS = ("float16 sm_80", "int8 sm_80", "float32 sm_80"), ("float16 sm_75", "halves sm_90a", "int8 sm_90a")
 
 
 def combinations(family: Family) -> list[Combination]:
@@ -89,15 +90,21 @@ def combinations(family: Family) -> list[Combination]:
     return found
 
 
-def enough(found: list[Combination]) -> list[Combination]:
-    """Some of the combinations, such that every pair of options that occurs in any of them occurs: in order of how many it adds."""
-    def pairs(one):
-        return set(itertools.combinations(one.items(), 2))
-    missing, chosen = set().union(*map(pairs, found)), []
+def enough(found: list[Combination], together: int) -> list[Combination]:
+    """Some of the combinations, with every so many options that are ever together: first those that add most."""
+    def groups(one):
+        return set(itertools.combinations(one.items(), together))
+    missing, chosen = set().union(*map(groups, found)), []
     while missing:
-        chosen.append(max(found, key=lambda one: len(missing & pairs(one))))
-        missing -= pairs(chosen[-1])
+        chosen.append(max(found, key=lambda one: len(missing & groups(one))))
+        missing -= groups(chosen[-1])
     return chosen
+
+
+def tested(name: str) -> list[Combination]:
+    """The combinations of a family that the tests go through."""
+    found = combinations(FAMILIES[name])
+    return found if name in WHOLE else enough(found, 2 if name in PAIRS else 1)
 
 
 BANDS = ({"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (20, 3)}, {"window": (None, 9)},
@@ -270,9 +277,9 @@ def parameters(*names: str) -> list[Any]:
     """What `check_all` takes, as parameters of a test; by default the kernels that have every option."""
     chosen = []
     for name in names:
-        family, found = FAMILIES[name], combinations(FAMILIES[name])
-        for one, dealt in cases(family, found if name in WHOLE else enough(found)):
-            marks = () if name in WHOLE and one == found[-1] else pytest.mark.slow
+        family, last = FAMILIES[name], combinations(FAMILIES[name])[-1]
+        for one, dealt in cases(family, tested(name)):
+            marks = () if name in WHOLE and one == last else pytest.mark.slow
             chosen.append(pytest.param(family, one, dealt, id=f"{family.arch} {name_of(one)}", marks=marks))
     return chosen
 

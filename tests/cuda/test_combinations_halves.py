@@ -21,8 +21,9 @@ def test_every_option_meets_every_case(name):
 def test_every_pair_of_options_occurs(name):
     """Where the tests go through some of the combinations."""
     found = combinations(FAMILIES[name])
-    pairs = [{(a, b) for one in part for a in one.items() for b in one.items()} for part in (found, enough(found))]
-    assert pairs[0] == pairs[1] and len(enough(found)) <= 12
+    pairs = [{(a, b) for one in part for a in one.items() for b in one.items()} for part in (found, enough(found, 2))]
+    assert pairs[0] == pairs[1] and len(enough(found, 2)) <= 12
+    assert {a for one in enough(found, 1) for a in one.items()} == {a for a, b in pairs[0]} and len(enough(found, 1)) <= 5
 
 
 @pytest.mark.parametrize(("family", "one", "dealt"), parameters("float16 sm_80", "bfloat16 sm_80", "float16 sm_75",
