@@ -10,7 +10,7 @@ zeros and remembered: it turns the outputs of the rows that see it into NaN and 
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class QuantizedTensor:
 
     Attributes
     ----------
-    data : (..., L, D) int8, -127 to 127
+    data : (..., L, D) int8, -127 to 127 from `quantize`; -128 is computed like any other
     scale : float32
         (..., L, 1) for "row", (..., ceil(L / block), 1) for "block", (..., 1, D) for "channel", (..., 1, 1) for "tensor".
     granularity : str
@@ -56,6 +56,7 @@ class QuantizedTensor:
     offset: np.ndarray | None = None
     nonfinite: np.ndarray | None = None
     block: int = KEY_BLOCK
+    checked: bool = field(default=False, init=False, repr=False, compare=False)         # see validation.whole
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -224,7 +224,7 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
         for first in range(0, s_len, key_block):
             cols = slice(first, min(first + key_block, s_len))
             seen = seen_all[:, cols]
-            s = (qi @ ki[cols].T).astype(np.int32)                          # exact: |s| <= 127 * 127 * D
+            s = (qi @ ki[cols].T).astype(np.int32)                          # exact: |s| <= 128 * 128 * D
             x = (s.astype(F) * ck[cols]) * cq[:, None]
             x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)                          # NaN stays NaN
             x = transform(problem, b, h, x, cols, None if shift is None else shift[b, h])

@@ -333,15 +333,12 @@ def part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
         raise ArgumentError(f"{name}: got {kind(x)}; allowed: {np.dtype(dtype)} {shape}")
 
 
-def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
-    """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
-    if not isinstance(t, QuantizedTensor):
-        raise ArgumentTypeError(f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)")
-    choice(f"{name}.granularity", t.granularity, granularities)
+def whole(name: str, t: QuantizedTensor) -> None:
+    """Whether the parts of a QuantizedTensor fit each other: looked at once, the arrays are not expected to change."""
+    if t.checked:
+        return
     if not is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
         raise ArgumentTypeError(f"{name}.data: got {kind(t.data)}; allowed: int8 of 2 to 4 dimensions")
-    if t.data.size and np.minimum.reduce(t.data, None) == -128:
-        raise ArgumentError(f"{name}.data: got -128; allowed: -127 to 127")
     lead, (rows, d), block = t.data.shape[:-2], t.data.shape[-2:], 1
     if t.granularity == "block":
         block = t.block
@@ -349,17 +346,26 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
             raise ArgumentError(f"{name}.block: got {block!r}; allowed: an integer, 1 or more")
     shape = {"row": (rows, 1), "block": (-(-rows // block), 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
     part(f"{name}.scale", t.scale, np.float32, (*lead, *shape))
-    if t.scale.size and not (np.minimum.reduce(t.scale, None) >= 0 and np.maximum.reduce(t.scale, None) < np.inf):     # NaN: false
+    if not (np.isfinite(t.scale).all() and (t.scale >= 0).all()):
         raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
     if t.offset is not None:
-        if name != "key":
-            raise ArgumentError(f"{name}.offset: got {kind(t.offset)}; allowed: None, only the key is smoothed")
         part(f"{name}.offset", t.offset, np.float32, (*lead, 1, d))
         if not np.isfinite(t.offset).all():
             raise ArgumentError(f"{name}.offset: got NaN or infinity; allowed: finite numbers")
     if t.nonfinite is not None:
         part(f"{name}.nonfinite", t.nonfinite, np.bool_, (*lead, rows))
-    if len(lead) == 2:
+    object.__setattr__(t, "checked", True)
+
+
+def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
+    """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
+    if not isinstance(t, QuantizedTensor):
+        raise ArgumentTypeError(f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)")
+    choice(f"{name}.granularity", t.granularity, granularities)
+    if t.offset is not None and name != "key":
+        raise ArgumentError(f"{name}.offset: got {kind(t.offset)}; allowed: None, only the key is smoothed")
+    whole(name, t)
+    if t.data.ndim == 4:
         return t
 
     def four(x: Any, tail: int) -> Any:

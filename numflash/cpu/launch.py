@@ -49,7 +49,7 @@ def run_int8(problem: Problem, isa: str, results: Results = None) -> tuple[np.nd
     bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
-    most = abs(score_unit(problem.scale, problem.softcap)) * largest(q.scale) * largest(k.scale) * 127 * 127 * d
+    most = abs(score_unit(problem.scale, problem.softcap)) * largest(q.scale) * largest(k.scale) * 128 * 128 * d
     options = semantics(problem, most >= 2.0**30)
     n = nb * nh
     shaped = np.empty((nb, nh, length, dv), F) if results is None else results[0]

@@ -50,6 +50,10 @@ def extreme():
     yield "largest products", raw(top, np.full((s, d), 127), np.full((s, d), 127))
     signs = np.where(np.arange(s)[:, None] % 2, 127, -127) * np.ones((1, d))
     yield "largest products of both signs", raw(top, signs, -np.full((s, d), 127))
+    lowest = np.full((s, d), -128)
+    yield "nothing but -128", raw(lowest[:l], lowest, lowest)
+    yield "-128 against 127", raw(top, lowest, np.where(signs > 0, 127, -128))
+    yield "all of int8", raw(*(integers(n, d, seed, -128) for n, seed in ((l, 5), (s, 6), (s, 7))))
     for scale in (0.05, 1.0, 1e3, 1e10, 1e30, 3e38):
         yield f"scores at scale {scale}", raw(q, k, v, scale, 1.0)
     for scale in (1e-10, 1e-38, 1e-45, 0.0):

@@ -2,7 +2,7 @@
 import numpy as np
 import oracles
 import pytest
-from int8_checks import near_the_model, problem_of, same_bits
+from int8_checks import near_the_model, problem_of, same_bits, same_bits_of
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numflash import fixedpoint as fx
-from numflash import tiling
+from numflash import tiling, validation
 from numflash.cuda import emulate, forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.pieces import softcap_exact
 from numflash.errors import UnsupportedError
+from numflash.quantization import QuantizedTensor
 
 
 @pytest.mark.parametrize(("l", "s"), [(1, 1), (5, 127), (16, 128), pytest.param(17, 129, marks=pytest.mark.slow), (70, 300)])
@@ -69,6 +70,19 @@ def test_saturated_operands():
     q, k, v = (np.full((1, 1, n, 64), x, np.float32) for n, x in ((20, 3.0), (150, -5.0), (150, 7.0)))
     k[..., ::2] = 5.0
     same_bits(q, k, v)
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
+def test_all_of_int8(arch):
+    """`quantize` never gives -128, a caller's own operands may."""
+    rng = np.random.default_rng(0)
+
+    def operand(n, shape, granularity):
+        data = rng.choice([-128, 127, 5], (1, 1, n, 64)).astype(np.int8)
+        return QuantizedTensor(data, np.full(shape, 0.01, np.float32), granularity)
+    query, key = operand(70, (1, 1, 70, 1), "row"), operand(150, (1, 1, 150, 1), "row")
+    value = operand(150, (1, 1, 1, 64), "channel")
+    same_bits_of(validation.quantized_problem(query, key, value, is_causal=True, return_lse=True), arch)
 
 
 @pytest.mark.parametrize(("shape", "options"), [
