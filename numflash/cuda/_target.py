@@ -17,6 +17,7 @@ try:
     import numba.cuda.dispatcher as _dispatcher
     import numba_cuda
     from cuda.bindings import nvjitlink as _nvjitlink
+    from cuda.bindings import nvvm as _nvvm
     from numba import cuda
     from numba.cuda import types
     from numba.cuda.compiler import compile_cuda, kernel_fixup
@@ -66,14 +67,17 @@ def missing_labels(ptx: str) -> set[str]:
 def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:
     """PTX text with `.loc` lines; cc (9, 0, "a") selects sm_90a. Needs no driver.
 
-    NVVM 13.5 with line numbers leaves out the label of a block that other blocks fall through to and a branch leads to as well (one
-    kernel in twenty): then the text is made without line numbers.
+    NVVM 13.5 with line numbers leaves out the label of a block that other blocks fall through to and a branch leads to as well, or
+    refuses the kernel (one in twenty, either way): then the text is made without line numbers.
     """
     def text(lines: bool) -> str:
         return cuda.compile_ptx(function, sig, cc=cc, launch_bounds=launch_bounds, lineinfo=lines, fastmath=fastmath)[0]
     with _offline(cc):
-        found = text(True)
-        return text(False) if missing_labels(found) else found
+        with contextlib.suppress(_nvvm.nvvmError):
+            found = text(True)
+            if not missing_labels(found):
+                return found
+        return text(False)
 
 
 def to_cubin(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool,

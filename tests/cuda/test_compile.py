@@ -58,6 +58,11 @@ def test_a_label_that_nvvm_leaves_out():
     assert not _target.missing_labels(text) and _target.missing_labels(text.replace(label, "")) == {label[:-1]}
 
 
+def test_a_kernel_that_nvvm_refuses_with_line_numbers():
+    source = flash_float(32, 32, 64, 64, mask="float", softcap=True, sinks=True, turing=True)
+    assert ".target sm_75" in _target.to_ptx(source.function, source.signature, (7, 5), (source.threads, 1), False)
+
+
 def test_second_process_reads_the_disk(cache, monkeypatch):
     first = compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
     monkeypatch.setattr(compile, "_loaded", {})
