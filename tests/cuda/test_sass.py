@@ -23,6 +23,13 @@ def test_options_of_wide_heads_on_turing(options):
     resources(flash_float, "sm_75", d=256, dv=256, block_q=64, block_k=block_k, dtype="float16", turing=True, **options)
 
 
+@pytest.mark.parametrize(("arch", "mask"), [("sm_80", "bool"), ("sm_90a", "bool"), ("sm_90a", "float")])
+def test_every_option_of_wide_heads(arch, mask):
+    """With sinks 8 bytes of stack, unless the slopes are read again for every tile."""
+    block_k = cuda_tiling("sm_80", "float16", 256).key_block
+    resources(flash_float, arch, d=256, dv=256, block_q=64, block_k=block_k, **{**ALL, "mask": mask, "sinks": True})
+
+
 @pytest.mark.parametrize(("arch", "d", "block_k", "registers"), [
     ("sm_75", 64, 64, 200), ("sm_80", 32, 64, 168), ("sm_80", 64, 64, 192), ("sm_86", 96, 64, 224), ("sm_80", 128, 64, 224),
     ("sm_89", 128, 64, 224), ("sm_80", 256, 32, 255)])

@@ -17,6 +17,7 @@ from .pieces import (
     LOG2E,
     NEG_INF,
     join_sink,
+    load_slopes,
     make_adjust,
     make_hide,
     make_load_rows,
@@ -59,6 +60,7 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
     d_bytes, dv_bytes = d * 2, dv * 2
     keep_q = d < (96 if mask else 128)                 # Q's fragments stay in registers where there is room (the ladder's rung 7)
     n_qf = n_q if keep_q else 4
+    wide = max(d, dv) > 128                            # no register is left: slopes are read again for every tile
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
     stages = 1 if turing else 2
@@ -103,10 +105,11 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
             query[r] = i32((row + 8 * r) // group)
             head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))
             slope[r], low[r], high[r] = f32(0), i32(0), keys
-            if alibi and query[r] < queries:
-                slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4)) * LOG2E
             if band:
                 low[r], high[r] = i32(query[r] + diagonal - left), i32(min(keys, query[r] + diagonal + right + 1))
+
+        if alibi and not wide:
+            load_slopes(slope, slopes, batch * heads, head)
 
         load_q(sq, q, strides[1], strides[2], first, rows, d_left, thread)
         if not turing and tile < tiles:
@@ -154,6 +157,8 @@ def flash_float(d: int, dv: int, block_q: int, block_k: int, dtype: str = "float
 
             scores(s, qf, q_at, q_chunk, sk + u32(stage * k_size) + u32(k_row * d_bytes), k_chunk)
             here = i32(start + 2 * (lane & 3))
+            if alibi and wide:
+                load_slopes(slope, slopes, batch * heads, head)
             if options:
                 adjust(s, here, query, head, slope, (batch, diagonal), (queries, keys), factors, mask_at, strides[12:])
             if start < whole_low or start + block_k > whole_high:

@@ -192,6 +192,13 @@ def quad_sum(x):
 
 
 @device_function
+def load_slopes(slope, slopes, first, head):
+    """ALiBi's slopes of a thread's two rows, in units of log2; `first` is the place of the batch's first head."""
+    for r in range(2):
+        slope[r] = ptx.load_global_f32(slopes + u64((first + head[r]) * 4)) * LOG2E
+
+
+@device_function
 def join_sink(x, l, sink):
     """A row's maximum x and sum l (both in units of log2) with one more key of this score: both anew, and what the output takes."""
     top = ptx.fmax(x, sink)
