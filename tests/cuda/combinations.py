@@ -73,7 +73,7 @@ FAMILIES = {
     "int8-fp32 sm_80": Family(("int8-fp32",), "sm_80", **INT8),
 }
 # the tests go through all of the first, through every pair of options of the second, through every option of the others
-WHOLE, PAIRS = ("float16 sm_80", "int8 sm_80", "float32 sm_80"), ("float16 sm_75", "halves sm_90a", "int8 sm_90a")
+WHOLE, PAIRS = ("float16 sm_80", "int8 sm_80", "float32 sm_80"), ("float16 sm_75", "halves sm_90a")
 
 
 def combinations(family: Family) -> list[Combination]:

@@ -15,7 +15,7 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, ahead, descriptor, make_issue_scores
-from .pieces import LOG2E, NEG_INF, join_sink, make_adjust, make_hide, make_tile_range, quad_max, quad_sum
+from .pieces import LOG2E, NEG_INF, join_sink, load_slopes, make_adjust, make_hide, make_tile_range, quad_max, quad_sum
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
@@ -71,7 +71,8 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     transform = transform or softcap or alibi or mask == "float"
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
-    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if dv > 128 else 4)      # where registers are short
+    wide = dv > 128                            # registers are short: fewer scores at a time, slopes read again for every tile
+    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if wide else 4)
     tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
     options = transform or bool(mask)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
@@ -128,11 +129,13 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     @device_function
     def soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides):
         """Options and the online softmax on the scores of tile t."""
-        row, first_head, slope = rows
+        row, first_head, slope, slopes, heads = rows
         whole_low, whole_high, diagonal, queries, keys = limits
         here = i32(t * block_k + 2 * (lane & 3))
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         describe(query, head, ptx.fresh(row), first_head)                    # not in registers from tile to tile
+        if alibi and wide:
+            load_slopes(slope, slopes, ptx.block_z() * heads, head)
         if options:
             adjust(s, here, query, head, slope, (ptx.block_z(), diagonal), (queries, keys), factors, mask_at, strides[3:])
         if t * block_k < whole_low or (t + 1) * block_k > whole_high:
@@ -204,14 +207,14 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             for r in range(2):
                 m[r], l[r] = NEG_INF, f32(0)
                 slope[r] = f32(0)
-                if alibi and query[r] < queries:
-                    slope[r] = ptx.load_global_f32(slopes + u64((batch * heads + head[r]) * 4)) * LOG2E
+            if alibi and not wide:
+                load_slopes(slope, slopes, batch * heads, head)
             turn, other = u32(2 + warpgroup), u32(5 - warpgroup)       # named barriers; 1 and 2 are the warpgroups' own
             if ping_pong and warpgroup == 2 and tile < tiles:
                 ptx.barrier_arrive(other, u32(256))                    # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
-            rows, sides = (row, first_head, slope), (left, right)
+            rows, sides = (row, first_head, slope, slopes, heads), (left, right)
             limits = whole_low, whole_high, diagonal, queries, keys
             n = i32(0)
             if overlap:
