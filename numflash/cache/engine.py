@@ -6,6 +6,7 @@
 
 `step` is the document's one-call `decode`, which initialises by itself.
 """
+
 from __future__ import annotations
 
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import NumflashError
+from ..errors import NumflashError
 from .kvcache import KVCache
 
 
@@ -52,7 +53,9 @@ class DecodeEngine:
 
     def _allow(self, method: str, *states: State) -> None:
         if self.state not in states:
-            raise StateError(f"{method}: the engine is {self.state.value}; allowed: when {' or '.join(s.value for s in states)}")
+            raise StateError(
+                f"{method}: the engine is {self.state.value}; allowed: when {' or '.join(s.value for s in states)}"
+            )
 
     def init(self) -> None:
         """Allocate the cache."""
@@ -87,7 +90,9 @@ class DecodeEngine:
         """
         self._allow("get_output", State.READY, State.OUTPUT_READY)
         if self._output is None:
-            raise StateError("get_output: nothing was decoded since load_qkv; allowed: after decode")
+            raise StateError(
+                "get_output: nothing was decoded since load_qkv; allowed: after decode"
+            )
         self.state = State.OUTPUT_READY
         return self._output
 

@@ -1,9 +1,10 @@
 """What a KV cache does outside its kernels, in float64: rows that float32 cannot hold, and the log-sum-exp."""
+
 from __future__ import annotations
 
 import numpy as np
 
-from .reference import log_sum_exp
+from ..scores import log_sum_exp
 
 LOG2E = float(np.log2(np.e))
 
@@ -17,7 +18,9 @@ def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
     return np.where(slots < sinks, slots, length - 1 - behind % ring)
 
 
-def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float) -> tuple[np.ndarray, float, float]:
+def attend(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float
+) -> tuple[np.ndarray, float, float]:
     """One row over the keys that it sees: out (Dv,), its maximum in octaves and its sum.
 
     query (D,), key (S, D), value (S, Dv).
@@ -28,8 +31,14 @@ def attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float)
     return p @ value / p.sum(), top * LOG2E, p.sum()
 
 
-def natural_lse(m: np.ndarray, l: np.ndarray, query: np.ndarray, offset: np.ndarray | None, factor: float,
-                one: int) -> np.ndarray:
+def natural_lse(
+    m: np.ndarray,
+    l: np.ndarray,
+    query: np.ndarray,
+    offset: np.ndarray | None,
+    factor: float,
+    one: int,
+) -> np.ndarray:
     """lse (B, H, L) float32 of states m (octaves) and l (sums of weights of which `one` is 1).
 
     offset (B, Hkv, D): channel means that were taken from the keys, or None; query (B, H, L, D) as it came.

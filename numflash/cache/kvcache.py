@@ -4,6 +4,7 @@ Contiguous, in pages that sequences may share, or as a ring that never grows (sl
 bfloat16, float16 or INT8. Append and decode are one compiled call each. A cache belongs to one thread at a time; different caches
 may be used from different threads.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -13,21 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from . import fixedpoint as fx
-from .cache_arguments import floats, in_range, integer, output, token_counts
-from .cache_exact import LOG2E, attend, natural_lse, positions
-from .cache_pages import Pages
-from .errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
-from .interop import convert, to_float32, widen
-from .quantization import QuantizedTensor
-from .tiling import KEY_BLOCK, MAX_HEAD_DIM
-from .validation import choice, factor, flag, real
+from .. import fixedpoint as fx
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CacheFullError,
+    NumflashError,
+    UnsupportedError,
+)
+from ..interop import convert, to_float32, widen
+from ..quantization import QuantizedTensor
+from ..tiling import KEY_BLOCK, MAX_HEAD_DIM
+from ..validation import choice, factor, flag, real
+from .arguments import floats, in_range, integer, output, token_counts
+from .exact import LOG2E, attend, natural_lse, positions
+from .pages import Pages
 
 DEVICES = ("cpu", "cuda", "cuda-emulator")
 DTYPES = ("int8", "float32", "bfloat16", "float16")
 F = np.float32
 FLOAT32 = np.dtype(np.float32)
-SMOOTH_TOKENS = 16                               # fewer first tokens say too little about the channel means
+SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
 
 
 def _whole_blocks(slots: int) -> int:
@@ -42,9 +49,11 @@ def _float32(x: Any) -> bool:
 def _launch_decode(device: str) -> Any:
     """`cpu.launch_decode`, or its twin for cards."""
     try:
-        return importlib.import_module(f".{device.partition('-')[0]}.launch_decode", __package__)
+        return importlib.import_module(f".{device.partition('-')[0]}.launch_decode", "numflash")
     except (ImportError, UnsupportedError) as error:
-        raise UnsupportedError(f"device: got {device!r}, which cannot be loaded here ({error})") from error
+        raise UnsupportedError(
+            f"device: got {device!r}, which cannot be loaded here ({error})"
+        ) from error
 
 
 class KVCache:
@@ -86,26 +95,47 @@ class KVCache:
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
 
-    def __init__(self, batch: int, kv_heads: int, head_dim: int, max_length: int, dtype: str = "int8", page_size: int | None = None,
-                 device: str = "cpu", *, pages: int | None = None, value_dim: int | None = None, window: int | None = None,
-                 sinks: int = 0, smooth: bool = False, isa: str | None = None, unified_max: float | None = None) -> None:
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        max_length: int,
+        dtype: str = "int8",
+        page_size: int | None = None,
+        device: str = "cpu",
+        *,
+        pages: int | None = None,
+        value_dim: int | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        smooth: bool = False,
+        isa: str | None = None,
+        unified_max: float | None = None,
+    ) -> None:
         choice("dtype", dtype, DTYPES)
         launch_decode = _launch_decode(choice("device", device, DEVICES))
         self.device = device
         self.batch = integer("batch", batch, 0, launch_decode.MAX_BATCH)
         self.kv_heads = integer("kv_heads", kv_heads, 1, 65535)
         self.head_dim = integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
-        self.value_dim = self.head_dim if value_dim is None else integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
+        self.value_dim = (
+            self.head_dim if value_dim is None else integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
+        )
         self.max_length, self.dtype = integer("max_length", max_length, 1, 1 << 31), dtype
         self.smooth = flag("smooth", smooth)
         if self.smooth and dtype != "int8":
-            raise ArgumentError(f"smooth: got True with dtype {dtype!r}; allowed: only with dtype 'int8'")
+            raise ArgumentError(
+                f"smooth: got True with dtype {dtype!r}; allowed: only with dtype 'int8'"
+            )
         ring: dict[str, Any] = {}
         self.window, self.sinks = window, integer("sinks", sinks, 0, 1 << 20)
         if window is not None:
             if page_size is not None:
                 raise ArgumentError("window: got a window and page_size; allowed: one of the two")
-            slots = _whole_blocks(self.sinks + integer("window", window, 1, 1 << 29) + KEY_BLOCK // 2)
+            slots = _whole_blocks(
+                self.sinks + integer("window", window, 1, 1 << 29) + KEY_BLOCK // 2
+            )
             ring = {"window": int(window), "sinks": self.sinks, "ring": slots - self.sinks}
         elif sinks:
             raise ArgumentError(f"sinks: got {sinks} without a window; allowed: 0")
@@ -115,28 +145,50 @@ class KVCache:
             smallest = launch_decode.MIN_PAGE
             integer("page_size", page_size, smallest, 1 << 20)
             if page_size & (page_size - 1):
-                raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, {smallest} or more")
+                raise ArgumentError(
+                    f"page_size: got {page_size}; allowed: a power of two, {smallest} or more"
+                )
         elif pages is not None:
             raise ArgumentError("pages: got a number without page_size; allowed: None")
         self.page_size = slots if page_size is None else int(page_size)
         self._width = -(-slots // self.page_size)
-        self.pages = self.batch * self._width if pages is None else integer("pages", pages, 1, 1 << 30)
+        self.pages = (
+            self.batch * self._width if pages is None else integer("pages", pages, 1, 1 << 30)
+        )
         if unified_max is not None:
             if device == "cpu" or dtype not in ("float16", "bfloat16"):
-                raise UnsupportedError(f"unified_max: got {unified_max!r} with device {device!r} and dtype {dtype!r}; allowed: on "
-                                       "CUDA with float16 or bfloat16")
+                raise UnsupportedError(
+                    f"unified_max: got {unified_max!r} with device {device!r} and dtype {dtype!r}; allowed: on "
+                    "CUDA with float16 or bfloat16"
+                )
             ring["unified"] = real("unified_max", unified_max) * LOG2E
         if isa is not None and device != "cpu":
             raise ArgumentError(f"isa: got {isa!r} with device {device!r}; allowed: None")
-        self._layout: Any = launch_decode.make_layout(dtype, self.kv_heads, self.head_dim, self.value_dim, self.page_size,
-                                                      page_size is not None, isa if device == "cpu" else device, **ring)
+        self._layout: Any = launch_decode.make_layout(
+            dtype,
+            self.kv_heads,
+            self.head_dim,
+            self.value_dim,
+            self.page_size,
+            page_size is not None,
+            isa if device == "cpu" else device,
+            **ring,
+        )
         self._store: Any = self._layout.allocate(self.pages, self.batch, self._width)
         self._offset = np.zeros((self.batch, self.kv_heads, self.head_dim), F)
         self._pool = Pages(self.pages, self.page_size, self._store.table, page_size is not None)
-        self._backend, self._append = launch_decode, launch_decode.Append(self._layout, self.batch, self._offset)
+        self._backend, self._append = (
+            launch_decode,
+            launch_decode.Append(self._layout, self.batch, self._offset),
+        )
         self._longest, self._plain = 0, page_size is None and not self.smooth
-        self._seen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}   # shapes taken: their tokens
-        self._as_they_are = dtype in ("int8", "float32")     # float32 tokens need no conversion for the append kernels
+        self._seen: dict[
+            tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]
+        ] = {}  # shapes taken: their tokens
+        self._as_they_are = dtype in (
+            "int8",
+            "float32",
+        )  # float32 tokens need no conversion for the append kernels
         self._plans: dict[Any, Any] = {}
         self._calls: dict[Any, tuple[Any, np.float32]] = {}
         self._steps: dict[Any, Any] = {}
@@ -168,7 +220,9 @@ class KVCache:
             On another device, which counts nothing.
         """
         if self.device != "cuda-emulator":
-            raise UnsupportedError(f"emulator: got a cache on {self.device!r}, which has none; allowed: device 'cuda-emulator'")
+            raise UnsupportedError(
+                f"emulator: got a cache on {self.device!r}, which has none; allowed: device 'cuda-emulator'"
+            )
         return self._layout.card
 
     def _open(self) -> Any:
@@ -184,7 +238,7 @@ class KVCache:
     def _slots(self, b: int) -> tuple[np.ndarray, int]:
         """The pages and the number of slots in use of sequence b."""
         used = min(int(self._store.lengths[b]), self._layout.sinks + self._layout.ring)
-        return self._store.table[b, :-(-used // self.page_size)], used
+        return self._store.table[b, : -(-used // self.page_size)], used
 
     def quantized(self, sequence: int) -> tuple[QuantizedTensor, QuantizedTensor]:
         """Keys and values of one sequence as they are stored by dtype "int8", (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
@@ -197,9 +251,16 @@ class KVCache:
         pages, n = self._slots(b)
         k_scale, v_scale = self._layout.scales(store, pages)[:, :, :n, None]
         bad = np.isnan(k_scale[..., 0])
-        key = QuantizedTensor(self._layout.keys(store, pages)[:, :n], np.where(bad[..., None], F(1), k_scale), "row",
-                              self._offset[b, :, None].copy(), bad if bad.any() else None)
-        return key, QuantizedTensor(self._layout.values(store, pages)[:, :n], v_scale, "row", None, key.nonfinite)
+        key = QuantizedTensor(
+            self._layout.keys(store, pages)[:, :n],
+            np.where(bad[..., None], F(1), k_scale),
+            "row",
+            self._offset[b, :, None].copy(),
+            bad if bad.any() else None,
+        )
+        return key, QuantizedTensor(
+            self._layout.values(store, pages)[:, :n], v_scale, "row", None, key.nonfinite
+        )
 
     def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
@@ -213,7 +274,10 @@ class KVCache:
         pages, n = self._slots(b)
         bad = np.isnan(self._layout.scales(store, pages)[0, :, :n, None])
         name = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
-        found = (x[:, :n].copy().view(name) for x in (self._layout.keys(store, pages), self._layout.values(store, pages)))
+        found = (
+            x[:, :n].copy().view(name)
+            for x in (self._layout.keys(store, pages), self._layout.values(store, pages))
+        )
         k, v = (np.where(bad, F(np.nan), widen(x).astype(F)) for x in found)
         return k, v
 
@@ -240,7 +304,9 @@ class KVCache:
         self._append(key, value, take, store)
         self._longest = self._longest + n if counts is None else int(store.lengths.max(initial=0))
 
-    def _admitted(self, key: Any, value: Any, counts: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    def _admitted(
+        self, key: Any, value: Any, counts: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Key and value as the kernels take them, the tokens of each sequence, and the most of them; there is room for them."""
         ready = _float32(key) and _float32(value)
         if not ready:
@@ -261,9 +327,19 @@ class KVCache:
 
     def _shapes(self, key: tuple[int, ...], value: tuple[int, ...]) -> tuple[int, np.ndarray]:
         """How many tokens arrays of these shapes hold, and the same for each sequence."""
-        for name, shape, channels in (("key", key, self.head_dim), ("value", value, self.value_dim)):
-            if len(shape) != 4 or shape[0] != self.batch or shape[1] != self.kv_heads or shape[3] != channels:
-                raise ArgumentError(f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})")
+        for name, shape, channels in (
+            ("key", key, self.head_dim),
+            ("value", value, self.value_dim),
+        ):
+            if (
+                len(shape) != 4
+                or shape[0] != self.batch
+                or shape[1] != self.kv_heads
+                or shape[3] != channels
+            ):
+                raise ArgumentError(
+                    f"{name}: got shape {shape}; allowed: ({self.batch}, {self.kv_heads}, tokens, {channels})"
+                )
         if key[2] != value[2]:
             raise ArgumentError(f"value: got {value[2]} tokens; allowed: the key's, {key[2]}")
         self._seen[key, value] = key[2], np.full(self.batch, key[2], np.int64)
@@ -277,8 +353,10 @@ class KVCache:
 
     def _full(self, take: np.ndarray) -> CacheFullError:
         b = int(np.argmax(self._store.lengths + take))
-        return CacheFullError(f"append: sequence {b} holds {self._store.lengths[b]} tokens and would get {take[b]} more; "
-                              f"allowed: {self.max_length} in all")
+        return CacheFullError(
+            f"append: sequence {b} holds {self._store.lengths[b]} tokens and would get {take[b]} more; "
+            f"allowed: {self.max_length} in all"
+        )
 
     def _prepare(self, key: np.ndarray, take: np.ndarray) -> None:
         """Pages and channel means for the tokens to come."""
@@ -290,7 +368,7 @@ class KVCache:
     def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
         for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
             with np.errstate(all="ignore"):
-                mean = widen(key[b, :, :take[b]]).mean(1, dtype=np.float64).astype(F)
+                mean = widen(key[b, :, : take[b]]).mean(1, dtype=np.float64).astype(F)
             self._offset[b] = np.where(np.isfinite(mean), mean, F(0))
 
     # ---- pages -------------------------------------------------------------------------------------------------------------
@@ -309,8 +387,14 @@ class KVCache:
             raise ArgumentError("share: the cache has no pages; allowed: a cache with page_size")
         a, b = self._sequence("source", source), self._sequence("target", target)
         if a == b or store.lengths[b]:
-            raise ArgumentError(f"target: got {b}; allowed: an empty sequence other than the source")
-        n = int(store.lengths[a]) if length is None else integer("length", length, 0, int(store.lengths[a]))
+            raise ArgumentError(
+                f"target: got {b}; allowed: an empty sequence other than the source"
+            )
+        n = (
+            int(store.lengths[a])
+            if length is None
+            else integer("length", length, 0, int(store.lengths[a]))
+        )
         copied = self._pool.share(a, b, n)
         if copied is not None:
             self._layout.copy_page(store, *copied)
@@ -324,7 +408,10 @@ class KVCache:
             sequences = range(self.batch)
         elif isinstance(sequences, Integral):
             sequences = [sequences]
-        elif not (isinstance(sequences, Sequence) or (isinstance(sequences, np.ndarray) and sequences.ndim)):
+        elif not (
+            isinstance(sequences, Sequence)
+            or (isinstance(sequences, np.ndarray) and sequences.ndim)
+        ):
             raise ArgumentTypeError(f"sequences: got {sequences!r}; allowed: an integer or several")
         for b in [self._sequence("sequences", b) for b in sequences]:
             self._pool.release(b)
@@ -342,8 +429,15 @@ class KVCache:
             prepared.clear()
 
     # ---- decode ------------------------------------------------------------------------------------------------------------
-    def decode(self, query: Any, *, scale: float | None = None, splits: int | None = None, out: np.ndarray | None = None,
-               return_lse: bool = False) -> Any:
+    def decode(
+        self,
+        query: Any,
+        *,
+        scale: float | None = None,
+        splits: int | None = None,
+        out: np.ndarray | None = None,
+        return_lse: bool = False,
+    ) -> Any:
         """Attention of the last L tokens of every sequence, whose keys and values have been appended, over the whole cache.
 
         Parameters
@@ -373,9 +467,13 @@ class KVCache:
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         plan, c = self._plan(shape, scale, splits, self._longest)
-        result = np.empty((*shape[:-1], self.value_dim), F) if out is None else output(out, (*shape[:-1], self.value_dim))
+        result = (
+            np.empty((*shape[:-1], self.value_dim), F)
+            if out is None
+            else output(out, (*shape[:-1], self.value_dim))
+        )
         if out is not None and np.may_share_memory(out, query):
-            query = query.copy()                             # it is read again after `out` is written
+            query = query.copy()  # it is read again after `out` is written
         rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
         plan(rows, c, store, results)
         self._redo(plan, rows, scale, results)
@@ -406,11 +504,20 @@ class KVCache:
             if self.window is not None:
                 seen &= (held > at - self.window) | (held < self.sinks)
             with np.errstate(over="ignore"):
-                out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(query[b, g, r], key[g, seen], value[g, seen],
-                                                                        self._factor(scale))
+                out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(
+                    query[b, g, r], key[g, seen], value[g, seen], self._factor(scale)
+                )
 
-    def step(self, query: Any, key: Any, value: Any, *, scale: float | None = None, splits: int | None = None,
-             out: np.ndarray | None = None) -> Any:
+    def step(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        scale: float | None = None,
+        splits: int | None = None,
+        out: np.ndarray | None = None,
+    ) -> Any:
         """`append` and `decode` of one step in one call.
 
         On a card float32 NumPy arrays with as many new tokens as query rows go through a CUDA graph: captured at the first such
@@ -432,11 +539,19 @@ class KVCache:
             Nothing is appended by a call that raises.
         """
         store = self._open()
-        plain = all(type(x) is np.ndarray and x.dtype == FLOAT32 and x.flags.carray and x.ndim == 4 and x.size
-                    for x in (query, key, value))
+        plain = all(
+            type(x) is np.ndarray
+            and x.dtype == FLOAT32
+            and x.flags.carray
+            and x.ndim == 4
+            and x.size
+            for x in (query, key, value)
+        )
         if self.device == "cpu" or self.smooth or not plain or key.shape[2] != query.shape[2]:
             rows, _ = self._query(query)
-            self._plan(rows.shape, scale, splits, self._longest)     # what it refuses is refused before a token is appended
+            self._plan(
+                rows.shape, scale, splits, self._longest
+            )  # what it refuses is refused before a token is appended
             if out is not None:
                 output(out, (*rows.shape[:-1], self.value_dim))
             self.append(key, value)
@@ -445,7 +560,7 @@ class KVCache:
         shape = (*query.shape[:-1], self.value_dim)
         result = np.empty(shape, F) if out is None else output(out, shape)
         if out is not None and np.may_share_memory(out, query):
-            query = query.copy()                             # it is read again after `out` is written
+            query = query.copy()  # it is read again after `out` is written
         key, value, take, n = self._admitted(key, value, None)
         whole = self._steps.get((plan, float(c)))
         if whole is None:
@@ -459,13 +574,15 @@ class KVCache:
     def _factor(self, scale: float | None) -> float:
         return self.head_dim**-0.5 if scale is None else factor("scale", scale)
 
-    def _plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, longest: int) -> tuple[Any, np.float32]:
+    def _plan(
+        self, shape: tuple[int, ...], scale: float | None, splits: int | None, longest: int
+    ) -> tuple[Any, np.float32]:
         """The prepared call for this query, and the factor of its scores."""
         workers, blocks = self._layout.call(longest, self.batch)
         call = shape, scale, splits, workers, blocks
         try:
             return self._calls[call]
-        except TypeError:                                    # an array of one number, or what is refused now
+        except TypeError:  # an array of one number, or what is refused now
             return self._make_plan(*call)
         except KeyError:
             made = self._make_plan(*call)
@@ -474,14 +591,30 @@ class KVCache:
         self._calls[call] = made
         return made
 
-    def _make_plan(self, shape: tuple[int, ...], scale: float | None, splits: int | None, workers: int,
-                   blocks: int) -> tuple[Any, np.float32]:
-        if (len(shape) != 4 or shape[0] != self.batch or shape[1] < 1 or shape[1] % self.kv_heads or shape[2] < 1
-                or shape[3] != self.head_dim):
-            raise ArgumentError(f"query: got shape {shape}; allowed: ({self.batch}, heads, tokens, {self.head_dim}) with heads a "
-                                f"multiple of {self.kv_heads} and one token or more")
+    def _make_plan(
+        self,
+        shape: tuple[int, ...],
+        scale: float | None,
+        splits: int | None,
+        workers: int,
+        blocks: int,
+    ) -> tuple[Any, np.float32]:
+        if (
+            len(shape) != 4
+            or shape[0] != self.batch
+            or shape[1] < 1
+            or shape[1] % self.kv_heads
+            or shape[2] < 1
+            or shape[3] != self.head_dim
+        ):
+            raise ArgumentError(
+                f"query: got shape {shape}; allowed: ({self.batch}, heads, tokens, {self.head_dim}) with heads a "
+                f"multiple of {self.kv_heads} and one token or more"
+            )
         if self.window is not None and shape[2] > self._layout.ring - self.window + 1:
-            raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window")
+            raise ArgumentError(
+                f"query: got {shape[2]} tokens; allowed: {self._layout.ring - self.window + 1} with this window"
+            )
         c, group = self._factor(scale), shape[1] // self.kv_heads
         if splits is None:
             splits = self._layout.splits(self.batch, group * shape[2], workers, blocks)
@@ -495,5 +628,11 @@ class KVCache:
         return plan, F(unit)
 
     def _lse(self, plan: Any, query: np.ndarray, scale: float | None) -> np.ndarray:
-        return natural_lse(plan.m, plan.l, query, self._offset if self.smooth else None, self._factor(scale),
-                           fx.P_ONE if self.dtype == "int8" else 1)
+        return natural_lse(
+            plan.m,
+            plan.l,
+            query,
+            self._offset if self.smooth else None,
+            self._factor(scale),
+            fx.P_ONE if self.dtype == "int8" else 1,
+        )

@@ -1,9 +1,10 @@
 """Pages of a KV cache: which sequence owns which, which are shared, which are free."""
+
 from __future__ import annotations
 
 import numpy as np
 
-from .errors import CacheFullError
+from ..errors import CacheFullError
 
 
 class Pages:
@@ -30,10 +31,15 @@ class Pages:
 
     def grow(self, lengths: np.ndarray, take: np.ndarray) -> None:
         """Give every sequence the pages for `take` more tokens, or raise CacheFullError and give none."""
-        need = [-(-(int(n) + int(t)) // self.size) - len(mine) for n, t, mine in zip(lengths, take, self._owned, strict=True)]
+        need = [
+            -(-(int(n) + int(t)) // self.size) - len(mine)
+            for n, t, mine in zip(lengths, take, self._owned, strict=True)
+        ]
         if sum(x for x in need if x > 0) > len(self.free):
-            raise CacheFullError(f"append: {sum(x for x in need if x > 0)} more pages of {self.size} tokens are needed; "
-                                 f"free are {len(self.free)} of {self.count}")
+            raise CacheFullError(
+                f"append: {sum(x for x in need if x > 0)} more pages of {self.size} tokens are needed; "
+                f"free are {len(self.free)} of {self.count}"
+            )
         for b, more in enumerate(need):
             for _ in range(more):
                 self._own(b, self.free.pop())

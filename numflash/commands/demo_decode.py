@@ -4,6 +4,7 @@ The layers are real ones (RMS norm, Q, K, V and output projections with random w
 multi-layer perceptrons; each token's hidden state feeds the next step. At every step and layer the decoded output is held against
 full attention recomputed in float32 from all keys and values seen so far.
 """
+
 from __future__ import annotations
 
 import time
@@ -11,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from .api import attention
-from .console import Progress, Table
-from .cpu.threads import limit
-from .kvcache import DTYPES, KVCache
-from .metrics import errors
-from .validation import choice
+from ..api import attention
+from ..cache.kvcache import DTYPES, KVCache
+from ..jit.threads import limit
+from ..measure.console import Progress, Table
+from ..measure.metrics import errors
+from ..validation import choice
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 24, 14, 2, 64
 HIDDEN = HEADS * HEAD_DIM
@@ -30,15 +31,20 @@ class Layer:
     def __init__(self, rng: np.random.Generator, capacity: int, dtype: str) -> None:
         def weights(columns: int) -> np.ndarray:
             return rng.standard_normal((HIDDEN, columns), F) * F(HIDDEN**-0.5)
-        self.q, self.k, self.v, self.o = (weights(n * HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+
+        self.q, self.k, self.v, self.o = (
+            weights(n * HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        )
         self.cache = KVCache(1, KV_HEADS, HEAD_DIM, capacity, dtype)
         self.keys, self.values = (np.zeros((1, KV_HEADS, capacity, HEAD_DIM), F) for _ in range(2))
 
     def project(self, x: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """query, key, value (1, heads, n, D) of the hidden states (n, HIDDEN) at positions from `first` on."""
         x = x * F(1) / np.sqrt((x * x).mean(-1, keepdims=True) + F(1e-6))
-        q, k, v = (np.ascontiguousarray((x @ w).reshape(len(x), -1, HEAD_DIM).swapaxes(0, 1))[None]
-                   for w in (self.q, self.k, self.v))
+        q, k, v = (
+            np.ascontiguousarray((x @ w).reshape(len(x), -1, HEAD_DIM).swapaxes(0, 1))[None]
+            for w in (self.q, self.k, self.v)
+        )
         return rotate(q, first), rotate(k, first), v
 
     def remember(self, key: np.ndarray, value: np.ndarray, first: int) -> None:
@@ -62,7 +68,9 @@ def rotate(x: np.ndarray, first: int) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
 
 
-def run(threads: int = 1, dtype: str = "int8", prefill: int = 1024, steps: int = 256) -> dict[str, Any]:
+def run(
+    threads: int = 1, dtype: str = "int8", prefill: int = 1024, steps: int = 256
+) -> dict[str, Any]:
     """Generate `steps` tokens after `prefill`, print and return the figures.
 
     Raises
@@ -85,7 +93,7 @@ def run(threads: int = 1, dtype: str = "int8", prefill: int = 1024, steps: int =
             out = attention(q, k, v, is_causal=True, enable_gqa=True)
             x = x + out[0].swapaxes(0, 1).reshape(prefill, HIDDEN) @ layer.o
         x = x[-1:]
-        layers[0].cache.decode(np.zeros((1, HEADS, 1, HEAD_DIM), F))                # compiles outside the timing
+        layers[0].cache.decode(np.zeros((1, HEADS, 1, HEAD_DIM), F))  # compiles outside the timing
         begin = time.perf_counter()
         checking = 0.0
         for step in range(steps):
@@ -101,26 +109,45 @@ def run(threads: int = 1, dtype: str = "int8", prefill: int = 1024, steps: int =
                 layer.remember(k, v, position)
                 found = errors(out, layer.recompute(q, position + 1)).relative_l1
                 if not found <= BUDGET[dtype]:
-                    raise ArithmeticError(f"token {step}: relative L1 {found:.3g} against full recomputation, "
-                                          f"budget {BUDGET[dtype]}")
+                    raise ArithmeticError(
+                        f"token {step}: relative L1 {found:.3g} against full recomputation, "
+                        f"budget {BUDGET[dtype]}"
+                    )
                 worst, total = max(worst, found), total + found
                 checking += time.perf_counter() - stop
                 x = x + out.reshape(1, HIDDEN) @ layer.o
             x = x / np.sqrt((x * x).mean() + F(1e-6))
         elapsed = time.perf_counter() - begin - checking
     size = sum(layer.cache.nbytes for layer in layers)
-    per_token, rate, mean = seconds / max(1, steps), steps / elapsed if steps else 0.0, total / max(1, steps * LAYERS)
-    result = {"dtype": dtype, "threads": threads, "layers": LAYERS, "prefill": prefill, "steps": steps,
-              "attention_seconds_per_token": per_token, "tokens_per_second": rate,
-              "cache_bytes": size, "relative_l1_worst": worst, "relative_l1_mean": mean}
-    table = Table(f"Decode: {LAYERS} layers, {HEADS} query and {KV_HEADS} KV heads, D={HEAD_DIM}, {dtype} cache, "
-                  f"prefill {prefill}, {steps} steps", ("figure", "value"))
+    per_token, rate, mean = (
+        seconds / max(1, steps),
+        steps / elapsed if steps else 0.0,
+        total / max(1, steps * LAYERS),
+    )
+    result = {
+        "dtype": dtype,
+        "threads": threads,
+        "layers": LAYERS,
+        "prefill": prefill,
+        "steps": steps,
+        "attention_seconds_per_token": per_token,
+        "tokens_per_second": rate,
+        "cache_bytes": size,
+        "relative_l1_worst": worst,
+        "relative_l1_mean": mean,
+    }
+    table = Table(
+        f"Decode: {LAYERS} layers, {HEADS} query and {KV_HEADS} KV heads, D={HEAD_DIM}, {dtype} cache, "
+        f"prefill {prefill}, {steps} steps",
+        ("figure", "value"),
+    )
     for name, value in (
-            ("attention and append, per token", f"{1e6 * per_token:.0f} us"),
-            ("tokens per second (projections included, checks not)", f"{rate:.1f}"),
-            ("cache", f"{size / 2**20:.1f} MiB"),
-            ("relative L1 against full recomputation, worst of all steps and layers", f"{worst:.2e}"),
-            ("the same, mean", f"{mean:.2e}")):
+        ("attention and append, per token", f"{1e6 * per_token:.0f} us"),
+        ("tokens per second (projections included, checks not)", f"{rate:.1f}"),
+        ("cache", f"{size / 2**20:.1f} MiB"),
+        ("relative L1 against full recomputation, worst of all steps and layers", f"{worst:.2e}"),
+        ("the same, mean", f"{mean:.2e}"),
+    ):
         table.add(name, value)
     table.show()
     return result

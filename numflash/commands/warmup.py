@@ -1,4 +1,5 @@
 """Compile every kernel ahead of its first call, by calling it on a small problem."""
+
 from __future__ import annotations
 
 import functools
@@ -8,19 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from .api import attention, attention_backward
-from .console import Progress, Table
-from .cpu import target
-from .diskcache import files
-from .errors import UnsupportedError
-from .kvcache import KVCache
+from ..api import attention, attention_backward
+from ..cache.kvcache import KVCache
+from ..cpu.isa import target
+from ..errors import UnsupportedError
+from ..jit.cache_files import files
+from ..measure.console import Progress, Table
 
 PRECISIONS: tuple[dict[str, Any], ...] = (
-    {"precision": "int8"}, {"precision": "int8", "pv": "fp32"}, {"precision": "float32"}, {"precision": "bfloat16"},
-    {"precision": "float16"})
-MASKS = {"no mask": None, "bool mask": np.ones((3, 3), bool), "additive mask": np.zeros((3, 3), np.float32)}
+    {"precision": "int8"},
+    {"precision": "int8", "pv": "fp32"},
+    {"precision": "float32"},
+    {"precision": "bfloat16"},
+    {"precision": "float16"},
+)
+MASKS = {
+    "no mask": None,
+    "bool mask": np.ones((3, 3), bool),
+    "additive mask": np.zeros((3, 3), np.float32),
+}
 
-GROUPS = 1, 4, 7, 8                              # query heads of a KV head in the models people run
+GROUPS = 1, 4, 7, 8  # query heads of a KV head in the models people run
 
 
 def decode(dtype: str, group: int, batch: int) -> None:
@@ -50,10 +59,16 @@ def jobs() -> list[tuple[str, Callable[[], Any]]]:
                 if impl == "portable" and mask is not None:
                     continue
                 name = f"{' '.join(options.values())} {target.available()[0] if impl == 'cpu' else impl}, {words}"
-                found.append((name, functools.partial(attention, x, x, x, mask, impl=impl, **options)))
+                found.append(
+                    (name, functools.partial(attention, x, x, x, mask, impl=impl, **options))
+                )
     for impl in ("cpu", "portable"):
-        found.append((f"gradient {target.available(target.FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
-                      functools.partial(gradient, impl)))
+        found.append(
+            (
+                f"gradient {target.available(target.FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
+                functools.partial(gradient, impl),
+            )
+        )
     for words, mask in list(MASKS.items())[1:]:
         found.append((f"gradient, {words}", functools.partial(gradient, "cpu", mask)))
     for dtype in ("int8", "float32"):

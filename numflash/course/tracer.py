@@ -4,6 +4,7 @@
 line, and goes through a model of a cache: fully associative, least recently used, write-back. The source decides what is counted:
 a compiler may keep a value in a register where the source reads it twice. Lines that come from far away it cannot save.
 """
+
 from __future__ import annotations
 
 import inspect
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,20 @@ class Report:
     def total(self) -> Traffic:
         """The sum over all arrays."""
         every = list(self.arrays.values())
-        return Traffic(*(sum(getattr(x, name) for x in every) for name in ("loads", "stores", "lines", "misses", "write_backs")))
+        return Traffic(
+            *(
+                sum(getattr(x, name) for x in every)
+                for name in ("loads", "stores", "lines", "misses", "write_backs")
+            )
+        )
 
     def bytes_of(self, name: str) -> int:
         """Bytes of one array between the cache and memory, both ways; 0 if the kernel has no such array."""
-        return (self.arrays[name].misses + self.arrays[name].write_backs) * self.line if name in self.arrays else 0
+        return (
+            (self.arrays[name].misses + self.arrays[name].write_backs) * self.line
+            if name in self.arrays
+            else 0
+        )
 
     @property
     def moved(self) -> int:
@@ -63,9 +73,13 @@ class Report:
         return sum(map(self.bytes_of, self.arrays))
 
     def __str__(self) -> str:
-        rows = [f"{'':10} {'loads':>9} {'stores':>9} {'lines':>7} {'from memory':>12} {'to memory':>10}"]
-        rows += [f"{name:10} {x.loads:9,} {x.stores:9,} {x.lines:7,} {x.misses * self.line:10,} B {x.write_backs * self.line:8,} B"
-                 for name, x in [*self.arrays.items(), ("all", self.total)]]
+        rows = [
+            f"{'':10} {'loads':>9} {'stores':>9} {'lines':>7} {'from memory':>12} {'to memory':>10}"
+        ]
+        rows += [
+            f"{name:10} {x.loads:9,} {x.stores:9,} {x.lines:7,} {x.misses * self.line:10,} B {x.write_backs * self.line:8,} B"
+            for name, x in [*self.arrays.items(), ("all", self.total)]
+        ]
         return "\n".join([*rows, f"lines of {self.line} bytes, {self.cache:,} bytes of cache"])
 
 
@@ -74,7 +88,9 @@ class _Memory:
 
     def __init__(self, line: int, cache: int) -> None:
         self.line, self.capacity = line, cache // line
-        self.held: OrderedDict[tuple[int, int], bool] = OrderedDict()         # (array, line) -> changed; the oldest first
+        self.held: OrderedDict[tuple[int, int], bool] = (
+            OrderedDict()
+        )  # (array, line) -> changed; the oldest first
         self.events: list[tuple[int, int, int, int]] = []
         self.write_backs: dict[int, int] = {}
 
@@ -100,7 +116,12 @@ class Traced:
 
     def __init__(self, array: np.ndarray, place: np.ndarray, number: int, memory: _Memory) -> None:
         self._array, self._place, self._number, self._memory = array, place, number, memory
-        self.shape, self.size, self.ndim, self.dtype = array.shape, array.size, array.ndim, array.dtype
+        self.shape, self.size, self.ndim, self.dtype = (
+            array.shape,
+            array.size,
+            array.ndim,
+            array.dtype,
+        )
 
     def __len__(self) -> int:
         return len(self._array)
@@ -124,7 +145,9 @@ class Traced:
         self._access(index, True)
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        raise ArgumentError("trace: got NumPy arithmetic on a whole array; allowed: kernels that work element by element")
+        raise ArgumentError(
+            "trace: got NumPy arithmetic on a whole array; allowed: kernels that work element by element"
+        )
 
 
 def _interpreted(function: Any, known: dict[Any, Any]) -> Any:
@@ -136,9 +159,23 @@ def _interpreted(function: Any, known: dict[Any, Any]) -> Any:
     if function not in known:
         source = function.py_func
         scope = dict(source.__globals__)
-        known[function] = FunctionType(source.__code__, scope, source.__name__, source.__defaults__, tuple(
-            CellType(_interpreted(cell.cell_contents, known)) for cell in source.__closure__ or ()))
-        scope.update({name: _interpreted(scope[name], known) for name in source.__code__.co_names if name in scope})
+        known[function] = FunctionType(
+            source.__code__,
+            scope,
+            source.__name__,
+            source.__defaults__,
+            tuple(
+                CellType(_interpreted(cell.cell_contents, known))
+                for cell in source.__closure__ or ()
+            ),
+        )
+        scope.update(
+            {
+                name: _interpreted(scope[name], known)
+                for name in source.__code__.co_names
+                if name in scope
+            }
+        )
     return known[function]
 
 
@@ -157,20 +194,26 @@ def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64)
         `kernel` is not compiled by Numba, `cache` holds no line, or an array does not lie in one piece.
     """
     if not isinstance(kernel, Dispatcher):
-        raise ArgumentError(f"kernel: got {type(kernel).__name__}; allowed: a function compiled by Numba")
+        raise ArgumentError(
+            f"kernel: got {type(kernel).__name__}; allowed: a function compiled by Numba"
+        )
     if line < 1 or cache < line:
-        raise ArgumentError(f"cache, line: got {cache} and {line} bytes; allowed: at least one line of at least a byte")
+        raise ArgumentError(
+            f"cache, line: got {cache} and {line} bytes; allowed: at least one line of at least a byte"
+        )
     names = list(inspect.signature(kernel.py_func).parameters)
     memory, given = _Memory(line, cache), list(arguments)
     arrays: dict[str, int] = {}
     for n, x in enumerate(arguments):
         if isinstance(x, np.ndarray):
             if not x.flags.c_contiguous:
-                raise ArgumentError(f"{names[n]}: got an array that is not contiguous; allowed: C order, as the kernels take it")
+                raise ArgumentError(
+                    f"{names[n]}: got an array that is not contiguous; allowed: C order, as the kernels take it"
+                )
             place = np.arange(x.size, dtype=np.int64).reshape(x.shape) * x.itemsize
             given[n] = Traced(x, place, len(arrays), memory)
             arrays[names[n]] = len(arrays)
-    with np.errstate(all="ignore"):                                          # as the compiled kernel: -inf - -inf says nothing
+    with np.errstate(all="ignore"):  # as the compiled kernel: -inf - -inf says nothing
         _interpreted(kernel, {})(*given)
     for held, changed in memory.held.items():
         memory.leave(held, changed)
@@ -179,5 +222,11 @@ def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64)
     for name, n in arrays.items():
         mine = events[events[:, 0] == n]
         stores, misses = int(mine[:, 2].sum()), int(mine[:, 3].sum())
-        counted[name] = Traffic(len(mine) - stores, stores, np.unique(mine[:, 1]).size, misses, memory.write_backs.get(n, 0))
+        counted[name] = Traffic(
+            len(mine) - stores,
+            stores,
+            np.unique(mine[:, 1]).size,
+            misses,
+            memory.write_backs.get(n, 0),
+        )
     return Report(counted, line, cache, events)

@@ -4,6 +4,7 @@ Plain scalar loops, shared by the register-tile kernels and the portable one, in
 bias, mask. Scores are float32 in Q8.8 units here (256 per octave); every operation rounds once, so that all kernels agree with
 `reference.transform` to the bit.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -11,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import fixedpoint as fx
-from .._jit import inline
+from ..jit.compiler import inline
 
 F, I = np.float32, np.int32
-HIDDEN = np.int16(fx.MASKED)                     # int16 score of a key that is not seen: weight 0
-UNSEEN = fx.MIN_OCTAVE                           # octave of a row that sees nothing of a block
+HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
+UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
 
 
 class Semantics(NamedTuple):
@@ -28,16 +29,18 @@ class Semantics(NamedTuple):
 
     left: int
     right: int
-    diagonal: np.ndarray          # (B,) int64
-    key_lengths: np.ndarray       # (B,) int64
+    diagonal: np.ndarray  # (B,) int64
+    key_lengths: np.ndarray  # (B,) int64
     general: bool
-    mask: np.ndarray              # (B, H, L, S) uint8, contiguous; the first three sizes may be 1
-    bias: np.ndarray              # the same in float32
+    mask: np.ndarray  # (B, H, L, S) uint8, contiguous; the first three sizes may be 1
+    bias: np.ndarray  # the same in float32
     has_mask: bool
     has_bias: bool
-    softcap: float                # float32, Q8.8 units, 0 = none
-    shift: np.ndarray             # (B, H, L) float32, in units of the softcap: what smoothing took from each score
-    slopes: np.ndarray            # (B, H) float32, Q8.8 units
+    softcap: float  # float32, Q8.8 units, 0 = none
+    shift: (
+        np.ndarray
+    )  # (B, H, L) float32, in units of the softcap: what smoothing took from each score
+    slopes: np.ndarray  # (B, H) float32, Q8.8 units
     extreme: bool = False
 
 
@@ -91,14 +94,14 @@ def transform_row(semantics, b, h, i, first, x):
             x[j] = F(x[j] - F(slope * F(abs(centre - j))))
     if semantics.has_bias:
         at = row_of(semantics.bias, b, h, i) + first
-        bias = semantics.bias.reshape(semantics.bias.size)[at:at + x.size]
+        bias = semantics.bias.reshape(semantics.bias.size)[at : at + x.size]
         for j in range(x.size):
             changed = F(x[j] + F(bias[j] * fx.LOG2E_Q8))
-            changed = fx.LOWEST if changed < fx.LOWEST else changed             # NaN stays
+            changed = fx.LOWEST if changed < fx.LOWEST else changed  # NaN stays
             x[j] = changed if bias[j] != F(-np.inf) else F(-np.inf)
     if semantics.has_mask:
         at = row_of(semantics.mask, b, h, i) + first
-        mask = semantics.mask.reshape(semantics.mask.size)[at:at + x.size]
+        mask = semantics.mask.reshape(semantics.mask.size)[at : at + x.size]
         for j in range(x.size):
             x[j] = x[j] if mask[j] else F(-np.inf)
 
@@ -111,7 +114,7 @@ def narrow_row(x, out):
         spoiled |= x[j] != x[j]
         top = max(top, x[j])
     if top == F(-np.inf) or spoiled:
-        out[:x.size] = HIDDEN
+        out[: x.size] = HIDDEN
         return I(UNSEEN), spoiled
     octave = I(I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
     base = I(octave << I(8))

@@ -2,6 +2,7 @@
 
 `zeros` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype and shape.
 """
+
 from __future__ import annotations
 
 import functools
@@ -47,8 +48,12 @@ def zeros(typingctx, shape, dtype):
     itemsize = as_dtype(kind.dtype).itemsize
 
     def codegen(context, builder, signature, args):
-        sizes = [context.cast(builder, n, source, types.intp)
-                 for n, source in zip(cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True)]
+        sizes = [
+            context.cast(builder, n, source, types.intp)
+            for n, source in zip(
+                cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
+            )
+        ]
         strides = [ir.Constant(cgutils.intp_t, itemsize)]
         for n in sizes[:0:-1]:
             strides.insert(0, builder.mul(strides[0], n))
@@ -58,8 +63,11 @@ def zeros(typingctx, shape, dtype):
         cgutils.memset(builder, data, size, 0)
         out = arrayobj.make_array(kind)(context, builder)
         element = context.get_data_type(kind.dtype).as_pointer()
-        arrayobj.populate_array(out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo)
+        arrayobj.populate_array(
+            out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
+        )
         return out._getvalue()
+
     return kind(shape, dtype), codegen
 
 
@@ -72,12 +80,19 @@ def reinterpret(typingctx, x, dtype):
         return None
 
     def codegen(context, builder, signature, args):
-        source, out = arrayobj.make_array(x)(context, builder, args[0]), arrayobj.make_array(kind)(context, builder)
+        source, out = (
+            arrayobj.make_array(x)(context, builder, args[0]),
+            arrayobj.make_array(kind)(context, builder),
+        )
         shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
         if old != new:
-            shape[-1] = builder.udiv(builder.mul(shape[-1], ir.Constant(cgutils.intp_t, old)), ir.Constant(cgutils.intp_t, new))
+            shape[-1] = builder.udiv(
+                builder.mul(shape[-1], ir.Constant(cgutils.intp_t, old)),
+                ir.Constant(cgutils.intp_t, new),
+            )
             strides[-1] = ir.Constant(cgutils.intp_t, new)
         data = builder.bitcast(source.data, out.data.type)
         arrayobj.populate_array(out, data, shape, strides, new, source.meminfo, source.parent)
         return impl_ret_borrowed(context, builder, kind, out._getvalue())
+
     return kind(x, dtype), codegen

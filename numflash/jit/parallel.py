@@ -11,6 +11,7 @@ its address; what it works on waits in the kernel's frame.
     def run(x, out):
         over_tasks(task, x.shape[0], (x, out))
 """
+
 from __future__ import annotations
 
 from llvmlite import ir
@@ -18,19 +19,21 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ._jit import separate
+from .compiler import separate
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-TASK = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])                # (frame, number of the task)
+TASK = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (frame, number of the task)
 
 
 @intrinsic
 def _call(typingctx, task, frame, n):
     """f(task, frame, n): the function at the address `task`, with its frame and the number of the task."""
+
     def codegen(context, b, sig, args):
         address, frame, n = args
         b.call(b.inttoptr(address, TASK.as_pointer()), [b.inttoptr(frame, I8.as_pointer()), n])
         return context.get_dummy_value()
+
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
@@ -55,7 +58,9 @@ def over_tasks(typingctx, body, count, args):
     shared = share_type.get_call_type(typingctx, (types.intp, types.intp, types.intp), {})
 
     def codegen(context, b, sig, values):
-        frame_type = ir.LiteralStructType([I32, context.get_value_type(args)])            # whether a task failed; its arguments
+        frame_type = ir.LiteralStructType(
+            [I32, context.get_value_type(args)]
+        )  # whether a task failed; its arguments
         frame = cgutils.alloca_once(b, frame_type)
         b.store(ir.Constant(I32, 0), cgutils.gep_inbounds(b, frame, 0, 0))
         b.store(values[2], cgutils.gep_inbounds(b, frame, 0, 1))
@@ -67,15 +72,31 @@ def over_tasks(typingctx, body, count, args):
         t = ir.IRBuilder(task.append_basic_block("entry"))
         own = t.bitcast(task.args[0], frame_type.as_pointer())
         operands = cgutils.unpack_tuple(t, t.load(cgutils.gep_inbounds(t, own, 0, 1)), len(args))
-        status, _ = context.call_conv.call_function(t, context.declare_function(b.module, compiled.fndesc), called.return_type,
-                                                    called.args, [task.args[1], *operands])
+        status, _ = context.call_conv.call_function(
+            t,
+            context.declare_function(b.module, compiled.fndesc),
+            called.return_type,
+            called.args,
+            [task.args[1], *operands],
+        )
         with cgutils.if_unlikely(t, status.is_error):
             t.store(ir.Constant(I32, 1), cgutils.gep_inbounds(t, own, 0, 0))
         t.ret_void()
 
-        context.get_function(share_type, shared)(b, [context.cast(b, values[1], sig.args[1], types.intp),
-                                                     b.ptrtoint(task, I64), b.ptrtoint(frame, I64)])
-        with cgutils.if_unlikely(b, cgutils.is_not_null(b, b.load(cgutils.gep_inbounds(b, frame, 0, 0)))):
-            context.call_conv.return_user_exc(b, MemoryError, ("a kernel could not allocate its buffers",))
+        context.get_function(share_type, shared)(
+            b,
+            [
+                context.cast(b, values[1], sig.args[1], types.intp),
+                b.ptrtoint(task, I64),
+                b.ptrtoint(frame, I64),
+            ],
+        )
+        with cgutils.if_unlikely(
+            b, cgutils.is_not_null(b, b.load(cgutils.gep_inbounds(b, frame, 0, 0)))
+        ):
+            context.call_conv.return_user_exc(
+                b, MemoryError, ("a kernel could not allocate its buffers",)
+            )
         return context.get_dummy_value()
+
     return types.void(body, count, args), codegen

@@ -7,6 +7,7 @@ can read the very instructions an A64FX would execute, and an emulator can execu
 Nested ``@njit`` functions, ``@overload`` implementations and intrinsics are compiled for that CPU too, and nothing of
 it reaches the functions as they run on the host: typing and lowering happen in contexts of their own.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -23,36 +24,76 @@ from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import nrtdynmod
 from numba.core.types import containers
 
+from ..errors import ArgumentError
+from ..jit.parallel import share
 from . import assembly
-from .errors import ArgumentError
-from .parallel import share
 
 AARCH64, X86_64 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
-_CPUS = {AARCH64: "a64fx neoverse-v1 neoverse-v2 neoverse-n1 neoverse-n2 cortex-a72",
-         X86_64: "x86-64-v2 haswell skylake-avx512 icelake-server alderlake sapphirerapids znver2 znver3 znver4 znver5"}
-_SINCE = {"neoverse-v2": 16, "znver4": 16, "znver5": 20}      # LLVM release; an older one would abort over an unknown x86 CPU
-TRIPLES = {name: triple for triple, names in _CPUS.items() for name in names.split()
-           if llvm.llvm_version_info[0] >= _SINCE.get(name, 0)}
+_CPUS = {
+    AARCH64: "a64fx neoverse-v1 neoverse-v2 neoverse-n1 neoverse-n2 cortex-a72",
+    X86_64: "x86-64-v2 haswell skylake-avx512 icelake-server alderlake sapphirerapids znver2 znver3 znver4 znver5",
+}
+_SINCE = {
+    "neoverse-v2": 16,
+    "znver4": 16,
+    "znver5": 20,
+}  # LLVM release; an older one would abort over an unknown x86 CPU
+TRIPLES = {
+    name: triple
+    for triple, names in _CPUS.items()
+    for name in names.split()
+    if llvm.llvm_version_info[0] >= _SINCE.get(name, 0)
+}
 
 
 def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
     """Argument types of the fused INT8 kernels; see `cpu.portable.make_attend` and `cpu.flash_int8.make_attend`."""
-    from .cpu.packing import PackedKeys
-    from .cpu.scores import Semantics
+    from ..cpu.int8.packing import PackedKeys
+    from ..cpu.semantics import Semantics
 
     def array(dtype: str, ndim: int) -> Any:
         return types.Array(getattr(types, dtype), ndim, "C")
+
     integer, number, flag = types.int64, types.float32, types.boolean
     semantics = containers.NamedTuple(
-        (integer, integer, array("int64", 1), array("int64", 1), flag, array("uint8", 4), array("float32", 4), flag, flag,
-         number, array("float32", 3), array("float32", 2), flag), Semantics)
+        (
+            integer,
+            integer,
+            array("int64", 1),
+            array("int64", 1),
+            flag,
+            array("uint8", 4),
+            array("float32", 4),
+            flag,
+            flag,
+            number,
+            array("float32", 3),
+            array("float32", 2),
+            flag,
+        ),
+        Semantics,
+    )
     if portable:
         packed: tuple[Any, ...] = array("int8", 3), array("float32", 2), array("int8", 4)
     else:
-        keys = containers.NamedTuple((array(operand, 2), array("int32", 2), array("float32", 2), array("uint8", 2)), PackedKeys)
+        keys = containers.NamedTuple(
+            (array(operand, 2), array("int32", 2), array("float32", 2), array("uint8", 2)),
+            PackedKeys,
+        )
         packed = keys, array(operand, 2)
-    return (array("int8", 3), array("float32", 2), *packed, array("float32", 2), semantics, containers.UniTuple(integer, 3),
-            integer, array("int64", 1), array("float32", 3), array("int32", 2), array("float32", 2))
+    return (
+        array("int8", 3),
+        array("float32", 2),
+        *packed,
+        array("float32", 2),
+        semantics,
+        containers.UniTuple(integer, 3),
+        integer,
+        array("int64", 1),
+        array("float32", 3),
+        array("int32", 2),
+        array("float32", 2),
+    )
 
 
 class Kernel(NamedTuple):
@@ -62,24 +103,53 @@ class Kernel(NamedTuple):
     name: str
     arguments: tuple | None
     signature: str | Callable[[], tuple[Any, ...]]
-    cpus: tuple[str, ...] = ("host", "a64fx", "neoverse-v1", "neoverse-v2", "neoverse-n1", "haswell", "znver4", "sapphirerapids")
+    cpus: tuple[str, ...] = (
+        "host",
+        "a64fx",
+        "neoverse-v1",
+        "neoverse-v2",
+        "neoverse-n1",
+        "haswell",
+        "znver4",
+        "sapphirerapids",
+    )
 
 
 def _fused(isa: str, operand: str, *cpus: str) -> Kernel:
-    return Kernel("numflash.cpu.flash_int8", "make_attend", (isa, "int8"), functools.partial(_attend_types, False, operand), cpus)
+    return Kernel(
+        "numflash.cpu.int8.flash_int8",
+        "make_attend",
+        (isa, "int8"),
+        functools.partial(_attend_types, False, operand),
+        cpus,
+    )
 
 
-_PORTABLE = "numflash.cpu.portable"
+_PORTABLE = "numflash.cpu.int8.portable"
 KERNELS = {
-    "quantize-rows": Kernel("numflash.quantization", "_quantize_rows", None,
-                            "void(float32[:,:,::1], float32[:,::1], int64[::1], int64, int8[:,:,::1], float32[:,::1], "
-                            "uint8[:,::1])"),
+    "quantize-rows": Kernel(
+        "numflash.quantization",
+        "_quantize_rows",
+        None,
+        "void(float32[:,:,::1], float32[:,::1], int64[::1], int64, int8[:,:,::1], float32[:,::1], "
+        "uint8[:,::1])",
+    ),
     "portable": Kernel(_PORTABLE, "make_attend", ("int8",), functools.partial(_attend_types, True)),
-    "portable-scores": Kernel(_PORTABLE, "score_block", None,
-                              "void(int8[:,::1], int8[:,::1], float32[::1], float32[::1], float32[:,::1])"),
-    "portable-softmax": Kernel(_PORTABLE, "softmax_row", None, "int32(int16[::1], int32, int8[::1])"),
-    "portable-values": Kernel(_PORTABLE, "value_block", None,
-                              "void(int8[:,::1], int8[:,::1], float32[::1], float32[:,::1])"),
+    "portable-scores": Kernel(
+        _PORTABLE,
+        "score_block",
+        None,
+        "void(int8[:,::1], int8[:,::1], float32[::1], float32[::1], float32[:,::1])",
+    ),
+    "portable-softmax": Kernel(
+        _PORTABLE, "softmax_row", None, "int32(int16[::1], int32, int8[::1])"
+    ),
+    "portable-values": Kernel(
+        _PORTABLE,
+        "value_block",
+        None,
+        "void(int8[:,::1], int8[:,::1], float32[::1], float32[:,::1])",
+    ),
     "int8-amx_int8": _fused("amx_int8", "int8", "sapphirerapids"),
     "int8-avx512_vnni": _fused("avx512_vnni", "int8", "znver4", "sapphirerapids"),
     "int8-avx_vnni": _fused("avx_vnni", "int8", "alderlake", "znver4"),
@@ -102,15 +172,19 @@ class Target(NamedTuple):
     @classmethod
     def named(cls, name: str = "host", features: str = "") -> Target:
         """The target of a CPU name; ``"host"`` is what Numba compiles for in this process."""
-        if features and not _FEATURES.fullmatch(features):                  # LLVM ends the process (P49)
+        if features and not _FEATURES.fullmatch(features):  # LLVM ends the process (P49)
             raise ArgumentError(f"features: got {features!r}; allowed: as '+sve,-sve2'")
         if name == "host" and features:
-            raise ArgumentError(f"features: got {features!r} for the host, whose code is as it runs; allowed: with a named cpu")
+            raise ArgumentError(
+                f"features: got {features!r} for the host, whose code is as it runs; allowed: with a named cpu"
+            )
         if name == "host":
             host = cpu_target.target_context.codegen()
             return cls(llvm.get_process_triple(), *host.magic_tuple()[1:3])
         if name not in TRIPLES:
-            raise ArgumentError(f"cpu: got {name!r}; allowed: 'host', {', '.join(map(repr, TRIPLES))}")
+            raise ArgumentError(
+                f"cpu: got {name!r}; allowed: 'host', {', '.join(map(repr, TRIPLES))}"
+            )
         return cls(TRIPLES[name], name, features)
 
 
@@ -128,7 +202,7 @@ class _Codegen(codegen.AOTCPUCodegen):
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        super().__init__("numflash.codegen", target.cpu)
+        super().__init__("numflash.machinecode.codegen", target.cpu)
 
     def _init(self, llvm_module: Any) -> None:
         llvm.initialize_all_targets()
@@ -137,8 +211,13 @@ class _Codegen(codegen.AOTCPUCodegen):
         self._tm_features = self._target.features
         # the options of Numba's JIT, so that the code is the one that would run
         self._tm = llvm.Target.from_triple(self._target.triple).create_target_machine(
-            cpu=self._target.cpu, features=self._target.features, opt=int(opt), reloc="default",
-            codemodel="jitdefault", jit=True)
+            cpu=self._target.cpu,
+            features=self._target.features,
+            opt=int(opt),
+            reloc="default",
+            codemodel="jitdefault",
+            jit=True,
+        )
         self._target_data = self._tm.target_data
         self._data_layout = str(self._target_data)
         self._loopvect, self._opt_level = (True, 3) if opt.is_opt_max else (False, 0)
@@ -165,7 +244,9 @@ class _TypingContext(typing.Context):
     def twin(self, function: CPUDispatcher) -> CPUDispatcher:
         if function not in self._twins:
             options = function.targetoptions
-            if function is share:                    # Numba's threads are not what is read or emulated: one task after the other
+            if (
+                function is share
+            ):  # Numba's threads are not what is read or emulated: one task after the other
                 options = {**options, "parallel": False}
             self._twins[function] = CPUDispatcher(function.py_func, function.locals, options)
         return self._twins[function]
@@ -177,7 +258,7 @@ class _TypingContext(typing.Context):
 class _TargetContext(cpu.CPUContext):
     """Numba's CPU lowering, emitting into a `_Codegen`."""
 
-    aot_mode = True            # symbols instead of this process's addresses
+    aot_mode = True  # symbols instead of this process's addresses
 
     def __init__(self, typingctx: typing.Context, target: Target) -> None:
         self._target = target
@@ -221,8 +302,13 @@ def code_generator(target: Target) -> Any:
 @contextlib.contextmanager
 def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iterator[None]:
     """Dispatchers made inside (Numba makes them for overloads) belong to these contexts."""
-    host = {"_toplevel_typing_context": cpu_target.typing_context, "_toplevel_target_context": cpu_target.target_context}
-    cpu_target.__dict__.update(_toplevel_typing_context=typingctx, _toplevel_target_context=targetctx)
+    host = {
+        "_toplevel_typing_context": cpu_target.typing_context,
+        "_toplevel_target_context": cpu_target.target_context,
+    }
+    cpu_target.__dict__.update(
+        _toplevel_typing_context=typingctx, _toplevel_target_context=targetctx
+    )
     try:
         yield
     finally:
@@ -247,16 +333,26 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
     typingctx, targetctx = _contexts(target)
     args, _ = sigutils.normalize_signature(signature)
     with _as_cpu_target(typingctx, targetctx):
-        twin = typingctx.twin(function if isinstance(function, CPUDispatcher) else CPUDispatcher(function))
+        twin = typingctx.twin(
+            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function)
+        )
         twin.compile(args)
     overload: Any = twin.overloads[args]
     library = overload.library
     library._ensure_finalized()
     machine, optimised = targetctx.codegen()._tm, library._final_module.as_bitcode()
 
-    def fresh() -> Any:                      # making code changes the module: text and object must come from the same one
+    def fresh() -> (
+        Any
+    ):  # making code changes the module: text and object must come from the same one
         return llvm.parse_bitcode(optimised)
-    return MachineCode(target, overload.fndesc.llvm_func_name, machine.emit_assembly(fresh()), machine.emit_object(fresh()))
+
+    return MachineCode(
+        target,
+        overload.fndesc.llvm_func_name,
+        machine.emit_assembly(fresh()),
+        machine.emit_object(fresh()),
+    )
 
 
 @functools.cache
@@ -305,8 +401,19 @@ def report(code: MachineCode) -> dict[str, Any]:
     and the counts of what a hot loop should not hold: ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
     """
     loop = assembly.hot_loop(code.assembly)
-    unwanted = {"integer_divisions": assembly.is_integer_division, "float64": assembly.is_float64,
-                "lanes64": assembly.is_lanes64, "calls": assembly.is_call, "stack": assembly.is_stack}
-    return {"cpu": code.target.cpu, "triple": code.target.triple, "function": loop.function, "depth": loop.depth,
-            "instructions": assembly.histogram(loop.instructions), "total": len(loop.instructions),
-            **{name: sum(map(test, loop.instructions)) for name, test in unwanted.items()}}
+    unwanted = {
+        "integer_divisions": assembly.is_integer_division,
+        "float64": assembly.is_float64,
+        "lanes64": assembly.is_lanes64,
+        "calls": assembly.is_call,
+        "stack": assembly.is_stack,
+    }
+    return {
+        "cpu": code.target.cpu,
+        "triple": code.target.triple,
+        "function": loop.function,
+        "depth": loop.depth,
+        "instructions": assembly.histogram(loop.instructions),
+        "total": len(loop.instructions),
+        **{name: sum(map(test, loop.instructions)) for name, test in unwanted.items()},
+    }

@@ -1,4 +1,5 @@
 """Tables and progress on the terminal: rich where it is installed, plain text otherwise. Progress goes to stderr, always."""
+
 from __future__ import annotations
 
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 
 def count(n: int, word: str) -> str:
-    """"1 thread", "2 threads"."""
+    """ "1 thread", "2 threads"."""
     return f"{n} {word}{'s' * (n != 1)}"
 
 
@@ -29,12 +30,20 @@ class Table:
         self.records.append(record)
 
     def plain(self) -> str:
-        widths = [max(len(row[i]) for row in [self.columns, *self.rows]) for i in range(len(self.columns))]
+        widths = [
+            max(len(row[i]) for row in [self.columns, *self.rows]) for i in range(len(self.columns))
+        ]
 
         def line(cells: Sequence[str]) -> str:
             numbers = (c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))
             return "  ".join([cells[0].ljust(widths[0]), *numbers]).rstrip()
-        parts = [self.title, line(self.columns), "  ".join("-" * w for w in widths), *map(line, self.rows)]
+
+        parts = [
+            self.title,
+            line(self.columns),
+            "  ".join("-" * w for w in widths),
+            *map(line, self.rows),
+        ]
         return "\n".join(parts + ([self.note] if self.note else []))
 
     def show(self) -> None:
@@ -43,7 +52,13 @@ class Table:
             return
         from rich.console import Console
         from rich.table import Table as RichTable
-        table = RichTable(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
+
+        table = RichTable(
+            title=self.title,
+            title_justify="left",
+            caption=self.note or None,
+            caption_justify="left",
+        )
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
         for row in self.rows:
@@ -67,6 +82,7 @@ class Progress:
         if find_spec("rich") and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import Progress as RichProgress
+
             self.bar = RichProgress(console=Console(stderr=True), transient=True)
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total)
@@ -79,7 +95,11 @@ class Progress:
             self.bar.update(self.task, completed=self.done - 1, description=f"{self.title}: {what}")
         else:
             seconds = time.perf_counter() - self.start
-            print(f"[{seconds:5.1f} s] {self.title} {self.done}/{self.total}: {what}", file=sys.stderr, flush=True)
+            print(
+                f"[{seconds:5.1f} s] {self.title} {self.done}/{self.total}: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __exit__(self, *error: Any) -> None:
         if self.bar:

@@ -2,6 +2,7 @@
 
 The documents compare the fused kernel with a parallel float32 reference; PyTorch takes part where it is installed.
 """
+
 from __future__ import annotations
 
 import functools
@@ -13,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from . import quantization, reference, validation
-from .api import solve
-from .cpu import reference_float32, target
-from .cpu.threads import limit
-from .errors import UnsupportedError
+from .. import quantization, reference, validation
+from ..api import solve
+from ..cpu.isa import target
+from ..cpu.study import reference_float32
+from ..errors import UnsupportedError
+from ..jit.threads import limit
 from .metrics import Errors, errors
 from .timing import median_time
 
-CHECKED_ROWS = 256                               # the last rows of each head are checked against float64
+CHECKED_ROWS = 256  # the last rows of each head are checked against float64
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Case:
     def exact(self) -> np.ndarray:
         q, k, v = self.arrays
         tail = q[:, :, -CHECKED_ROWS:]
-        return reference.oracle(validation.problem(tail, k, v, is_causal=self.causal, alignment="lower_right"))[0]
+        return reference.oracle(
+            validation.problem(tail, k, v, is_causal=self.causal, alignment="lower_right")
+        )[0]
 
     def check(self, out: np.ndarray) -> Errors:
         return errors(np.asarray(out, np.float64)[:, :, -CHECKED_ROWS:], self.exact)
@@ -81,10 +85,12 @@ def _float32(case: Case) -> validation.Problem:
 
 def _int8(isa: str, pv: str = "int8") -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
-        from .cpu import launch
+        from ..cpu import launch
+
         problem = validation.problem(*case.arrays, is_causal=case.causal, precision="int8", pv=pv)
         quantised = quantization.quantize_problem(problem)
         return lambda: launch.run(quantised, isa=isa)[0]
+
     return prepare
 
 
@@ -92,6 +98,7 @@ def _whole(precision: str) -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
         problem = validation.problem(*case.arrays, is_causal=case.causal, precision=precision)
         return lambda: solve(problem, "cpu")[0]
+
     return prepare
 
 
@@ -102,12 +109,14 @@ def _reference(case: Case) -> Callable[[], Any]:
 
 def _torch(case: Case) -> Callable[[], Any]:
     import torch
+
     q, k, v = (torch.from_numpy(x) for x in case.arrays)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def call() -> Any:
         with torch.inference_mode():
             return attend(q, k, v, is_causal=case.causal).numpy()
+
     return call
 
 
@@ -119,10 +128,16 @@ def contenders(everybody: bool = False) -> list[Contender]:
     best, *others = target.available()
     found = [Contender(f"numflash int8 {best}", 0.03, _int8(best))]
     if everybody:
-        found += [Contender(f"numflash int8 {isa}", 0.03, _int8(isa)) for isa in others if isa != "portable"]
-        found += [Contender("numflash int8 with quantisation", 0.03, _whole("int8")),
-                  Contender("numflash int8, pv fp32", 0.02, _int8(best, "fp32")),
-                  Contender("numflash float32", 1e-5, _whole("float32"))]
+        found += [
+            Contender(f"numflash int8 {isa}", 0.03, _int8(isa))
+            for isa in others
+            if isa != "portable"
+        ]
+        found += [
+            Contender("numflash int8 with quantisation", 0.03, _whole("int8")),
+            Contender("numflash int8, pv fp32", 0.02, _int8(best, "fp32")),
+            Contender("numflash float32", 1e-5, _whole("float32")),
+        ]
     if best != "portable":
         found.append(Contender(PORTABLE, 0.03, _int8("portable")))
     found.append(Contender(REFERENCE, 1e-5, _reference))
@@ -139,9 +154,12 @@ def on_threads(threads: int) -> Iterator[None]:
             yield
         return
     import torch
+
     before = torch.get_num_threads()
     try:
-        with limit(threads):                     # first: starting Numba's threads resets the number that PyTorch shares with it
+        with limit(
+            threads
+        ):  # first: starting Numba's threads resets the number that PyTorch shares with it
             torch.set_num_threads(threads)
             yield
     finally:
@@ -161,9 +179,19 @@ class Result:
         return self.case.operations / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        return {"contender": self.contender, "length": self.case.length, "head_dim": self.case.head_dim, "causal": self.case.causal,
-                "heads": self.case.heads, "batch": self.case.batch, "threads": self.threads, "seconds": self.seconds,
-                "operations_per_second": self.rate, "bytes_per_second": self.case.traffic / self.seconds, **self.errors.as_dict()}
+        return {
+            "contender": self.contender,
+            "length": self.case.length,
+            "head_dim": self.case.head_dim,
+            "causal": self.case.causal,
+            "heads": self.case.heads,
+            "batch": self.case.batch,
+            "threads": self.threads,
+            "seconds": self.seconds,
+            "operations_per_second": self.rate,
+            "bytes_per_second": self.case.traffic / self.seconds,
+            **self.errors.as_dict(),
+        }
 
 
 def compete(contender: Contender, case: Case, threads: int = 1, repeats: int = 5) -> Result | None:
@@ -181,5 +209,7 @@ def compete(contender: Contender, case: Case, threads: int = 1, repeats: int = 5
         except UnsupportedError:
             return None
         if not found.relative_l1 <= contender.budget:
-            raise ArithmeticError(f"{contender.name} at {case}: relative L1 {found.relative_l1:.3g}, budget {contender.budget}")
+            raise ArithmeticError(
+                f"{contender.name} at {case}: relative L1 {found.relative_l1:.3g}, budget {contender.budget}"
+            )
         return Result(contender.name, case, threads, median_time(call, repeats), found)

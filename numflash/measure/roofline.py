@@ -3,6 +3,7 @@
 Peaks come from loops that do nothing but the instruction, on independent accumulators in registers. What a data sheet says does
 not count: clocks, ports and shared memory of the machine at hand do.
 """
+
 from __future__ import annotations
 
 import functools
@@ -15,17 +16,18 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic
 
-from ._jit import kernel
-from .cpu import amx, target
-from .cpu.isas import VECTOR_ISAS, running_lanes
-from .cpu.threads import limit
-from .cpu.vectors import F32, I32, I64, Vectors, repeat
+from ..cpu.int8 import amx
+from ..cpu.isa import target
+from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
+from ..cpu.isa.vectors import F32, I32, I64, Vectors, repeat
+from ..jit.compiler import kernel
+from ..jit.threads import limit
 from .timing import best_time
 
 # more than latency x throughput of the core (A64FX: 9 x 2), and no more than its registers hold (AVX2: 16)
 ACCUMULATORS = 12 if platform.machine() in ("x86_64", "AMD64") else 24
-STEPS = 1 << 18                                  # well below a millisecond: some run is not interrupted
-MEMORY_BYTES = 256 << 20                         # far larger than any cache share
+STEPS = 1 << 18  # well below a millisecond: some run is not interrupted
+MEMORY_BYTES = 256 << 20  # far larger than any cache share
 F = np.float32
 
 
@@ -46,8 +48,10 @@ class Roof:
     copy: float
 
     def __str__(self) -> str:
-        return (f"INT8 peak {self.int8 / 1e9:.0f} GOP/s ({self.isa}), FP32 peak {self.float32 / 1e9:.0f} GFLOP/s, "
-                f"memory read {self.read / 1e9:.1f} GB/s, copy {self.copy / 1e9:.1f} GB/s")
+        return (
+            f"INT8 peak {self.int8 / 1e9:.0f} GOP/s ({self.isa}), FP32 peak {self.float32 / 1e9:.0f} GFLOP/s, "
+            f"memory read {self.read / 1e9:.1f} GB/s, copy {self.copy / 1e9:.1f} GB/s"
+        )
 
     def as_dict(self) -> dict[str, float | str]:
         return asdict(self)
@@ -62,8 +66,17 @@ def _chain(isa: Vectors, element: ir.Type, result: types.Type, step: Callable) -
         def codegen(context, b, sig, args):
             number = args[1]
             operand = isa.splat(b, number, vec)
-            start = [call_add(b, operand, isa.fill(b, vec, float(i) if element == F32 else i)) for i in range(ACCUMULATORS)]
-            out = repeat(b, I64(0), args[0], start, lambda _, registers: [step(b, r, operand) for r in registers])
+            start = [
+                call_add(b, operand, isa.fill(b, vec, float(i) if element == F32 else i))
+                for i in range(ACCUMULATORS)
+            ]
+            out = repeat(
+                b,
+                I64(0),
+                args[0],
+                start,
+                lambda _, registers: [step(b, r, operand) for r in registers],
+            )
             total = out[0]
             for x in out[1:]:
                 total = call_add(b, total, x)
@@ -71,7 +84,9 @@ def _chain(isa: Vectors, element: ir.Type, result: types.Type, step: Callable) -
 
         def call_add(b, x, y):
             return b.fadd(x, y) if element == F32 else b.add(x, y)
+
         return result(types.int64, result), codegen
+
     return run
 
 
@@ -87,7 +102,10 @@ def _int8_peak(isa_name: str) -> tuple[Callable, float]:
     def step(b, acc, x):
         x = b.bitcast(x, isa.operand)
         return isa.score_dot(b, acc, x, x)
-    return _on_workers(_chain(isa, I32, types.int32, step)), 2.0 * isa.group * running_lanes(isa_name) * ACCUMULATORS
+
+    return _on_workers(_chain(isa, I32, types.int32, step)), 2.0 * isa.group * running_lanes(
+        isa_name
+    ) * ACCUMULATORS
 
 
 @functools.cache
@@ -103,6 +121,7 @@ def _float32_peak() -> tuple[Callable, float]:
 
     def step(b, acc, x):
         return isa.generic(b, "fma", acc, x, x)
+
     return _on_workers(_chain(isa, F32, types.float32, step)), 2.0 * lanes * ACCUMULATORS
 
 
@@ -111,6 +130,7 @@ def _on_workers(chain: Callable) -> Callable:
     def run(workers, n, seed, out):
         for w in prange(workers):
             out[np.intp(w)] = chain(n, seed)
+
     return run
 
 
@@ -125,6 +145,7 @@ def _matrix_int8_peak() -> tuple[Callable, float]:
             configure()
             out[np.intp(w)] = loop(np.int64(n // 8), seed)
             release()
+
     return run, amx.PEAK_OPERATIONS / 8
 
 
@@ -143,6 +164,7 @@ def _portable_int8_peak() -> tuple[Callable, float]:
                     total = np.int32(total + np.int32(np.int32(a[i]) * np.int32(b[i])))
                 a[total & 1023] = np.int8(total)
             out[np.intp(w)] = total
+
     return run, 2.0 * size / rows
 
 

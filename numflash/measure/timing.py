@@ -1,4 +1,5 @@
 """Timing a call: always after one that is not counted, which compiles and warms the caches."""
+
 from __future__ import annotations
 
 import time

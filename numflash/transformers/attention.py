@@ -1,24 +1,5 @@
-"""numflash as an attention implementation of Hugging Face transformers.
+"""The attention function of `numflash.transformers`: from transformers' interface to `numflash.torch.attention`."""
 
->>> import torch, transformers, numflash.transformers
->>> numflash.transformers.register()
->>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-...                                   num_attention_heads=4, num_key_value_heads=2)
->>> model = transformers.LlamaForCausalLM(config).eval()
->>> tokens = torch.arange(20)[None]
->>> with torch.no_grad():
-...     model.set_attn_implementation("eager")
-...     eager = model(tokens).logits
-...     model.set_attn_implementation("numflash")
-...     torch.allclose(model(tokens).logits, eager, atol=1e-5)
-True
-
-Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`. "numflash_int8" computes the attention in
-integers and is for inference. Both serve every model that asks transformers' attention interface: causal and bidirectional, grouped
-heads, padding on either side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
-
-What they cannot serve raises `ArgumentError`: dropout, attention weights as an output, the paged cache of continuous batching.
-"""
 from __future__ import annotations
 
 import functools
@@ -31,16 +12,18 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.utils import generic
 
-from .errors import ArgumentError
-from .torch import attention
+from ..errors import ArgumentError
+from ..torch.sdpa import attention
 
-IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}        # name -> precision
+IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precision
 
 
 def register() -> None:
     """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes. May be called again."""
     for name, precision in IMPLEMENTATIONS.items():
-        transformers.AttentionInterface.register(name, functools.partial(attend, precision=precision))
+        transformers.AttentionInterface.register(
+            name, functools.partial(attend, precision=precision)
+        )
         transformers.AttentionMaskInterface.register(name, mask)
     _tell_from_flash_attention()
 
@@ -57,19 +40,41 @@ def _tell_from_flash_attention() -> None:
     if original is None or original.__module__ == __name__:
         return
 
-    def requested(config: Any = None, requested_attention_implementation: str | None = None, version: Any = None) -> bool:
-        asked = requested_attention_implementation if config is None else config._attn_implementation
-        return asked not in IMPLEMENTATIONS and original(config, requested_attention_implementation, version)
+    def requested(
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: Any = None,
+    ) -> bool:
+        asked = (
+            requested_attention_implementation if config is None else config._attn_implementation
+        )
+        return asked not in IMPLEMENTATIONS and original(
+            config, requested_attention_implementation, version
+        )
 
     for path, module in list(sys.modules.items()):
         if path.startswith("transformers") and vars(module).get(name) is original:
             setattr(module, name, requested)
 
 
-def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-           precision: str | None = None, dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-           softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-           output_attentions: bool = False, cache: Any = None, **others: Any) -> tuple[Tensor, None]:
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    precision: str | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention function.
 
     Parameters
@@ -88,17 +93,31 @@ def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, a
     out : (B, L, H, Dv) contiguous tensor
     None : there are no weights
     """
-    for name, given, words in (("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
-                               ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
-                               ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'")):
+    for name, given, words in (
+        ("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
+        ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
+        ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'"),
+    ):
         if given:
-            raise ArgumentError(f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}")
+            raise ArgumentError(
+                f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
-    out = attention(query, key, value, attention_mask, causal, scaling, True, softcap=softcap or 0.0, sinks=s_aux,
-                    precision=precision)
+    out = attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        causal,
+        scaling,
+        True,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        precision=precision,
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -111,16 +130,36 @@ def _biased(bias: Tensor, attention_mask: Tensor | None) -> Tensor:
     return bias + attention_mask
 
 
-def mask(batch_size: int, q_length: int, kv_length: int, kv_offset: int = 0, attention_mask: Tensor | None = None,
-         mask_function: Any = masking_utils.causal_mask_function, **options: Any) -> Tensor | None:
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    mask_function: Any = masking_utils.causal_mask_function,
+    **options: Any,
+) -> Tensor | None:
     """transformers' mask function: `sdpa_mask`, but that padding alone stays one row for all queries, a view with stride 0.
 
     `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not looked at.
     """
     if mask_function is not masking_utils.bidirectional_mask_function or attention_mask is None:
-        return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset,
-                                       attention_mask=attention_mask, mask_function=mask_function, **options)
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset:kv_offset + kv_length]
-    if options.get("allow_is_bidirectional_skip") and not torch.compiler.is_compiling() and padding.all():
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            mask_function=mask_function,
+            **options,
+        )
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[
+        :, kv_offset : kv_offset + kv_length
+    ]
+    if (
+        options.get("allow_is_bidirectional_skip")
+        and not torch.compiler.is_compiling()
+        and padding.all()
+    ):
         return None
     return padding[:, None, None].expand(batch_size, 1, q_length, kv_length)

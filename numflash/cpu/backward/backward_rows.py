@@ -4,20 +4,21 @@ The algorithm of `backward` without its tiles, in two passes that share nothing,
 `query_pass` owns a row of dQ and goes through its keys, `key_pass` owns a block of keys and goes through the rows that see it.
 A key of weight 0 is never touched, so NaN and infinity in hidden keys and values stay where they are.
 """
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .._jit import inline, kernel
-from ..parallel import over_tasks
-from .flash_rows import row_functions
-from .scores import row_range
-from .vectors import next_task
+from ...jit.compiler import inline, kernel
+from ...jit.parallel import over_tasks
+from ..floats.flash_rows import row_functions
+from ..isa.vectors import next_task
+from ..semantics import row_range
 
-KEYS = 64                                        # keys that a worker owns, and weights of a row kept at a time
-ROWS = 8                                         # rows of dQ that a worker takes at a time
+KEYS = 64  # keys that a worker owns, and weights of a row kept at a time
+ROWS = 8  # rows of dQ that a worker takes at a time
 F = np.float32
 
 
@@ -53,31 +54,35 @@ def make_backward_rows(double: bool):
     def differentiate(p, do, values, first, delta, slope):
         """slope = slope * p * (do . v - delta), the gradient of the scores; 0 where the weight is 0."""
         for j in range(p.size):
-            slope[j] = slope[j] * p[j] * (dot(do, values[first + j]) - delta) if p[j] != R(0) else R(0)
+            slope[j] = (
+                slope[j] * p[j] * (dot(do, values[first + j]) - delta) if p[j] != R(0) else R(0)
+            )
 
     @inline
     def normalise(semantics, b, h, i, lo, hi, row, keys, scale, room, slope, sink):
         """(m, share) of a row whose LSE float64 may not hold: its weights are 2**(s - m) * share."""
         m = R(-np.inf)
         for first in range(lo, hi, KEYS):
-            s = room[:min(KEYS, hi - first)]
+            s = room[: min(KEYS, hi - first)]
             if score(semantics, b, h, i, first, row, keys, scale, s, slope):
                 for j in range(s.size):
-                    m = m if s[j] <= m else s[j]                        # a NaN becomes the maximum
+                    m = m if s[j] <= m else s[j]  # a NaN becomes the maximum
         if sink > m:
             m = sink
         if m == R(-np.inf):
             return m, R(1)
         l = R(np.exp2(sink - m))
         for first in range(lo, hi, KEYS):
-            s = room[:min(KEYS, hi - first)]
+            s = room[: min(KEYS, hi - first)]
             if score(semantics, b, h, i, first, row, keys, scale, s, slope):
                 for j in range(s.size):
                     l += R(np.exp2(s[j] - m))
         return m, R(1) / l
 
     @inline(float_math=True)
-    def query_work(_, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq):
+    def query_work(
+        _, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq
+    ):
         """One worker of `query_pass`."""
         length, d = q.shape[1], q.shape[2]
         h_all, h_kv, _ = heads
@@ -94,12 +99,24 @@ def make_backward_rows(double: bool):
                 lo, hi = row_range(semantics, b, i, s)
                 row[:], grad[:], sums[:] = q[n, i], do[n, i], R(0)
                 if lse[n, i] == np.inf:
-                    lse[n, i], share[n, i] = normalise(semantics, b, h, i, lo, hi, row, keys, scales[0], weights, slopes,
-                                                       R(sinks[h]))
+                    lse[n, i], share[n, i] = normalise(
+                        semantics,
+                        b,
+                        h,
+                        i,
+                        lo,
+                        hi,
+                        row,
+                        keys,
+                        scales[0],
+                        weights,
+                        slopes,
+                        R(sinks[h]),
+                    )
                 if lse[n, i] == -np.inf:
                     hi = lo
                 for first in range(lo, hi, KEYS):
-                    p, ds = weights[:min(KEYS, hi - first)], slopes[:min(KEYS, hi - first)]
+                    p, ds = weights[: min(KEYS, hi - first)], slopes[: min(KEYS, hi - first)]
                     if score(semantics, b, h, i, first, row, keys, scales[0], p, ds):
                         weigh(p, R(lse[n, i]), R(share[n, i]))
                         differentiate(p, grad, values, first, R(delta[n, i]), ds)
@@ -113,7 +130,9 @@ def make_backward_rows(double: bool):
                     result[e] = F(sums[e] * R(scales[1]))
 
     @kernel
-    def query_pass(q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq):
+    def query_pass(
+        q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq
+    ):
         """dQ of the rows `todo` (int64, n * L + i, rising); an LSE of infinity is computed anew, in place.
 
         q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32; lse (N, L) float64 in units of log2 and share (N, L)
@@ -121,10 +140,32 @@ def make_backward_rows(double: bool):
         factor of dQ and dK); heads = (H, Hkv, workers); sinks (H,) float64 in units of log2; counter (1,) int64 zero;
         dq (N, L, D) float32.
         """
-        over_tasks(query_work, heads[2], (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq))
+        over_tasks(
+            query_work,
+            heads[2],
+            (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq),
+        )
 
     @inline(float_math=True)
-    def key_work(_, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv):
+    def key_work(
+        _,
+        q,
+        k,
+        v,
+        do,
+        lse,
+        share,
+        delta,
+        todo,
+        scales,
+        semantics,
+        heads,
+        s,
+        starts,
+        counter,
+        dk,
+        dv,
+    ):
         """One worker of `key_pass`."""
         length, d, columns = q.shape[1], q.shape[2], v.shape[2]
         h_all, h_kv, _ = heads
@@ -148,14 +189,17 @@ def make_backward_rows(double: bool):
                     if first >= end or lse[n, i] == -np.inf:
                         continue
                     row[:], grad[:] = q[n, i], do[n, i]
-                    p, ds = weights[:end - first], slopes[:end - first]
+                    p, ds = weights[: end - first], slopes[: end - first]
                     if score(semantics, b, h, i, first, row, k[n_key], scales[0], p, ds):
                         weigh(p, R(lse[n, i]), R(share[n, i]))
                         differentiate(p, grad, v[n_key], first, R(delta[n, i]), ds)
                         for j in range(p.size):
                             if p[j] != R(0):
                                 x, y = ds[j], p[j]
-                                dk_row, dv_row = dk_sums[first - block + j], dv_sums[first - block + j]
+                                dk_row, dv_row = (
+                                    dk_sums[first - block + j],
+                                    dv_sums[first - block + j],
+                                )
                                 for e in range(d):
                                     dk_row[e] += x * row[e]
                                 for e in range(columns):
@@ -168,10 +212,34 @@ def make_backward_rows(double: bool):
                     dv_row[e] = F(R(dv_row[e]) + dv_sums[j, e])
 
     @kernel
-    def key_pass(q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv):
+    def key_pass(
+        q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv
+    ):
         """What the rows `todo` add to dK and dV. Arguments as in `query_pass`, which comes first.
 
         starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n; dk (Nkv, S, D), dv (Nkv, S, Dv) float32.
         """
-        over_tasks(key_work, heads[2], (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv))
+        over_tasks(
+            key_work,
+            heads[2],
+            (
+                q,
+                k,
+                v,
+                do,
+                lse,
+                share,
+                delta,
+                todo,
+                scales,
+                semantics,
+                heads,
+                s,
+                starts,
+                counter,
+                dk,
+                dv,
+            ),
+        )
+
     return query_pass, key_pass

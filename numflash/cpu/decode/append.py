@@ -1,21 +1,22 @@
 """Appending tokens to a KV cache: quantise or copy, and write each token into its lane of the decode layout, O(D) per token."""
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .._jit import bare, kernel
-from ..parallel import over_tasks
-from ..tiling import KEY_BLOCK
-from .decode_tiles import Tile
+from ...jit.compiler import bare, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK
+from .tiles import Tile
 
 F, I = np.float32, np.int32
 LARGEST = F(np.finfo(np.float32).max)
 INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)                          # as in `quantization`
+NO_SCALE = F(2.0**-100)  # as in `quantization`
 ROUND = F(1.5 * 2.0**23)
-SCALE_LIMIT = F(2.0**100)                        # scores stay finite: see `reference.combined_scale`
+SCALE_LIMIT = F(2.0**100)  # scores stay finite: see `reference.combined_scale`
 
 
 @bare
@@ -37,7 +38,7 @@ def quantize_row(x, moved, out):
     factor = F(127) / largest if usable else F(0)
     for d in range(x.size):
         out[d] = I((F(x[d] * factor) + ROUND) - ROUND)
-    out[x.size:] = 0
+    out[x.size :] = 0
     return largest / F(127) if usable else F(1)
 
 
@@ -62,7 +63,10 @@ def _make_writers(tile: Tile):
     @bare
     def write_key(row, page, slot, columns, added):
         """One token's channels, padded to whole groups, into its lane of the panel."""
-        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
+        inner, base = (
+            slot % KEY_BLOCK,
+            slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales),
+        )
         lane = base + scales + inner // panel * panel * row.size + inner % panel * group
         for e in range(0, row.size, group):
             for r in range(group):
@@ -72,7 +76,11 @@ def _make_writers(tile: Tile):
     def write_value(row, page, slot, channels, columns, added):
         """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
         inner = slot % KEY_BLOCK
-        block = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales) + KEY_BLOCK * channels + scales
+        block = (
+            slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
+            + KEY_BLOCK * channels
+            + scales
+        )
         for c in range(0, columns, panel):
             width = min(panel, columns - c)
             base = block + c * KEY_BLOCK + inner // group * width * group + inner % group
@@ -82,11 +90,15 @@ def _make_writers(tile: Tile):
     @bare
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
         """The scales of one token, before K and V of its block."""
-        inner, base = slot % KEY_BLOCK, slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
-        both = page[base:base + scales].view(np.float32)
+        inner, base = (
+            slot % KEY_BLOCK,
+            slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales),
+        )
+        both = page[base : base + scales].view(np.float32)
         both[inner] = k_scale
         if exact:
             both[KEY_BLOCK + inner] = v_scale
+
     return write_key, write_value, write_scales
 
 
@@ -106,16 +118,24 @@ def make_append_int8(tile: Tile, parallel: bool):
     def append_head(key, value, count, pages, table, length, sizes, shift, work):
         sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
-        moved, rest = work[0, :max(d, dv)], work[1, :d]
-        k_row, v_row = work[2].view(np.int32)[:(d + group - 1) // group * group], work[3].view(np.int32)[:dv]
+        moved, rest = work[0, : max(d, dv)], work[1, :d]
+        k_row, v_row = (
+            work[2].view(np.int32)[: (d + group - 1) // group * group],
+            work[3].view(np.int32)[:dv],
+        )
         for i in range(count):
             slot = place(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
             source = key[i]
             for e in range(d):
                 x = F(source[e] - shift[e])
-                rest[e] = x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
-            k_scale, v_scale = quantize_row(rest, moved, k_row), quantize_row(value[i], moved, v_row)
+                rest[e] = (
+                    x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
+                )
+            k_scale, v_scale = (
+                quantize_row(rest, moved, k_row),
+                quantize_row(value[i], moved, v_row),
+            )
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), F(1)
                 k_row[:], v_row[:] = 0, 0
@@ -127,13 +147,28 @@ def make_append_int8(tile: Tile, parallel: bool):
     @bare
     def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
         b, g = n // key.shape[1], n % key.shape[1]
-        append_head(key[b, g], value[b, g], counts[b], pages[:, g], table[b], lengths[b], sizes, offset[b, g], work[n])
+        append_head(
+            key[b, g],
+            value[b, g],
+            counts[b],
+            pages[:, g],
+            table[b],
+            lengths[b],
+            sizes,
+            offset[b, g],
+            work[n],
+        )
 
     @kernel
     def append(key, value, counts, pages, table, lengths, sizes, offset, work):
-        for_each(append_one, key.shape[0] * key.shape[1], (key, value, counts, pages, table, lengths, sizes, offset, work))
+        for_each(
+            append_one,
+            key.shape[0] * key.shape[1],
+            (key, value, counts, pages, table, lengths, sizes, offset, work),
+        )
         for b in range(counts.size):
             lengths[b] += counts[b]
+
     return append
 
 
@@ -151,7 +186,7 @@ def make_append_float(tile: Tile, parallel: bool):
 
     @bare
     def finite(row):
-        for e in range(row.size):                                       # noqa: SIM110
+        for e in range(row.size):  # noqa: SIM110
             if row[e] & exponent == exponent:
                 return False
         return True
@@ -171,11 +206,25 @@ def make_append_float(tile: Tile, parallel: bool):
     @bare
     def append_one(n, key, value, counts, pages, table, lengths, sizes, zeros):
         b, g = n // key.shape[1], n % key.shape[1]
-        append_head(key[b, g].view(bits), value[b, g].view(bits), counts[b], pages[:, g], table[b], lengths[b], sizes, zeros)
+        append_head(
+            key[b, g].view(bits),
+            value[b, g].view(bits),
+            counts[b],
+            pages[:, g],
+            table[b],
+            lengths[b],
+            sizes,
+            zeros,
+        )
 
     @kernel
     def append(key, value, counts, pages, table, lengths, sizes, zeros):
-        for_each(append_one, key.shape[0] * key.shape[1], (key, value, counts, pages, table, lengths, sizes, zeros))
+        for_each(
+            append_one,
+            key.shape[0] * key.shape[1],
+            (key, value, counts, pages, table, lengths, sizes, zeros),
+        )
         for b in range(counts.size):
             lengths[b] += counts[b]
+
     return append

@@ -13,6 +13,7 @@ FlashDecoding++'s unified maximum is in `study.split_decode` only: with a consta
 for overflow that it then needs, float32 decode of 4096 keys is 0 to 1 % faster (Granite Rapids), because the maximum is a few
 instructions beside the memory's time, and O is rescaled only after it has grown by eight octaves.
 """
+
 from __future__ import annotations
 
 import functools
@@ -20,24 +21,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from .._jit import bare, inline, kernel
-from ..parallel import over_tasks
-from ..tiling import KEY_BLOCK
-from .decode_append import quantize_row
-from .decode_softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
-from .decode_tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
-from .float_tiles import row_exp, row_max
-from .vectors import address, apart, next_task
+from ... import fixedpoint as fx
+from ...jit.compiler import bare, inline, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK
+from ..floats.float_tiles import row_exp, row_max
+from ..isa.vectors import address, apart, next_task
+from .append import quantize_row
+from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
+from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
 
 F, I = np.float32, np.int32
 INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
 ROUND = F(1.5 * 2.0**23)
 UNSEEN = F(fx.MIN_OCTAVE)
-NOTHING = F(-3e38)                               # maximum of a float row that has seen no key
-HUGE = I(0x7C000000)                             # bits of 2**121: float32 does not hold sums of such scores
-AGAIN = F(np.inf)                                # maximum of a float row that is to be done again in float64
-GROWTH = F(8)                                    # octaves that a float maximum may grow before O is rescaled
+NOTHING = F(-3e38)  # maximum of a float row that has seen no key
+HUGE = I(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
+AGAIN = F(np.inf)  # maximum of a float row that is to be done again in float64
+GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
 FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
 
 
@@ -102,8 +103,16 @@ def row_edges(position, window, sinks, ring, edges):
 def coverage(edges, first, n):
     """(any slot seen, all seen) of slots first .. first + n."""
     stop = first + n
-    some = first < edges[0] or (first < edges[2] and stop > edges[1]) or (first < edges[4] and stop > edges[3])
-    every = stop <= edges[0] or (first >= edges[1] and stop <= edges[2]) or (first >= edges[3] and stop <= edges[4])
+    some = (
+        first < edges[0]
+        or (first < edges[2] and stop > edges[1])
+        or (first < edges[4] and stop > edges[3])
+    )
+    every = (
+        stop <= edges[0]
+        or (first >= edges[1] and stop <= edges[2])
+        or (first >= edges[3] and stop <= edges[4])
+    )
     return some, every
 
 
@@ -124,7 +133,7 @@ def hide(edges, first, n, t, value):
 @bare
 def sees_bad(edges, first, scales):
     """Whether a slot that is seen holds a token that was not finite."""
-    for j in range(scales.size):                                        # noqa: SIM110
+    for j in range(scales.size):  # noqa: SIM110
         if scales[j] != scales[j] and coverage(edges, first + j, 1)[0]:
             return True
     return False
@@ -152,7 +161,14 @@ def _make_block(tile: Tile, rows: int):
         """work[:, :n] = scores of the first n keys of the block at `place`."""
         keys = place + scales * size
         for j in range(0, n, span):
-            score(q, words, keys + (j // panel * panel * words + j % panel) * group * size, place, j, work)
+            score(
+                q,
+                words,
+                keys + (j // panel * panel * words + j % panel) * group * size,
+                place,
+                j,
+                work,
+            )
 
     @bare(forceinline=True)
     def block_values(place, n, words, work, o, columns):
@@ -163,18 +179,37 @@ def _make_block(tile: Tile, rows: int):
             width = min(panel, columns - c)
             x = 0
             while x + span <= width:
-                value(work, values + (c * KEY_BLOCK + x * group) * size, width * group, steps, o, c + x, columns)
+                value(
+                    work,
+                    values + (c * KEY_BLOCK + x * group) * size,
+                    width * group,
+                    steps,
+                    o,
+                    c + x,
+                    columns,
+                )
                 x += span
             while x < width:
-                value_one(work, values + (c * KEY_BLOCK + x * group) * size, width * group, steps, o, c + x, columns)
+                value_one(
+                    work,
+                    values + (c * KEY_BLOCK + x * group) * size,
+                    width * group,
+                    steps,
+                    o,
+                    c + x,
+                    columns,
+                )
                 x += lanes
+
     return block_scores, block_values
 
 
 @functools.cache
 def _make_int8(tile: Tile, rows: int):
     block_scores, block_values = _make_block(tile, rows)
-    ratios, octaves, shrink, weigh = (make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows))
+    ratios, octaves, shrink, weigh = (
+        make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
+    )
     group, q_offset = tile.group, tile.q_offset
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
@@ -231,11 +266,12 @@ def _make_int8(tile: Tile, rows: int):
             return
         some_bad, unit = score_block(place, n, q_at, words, work_at)
         for r in range(real):
-            if some_bad and sees_bad(edges[r], first, data[base:base + n * 4].view(np.float32)):
+            if some_bad and sees_bad(edges[r], first, data[base : base + n * 4].view(np.float32)):
                 spoiled[r] = 1
             work[r, n:] = HIDDEN
             hide(edges[r], first, n, work[r], I(HIDDEN))
         weigh_block(place, n, words, work_at, o_at, columns, unit)
+
     return prepare, take, UNSEEN
 
 
@@ -260,10 +296,17 @@ def _make_float(tile: Tile, rows: int):
     @bare(forceinline=True)
     def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o):
         """One key block of one tile: n slots from element `base` of a page's head on, which are `first` on of the sequence."""
-        words, columns, k_scale, t = q.shape[1], o.shape[1], data[base:base + scales].view(np.float32), work.view(np.float32)
+        words, columns, k_scale, t = (
+            q.shape[1],
+            o.shape[1],
+            data[base : base + scales].view(np.float32),
+            work.view(np.float32),
+        )
         place, work_at = address(k_scale), address(t)
-        sums, m, l = t[rows, :lanes], t[rows, M:M + ROWS], t[rows, L:L + ROWS]
-        some_bad = largest_bits(k_scale[:n]) > INFINITE                # before the products: memory is read in one straight line
+        sums, m, l = t[rows, :lanes], t[rows, M : M + ROWS], t[rows, L : L + ROWS]
+        some_bad = (
+            largest_bits(k_scale[:n]) > INFINITE
+        )  # before the products: memory is read in one straight line
         block_scores(place, n, address(q), words, work_at)
         for r in range(real):
             row = t[r]
@@ -298,8 +341,20 @@ def _make_float(tile: Tile, rows: int):
     def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
         """`take_block` of `blocks` blocks; of more than one where all are whole and seen by every row."""
         for i in range(blocks):
-            take_block(data, base + i * step, n, first + i * KEY_BLOCK, q, work, edges, spoiled, real,
-                       inside, o)
+            take_block(
+                data,
+                base + i * step,
+                n,
+                first + i * KEY_BLOCK,
+                q,
+                work,
+                edges,
+                spoiled,
+                real,
+                inside,
+                o,
+            )
+
     return prepare, take, NOTHING
 
 
@@ -323,9 +378,15 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
         real = min(rows, all_rows - row)
-        words, edges, spoiled, work, o = s.q[w], s.edges[w], s.spoiled[w], s.work[w], s.sums[w, :rows]
-        start, floats = work[rows, START:START + ROWS], work[rows].view(np.float32)
-        cq, m, l = floats[CQ:CQ + ROWS], floats[M:M + ROWS], floats[L:L + ROWS]
+        words, edges, spoiled, work, o = (
+            s.q[w],
+            s.edges[w],
+            s.spoiled[w],
+            s.work[w],
+            s.sums[w, :rows],
+        )
+        start, floats = work[rows, START : START + ROWS], work[rows].view(np.float32)
+        cq, m, l = floats[CQ : CQ + ROWS], floats[M : M + ROWS], floats[L : L + ROWS]
         length = store.lengths[b]
         slots = min(length, sinks + ring)
         blocks = (slots + KEY_BLOCK - 1) // KEY_BLOCK
@@ -336,7 +397,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
         for r in range(real):
             start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
             row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
-        every_from, every_to = edges[0, 1], edges[0, 2]                 # slots that every row sees
+        every_from, every_to = edges[0, 1], edges[0, 2]  # slots that every row sees
         for r in range(1, real):
             every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
         block, stop = split * share, min((split + 1) * share, blocks)
@@ -346,8 +407,11 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             n, slot = min(KEY_BLOCK, slots - first), first % page_size
             seen = inside = first >= every_from and first + n <= every_to
             count = 1
-            if inside:                                                  # as many whole blocks as lie side by side
-                count = max(1, min(min(stop, every_to // KEY_BLOCK) - block, (page_size - slot) // KEY_BLOCK))
+            if inside:  # as many whole blocks as lie side by side
+                count = max(
+                    1,
+                    min(min(stop, every_to // KEY_BLOCK) - block, (page_size - slot) // KEY_BLOCK),
+                )
             else:
                 inside = True
                 for r in range(real):
@@ -356,7 +420,21 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
                     inside &= every
             if seen:
                 page = store.data[store.table[b, first // page_size], g]
-                take(page, slot // KEY_BLOCK * step, count, step, n, first, words, work, edges, spoiled, real, inside, o)
+                take(
+                    page,
+                    slot // KEY_BLOCK * step,
+                    count,
+                    step,
+                    n,
+                    first,
+                    words,
+                    work,
+                    edges,
+                    spoiled,
+                    real,
+                    inside,
+                    o,
+                )
             block += count
         for r in range(real):
             if spoiled[r] and coverage(edges[r], 0, slots)[0]:
@@ -382,7 +460,10 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             sums, total = s.o[base, r], s.l[base, r]
             for i in range(splits):
                 if splits > 1:
-                    share, part = F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))), s.o[base + i, r]
+                    share, part = (
+                        F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))),
+                        s.o[base + i, r],
+                    )
                     if i == 0:
                         total = F(total * share)
                         for e in range(sums.size):
@@ -437,4 +518,5 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             if sizes[1] > 1:
                 for unit in range(units):
                     finish(unit, q, store, scratch, sizes, out, m_out, l_out)
+
     return decode

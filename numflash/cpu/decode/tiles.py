@@ -12,6 +12,7 @@ A token is one lane of K and one byte lane of V, so appending it costs O(D). On 
 unsigned operand, the query the signed one, and 128 * sum(q) is taken out by the first value of the sums, one number per row. On
 AArch64, whose dot instructions take operands of one kind, the values are: 128 * (sum of the row's weights) is taken out likewise.
 """
+
 from __future__ import annotations
 
 import functools
@@ -22,20 +23,39 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..fixedpoint import T_LIMIT
-from ..tiling import KEY_BLOCK
-from . import target
-from .isas import VECTOR_ISAS
-from .vectors import F32, I8, I16, I32, I64, Isa, call, constant, in_order, load, pointer, prefetch, splat, store, vector
-from .vectors_arm import SVE_128
-from .vectors_x86 import X86
+from ...fixedpoint import T_LIMIT
+from ...tiling import KEY_BLOCK
+from ..isa import target
+from ..isa.isas import VECTOR_ISAS
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Isa,
+    call,
+    constant,
+    in_order,
+    load,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    vector,
+)
+from ..isa.vectors_arm import SVE_128
+from ..isa.vectors_x86 import X86
 
 PORTABLE = Isa("portable", 4, 1, 4, 0)
 # The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the last row, the state, one 32-bit
 # number for each of up to 8 rows from these columns on; in front of them the ratios of the values, for float storage a row's sum.
 ROWS = 8
-RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = 0, *range(KEY_BLOCK - 8 * ROWS, KEY_BLOCK, ROWS)
-HIDDEN = -(1 << 31)                              # int32 log2 score of a key that is not seen
+RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = (
+    0,
+    *range(KEY_BLOCK - 8 * ROWS, KEY_BLOCK, ROWS),
+)
+HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
 # Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls behind wherever the products
 # pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 %
 # (Granite Rapids; 1 to 8 KB do about the same).
@@ -104,7 +124,11 @@ class Tile:
             return in_order(load(b, base, index, self.sums, 4))
         if self.dtype == "int8":
             x = in_order(load(b, base, index, vector(I8, self.lanes * self.group), 1, 1))
-            return x if self.group == 4 else b.sext(x, vector(I16 if self.group == 2 else I32, x.type.count))
+            return (
+                x
+                if self.group == 4
+                else b.sext(x, vector(I16 if self.group == 2 else I32, x.type.count))
+            )
         x = in_order(load(b, base, index, vector(I16, self.lanes), 2))
         if self.dtype == "bfloat16":
             ints = vector(I32, self.lanes)
@@ -116,7 +140,11 @@ class Tile:
         if self.dtype != "int8":
             return splat(b, load(b, base, index, F32, 4), self.sums)
         x = splat(b, load(b, base, index, I32, 4, 1), self.sums)
-        return x if self.group == 1 else b.bitcast(x, vector(I16 if self.group == 2 else I8, self.lanes * self.group))
+        return (
+            x
+            if self.group == 1
+            else b.bitcast(x, vector(I16 if self.group == 2 else I8, self.lanes * self.group))
+        )
 
     def dot(self, b: ir.IRBuilder, acc, many, one, keys: bool):
         """acc + the products; `keys`: `many` is the unsigned operand, else `one` is."""
@@ -124,7 +152,11 @@ class Tile:
             return call(b, f"llvm.fma.v{self.lanes}f32", self.sums, many, one, acc)
         if self.group == 1:
             return b.add(acc, b.mul(many, one))
-        return self.vectors.score_dot(b, acc, many, one) if keys else self.vectors.value_dot(b, acc, one, many)
+        return (
+            self.vectors.score_dot(b, acc, many, one)
+            if keys
+            else self.vectors.value_dot(b, acc, one, many)
+        )
 
     @property
     def vectors(self) -> Isa:
@@ -138,7 +170,9 @@ class Tile:
         """float32 to int32, ties to even; NaN gives HIDDEN."""
         ints = vector(I32, self.lanes)
         if self.x86 and self.lanes == 16:
-            return call(b, "llvm.x86.avx512.mask.cvtps2dq.512", ints, x, constant(ints, 0), I16(-1), I32(4))
+            return call(
+                b, "llvm.x86.avx512.mask.cvtps2dq.512", ints, x, constant(ints, 0), I16(-1), I32(4)
+            )
         if self.x86:
             return call(b, "llvm.x86.avx.cvt.ps2dq.256", ints, x)
         n = call(b, f"llvm.roundeven.v{self.lanes}f32", x.type, x)
@@ -150,12 +184,14 @@ class Tile:
         if self.x86:
             return self.vectors.shift_right(b, x, n)
         small = b.icmp_unsigned("<", n, constant(n.type, 16))
-        return b.select(small, b.lshr(x, b.select(small, n, constant(n.type, 0))), constant(n.type, 0))
+        return b.select(
+            small, b.lshr(x, b.select(small, n, constant(n.type, 0))), constant(n.type, 0)
+        )
 
 
 def tile(isa: str, dtype: str) -> Tile:
     """The tile of an INT8 instruction set; float storage takes its vector length. AArch64 takes 128-bit vectors."""
-    isa = "avx512_vnni" if isa == "amx_int8" else isa                  # a few query rows fill no matrix tile
+    isa = "avx512_vnni" if isa == "amx_int8" else isa  # a few query rows fill no matrix tile
     if isa == "sve" and not target.missing("neon_dot"):
         isa = "neon_dot"
     zen = target.cpu_name().startswith("znver")
@@ -182,9 +218,13 @@ def _products(b, tile, one, one_stride, many, many_step, steps, first, rows, nv,
         sums.append(b.phi(x.type))
         sums[-1].add_incoming(x, entry)
     place = b.mul(n, many_step)
-    columns = [tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)]
+    columns = [
+        tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)
+    ]
     for v in range(nv if tile.ahead else 0):
-        ahead = b.add(b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead))
+        ahead = b.add(
+            b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead)
+        )
         prefetch(b, b.gep(many, [ahead]))
     out = []
     for m in range(rows):
@@ -224,11 +264,18 @@ def score_tile(tile: Tile, rows: int):
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
             first = [constant(tile.sums, 0.0)] * rows
             if exact:
-                first = [splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums) for m in range(rows)]
+                first = [
+                    splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums)
+                    for m in range(rows)
+                ]
             first = [x for x in first for _ in range(nv)]
-            sums = _products(b, tile, pq, a[1], pk, I64(tile.panel * tile.group), a[1], first, rows, nv, True)
+            sums = _products(
+                b, tile, pq, a[1], pk, I64(tile.panel * tile.group), a[1], first, rows, nv, True
+            )
             if exact:
-                key_scale = [load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)]
+                key_scale = [
+                    load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
+                ]
             for m in range(rows):
                 row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
                 for v in range(nv):
@@ -240,7 +287,9 @@ def score_tile(tile: Tile, rows: int):
                         x = b.fmul(x, row_scale)
                     store(b, x, pw, b.add(a[4], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return scores
 
 
@@ -260,6 +309,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
     rows of `columns` float32. INT8 multiplies and adds in float32, each rounded, and where values are stored with an offset its
     sums begin with V_START; float storage starts its sums from o and takes no scale.
     """
+
     @intrinsic
     def values(typingctx, work, v, step, steps, o, column, columns):
         sig = types.void(*[types.intp] * 7)
@@ -268,11 +318,22 @@ def value_tile(tile: Tile, rows: int, nv: int):
             target.guard(tile.isa, context.codegen())
             pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 4))
             floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
-            where = [b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n)) for m in range(rows) for n in range(nv)]
+            where = [
+                b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n))
+                for m in range(rows)
+                for n in range(nv)
+            ]
             if tile.v_offset:
-                first = [x for m in range(rows) for x in [splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)] * nv]
+                first = [
+                    x
+                    for m in range(rows)
+                    for x in [splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)]
+                    * nv
+                ]
             else:
-                first = [constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where]
+                first = [
+                    constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where
+                ]
             sums = _products(b, tile, pw, I64(KEY_BLOCK), pv, a[2], a[3], first, rows, nv, False)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
@@ -280,5 +341,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
                     x = b.fadd(load(b, po, w, floats, 4), b.fmul(b.sitofp(x, floats), s))
                 store(b, x, po, w, 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return values

@@ -16,6 +16,7 @@ mask hides from all of them.
 What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases near the lowest float) is
 noticed per row, by the largest magnitudes or by the result itself, and done again by `flash_rows` in float64.
 """
+
 from __future__ import annotations
 
 import functools
@@ -23,38 +24,38 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._jit import bare, inline, kernel
-from ..memory import reinterpret, zeros
-from ..parallel import over_tasks
-from ..tiling import tiling
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import reinterpret, zeros
+from ...jit.parallel import over_tasks
+from ...tiling import tiling
+from ..int8.amx import tile_state
+from ..isa.vectors import next_task
+from ..semantics import Dense, row_of, row_range, step_of
 from . import float_tiles as tiles
-from .amx import tile_state
 from .float_packing import largest
 from .float_tiles import FLOAT_ISAS
-from .scores import Dense, row_of, row_range, step_of
-from .vectors import next_task
 
 F = np.float32
 HIDDEN = F(-np.inf)
-GROWTH = F(8)                                    # octaves that the maximum may grow before O is rescaled
-LOWEST = F(-1e37)                                # a row whose maximum lies below is done again
+GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
+LOWEST = F(-1e37)  # a row whose maximum lies below is done again
 LN2 = np.log(2.0)
-inlined = bare(forceinline=True)                 # where options go in: a call would copy them all
+inlined = bare(forceinline=True)  # where options go in: a call would copy them all
 
 
 class Room(NamedTuple):
     """What a worker needs for one query tile; the rows of `bounds` and `spans` are named in `run_tiles`."""
 
-    q: np.ndarray                 # (block_q, channels) operands
-    x: np.ndarray                 # (block_q * key_block,) float32 scores
-    p: np.ndarray                 # (block_q * key_block,) weights as operands: x itself where these are float32
-    o: np.ndarray                 # (block_q, columns) float32
-    l: np.ndarray                 # (block_q, lanes) float32 sums of the weights
-    m: np.ndarray                 # (block_q,) float32 maxima
-    magnitude: np.ndarray         # (block_q,) uint32: bits of the largest |q|
-    bounds: np.ndarray            # (2, block_q) int64
-    spans: np.ndarray             # (3, groups) int64
-    mask_end: np.ndarray          # (lanes,) uint8 and float32: where the last keys of mask and bias stand
+    q: np.ndarray  # (block_q, channels) operands
+    x: np.ndarray  # (block_q * key_block,) float32 scores
+    p: np.ndarray  # (block_q * key_block,) weights as operands: x itself where these are float32
+    o: np.ndarray  # (block_q, columns) float32
+    l: np.ndarray  # (block_q, lanes) float32 sums of the weights
+    m: np.ndarray  # (block_q,) float32 maxima
+    magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
+    bounds: np.ndarray  # (2, block_q) int64
+    spans: np.ndarray  # (3, groups) int64
+    mask_end: np.ndarray  # (lanes,) uint8 and float32: where the last keys of mask and bias stand
     bias_end: np.ndarray
 
 
@@ -63,14 +64,32 @@ def make_attend(name: str, precision: str):
     """The kernel of one target: attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo)."""
     isa = FLOAT_ISAS[name]
     key_block = tiling(name, precision).key_block
-    lanes, group, panel, nv, mr, step, unit = isa.lanes, isa.group, isa.panel, isa.nv, isa.rows, isa.step, isa.unit
+    lanes, group, panel, nv, mr, step, unit = (
+        isa.lanes,
+        isa.group,
+        isa.panel,
+        isa.nv,
+        isa.rows,
+        isa.step,
+        isa.unit,
+    )
     score1, score2, score3, score4 = (tiles.score_tile(name, min(n, nv)) for n in (1, 2, 3, 4))
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
     begin_tiles, end_tiles = tile_state(name)
-    top_of, exceeds, weights, scale = tiles.row_max(name), tiles.row_exceeds(name), tiles.row_weights(name), tiles.row_scale(name)
+    top_of, exceeds, weights, scale = (
+        tiles.row_max(name),
+        tiles.row_exceeds(name),
+        tiles.row_weights(name),
+        tiles.row_scale(name),
+    )
     softcap = tiles.row_softcap(name)
-    alibi, add_bias, apply_mask, found = tiles.row_alibi(name), tiles.row_bias(name), tiles.row_mask(name), tiles.any_byte(name)
+    alibi, add_bias, apply_mask, found = (
+        tiles.row_alibi(name),
+        tiles.row_bias(name),
+        tiles.row_mask(name),
+        tiles.any_byte(name),
+    )
     operand = np.float32 if group == 1 else np.uint16
 
     @bare
@@ -121,11 +140,16 @@ def make_attend(name: str, precision: str):
         """O += P.V of all groups, a chunk of V's columns after the other; group g sees keys start[g] .. stop[g] of the block."""
         stride, t = columns * group, 0
         while t < columns:
-            width = panel if t + panel <= columns else half if nv > 1 and t + half <= columns else lanes
+            width = (
+                panel if t + panel <= columns else half if nv > 1 and t + half <= columns else lanes
+            )
             for g in range(0, real, mr):
                 first, n = start[g // mr], stop[g // mr] - start[g // mr]
                 if n > 0:
-                    steps, at = (n + step - 1) // step * (step // group), g * key_block + first - block
+                    steps, at = (
+                        (n + step - 1) // step * (step // group),
+                        g * key_block + first - block,
+                    )
                     where, to = first * columns + t * group, g * columns + t
                     if width == panel:
                         value4(p, at, key_block, v, where, stride, steps, o, to, columns)
@@ -152,7 +176,9 @@ def make_attend(name: str, precision: str):
         m[i] = top
 
     @inlined
-    def edge_rows(semantics, dense, b, h, row, g, rows, first, stop, block, lo, hi, c, x, p, m, l, o):
+    def edge_rows(
+        semantics, dense, b, h, row, g, rows, first, stop, block, lo, hi, c, x, p, m, l, o
+    ):
         """Weights of a group's rows that do not see all keys of first .. stop as they are.
 
         Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no slice made, row by row: each
@@ -167,7 +193,10 @@ def make_attend(name: str, precision: str):
         bias, bias_end, mask, mask_end = dense.bias, dense.bias_end, dense.mask, dense.mask_end
         bias_at, bias_step = row_of(semantics.bias, b, h, row + g) + first, step_of(semantics.bias)
         mask_at, mask_step = row_of(semantics.mask, b, h, row + g) + first, step_of(semantics.mask)
-        centre, early = row + semantics.diagonal[b] - first, cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0)
+        centre, early = (
+            row + semantics.diagonal[b] - first,
+            cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0),
+        )
         for i in range(g, g + rows):
             at = i * key_block + first - block
             tail, end = at + whole * lanes, at + count * lanes
@@ -209,7 +238,23 @@ def make_attend(name: str, precision: str):
             bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
     @bare
-    def run_tiles(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo, room):
+    def run_tiles(
+        q,
+        keys,
+        limits,
+        values_packed,
+        columns,
+        c,
+        semantics,
+        heads,
+        block_q,
+        s,
+        counter,
+        out,
+        lse,
+        redo,
+        room,
+    ):
         """Query tiles, as long as there are any."""
         n_heads, length, d = q.shape
         dv = out.shape[2]
@@ -219,12 +264,20 @@ def make_attend(name: str, precision: str):
         q_tile, x, p, o, l, m, worst, bounds, spans, mask_end, bias_end = room
         stride, magnitude = q_tile.shape[1], reinterpret(worst, np.float32)
         lo, hi, start, end, skip = bounds[0], bounds[1], spans[0], spans[1], spans[2]
-        dense = Dense(semantics.mask.reshape(semantics.mask.size), semantics.bias.reshape(semantics.bias.size), mask_end, bias_end)
+        dense = Dense(
+            semantics.mask.reshape(semantics.mask.size),
+            semantics.bias.reshape(semantics.bias.size),
+            mask_end,
+            bias_end,
+        )
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
-            n, row = task // tiles, (tiles - 1 - task % tiles) * block_q        # the longest causal tiles first
+            n, row = (
+                task // tiles,
+                (tiles - 1 - task % tiles) * block_q,
+            )  # the longest causal tiles first
             b, h = n // h_all, n % h_all
             n_kv = b * h_kv + h * h_kv // h_all
             real = min(block_q, length - row)
@@ -244,28 +297,61 @@ def make_attend(name: str, precision: str):
             o[:groups], l[:groups] = F(0), F(0)
             for block in range(first // key_block * key_block, stop, key_block):
                 for g in range(0, real, mr):
-                    rows, left, right = min(mr, real - g), s, 0         # keys that any row of the group sees
+                    rows, left, right = (
+                        min(mr, real - g),
+                        s,
+                        0,
+                    )  # keys that any row of the group sees
                     for i in range(g, g + rows):
                         if hi[i] > lo[i]:
                             left, right = min(left, lo[i]), max(right, hi[i])
                     a, z = max(left // unit * unit, block), min(right, block + key_block)
                     if semantics.has_mask:
                         a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
-                    start[g // mr], end[g // mr], skip[g // mr] = a, z, max(left - a, 0) // step * step
+                    start[g // mr], end[g // mr], skip[g // mr] = (
+                        a,
+                        z,
+                        max(left - a, 0) // step * step,
+                    )
                 for j in range(block, min(block + key_block, stop), panel):
                     for g in range(0, real, mr):
                         a, z = max(start[g // mr], j), min(end[g // mr], j + panel)
                         if a < z:
-                            scores(q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block)
+                            scores(
+                                q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block
+                            )
                 for g in range(0, real, mr):
                     a, z = start[g // mr], end[g // mr]
                     if a >= z:
                         continue
-                    rows, most, least = min(mr, real - g), 0, s         # keys that all rows of the group see
+                    rows, most, least = (
+                        min(mr, real - g),
+                        0,
+                        s,
+                    )  # keys that all rows of the group see
                     for i in range(g, g + rows):
                         most, least = max(most, lo[i]), min(least, hi[i])
                     if semantics.general or most > a or least < z or (z - a) % unit:
-                        edge_rows(semantics, dense, b, h, row, g, rows, a, z, block, lo, hi, c, x, p, m, l, o)
+                        edge_rows(
+                            semantics,
+                            dense,
+                            b,
+                            h,
+                            row,
+                            g,
+                            rows,
+                            a,
+                            z,
+                            block,
+                            lo,
+                            hi,
+                            c,
+                            x,
+                            p,
+                            m,
+                            l,
+                            o,
+                        )
                     else:
                         count = (z - a) // lanes
                         for i in range(g, g + rows):
@@ -288,7 +374,9 @@ def make_attend(name: str, precision: str):
                 words = reinterpret(result, np.uint32)
                 for t in range(dv):
                     bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
-                lse[n, row + i] = F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
+                lse[n, row + i] = (
+                    F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
+                )
                 held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
                 held &= magnitude[i] <= limits[n_kv]
                 redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
@@ -296,21 +384,77 @@ def make_attend(name: str, precision: str):
                     counter[1] = 1
 
     @inline
-    def work(_, q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
+    def work(
+        _,
+        q,
+        keys,
+        limits,
+        values_packed,
+        columns,
+        c,
+        semantics,
+        heads,
+        block_q,
+        s,
+        counter,
+        out,
+        lse,
+        redo,
+    ):
         """One worker."""
         stride = (q.shape[2] + step - 1) // step * step
         begin_tiles()
         x = zeros((block_q * key_block,), np.float32)
         p = x if group == 1 else zeros((block_q * key_block,), operand)
-        room = Room(zeros((block_q, stride), operand), x, p, zeros((block_q, columns), np.float32),
-                    zeros((block_q, lanes), np.float32), zeros((block_q,), np.float32), zeros((block_q,), np.uint32),
-                    zeros((2, block_q), np.int64), zeros((3, block_q // mr), np.int64), zeros((lanes,), np.uint8),
-                    zeros((lanes,), np.float32))
-        run_tiles(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo, room)
+        room = Room(
+            zeros((block_q, stride), operand),
+            x,
+            p,
+            zeros((block_q, columns), np.float32),
+            zeros((block_q, lanes), np.float32),
+            zeros((block_q,), np.float32),
+            zeros((block_q,), np.uint32),
+            zeros((2, block_q), np.int64),
+            zeros((3, block_q // mr), np.int64),
+            zeros((lanes,), np.uint8),
+            zeros((lanes,), np.float32),
+        )
+        run_tiles(
+            q,
+            keys,
+            limits,
+            values_packed,
+            columns,
+            c,
+            semantics,
+            heads,
+            block_q,
+            s,
+            counter,
+            out,
+            lse,
+            redo,
+            room,
+        )
         end_tiles()
 
     @kernel
-    def attend(q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse, redo):
+    def attend(
+        q,
+        keys,
+        limits,
+        values_packed,
+        columns,
+        c,
+        semantics,
+        heads,
+        block_q,
+        s,
+        counter,
+        out,
+        lse,
+        redo,
+    ):
         """All query tiles of all heads.
 
         q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest |q| without overflow;
@@ -318,6 +462,25 @@ def make_attend(name: str, precision: str):
         counter (2,) int64 zeros, the second 1 afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32;
         redo (N, L) uint8, 1 for a row that float32 cannot hold.
         """
-        over_tasks(work, heads[2], (q, keys, limits, values_packed, columns, c, semantics, heads, block_q, s, counter, out, lse,
-                                    redo))
+        over_tasks(
+            work,
+            heads[2],
+            (
+                q,
+                keys,
+                limits,
+                values_packed,
+                columns,
+                c,
+                semantics,
+                heads,
+                block_q,
+                s,
+                counter,
+                out,
+                lse,
+                redo,
+            ),
+        )
+
     return attend

@@ -3,19 +3,20 @@
 The same algorithm as `flash_float` without its tiles. In float64 nothing that fits float32 can overflow, and a value whose weight
 is 0 is never touched, so NaN and infinity in hidden keys and values stay where they are.
 """
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .._jit import inline, kernel
-from ..parallel import over_tasks
-from .scores import row_range
-from .vectors import next_task
+from ...jit.compiler import inline, kernel
+from ...jit.parallel import over_tasks
+from ..isa.vectors import next_task
+from ..semantics import row_range
 
-KEYS = 256                                       # scores of a row kept at a time
-ROWS = 8                                         # rows that a worker takes at a time
+KEYS = 256  # scores of a row kept at a time
+ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LN2 = np.log(2.0)
 LOG2E = 1 / LN2
@@ -42,12 +43,22 @@ def row_functions(double: bool):
                 s[j] = s[j] - slope * R(abs(centre - j))
         if semantics.has_bias:
             x = semantics.bias
-            row = x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(i, x.shape[2] - 1), first:first + s.size]
+            row = x[
+                min(b, x.shape[0] - 1),
+                min(h, x.shape[1] - 1),
+                min(i, x.shape[2] - 1),
+                first : first + s.size,
+            ]
             for j in range(s.size):
                 s[j] = R(-np.inf) if row[j] == F(-np.inf) else s[j] + R(row[j]) * R(LOG2E)
         if semantics.has_mask:
             y = semantics.mask
-            seen = y[min(b, y.shape[0] - 1), min(h, y.shape[1] - 1), min(i, y.shape[2] - 1), first:first + s.size]
+            seen = y[
+                min(b, y.shape[0] - 1),
+                min(h, y.shape[1] - 1),
+                min(i, y.shape[2] - 1),
+                first : first + s.size,
+            ]
             for j in range(s.size):
                 s[j] = s[j] if seen[j] else R(-np.inf)
 
@@ -56,10 +67,20 @@ def row_functions(double: bool):
         """Whether a dense mask or bias hides all of these keys."""
         if semantics.has_mask:
             y = semantics.mask
-            return not y[min(b, y.shape[0] - 1), min(h, y.shape[1] - 1), min(i, y.shape[2] - 1), first:stop].any()
+            return not y[
+                min(b, y.shape[0] - 1), min(h, y.shape[1] - 1), min(i, y.shape[2] - 1), first:stop
+            ].any()
         if semantics.has_bias:
             x = semantics.bias
-            return (x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(i, x.shape[2] - 1), first:stop] == F(-np.inf)).all()
+            return (
+                x[
+                    min(b, x.shape[0] - 1),
+                    min(h, x.shape[1] - 1),
+                    min(i, x.shape[2] - 1),
+                    first:stop,
+                ]
+                == F(-np.inf)
+            ).all()
         return False
 
     @inline
@@ -97,8 +118,10 @@ def make_attend_rows(double: bool):
                 o[:] = R(0)
                 row[:] = q[n, i]
                 for first in range(lo, hi, KEYS):
-                    p = scores[:min(KEYS, hi - first)]
-                    if semantics.general and nothing_seen(semantics, b, h, i, first, first + p.size):
+                    p = scores[: min(KEYS, hi - first)]
+                    if semantics.general and nothing_seen(
+                        semantics, b, h, i, first, first + p.size
+                    ):
                         continue
                     for j in range(p.size):
                         p[j] = dot(row, keys[first + j]) * R(scale)
@@ -140,4 +163,5 @@ def make_attend_rows(double: bool):
         q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv) float32; scale in units of log2; out (N, L, Dv), lse (N, L) float32.
         """
         over_tasks(work, heads[2], (q, k, v, todo, scale, semantics, heads, s, counter, out, lse))
+
     return attend_rows

@@ -4,22 +4,23 @@ K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two 
 V, per head: [key][column] float32, in place where its rows are whole vectors; bfloat16 as [key pair][column][2 keys].
 Keys that no row can see are not packed, and columns are padded to whole vectors, both with zeros.
 """
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .._jit import inline, kernel
-from ..memory import LINE, empty
-from ..parallel import over_tasks
+from ...jit.compiler import inline, kernel
+from ...jit.memory import LINE, empty
+from ...jit.parallel import over_tasks
+from ..int8.packing import padded
+from ..isa.transpose import transpose
 from .float_tiles import FLOAT_ISAS
-from .packing import padded
-from .transpose import transpose
 
 U = np.uint32
 INFINITY = U(0x7F800000)
-MANY_ROWS = 2048                                 # so many queries pay for moving V to cache lines: fewer vectors of it are split
+MANY_ROWS = 2048  # so many queries pay for moving V to cache lines: fewer vectors of it are split
 
 
 def on_lines(x: np.ndarray) -> np.ndarray:
@@ -55,7 +56,7 @@ def _pack_keys(lanes: int, panel: int, group: int):
         first = p * panel
         count = max(0, min(panel, stops[n // nh] - first))
         source, target = (n * length + first) * words, task * panel * words
-        most[n, p] = largest(k[source:source + count * words], group, U(0))
+        most[n, p] = largest(k[source : source + count * words], group, U(0))
         whole, columns = count // lanes * lanes, words // lanes * lanes
         for c in range(0, whole, lanes):
             for e in range(0, columns, lanes):
@@ -74,6 +75,7 @@ def _pack_keys(lanes: int, panel: int, group: int):
         N = B * Hkv; sizes = (Hkv, S, words); stops (B,) keys of each batch that can be seen.
         """
         over_tasks(pack_panel, most.size, (k, stops, sizes, out, most))
+
     return pack_keys
 
 
@@ -127,12 +129,16 @@ def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, 
     nb, nh, _, width = words.shape
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
     out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
-    _pack_keys(isa.lanes, isa.panel, isa.group)(words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most)
+    _pack_keys(isa.lanes, isa.panel, isa.group)(
+        words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
+    )
     operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
     return operands, most.max(1).view(np.float32)
 
 
-def pack_values(name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS) -> tuple[np.ndarray, int]:
+def pack_values(
+    name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS
+) -> tuple[np.ndarray, int]:
     """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is: (B * Hkv, ...) operands and columns of a row."""
     isa = FLOAT_ISAS[name]
     nb, nh, s, dv = v.shape
@@ -142,7 +148,9 @@ def pack_values(name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_RO
         _pack_pairs(np.ascontiguousarray(v), stops, out)
         return out.view(np.uint16).reshape(nb * nh, -1), columns
     if columns == dv:
-        return (on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])).reshape(nb * nh, -1), columns
+        return (
+            on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])
+        ).reshape(nb * nh, -1), columns
     out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
     _pack_columns(np.ascontiguousarray(v), stops, out)
     return out.reshape(nb * nh, -1), columns

@@ -9,6 +9,7 @@ Contract (A rows of operands, B packed or in place, `steps` steps of `group` pro
 Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves AVX-512, AVX2 and NEON. NaN is
 kept on purpose: comparisons are written so that a NaN score stays NaN and reaches the row sum.
 """
+
 from __future__ import annotations
 
 import functools
@@ -19,12 +20,27 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..int8.microkernels import dot_loop
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Vectors,
+    call,
+    constant,
+    data,
+    load,
+    shuffle,
+    splat,
+    store,
+    vector,
+)
 from . import amx_bfloat16
-from .microkernels import dot_loop
-from .vectors import F32, I8, I16, I32, I64, Vectors, call, constant, data, load, shuffle, splat, store, vector
 
 LOG2E = 1.4426950408889634
-MR = 6                                           # rows of the register tiles of vectors
+MR = 6  # rows of the register tiles of vectors
 
 
 @dataclass(frozen=True)
@@ -87,16 +103,21 @@ class _BFloat16(ir.Type):
 
 
 BF16 = _BFloat16()
-NO_BFLOAT = llvm.llvm_version_info < (16,)       # the instructions were declared for integers: int32 lanes of pairs, int16 lanes
+NO_BFLOAT = llvm.llvm_version_info < (
+    16,
+)  # the instructions were declared for integers: int32 lanes of pairs, int16 lanes
 
 
-FLOAT_ISAS = {isa.name: isa for isa in (
-    FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
-    FloatIsa("avx512_bf16", 16, 4, 2),
-    FloatIsa("avx512", 16, 4),
-    FloatIsa("avx2", 8, 2),
-    FloatIsa("neon", 4, 4),
-)}
+FLOAT_ISAS = {
+    isa.name: isa
+    for isa in (
+        FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
+        FloatIsa("avx512_bf16", 16, 4, 2),
+        FloatIsa("avx512", 16, 4),
+        FloatIsa("avx2", 8, 2),
+        FloatIsa("neon", 4, 4),
+    )
+}
 
 
 @functools.cache
@@ -114,7 +135,21 @@ def score_tile(name: str, nv: int, scaled: bool = False):
         pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, end - 3))
         zero = [constant(isa.floats, 0.0)] * (isa.rows * nv)
         c = splat(b, a[6], isa.floats) if scaled else None
-        rows = dot_loop(b, isa, isa.dot, pq, a[1], a[2], pk, a[4], a[5], zero, isa.rows, nv, I64(isa.panel * isa.group))
+        rows = dot_loop(
+            b,
+            isa,
+            isa.dot,
+            pq,
+            a[1],
+            a[2],
+            pk,
+            a[4],
+            a[5],
+            zero,
+            isa.rows,
+            nv,
+            I64(isa.panel * isa.group),
+        )
         for m, acc in enumerate(rows):
             for n in range(nv):
                 where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), I64(isa.lanes * n))
@@ -128,6 +163,7 @@ def score_tile(name: str, nv: int, scaled: bool = False):
     @intrinsic
     def scaled_tile(typingctx, q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride):
         return types.void(q, q_off, q_stride, k, k_off, steps, c, x, x_off, x_stride), codegen
+
     return scaled_tile if scaled else tile
 
 
@@ -144,13 +180,21 @@ def value_tile(name: str, nv: int):
 
         def codegen(context, b, sig, a):
             pp, pv, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
-            where = [b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n)) for m in range(isa.rows) for n in range(nv)]
+            where = [
+                b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n))
+                for m in range(isa.rows)
+                for n in range(nv)
+            ]
             first = [load(b, po, w, isa.floats, 4) for w in where]
-            for m, acc in enumerate(dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, isa.rows, nv, a[5])):
+            for m, acc in enumerate(
+                dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, isa.rows, nv, a[5])
+            ):
                 for n in range(nv):
                     store(b, acc[n], po, where[m * nv + n], 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return tile
 
 
@@ -186,10 +230,24 @@ def larger(b, x, bound):
 
 
 # 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 9.2e-8
-EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733953714371, 0.009671512991189957, 0.0013264714507386088)
-LOWEST = -150.0                                  # 2**LOWEST is 0 in float32
+EXP2 = (
+    1.0,
+    0.6931470036506653,
+    0.24022242426872253,
+    0.05550733953714371,
+    0.009671512991189957,
+    0.0013264714507386088,
+)
+LOWEST = -150.0  # 2**LOWEST is 0 in float32
 # the same on [0, 1): 8.2e-8
-EXP2_FLOOR = (1.0, 0.6931513118066539, 0.24016445012995594, 0.05579991319565182, 0.009017030193706534, 0.0018671301307139631)
+EXP2_FLOOR = (
+    1.0,
+    0.6931513118066539,
+    0.24016445012995594,
+    0.05579991319565182,
+    0.009017030193706534,
+    0.0018671301307139631,
+)
 
 
 def polynomial(b, isa, coefficients, f):
@@ -202,7 +260,9 @@ def polynomial(b, isa, coefficients, f):
 
 def whole(b, isa, n):
     """A whole float32 number as int32, within its range; NaN becomes 0. (fptosi.sat promises as much, and works lane by lane.)"""
-    return b.fptosi(b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0)), vector(I32, isa.lanes))
+    return b.fptosi(
+        b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0)), vector(I32, isa.lanes)
+    )
 
 
 def exp2(b, isa, x):
@@ -215,7 +275,11 @@ def exp2(b, isa, x):
     ints = vector(I32, isa.lanes)
     n = b.add(whole(b, isa, n), constant(ints, 127))
     power = b.bitcast(b.shl(n, constant(ints, 23)), isa.floats)
-    return b.select(b.icmp_signed("<", n, constant(ints, 1)), b.fmul(y, constant(isa.floats, 0.0)), b.fmul(y, power))
+    return b.select(
+        b.icmp_signed("<", n, constant(ints, 1)),
+        b.fmul(y, constant(isa.floats, 0.0)),
+        b.fmul(y, power),
+    )
 
 
 def exp2_avx512(b, isa, x):
@@ -223,14 +287,25 @@ def exp2_avx512(b, isa, x):
     zero, down = constant(isa.floats, 0.0), I32(9)
     f = call(b, "llvm.x86.avx512.mask.reduce.ps.512", isa.floats, x, down, zero, I16(-1), I32(4))
     normal = b.bitcast(b.fcmp_unordered(">=", x, constant(isa.floats, -126.0)), I16)
-    return call(b, "llvm.x86.avx512.mask.scalef.ps.512", isa.floats, polynomial(b, isa, EXP2_FLOOR, f), x, zero, normal, I32(4))
+    return call(
+        b,
+        "llvm.x86.avx512.mask.scalef.ps.512",
+        isa.floats,
+        polynomial(b, isa, EXP2_FLOOR, f),
+        x,
+        zero,
+        normal,
+        I32(4),
+    )
 
 
 def fold(b, x, combine):
     """All lanes of a vector combined into one scalar, halves first."""
     while x.type.count > 1:
         half = x.type.count // 2
-        x = combine(b, shuffle(b, x, x, list(range(half))), shuffle(b, x, x, list(range(half, 2 * half))))
+        x = combine(
+            b, shuffle(b, x, x, list(range(half))), shuffle(b, x, x, list(range(half, 2 * half)))
+        )
     return b.extract_element(x, I32(0))
 
 
@@ -246,9 +321,12 @@ def row_max(name: str):
 
             def body(at, state):
                 return [larger(b, state[0], load(b, px, b.add(a[1], at), isa.floats, 4))]
-            top, = for_vectors(b, a[2], isa.lanes, [constant(isa.floats, float("-inf"))], body)
+
+            (top,) = for_vectors(b, a[2], isa.lanes, [constant(isa.floats, float("-inf"))], body)
             return fold(b, top, larger)
+
         return types.float32(x, x_off, count), codegen
+
     return largest
 
 
@@ -260,13 +338,31 @@ def row_exceeds(name: str):
     @intrinsic
     def exceeds(typingctx, x, x_off, count, c, bound):
         def codegen(context, b, sig, a):
-            px, c, bound = data(context, b, sig.args[0], a[0]), splat(b, a[3], isa.floats), splat(b, a[4], isa.floats)
+            px, c, bound = (
+                data(context, b, sig.args[0], a[0]),
+                splat(b, a[3], isa.floats),
+                splat(b, a[4], isa.floats),
+            )
 
             def body(at, state):
-                return [b.or_(state[0], b.fcmp_unordered(">", b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c), bound))]
-            above, = for_vectors(b, a[2], isa.lanes, [constant(vector(ir.IntType(1), isa.lanes), 0)], body)
-            return b.icmp_unsigned("!=", b.bitcast(above, ir.IntType(isa.lanes)), ir.Constant(ir.IntType(isa.lanes), 0))
+                return [
+                    b.or_(
+                        state[0],
+                        b.fcmp_unordered(
+                            ">", b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c), bound
+                        ),
+                    )
+                ]
+
+            (above,) = for_vectors(
+                b, a[2], isa.lanes, [constant(vector(ir.IntType(1), isa.lanes), 0)], body
+            )
+            return b.icmp_unsigned(
+                "!=", b.bitcast(above, ir.IntType(isa.lanes)), ir.Constant(ir.IntType(isa.lanes), 0)
+            )
+
         return types.boolean(x, x_off, count, c, bound), codegen
+
     return exceeds
 
 
@@ -278,9 +374,12 @@ def _weigh(context, b, isa, sig, a, change):
     def body(at, state):
         x = change(load(b, px, b.add(a[1], at), isa.floats, 4))
         y = exp2(b, isa, x)
-        store(b, y if isa.group == 1 else narrow(b, isa, y), pp, b.add(a[end - 3], at), 4 // isa.group)
+        store(
+            b, y if isa.group == 1 else narrow(b, isa, y), pp, b.add(a[end - 3], at), 4 // isa.group
+        )
         return [b.fadd(state[0], y)]
-    total, = for_vectors(b, a[2], isa.lanes, [load(b, pl, a[end - 1], isa.floats, 4)], body)
+
+    (total,) = for_vectors(b, a[2], isa.lanes, [load(b, pl, a[end - 1], isa.floats, 4)], body)
     store(b, total, pl, a[end - 1], 4)
     return context.get_dummy_value()
 
@@ -295,7 +394,9 @@ def row_exp(name: str):
         def codegen(context, b, sig, a):
             m = splat(b, a[3], isa.floats)
             return _weigh(context, b, isa, sig, a, lambda x: b.fsub(x, m))
+
         return types.void(x, x_off, count, m, p, p_off, l, l_off), codegen
+
     return weights
 
 
@@ -309,13 +410,20 @@ def row_weights(name: str):
         def codegen(context, b, sig, a):
             c, below = splat(b, a[3], isa.floats), splat(b, b.fneg(a[4]), isa.floats)
             return _weigh(context, b, isa, sig, a, lambda x: isa.fma(b, x, c, below))
+
         return types.void(x, x_off, count, c, m, p, p_off, l, l_off), codegen
+
     return weights
 
 
 def narrow(b, isa, x):
     """float32 to bfloat16, ties to even."""
-    x = call(b, f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * isa.lanes}", vector(I16 if NO_BFLOAT else BF16, isa.lanes), x)
+    x = call(
+        b,
+        f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * isa.lanes}",
+        vector(I16 if NO_BFLOAT else BF16, isa.lanes),
+        x,
+    )
     return b.bitcast(x, vector(I16, isa.lanes))
 
 
@@ -328,8 +436,15 @@ def row_change(name: str, more: int, change):
 
         def body(at, state):
             where = b.add(a[1], at)
-            store(b, change(context, b, isa, sig, a, load(b, px, where, isa.floats, 4), at), px, where, 4)
+            store(
+                b,
+                change(context, b, isa, sig, a, load(b, px, where, isa.floats, 4), at),
+                px,
+                where,
+                4,
+            )
             return []
+
         for_vectors(b, a[2], isa.lanes, [], body)
         return context.get_dummy_value()
 
@@ -340,66 +455,91 @@ def row_change(name: str, more: int, change):
     @intrinsic
     def with_two(typingctx, x, x_off, count, y, z):
         return types.void(x, x_off, count, y, z), codegen
+
     return with_one if more == 1 else with_two
 
 
 @functools.cache
 def row_scale(name: str):
     """Intrinsic f(x, x_off, count, c): x *= c."""
+
     def change(context, b, isa, sig, a, x, at):
         return b.fmul(x, splat(b, a[3], isa.floats))
+
     return row_change(name, 1, change)
 
 
 @functools.cache
 def row_softcap(name: str):
     """Intrinsic f(x, x_off, count, cap): x = cap * tanh(x / cap), exact also where x is small."""
+
     def change(context, b, isa, sig, a, x, at):
         cap, part = splat(b, a[3], isa.floats), splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
         sign = vector(I32, isa.lanes)
         bits = b.bitcast(b.fmul(x, part), sign)
         magnitude = b.bitcast(b.and_(bits, constant(sign, 0x7FFFFFFF)), isa.floats)
         y = b.fmul(magnitude, constant(isa.floats, 2 * LOG2E))
-        y = b.select(b.fcmp_ordered(">", y, constant(isa.floats, 30.0)), constant(isa.floats, 30.0), y)
+        y = b.select(
+            b.fcmp_ordered(">", y, constant(isa.floats, 30.0)), constant(isa.floats, 30.0), y
+        )
         n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, y)
         f = b.fsub(y, n)
         g = polynomial(b, isa, EXP2[1:], f)
-        power = b.bitcast(b.shl(b.add(whole(b, isa, n), constant(sign, 127)), constant(sign, 23)), isa.floats)
-        e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, constant(isa.floats, 1.0)))          # 2**y - 1
+        power = b.bitcast(
+            b.shl(b.add(whole(b, isa, n), constant(sign, 127)), constant(sign, 23)), isa.floats
+        )
+        e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, constant(isa.floats, 1.0)))  # 2**y - 1
         t = b.fdiv(e, b.fadd(e, constant(isa.floats, 2.0)))
         t = b.or_(b.bitcast(t, sign), b.and_(bits, constant(sign, -0x80000000)))
         return b.fmul(cap, b.bitcast(t, isa.floats))
+
     return row_change(name, 1, change)
 
 
 @functools.cache
 def row_alibi(name: str):
     """Intrinsic f(x, x_off, count, slope, centre): x -= slope * |centre - column|."""
+
     def change(context, b, isa, sig, a, x, at):
         ints = vector(I32, isa.lanes)
         column = b.add(splat(b, b.trunc(at, I32), ints), ir.Constant(ints, list(range(isa.lanes))))
         away = b.sub(splat(b, b.trunc(a[4], I32), ints), column)
         away = b.select(b.icmp_signed("<", away, constant(ints, 0)), b.neg(away), away)
         return isa.fma(b, b.fneg(splat(b, a[3], isa.floats)), b.sitofp(away, isa.floats), x)
+
     return row_change(name, 2, change)
 
 
 @functools.cache
 def row_bias(name: str):
     """Intrinsic f(x, x_off, count, bias, off): x += bias * log2(e); a bias of -inf hides even a NaN."""
+
     def change(context, b, isa, sig, a, x, at):
         bias = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.floats, 4)
         hidden = constant(isa.floats, float("-inf"))
-        return b.select(b.fcmp_ordered("==", bias, hidden), hidden, isa.fma(b, bias, constant(isa.floats, LOG2E), x))
+        return b.select(
+            b.fcmp_ordered("==", bias, hidden),
+            hidden,
+            isa.fma(b, bias, constant(isa.floats, LOG2E), x),
+        )
+
     return row_change(name, 2, change)
 
 
 @functools.cache
 def row_mask(name: str):
     """Intrinsic f(x, x_off, count, mask, off): x = -inf where the uint8 mask is 0."""
+
     def change(context, b, isa, sig, a, x, at):
-        seen = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), vector(I8, isa.lanes), 1)
-        return b.select(b.icmp_unsigned("!=", seen, constant(seen.type, 0)), x, constant(isa.floats, float("-inf")))
+        seen = load(
+            b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), vector(I8, isa.lanes), 1
+        )
+        return b.select(
+            b.icmp_unsigned("!=", seen, constant(seen.type, 0)),
+            x,
+            constant(isa.floats, float("-inf")),
+        )
+
     return row_change(name, 2, change)
 
 
@@ -415,8 +555,11 @@ def any_byte(name: str):
 
             def body(at, state):
                 return [b.or_(state[0], load(b, pm, b.add(a[1], at), bytes_, 1))]
-            seen, = for_vectors(b, a[2], isa.lanes, [constant(bytes_, 0)], body)
+
+            (seen,) = for_vectors(b, a[2], isa.lanes, [constant(bytes_, 0)], body)
             whole = ir.IntType(8 * isa.lanes)
             return b.icmp_unsigned("!=", b.bitcast(seen, whole), ir.Constant(whole, 0))
+
         return types.boolean(mask, off, count), codegen
+
     return found

@@ -12,6 +12,7 @@ A process must ask Linux for the tiles once (`target.tiles_permitted`), a thread
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX";
 Linux kernel documentation, "Using XSTATE features in user space applications".
 """
+
 from __future__ import annotations
 
 import functools
@@ -21,16 +22,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .._jit import inline
-from ..tiling import KEY_BLOCK
-from . import score_changes, target
-from .vectors import F32, I8, I32, I64, call, data, load, store
-from .vectors_x86 import AMX_INT8
+from ...jit.compiler import inline
+from ...tiling import KEY_BLOCK
+from ..isa import target
+from ..isa.vectors import F32, I8, I32, I64, call, data, load, store
+from ..isa.vectors_x86 import AMX_INT8
+from . import score_changes
 
-ROWS, WIDTH = 16, 64                                                   # of a tile: rows, and bytes of a row
-SIDE = 2                                                               # tiles of sums: SIDE x SIDE at a time
-BLOCK = SIDE * ROWS                                                    # rows and columns of the sums of a block
-SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)                   # what the eight tiles are for
+ROWS, WIDTH = 16, 64  # of a tile: rows, and bytes of a row
+SIDE = 2  # tiles of sums: SIDE x SIDE at a time
+BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
+SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)  # what the eight tiles are for
 VOID, BYTES = ir.VoidType(), I8.as_pointer()
 LANES = AMX_INT8.lanes
 
@@ -47,19 +49,28 @@ def _configuration() -> ir.Constant:
 @intrinsic
 def configure(typingctx):
     """f(): this thread's tiles become 16 rows x 64 bytes."""
+
     def codegen(context, b, sig, args):
         target.guard("amx_int8", context.codegen())
-        call(b, "llvm.x86.ldtilecfg", VOID, b.bitcast(cgutils.global_constant(b, "amx.configuration", _configuration()), BYTES))
+        call(
+            b,
+            "llvm.x86.ldtilecfg",
+            VOID,
+            b.bitcast(cgutils.global_constant(b, "amx.configuration", _configuration()), BYTES),
+        )
         return context.get_dummy_value()
+
     return types.void(), codegen
 
 
 @intrinsic
 def release(typingctx):
     """f(): this thread's tiles are empty again, so that switching threads need not save them."""
+
     def codegen(context, b, sig, args):
         call(b, "llvm.x86.tilerelease", VOID)
         return context.get_dummy_value()
+
     return types.void(), codegen
 
 
@@ -76,6 +87,7 @@ def tile_state(name: str):
 @intrinsic
 def peak_loop(typingctx, n, seed):
     """f(n, seed): n times four products that do not wait for each other, and nothing else; returns the seed."""
+
     def codegen(context, b, sig, args):
         for tile in range(8):
             call(b, "llvm.x86.tilezero", VOID, I8(tile))
@@ -84,20 +96,23 @@ def peak_loop(typingctx, n, seed):
                 for c in range(SIDE):
                     call(b, "llvm.x86.tdpbusd", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
         return args[1]
+
     return types.int32(types.int64, types.int32), codegen
 
 
-PEAK_OPERATIONS = 2.0 * SIDE * SIDE * ROWS * ROWS * WIDTH              # of one turn
+PEAK_OPERATIONS = 2.0 * SIDE * SIDE * ROWS * ROWS * WIDTH  # of one turn
 
 
 @intrinsic
 def scratch_blocks(typingctx):
     """f(): address of two blocks of sums on the stack of the caller."""
+
     def codegen(context, b, sig, args):
-        with b.goto_entry_block():                                     # not cgutils.alloca_once, which clears it at every call
+        with b.goto_entry_block():  # not cgutils.alloca_once, which clears it at every call
             blocks = b.alloca(ir.ArrayType(I32, 2 * BLOCK * BLOCK))
         blocks.align = WIDTH
         return b.ptrtoint(blocks, I64)
+
     return types.int64(), codegen
 
 
@@ -113,11 +128,23 @@ def _multiply(context, b, instruction, types_, args, step, between=lambda part: 
     """
     pa, pb = (b.gep(data(context, b, types_[n], args[n]), [args[n + 1]]) for n in (0, 3))
     a_stride, b_stride = args[2], args[5]
-    left, right = b.gep(pa, [b.mul(step, I64(WIDTH))]), b.gep(pb, [b.mul(b.mul(step, I64(ROWS)), b_stride)])
+    left, right = (
+        b.gep(pa, [b.mul(step, I64(WIDTH))]),
+        b.gep(pb, [b.mul(b.mul(step, I64(ROWS)), b_stride)]),
+    )
     for c in range(SIDE):
-        call(b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), b.gep(right, [I64(c * WIDTH)]), b_stride)
+        call(
+            b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), b.gep(right, [I64(c * WIDTH)]), b_stride
+        )
     for r in range(SIDE):
-        call(b, "llvm.x86.tileloadd64", VOID, I8(LEFT[r]), b.gep(left, [b.mul(a_stride, I64(r * ROWS))]), a_stride)
+        call(
+            b,
+            "llvm.x86.tileloadd64",
+            VOID,
+            I8(LEFT[r]),
+            b.gep(left, [b.mul(a_stride, I64(r * ROWS))]),
+            a_stride,
+        )
         for c in range(SIDE):
             call(b, f"llvm.x86.{instruction}", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
             between(SIDE * r + c)
@@ -134,6 +161,7 @@ def multiply(instruction: str):
 
     a: rows of bytes, `a_stride` apart; b: rows of 4-byte groups, `b_stride` bytes apart; instruction "tdpbssd" or "tdpbusd".
     """
+
     @intrinsic
     def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps):
         def codegen(context, b, sig, args):
@@ -142,7 +170,9 @@ def multiply(instruction: str):
             with cgutils.for_range(b, args[6]) as step:
                 _multiply(context, b, instruction, sig.args, args, step.index)
             return context.get_dummy_value()
+
         return types.void(a, a_off, a_stride, b, b_off, b_stride, steps), codegen
+
     return run
 
 
@@ -152,9 +182,28 @@ def multiply_beside(instruction: str, rows):
 
     Each product takes 16 cycles of the matrix unit and one slot of the queue, so two rows of vector work follow it at once.
     """
+
     @intrinsic
-    def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps, scratch, number, s, s_off, t, t_off, x, x_off, x_stride,
-            changes):
+    def run(
+        typingctx,
+        a,
+        a_off,
+        a_stride,
+        b,
+        b_off,
+        b_stride,
+        steps,
+        scratch,
+        number,
+        s,
+        s_off,
+        t,
+        t_off,
+        x,
+        x_off,
+        x_stride,
+        changes,
+    ):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
             row = rows(context, b, sig.args[7:], args[7:])
@@ -166,20 +215,44 @@ def multiply_beside(instruction: str, rows):
                 def two_rows(part):
                     for m in (2 * part, 2 * part + 1):
                         row(b, b.add(first, I64(m)))
+
                 _multiply(context, b, instruction, sig.args, args, step.index, two_rows)
             with cgutils.for_range_slice(b, mixed, args[6], I64(1), I64) as (step, _):
                 _multiply(context, b, instruction, sig.args, args, step)
-            with cgutils.for_range_slice(b, b.mul(mixed, I64(8)), I64(BLOCK), I64(1), I64) as (m, _):
+            with cgutils.for_range_slice(b, b.mul(mixed, I64(8)), I64(BLOCK), I64(1), I64) as (
+                m,
+                _,
+            ):
                 row(b, m)
             return context.get_dummy_value()
-        return types.void(a, a_off, a_stride, b, b_off, b_stride, steps, scratch, number, s, s_off, t, t_off, x, x_off,
-                          x_stride, changes), codegen
+
+        return types.void(
+            a,
+            a_off,
+            a_stride,
+            b,
+            b_off,
+            b_stride,
+            steps,
+            scratch,
+            number,
+            s,
+            s_off,
+            t,
+            t_off,
+            x,
+            x_off,
+            x_stride,
+            changes,
+        ), codegen
+
     return run
 
 
 @intrinsic
 def save(typingctx, scratch, number):
     """f(scratch, number): the tiles of sums go to block `number` mod 2."""
+
     def codegen(context, b, sig, args):
         block = _block(b, *args)
         for r in range(SIDE):
@@ -187,12 +260,14 @@ def save(typingctx, scratch, number):
                 where = b.gep(block, [I64((r * ROWS * SIDE + c) * WIDTH)])
                 call(b, "llvm.x86.tilestored64", VOID, I8(SUMS[r][c]), where, I64(SIDE * WIDTH))
         return context.get_dummy_value()
+
     return types.void(scratch, number), codegen
 
 
 @functools.cache
 def finish(rows):
     """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes): the 32 rows of a saved block, by `rows`."""
+
     @intrinsic
     def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes):
         def codegen(context, b, sig, args):
@@ -200,13 +275,18 @@ def finish(rows):
             with cgutils.for_range(b, I64(BLOCK)) as m:
                 row(b, m.index)
             return context.get_dummy_value()
+
         return types.void(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes), codegen
+
     return run
 
 
 def _sums(b, block, m):
     """Row m of a block, as vectors of float32."""
-    words = (load(b, block, b.add(b.mul(m, I64(SIDE)), I64(v)), AMX_INT8.vector(I32), WIDTH) for v in range(SIDE))
+    words = (
+        load(b, block, b.add(b.mul(m, I64(SIDE)), I64(v)), AMX_INT8.vector(I32), WIDTH)
+        for v in range(SIDE)
+    )
     return [b.sitofp(w, AMX_INT8.vector(F32)) for w in words]
 
 
@@ -216,35 +296,51 @@ def score_rows(changed: bool = False, wide: bool = False):
     isa = AMX_INT8
 
     def rows(context, b, types_, args):
-        block, (ps, pt, px) = _block(b, args[0], args[1]), (data(context, b, types_[n], args[n]) for n in (2, 4, 6))
+        block, (ps, pt, px) = (
+            _block(b, args[0], args[1]),
+            (data(context, b, types_[n], args[n]) for n in (2, 4, 6)),
+        )
         f32s = isa.vector(F32)
         change = None
-        if changed:                                                    # a tuple of one, empty where there is nothing to change
-            change = score_changes.changer(context, b, isa, types_[9].types[0], b.extract_value(args[9], 0), wide)
+        if changed:  # a tuple of one, empty where there is nothing to change
+            change = score_changes.changer(
+                context, b, isa, types_[9].types[0], b.extract_value(args[9], 0), wide
+            )
         key_scale = [load(b, ps, b.add(args[3], I64(v * LANES)), f32s, 4) for v in range(SIDE)]
 
         def row(b, m):
             row_scale = isa.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
-            scores = [b.fmul(b.fmul(x, k), row_scale) for x, k in zip(_sums(b, block, m), key_scale, strict=True)]
+            scores = [
+                b.fmul(b.fmul(x, k), row_scale)
+                for x, k in zip(_sums(b, block, m), key_scale, strict=True)
+            ]
             where = b.add(args[7], b.mul(args[8], m))
             if change:
                 change(scores, b.add(args[5], m), args[3], px, where)
             else:
                 store(b, isa.to_int16(b, *scores), px, where, 2)
+
         return row
+
     return rows
 
 
 def value_rows(context, b, types_, args):
     """Rows of O (x) grown as `microkernels.value_tile` does it; t: scales of the rows, s is not used."""
-    block, (pt, px) = _block(b, args[0], args[1]), (data(context, b, types_[n], args[n]) for n in (4, 6))
+    block, (pt, px) = (
+        _block(b, args[0], args[1]),
+        (data(context, b, types_[n], args[n]) for n in (4, 6)),
+    )
     f32s = AMX_INT8.vector(F32)
 
     def row(b, m):
         scale = AMX_INT8.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
         for v, x in enumerate(_sums(b, block, m)):
             column = b.add(b.add(args[7], b.mul(args[8], m)), I64(v * LANES))
-            store(b, AMX_INT8.generic(b, "fma", x, scale, load(b, px, column, f32s, 4)), px, column, 4)
+            store(
+                b, AMX_INT8.generic(b, "fma", x, scale, load(b, px, column, f32s, 4)), px, column, 4
+            )
+
     return row
 
 
@@ -252,7 +348,11 @@ def value_rows(context, b, types_, args):
 def score_block(changed: bool, wide: bool):
     """As `blocks.score_block`."""
     rows_of_x = score_rows(changed, wide)
-    first_block, both, last_block = multiply("tdpbssd"), multiply_beside("tdpbssd", rows_of_x), finish(rows_of_x)
+    first_block, both, last_block = (
+        multiply("tdpbssd"),
+        multiply_beside("tdpbssd", rows_of_x),
+        finish(rows_of_x),
+    )
     panel = AMX_INT8.nv * LANES
 
     @inline
@@ -262,20 +362,58 @@ def score_block(changed: bool, wide: bool):
         first_block(q, 0, stride, k, first * stride, panel * 4, steps)
         save(scratch, 0)
         for n in range(1, blocks):
-            i, c, at, old = n // side * BLOCK, n % side * BLOCK, (n - 1) // side * BLOCK, (n - 1) % side * BLOCK
+            i, c, at, old = (
+                n // side * BLOCK,
+                n % side * BLOCK,
+                (n - 1) // side * BLOCK,
+                (n - 1) % side * BLOCK,
+            )
             place = (first + c // panel * panel) * stride + c % panel * 4
-            both(q, i * stride, stride, k, place, panel * 4, steps,
-                 scratch, n - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK, changes)
+            both(
+                q,
+                i * stride,
+                stride,
+                k,
+                place,
+                panel * 4,
+                steps,
+                scratch,
+                n - 1,
+                ck,
+                first + old,
+                cq,
+                at,
+                x,
+                at * KEY_BLOCK + old,
+                KEY_BLOCK,
+                changes,
+            )
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
-        last_block(scratch, blocks - 1, ck, first + old, cq, at, x, at * KEY_BLOCK + old, KEY_BLOCK, changes)
+        last_block(
+            scratch,
+            blocks - 1,
+            ck,
+            first + old,
+            cq,
+            at,
+            x,
+            at * KEY_BLOCK + old,
+            KEY_BLOCK,
+            changes,
+        )
+
     return scores
 
 
 @functools.cache
 def value_block():
     """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first .. first + columns."""
-    first_block, both, last_block = multiply("tdpbusd"), multiply_beside("tdpbusd", value_rows), finish(value_rows)
+    first_block, both, last_block = (
+        multiply("tdpbusd"),
+        multiply_beside("tdpbusd", value_rows),
+        finish(value_rows),
+    )
     chunk = AMX_INT8.nv * LANES
 
     @inline
@@ -286,11 +424,34 @@ def value_block():
         first_block(p, 0, KEY_BLOCK, v, first * width, min(chunk, width) * 4, steps)
         save(scratch, 0)
         for n in range(1, blocks):
-            i, c, at, old = n // side * BLOCK, n % side * BLOCK, (n - 1) // side * BLOCK, (n - 1) % side * BLOCK
+            i, c, at, old = (
+                n // side * BLOCK,
+                n % side * BLOCK,
+                (n - 1) // side * BLOCK,
+                (n - 1) % side * BLOCK,
+            )
             t = c // chunk * chunk
-            both(p, i * KEY_BLOCK, KEY_BLOCK, v, first * width + t * KEY_BLOCK + (c - t) * 4, min(chunk, width - t) * 4, steps,
-                 scratch, n - 1, scale, 0, scale, at, o, at * width + old, width, ())
+            both(
+                p,
+                i * KEY_BLOCK,
+                KEY_BLOCK,
+                v,
+                first * width + t * KEY_BLOCK + (c - t) * 4,
+                min(chunk, width - t) * 4,
+                steps,
+                scratch,
+                n - 1,
+                scale,
+                0,
+                scale,
+                at,
+                o,
+                at * width + old,
+                width,
+                (),
+            )
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
         last_block(scratch, blocks - 1, scale, 0, scale, at, o, at * width + old, width, ())
+
     return values

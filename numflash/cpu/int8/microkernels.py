@@ -12,6 +12,7 @@ Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX documents; the smaller o
 `waiting_tile` have 4 rows at most, so that what runs beside them finds registers.
 One LLVM phi per accumulator keeps the sums in registers (P16), and the initial value comes in as an operand (P47).
 """
+
 from __future__ import annotations
 
 import functools
@@ -20,16 +21,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ..fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
-from . import score_changes, target
-from .isas import VECTOR_ISAS
-from .vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
+from ...fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
+from ..isa import target
+from ..isa.isas import VECTOR_ISAS
+from ..isa.vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
+from . import score_changes
 
 ROWS, WAITING_ROWS = (6, 4, 2), (4, 2)
-BESIDE = 3                                       # steps of dot products for each piece of other work between them
+BESIDE = 3  # steps of dot products for each piece of other work between them
 
 
-def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None):
+def dot_loop(
+    b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None
+):
     """mr x nv register accumulators over `groups` >= 1 steps: yields the nv final values of each row.
 
     The last step stands outside the loop, row by row, so that what the caller does with a row runs beside the dot products of
@@ -38,11 +42,16 @@ def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, 
 
     beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which there must be enough
     """
-    width = 4 // isa.group                                             # bytes of an element
+    width = 4 // isa.group  # bytes of an element
 
     def step(g, sums):
-        row = b.add(b_off, b.mul(g, isa.elements(b, isa.group * nv) if b_stride is None else b_stride))
-        columns = [load(b, pb, b.add(row, isa.elements(b, isa.group * v)), isa.operand, width, 1) for v in range(nv)]
+        row = b.add(
+            b_off, b.mul(g, isa.elements(b, isa.group * nv) if b_stride is None else b_stride)
+        )
+        columns = [
+            load(b, pb, b.add(row, isa.elements(b, isa.group * v)), isa.operand, width, 1)
+            for v in range(nv)
+        ]
         column = b.add(a_off, b.mul(g, I64(isa.group)))
         for m in range(mr):
             word = load(b, pa, b.add(column, b.mul(a_stride, I64(m))), I32, width, 1)
@@ -60,7 +69,9 @@ def dot_loop(b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, 
         b.cbranch(b.icmp_signed("<", following, stop), loop, done)
         b.position_at_end(done)
         final = [b.phi(x.type) for x in old]
-        for phi, x, y in zip([n, *now, *final], [first, *old, *old], [following, *new, *new], strict=True):
+        for phi, x, y in zip(
+            [n, *now, *final], [first, *old, *old], [following, *new, *new], strict=True
+        ):
             phi.add_incoming(x, entry)
             phi.add_incoming(y, end)
         return final
@@ -88,12 +99,19 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
     i32s, f32s = isa.vector(I32), isa.vector(F32)
     start = [load(b, pbias, col[v], i32s, 4) for v in range(nv)]
     key_scale = [load(b, pck, col[v], f32s, 4) for v in range(nv)]
-    rows = dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv, beside=beside)
-    if isa.scalable:                             # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
+    rows = dot_loop(
+        b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv, beside=beside
+    )
+    if (
+        isa.scalable
+    ):  # A64FX: dot products and conversions share two pipes, 9 cycles each: rows together
         rows = iter(list(rows))
     for m, acc in enumerate(rows):
         row_scale = isa.splat(b, load(b, pcq, b.add(a[10], I64(m)), F32, 4), f32s)
-        yield [b.fmul(b.fmul(b.sitofp(x, f32s), k), row_scale) for x, k in zip(acc, key_scale, strict=True)]
+        yield [
+            b.fmul(b.fmul(b.sitofp(x, f32s), k), row_scale)
+            for x, k in zip(acc, key_scale, strict=True)
+        ]
 
 
 @functools.cache
@@ -102,8 +120,12 @@ def score_tile(name: str, mr: int):
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def tile(typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride):
-        sig = types.void(q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride)
+    def tile(
+        typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride
+    ):
+        sig = types.void(
+            q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride
+        )
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
@@ -111,9 +133,11 @@ def score_tile(name: str, mr: int):
             for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv)):
                 for v in range(0, isa.nv, 2):
                     where = b.add(b.add(a[12], b.mul(a[13], I64(m))), isa.elements(b, v))
-                    store(b, isa.to_int16(b, *scores[v:v + 2]), px, where, 2)
+                    store(b, isa.to_int16(b, *scores[v : v + 2]), px, where, 2)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return tile
 
 
@@ -125,10 +149,12 @@ def waiting_room(name: str):
     @intrinsic
     def room(typingctx):
         def codegen(context, b, sig, a):
-            with b.goto_entry_block():                                  # not cgutils.alloca_once, which clears it at every call
+            with b.goto_entry_block():  # not cgutils.alloca_once, which clears it at every call
                 tiles = b.alloca(isa.vector(F32), 2 * WAITING_ROWS[0] * isa.nv)
             return b.ptrtoint(tiles, I64)
+
         return types.int64(), codegen
+
     return room
 
 
@@ -145,8 +171,12 @@ def _change(context, b, isa, types_, args, tile, wide):
 
     def emit(n):
         first = b.mul(n, isa.elements(b, isa.nv))
-        scores = [load(b, tile, b.add(first, isa.elements(b, v)), isa.vector(F32), 4) for v in range(isa.nv)]
+        scores = [
+            load(b, tile, b.add(first, isa.elements(b, v)), isa.vector(F32), 4)
+            for v in range(isa.nv)
+        ]
         change(scores, b.add(args[-2], n), args[-1], px, b.add(args[1], b.mul(args[2], n)))
+
     return emit
 
 
@@ -172,13 +202,57 @@ def waiting_tile(name: str, mr: int, woven: bool):
 
     @intrinsic
     def alone(typingctx, q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn):
-        return types.void(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn), codegen
+        return types.void(
+            q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn
+        ), codegen
 
     @intrinsic
-    def beside(typingctx, q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn, x, x_off, x_stride, changes, rows,
-               i_before, j_before):
-        return types.void(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn, x, x_off, x_stride, changes, rows,
-                          i_before, j_before), codegen
+    def beside(
+        typingctx,
+        q,
+        q_off,
+        q_stride,
+        k,
+        k_off,
+        groups,
+        start,
+        ck,
+        j,
+        cq,
+        i,
+        room,
+        turn,
+        x,
+        x_off,
+        x_stride,
+        changes,
+        rows,
+        i_before,
+        j_before,
+    ):
+        return types.void(
+            q,
+            q_off,
+            q_stride,
+            k,
+            k_off,
+            groups,
+            start,
+            ck,
+            j,
+            cq,
+            i,
+            room,
+            turn,
+            x,
+            x_off,
+            x_stride,
+            changes,
+            rows,
+            i_before,
+            j_before,
+        ), codegen
+
     return beside if woven else alone
 
 
@@ -201,7 +275,9 @@ def finish(name: str, wide: bool):
             with cgutils.for_range_slice(b, a[6], a[7], I64(1), I64) as (n, _):
                 emit(n)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return rest
 
 
@@ -218,21 +294,25 @@ def value_tile(name: str, mr: int, nv: int):
             target.guard(name, context.codegen())
             pp, pv, ps, pt, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6, 7, 9))
             i32s, f32s = isa.vector(I32), isa.vector(F32)
-            start = []                                                  # takes the offset of V back out
+            start = []  # takes the offset of V back out
             for m in range(mr):
                 if isa.v_offset:
                     sum_p = load(b, pt, b.add(a[8], I64(m)), I32, 4)
                     start += [isa.splat(b, b.mul(sum_p, I32(-isa.v_offset)), i32s)] * nv
                 else:
                     start += [isa.fill(b, i32s, 0)] * nv
-            for m, acc in enumerate(dot_loop(b, isa, isa.value_dot, pp, a[1], a[2], pv, a[4], a[5], start, mr, nv)):
+            for m, acc in enumerate(
+                dot_loop(b, isa, isa.value_dot, pp, a[1], a[2], pv, a[4], a[5], start, mr, nv)
+            ):
                 s = isa.splat(b, load(b, ps, b.add(a[8], I64(m)), F32, 4), f32s)
                 for n in range(nv):
                     where = b.add(b.add(a[10], b.mul(a[11], I64(m))), isa.elements(b, n))
                     old = load(b, po, where, f32s, 4)
                     store(b, isa.generic(b, "fma", b.sitofp(acc[n], f32s), s, old), po, where, 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return tile
 
 
@@ -272,17 +352,27 @@ def block_octaves(name: str, keys: int):
             i16s, rows = isa.vector(I16, 2), [b.add(a[1], b.mul(a[2], I64(r))) for r in range(8)]
 
             def larger(offsets, tops):
-                return [functools.reduce(lambda u, v: isa.generic(b, "smax", u, v),
-                                         (load(b, px, b.add(row, at), i16s, 2) for at in offsets), top)
-                        for top, row in zip(tops, rows, strict=True)]
+                return [
+                    functools.reduce(
+                        lambda u, v: isa.generic(b, "smax", u, v),
+                        (load(b, px, b.add(row, at), i16s, 2) for at in offsets),
+                        top,
+                    )
+                    for top, row in zip(tops, rows, strict=True)
+                ]
 
             tops = over_keys(b, isa, keys, [isa.fill(b, i16s, -32768)] * 8, larger)
             i32s, n = vector(I32, 8), a[5]
-            whole = b.ashr(b.add(b.sext(isa.fold_rows(b, tops, "smax"), i32s), constant(i32s, 255)), constant(i32s, 8))
+            whole = b.ashr(
+                b.add(b.sext(isa.fold_rows(b, tops, "smax"), i32s), constant(i32s, 255)),
+                constant(i32s, 8),
+            )
             store(b, whole, po, n, 4)
             store(b, b.trunc(b.shl(whole, constant(i32s, 8)), vector(I16, 8)), pq, n, 2)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return octaves
 
 
@@ -312,27 +402,31 @@ def row_weights(name: str, keys: int):
                 return isa.fill(b, i16s, n if n < 32768 else n - 65536)
 
             def weigh(at):
-                y = b.sub(top, load(b, px, b.add(a[1], at), i16s, 2))   # >= 0, Q8.8
-                f = b.shl(y, word(8))                                   # fraction, Q0.16
+                y = b.sub(top, load(b, px, b.add(a[1], at), i16s, 2))  # >= 0, Q8.8
+                f = b.shl(y, word(8))  # fraction, Q0.16
                 h = isa.multiply_high(b, f, b.sub(word(P_A), isa.multiply_high(b, f, word(P_B))))
-                return b.add(isa.shift_right(b, b.sub(word(P_WIDE), h), b.lshr(y, word(8))), word(128))
+                return b.add(
+                    isa.shift_right(b, b.sub(word(P_WIDE), h), b.lshr(y, word(8))), word(128)
+                )
 
             def weigh_all(offsets, state):
-                total, = state
+                (total,) = state
                 found = [weigh(at) for at in offsets]
-                if isa.group == 4:                                      # the high bytes of two vectors side by side
-                    found = [isa.high_bytes(b, *found[n:n + 2]) for n in range(0, len(found), 2)]
+                if isa.group == 4:  # the high bytes of two vectors side by side
+                    found = [isa.high_bytes(b, *found[n : n + 2]) for n in range(0, len(found), 2)]
                 else:
                     found = [b.lshr(w, word(8)) for w in found]
-                for at, w in zip(offsets[::isa.group // 2], found, strict=True):
+                for at, w in zip(offsets[:: isa.group // 2], found, strict=True):
                     store(b, w, pp, b.add(a[5], at), 4 // isa.group)
                     total = isa.value_dot(b, total, w, isa.fill(b, isa.operand, 1))
                 return [total]
 
-            total, = over_keys(b, isa, keys, [isa.fill(b, i32s, 0)], weigh_all)
+            (total,) = over_keys(b, isa, keys, [isa.fill(b, i32s, 0)], weigh_all)
             store(b, total, ps, a[7], 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return weights
 
 
@@ -357,10 +451,12 @@ def row_weights_q16(name: str, keys: int):
                 return isa.fill(b, i32s, n)
 
             top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
-            factor = b.fmul(isa.splat(b, load(b, pc, a[3], F32, 4), f32s), isa.fill(b, f32s, 1 / ONE_Q16))
+            factor = b.fmul(
+                isa.splat(b, load(b, pc, a[3], F32, 4), f32s), isa.fill(b, f32s, 1 / ONE_Q16)
+            )
 
             def weigh_all(offsets, state):
-                total, = state
+                (total,) = state
                 for at in (b.add(at, isa.elements(b, half)) for at in offsets for half in range(2)):
                     y = b.zext(b.sub(top, load(b, px, b.add(a[1], at), i16s, 2)), i32s)
                     f = b.shl(b.and_(y, number(255)), number(8))
@@ -372,10 +468,12 @@ def row_weights_q16(name: str, keys: int):
                     store(b, b.fmul(b.sitofp(w, f32s), factor), pp, b.add(a[6], at), 4)
                 return [total]
 
-            total, = over_keys(b, isa, keys, [number(0)], weigh_all)
+            (total,) = over_keys(b, isa, keys, [number(0)], weigh_all)
             store(b, total, ps, a[8], 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return weights
 
 
@@ -395,5 +493,7 @@ def block_totals(name: str):
             rows = [load(b, ps, b.mul(b.add(a[2], I64(r)), lanes), i32s, 4) for r in range(8)]
             store(b, isa.fold_rows(b, rows, "add"), pt, a[2], 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return totals

@@ -9,24 +9,25 @@ where it knows the length: there the products are taken one by one, of lengths t
 P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed dot product, and LLVM makes no
 UDOT of a block of unsigned products on Neoverse); 128 times the sum of V over the block is put back, exactly.
 """
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from .._jit import inline, kernel
-from ..parallel import over_tasks
-from ..tiling import KEY_BLOCK, tiling
-from .isas import shares_operands
+from ... import fixedpoint as fx
+from ...jit.compiler import inline, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK, tiling
+from ..isa.isas import shares_operands
+from ..isa.vectors import next_task
+from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 from .packing import padded
-from .scores import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
-from .vectors import next_task
 
 F, I, U16 = np.float32, np.int32, np.uint16
 BLOCK_Q = tiling("portable").block_q
-MR = NR = 4                                      # register block: 16 sums
+MR = NR = 4  # register block: 16 sums
 P_OFFSET = 128
 exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 
@@ -45,10 +46,30 @@ def dot_block(a, b, out):
     s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = I(0)
     s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = I(0)
     for d in range(a0.size):
-        s00, s01, s02, s03 = mac(s00, a0[d], b0[d]), mac(s01, a0[d], b1[d]), mac(s02, a0[d], b2[d]), mac(s03, a0[d], b3[d])
-        s10, s11, s12, s13 = mac(s10, a1[d], b0[d]), mac(s11, a1[d], b1[d]), mac(s12, a1[d], b2[d]), mac(s13, a1[d], b3[d])
-        s20, s21, s22, s23 = mac(s20, a2[d], b0[d]), mac(s21, a2[d], b1[d]), mac(s22, a2[d], b2[d]), mac(s23, a2[d], b3[d])
-        s30, s31, s32, s33 = mac(s30, a3[d], b0[d]), mac(s31, a3[d], b1[d]), mac(s32, a3[d], b2[d]), mac(s33, a3[d], b3[d])
+        s00, s01, s02, s03 = (
+            mac(s00, a0[d], b0[d]),
+            mac(s01, a0[d], b1[d]),
+            mac(s02, a0[d], b2[d]),
+            mac(s03, a0[d], b3[d]),
+        )
+        s10, s11, s12, s13 = (
+            mac(s10, a1[d], b0[d]),
+            mac(s11, a1[d], b1[d]),
+            mac(s12, a1[d], b2[d]),
+            mac(s13, a1[d], b3[d]),
+        )
+        s20, s21, s22, s23 = (
+            mac(s20, a2[d], b0[d]),
+            mac(s21, a2[d], b1[d]),
+            mac(s22, a2[d], b2[d]),
+            mac(s23, a2[d], b3[d]),
+        )
+        s30, s31, s32, s33 = (
+            mac(s30, a3[d], b0[d]),
+            mac(s31, a3[d], b1[d]),
+            mac(s32, a3[d], b2[d]),
+            mac(s33, a3[d], b3[d]),
+        )
     out[0, 0], out[0, 1], out[0, 2], out[0, 3] = s00, s01, s02, s03
     out[1, 0], out[1, 1], out[1, 2], out[1, 3] = s10, s11, s12, s13
     out[2, 0], out[2, 1], out[2, 2], out[2, 3] = s20, s21, s22, s23
@@ -57,6 +78,7 @@ def dot_block(a, b, out):
 
 def dot_rows(length: int):
     """f(a, b, out): out[i, j] = a[i] . b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length."""
+
     @inline
     def dots(a, b, out):
         for i in range(a.shape[0]):
@@ -66,6 +88,7 @@ def dot_rows(length: int):
                 for d in range(length or row.size):
                     total = mac(total, row[d], other[d])
                 sums[j] = total
+
     return dots
 
 
@@ -78,7 +101,7 @@ def product(a, b, out):
     if shares_operands():
         for j in range(0, b.shape[0], NR):
             for i in range(0, a.shape[0], MR):
-                dot_block(a[i:i + MR], b[j:j + NR], out[i:i + MR, j:j + NR])
+                dot_block(a[i : i + MR], b[j : j + NR], out[i : i + MR, j : j + NR])
     elif a.shape[1] == 128:
         dots_128(a, b, out)
     elif a.shape[1] == 64:
@@ -181,7 +204,9 @@ def pad_keys(x: np.ndarray) -> np.ndarray:
     """(N, S, ...) with zeros up to whole key blocks."""
     n, s = x.shape[:2]
     keys = padded(s, KEY_BLOCK)
-    return x if keys == s else np.concatenate([x, np.zeros((n, keys - s, *x.shape[2:]), x.dtype)], 1)
+    return (
+        x if keys == s else np.concatenate([x, np.zeros((n, keys - s, *x.shape[2:]), x.dtype)], 1)
+    )
 
 
 def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
@@ -202,8 +227,12 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
 def make_attend(pv: str):
     """The kernel with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
     integer = pv == "int8"
-    softmax, add_values = (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
-    weight, zero, unit = (np.int8, np.int8(-P_OFFSET), F(1)) if integer else (np.float32, F(0), F(1 / fx.ONE_Q16))
+    softmax, add_values = (
+        (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
+    )
+    weight, zero, unit = (
+        (np.int8, np.int8(-P_OFFSET), F(1)) if integer else (np.float32, F(0), F(1 / fx.ONE_Q16))
+    )
 
     @inline
     def work(_, q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
@@ -212,15 +241,25 @@ def make_attend(pv: str):
         h_all, h_kv, _ = heads
         tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
         q_tile, cq_tile = np.zeros((BLOCK_Q, d), np.int8), np.zeros(BLOCK_Q, np.float32)
-        x, x16 = np.empty((BLOCK_Q, KEY_BLOCK), np.float32), np.empty((BLOCK_Q, KEY_BLOCK), np.int16)
+        x, x16 = (
+            np.empty((BLOCK_Q, KEY_BLOCK), np.float32),
+            np.empty((BLOCK_Q, KEY_BLOCK), np.int16),
+        )
         p, o = np.zeros((BLOCK_Q, KEY_BLOCK), weight), np.empty((BLOCK_Q, width), np.float32)
-        m, l, scale = np.empty(BLOCK_Q, np.int32), np.empty(BLOCK_Q, np.float32), np.zeros(BLOCK_Q, np.float32)
+        m, l, scale = (
+            np.empty(BLOCK_Q, np.int32),
+            np.empty(BLOCK_Q, np.float32),
+            np.zeros(BLOCK_Q, np.float32),
+        )
         total, spoiled = np.zeros(BLOCK_Q, np.int32), np.zeros(BLOCK_Q, np.uint8)
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
-            n, row = task // tiles, (tiles - 1 - task % tiles) * BLOCK_Q           # the longest causal tiles first
+            n, row = (
+                task // tiles,
+                (tiles - 1 - task % tiles) * BLOCK_Q,
+            )  # the longest causal tiles first
             b, h = n // h_all, n % h_all
             n_kv = b * h_kv + h * h_kv // h_all
             rows = min(BLOCK_Q, length - row)
@@ -238,7 +277,13 @@ def make_attend(pv: str):
                 if hi > lo:
                     first, stop = min(first, lo), max(stop, hi)
             for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
-                score_block(q_tile[:block], k[n_kv, c:c + KEY_BLOCK], ck[n_kv, c:c + KEY_BLOCK], cq_tile, x)
+                score_block(
+                    q_tile[:block],
+                    k[n_kv, c : c + KEY_BLOCK],
+                    ck[n_kv, c : c + KEY_BLOCK],
+                    cq_tile,
+                    x,
+                )
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
                     a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)
@@ -254,7 +299,9 @@ def make_attend(pv: str):
                     else:
                         x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
                         total[i] = softmax(x16[i], I(0), p[i])
-                    m[i], l[i], scale[i] = merge_row(octave, F(F(total[i]) * unit), m[i], l[i], o[i])
+                    m[i], l[i], scale[i] = merge_row(
+                        octave, F(F(total[i]) * unit), m[i], l[i], o[i]
+                    )
                 add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
             for i in range(rows):
                 if spoiled[i]:
@@ -275,5 +322,10 @@ def make_attend(pv: str):
         finite; v (Nkv, blocks, ...) from `arrange_values`; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers);
         s keys; counter (1,) int64 zero; out (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
         """
-        over_tasks(work, heads[2], (q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out))
+        over_tasks(
+            work,
+            heads[2],
+            (q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out),
+        )
+
     return attend

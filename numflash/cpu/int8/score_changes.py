@@ -5,6 +5,7 @@ model. Where scores become int16, what is below them all is hidden either way; w
 
 Dense biases and masks are asked for a key block ahead: their rows lie too far apart for the hardware to foresee the next one.
 """
+
 from __future__ import annotations
 
 import functools
@@ -13,10 +14,10 @@ from typing import NamedTuple
 import llvmlite.ir as ir
 import numpy as np
 
-from .. import fixedpoint as fx
-from .._jit import bare
-from ..tiling import KEY_BLOCK
-from .vectors import F32, I8, I32, I64, data, load, prefetch, store
+from ... import fixedpoint as fx
+from ...jit.compiler import bare
+from ...tiling import KEY_BLOCK
+from ..isa.vectors import F32, I8, I32, I64, data, load, prefetch, store
 
 
 class Changes(NamedTuple):
@@ -51,9 +52,23 @@ class Changes(NamedTuple):
 @bare
 def changes_from(changes, i):
     """The same, with rows counted from row i."""
-    return Changes(changes.has_cap, changes.has_slope, changes.has_bias, changes.has_mask, changes.shift[i:], changes.numbers,
-                   changes.centre + i, changes.base[i:], changes.bias, changes.bias_at + i * changes.bias_step, changes.bias_step,
-                   changes.mask, changes.mask_at + i * changes.mask_step, changes.mask_step, changes.last - i)
+    return Changes(
+        changes.has_cap,
+        changes.has_slope,
+        changes.has_bias,
+        changes.has_mask,
+        changes.shift[i:],
+        changes.numbers,
+        changes.centre + i,
+        changes.base[i:],
+        changes.bias,
+        changes.bias_at + i * changes.bias_step,
+        changes.bias_step,
+        changes.mask,
+        changes.mask_at + i * changes.mask_step,
+        changes.mask_step,
+        changes.last - i,
+    )
 
 
 def changer(context, b, isa, changes_type, changes, wide: bool):
@@ -66,8 +81,10 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
     floats, ints = isa.vector(F32), isa.vector(I32)
     field = {name: b.extract_value(changes, n) for n, name in enumerate(Changes._fields)}
     types = dict(zip(Changes._fields, changes_type.types, strict=True))
-    shifts, numbers, bases, biases, masks = (data(context, b, types[name], field[name])
-                                             for name in ("shift", "numbers", "base", "bias", "mask"))
+    shifts, numbers, bases, biases, masks = (
+        data(context, b, types[name], field[name])
+        for name in ("shift", "numbers", "base", "bias", "mask")
+    )
 
     def number(value):
         return isa.fill(b, floats, float(value))
@@ -84,7 +101,9 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         ahead = isa.splat(b, b.trunc(b.sub(b.add(field["centre"], row), key), I32), ints)
         away = [b.sub(ahead, isa.columns(b, v)) for v in range(len(scores))]
         away = [isa.generic(b, "smax", x, b.sub(isa.fill(b, ints, 0), x)) for x in away]
-        return [b.fsub(x, b.fmul(slope, b.sitofp(n, floats))) for x, n in zip(scores, away, strict=True)]
+        return [
+            b.fsub(x, b.fmul(slope, b.sitofp(n, floats))) for x, n in zip(scores, away, strict=True)
+        ]
 
     def dense(name, row, key):
         """Element of the bias or mask at this row and key."""
@@ -97,7 +116,7 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
             where = b.add(start, isa.elements(b, v))
             prefetch(b, b.gep(biases, [b.mul(b.add(where, I64(KEY_BLOCK)), I64(4))]))
             bias.append(load(b, biases, where, floats, 4))
-        bias = [y for v in range(0, len(bias), 2) for y in isa.packed(b, *bias[v:v + 2])]
+        bias = [y for v in range(0, len(bias), 2) for y in isa.packed(b, *bias[v : v + 2])]
         return [add_bias(x, y) for x, y in zip(scores, bias, strict=True)]
 
     def add_bias(x, y):
@@ -105,7 +124,9 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         if not wide:
             return changed
         changed = isa.choose(b, "<", changed, number(fx.LOWEST), number(fx.LOWEST), changed)
-        return isa.choose(b, "==", y, number(-np.inf), number(-np.inf), changed)            # which hides even a NaN
+        return isa.choose(
+            b, "==", y, number(-np.inf), number(-np.inf), changed
+        )  # which hides even a NaN
 
     def masked(scores, row, key):
         """Scores in the order of the keys, of type int16 or float32."""
@@ -113,8 +134,10 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         prefetch(b, b.gep(masks, [b.add(start, I64(KEY_BLOCK))]))
         hidden = isa.fill(b, scores[0].type, -np.inf if wide else fx.MASKED)
         places = (b.add(start, isa.elements(b, per_lane * v)) for v in range(len(scores)))
-        return [isa.where_set(b, load(b, masks, place, isa.vector(I8, per_lane), 1), x, hidden)
-                for place, x in zip(places, scores, strict=True)]
+        return [
+            isa.where_set(b, load(b, masks, place, isa.vector(I8, per_lane), 1), x, hidden)
+            for place, x in zip(places, scores, strict=True)
+        ]
 
     def limited(scores, row, key):
         """Above 32767, and where it is NaN, 32767: int16 will be that, and neither must pass for a hidden key."""
@@ -127,8 +150,10 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         scores = changed(scores, field["has_slope"], sloped, row, key)
         scores = changed(scores, field["has_bias"], biased, row, key)
         if not wide:
-            scores = changed(scores, b.or_(field["has_slope"], field["has_bias"]), limited, row, key)
-        pairs, base = [scores[v:v + 2] for v in range(0, len(scores), 2)], None
+            scores = changed(
+                scores, b.or_(field["has_slope"], field["has_bias"]), limited, row, key
+            )
+        pairs, base = [scores[v : v + 2] for v in range(0, len(scores), 2)], None
         if wide:
             scores = [y for pair in pairs for y in isa.in_order(b, *pair)]
         else:
@@ -141,11 +166,13 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
     def changed(scores, there, change, row, key):
         there = b.icmp_unsigned("!=", there, ir.Constant(there.type, 0))
         return _where(b, there, scores, functools.partial(change, row=row, key=key))
+
     return change
 
 
 def softcap(b, isa, x, cap):
     """`fixedpoint.softcap` of a vector, `cap` times CAP_UNIT."""
+
     def number(value):
         return isa.fill(b, isa.vector(F32), float(value))
 

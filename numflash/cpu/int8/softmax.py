@@ -1,17 +1,18 @@
 """The online softmax of the INT8 kernel on a whole block of rows: octaves, weights, and the running state (m, l, O)."""
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from .._jit import inline
-from ..tiling import KEY_BLOCK
-from .isas import lanes_of
+from ...jit.compiler import inline
+from ...tiling import KEY_BLOCK
+from ..isa.isas import lanes_of
 from .microkernels import block_octaves, block_totals, row_weights, row_weights_q16
 
 F, I = np.float32, np.int32
-HALF = KEY_BLOCK // 2                            # the last key block may be half as wide
+HALF = KEY_BLOCK // 2  # the last key block may be half as wide
 
 
 @functools.cache
@@ -26,6 +27,7 @@ def octave_rows(isa_name: str):
                 octaves_half(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
             else:
                 octaves_whole(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
+
     return run
 
 
@@ -35,10 +37,15 @@ def weigh_rows(isa_name: str, pv: str):
 
     P is uint8 relative to the block's octave, or with pv "fp32" Q16.16 as float32 times `scale`.
     """
-    weights, vector_lanes, totals = row_weights if pv == "int8" else row_weights_q16, lanes_of(isa_name), block_totals(isa_name)
+    weights, vector_lanes, totals = (
+        row_weights if pv == "int8" else row_weights_q16,
+        lanes_of(isa_name),
+        block_totals(isa_name),
+    )
     half, whole = weights(isa_name, HALF), weights(isa_name, KEY_BLOCK)
 
     if pv == "int8":
+
         @inline
         def weigh(i, lanes, x, columns, octave_q8, scale, p, sums):
             if columns == HALF:
@@ -46,6 +53,7 @@ def weigh_rows(isa_name: str, pv: str):
             else:
                 whole(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
     else:
+
         @inline
         def weigh(i, lanes, x, columns, octave_q8, scale, p, sums):
             if columns == HALF:
@@ -60,6 +68,7 @@ def weigh_rows(isa_name: str, pv: str):
             weigh(i, lanes, x, columns, octave_q8, scale, p, sums)
         for i in range(0, rows, 8):
             totals(sums, total, i)
+
     return run
 
 
@@ -71,7 +80,7 @@ def grow_rows(octave, rows, m, l, scale, scale_bits, o):
         grown |= I(octave[i] > m[i])
     if grown:
         for i in range(rows):
-            shift = min(np.subtract(octave[i], m[i]), I(126))                  # P48: np.subtract stays in int32
+            shift = min(np.subtract(octave[i], m[i]), I(126))  # P48: np.subtract stays in int32
             scale_bits[i] = np.left_shift(np.subtract(I(127), shift), I(23))
         for i in range(rows):
             if octave[i] > m[i]:

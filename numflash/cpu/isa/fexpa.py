@@ -7,6 +7,7 @@ its error is up to 1.08 %, or 0.55 % where x is rounded to the nearest step. A q
 The NumPy functions are the exact model (operation by operation, as rounded by the machine), `exp2_row` is the SVE code. The
 kernels that ship use the integer exp2, whose bits are the same on every device.
 """
+
 from __future__ import annotations
 
 import functools
@@ -21,10 +22,12 @@ from .vectors import F32, I32, I64, call, data
 from .vectors_arm import SVE, Scalable
 
 F = np.float32
-TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(np.int32)    # Arm manual, FPExpCoefficient
-STEPS = F(1.5 * 2**17)                           # x + STEPS has a last bit of 1/64
-BIAS = F(127)                                    # of a float32 exponent; 127 * 64 steps
-LOWEST = F(-127)                                 # exponent field 0 and fraction 0: 2**x is 0 from here on, as it is for -inf
+TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(
+    np.int32
+)  # Arm manual, FPExpCoefficient
+STEPS = F(1.5 * 2**17)  # x + STEPS has a last bit of 1/64
+BIAS = F(127)  # of a float32 exponent; 127 * 64 steps
+LOWEST = F(-127)  # exponent field 0 and fraction 0: 2**x is 0 from here on, as it is for -inf
 LN2, HALF_LN2_SQUARED = F(0.6931472), F(0.2402265)
 
 
@@ -51,8 +54,9 @@ def quadratic(x):
     r = x - (z - (STEPS + BIAS))
     step = fexpa(z.view(np.int32))
 
-    def fma(a, b, c):                            # exact in float64 up to its own rounding, then rounded once more
+    def fma(a, b, c):  # exact in float64 up to its own rounding, then rounded once more
         return (a.astype(np.float64) * b + c).astype(F)
+
     return fma(step * r, fma(r, HALF_LN2_SQUARED, LN2), step)
 
 
@@ -76,7 +80,9 @@ def exp2_row(name: str):
 
         def codegen(context, b, sig, a):
             target.guard("sve", context.codegen())
-            px, py = (b.bitcast(data(context, b, sig.args[i], a[i]), F32.as_pointer()) for i in range(2))
+            px, py = (
+                b.bitcast(data(context, b, sig.args[i], a[i]), F32.as_pointer()) for i in range(2)
+            )
 
             def number(value):
                 return isa.fill(b, f32s, float(value))
@@ -87,7 +93,9 @@ def exp2_row(name: str):
             def power(v):
                 v = isa.generic(b, "maximum", v, number(LOWEST))
                 if name == "fexpa-truncated":
-                    return exponential(b.fptosi(b.fmul(b.fadd(v, number(BIAS)), number(64)), i32s))    # x + BIAS >= 0
+                    return exponential(
+                        b.fptosi(b.fmul(b.fadd(v, number(BIAS)), number(64)), i32s)
+                    )  # x + BIAS >= 0
                 z = b.fadd(v, number(STEPS + BIAS))
                 step = exponential(b.bitcast(z, i32s))
                 if name == "fexpa":
@@ -96,7 +104,11 @@ def exp2_row(name: str):
                 slope = isa.generic(b, "fma", r, number(HALF_LN2_SQUARED), number(LN2))
                 return isa.generic(b, "fma", b.fmul(step, r), slope, step)
 
-            entry, loop, done = b.block, b.append_basic_block("row"), b.append_basic_block("row.end")
+            entry, loop, done = (
+                b.block,
+                b.append_basic_block("row"),
+                b.append_basic_block("row.end"),
+            )
             b.cbranch(b.icmp_signed(">", a[2], I64(0)), loop, done)
             b.position_at_end(loop)
             j = b.phi(I64)
@@ -109,5 +121,7 @@ def exp2_row(name: str):
             b.cbranch(b.icmp_signed("<", following, a[2]), loop, done)
             b.position_at_end(done)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return row

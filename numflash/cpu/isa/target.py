@@ -4,6 +4,7 @@ The decision is made from the target that Numba compiles for, not from the CPU t
 `NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM (P49), so every
 register-tile kernel is guarded by `require`.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -16,7 +17,7 @@ import llvmlite.binding as llvm
 from numba.core import config
 from numba.core.registry import cpu_target
 
-from ..errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
 
 Needs = dict[str, tuple[str, ...]]
 
@@ -38,23 +39,34 @@ FLOAT_ISAS: Needs = {
     "portable": (),
 }
 _BF16 = (*FLOAT_ISAS["avx512"], "avx512bf16")
-BFLOAT16_ISAS: Needs = {"amx_bf16": ("amx-tile", "amx-int8", "amx-bf16", *_BF16, "avx512vnni"), "avx512_bf16": _BF16, **FLOAT_ISAS}
+BFLOAT16_ISAS: Needs = {
+    "amx_bf16": ("amx-tile", "amx-int8", "amx-bf16", *_BF16, "avx512vnni"),
+    "avx512_bf16": _BF16,
+    **FLOAT_ISAS,
+}
 
 _V3 = "avx avx2 bmi bmi2 f16c fma sse4.2"
 _SKX = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _ICX = f"{_SKX} avx512vnni avx512vbmi avx512vbmi2 avx512bitalg avx512ifma avx512vpopcntdq gfni"
 # Features of a CPU asked for by name alone, with NUMBA_CPU_FEATURES empty: LLVM knows them, but does not tell.
-CPUS = {name: frozenset(features.split()) for names, features in (
-    ("haswell broadwell skylake znver1 znver2 znver3 x86-64-v3", _V3),
-    ("alderlake raptorlake sierraforest", f"{_V3} avxvnni"),
-    ("skylake-avx512 x86-64-v4", _SKX),
-    ("cascadelake", f"{_SKX} avx512vnni"),
-    ("cooperlake", f"{_SKX} avx512vnni avx512bf16"),
-    ("icelake-client icelake-server tigerlake rocketlake", _ICX),
-    ("znver4", f"{_ICX} avx512bf16"),
-    ("znver5", f"{_ICX} avx512bf16 avxvnni"),
-    ("sapphirerapids emeraldrapids graniterapids", f"{_ICX} avx512bf16 avxvnni amx-tile amx-int8 amx-bf16"),
-) for name in names.split()}
+CPUS = {
+    name: frozenset(features.split())
+    for names, features in (
+        ("haswell broadwell skylake znver1 znver2 znver3 x86-64-v3", _V3),
+        ("alderlake raptorlake sierraforest", f"{_V3} avxvnni"),
+        ("skylake-avx512 x86-64-v4", _SKX),
+        ("cascadelake", f"{_SKX} avx512vnni"),
+        ("cooperlake", f"{_SKX} avx512vnni avx512bf16"),
+        ("icelake-client icelake-server tigerlake rocketlake", _ICX),
+        ("znver4", f"{_ICX} avx512bf16"),
+        ("znver5", f"{_ICX} avx512bf16 avxvnni"),
+        (
+            "sapphirerapids emeraldrapids graniterapids",
+            f"{_ICX} avx512bf16 avxvnni amx-tile amx-int8 amx-bf16",
+        ),
+    )
+    for name in names.split()
+}
 
 
 def cpu_name() -> str:
@@ -93,7 +105,9 @@ _SHOWN_BY = {"dotprod": "sdot\tv", "sve": "sdiv\tz"}
 
 def _features_by_trial(target_machine: Any) -> frozenset[str]:
     code = target_machine.emit_assembly(llvm.parse_assembly(_TRIALS))
-    return frozenset({"neon"}.union(feature for feature, instruction in _SHOWN_BY.items() if instruction in code))
+    return frozenset(
+        {"neon"}.union(feature for feature, instruction in _SHOWN_BY.items() if instruction in code)
+    )
 
 
 def features(codegen: Any = None) -> frozenset[str]:
@@ -128,7 +142,9 @@ def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
     """Refuse to emit an operation that LLVM would abort the process over (P49)."""
     lacking = missing(isa, isas, codegen)
     if lacking:
-        raise UnsupportedError(f"isa: {isa!r} needs {', '.join(lacking)}, which the target {codegen.magic_tuple()[1]!r} lacks")
+        raise UnsupportedError(
+            f"isa: {isa!r} needs {', '.join(lacking)}, which the target {codegen.magic_tuple()[1]!r} lacks"
+        )
 
 
 def available(isas: Needs = ISAS) -> list[str]:
@@ -148,9 +164,13 @@ def require(isa: str | None, isas: Needs = ISAS) -> str:
     if isa not in isas:
         raise ArgumentError(f"isa: got {isa!r}; allowed: {', '.join(map(repr, isas))}")
     if missing(isa, isas):
-        raise UnsupportedError(f"isa: {isa!r} needs {', '.join(missing(isa, isas))}, which the target {cpu_name()!r} lacks; "
-                               f"allowed here: {', '.join(map(repr, available(isas)))}")
+        raise UnsupportedError(
+            f"isa: {isa!r} needs {', '.join(missing(isa, isas))}, which the target {cpu_name()!r} lacks; "
+            f"allowed here: {', '.join(map(repr, available(isas)))}"
+        )
     if not _granted(isa):
-        raise UnsupportedError(f"isa: {isa!r} is refused by the operating system; allowed here: "
-                               f"{', '.join(map(repr, available(isas)))}")
+        raise UnsupportedError(
+            f"isa: {isa!r} is refused by the operating system; allowed here: "
+            f"{', '.join(map(repr, available(isas)))}"
+        )
     return isa

@@ -3,6 +3,7 @@
 An `Isa` describes an instruction set by data (lanes, layout of the packed operands) and a few operations; `vectors_x86` and
 `vectors_arm` are the only places that name instructions of one CPU. Micro-kernels and softmax are written once against it.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I8, I16, I32, I64, F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 
 
 def vector(element: ir.Type, lanes: int) -> ir.VectorType:
@@ -26,13 +33,17 @@ def constant(vec: ir.VectorType, value) -> ir.Constant:
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, *args):
-    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
+    fn = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(result, [a.type for a in args]), name
+    )
     return b.call(fn, list(args))
 
 
 def splat(b: ir.IRBuilder, x, vec: ir.VectorType):
     undef = ir.Constant(vec, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(undef, x, I32(0)), undef, constant(vector(I32, vec.count), 0))
+    return b.shuffle_vector(
+        b.insert_element(undef, x, I32(0)), undef, constant(vector(I32, vec.count), 0)
+    )
 
 
 def shuffle(b: ir.IRBuilder, x, y, lanes: list[int]):
@@ -81,7 +92,9 @@ def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
     b.cbranch(b.icmp_signed("<", following, stop), loop, done)
     b.position_at_end(done)
     final = [b.phi(x.type) for x in state]
-    for phi, x, y in zip([n, *now, *final], [first, *state, *state], [following, *new, *new], strict=True):
+    for phi, x, y in zip(
+        [n, *now, *final], [first, *state, *state], [following, *new, *new], strict=True
+    ):
         phi.add_incoming(x, entry)
         phi.add_incoming(y, end)
     return final
@@ -217,7 +230,10 @@ class Isa(Vectors):
 
     def columns(self, b: ir.IRBuilder, v: int) -> Any:
         """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key on."""
-        return ir.Constant(self.vector(I32), self.key_order(self.lanes)[v * self.lanes:(v + 1) * self.lanes].tolist())
+        return ir.Constant(
+            self.vector(I32),
+            self.key_order(self.lanes)[v * self.lanes : (v + 1) * self.lanes].tolist(),
+        )
 
     def clamp(self, b: ir.IRBuilder, x, limit: float) -> Any:
         """float32 cut at +-limit; NaN stays NaN."""
@@ -236,24 +252,30 @@ def pointer(b: ir.IRBuilder, address):
 @intrinsic
 def address(typingctx, x):
     """f(x): the address of an array's first element. One register, where the array is eight, and a slice of it as many again."""
+
     def codegen(context, b, sig, args):
         return b.ptrtoint(data(context, b, sig.args[0], args[0]), I64)
+
     return types.intp(x), codegen
 
 
 @intrinsic
 def apart(typingctx):
     """f(): the function that calls it is inlined nowhere, so that its registers are its own."""
+
     def codegen(context, b, sig, args):
         b.function.attributes.add("noinline")
         return context.get_dummy_value()
+
     return types.void(), codegen
 
 
 @intrinsic
 def next_task(typingctx, counter):
     """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer (P14)."""
+
     def codegen(context, b, sig, args):
         pointer = b.bitcast(data(context, b, sig.args[0], args[0]), I64.as_pointer())
         return b.atomic_rmw("add", pointer, I64(1), "monotonic")
+
     return types.intp(counter), codegen

@@ -3,6 +3,7 @@
 Both have SDOT (signed x signed, for Q.K^T) and UDOT (unsigned x unsigned, for P.V with V + 128); the A64FX has no mixed one. SVE
 code is written in scalable types and is right at every vector length; llvmlite has no such type, but prints what it is given.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ import llvmlite.ir as ir
 
 from .vectors import F32, I8, I16, I32, I64, Isa, call, shuffle
 
-ALL = 31                                             # ptrue pattern
-ROUND = 1.5 * 2.0**23                                # x + ROUND holds x rounded to even in its low bits, |x| < 2**22
+ALL = 31  # ptrue pattern
+ROUND = 1.5 * 2.0**23  # x + ROUND holds x rounded to even in its low bits, |x| < 2**22
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class Scalable(ir.Type):
         return f"<vscale x {self.count} x {self.element}>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scalable) and (self.element, self.count) == (other.element, other.count)
+        return isinstance(other, Scalable) and (self.element, self.count) == (
+            other.element,
+            other.count,
+        )
 
     def __hash__(self) -> int:
         return hash((Scalable, self.count))
@@ -84,13 +88,15 @@ class Sve(Neon):
 
     def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
         found = b.fcmp_ordered(test, x, y)
-        found.type = Scalable(ir.IntType(1), x.type.count)             # llvmlite takes what it does not know for a scalar
+        found.type = Scalable(
+            ir.IntType(1), x.type.count
+        )  # llvmlite takes what it does not know for a scalar
         return b.select(found, yes, no)
 
     def where_set(self, b: ir.IRBuilder, flags, yes, no):
         wide = self.vector(I32 if yes.type.element == F32 else I16, yes.type.count // self.lanes)
         found = b.icmp_unsigned("!=", b.zext(flags, wide), self.fill(b, wide, 0))
-        found.type = Scalable(ir.IntType(1), wide.count)               # as in `choose`
+        found.type = Scalable(ir.IntType(1), wide.count)  # as in `choose`
         return b.select(found, yes, no)
 
     def elements(self, b: ir.IRBuilder, n: int):
@@ -104,19 +110,35 @@ class Sve(Neon):
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
         """Pairwise operations from UZP1 and UZP2 (base SVE has none): SMAXV and UADDV take 8 micro-operations for every row."""
+
         def pairwise(x, y):
-            even, odd = (call(b, f"llvm.aarch64.sve.{half}.{self.suffix(x.type)}", x.type, x, y) for half in ("uzp1", "uzp2"))
+            even, odd = (
+                call(b, f"llvm.aarch64.sve.{half}.{self.suffix(x.type)}", x.type, x, y)
+                for half in ("uzp1", "uzp2")
+            )
             return b.add(even, odd) if operation == "add" else self.generic(b, operation, even, odd)
 
-        shortest = rows[0].type.count                # lanes of the shortest vector: that many rows share one
+        shortest = rows[0].type.count  # lanes of the shortest vector: that many rows share one
         while 8 // len(rows) < shortest:
             rows = [pairwise(x, y) for x, y in zip(rows[::2], rows[1::2], strict=True)]
         vscale = call(b, "llvm.vscale.i64", I64)
-        for length in (1, 2):                        # what is left of each row: as many lanes as the vectors are longer, up to 4
+        for length in (
+            1,
+            2,
+        ):  # what is left of each row: as many lanes as the vectors are longer, up to 4
             longer = b.icmp_unsigned(">", vscale, I64(length))
             rows = [b.select(longer, pairwise(x, x), x) for x in rows]
         fixed = ir.VectorType(rows[0].type.element, shortest)
-        rows = [call(b, f"llvm.vector.extract.{Isa.suffix(self, fixed)}.{self.suffix(x.type)}", fixed, x, I64(0)) for x in rows]
+        rows = [
+            call(
+                b,
+                f"llvm.vector.extract.{Isa.suffix(self, fixed)}.{self.suffix(x.type)}",
+                fixed,
+                x,
+                I64(0),
+            )
+            for x in rows
+        ]
         return rows[0] if len(rows) == 1 else shuffle(b, rows[0], rows[1], list(range(8)))
 
     def _predicated(self, b: ir.IRBuilder, name: str, x, y):
@@ -136,12 +158,14 @@ class Sve(Neon):
         The difference of a whole score and a whole base is exact wherever int16 holds it.
         """
         halves = self.vector(I16, 2)
-        for_all = lambda value: self.fill(b, self.vector(F32), value)      # noqa: E731
+        for_all = lambda value: self.fill(b, self.vector(F32), value)  # noqa: E731
         low = []
         for v in (x, y):
             if base is not None:
                 v = b.fsub(self.generic(b, "roundeven", v), b.sitofp(base, self.vector(F32)))
-            v = self.generic(b, "maximum", self.generic(b, "minimum", v, for_all(32767.0)), for_all(-32768.0))
+            v = self.generic(
+                b, "maximum", self.generic(b, "minimum", v, for_all(32767.0)), for_all(-32768.0)
+            )
             low.append(b.bitcast(b.fadd(v, for_all(ROUND)), halves))
         return call(b, "llvm.aarch64.sve.uzp1.nxv8i16", halves, *low)
 
@@ -163,9 +187,18 @@ class Sve128(Neon):
     def _dot(self, b: ir.IRBuilder, name: str, *operands):
         def scalable(x):
             ty, suffix = Scalable(x.type.element, x.type.count), self.suffix(x.type)
-            return call(b, f"llvm.vector.insert.nx{suffix}.{suffix}", ty, ir.Constant(ty, ir.Undefined), x, I64(0))
+            return call(
+                b,
+                f"llvm.vector.insert.nx{suffix}.{suffix}",
+                ty,
+                ir.Constant(ty, ir.Undefined),
+                x,
+                I64(0),
+            )
 
-        total = call(b, f"llvm.aarch64.sve.{name}.nxv4i32", Scalable(I32, 4), *map(scalable, operands))
+        total = call(
+            b, f"llvm.aarch64.sve.{name}.nxv4i32", Scalable(I32, 4), *map(scalable, operands)
+        )
         return call(b, "llvm.vector.extract.v4i32.nxv4i32", operands[0].type, total, I64(0))
 
     def score_dot(self, b: ir.IRBuilder, acc, q, k):

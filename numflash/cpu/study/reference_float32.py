@@ -4,15 +4,16 @@
 No tiles, nothing fused: what a plain loop gives when the compiler vectorises it, and a second opinion on large problems where
 the float64 oracle would take minutes. Threads: all of Numba's, or as many as given.
 """
+
 from __future__ import annotations
 
 import numpy as np
 from numba import prange
 
-from .._jit import kernel
-from ..errors import UnsupportedError
-from ..validation import Problem
-from .threads import limit
+from ...errors import UnsupportedError
+from ...jit.compiler import kernel
+from ...jit.threads import limit
+from ...validation import Problem
 
 F = np.float32
 
@@ -22,10 +23,12 @@ def attend_rows(q, k, v, scale, causal, workers, out):
     """q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), out (N, L, Dv), all float32; N / Nkv query heads share a key head."""
     n_heads, length, _ = q.shape
     s_len, share = k.shape[1], n_heads // k.shape[0]
-    scores = np.empty((workers, s_len), np.float32)                # an exception inside prange would be lost
+    scores = np.empty((workers, s_len), np.float32)  # an exception inside prange would be lost
     for worker in prange(workers):
         s = scores[worker]
-        for task in range(np.intp(worker), n_heads * length, workers):       # P4; row by row in turn: causal rows balance
+        for task in range(
+            np.intp(worker), n_heads * length, workers
+        ):  # P4; row by row in turn: causal rows balance
             n, i = task // length, task % length
             keys, values = k[n // share], v[n // share]
             row, o = q[n, i], out[n, i]
@@ -58,12 +61,25 @@ def run(problem: Problem, threads: int | None = None) -> np.ndarray:
         The problem asks for more than that.
     """
     more = (problem.mask, problem.bias, problem.alibi_slopes, problem.sinks, problem.left)
-    if (any(x is not None for x in more) or problem.softcap or problem.right not in (None, 0) or problem.diagonal.any()
-            or problem.precision != "float32" or (problem.key_lengths != problem.shape[4]).any()):
-        raise UnsupportedError("the float32 reference does full and causal attention in float32 only")
+    if (
+        any(x is not None for x in more)
+        or problem.softcap
+        or problem.right not in (None, 0)
+        or problem.diagonal.any()
+        or problem.precision != "float32"
+        or (problem.key_lengths != problem.shape[4]).any()
+    ):
+        raise UnsupportedError(
+            "the float32 reference does full and causal attention in float32 only"
+        )
     b, h, hkv, length, s, d, dv = problem.shape
     out = np.empty((b, h, length, dv), np.float32)
-    q, k, v = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (problem.query, problem.key, problem.value))
+    q, k, v = (
+        np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
+        for x in (problem.query, problem.key, problem.value)
+    )
     with limit(threads) as workers:
-        attend_rows(q, k, v, F(problem.scale), problem.right == 0, workers, out.reshape(b * h, length, dv))
+        attend_rows(
+            q, k, v, F(problem.scale), problem.right == 0, workers, out.reshape(b * h, length, dv)
+        )
     return out
