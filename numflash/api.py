@@ -372,9 +372,9 @@ def solve_backward(
 
         found = reference.gradients(problem, *operands)
     else:
-        from .cuda import launch_backward
+        from .cuda.launch_backward import run
 
-        found = launch_backward.run(problem, *operands, emulator=impl == "cuda-emulator")
+        found = run(problem, *operands, emulator=impl == "cuda-emulator")
     return found if results is None else _written(found, results)
 
 

@@ -79,7 +79,8 @@ class Explanation:
                 f"attention, precision {self.precision}: batch {b}, heads {h} ({hkv} of keys), {length} queries x {s} keys, "
                 f"head_dim {d}{'' if d == dv else f', values {dv}'}",
                 self.tiling.explain(d, dv, self.caches),
-                f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} x {b * h} heads x {100 * self.visible:.4g} % visible"
+                f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} "
+                f"x {b * h} heads x {100 * self.visible:.4g} % visible"
                 f" = {self.operations / 1e9:.4g} G",
                 f"  memory: {self.traffic / 2**20:.4g} MiB for query, key, value and output; the scores would take "
                 f"{self.scores_bytes / 2**20:.4g} MiB and are never stored",

@@ -231,11 +231,12 @@ def test_position_biases():
             vocab_size=97, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4
         )
     ).eval()
-    run = lambda: (
-        model(
+
+    def run():
+        return model(
             input_ids=TOKENS, attention_mask=padded("right"), decoder_input_ids=TOKENS[:, :9]
         ).last_hidden_state
-    )
+
     out, want, calls = both(model, run)
     assert len(calls) == 6
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)

@@ -133,7 +133,10 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def unit_range(first, columns, rows, real, lo, hi):
-        """The rows that see some of these keys, in whole units. The bounds never fall from a row to the next: they stand together."""
+        """The rows that see some of these keys, in whole units.
+
+        The bounds of the rows are non-decreasing, so the visible rows are contiguous.
+        """
         i, end = 0, rows
         while i < end and hi[min(i + unit_rows, real) - 1] <= first:
             i += unit_rows
