@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import validation
-from .cpu.isa import target
 from .errors import ArgumentError
+from .jit import target
 from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 

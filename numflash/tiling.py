@@ -197,7 +197,7 @@ class Caches:
             return cls(
                 found[1], found.get(2, 0), found.get(3, 0), found.get(0, 64), "read from the system"
             )
-        from .cpu.isa.target import cpu_name
+        from .jit.target import cpu_name
 
         return CACHES.get(cpu_name(), CACHES["generic"])
 

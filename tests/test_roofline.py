@@ -3,11 +3,10 @@ import pytest
 from oracles import naive, qkv
 
 from numflash import validation
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.cpu.study import reference_float32
 from numflash.errors import ArgumentError, UnsupportedError
-from numflash.jit import threads
+from numflash.jit import target, threads
 from numflash.machinecode import codegen
 from numflash.measure import phases, roofline
 

@@ -79,12 +79,12 @@ def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
 def test_the_tiling_of_this_cpu_is_explained(monkeypatch):
     from numflash.explanation import select
 
-    monkeypatch.setattr("numflash.cpu.isa.target.cpu_name", lambda: "neoverse-v1")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "neoverse-v1")
     assert (
         select("sve", "int8").name == "neoverse-v1-int8"
         and select("portable", "int8").name == "portable-int8"
     )
-    monkeypatch.setattr("numflash.cpu.isa.target.cpu_name", lambda: "unheard-of")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
     assert select("sve", "int8").name == "sve-int8"
 
 
@@ -153,9 +153,9 @@ def test_caches_from_the_system(tmp_path):
 
 def test_caches_fall_back_on_the_table(monkeypatch):
     monkeypatch.setattr(tiling, "_read_sysfs", lambda: {})
-    monkeypatch.setattr("numflash.cpu.isa.target.cpu_name", lambda: "a64fx")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "a64fx")
     assert Caches.of_this_machine() is CACHES["a64fx"]
-    monkeypatch.setattr("numflash.cpu.isa.target.cpu_name", lambda: "unheard-of")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
     assert Caches.of_this_machine() is CACHES["generic"]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cpu.isa import target
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..errors import ArgumentError, UnsupportedError
+from ..jit import target
 from ..measure import roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, REFERENCE, Case, compete, contenders

@@ -35,8 +35,7 @@ def info(args: argparse.Namespace) -> Any:
     import numba
     import numpy
 
-    from ..cpu.isa import target
-    from ..jit import cache_files
+    from ..jit import cache_files, target
     from ..jit.threads import most
     from ..tiling import Caches
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .. import tiling
-from ..cpu.isa import target
 from ..cpu.isa.isas import VECTOR_ISAS
 from ..data import minilm
 from ..errors import UnsupportedError
+from ..jit import target
 from ..jit.threads import limit, most
 from ..measure import metrics, phases, roofline
 from ..measure.console import Progress, Table, count

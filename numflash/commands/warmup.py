@@ -11,8 +11,8 @@ import numpy as np
 
 from ..api import attention, attention_backward
 from ..cache.kvcache import KVCache
-from ..cpu.isa import target
 from ..errors import UnsupportedError
+from ..jit import target
 from ..jit.cache_files import files
 from ..measure.console import Progress, Table
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..jit import target
 from ..jit.memory import keep
 from ..jit.threads import one_at_a_time
 from ..validation import Problem
 from . import launch_float, launch_int8
-from .isa import target
 from .launch_float import Results
 
 

@@ -8,13 +8,13 @@ import numba
 import numpy as np
 
 from ..interop import widen
+from ..jit import target
 from ..jit.compiler import inline, kernel
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
 from ..validation import LARGEST_LSE, Problem
 from .backward import flash_backward
 from .backward.backward_rows import make_backward_rows
-from .isa import target
 from .launch_float import LOG2E, heads, semantics
 
 F = np.float32

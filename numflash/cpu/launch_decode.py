@@ -8,6 +8,7 @@ import numba
 import numpy as np
 
 from ..interop import convert, to_float32, writable
+from ..jit import target
 from ..jit.memory import LINE
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK, split_count
@@ -15,7 +16,6 @@ from .decode.append import make_append_float, make_append_int8
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
 from .int8.packing import padded
-from .isa import target
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20

@@ -6,13 +6,13 @@ import numba
 import numpy as np
 
 from ..interop import widen
+from ..jit import target
 from ..tiling import Tiling, tiling
 from ..validation import Problem
 from .floats.flash_float import make_attend
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import pack_keys, pack_values
 from .int8.packing import padded
-from .isa import target
 from .semantics import Semantics
 
 F = np.float32

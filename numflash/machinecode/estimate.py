@@ -17,10 +17,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..cpu.int8 import microkernels, packing, portable
-from ..cpu.isa import target
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..cpu.isa.vectors import I32, I64, data, store
 from ..errors import ArgumentError, UnsupportedError
+from ..jit import target
 from ..measure.console import Progress, Table
 from ..tiling import KEY_BLOCK
 from . import assembly, codegen

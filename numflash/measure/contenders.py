@@ -16,9 +16,9 @@ import numpy as np
 
 from .. import quantization, reference, validation
 from ..api import solve
-from ..cpu.isa import target
 from ..cpu.study import reference_float32
 from ..errors import UnsupportedError
+from ..jit import target
 from ..jit.threads import limit
 from .metrics import Errors, errors
 from .timing import median_time

@@ -17,9 +17,9 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from ..cpu.int8 import amx
-from ..cpu.isa import target
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..cpu.isa.vectors import F32, I32, I64, Vectors, repeat
+from ..jit import target
 from ..jit.compiler import kernel
 from ..jit.threads import limit
 from .timing import best_time

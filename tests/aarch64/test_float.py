@@ -5,7 +5,7 @@ import pytest
 
 import numflash
 from numflash.cpu.floats import flash_float
-from numflash.cpu.isa import target
+from numflash.jit import target
 from numflash.machinecode import codegen
 
 CPUS = [name for name, triple in codegen.TRIPLES.items() if triple == codegen.AARCH64]

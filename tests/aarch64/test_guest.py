@@ -11,9 +11,9 @@ import numflash
 from numflash import quantization, reference, validation
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
+from numflash.jit import target
 from numflash.quantization import quantize_problem
 
 pytestmark = pytest.mark.skipif(

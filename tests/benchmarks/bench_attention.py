@@ -8,9 +8,9 @@ import functools
 
 import pytest
 
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.errors import UnsupportedError
+from numflash.jit import target
 from numflash.measure import phases, roofline
 from numflash.measure.contenders import Case, contenders, on_threads
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from numflash.cpu.int8 import amx
-from numflash.cpu.isa import target
 from numflash.errors import UnsupportedError
+from numflash.jit import target
 from numflash.machinecode import assembly, codegen
 
 CPU = "sapphirerapids"

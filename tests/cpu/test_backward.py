@@ -13,8 +13,8 @@ import numflash
 from numflash import attention, attention_backward, interop, reference
 from numflash.cpu import launch_backward
 from numflash.cpu.backward.flash_backward import make_backward
-from numflash.cpu.isa import target
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.jit import target
 from numflash.jit.threads import limit, most
 
 F = np.float32

@@ -7,7 +7,7 @@ from oracles import draw
 
 from numflash import quantization, reference
 from numflash.cache.kvcache import KVCache
-from numflash.cpu.isa import target
+from numflash.jit import target
 from numflash.jit.threads import limit, most
 
 

@@ -10,9 +10,9 @@ from oracles import TAILS, draw, qkv
 
 from numflash import reference, validation
 from numflash.cpu import launch_float
-from numflash.cpu.isa import target
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop import to_bfloat16, widen
+from numflash.jit import target
 
 F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)

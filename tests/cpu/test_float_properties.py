@@ -10,7 +10,7 @@ from test_flash_float import agrees, make
 
 import numflash
 from numflash.cpu import launch_float
-from numflash.cpu.isa import target
+from numflash.jit import target
 
 F = np.float32
 BEST = target.available(target.FLOAT_ISAS)[0]

@@ -12,7 +12,7 @@ from bits_cases import cases, digest
 
 from numflash import reference
 from numflash.cpu import launch
-from numflash.cpu.isa import target
+from numflash.jit import target
 
 HERE = Path(__file__).parent
 TWO = min(2, numba.config.NUMBA_NUM_THREADS)

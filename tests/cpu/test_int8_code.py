@@ -6,8 +6,8 @@ from oracles import qkv
 from numflash import validation
 from numflash.cpu import launch
 from numflash.cpu.int8 import flash_int8
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import VECTOR_ISAS
+from numflash.jit import target
 from numflash.machinecode import assembly, codegen
 from numflash.quantization import quantize_problem
 

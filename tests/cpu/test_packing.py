@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from numflash.cpu.int8 import packing
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
+from numflash.jit import target
 from numflash.tiling import KEY_BLOCK
 
 SHAPES = [

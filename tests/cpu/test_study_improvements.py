@@ -5,9 +5,9 @@ import pytest
 from oracles import draw, qkv
 
 from numflash import quantize, reference, validation
-from numflash.cpu.isa import target
 from numflash.cpu.study import improvements
 from numflash.errors import UnsupportedError
+from numflash.jit import target
 from numflash.quantization import quantize_problem
 
 F = np.float32

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from oracles import TAILS, draw, naive, qkv
 
-from numflash.cpu.isa import target
 from numflash.cpu.study import ladder
 from numflash.errors import ArgumentError
+from numflash.jit import target
 from numflash.jit.threads import most
 from numflash.quantization import quantize_problem
 from numflash.reference import integer_model

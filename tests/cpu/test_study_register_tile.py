@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from numflash.cpu.isa import target
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.cpu.study.register_tile import make_product, pack
+from numflash.jit import target
 
 VECTORS = [isa for isa in target.available() if isa != "portable"]
 

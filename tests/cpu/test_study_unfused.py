@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from numflash import fixedpoint as fx
-from numflash.cpu.isa import target
 from numflash.cpu.study import unfused, unfused_times
 from numflash.errors import ArgumentError, UnsupportedError
+from numflash.jit import target
 
 ISAS = [isa for isa in target.available() if isa in unfused.ISAS]
 SHAPES = [(1, 1, 1), (5, 127, 3), (7, 128, 64), (50, 129, 4), (97, 200, 40)]

@@ -24,8 +24,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...fixedpoint import T_LIMIT
+from ...jit import target
 from ...tiling import KEY_BLOCK
-from ..isa import target
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import (
     F32,

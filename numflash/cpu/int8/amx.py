@@ -22,9 +22,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...jit import target
 from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
-from ..isa import target
 from ..isa.vectors import F32, I8, I32, I64, call, data, load, store
 from ..isa.vectors_x86 import AMX_INT8
 from . import score_changes

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
-from ..isa import target
+from ...jit import target
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
 from . import score_changes

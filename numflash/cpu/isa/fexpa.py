@@ -17,7 +17,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from . import target
+from ...jit import target
 from .vectors import F32, I32, I64, call, data
 from .vectors_arm import SVE, Scalable
 

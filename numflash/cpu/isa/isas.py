@@ -9,8 +9,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...errors import UnsupportedError
+from ...jit import target
 from ...tiling import KEY_BLOCK
-from . import target
 from .vectors import Isa
 from .vectors_arm import NEON_DOT, SVE
 from .vectors_x86 import AMX_INT8, AVX2, AVX512_VNNI, AVX_VNNI

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from . import target
+from ...jit import target
 from .isas import VECTOR_ISAS
 from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, store, vector
 

@@ -22,9 +22,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ...fixedpoint import QUADRATIC_A, QUADRATIC_B
+from ...jit import target
 from ...jit.compiler import inline, kernel
 from ..floats.float_tiles import EXP2 as POLYNOMIAL
-from ..isa import target
 from .registers import (
     at_least,
     floor,

@@ -18,6 +18,7 @@ from numba import prange
 
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
+from ...jit import target
 from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import median_time
@@ -28,7 +29,6 @@ from ...validation import Problem, problem
 from ..floats.float_packing import pack_values as pack_pairs
 from ..floats.float_tiles import FLOAT_ISAS, value_tile
 from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values, padded
-from ..isa import target
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from .fused import HALF_WIDTH, make_fused
 

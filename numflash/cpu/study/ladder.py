@@ -13,10 +13,10 @@ import numpy as np
 
 from ... import reference, validation
 from ...errors import ArgumentError, UnsupportedError
+from ...jit import target
 from ...jit.threads import limit, one_at_a_time
 from ...measure.metrics import errors
 from ...measure.timing import median_time
-from ..isa import target
 from . import ladder_float, ladder_int8
 
 F = np.float32

@@ -11,9 +11,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from ...jit import target
 from ...jit.compiler import kernel
 from ..int8.microkernels import dot_loop
-from ..isa import target
 from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..isa.vectors import I32, I64, data, store
 

@@ -21,11 +21,11 @@ from numba.extending import intrinsic
 
 from ... import fixedpoint as fx
 from ...errors import ArgumentError, UnsupportedError
+from ...jit import target
 from ...jit.compiler import inline, kernel
 from ...tiling import TILINGS
 from ..int8.microkernels import dot_loop
 from ..int8.packing import PackedKeys, pack_keys, padded
-from ..isa import target
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import I32, data, load, store
 

@@ -17,7 +17,7 @@ import llvmlite.binding as llvm
 from numba.core import config
 from numba.core.registry import cpu_target
 
-from ...errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 
 Needs = dict[str, tuple[str, ...]]
 
