@@ -162,7 +162,7 @@ def test_cache_clear(tmp_path, monkeypatch):
     # the sources' own __pycache__ is not touched: the test must not make every later test compile
     code = code.replace(
         "from numflash.jit import cache_files; from numflash.commands import cli;",
-        "from numflash import cache_files, cli; real = cache_files.folders; "
+        "from numflash.jit import cache_files; from numflash.commands import cli; real = cache_files.folders; "
         "cache_files.folders = lambda: [f for f in real() if os.environ['NUMBA_CACHE_DIR'] in str(f)];",
     )
     subprocess.run([sys.executable, "-c", "import os; " + code], check=True, timeout=300)

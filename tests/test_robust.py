@@ -81,7 +81,7 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     errors.write_text(errors.read_text() + "\n# edited\n")
     second = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
     assert "compiling" in second.stderr and first.stdout == second.stdout
-    unrelated = tmp_path / "numflash" / "cli.py"
+    unrelated = tmp_path / "numflash" / "commands" / "cli.py"
     unrelated.write_text(unrelated.read_text() + "\n# edited\n")
     assert "compiling" not in python(QUANTIZE, tmp_path / "cache", cwd=tmp_path).stderr
 

@@ -86,7 +86,7 @@ def test_more_targets_give_the_same_bits(isa, cpu, features, model):
 
 def test_a_target_that_lacks_an_instruction_set_refuses_it():
     code = (
-        "from numflash.cpu import target; from numflash.errors import UnsupportedError\n"
+        "from numflash.jit import target; from numflash.errors import UnsupportedError\n"
         "assert target.available()[0] in ('avx2', 'portable'), target.available()\n"
         "try: target.require('avx512_vnni')\n"
         "except UnsupportedError as error: assert 'haswell' in str(error)\n"

@@ -13,6 +13,7 @@ from torch_cases import KEEP, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
 from numflash.cpu import launch, launch_backward  # noqa: E402
+from numflash.jit import threads  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -93,7 +94,7 @@ def test_threads_follow_pytorch(monkeypatch):
     for n in (1, 2, 3):
         torch.set_num_threads(n)
         nt.scaled_dot_product_attention(Q, K, V)
-    most = nt.threads.most()
+    most = threads.most()
     assert seen == [min(n, most) for n in (1, 2, 3)] and numba.get_num_threads() == outer
 
 

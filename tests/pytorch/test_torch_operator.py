@@ -15,6 +15,7 @@ from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V  # noqa: E402
 import numflash.torch as nt  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
+from numflash.torch import sdpa  # noqa: E402
 
 
 def test_trailing_padding_becomes_key_lengths(monkeypatch):
@@ -197,10 +198,10 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
 
     q, seen = OnCard(), []
     monkeypatch.setattr(
-        nt.api, "attention", lambda *tensors, **options: seen.append((tensors, options))
+        sdpa.api, "attention", lambda *tensors, **options: seen.append((tensors, options))
     )
-    monkeypatch.setattr(nt.threads, "limit", None)
-    nt._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
+    monkeypatch.setattr(sdpa.threads, "limit", None)
+    sdpa._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
     ((tensors, options),) = seen
     assert (
         all(x is q for x in tensors)

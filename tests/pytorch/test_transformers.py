@@ -16,6 +16,7 @@ transformers = pytest.importorskip(
 import numflash.transformers as nt  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
+from numflash.transformers.attention import attend  # noqa: E402
 
 nt.register()
 SMALL = {
@@ -260,6 +261,6 @@ def test_what_is_refused():
         encoder.eval()(TOKENS)
     layer, x = torch.nn.Module(), torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="output_attentions"):
-        nt.attend(layer, x, x, x, None, output_attentions=True)
+        attend(layer, x, x, x, None, output_attentions=True)
     with pytest.raises(ArgumentError, match="cache"):
-        nt.attend(layer, x, x, x, None, cache=object())
+        attend(layer, x, x, x, None, cache=object())
