@@ -18,8 +18,9 @@ import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
+from .jit import guard
 from .jit.compiler import inline, kernel
-from .jit.memory import reinterpret, zeros
+from .jit.memory import reinterpret, scratch
 from .jit.parallel import over_tasks
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .tiling import KEY_BLOCK
@@ -127,7 +128,7 @@ def _channel_statistics(x, lengths, sums, peaks):
 def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
     n, first = task // tasks, task % tasks * per_task
     raw, shift = reinterpret(x[n], np.int32), offset[n]
-    moved = zeros((shift.size,), np.float32)
+    moved = scratch((shift.size,), np.float32, "a row without its offset")
     moved_bits = reinterpret(moved, np.int32)
     for b in range(first, min(first + per_task, scale.shape[1])):
         i0, i1 = b * block, min((b + 1) * block, lengths[n])
@@ -205,6 +206,7 @@ def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
 
+@guard.guarded
 @one_at_a_time()
 def quantize_heads(
     x: np.ndarray,

@@ -6,6 +6,7 @@ import numba
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..jit.memory import fresh
 from ..scores import cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
 from .int8 import flash_int8, portable
@@ -68,9 +69,9 @@ def run(
     )
     options = semantics(problem, most >= 2.0**30)
     n = nb * nh
-    shaped = np.empty((nb, nh, length, dv), F) if results is None else results[0]
+    shaped = fresh((nb, nh, length, dv), F) if results is None else results[0]
     out = shaped.reshape(n, length, dv)
-    m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
+    m, l = fresh((n, length), np.int32), fresh((n, length), F)
     v_scale = np.ones((nb * nkv, dv), F) if precise else heads(v.scale)[:, 0]
     rest = v_scale, options, (nh, nkv, numba.get_num_threads()), s, np.zeros(1, np.int64), out, m, l
     if isa == "portable":

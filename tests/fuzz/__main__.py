@@ -56,7 +56,10 @@ class Child:
         self.errors.seek(0)
         said = self.errors.read().decode(errors="replace").strip().splitlines()
         with open(self.file.name, "rb") as f:
-            return {"crash": f"crash: {how} {said[-1] if said else ''}", "at": int.from_bytes(f.read(8), "little")}
+            return {
+                "crash": f"crash: {how} {said[-1] if said else ''}",
+                "at": int.from_bytes(f.read(8), "little"),
+            }
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -70,19 +73,35 @@ class Child:
 
 
 def have_torch() -> bool:
-    return subprocess.run([sys.executable, "-c", "import torch"], capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", "import torch"], capture_output=True).returncode == 0
+    )
 
 
 def repeat_line(one: dict) -> str:
     return f"python -m tests.fuzz --case '{json.dumps(one, separators=(',', ':'))}'"
 
 
-def fuzz(seed: int, seconds: float, first: int, cases: int, kinds: tuple[str, ...], most: int, shrinks: bool) -> int:
+def fuzz(
+    seed: int,
+    seconds: float,
+    first: int,
+    cases: int,
+    kinds: tuple[str, ...],
+    most: int,
+    shrinks: bool,
+) -> int:
     child, seen, done, failed = Child(), {}, Counter(), 0
     number, start, last = first, time.monotonic(), 0.0
     stop = first + cases if cases else 1 << 62
     while number < stop and (left := start + seconds - time.monotonic()) > 0 and len(seen) < most:
-        order = {"seed": seed, "first": number, "stop": stop, "seconds": min(BATCH, left), "kinds": kinds}
+        order = {
+            "seed": seed,
+            "first": number,
+            "stop": stop,
+            "seconds": min(BATCH, left),
+            "kinds": kinds,
+        }
         answer = child.ask(order)
         if "crash" in answer:
             done["crashed"] += 1
@@ -98,16 +117,24 @@ def fuzz(seed: int, seconds: float, first: int, cases: int, kinds: tuple[str, ..
                 report(child, seed, at, kinds, failure, shrinks)
         if time.monotonic() - last > 60:
             last = time.monotonic()
-            print(f"# {number - first} cases in {last - start:.0f} s, {failed} failures of {len(seen)} kinds", flush=True)
+            print(
+                f"# {number - first} cases in {last - start:.0f} s, {failed} failures of {len(seen)} kinds",
+                flush=True,
+            )
     child.stop()
     os.unlink(child.file.name)
     spent = time.monotonic() - start
     each = ", ".join(f"{n} {kind}" for kind, n in done.most_common())
-    print(f"seed {seed}: {number - first} cases in {spent:.0f} s ({each}): {failed} failures of {len(seen)} kinds", flush=True)
+    print(
+        f"seed {seed}: {number - first} cases in {spent:.0f} s ({each}): {failed} failures of {len(seen)} kinds",
+        flush=True,
+    )
     return failed
 
 
-def report(child: Child, seed: int, at: int, kinds: tuple[str, ...], failure: str, shrinks: bool) -> None:
+def report(
+    child: Child, seed: int, at: int, kinds: tuple[str, ...], failure: str, shrinks: bool
+) -> None:
     one = case(seed, at, kinds)
     if shrinks:
         one, failure = shrink(one, failure, child.run)
@@ -119,7 +146,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--cases", type=int, default=0, help="stop after so many; 0 for no limit but the time")
+    parser.add_argument(
+        "--cases", type=int, default=0, help="stop after so many; 0 for no limit but the time"
+    )
     parser.add_argument("--kinds", default="", help=f"some of {' '.join(KINDS)}")
     parser.add_argument("--most", type=int, default=50, help="stop after so many kinds of failure")
     parser.add_argument("--no-shrink", action="store_true")
@@ -135,7 +164,18 @@ def main() -> int:
     if "torch" in kinds and not have_torch():
         print("# without PyTorch: no cases of numflash.torch")
         kinds = tuple(kind for kind in kinds if kind != "torch")
-    return int(fuzz(given.seed, given.seconds, given.first, given.cases, kinds, given.most, not given.no_shrink) > 0)
+    return int(
+        fuzz(
+            given.seed,
+            given.seconds,
+            given.first,
+            given.cases,
+            kinds,
+            given.most,
+            not given.no_shrink,
+        )
+        > 0
+    )
 
 
 if __name__ == "__main__":

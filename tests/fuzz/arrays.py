@@ -14,7 +14,18 @@ DTYPES = {
 # the largest draw of each storage; products of two of them leave float32
 HUGE = {"float32": 1e38, "float64": 1e38, "float16": 6e4, "bfloat16": 1e38}
 SUBNORMAL = {"float32": 1e-41, "float64": 1e-41, "float16": 1e-7, "bfloat16": 1e-39}
-DRAWS = ("normal", "peaked", "small", "mixed", "integers", "ones", "zeros", "biased", "huge", "subnormal")
+DRAWS = (
+    "normal",
+    "peaked",
+    "small",
+    "mixed",
+    "integers",
+    "ones",
+    "zeros",
+    "biased",
+    "huge",
+    "subnormal",
+)
 USUAL = ("normal", "normal", "normal", "peaked", "small", "mixed", "integers", "biased")
 VIEWS = ("reverse", "step", "axes", "readonly", "misaligned", "broadcast")
 

@@ -10,7 +10,7 @@ from numflash.errors import ArgumentError, CacheFullError
 from . import oracle
 from .arrays import laid_out, numbers, put
 from .compare import WrongError, close, same_kind
-from .oracle import EPS, KEY_BLOCK
+from .oracle import EPS
 
 SMOOTH = 16  # tokens of a first append from which channel means are taken
 
@@ -60,7 +60,9 @@ class Model:
             s, stored = self.all[b], "float32" if self.c["dtype"] == "int8" else self.c["dtype"]
             if self.c["smooth"] and not s.length and n >= SMOOTH:
                 with np.errstate(all="ignore"):
-                    mean = key[b, :, :n].astype(np.float64).mean(1, keepdims=True).astype(np.float32)
+                    mean = (
+                        key[b, :, :n].astype(np.float64).mean(1, keepdims=True).astype(np.float32)
+                    )
                 s.offset = np.where(np.isfinite(mean), mean, 0).astype(np.float64)
             s.key = np.concatenate([s.key, oracle.rounded(key[b, :, :n], stored)], 1)
             s.value = np.concatenate([s.value, oracle.rounded(value[b, :, :n], stored)], 1)
@@ -79,7 +81,11 @@ def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
     """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales; rows that are not finite."""
     found = oracle.quantized((x - offset).astype(np.float32)[None], -1)
     bad = ~np.isfinite(x).all(-1)
-    return np.where(bad[..., None], 0, found.value[0]), np.where(bad, 0, found.scale[0, ..., 0]), bad
+    return (
+        np.where(bad[..., None], 0, found.value[0]),
+        np.where(bad, 0, found.scale[0, ..., 0]),
+        bad,
+    )
 
 
 def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
@@ -93,7 +99,9 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
             key, k_scale, bad_k = rows_int8(s.key, s.offset)
             value, v_scale, bad_v = rows_int8(s.value)
             q, _, bad_q = rows_int8(query)
-            key, value, v_scale = (oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None]))
+            key, value, v_scale = (
+                oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
+            )
             bad = oracle.heads((bad_k | bad_v)[None, ..., None], h)[0, ..., 0]
             spoiled = (seen & bad[:, None]).any(-1) | (bad_q & seen.any(-1))
             dots = (q @ key.swapaxes(1, 2)) * scale
@@ -110,7 +118,9 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
             spoiled = (seen & bad[:, None]).any(-1) | (~np.isfinite(query).all(-1) & seen.any(-1))
             key, value = (np.where(bad[..., None], 0, y) for y in (key, value))
             x = (np.where(np.isfinite(q), q, 0) @ key.swapaxes(1, 2)) * scale
-            error = (d + 10) * EPS * (np.abs(q) @ np.abs(key).swapaxes(1, 2)) * abs(scale) + 8 * EPS * np.abs(x)
+            error = (d + 10) * EPS * (np.abs(q) @ np.abs(key).swapaxes(1, 2)) * abs(
+                scale
+            ) + 8 * EPS * np.abs(x)
         x = np.where(seen, x, -np.inf)
         p, lse = oracle.softmax(x[None], None)
         p, lse = p[0], lse[0]
@@ -141,10 +151,15 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
             lse = lse + shift
             total = total + 4 * EPS * np.abs(shift) + np.abs(shift) * 1e-6
             # the offset meets the query as it came
-            total = total + np.abs(np.einsum("hld,hd->hl", query - q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale)
+            total = total + np.abs(
+                np.einsum("hld,hd->hl", query - q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale
+            )
         lse_error = total / np.maximum(1 - total, 0.05) + off + 8 * EPS * np.abs(lse) + 1e-6
         unsure = (far > 5) | (off > 5)
-    out_error, lse_error = np.where(unsure[..., None], np.inf, out_error), np.where(unsure, np.inf, lse_error)
+    out_error, lse_error = (
+        np.where(unsure[..., None], np.inf, out_error),
+        np.where(unsure, np.inf, lse_error),
+    )
     some = seen.any(-1)
     out = np.where(spoiled[..., None], np.nan, np.where(some[..., None], out, 0))
     return out, np.where(spoiled, np.nan, np.where(some, lse, -np.inf)), out_error, lse_error
@@ -154,7 +169,14 @@ def cache(c: dict) -> None:
     names = ("page_size", "pages", "window", "sinks")
     given = {n: c[n] for n in names if n in c}
     held = KVCache(
-        c["b"], c["g"], c["d"], c["max_length"], c["dtype"], value_dim=c["dv"], smooth=c["smooth"], **given
+        c["b"],
+        c["g"],
+        c["d"],
+        c["max_length"],
+        c["dtype"],
+        value_dim=c["dv"],
+        smooth=c["smooth"],
+        **given,
     )
     model = Model(c)
     for number, op in enumerate(c["ops"]):
@@ -163,7 +185,9 @@ def cache(c: dict) -> None:
         except WrongError as error:
             raise WrongError(f"op {number} ({op['op']}): {error}") from None
         if held.lengths.tolist() != [s.length for s in model.all]:
-            raise WrongError(f"op {number} ({op['op']}): lengths {held.lengths.tolist()}, expected {[s.length for s in model.all]}")
+            raise WrongError(
+                f"op {number} ({op['op']}): lengths {held.lengths.tolist()}, expected {[s.length for s in model.all]}"
+            )
 
 
 def apply(c: dict, op: dict, held: KVCache, model: Model) -> None:
@@ -223,7 +247,13 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
     if op["op"] == "step":
         key, value = tokens(c, op)
         got: list = []
-        if not admitted(c, held, model, [op["n"]] * c["b"], lambda: got.append(held.step(query, key, value, out=out, **given))):
+        if not admitted(
+            c,
+            held,
+            model,
+            [op["n"]] * c["b"],
+            lambda: got.append(held.step(query, key, value, out=out, **given)),
+        ):
             return
         model.append(key, value, [op["n"]] * c["b"])
         found, lse = got[0], None

@@ -10,7 +10,7 @@ import numflash
 from numflash import QuantizedTensor
 
 from . import oracle
-from .arrays import array, laid_out, numbers
+from .arrays import array, laid_out
 from .compare import close, inside, same_kind
 from .oracle import Expected, Quantized
 
@@ -25,7 +25,10 @@ def make_mask(m: dict, shape: tuple[int, int, int, int]) -> np.ndarray:
     rng = np.random.default_rng(m["seed"])
     seen = rng.random(shape) < m["share"]
     if m["kind"] == "blocks":
-        seen = np.broadcast_to(rng.random((*shape[:-1], -(-shape[-1] // 32))) < m["share"], (*shape[:-1], -(-shape[-1] // 32)))
+        seen = np.broadcast_to(
+            rng.random((*shape[:-1], -(-shape[-1] // 32))) < m["share"],
+            (*shape[:-1], -(-shape[-1] // 32)),
+        )
         seen = np.repeat(seen, 32, -1)[..., : shape[-1]]
     if m["kind"] in ("bool", "blocks"):
         found = seen
@@ -44,9 +47,13 @@ def make_options(o: dict, b: int, h: int, length: int, s: int) -> tuple[dict, di
             given[name] = make_mask(x, (b, h, length, s))
         elif name == "alibi_slopes":
             shape = (b, h) if x["batch"] else (h,)
-            given[name] = (np.random.default_rng(x["seed"]).uniform(-0.2, 1, shape) * x["size"]).astype(np.float32)
+            given[name] = (
+                np.random.default_rng(x["seed"]).uniform(-0.2, 1, shape) * x["size"]
+            ).astype(np.float32)
         elif name == "sinks":
-            given[name] = (np.random.default_rng(x["seed"]).uniform(-1, 1, h) * x["size"]).astype(np.float32)
+            given[name] = (np.random.default_rng(x["seed"]).uniform(-1, 1, h) * x["size"]).astype(
+                np.float32
+            )
         elif name == "key_lengths":
             given[name] = np.array(x, np.int64)
         elif name == "window":
@@ -81,7 +88,9 @@ def operands(c: dict, names: str = "qkv") -> list[np.ndarray]:
     return [array(four(shapes[n], c["ndim"], c["layout"]), c[n], c["dtype"]) for n in names]
 
 
-def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str, pv: str | None) -> Expected:
+def expected(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str, pv: str | None
+) -> Expected:
     if precision != "int8":
         return oracle.attention(*(oracle.rounded(x, precision) for x in (q, k, v)), o, precision)
     q, k, v = (oracle.rounded(x, "float32") for x in (q, k, v))
@@ -96,7 +105,9 @@ def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: st
     return oracle.attention_int8(oracle.quantized(q, -1), keys, values, o, pv or "int8")
 
 
-def held(found: Expected, out: np.ndarray, lse: np.ndarray, v: np.ndarray, dtype: str, precision: str) -> None:
+def held(
+    found: Expected, out: np.ndarray, lse: np.ndarray, v: np.ndarray, dtype: str, precision: str
+) -> None:
     close("out", out, found.out, found.out_error, dtype)
     close("lse", lse, found.lse, found.lse_error, "float32")
     h = out.shape[1]
@@ -113,7 +124,15 @@ def attention(c: dict) -> None:
     extra = {name: c[name] for name in ("precision", "pv") if c.get(name)}
     before = [x.copy() for x in (q, k, v)]
     out, lse = numflash.attention(
-        q, k, v, **given, **extra, enable_gqa=c["g"] != c["h"], layout=c["layout"], impl=c["impl"], return_lse=True
+        q,
+        k,
+        v,
+        **given,
+        **extra,
+        enable_gqa=c["g"] != c["h"],
+        layout=c["layout"],
+        impl=c["impl"],
+        return_lse=True,
     )
     for x, old in zip((q, k, v), before, strict=True):
         if x.tobytes() != old.tobytes():
@@ -127,25 +146,47 @@ def attention(c: dict) -> None:
     held(found, as_bhld(out, c["layout"]), as_bhld(lse, c["layout"], 0), stored, kept, precision)
 
 
-def tensor(shape: tuple[int, ...], granularity: str, scale: float, seed: int, offset: bool, bad: bool):
+def tensor(
+    shape: tuple[int, ...], granularity: str, scale: float, seed: int, offset: bool, bad: bool
+):
     """A QuantizedTensor, and what the oracle makes of it."""
     rng = np.random.default_rng(seed)
     b, h, n, d = shape
     data = rng.integers(-128 if seed % 3 == 0 else -127, 128, shape).astype(np.int8)
     rows = {"row": n, "block": -(-n // 128), "channel": 1, "tensor": 1}[granularity]
-    scales = (rng.uniform(0.5, 1, (b, h, rows, d if granularity == "channel" else 1)) * scale).astype(np.float32)
+    scales = (
+        rng.uniform(0.5, 1, (b, h, rows, d if granularity == "channel" else 1)) * scale
+    ).astype(np.float32)
     shift = rng.standard_normal((b, h, 1, d)).astype(np.float32) if offset else None
     marked = (rng.random((b, h, n)) < 0.1) if bad and granularity == "row" else None
     t = QuantizedTensor(data, scales, granularity, shift, marked)
     full = np.repeat(scales, 128, 2)[:, :, :n] if granularity == "block" else scales
     hidden = np.zeros((b, h, n), bool) if marked is None else marked
-    return t, Quantized(data.astype(np.float64), full.astype(np.float64), 0.0 if shift is None else shift.astype(float), hidden, 0.0, False)
+    return t, Quantized(
+        data.astype(np.float64),
+        full.astype(np.float64),
+        0.0 if shift is None else shift.astype(float),
+        hidden,
+        0.0,
+        False,
+    )
 
 
 def quantised(c: dict) -> None:
-    shapes = ((c["b"], c["h"], c["l"], c["d"]), (c["b"], c["g"], c["s"], c["d"]), (c["b"], c["g"], c["s"], c["dv"]))
+    shapes = (
+        (c["b"], c["h"], c["l"], c["d"]),
+        (c["b"], c["g"], c["s"], c["d"]),
+        (c["b"], c["g"], c["s"], c["dv"]),
+    )
     made = [
-        tensor(shape, c["granularity"][i], c["scales"][i], c["seed"] + i, i == 1 and c["offset"], c["bad"][i])
+        tensor(
+            shape,
+            c["granularity"][i],
+            c["scales"][i],
+            c["seed"] + i,
+            i == 1 and c["offset"],
+            c["bad"][i],
+        )
         for i, shape in enumerate(shapes)
     ]
     given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
@@ -161,7 +202,11 @@ def quantised(c: dict) -> None:
 
 def varlen(c: dict) -> None:
     at = [np.concatenate([[0], np.cumsum(c[f"lengths_{n}"])]).astype(np.int32) for n in "qk"]
-    shapes = {"q": (at[0][-1], c["h"], c["d"]), "k": (at[1][-1], c["g"], c["d"]), "v": (at[1][-1], c["g"], c["dv"])}
+    shapes = {
+        "q": (at[0][-1], c["h"], c["d"]),
+        "k": (at[1][-1], c["g"], c["d"]),
+        "v": (at[1][-1], c["g"], c["dv"]),
+    }
     q, k, v = (array(shapes[n], c[n], c["dtype"]) for n in "qkv")
     precision = c["precision"] or OWN[c["dtype"]]
     given, o = make_options(c["options"], 1, c["h"], 1, 1)
@@ -178,7 +223,14 @@ def varlen(c: dict) -> None:
         one = [x.swapaxes(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
         found = expected(*one, o, precision, None)
         stored = oracle.rounded(one[2], "float32" if precision == "int8" else precision)
-        held(found, out[rows].swapaxes(0, 1)[None], lse[rows].swapaxes(0, 1)[None], stored, c["dtype"], precision)
+        held(
+            found,
+            out[rows].swapaxes(0, 1)[None],
+            lse[rows].swapaxes(0, 1)[None],
+            stored,
+            c["dtype"],
+            precision,
+        )
 
 
 def merge(c: dict) -> None:
@@ -198,18 +250,30 @@ def merge(c: dict) -> None:
         top = np.maximum(la, lb)
         low = np.minimum(la, lb)
         want = np.where(np.isinf(top), top, top + np.log1p(np.exp(low - top)))
-        share_a = np.where(la == lb, 0.5, np.where(np.isinf(top), la > lb, 1 / (1 + np.exp(lb - la))))
-        share_a, share_b = (np.where(top == -np.inf, 0, x)[..., None] for x in (share_a, 1 - share_a))
+        share_a = np.where(
+            la == lb, 0.5, np.where(np.isinf(top), la > lb, 1 / (1 + np.exp(lb - la)))
+        )
+        share_a, share_b = (
+            np.where(top == -np.inf, 0, x)[..., None] for x in (share_a, 1 - share_a)
+        )
         fa, fb = (np.asarray(x).astype(np.float64) for x in (a, b))
         merged = np.where(share_a == 0, 0, share_a * fa) + np.where(share_b == 0, 0, share_b * fb)
         # a share too small for float32 may hide what is not finite
-        tiny = ((share_a > 0) & (share_a < 1e-30) & ~np.isfinite(fa)) | ((share_b > 0) & (share_b < 1e-30) & ~np.isfinite(fb))
+        tiny = ((share_a > 0) & (share_a < 1e-30) & ~np.isfinite(fa)) | (
+            (share_b > 0) & (share_b < 1e-30) & ~np.isfinite(fb)
+        )
         small = 64 * oracle.EPS * (np.abs(share_a * fa) + np.abs(share_b * fb))
         off = 8 * oracle.EPS * np.abs(la - lb)[..., None] * np.minimum(share_a, share_b)
         error = small + np.where(np.isfinite(off), off, 0) * (np.abs(fa) + np.abs(fb))
         error = np.where(np.isnan(error), 0, error)
     close("out", out, merged, np.where(tiny, np.inf, error), c["dtype"])
-    close("lse", lse, want, 16 * oracle.EPS * (1 + np.where(np.isfinite(want), np.abs(want), 0)), c["lse_dtype"])
+    close(
+        "lse",
+        lse,
+        want,
+        16 * oracle.EPS * (1 + np.where(np.isfinite(want), np.abs(want), 0)),
+        c["lse_dtype"],
+    )
 
 
 def backward(c: dict) -> None:
@@ -227,9 +291,8 @@ def backward(c: dict) -> None:
         return unseen(c, found, (q, k, v, do), o)
     lse = as_bhld(lse, c["layout"], 0).astype(np.float64)
     want, error = oracle.gradients(q, k, v, do, o, out, lse)
-    vague = (np.abs(lse) > 2.0**20) & np.isfinite(lse)  # an lse of few digits is computed anew inside
     for name, got, x, e in zip(("dq", "dk", "dv"), found, want, error, strict=True):
-        e = np.where(vague.any(), np.inf, e) + np.where(np.isfinite(x), 0, np.inf)
+        e = e + np.where(np.isfinite(x), 0, np.inf)
         close(name, as_bhld(got, c["layout"]), np.where(np.isfinite(x), x, 0), e, c["dtype"])
 
 
@@ -248,4 +311,6 @@ def unseen(c: dict, found: tuple, operands: tuple, o: dict) -> None:
         if spoiled.any():
             from .compare import WrongError
 
-            raise WrongError(f"{name}{np.argwhere(spoiled)[0].tolist()}: got NaN from what it does not see")
+            raise WrongError(
+                f"{name}{np.argwhere(spoiled)[0].tolist()}: got NaN from what it does not see"
+            )

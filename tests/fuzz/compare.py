@@ -15,8 +15,14 @@ class WrongError(Exception):
 
 
 def same_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str) -> None:
-    if not isinstance(got, np.ndarray | np.generic) or got.shape != tuple(shape) or got.dtype.name != dtype:
-        raise WrongError(f"{name}: got {type(got).__name__} {got.dtype} {got.shape}, expected {dtype} {tuple(shape)}")
+    if (
+        not isinstance(got, np.ndarray | np.generic)
+        or got.shape != tuple(shape)
+        or got.dtype.name != dtype
+    ):
+        raise WrongError(
+            f"{name}: got {type(got).__name__} {got.dtype} {got.shape}, expected {dtype} {tuple(shape)}"
+        )
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, error: np.ndarray, dtype: str) -> None:
@@ -50,4 +56,6 @@ def inside(name: str, got: np.ndarray, v: np.ndarray, room: float) -> None:
         wrong = (got < low - slack) | (got > high + slack)
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise WrongError(f"{name}{list(at)}: got {got[at]:.9g}, beyond every value that it is a mean of")
+        raise WrongError(
+            f"{name}{list(at)}: got {got[at]:.9g}, beyond every value that it is a mean of"
+        )

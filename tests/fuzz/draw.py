@@ -9,7 +9,34 @@ from .arrays import DRAWS, USUAL, VIEWS
 SMALL = (1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17)
 EDGES = (0, 23, 24, 25, 31, 32, 33, 35, 47, 48, 49, 63, 64, 65, 70, 96, 100)
 LONG = (127, 128, 129, 130, 191, 200, 255, 256, 257, 300)
-DIMS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 16, 17, 24, 31, 32, 32, 33, 40, 48, 63, 64, 64, 65, 72, 80, 100, 128)
+DIMS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    15,
+    16,
+    16,
+    17,
+    24,
+    31,
+    32,
+    32,
+    33,
+    40,
+    48,
+    63,
+    64,
+    64,
+    65,
+    72,
+    80,
+    100,
+    128,
+)
 WIDE = (129, 160, 200, 256, 320, 512)
 BAD = ("nan", "nan", "inf", "-inf")
 
@@ -25,13 +52,17 @@ def dim(rng: Random) -> int:
 def operand(rng: Random, ndim: int, usual: bool, bad: bool, values: tuple[str, ...] = BAD) -> dict:
     like = {"draw": rng.choice(USUAL if usual else DRAWS), "seed": rng.randrange(1 << 30)}
     if bad:
-        like["bad"] = [[rng.randrange(1 << 20), rng.choice(values)] for _ in range(rng.choice((1, 1, 2, 3)))]
+        like["bad"] = [
+            [rng.randrange(1 << 20), rng.choice(values)] for _ in range(rng.choice((1, 1, 2, 3)))
+        ]
     if rng.random() < 0.2:
         like["view"] = [rng.choice(VIEWS), rng.randrange(ndim)]
     return like
 
 
-def options(rng: Random, b: int, h: int, length: int, s: int, int8: bool, packed: bool = False) -> dict:
+def options(
+    rng: Random, b: int, h: int, length: int, s: int, int8: bool, packed: bool = False
+) -> dict:
     """Options of `attention` as JSON; arrays are described as operands are."""
     o: dict = {}
     some = rng.random
@@ -44,12 +75,17 @@ def options(rng: Random, b: int, h: int, length: int, s: int, int8: bool, packed
     if some() < 0.15:
         o["scale"] = rng.choice((0.0, 1.0, -0.3, 0.01, 3.0, 1e-30, 1e30 if some() < 0.2 else 0.5))
     if some() < 0.12:
-        o["softcap"] = rng.choice((1e-3, 0.5, 2.0, 30.0, 1e4) if int8 else (1e-3, 0.5, 2.0, 30.0, 1e4, 1e30))
+        o["softcap"] = rng.choice(
+            (1e-3, 0.5, 2.0, 30.0, 1e4) if int8 else (1e-3, 0.5, 2.0, 30.0, 1e4, 1e30)
+        )
     if some() < 0.15:
         o["alibi_slopes"] = {"batch": not packed and some() < 0.3, "seed": rng.randrange(1 << 30)}
         o["alibi_slopes"]["size"] = rng.choice((0.1, 1.0, 5.0, 1e20 if some() < 0.1 else 50.0))
     if some() < 0.12:
-        o["sinks"] = {"seed": rng.randrange(1 << 30), "size": rng.choice((1.0, 1.0, 10.0, 1e20 if some() < 0.1 else 80.0))}
+        o["sinks"] = {
+            "seed": rng.randrange(1 << 30),
+            "size": rng.choice((1.0, 1.0, 10.0, 1e20 if some() < 0.1 else 80.0)),
+        }
     if packed:
         return o
     if some() < 0.2:
@@ -74,7 +110,13 @@ def mask(rng: Random) -> dict:
 
 def shapes(rng: Random) -> dict:
     g = rng.choice((1, 1, 1, 2, 3))
-    c = {"b": rng.choice((1, 1, 1, 2, 3)), "h": g * rng.choice((1, 1, 2, 4)), "g": g, "l": length(rng), "s": length(rng)}
+    c = {
+        "b": rng.choice((1, 1, 1, 2, 3)),
+        "h": g * rng.choice((1, 1, 2, 4)),
+        "g": g,
+        "l": length(rng),
+        "s": length(rng),
+    }
     if rng.random() < 0.4:
         c["s"] = c["l"]
     if rng.random() < 0.01:
@@ -106,8 +148,15 @@ def quantised(rng: Random) -> dict:
     """attention_int8 on QuantizedTensors made here: any int8 data, -128 included, and scales of any size."""
     c = {"kind": "quantised", **shapes(rng), "ndim": 4, "pv": rng.choice(("int8", "int8"))}
     c["granularity"] = [rng.choice(("row", "row", "block", "tensor")) for _ in "qk"]
-    c["granularity"].append(rng.choice(("channel", "tensor") if c["pv"] == "int8" else ("row", "block", "channel", "tensor")))
-    c["scales"] = [rng.choice((0.0, 0.01, 0.01, 0.01, 0.1, 1.0, 1e-20, 1e10 if rng.random() < 0.2 else 0.02)) for _ in "qkv"]
+    c["granularity"].append(
+        rng.choice(
+            ("channel", "tensor") if c["pv"] == "int8" else ("row", "block", "channel", "tensor")
+        )
+    )
+    c["scales"] = [
+        rng.choice((0.0, 0.01, 0.01, 0.01, 0.1, 1.0, 1e-20, 1e10 if rng.random() < 0.2 else 0.02))
+        for _ in "qkv"
+    ]
     c["offset"], c["seed"] = rng.random() < 0.3, rng.randrange(1 << 30)
     c["bad"] = [rng.random() < 0.1 for _ in "qkv"]
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], True)
@@ -130,13 +179,20 @@ def varlen(rng: Random) -> dict:
 
 
 def merge(rng: Random) -> dict:
-    c = {"kind": "merge", "shape": [rng.choice((1, 2, 3, 7, 0)) for _ in range(rng.choice((0, 1, 2, 3)))], "dv": dim(rng)}
+    c = {
+        "kind": "merge",
+        "shape": [rng.choice((1, 2, 3, 7, 0)) for _ in range(rng.choice((0, 1, 2, 3)))],
+        "dv": dim(rng),
+    }
     c["dtype"] = rng.choice(("float32", "float64", "float16", "bfloat16"))
     c["lse_dtype"] = rng.choice(("float32", "float64"))
     usual, ndim = rng.random() < 0.8, len(c["shape"]) + 1
     c["a"], c["b"] = (operand(rng, ndim, usual, rng.random() < 0.1) for _ in "ab")
     size = rng.choice((1.0, 10.0, 100.0, 1e30))
-    c["lse"] = [{"seed": rng.randrange(1 << 30), "size": size, "special": rng.choice((0, 0, 0.3))} for _ in "ab"]
+    c["lse"] = [
+        {"seed": rng.randrange(1 << 30), "size": size, "special": rng.choice((0, 0, 0.3))}
+        for _ in "ab"
+    ]
     return c
 
 
@@ -159,7 +215,11 @@ def torch(rng: Random) -> dict:
     c["call"] = rng.choice(("sdpa", "attention"))
     c["grad"] = c["precision"] is None and rng.random() < 0.4
     for name in ("q", "k", "v", "do"):
-        c[name] = {"draw": rng.choice(USUAL), "seed": rng.randrange(1 << 30), "order": rng.sample(range(4), 4)}
+        c[name] = {
+            "draw": rng.choice(USUAL),
+            "seed": rng.randrange(1 << 30),
+            "order": rng.sample(range(4), 4),
+        }
     o = options(rng, c["b"], c["h"], c["l"], c["s"], c["precision"] == "int8")
     if c["call"] == "sdpa":
         o = {name: x for name, x in o.items() if name in ("is_causal", "scale", "attn_mask")}
@@ -172,17 +232,38 @@ def torch(rng: Random) -> dict:
 def cache(rng: Random) -> dict:
     """A KV cache and what happens to it."""
     g = rng.choice((1, 2))
-    c = {"kind": "cache", "b": rng.choice((1, 1, 2, 3)), "g": g, "d": rng.choice((1, 3, 8, 16, 16, 33, 64, 80))}
+    c = {
+        "kind": "cache",
+        "b": rng.choice((1, 1, 2, 3)),
+        "g": g,
+        "d": rng.choice((1, 3, 8, 16, 16, 33, 64, 80)),
+    }
     c["dv"] = rng.choice((None, None, None, 5, 16, 40))
     c["dtype"] = rng.choice(("int8", "int8", "float32", "float32", "bfloat16", "float16"))
     c["max_length"] = rng.choice((1, 5, 64, 100, 128, 129, 300, 400))
-    c["draw"] = rng.choice(("normal", "normal", "normal", "peaked", "small", "integers", "biased", "mixed", "zeros", "huge"))
+    c["draw"] = rng.choice(
+        (
+            "normal",
+            "normal",
+            "normal",
+            "peaked",
+            "small",
+            "integers",
+            "biased",
+            "mixed",
+            "zeros",
+            "huge",
+        )
+    )
     kind = rng.choice(("plain", "plain", "pages", "ring"))
     if kind == "pages":
         c["page_size"] = rng.choice((128, 128, 256))
         c["pages"] = rng.choice((None, None, 2, 3, 5))
     elif kind == "ring":
-        c["window"], c["sinks"] = rng.choice((1, 2, 7, 60, 100, 128, 200)), rng.choice((0, 0, 1, 4, 130))
+        c["window"], c["sinks"] = (
+            rng.choice((1, 2, 7, 60, 100, 128, 200)),
+            rng.choice((0, 0, 1, 4, 130)),
+        )
     c["smooth"] = c["dtype"] == "int8" and rng.random() < 0.3
     c["queries"] = c["g"] * rng.choice((1, 1, 2, 4))
     c["ops"] = [step(rng, c) for _ in range(rng.choice((2, 3, 5, 8, 12)))]
@@ -190,7 +271,9 @@ def cache(rng: Random) -> dict:
 
 
 def step(rng: Random, c: dict) -> dict:
-    name = rng.choices(("append", "decode", "step", "reset", "share"), (8, 8, 4, 1, 2 if "page_size" in c else 0))[0]
+    name = rng.choices(
+        ("append", "decode", "step", "reset", "share"), (8, 8, 4, 1, 2 if "page_size" in c else 0)
+    )[0]
     op: dict = {"op": name, "seed": rng.randrange(1 << 30)}
     if name in ("append", "step"):
         op["n"] = rng.choice((0, 1, 1, 1, 2, 3)) if name == "append" else rng.choice((1, 1, 2))
@@ -220,7 +303,14 @@ def refused(rng: Random) -> dict:
     from .invalid import WRONG
 
     c = attention(rng)
-    c.update(kind="refused", b=max(1, c["b"]), l=max(1, c["l"]), s=max(1, c["s"]), wrong=rng.choice(sorted(WRONG)))
+    c["options"].pop("key_lengths", None)
+    c.update(
+        kind="refused",
+        b=max(1, c["b"]),
+        l=max(1, c["l"]),
+        s=max(1, c["s"]),
+        wrong=rng.choice(sorted(WRONG)),
+    )
     return c
 
 

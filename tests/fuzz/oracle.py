@@ -68,11 +68,11 @@ def seen_keys(shape: tuple[int, ...], o: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changed(s: np.ndarray, error: np.ndarray, seen: np.ndarray, away: np.ndarray, o: dict):
-    """Scores and their error after softcap, ALiBi and bias; the derivative of softcap."""
-    cap, slope = o.get("softcap", 0.0), 1.0
+    """Scores and their error after softcap, ALiBi and bias."""
+    cap = o.get("softcap", 0.0)
     if cap:
         tanh = np.tanh(s / cap)
-        s, slope = cap * tanh, 1 - tanh * tanh
+        s = cap * tanh
         error = np.minimum(error, 2 * cap) + 4e-6 * cap + 8 * EPS * np.abs(s)
     slopes = o.get("alibi_slopes")
     if slopes is not None:
@@ -99,7 +99,12 @@ def product(p: np.ndarray, v: np.ndarray) -> np.ndarray:
     if not finite.all():
         some = (p > 0).astype(np.float64)
         up, down, nan = (some @ kind for kind in (v == np.inf, v == -np.inf, np.isnan(v)))
-        out = out + np.where(up > 0, np.inf, 0) - np.where(down > 0, np.inf, 0) + np.where(nan > 0, np.nan, 0)
+        out = (
+            out
+            + np.where(up > 0, np.inf, 0)
+            - np.where(down > 0, np.inf, 0)
+            + np.where(nan > 0, np.nan, 0)
+        )
     return out
 
 
@@ -118,7 +123,9 @@ def softmax(s: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.nda
     return p / np.where(total == 0, 1, total), lse
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str = "float32") -> Expected:
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str = "float32"
+) -> Expected:
     """Float attention of operands (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv) that are rounded already."""
     b, h, length, d = q.shape
     k, v = heads(k, h), heads(v, h)
@@ -146,12 +153,12 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: s
     return Expected(out, lse, out_error, lse_error, p, s, error, slope_of(q, k, scale, o))
 
 
+@np.errstate(all="ignore")
 def slope_of(q: np.ndarray, k: np.ndarray, scale: float, o: dict) -> np.ndarray | float:
     cap = o.get("softcap", 0.0)
     if not cap:
         return 1.0
-    with np.errstate(all="ignore"):
-        return 1 - np.tanh((q @ k.swapaxes(2, 3)) * scale / cap) ** 2
+    return 1 - np.tanh((q @ k.swapaxes(2, 3)) * scale / cap) ** 2
 
 
 # ---- the integer pipeline --------------------------------------------------------------------------------------------
@@ -171,7 +178,9 @@ class Quantized:
         return self.data * self.scale
 
 
-def quantized(x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth: bool = False) -> Quantized:
+def quantized(
+    x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth: bool = False
+) -> Quantized:
     """Symmetric INT8 of x (B, H, N, D) float32 values: one scale per row (axis -1) or per channel (axis -2).
 
     counts (B,): rows that exist; the others stand as zeros and do not count.
@@ -189,16 +198,25 @@ def quantized(x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth
             total = clean.sum(2, keepdims=True, dtype=np.float64)
             loose = bool((np.abs(clean).sum(2, dtype=np.float64) > 1e38).any())
             offset = (total / np.maximum(exists.sum(2, keepdims=True), 1)).astype(np.float32)
-            clean = np.where(bad | ~exists, np.float32(0), np.clip(x - offset, -LARGEST, LARGEST)).astype(np.float32)
+            clean = np.where(
+                bad | ~exists, np.float32(0), np.clip(x - offset, -LARGEST, LARGEST)
+            ).astype(np.float32)
         peak = np.abs(clean).max(axis, keepdims=True, initial=0)
         usable = peak > np.float32(NO_SCALE)
         scale = np.where(usable, peak / np.float32(127), np.float32(1)).astype(np.float32)
-        factor = np.where(usable, np.float32(127) / np.where(usable, peak, np.float32(1)), np.float32(0))
+        factor = np.where(
+            usable, np.float32(127) / np.where(usable, peak, np.float32(1)), np.float32(0)
+        )
         data = np.rint(clean * factor.astype(np.float32))
     if smooth:
         step = scale.astype(np.float64)
     return Quantized(
-        data.astype(np.float64), scale.astype(np.float64), offset.astype(np.float64), bad[..., 0], step, loose
+        data.astype(np.float64),
+        scale.astype(np.float64),
+        offset.astype(np.float64),
+        bad[..., 0],
+        step,
+        loose,
     )
 
 
@@ -221,9 +239,20 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
     with np.errstate(all="ignore"):
         dots = (qv @ kv.swapaxes(2, 3)) * scale
         near = np.clip(dots, -INT8_LIMIT, INT8_LIMIT)
-        shift = (qv @ np.broadcast_to(heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)).swapaxes(2, 3)) * scale
-        step = heads(k.step * np.ones((1, 1, 1, 1)), h)[..., 0][..., None, :] if np.ndim(k.step) else 0.0
-        error = 8 * EPS * np.abs(near) + 2 * step * np.abs(qv).max(-1, keepdims=True, initial=0) * abs(scale)
+        shift = (
+            qv
+            @ np.broadcast_to(
+                heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)
+            ).swapaxes(2, 3)
+        ) * scale
+        step = (
+            heads(k.step * np.ones((1, 1, 1, 1)), h)[..., 0][..., None, :]
+            if np.ndim(k.step)
+            else 0.0
+        )
+        error = 8 * EPS * np.abs(near) + 2 * step * np.abs(qv).max(
+            -1, keepdims=True, initial=0
+        ) * abs(scale)
         cap = o.get("softcap", 0.0)
         s, error = changed(near + shift if cap else near, error, seen, away, o)
         lost = (np.abs(s) > INT8_LIMIT) & seen  # clipped after the options, too
@@ -245,9 +274,17 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         out_error = spread / room + 1e-5 * (own @ np.abs(vv)) + TINY * np.abs(vv).sum(2)[:, :, None]
         if np.ndim(v.step):
             out_error = out_error + 2 * heads(v.step, h)
-        lse_error = total / room[..., 0] + off + 20 * EPS * np.abs(own_lse) + 1e-5 + 8 * EPS * np.abs(shift[..., 0])
+        lse_error = (
+            total / room[..., 0]
+            + off
+            + 20 * EPS * np.abs(own_lse)
+            + 1e-5
+            + 8 * EPS * np.abs(shift[..., 0])
+        )
         unsure = (far > 5) | k.loose | lost.any(-1)
-        out_error = np.where(unsure[..., None] | (np.abs(dots) > INT8_LIMIT).any(-1)[..., None], np.inf, out_error)
+        out_error = np.where(
+            unsure[..., None] | (np.abs(dots) > INT8_LIMIT).any(-1)[..., None], np.inf, out_error
+        )
         lse_error = np.where(unsure, np.inf, lse_error)
         spoiled = (seen & heads((k.bad | v.bad)[..., None], h)[..., 0][..., None, :]).any(-1)
         spoiled |= q.bad & seen.any(-1)
@@ -260,12 +297,16 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             lse = np.logaddexp(own_lse, sink)
             share = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
             change = np.expm1(np.minimum(lse_error, 50)) * share * (1 - share) * 2
-            out, out_error = out * share[..., None], out_error * share[..., None] + change[..., None] * np.abs(out)
+            out, out_error = (
+                out * share[..., None],
+                out_error * share[..., None] + change[..., None] * np.abs(out),
+            )
             own_lse = lse
     return Expected(out, own_lse, out_error, lse_error, own, s, error, 1.0)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
 def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray):
     """dq, dk, dv and their bounds, of operands as for `attention`; out and lse as the caller passes them."""
     h, d = q.shape[1], q.shape[3]
@@ -273,6 +314,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
     found = attention(q, k, v, o)
     kh, vh = heads(k, h), heads(v, h)
     with np.errstate(all="ignore"):
+        # an lse of few digits says nothing: the weights are computed anew
+        lse_given = np.where(np.abs(lse_given) >= 2.0**22, found.lse, lse_given)
         p = np.where(found.scores == -np.inf, 0, np.exp(found.scores - lse_given[..., None]))
         p = np.where(np.isfinite(lse_given)[..., None], p, 0)
         dp = do @ vh.swapaxes(2, 3)
@@ -282,12 +325,21 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         off = found.error + 4 * EPS * np.abs(lse_given)[..., None] + 64 * EPS
         terms = q.shape[2] + k.shape[2] + d + v.shape[3]
         factor = 2 * np.expm1(np.minimum(off, 50)) + (terms + 60) * EPS
-        size = np.abs(do) @ np.abs(vh).swapaxes(2, 3) + (np.abs(do) * np.abs(out_given)).sum(-1, keepdims=True)
+        size = np.abs(do) @ np.abs(vh).swapaxes(2, 3) + (np.abs(do) * np.abs(out_given)).sum(
+            -1, keepdims=True
+        )
         e_p = p * factor
         e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)
         largest = sum(np.abs(x).max(initial=0) for x in (q, k, v, do))
-        e_ds, e_p = e_ds + terms * TINY * largest, e_p + terms * TINY  # products below float32's normal numbers
-        e_dq, e_dk, e_dv = e_ds @ np.abs(kh), e_ds.swapaxes(2, 3) @ np.abs(q), e_p.swapaxes(2, 3) @ np.abs(do)
+        e_ds, e_p = (
+            e_ds + terms * TINY * largest,
+            e_p + terms * TINY,
+        )  # products below float32's normal numbers
+        e_dq, e_dk, e_dv = (
+            e_ds @ np.abs(kh),
+            e_ds.swapaxes(2, 3) @ np.abs(q),
+            e_p.swapaxes(2, 3) @ np.abs(do),
+        )
 
     def grouped(x):
         return x.reshape(x.shape[0], k.shape[1], h // k.shape[1], *x.shape[2:]).sum(2)

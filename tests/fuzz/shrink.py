@@ -29,7 +29,11 @@ def smaller(case: dict) -> Iterator[dict]:
     for i, op in enumerate(case.get("ops", ())):
         for n in {op.get("n", 0) // 2, max(op.get("n", 0) - 1, 0)} - {op.get("n", 0)}:
             if "counts" not in op:
-                yield changed(lambda c, i=i, n=n: c["ops"][i].update(n=n, **({"l": n} if c["ops"][i]["op"] == "step" else {})))
+                yield changed(
+                    lambda c, i=i, n=n: c["ops"][i].update(
+                        n=n, **({"l": n} if c["ops"][i]["op"] == "step" else {})
+                    )
+                )
         for name in ("view", "bad", "counts"):
             if name in op:
                 yield changed(lambda c, i=i, name=name: c["ops"][i].pop(name))
@@ -37,10 +41,20 @@ def smaller(case: dict) -> Iterator[dict]:
         for part in ("view", "bad"):
             if isinstance(case.get(name), dict) and part in case[name]:
                 yield changed(lambda c, name=name, part=part: c[name].pop(part))
-        if isinstance(case.get(name), dict) and case[name].get("draw") not in (None, "ones", "normal"):
+        if isinstance(case.get(name), dict) and case[name].get("draw") not in (
+            None,
+            "ones",
+            "normal",
+        ):
             yield changed(lambda c, name=name: c[name].update(draw="normal"))
     if case.get("g", 1) > 1 or case.get("h", 1) > 1:
-        yield changed(lambda c: c.update(h=c["h"] // c["g"], g=1) if c["g"] > 1 and "h" in c else c.update({n: 1 for n in "hg" if n in c}))
+        yield changed(
+            lambda c: (
+                c.update(h=c["h"] // c["g"], g=1)
+                if c["g"] > 1 and "h" in c
+                else c.update({n: 1 for n in "hg" if n in c})
+            )
+        )
     if case.get("queries", 0) > case.get("g", 1):
         yield changed(lambda c: c.update(queries=c["g"]))
     for name in SIZES:
@@ -67,7 +81,9 @@ def resize(c: dict, name: str, to: int) -> None:
                 op["counts"] = op["counts"][:to]
 
 
-def shrink(case: dict, failure: str, run: Callable[[dict], str | None], tries: int = 300) -> tuple[dict, str]:
+def shrink(
+    case: dict, failure: str, run: Callable[[dict], str | None], tries: int = 300
+) -> tuple[dict, str]:
     """The simplest case found that fails alike, and how."""
     wanted = kind_of(failure)
     again = True

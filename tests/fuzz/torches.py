@@ -22,7 +22,10 @@ def torch(c: dict) -> None:
         "do": (c["b"], c["h"], c["l"], c["dv"]),
     }
     kept = getattr(t, c["dtype"])
-    made = {n: t.from_numpy(numbers(shape, c[n]["draw"], c[n]["seed"], "float32")).to(kept) for n, shape in shapes.items()}
+    made = {
+        n: t.from_numpy(numbers(shape, c[n]["draw"], c[n]["seed"], "float32")).to(kept)
+        for n, shape in shapes.items()
+    }
     back = {n: np.argsort(c[n]["order"]).tolist() for n in shapes}
     made = {n: x.permute(c[n]["order"]).contiguous().permute(back[n]) for n, x in made.items()}
     given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
@@ -35,7 +38,9 @@ def torch(c: dict) -> None:
     lse = None
     with t.set_grad_enabled(c["grad"]):
         if c["call"] == "sdpa":
-            out = numflash.torch.scaled_dot_product_attention(q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"])
+            out = numflash.torch.scaled_dot_product_attention(
+                q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"]
+            )
         else:
             out, lse = numflash.torch.attention(
                 q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"], return_lse=True
@@ -50,11 +55,20 @@ def torch(c: dict) -> None:
     got = out.detach().float().numpy()
     if 0 in shapes["q"] or 0 in shapes["k"]:
         return
-    held(found, got, found.lse if lse is None else lse.numpy(), arrays["v"].astype(np.float64), c["dtype"], name)
+    held(
+        found,
+        got,
+        found.lse if lse is None else lse.numpy(),
+        arrays["v"].astype(np.float64),
+        c["dtype"],
+        name,
+    )
     if c["grad"]:
         wide = {n: x.astype(np.float64) for n, x in arrays.items()}
         exact = oracle.attention(wide["q"], wide["k"], wide["v"], o)
-        want, error = oracle.gradients(wide["q"], wide["k"], wide["v"], wide["do"], o, got.astype(np.float64), exact.lse)
+        want, error = oracle.gradients(
+            wide["q"], wide["k"], wide["v"], wide["do"], o, got.astype(np.float64), exact.lse
+        )
         if (np.abs(exact.lse[np.isfinite(exact.lse)]) > 2.0**20).any():
             return
         for n, x, x_want, e in zip("qkv", (q, k, v), want, error, strict=True):

@@ -35,7 +35,10 @@ def outcome(case: dict, table: dict) -> str | None:
             table[case["kind"]](case)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        place = next((f for f in reversed(frames) if "numflash" in f.name or "/numflash/" in f.filename), frames[-1])
+        place = next(
+            (f for f in reversed(frames) if "numflash" in f.name or "/numflash/" in f.filename),
+            frames[-1],
+        )
         return f"{type(error).__name__}: {str(error)[:400]} ({os.path.basename(place.filename)}:{place.lineno})"
     return None
 

@@ -29,7 +29,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import inline, kernel
-from ...jit.memory import empty
+from ...jit.memory import empty, scratch
 from ...jit.parallel import over_tasks
 from ...tiling import Buffer
 from ...validation import Problem
@@ -483,8 +483,8 @@ def _turn_block(task, x, out):
     (length, s), blocks = x.shape[1:], out.shape[1]
     n, block = task // blocks, task % blocks
     rows = x[n, block * QUERIES : min((block + 1) * QUERIES, length)]
-    square = np.empty(
-        (QUERIES, QUERIES), x.dtype
+    square = scratch(
+        (QUERIES, QUERIES), x.dtype, "square turned round"
     )  # rows of x are often a power of two apart: one set of L1
     for first in range(0, s, QUERIES):
         count = min(QUERIES, s - first)
@@ -565,10 +565,10 @@ def run(
     row_lse[:, :length], row_delta[:, :length] = lse, np.where(hidden[0], 0, delta)
     workers = numba.get_num_threads()
     scratch = Scratch(
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, (QUERIES + MR) * KEYS), F),
-        empty((workers, QUERIES), F),
+        empty((workers, KEYS * QUERIES), F, "backward weights"),
+        empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
+        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients turned round"),
+        empty((workers, QUERIES), F, "backward sums"),
     )
     splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))
     dq = np.zeros((splits, n, wide + MR, q_rows.shape[2]), F)

@@ -57,7 +57,7 @@ def _pack_keys(name: str, lanes: int):
             (n * length + first) * groups,
         )  # straight from K, where its rows are whole words
         if not words.size or first + panel > length:
-            rows = zeros((panel * size,), operand)
+            rows = zeros((panel * size,), operand, "keys of a panel")
             for c in range(min(panel, length - first)):
                 for e in range(d):
                     rows[c * size + e] = k[n, first + c, e]
@@ -102,7 +102,8 @@ def _pack_values(name: str, lanes: int):
     def pack_block(task, v, blocks, columns, data):
         length, dv = v.shape[1:]
         n, block = task // blocks, task % blocks
-        rows = zeros((group, columns), np.int8)  # keys and columns that V lacks are zeros
+        # keys and columns that V lacks are zeros
+        rows = zeros((group, columns), np.int8, "values of a group of keys")
         out = data[n, block * KEY_BLOCK * columns : (block + 1) * KEY_BLOCK * columns]
         for g in range(KEY_BLOCK // group):
             j = block * KEY_BLOCK + g * group
