@@ -147,7 +147,10 @@ def _pack_keys(name: str, lanes: int):
     @kernel
     def pack_keys(k, words, scale, keys):
         all_keys = keys.start.shape[1]
-        groups, tasks = keys.data.shape[1] // all_keys // group, (all_keys + TASK_KEYS - 1) // TASK_KEYS
+        groups, tasks = (
+            keys.data.shape[1] // all_keys // group,
+            (all_keys + TASK_KEYS - 1) // TASK_KEYS,
+        )
         over_tasks(task, k.shape[0] * tasks, (k, words, scale, groups, tasks, keys))
 
     return pack_keys
@@ -207,7 +210,9 @@ def empty_values(isa_name: str, n: int, s: int, dv: int, lanes: int) -> np.ndarr
     return empty((n, size), np.int8 if isa.group == 4 else np.int16)
 
 
-def pack_keys(isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None) -> PackedKeys:
+def pack_keys(
+    isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None
+) -> PackedKeys:
     """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
     n, s, d = k.shape

@@ -35,7 +35,6 @@ from .packing import (
     block_weaver,
     empty_keys,
     empty_values,
-    padded,
     panel_packer,
 )
 from .quantize_rows import LANES, PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
@@ -58,7 +57,10 @@ class Rows(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What is quantised. lengths (B,) keys that count; smooth: take the mean off K; unit: float32, what turns query scales to cq."""
+    """What is quantised.
+
+    lengths : (B,) keys that count;  smooth : take the mean off K;  unit : float32, what turns scales of Q into cq
+    """
 
     q: Rows
     k: Rows

@@ -14,7 +14,19 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...quantization import MAGNITUDE, NO_SCALE, ROUND
-from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, pointer, repeat, shuffle, splat, vector
+from ..isa.vectors import (
+    F32,
+    I16,
+    I32,
+    I64,
+    call,
+    constant,
+    pointer,
+    repeat,
+    shuffle,
+    splat,
+    vector,
+)
 
 LANES, ROWS, WIDE = 16, 8, 4  # elements of a vector, rows at a time, vectors of channels at a time
 PLAIN = 2.0**96
@@ -83,9 +95,7 @@ def _fold(b, rows):
 def _by_eight(chosen):
     half, n = ROWS // 2, len(chosen) // 2
     return [
-        j
-        for k in range(0, n, half)
-        for j in chosen[k : k + half] + chosen[n + k : n + k + half]
+        j for k in range(0, n, half) for j in chosen[k : k + half] + chosen[n + k : n + k + half]
     ]
 
 
@@ -154,7 +164,9 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
                 known = _load(b, pf if by_channel else ps, b.mul(place, I64(4)), FLOATS)
                 for r, (row, to) in enumerate(zip(rows, outs, strict=True)):
                     value = _floats(b, kind, row, place)
-                    value = b.fmul(value, known) if by_channel else b.fmul(b.fsub(value, known), own[r])
+                    value = (
+                        b.fmul(value, known) if by_channel else b.fmul(b.fsub(value, known), own[r])
+                    )
                     whole = b.bitcast(b.fadd(value, constant(FLOATS, float(ROUND))), INTS)
                     _store(b, b.trunc(whole, narrow), to, b.mul(place, I64(bits // 8)), bits // 8)
                 return []
@@ -188,8 +200,11 @@ def channel_statistics(kind: str):
                     def add(i, state):
                         row = _at(b, px, b.mul(i, args[1]))
                         values = [_floats(b, kind, row, at) for at in places]
-                        return [b.fadd(y, v) for y, v in zip(state[:width], values, strict=True)] + [
-                            _smax(b, y, _magnitude(b, v)) for y, v in zip(state[width:], values, strict=True)
+                        return [
+                            b.fadd(y, v) for y, v in zip(state[:width], values, strict=True)
+                        ] + [
+                            _smax(b, y, _magnitude(b, v))
+                            for y, v in zip(state[width:], values, strict=True)
                         ]
 
                     state = [constant(FLOATS, 0.0)] * width + [constant(INTS, 0)] * width
