@@ -43,7 +43,9 @@ notebooks-made: .venv/notebooks  ## make the .ipynb from the .py beside them and
 
 lint: .venv/lint  ## style and types
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is installed
 	$(BIN)/python -m pytest -q -o python_files='bench_*.py' -o python_functions='bench_*' tests/benchmarks \

@@ -8,9 +8,9 @@
 import numpy as np
 
 import numflash
-from numflash.course import bars, check, figure, roof, table
+from numflash.course.lessons import bars, check, figure, roof, table
+from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
-from numflash.tracer import trace
 
 # %% [markdown]
 # ## The definition

@@ -8,7 +8,7 @@
 import numpy as np
 
 import numflash
-from numflash.course import check, figure, table
+from numflash.course.lessons import check, figure, table
 from numflash.cpu.study import ladder
 from numflash.quantization import quantize_problem
 from numflash.reference import integer_model, integer_steps

@@ -7,10 +7,10 @@
 # %%
 import numpy as np
 
-from numflash.course import check, figure, roof, rounds, table
+from numflash.course.lessons import check, figure, roof, rounds, table
+from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
 from numflash.tiling import TILINGS, Caches
-from numflash.tracer import trace
 
 caches = Caches.of_this_machine()
 print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"lines of {caches.line} bytes,", caches.source)

@@ -17,7 +17,7 @@ import numpy as np
 import numflash
 from numflash import fixedpoint as fx
 from numflash import reference, validation
-from numflash.course import bars, check, figure, roof, table
+from numflash.course.lessons import bars, check, figure, roof, table
 from numflash.data import minilm
 
 query, key, value = (x.astype(np.float32)[None] for x in minilm())

@@ -17,9 +17,9 @@ import inspect
 import numpy as np
 
 from numflash import fixedpoint as fx
-from numflash.course import COLOURS, DASHES, bars, check, figure, table
+from numflash.course.lessons import COLOURS, DASHES, bars, check, figure, table
 from numflash.cpu.study import exp2_benchmark, unfused
-from numflash.timing import best_time
+from numflash.measure.timing import best_time
 
 # %% [markdown]
 # ## A number with the point painted on

@@ -10,11 +10,11 @@ from itertools import zip_longest
 
 import numpy as np
 
-from numflash import assembly, codegen
-from numflash._jit import kernel
-from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu import microkernels
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
+from numflash.cpu.int8 import microkernels
 from numflash.cpu.study import ladder
+from numflash.jit.compiler import kernel
+from numflash.machinecode import assembly, codegen
 
 F, I = np.float32, np.int32
 

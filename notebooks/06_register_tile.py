@@ -7,13 +7,13 @@
 # %%
 import numpy as np
 
-from numflash import assembly, codegen
-from numflash._jit import kernel
-from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu import portable
-from numflash.cpu.isas import VECTOR_ISAS, running_lanes
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
+from numflash.cpu.int8 import portable
+from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.cpu.study import ladder
 from numflash.cpu.study.register_tile import make_product, make_tile, pack
+from numflash.jit.compiler import kernel
+from numflash.machinecode import assembly, codegen
 
 isa = ladder.vector_isa()                                # AVX2 to AVX-512 VNNI, NEON dot products or SVE
 registers = 16 if isa in ("avx_vnni", "avx2") else 32

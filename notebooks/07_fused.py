@@ -8,10 +8,11 @@
 import numpy as np
 
 import numflash
-from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu import launch, phases
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
+from numflash.cpu import launch
 from numflash.cpu.study import ladder, ladder_int8, unfused_times
-from numflash.cpu.threads import limit
+from numflash.jit.threads import limit
+from numflash.measure import phases
 from numflash.quantization import quantize_problem
 from numflash.tiling import tiling
 from numflash.validation import describe

@@ -20,12 +20,12 @@ import inspect
 
 import numpy as np
 
-from numflash import assembly, codegen
-from numflash.course import COLOURS, bars, check, figure, table
+from numflash.course.lessons import COLOURS, bars, check, figure, table
 from numflash.cpu.study import exp2_benchmark, exp2_values
 from numflash.cpu.study.registers import aligned
+from numflash.machinecode import assembly, codegen
+from numflash.measure.timing import best_time
 from numflash.tiling import Caches
-from numflash.timing import best_time
 
 s, scale, top, v = exp2_benchmark.draw(m=4, nc=64)
 weights = np.exp2(s * np.float64(scale) - top)

@@ -10,9 +10,9 @@ import heapq
 import numpy as np
 
 import numflash
-from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
 from numflash.cpu.study import ladder
-from numflash.cpu.threads import limit, most
+from numflash.jit.threads import limit, most
 from numflash.tiling import tiling
 
 isa = ladder.vector_isa()

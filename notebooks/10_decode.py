@@ -16,10 +16,10 @@ import numpy as np
 
 import numflash
 from numflash import quantization, reference
-from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
-from numflash.cpu.threads import limit, most
+from numflash.jit.threads import limit, most
 
 rng = np.random.default_rng(0)
 

@@ -19,10 +19,10 @@ from numba import njit
 
 import numflash
 from numflash import fixedpoint as fx
-from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.course.lessons import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import improvements
-from numflash.cpu.threads import limit, most
+from numflash.jit.threads import limit, most
 from numflash.tiling import TILINGS
 
 rng = np.random.default_rng(0)

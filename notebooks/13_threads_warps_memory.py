@@ -14,11 +14,11 @@ import linecache
 import numpy as np
 from numba import cuda
 
-from numflash.course import bars, card, check, figure, table
+from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import emulate, study
 from numflash.cuda.compile import ARCHITECTURES
 from numflash.cuda.emulator import EmulatorError
-from numflash.cuda.forward import emulated
+from numflash.cuda.operands import emulated
 
 rng = np.random.default_rng(0)
 device = card()

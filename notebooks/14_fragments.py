@@ -13,10 +13,10 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from numba import cuda
 
-from numflash.course import bars, card, check, figure, table
+from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.emulator import tensor
-from numflash.cuda.forward import emulated
+from numflash.cuda.operands import emulated
 
 rng = np.random.default_rng(0)
 u32, f32, i32 = np.uint32, np.float32, np.int32

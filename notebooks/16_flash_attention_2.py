@@ -11,9 +11,9 @@
 # %%
 import inspect
 
-from numflash.course import card, check, figure, table
+from numflash.course.lessons import card, check, figure, table
 from numflash.cuda import study
-from numflash.cuda.forward import emulated
+from numflash.cuda.operands import emulated
 from numflash.cuda.study.tensor_cores import both_products
 
 device = card()

@@ -16,7 +16,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from numflash.course import bars, card, check, figure, table
+from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.compile import Source
 from numflash.cuda.emulator import EmulatorError, TensorMap

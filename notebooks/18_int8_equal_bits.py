@@ -13,11 +13,12 @@ import numpy as np
 from numba import cuda
 
 import numflash
-from numflash.course import bars, card, check, figure, table
+from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import emulate, launch, ptx
+from numflash.cuda.device import median_seconds
 from numflash.cuda.emulator import tensor
-from numflash.cuda.forward import emulated
-from numflash.cuda.validate import problem_of
+from numflash.cuda.operands import emulated
+from numflash.cuda.validate.attention import problem_of
 from numflash.tiling import KEY_BLOCK
 
 rng = np.random.default_rng(0)
@@ -242,7 +243,7 @@ if device is None:
 else:
     for precision in ("float16", "int8"):
         seconds = device.prepared(launch.plan(problem_of((4, 16, 16, 4096, 4096, 128), precision, {}), device.arch),
-                                  lambda work: launch.median_seconds(device, work))
+                                  lambda work: median_seconds(device, work))
         print(f"{precision}: {1e3 * seconds:.2f} ms, {4 * 64 * 4096**2 * 128 / seconds / 1e12:.0f} TOP/s")
 
 # %% [markdown]

@@ -14,7 +14,7 @@
 import numpy as np
 
 import numflash
-from numflash.course import bars, card, check, figure, table
+from numflash.course.lessons import bars, card, check, figure, table
 from numflash.tiling import KEY_BLOCK, split_count
 
 rng = np.random.default_rng(0)

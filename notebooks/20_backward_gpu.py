@@ -15,9 +15,10 @@ import numpy as np
 
 import numflash
 from numflash import validation
-from numflash.course import bars, card, check, figure, table
-from numflash.cuda import backward, forward, launch, validate
+from numflash.course.lessons import bars, card, check, figure, table
+from numflash.cuda import launch, launch_backward, operands
 from numflash.cuda.emulator import tensor
+from numflash.cuda.validate import attention as validate
 
 rng = np.random.default_rng(0)
 device = card()
@@ -111,12 +112,12 @@ def problem_of(q, k, v, causal=False):
 def gradients(do, q, k, v, out, lse, causal=False, **options):
     """(dq, dk, dv), and the reports of rows, keys' pass and queries' pass."""
     four = [x[None, None] for x in (do, out.astype(np.float16))]
-    work = backward.float_backward(problem_of(q, k, v, causal), *four, lse.astype(np.float32)[None, None], "sm_80")
-    return backward.emulated(work, **options)
+    work = launch_backward.float_backward(problem_of(q, k, v, causal), *four, lse.astype(np.float32)[None, None], "sm_80")
+    return launch_backward.emulated(work, **options)
 
 
 _, (of_rows, of_keys, of_queries) = gradients(do, q, k, v, out, lse)
-_, _, of_forward = forward.emulated(launch.plan(problem_of(q, k, v), "sm_80"))
+_, _, of_forward = operands.emulated(launch.plan(problem_of(q, k, v), "sm_80"))
 reports = {"forward": of_forward, "rows": of_rows, "keys' pass": of_keys, "queries' pass": of_queries}
 assert (of_keys.tensor_operations, of_queries.tensor_operations) == model(length, length, d)
 table(["", "products", "exp2 and other special", "warp instr.", "per product", "global KB read", "shared KB read", "conflicts"],
@@ -247,8 +248,9 @@ check("does not fit", widest, too_wide)
 
 # %%
 for head in (64, 128, 256):
-    print(f"D = {head}:", {name: backward.shape_of(name, head, head, "sm_80") for name in backward.passes(head, head)})
-assert [len(backward.passes(x, x)) for x in (128, 256)] == [2, 3]
+    shapes = {name: launch_backward.shape_of(name, head, head, "sm_80") for name in launch_backward.passes(head, head)}
+    print(f"D = {head}:", shapes)
+assert [len(launch_backward.passes(x, x)) for x in (128, 256)] == [2, 3]
 
 # %% [markdown]
 # What ptxas makes of it, where the binary utilities are installed (`numflash[sass]`). The tests demand it for every size and
@@ -262,7 +264,7 @@ try:
     from numflash.cuda.kernels.backward import flash_backward
     for name in ("kv", "q"):
         made = sass.resources(compiled(flash_backward, "sm_80", "cubin", gradients=name, d=d, dv=d,
-                                       **backward.shape_of(name, d, d, "sm_80")).code)
+                                       **launch_backward.shape_of(name, d, d, "sm_80")).code)
         machine[name] = {"registers": made.registers, "stack": made.stack, "HMMA": made.count("HMMA"), "LDSM": made.count("LDSM")}
     table(["pass", *machine["kv"]], [[name, *row.values()] for name, row in machine.items()])
 except numflash.errors.UnsupportedError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import numflash
-from numflash.course import check, figure
+from numflash.course.lessons import check, figure
 from numflash.mpi import Split, causal_work, imbalance
 from numflash.mpi.model import LINKS, Ring
 

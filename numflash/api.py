@@ -1,4 +1,5 @@
 """The public functions: check, choose a backend, convert arrays. Nothing is computed here."""
+
 from __future__ import annotations
 
 import functools
@@ -10,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from . import merge, validation
-from ._jit import refuse_after_fork
 from .errors import ArgumentError, UnsupportedError
 from .interop import Imported, convert, import_array, on_device
+from .jit.threads import refuse_after_fork
 from .validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
 
 
-def solve(problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
-          ) -> tuple[np.ndarray, np.ndarray | None]:
+def solve(
+    problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
     """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the problem asks for it.
 
     `results`, contiguous float32 arrays of these shapes, are written and returned where they are given, for a problem that asks for
@@ -27,10 +29,14 @@ def solve(problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | 
     """
     b, h, _, length, s, _, dv = problem.shape
     if 0 in (b, length, s):
-        out, lse = np.zeros((b, h, length, dv), np.float32), np.full((b, h, length), -np.inf, np.float32)
+        out, lse = (
+            np.zeros((b, h, length, dv), np.float32),
+            np.full((b, h, length), -np.inf, np.float32),
+        )
     else:
         if problem.precision == "int8" and isinstance(problem.query, np.ndarray):
             from .quantization import quantize_problem
+
             problem = quantize_problem(problem)
         out, lse = _run(problem, impl, results)
     if problem.sinks is not None:
@@ -50,12 +56,13 @@ def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequ
 
 @functools.cache
 def _launch(device: str) -> Any:
-    return importlib.import_module(f".{device}.launch", __package__)
+    return importlib.import_module(f".{device}.launch", "numflash")
 
 
 def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     if impl == "reference":
         from . import reference
+
         out, lse = reference.solve(replace(problem, sinks=None))
         return out.astype(np.float32), lse.astype(np.float32)
     device = BACKENDS["cpu" if impl == "auto" else impl]
@@ -64,8 +71,13 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     try:
         launch = _launch(device)
     except ImportError as error:
-        raise UnsupportedError(f"impl: got {impl!r}, which cannot be loaded here ({error})") from error
-    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}, "cuda-emulator": {"emulator": True}}
+        raise UnsupportedError(
+            f"impl: got {impl!r}, which cannot be loaded here ({error})"
+        ) from error
+    options: dict[str, dict[str, Any]] = {
+        "portable": {"isa": "portable"},
+        "cuda-emulator": {"emulator": True},
+    }
     given = {"results": results} if device == "cpu" else {}
     return launch.run(problem, **options.get(impl, {}), **given)
 
@@ -77,21 +89,40 @@ def _restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
     if layout == "blhd":
         x = x.swapaxes(1, 2)
         return x if ndim == 4 else x[0] if ndim == 3 else x[0, :, 0]
-    return x.reshape(x.shape[4 - ndim:])
+    return x.reshape(x.shape[4 - ndim :])
 
 
 def _deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
     """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the same kind."""
-    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(taken.dtype, taken.dtype)
+    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(
+        taken.dtype, taken.dtype
+    )
     result = taken.export(convert(out, dtype), dtype)
     return (result, taken.export(lse, "float32")) if return_lse else result
 
 
-def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-              scale: float | None = None, enable_gqa: bool = False, *, window: Any = None, alignment: str = "upper_left",
-              key_lengths: Any = None, softcap: float = 0.0, alibi_slopes: Any = None, sinks: Any = None,
-              precision: str | None = None, pv: str | None = None, layout: str = "bhld", return_lse: bool = False,
-              impl: str = "auto") -> Any:
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: Any = None,
+    alignment: str = "upper_left",
+    key_lengths: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str | None = None,
+    pv: str | None = None,
+    layout: str = "bhld",
+    return_lse: bool = False,
+    impl: str = "auto",
+) -> Any:
     """Scaled dot-product attention: softmax(query . key^T * scale + mask) . value, the score matrix never stored.
 
     Parameters
@@ -150,25 +181,76 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p
     validation.choice("impl", impl, validation.IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
+
         return arrays.attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
-            window=window, alignment=alignment, key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            precision=precision, pv=pv, layout=layout, return_lse=return_lse)
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            window=window,
+            alignment=alignment,
+            key_lengths=key_lengths,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            precision=precision,
+            pv=pv,
+            layout=layout,
+            return_lse=return_lse,
+        )
     problem = validation.problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window, alignment=alignment,
-        key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv, layout=layout,
-        return_lse=return_lse)
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        alignment=alignment,
+        key_lengths=key_lengths,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        precision=precision,
+        pv=pv,
+        layout=layout,
+        return_lse=return_lse,
+    )
     taken = import_array("query", query)
     ndim = taken.array.ndim
     out, lse = solve(problem, impl)
     return _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, return_lse)
 
 
-def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, attn_mask: Any = None,
-                       dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-                       window: Any = None, alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0,
-                       alibi_slopes: Any = None, sinks: Any = None, precision: str | None = None, layout: str = "bhld",
-                       impl: str = "auto") -> tuple[Any, Any, Any]:
+def attention_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    *,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Any = None,
+    alignment: str = "upper_left",
+    key_lengths: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str | None = None,
+    layout: str = "bhld",
+    impl: str = "auto",
+) -> tuple[Any, Any, Any]:
     """The gradients of `attention` with respect to query, key and value: recomputed tile by tile, the score matrix never stored.
 
     FlashAttention 2, algorithm 2 (Dao 2023). Equal inputs give equal bits on every run and at every thread count.
@@ -208,40 +290,91 @@ def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any
     validation.choice("impl", impl, validation.IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
+
         return arrays.attention_backward(
-            grad_out, query, key, value, out, lse, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, window=window, alignment=alignment, key_lengths=key_lengths, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, layout=layout)
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            window=window,
+            alignment=alignment,
+            key_lengths=key_lengths,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            precision=precision,
+            layout=layout,
+        )
     problem = validation.problem(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window, alignment=alignment,
-        key_lengths=key_lengths, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, layout=layout)
-    taken = [import_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        alignment=alignment,
+        key_lengths=key_lengths,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        precision=precision,
+        layout=layout,
+    )
+    taken = [
+        import_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    ]
     ndim = taken[0].array.ndim
-    operands = validation.gradient_operands(problem, taken[0].array.shape, grad_out, out, lse, layout)
+    operands = validation.gradient_operands(
+        problem, taken[0].array.shape, grad_out, out, lse, layout
+    )
     found = solve_backward(problem, operands, impl)
-    dq, dk, dv = (_deliver(_restore(x, ndim, layout), None, t, False) for x, t in zip(found, taken, strict=True))
+    dq, dk, dv = (
+        _deliver(_restore(x, ndim, layout), None, t, False)
+        for x, t in zip(found, taken, strict=True)
+    )
     return dq, dk, dv
 
 
-def solve_backward(problem: Problem, operands: tuple[np.ndarray, np.ndarray, np.ndarray], impl: str,
-                   results: Sequence[np.ndarray] | None = None) -> Sequence[np.ndarray]:
+def solve_backward(
+    problem: Problem,
+    operands: tuple[np.ndarray, np.ndarray, np.ndarray],
+    impl: str,
+    results: Sequence[np.ndarray] | None = None,
+) -> Sequence[np.ndarray]:
     """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own storage.
 
     operands : grad_out, out and lse, as `validation.gradient_operands` gives them
     results : contiguous float32 zeros of these shapes, to be written and returned, or None
     """
     if problem.precision == "int8":
-        raise UnsupportedError("precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'")
+        raise UnsupportedError(
+            "precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'"
+        )
     if impl in ("cpu", "portable", "auto"):
         refuse_after_fork()
         from .cpu import launch_backward
-        return launch_backward.run(problem, *operands, isa="portable" if impl == "portable" else None, results=results)
+
+        return launch_backward.run(
+            problem, *operands, isa="portable" if impl == "portable" else None, results=results
+        )
     if impl == "reference":
         from . import reference
+
         found = reference.gradients(problem, *operands)
     else:
-        from .cuda import backward
-        found = backward.run(problem, *operands, emulator=impl == "cuda-emulator")
+        from .cuda.launch_backward import run
+
+        found = run(problem, *operands, emulator=impl == "cuda-emulator")
     return found if results is None else _written(found, results)
 
 
@@ -270,11 +403,25 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     problem = validation.quantized_problem(query, key, value, **options)
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
-    return (_restore(out, ndim, "bhld"), _restore(lse, ndim, "bhld")) if problem.return_lse else _restore(out, ndim, "bhld")
+    return (
+        (_restore(out, ndim, "bhld"), _restore(lse, ndim, "bhld"))
+        if problem.return_lse
+        else _restore(out, ndim, "bhld")
+    )
 
 
-def attention_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, is_causal: bool = False,
-                     return_lse: bool = False, impl: str = "auto", **options: Any) -> Any:
+def attention_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    is_causal: bool = False,
+    return_lse: bool = False,
+    impl: str = "auto",
+    **options: Any,
+) -> Any:
     """Attention over sequences packed one behind the other, each on its own.
 
     Parameters
@@ -294,29 +441,50 @@ def attention_varlen(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
-    validation.known("attention_varlen", options,
-                     ("scale", "enable_gqa", "window", "alignment", "softcap", "alibi_slopes", "sinks", "precision", "pv"))
+    validation.known(
+        "attention_varlen",
+        options,
+        (
+            "scale",
+            "enable_gqa",
+            "window",
+            "alignment",
+            "softcap",
+            "alibi_slopes",
+            "sinks",
+            "precision",
+            "pv",
+        ),
+    )
     validation.choice("impl", impl, validation.IMPLS)
     taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
     for name, x in taken.items():
         if x.array.ndim != 3:
-            raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)")
+            raise ArgumentError(
+                f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)"
+            )
     cu_q = validation.cumulative("cu_seqlens_q", cu_seqlens_q, taken["query"].array.shape[0])
     cu_k = validation.cumulative("cu_seqlens_k", cu_seqlens_k, taken["key"].array.shape[0])
     if len(cu_q) != len(cu_k):
-        raise ArgumentError(f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}")
-    whole = validation.problem(query, key, value, is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
+        raise ArgumentError(
+            f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}"
+        )
+    whole = validation.problem(
+        query, key, value, is_causal=is_causal, return_lse=return_lse, layout="blhd", **options
+    )
     shape = taken["query"].array.shape
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
-    for problem, chosen in validation.sequences(whole, cu_q, cu_k, options.get("alignment", "upper_left")):
+    for problem, chosen in validation.sequences(
+        whole, cu_q, cu_k, options.get("alignment", "upper_left")
+    ):
         part, part_lse = solve(problem, impl)
         part = convert(part, "float32")
         for i, n in enumerate(chosen):
             rows = slice(cu_q[n], cu_q[n + 1])
-            out[rows] = part[i, :, :cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
+            out[rows] = part[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
             if part_lse is not None:
-                lse[rows] = part_lse[i, :, :cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
+                lse[rows] = part_lse[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
     return _deliver(out, lse, taken["query"], return_lse)
 
 
@@ -335,6 +503,5 @@ def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> A
         `print` it, or read its fields.
     """
     from .explanation import explain_problem
+
     return explain_problem(query, key, value, **options)
-
-

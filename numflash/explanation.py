@@ -1,4 +1,5 @@
 """What a problem will cost before it runs: its tiling, bytes in each cache, operations, and the roof it will meet."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import validation
-from .cpu import target
 from .errors import ArgumentError
+from .jit import target
 from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
@@ -54,24 +55,38 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         d, dv = self.shape[5], self.shape[6]
         names = ("batch", "heads", "kv_heads", "length", "keys", "head_dim", "value_dim")
-        return {"shape": dict(zip(names, self.shape, strict=True)),
-                "precision": self.precision, "isa": self.isa, "tiling": self.tiling.name, "block_q": self.tiling.block_q,
-                "key_block": self.tiling.key_block, "register_tile": [self.tiling.mr, self.tiling.nv, self.tiling.lanes],
-                "working_set": self.tiling.working_set(d, dv), "caches": dict(self.caches.levels()), "visible": self.visible,
-                "operations": self.operations, "traffic": self.traffic, "intensity": self.intensity,
-                "scores_bytes": self.scores_bytes}
+        return {
+            "shape": dict(zip(names, self.shape, strict=True)),
+            "precision": self.precision,
+            "isa": self.isa,
+            "tiling": self.tiling.name,
+            "block_q": self.tiling.block_q,
+            "key_block": self.tiling.key_block,
+            "register_tile": [self.tiling.mr, self.tiling.nv, self.tiling.lanes],
+            "working_set": self.tiling.working_set(d, dv),
+            "caches": dict(self.caches.levels()),
+            "visible": self.visible,
+            "operations": self.operations,
+            "traffic": self.traffic,
+            "intensity": self.intensity,
+            "scores_bytes": self.scores_bytes,
+        }
 
     def __str__(self) -> str:
         b, h, hkv, length, s, d, dv = self.shape
-        return "\n".join((
-            f"attention, precision {self.precision}: batch {b}, heads {h} ({hkv} of keys), {length} queries x {s} keys, "
-            f"head_dim {d}{'' if d == dv else f', values {dv}'}",
-            self.tiling.explain(d, dv, self.caches),
-            f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} x {b * h} heads x {100 * self.visible:.4g} % visible"
-            f" = {self.operations / 1e9:.4g} G",
-            f"  memory: {self.traffic / 2**20:.4g} MiB for query, key, value and output; the scores would take "
-            f"{self.scores_bytes / 2**20:.4g} MiB and are never stored",
-            f"  intensity: {self.intensity:.4g} operations per byte"))
+        return "\n".join(
+            (
+                f"attention, precision {self.precision}: batch {b}, heads {h} ({hkv} of keys), {length} queries x {s} keys, "
+                f"head_dim {d}{'' if d == dv else f', values {dv}'}",
+                self.tiling.explain(d, dv, self.caches),
+                f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} "
+                f"x {b * h} heads x {100 * self.visible:.4g} % visible"
+                f" = {self.operations / 1e9:.4g} G",
+                f"  memory: {self.traffic / 2**20:.4g} MiB for query, key, value and output; the scores would take "
+                f"{self.scores_bytes / 2**20:.4g} MiB and are never stored",
+                f"  intensity: {self.intensity:.4g} operations per byte",
+            )
+        )
 
 
 def visible_share(problem: Problem) -> float:
@@ -86,7 +101,10 @@ def visible_share(problem: Problem) -> float:
 
     def up_to(last: int, keys: int) -> int:
         """Pairs of a row i and one of `keys` keys j with j - i <= last, counted without a list of the rows."""
-        return sum(sign * (ramp(length + last - over) - ramp(last - over)) for sign, over in ((1, 0), (-1, keys)))
+        return sum(
+            sign * (ramp(length + last - over) - ramp(last - over))
+            for sign, over in ((1, 0), (-1, keys))
+        )
 
     seen = 0
     for diagonal, keys in zip(problem.diagonal.tolist(), problem.key_lengths.tolist(), strict=True):
@@ -97,40 +115,64 @@ def visible_share(problem: Problem) -> float:
 
 def shaped(name: str, shape: Any) -> np.ndarray:
     """Zeros of a shape, that take no memory."""
-    sizes = all(isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) <= LARGEST_SIZE for n in shape)
+    sizes = all(
+        isinstance(n, Integral) and not isinstance(n, bool) and 0 <= int(n) <= LARGEST_SIZE
+        for n in shape
+    )
     if not sizes or (len(shape) == 4 and shape[0] > LARGEST_BATCH):
-        raise ArgumentError(f"{name}: got {shape!r}; allowed: a shape of integers, 0 to {LARGEST_SIZE}, a batch to {LARGEST_BATCH}")
+        raise ArgumentError(
+            f"{name}: got {shape!r}; allowed: a shape of integers, 0 to {LARGEST_SIZE}, a batch to {LARGEST_BATCH}"
+        )
     try:
         return np.broadcast_to(np.float32(0), shape)
     except ValueError as error:
-        raise ArgumentError(f"{name}: got {shape!r} ({error}); allowed: what NumPy can number") from None
+        raise ArgumentError(
+            f"{name}: got {shape!r} ({error}); allowed: what NumPy can number"
+        ) from None
 
 
-def explain_problem(query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any) -> Explanation:
+def explain_problem(
+    query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any
+) -> Explanation:
     """`numflash.explain`."""
     validation.choice("impl", impl, validation.IMPLS)
-    validation.known("explain", options, (*validation.OPTIONS, "dropout_p", "precision", "pv", "layout", "return_lse"))
+    validation.known(
+        "explain",
+        options,
+        (*validation.OPTIONS, "dropout_p", "precision", "pv", "layout", "return_lse"),
+    )
 
     def operand(name: str, x: Any) -> Any:
         return shaped(name, x) if isinstance(x, tuple) else x
+
     query = operand("query", query)
     key = query if key is None else operand("key", key)
     value = key if value is None else operand("value", value)
     problem = validation.problem(query, key, value, convert_operands=False, **options)
     b, h, hkv, length, s, d, dv = problem.shape
     if impl in ("cuda", "cuda-emulator"):
-        from .cuda.launch import EMULATED_ARCH, current_device
+        from .cuda.device import EMULATED_ARCH, current_device
+
         isa = current_device().arch if impl == "cuda" else EMULATED_ARCH
-        tiling = cuda_tiling(isa, problem.precision + ("-fp32" if problem.pv == "fp32" else ""), d, dv)
+        tiling = cuda_tiling(
+            isa, problem.precision + ("-fp32" if problem.pv == "fp32" else ""), d, dv
+        )
     else:
         isa = "portable" if impl == "portable" else target.available()[0]
         tiling = select(isa, problem.precision)
     visible = visible_share(problem)
     size = BYTES[problem.precision]
     return Explanation(
-        shape=problem.shape, precision=problem.precision, isa=isa, tiling=tiling, caches=tiling.caches(isa), visible=visible,
-        operations=round(2 * b * h * length * s * (d + dv) * visible), scores_bytes=4 * b * h * length * s,
-        traffic=size * (b * h * length * d + b * hkv * s * (d + dv)) + 4 * b * h * length * dv)
+        shape=problem.shape,
+        precision=problem.precision,
+        isa=isa,
+        tiling=tiling,
+        caches=tiling.caches(isa),
+        visible=visible,
+        operations=round(2 * b * h * length * s * (d + dv) * visible),
+        scores_bytes=4 * b * h * length * s,
+        traffic=size * (b * h * length * d + b * hkv * s * (d + dv)) + 4 * b * h * length * dv,
+    )
 
 
 def select(isa: str, precision: str) -> Tiling:
@@ -138,5 +180,10 @@ def select(isa: str, precision: str) -> Tiling:
     mine = TILINGS.get(f"{target.cpu_name()}-{precision}")
     if mine and mine.isa == isa:
         return mine
-    names = [f"{isa}-{precision}", f"{isa.split('_')[0]}-{precision}", f"{isa.split('_')[0]}-float32", f"portable-{precision}"]
+    names = [
+        f"{isa}-{precision}",
+        f"{isa.split('_')[0]}-{precision}",
+        f"{isa.split('_')[0]}-float32",
+        f"portable-{precision}",
+    ]
     return next(TILINGS[name] for name in [*names, "portable-int8"] if name in TILINGS)

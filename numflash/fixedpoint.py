@@ -10,19 +10,22 @@ One source serves four readers: called on NumPy scalars or arrays by the integer
 for CUDA, and run in the interpreter. So every operation is followed by a cast (P8: the JIT widens integers, NumPy does not),
 and only operations that are exact or exactly rounded are used. `y` is always the distance below the octave: `y >= 0`.
 """
+
 from __future__ import annotations
 
 import numpy as np
 
 i16, u16, i32, u32, f32, u8 = np.int16, np.uint16, np.int32, np.uint32, np.float32, np.uint8
 
-ONE_Q8 = 256             # one octave in Q8.8
-ONE_Q16 = 65536          # 1.0 in Q16.16
-P_ONE = 255              # 1.0 in P8
-P_WIDE = 65280           # 255 * 256: P8 with eight more fraction bits
-MASKED = -32768          # Q8.8 score of a masked key: its weight is exactly 0
+ONE_Q8 = 256  # one octave in Q8.8
+ONE_Q16 = 65536  # 1.0 in Q16.16
+P_ONE = 255  # 1.0 in P8
+P_WIDE = 65280  # 255 * 256: P8 with eight more fraction bits
+MASKED = -32768  # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
-VALUE_UNIT = 2.0**-40    # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
+VALUE_UNIT = (
+    2.0**-40
+)  # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
 
 # 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative error 0.27 %.
 # It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.
@@ -50,7 +53,7 @@ def exp2_p8(y):
     Two multiplications keep their high halves (one instruction each in 16-bit lanes). From y = 16 octaves on the result is 0;
     a shift by 16 or more is not defined in every language, hence the minimum.
     """
-    f = u16(u16(y) << u16(8))                                                # fraction, Q0.16
+    f = u16(u16(y) << u16(8))  # fraction, Q0.16
     g = u16((u32(f) * u32(P_B)) >> u32(16))
     h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
     e = u16(u16(y) >> u16(8))
@@ -91,9 +94,9 @@ def exp2_line177(y):
 
     `Fused FlashAttention V2`, "No Integer Division". 177/256 is ln 2, the slope of 2**f at 0, so the line ends at 1.69, not 2.
     """
-    t = u32(u32(65536) - u32(y))                                             # t - octave + 256 octaves, Q8.8
+    t = u32(u32(65536) - u32(y))  # t - octave + 256 octaves, Q8.8
     frac, octave = u32(t & u32(255)), u32(t >> u32(8))
-    mantissa = u32(u32(u32(256) << u32(8)) + u32(u32(177) * frac))           # Q16.16 in [1, 1.69]
+    mantissa = u32(u32(u32(256) << u32(8)) + u32(u32(177) * frac))  # Q16.16 in [1, 1.69]
     return u32(mantissa >> np.minimum(u32(u32(256) - octave), u32(31)))
 
 
@@ -120,12 +123,16 @@ EXP2 = {
 }
 
 # --- options of scores, in float32 by exactly rounded operations only, so that every device agrees ------------------------------
-LOG2E_Q8 = f32(256 * 1.4426950408889634)         # natural units -> Q8.8
-T_LIMIT = f32(2.0**30)                           # scores beyond +-4 million octaves stop here
-LOWEST = f32(np.finfo(np.float32).min)           # of a score that a finite bias makes: -inf is for hidden keys
+LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
+T_LIMIT = f32(2.0**30)  # scores beyond +-4 million octaves stop here
+LOWEST = f32(
+    np.finfo(np.float32).min
+)  # of a score that a finite bias makes: -inf is for hidden keys
 # tanh(x) = x * CAP_UNIT * (z**2 + P1 z + P0) / (z**3 + Q2 z**2 + Q1 z + Q0), z = x**2, minimax in relative error up to CAP_LIMIT
 # and 1 beyond: 9.0e-6
-CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (f32(c) for c in (669.49756, 76.66248, 18200.48, 8149.8267, 318.2947))
+CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
+    f32(c) for c in (669.49756, 76.66248, 18200.48, 8149.8267, 318.2947)
+)
 CAP_UNIT, CAP_LIMIT = f32(27.185043), f32(5.9)
 
 

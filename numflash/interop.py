@@ -3,6 +3,7 @@
 Inside, bfloat16 is always the uint16 array of its bits (P24: Numba knows no bfloat16), and every array is typed writable, so that
 a read-only input does not compile a kernel anew.
 """
+
 from __future__ import annotations
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
-CPU_DEVICE = 1                                   # kDLCPU
+CPU_DEVICE = 1  # kDLCPU
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         x = np.ascontiguousarray(x, np.float32)
     bits = x.view(np.uint32)
-    rounded = bits >> np.uint32(16)              # in place from here on: passes over memory are what this costs
+    rounded = bits >> np.uint32(16)  # in place from here on: passes over memory are what this costs
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
@@ -78,15 +79,31 @@ def to_float32(x: np.ndarray) -> np.ndarray:
 class Memory:
     """Carries an address, on the host or a card, into NumPy; `owner` lives as long as the array."""
 
-    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, typestr: str,
-                 owner: Any = None) -> None:
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        typestr: str,
+        owner: Any = None,
+    ) -> None:
         self.owner = owner
-        self.__array_interface__ = {"version": 3, "data": (pointer, False), "shape": shape, "strides": strides, "typestr": typestr}
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, False),
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+        }
 
 
 def writable(x: np.ndarray) -> np.ndarray:
     """The same memory typed writable (no kernel writes to its inputs): read-only arrays are another type to Numba."""
-    return x if x.flags.writeable else np.asarray(Memory(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
+    return (
+        x
+        if x.flags.writeable
+        else np.asarray(Memory(x.ctypes.data, x.shape, x.strides, x.dtype.str, x))
+    )
 
 
 def import_array(name: str, x: Any) -> Imported:
@@ -101,19 +118,23 @@ def import_array(name: str, x: Any) -> Imported:
     """
     if isinstance(x, np.ndarray):
         return _import_numpy(name, x)
-    if x is None or isinstance(x, type):         # a class has the methods of its arrays
+    if x is None or isinstance(x, type):  # a class has the methods of its arrays
         raise ArgumentTypeError(f"{name}: got {x!r}; allowed: an array")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _import_torch(name, x, torch)
     if on_device(x):
-        raise UnsupportedError(f"{name}: the array lies in GPU memory; allowed: arrays in host memory")
+        raise UnsupportedError(
+            f"{name}: the array lies in GPU memory; allowed: arrays in host memory"
+        )
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _import_dlpack(name, x)
     try:
         array = np.asarray(x)
     except ValueError as error:
-        raise ArgumentTypeError(f"{name}: got {type(x).__name__} ({error}); allowed: an array") from None
+        raise ArgumentTypeError(
+            f"{name}: got {type(x).__name__} ({error}); allowed: an array"
+        ) from None
     if array.dtype.kind == "O":
         raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: an array of numbers")
     return _import_numpy(name, array)
@@ -129,10 +150,14 @@ def on_device(x: Any) -> bool:
 
 def _import_numpy(name: str, x: np.ndarray) -> Imported:
     if isinstance(x, np.ma.MaskedArray):
-        raise ArgumentTypeError(f"{name}: got a masked array; allowed: plain arrays, with attn_mask for what is hidden")
+        raise ArgumentTypeError(
+            f"{name}: got a masked array; allowed: plain arrays, with attn_mask for what is hidden"
+        )
     dtype, caller = dtype_name(x.dtype), x.dtype
     if x.dtype.kind == "O" or x.dtype.kind in "USmM" or x.dtype.names:
-        raise ArgumentTypeError(f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers")
+        raise ArgumentTypeError(
+            f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers"
+        )
     if dtype == "bfloat16":
         x = x.view(np.uint16)
     elif not x.dtype.isnative:
@@ -140,35 +165,57 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
 
     def export(out: np.ndarray, wanted: str) -> np.ndarray:
         return out.view(caller) if wanted == "bfloat16" and dtype == "bfloat16" else out
+
     return Imported(np.asarray(x), dtype, export)
 
 
 def _import_torch(name: str, x: Any, torch: Any) -> Imported:
     if x.device.type != "cpu":
-        raise UnsupportedError(f"{name}: the tensor lies on device {x.device}; allowed: CPU tensors")
+        raise UnsupportedError(
+            f"{name}: the tensor lies on device {x.device}; allowed: CPU tensors"
+        )
     if x.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()")
+        raise ArgumentError(
+            f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()"
+        )
     dtype = str(x.dtype).removeprefix("torch.")
     x = x.detach()
     try:
         array = x.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else x.numpy()
     except (TypeError, RuntimeError) as error:
-        raise ArgumentTypeError(f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors") from None
+        raise ArgumentTypeError(
+            f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors"
+        ) from None
 
     def export(out: np.ndarray, wanted: str) -> Any:
-        return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16) if wanted == "bfloat16" else torch.from_numpy(out)
+        return (
+            torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+            if wanted == "bfloat16"
+            else torch.from_numpy(out)
+        )
+
     return Imported(array, dtype, export)
 
 
 def _import_dlpack(name: str, x: Any) -> Imported:
     if int(x.__dlpack_device__()[0]) != CPU_DEVICE:
-        raise UnsupportedError(f"{name}: the array lies on DLPack device {tuple(x.__dlpack_device__())}; allowed: host memory")
-    namespace = x.__array_namespace__() if hasattr(x, "__array_namespace__") else sys.modules.get(type(x).__module__.split(".")[0])
+        raise UnsupportedError(
+            f"{name}: the array lies on DLPack device {tuple(x.__dlpack_device__())}; allowed: host memory"
+        )
+    namespace = (
+        x.__array_namespace__()
+        if hasattr(x, "__array_namespace__")
+        else sys.modules.get(type(x).__module__.split(".")[0])
+    )
     give_back = getattr(namespace, "from_dlpack", None)
     if give_back is None:
-        raise ArgumentTypeError(f"{name}: got {type(x).__name__}, whose library has no from_dlpack; allowed: NumPy arrays")
+        raise ArgumentTypeError(
+            f"{name}: got {type(x).__name__}, whose library has no from_dlpack; allowed: NumPy arrays"
+        )
     try:
         array = np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
-        raise ArgumentTypeError(f"{name}: got {type(x).__name__} ({error}); allowed: float16, float32 and float64 arrays") from None
+        raise ArgumentTypeError(
+            f"{name}: got {type(x).__name__} ({error}); allowed: float16, float32 and float64 arrays"
+        ) from None
     return Imported(array, array.dtype.name, lambda out, wanted: give_back(out))

@@ -3,6 +3,7 @@
 out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The division by the sum of the weights is what the T4 document's
 reduce step leaves out (`Decode architecture`, "reduce").
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,8 +21,11 @@ def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarra
         shift = np.where(top == -np.inf, 0, top).astype(top.dtype)
         a, b = np.exp(lse_a - shift), np.exp(lse_b - shift)
         total = a + b
-        return (np.where(total == 0, 0, a / total).astype(top.dtype), np.where(total == 0, 0, b / total).astype(top.dtype),
-                shift + np.log(total))
+        return (
+            np.where(total == 0, 0, a / total).astype(top.dtype),
+            np.where(total == 0, 0, b / total).astype(top.dtype),
+            shift + np.log(total),
+        )
 
 
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
@@ -42,15 +46,24 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
     ------
     ArgumentError, ArgumentTypeError
     """
-    taken = {n: import_array(n, x) for n, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))}
+    taken = {
+        n: import_array(n, x)
+        for n, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))
+    }
     for name, x in taken.items():
         first = taken["out_a" if name.startswith("out") else "lse_a"]
-        floats = ("float32", "float64", "float16", "bfloat16") if name.startswith("out") else ("float32", "float64")
+        floats = (
+            ("float32", "float64", "float16", "bfloat16")
+            if name.startswith("out")
+            else ("float32", "float64")
+        )
         if x.dtype not in floats:
             raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: {', '.join(floats)}")
         if x.dtype != first.dtype:
-            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: the other's, {first.dtype}")
-        shape = taken["out_a"].array.shape[:None if name.startswith("out") else -1]
+            raise ArgumentTypeError(
+                f"{name}: got dtype {x.dtype}; allowed: the other's, {first.dtype}"
+            )
+        shape = taken["out_a"].array.shape[: None if name.startswith("out") else -1]
         if x.array.shape != shape:
             raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: {shape}")
     a, b, lse = weights(taken["lse_a"].array, taken["lse_b"].array)
@@ -61,13 +74,19 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
 def join(out: np.ndarray, share: np.ndarray) -> np.ndarray:
     """out * share per row; a share of 0 hides whatever the row holds."""
-    return np.where(share[..., None] == 0, 0, out * share[..., None]).astype(np.result_type(out, share))
+    return np.where(share[..., None] == 0, 0, out * share[..., None]).astype(
+        np.result_type(out, share)
+    )
 
 
-def apply_sinks(out: np.ndarray, lse: np.ndarray, sinks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def apply_sinks(
+    out: np.ndarray, lse: np.ndarray, sinks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Merge with the state of one extra key per head: score `sinks[h]`, value 0.
 
     out (B, H, L, Dv), lse (B, H, L), sinks (H,).
     """
-    share, _, total = weights(lse, np.broadcast_to(sinks[None, :, None], lse.shape).astype(lse.dtype))
+    share, _, total = weights(
+        lse, np.broadcast_to(sinks[None, :, None], lse.shape).astype(lse.dtype)
+    )
     return join(out, share), total

@@ -8,6 +8,7 @@
 The scale is max|x| / 127 and -128 is never used. Rows of zeros get scale 1. A row that holds NaN or infinity is stored as
 zeros and remembered: it turns the outputs of the rows that see it into NaN and spoils nothing else.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -15,21 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from ._jit import inline, kernel, one_at_a_time, refuse_after_fork
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
-from .memory import reinterpret, zeros
-from .parallel import over_tasks
+from .jit.compiler import inline, kernel
+from .jit.memory import reinterpret, zeros
+from .jit.parallel import over_tasks
+from .jit.threads import one_at_a_time, refuse_after_fork
 from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
-CHUNK = 1024                                     # rows per task: fixed, so that sums do not depend on the thread count
+CHUNK = 1024  # rows per task: fixed, so that sums do not depend on the thread count
 F, I = np.float32, np.int32
 LARGEST = F(np.finfo(np.float32).max)
-INFINITE = I(0x7F800000)                         # bits of +inf: |x| orders like its bits
+INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
 MAGNITUDE = I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)                          # peaks below this count as zero: their scale would leave float32
-ROUND = F(1.5 * 2.0**23)                         # x + ROUND - ROUND is x rounded to even
+NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
+ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class QuantizedTensor:
     offset: np.ndarray | None = None
     nonfinite: np.ndarray | None = None
     block: int = KEY_BLOCK
-    checked: bool = field(default=False, init=False, repr=False, compare=False)         # see validation.whole
+    checked: bool = field(
+        default=False, init=False, repr=False, compare=False
+    )  # see validation.whole
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,17 +68,23 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None)
+        return sum(
+            x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None
+        )
 
     def row_scale(self) -> np.ndarray:
         """(..., L) float32: the scale of every row ("row", "block" and "tensor")."""
         length = self.data.shape[-2]
         if self.granularity == "channel":
-            raise ArgumentError("scale: granularity 'channel' has no scale per row; allowed: 'row', 'block', 'tensor'")
+            raise ArgumentError(
+                "scale: granularity 'channel' has no scale per row; allowed: 'row', 'block', 'tensor'"
+            )
         per_row = self.scale[..., 0]
         if self.granularity == "block":
             per_row = np.repeat(per_row, self.block, -1)[..., :length]
-        return per_row if self.granularity == "row" else np.broadcast_to(per_row, self.data.shape[:-1])
+        return (
+            per_row if self.granularity == "row" else np.broadcast_to(per_row, self.data.shape[:-1])
+        )
 
     def dequantize(self) -> np.ndarray:
         """(..., L, D) float32: data * scale + offset; rows that were not finite come back as NaN."""
@@ -154,7 +164,11 @@ def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
     """One scale per `block` rows. x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8."""
     per_task = max(1, CHUNK // block)
     tasks = (scale.shape[1] + per_task - 1) // per_task
-    over_tasks(_quantize_blocks, x.shape[0] * tasks, (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite))
+    over_tasks(
+        _quantize_blocks,
+        x.shape[0] * tasks,
+        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite),
+    )
 
 
 @inline
@@ -178,7 +192,9 @@ def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite):
 def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
     """One scale per channel, given as factor (N, D) = 127 / peak."""
     chunks = (x.shape[1] + CHUNK - 1) // CHUNK
-    over_tasks(_quantize_chunk, x.shape[0] * chunks, (x, offset, factor, lengths, chunks, data, nonfinite))
+    over_tasks(
+        _quantize_chunk, x.shape[0] * chunks, (x, offset, factor, lengths, chunks, data, nonfinite)
+    )
 
 
 def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -190,8 +206,15 @@ def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 @one_at_a_time()
-def quantize_heads(x: np.ndarray, granularity: str, smooth: bool, lengths: np.ndarray | None = None, *,
-                   offset: np.ndarray | None = None, peak: np.ndarray | None = None) -> QuantizedTensor:
+def quantize_heads(
+    x: np.ndarray,
+    granularity: str,
+    smooth: bool,
+    lengths: np.ndarray | None = None,
+    *,
+    offset: np.ndarray | None = None,
+    peak: np.ndarray | None = None,
+) -> QuantizedTensor:
     """`quantize` for a contiguous (N, L, D) float32 array; rows from lengths[n] on are left out and stored as zeros.
 
     A part of a longer array takes the whole one's `offset` (N, D), for `smooth`, and `peak` (N, D), for "channel", from outside.
@@ -208,7 +231,9 @@ def quantize_heads(x: np.ndarray, granularity: str, smooth: bool, lengths: np.nd
         offset = np.where(np.isfinite(offset), offset, F(0))
     if granularity == "channel":
         if peak is None:
-            peak = _statistics(np.clip(x - offset[:, None], -LARGEST, LARGEST) if smooth else x, lengths)[1]
+            peak = _statistics(
+                np.clip(x - offset[:, None], -LARGEST, LARGEST) if smooth else x, lengths
+            )[1]
         usable = peak > NO_SCALE
         scale = np.where(usable, peak / F(127), F(1))[:, None]
         factor = np.where(usable, F(127) / np.where(usable, peak, F(1)), F(0))
@@ -219,7 +244,13 @@ def quantize_heads(x: np.ndarray, granularity: str, smooth: bool, lengths: np.nd
         scale = np.ones((n, blocks), np.float32)
         _quantize_rows(x, offset, lengths, block, data, scale, bad)
         scale = scale[:, :, None]
-    return QuantizedTensor(data, scale, granularity, offset[:, None] if smooth else None, bad.view(bool) if bad.any() else None)
+    return QuantizedTensor(
+        data,
+        scale,
+        granularity,
+        offset[:, None] if smooth else None,
+        bad.view(bool) if bad.any() else None,
+    )
 
 
 def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> QuantizedTensor:
@@ -241,25 +272,37 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
     ArgumentError, ArgumentTypeError
     """
     if granularity not in GRANULARITIES:
-        raise ArgumentError(f"granularity: got {granularity!r}; allowed: {', '.join(map(repr, GRANULARITIES))}")
+        raise ArgumentError(
+            f"granularity: got {granularity!r}; allowed: {', '.join(map(repr, GRANULARITIES))}"
+        )
     if not isinstance(smooth, (bool, np.bool_)):
         raise ArgumentTypeError(f"smooth: got {smooth!r}; allowed: True or False")
     taken = import_array("x", x)
     if taken.dtype not in ("float32", "float64", "float16", "bfloat16"):
-        raise ArgumentTypeError(f"x: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16")
+        raise ArgumentTypeError(
+            f"x: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16"
+        )
     array = widen(taken.array)
     if not 2 <= array.ndim <= 4 or array.shape[-1] < 1:
-        raise ArgumentError(f"x: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1")
+        raise ArgumentError(
+            f"x: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1"
+        )
     lead, (length, d) = array.shape[:-2], array.shape[-2:]
     with np.errstate(over="ignore"):
         heads = np.ascontiguousarray(array, np.float32).reshape(int(np.prod(lead)), length, d)
     t = quantize_heads(heads, granularity, smooth)
-    return QuantizedTensor(t.data.reshape(array.shape), t.scale.reshape(lead + t.scale.shape[1:]), granularity,
-                           None if t.offset is None else t.offset.reshape((*lead, 1, d)),
-                           None if t.nonfinite is None else t.nonfinite.reshape((*lead, length)))
+    return QuantizedTensor(
+        t.data.reshape(array.shape),
+        t.scale.reshape(lead + t.scale.shape[1:]),
+        granularity,
+        None if t.offset is None else t.offset.reshape((*lead, 1, d)),
+        None if t.nonfinite is None else t.nonfinite.reshape((*lead, length)),
+    )
 
 
-def quantize_qkv(query: Any, key: Any, value: Any) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+def quantize_qkv(
+    query: Any, key: Any, value: Any
+) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
     """The three tensors that `attention(precision="int8")` makes: query per row, key smoothed and per row, value per channel.
 
     Parameters
@@ -271,9 +314,17 @@ def quantize_qkv(query: Any, key: Any, value: Any) -> tuple[QuantizedTensor, Qua
 
 def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
     """The (N, L, D) tensor with its leading dimension unfolded to `lead`."""
+
     def unfold(x: Any) -> Any:
         return None if x is None else x.reshape(lead + x.shape[1:])
-    return replace(t, data=unfold(t.data), scale=unfold(t.scale), offset=unfold(t.offset), nonfinite=unfold(t.nonfinite))
+
+    return replace(
+        t,
+        data=unfold(t.data),
+        scale=unfold(t.scale),
+        offset=unfold(t.offset),
+        nonfinite=unfold(t.nonfinite),
+    )
 
 
 def quantize_problem(problem: Any) -> Any:
@@ -283,6 +334,7 @@ def quantize_problem(problem: Any) -> Any:
     `key_lengths` on are left out of means and scales, so padding never changes a bit. With a softcap the key is not smoothed:
     tanh would see the shift.
     """
+
     def heads(x: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(widen(x), np.float32).reshape(-1, *x.shape[2:])
@@ -293,6 +345,12 @@ def quantize_problem(problem: Any) -> Any:
     return replace(
         problem,
         query=_four(quantize_heads(heads(problem.query), "row", False), (b, h)),
-        key=_four(quantize_heads(heads(problem.key), "row", problem.softcap == 0, lengths), (b, hkv)),
-        value=(value.reshape(problem.value.shape) if problem.pv == "fp32"
-               else _four(quantize_heads(value, "channel", False, lengths), (b, hkv))))
+        key=_four(
+            quantize_heads(heads(problem.key), "row", problem.softcap == 0, lengths), (b, hkv)
+        ),
+        value=(
+            value.reshape(problem.value.shape)
+            if problem.pv == "fp32"
+            else _four(quantize_heads(value, "channel", False, lengths), (b, hkv))
+        ),
+    )

@@ -2,6 +2,7 @@
 
 Nothing here is fast, and no kernel imports it.
 """
+
 from __future__ import annotations
 
 import math
@@ -39,13 +40,17 @@ def oracle(problem: Problem, block: int = 512) -> tuple[np.ndarray, np.ndarray]:
     """Attention in float64: out (B, H, L, Dv), lse (B, H, L). Rows with nothing visible give 0 and -inf."""
     nb, nh, nkv, length, s, _, dv = problem.shape
     out, lse = np.zeros((nb, nh, length, dv)), np.full((nb, nh, length), -np.inf)
-    query, key, value = (np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value))
+    query, key, value = (
+        np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value)
+    )
     for b in range(nb):
         for h in range(nh):
             k, v = key[b, h * nkv // nh], value[b, h * nkv // nh]
             for start in range(0, length if s else 0, block):
                 rows = slice(start, min(start + block, length))
-                out[b, h, rows], lse[b, h, rows] = _oracle_rows(problem, b, h, rows, query[b, h, rows], k, v)
+                out[b, h, rows], lse[b, h, rows] = _oracle_rows(
+                    problem, b, h, rows, query[b, h, rows], k, v
+                )
     return out, lse
 
 
@@ -57,7 +62,10 @@ def _scores(problem, b, h, rows, q, k):
         tanh = np.tanh(scores / problem.softcap)
         scores, slope = problem.softcap * tanh, 1 - tanh * tanh
     if problem.alibi_slopes is not None:
-        i, j = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b], np.arange(k.shape[0])[None]
+        i, j = (
+            np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b],
+            np.arange(k.shape[0])[None],
+        )
         scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
     if problem.bias is not None:
         scores = scores + problem.bias[b, h, rows]
@@ -72,8 +80,10 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
         l = p.sum(-1)
         finite = np.isfinite(v)
         out = p @ np.where(finite, v, 0)
-        for j in np.flatnonzero(~finite.all(1)):                       # 0 * NaN must not reach rows that do not see the key
-            out += np.where(p[:, j:j + 1] > 0, p[:, j:j + 1] * np.where(finite[j], 0, v[j]), 0)
+        for j in np.flatnonzero(
+            ~finite.all(1)
+        ):  # 0 * NaN must not reach rows that do not see the key
+            out += np.where(p[:, j : j + 1] > 0, p[:, j : j + 1] * np.where(finite[j], 0, v[j]), 0)
         lse = np.where(l == 0, -np.inf, top[:, 0] + np.log(l))
         out = np.where(l[:, None] == 0, 0, out / l[:, None])
         if problem.sinks is not None:
@@ -82,8 +92,9 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
     return out, lse
 
 
-def gradients(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, block: int = 512
-              ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gradients(
+    problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, block: int = 512
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L, Dv) and LSE (B, H, L).
 
     P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap; dQ = dS.K * scale,
@@ -91,7 +102,9 @@ def gradients(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.n
     `LARGEST_LSE` or more is computed anew.
     """
     nb, nh, nkv, length, s, _, _ = problem.shape
-    query, key, value = (np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value))
+    query, key, value = (
+        np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value)
+    )
     dq, dk, dv = (np.zeros(x.shape) for x in (query, key, value))
     grad_out, out, lse = (np.asarray(x, np.float64) for x in (grad_out, out, lse))
     for b, h in np.ndindex(nb, nh):
@@ -111,7 +124,11 @@ def gradients(problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.n
                     total = np.exp(scores - top).sum(-1, keepdims=True) + np.exp(sink - top)
                     m, l = np.where(anew, top, m), np.where(anew, total, l)
                 p = np.where((scores == -np.inf) | (m == -np.inf), 0, np.exp(scores - m) / l)
-                ds = p * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True)) * (1 if slope is None else slope)
+                ds = (
+                    p
+                    * (do @ v.T - (do * out[b, h, rows]).sum(-1, keepdims=True))
+                    * (1 if slope is None else slope)
+                )
                 ds = np.where(p == 0, 0, ds) * problem.scale
             dq[b, h, rows] += _product(ds, k)
             dk[b, g] += _product(ds.T, q[rows])
@@ -125,7 +142,7 @@ def _product(a: np.ndarray, x: np.ndarray) -> np.ndarray:
     out = a @ np.where(finite, x, 0)
     with np.errstate(invalid="ignore"):
         for j in np.flatnonzero(~finite.all(1)):
-            out += np.where(a[:, j:j + 1] != 0, a[:, j:j + 1] * np.where(finite[j], 0, x[j]), 0)
+            out += np.where(a[:, j : j + 1] != 0, a[:, j : j + 1] * np.where(finite[j], 0, x[j]), 0)
     return out
 
 
@@ -150,11 +167,7 @@ class Step:
     o: np.ndarray
 
 
-HIDDEN = np.int32(-(1 << 31))                    # t of a hidden key: below every score
-
-
-def largest(x: np.ndarray) -> float:
-    return float(np.maximum.reduce(x, None, initial=0))     # x.max() takes twice as long where nothing is in the cache
+HIDDEN = np.int32(-(1 << 31))  # t of a hidden key: below every score
 
 
 def score_unit(scale: float, softcap: float = 0.0) -> float:
@@ -162,24 +175,22 @@ def score_unit(scale: float, softcap: float = 0.0) -> float:
     return scale / softcap if softcap else scale * math.log2(math.e) * 256
 
 
-def combined_scale(q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def combined_scale(
+    q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
 
-    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN. A key or query that was
-    not finite has scale NaN.
+    cq = q.scale * score_unit and ck = k.scale, each limited to 2**100 so that no product with an int32 is NaN. The scale of a key
+    or query that was not finite is NaN.
     """
-    limit, unit = 2.0**100, score_unit(scale, softcap)
-    cq, ck = q.row_scale(), k.row_scale()
-    if max(largest(q.scale) * abs(unit), largest(k.scale)) < limit:
-        cq = cq * F(unit)
-    else:
-        with np.errstate(over="ignore"):
-            cq, ck = np.clip(cq * F(unit), F(-limit), F(limit)), np.minimum(ck, F(limit))
-    if q.nonfinite is not None:
-        cq = np.where(q.nonfinite, F(np.nan), cq)
-    if k.nonfinite is not None:
-        ck = np.where(k.nonfinite, F(np.nan), ck)
-    return cq.astype(F, copy=False), ck.astype(F, copy=False)
+    limit = F(2.0**100)
+    with np.errstate(over="ignore"):
+        cq = np.clip(q.row_scale() * F(score_unit(scale, softcap)), -limit, limit)
+        ck = np.minimum(k.row_scale(), limit)
+    for factor, nonfinite in ((cq, q.nonfinite), (ck, k.nonfinite)):
+        if nonfinite is not None:
+            factor[nonfinite] = np.nan
+    return cq, ck
 
 
 def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
@@ -187,7 +198,9 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
     if k.offset is None:
         return None
     offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
-    dots = np.einsum("bhld,bhd->bhl", q.data, offset[:, :, 0])         # no BLAS: its threads would go on spinning (P51)
+    dots = np.einsum(
+        "bhld,bhd->bhl", q.data, offset[:, :, 0]
+    )  # no BLAS: its threads would go on spinning (P51)
     return dots * q.row_scale() * scale
 
 
@@ -205,28 +218,44 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
     `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every kernel. With pv "fp32" the
     value is a float array and the weights stay in Q16.16.
     """
-    nh, nkv, length, s_len, dv = problem.shape[1], problem.shape[2], problem.shape[3], problem.shape[4], problem.shape[6]
+    nh, nkv, length, s_len, dv = (
+        problem.shape[1],
+        problem.shape[2],
+        problem.shape[3],
+        problem.shape[4],
+        problem.shape[6],
+    )
     g = h * nkv // nh
     q, k, v = problem.query, problem.key, problem.value
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     cq, ck = cq[b, h], ck[b, g].copy()
     wide = problem.pv == "fp32"
     exp2, unit = (fx.exp2_quadratic, 1 / fx.ONE_Q16) if wide else (fx.exp2_p8, 1.0)
-    bad_value = ~np.isfinite(v[b, g]).all(-1) if wide else np.zeros(s_len, bool) if v.nonfinite is None else v.nonfinite[b, g]
+    bad_value = (
+        ~np.isfinite(v[b, g]).all(-1)
+        if wide
+        else np.zeros(s_len, bool)
+        if v.nonfinite is None
+        else v.nonfinite[b, g]
+    )
     ck[bad_value] = np.nan
     shift = cap_shift(problem) if problem.softcap else None
     qi, ki = q.data[b, h].astype(np.float64), k.data[b, g].astype(np.float64)
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
-    m, l, o = np.full(length, fx.MIN_OCTAVE, np.int32), np.zeros(length, F), np.zeros((length, dv), F)
+    m, l, o = (
+        np.full(length, fx.MIN_OCTAVE, np.int32),
+        np.zeros(length, F),
+        np.zeros((length, dv), F),
+    )
     seen_all = visible(problem, b, h)
-    power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)      # noqa: E731
+    power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)  # noqa: E731
     with np.errstate(invalid="ignore", over="ignore"):
         for first in range(0, s_len, key_block):
             cols = slice(first, min(first + key_block, s_len))
             seen = seen_all[:, cols]
-            s = (qi @ ki[cols].T).astype(np.int32)                          # exact: |s| <= 128 * 128 * D
+            s = (qi @ ki[cols].T).astype(np.int32)  # exact: |s| <= 128 * 128 * D
             x = (s.astype(F) * ck[cols]) * cq[:, None]
-            x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)                          # NaN stays NaN
+            x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
             x = transform(problem, b, h, x, cols, None if shift is None else shift[b, h])
             if problem.bias is not None:
                 seen = seen & (problem.bias[b, h][:, cols] != -np.inf)
@@ -255,7 +284,10 @@ def transform(problem, b, h, x, cols, shift):
         x = fx.softcap(x if shift is None else x + shift[:, None], F(problem.softcap) * fx.LOG2E_Q8)
     if problem.alibi_slopes is not None:
         slope = F(F(problem.alibi_slopes[b, h]) * fx.LOG2E_Q8)
-        i, j = np.arange(x.shape[0])[:, None] + problem.diagonal[b], np.arange(cols.start, cols.stop)[None]
+        i, j = (
+            np.arange(x.shape[0])[:, None] + problem.diagonal[b],
+            np.arange(cols.start, cols.stop)[None],
+        )
         x = x - slope * np.abs(i - j).astype(F)
     if problem.bias is not None:
         x = x + problem.bias[b, h][:, cols].astype(F) * fx.LOG2E_Q8
@@ -279,20 +311,30 @@ def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndar
                 with np.errstate(divide="ignore", invalid="ignore"):
                     r = F(1) / step.l
                     value_scale = F(1) if wide else problem.value.scale[b, h * nkv // nh]
-                    out[b, h] = np.where(step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale)
+                    out[b, h] = np.where(
+                        step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale
+                    )
     shift = None if problem.softcap else row_shift(problem.query, problem.key, problem.scale)
     return out, log_sum_exp(m, l, shift, 1 if wide else fx.P_ONE)
 
 
-def log_sum_exp(m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE) -> np.ndarray:
+def log_sum_exp(
+    m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
+) -> np.ndarray:
     """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
     with np.errstate(divide="ignore", over="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
         return (lse if shift is None else lse + shift).astype(F)
 
 
-def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, scale: float, seen: np.ndarray,
-                   splits: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def integer_decode(
+    q: QuantizedTensor,
+    k: QuantizedTensor,
+    v: QuantizedTensor,
+    scale: float,
+    seen: np.ndarray,
+    splits: int = 1,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The definition of INT8 decode over one sequence of a KV cache: out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
 
     q (H, L, D), k (Hkv, S, D) and v (Hkv, S, Dv) have one scale per row; seen (L, S) bool. As `integer_steps`, but a value's scale
@@ -301,8 +343,12 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
     fresh state; the states are merged in order, by powers of two. Outputs are summed up times `fixedpoint.VALUE_UNIT`.
     """
     (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
-    out, ms, ls = np.zeros((nh, length, dv), F), np.zeros((nh, length), F), np.zeros((nh, length), F)
-    power = lambda n: np.exp2(np.maximum(n, F(-126))).astype(F)             # noqa: E731
+    out, ms, ls = (
+        np.zeros((nh, length, dv), F),
+        np.zeros((nh, length), F),
+        np.zeros((nh, length), F),
+    )
+    power = lambda n: np.exp2(np.maximum(n, F(-126))).astype(F)  # noqa: E731
     cq, ck = combined_scale(q, k, scale)
     bad = np.isnan(ck) | (False if v.nonfinite is None else v.nonfinite)
     blocks = (s_len + KEY_BLOCK - 1) // KEY_BLOCK
@@ -311,14 +357,22 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
         g = h * nkv // nh
         states = []
         for split in range(splits):
-            m, l, o = np.full(length, fx.MIN_OCTAVE, F), np.zeros(length, F), np.zeros((length, dv), F)
+            m, l, o = (
+                np.full(length, fx.MIN_OCTAVE, F),
+                np.zeros(length, F),
+                np.zeros((length, dv), F),
+            )
             for first in range(split * share, min((split + 1) * share, s_len), KEY_BLOCK):
                 cols = slice(first, min(first + KEY_BLOCK, s_len))
                 s = (q.data[h].astype(np.float64) @ k.data[g, cols].T.astype(np.float64)).astype(F)
                 hidden = ~seen[:, cols] | bad[g, cols] | np.isnan(cq[h])[:, None]
                 with np.errstate(over="ignore"):
-                    x = (s * np.where(bad[g, cols], F(0), ck[g, cols])) * np.where(np.isnan(cq[h]), F(0), cq[h])[:, None]
-                t = np.where(hidden, HIDDEN, np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32))
+                    x = (s * np.where(bad[g, cols], F(0), ck[g, cols])) * np.where(
+                        np.isnan(cq[h]), F(0), cq[h]
+                    )[:, None]
+                t = np.where(
+                    hidden, HIDDEN, np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
+                )
                 top = t.max(1)
                 some = top != HIDDEN
                 octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE)
@@ -333,7 +387,11 @@ def integer_decode(q: QuantizedTensor, k: QuantizedTensor, v: QuantizedTensor, s
                 o, l = o * power(m - m_new)[:, None], l * power(m - m_new)
                 weight = np.where(some, power(octave.astype(F) - m_new), F(0))
                 l = l + p.sum(1).astype(F) * weight
-                o = o + (w @ v.data[g, cols].astype(np.int64)).astype(F) * (weight * (v_max * F(fx.VALUE_UNIT)))[:, None]
+                o = (
+                    o
+                    + (w @ v.data[g, cols].astype(np.int64)).astype(F)
+                    * (weight * (v_max * F(fx.VALUE_UNIT)))[:, None]
+                )
                 m = m_new
             states.append((m, l, o))
         m = np.max([state[0] for state in states], 0)

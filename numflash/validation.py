@@ -1,4 +1,5 @@
 """Arguments of the public functions, checked and put into one frozen description that every backend takes."""
+
 from __future__ import annotations
 
 import math
@@ -75,13 +76,21 @@ class Problem:
 
 # ---- builders ------------------------------------------------------------------------------------------------------------------
 LARGEST_PER_HEAD, LARGEST_INT8_CAP = 1e20, 1e4
-SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30    # scale and softcap: their products with units and reciprocals stay in float32
+SMALLEST_FACTOR, LARGEST_FACTOR = (
+    1e-30,
+    1e30,
+)  # scale and softcap: their products with units and reciprocals stay in float32
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 PV = ("int8", "fp32")
 LAYOUTS = ("bhld", "blhd")
 ALIGNMENTS = ("upper_left", "lower_right")
 IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")
-OWN_PRECISION = {"float32": "float32", "float64": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+OWN_PRECISION = {
+    "float32": "float32",
+    "float64": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
@@ -91,15 +100,27 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-OPTIONS = ("attn_mask", "is_causal", "scale", "enable_gqa", "window", "alignment", "key_lengths", "softcap", "alibi_slopes",
-           "sinks")
+OPTIONS = (
+    "attn_mask",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+    "window",
+    "alignment",
+    "key_lengths",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+)
 
 
 def known(function: str, options: Iterable[str], taken: Collection[str]) -> None:
     """Refuse keywords that the public function does not take; else a function inside it would be blamed for them."""
     for name in options:
         if name not in taken:
-            raise ArgumentTypeError(f"{name}: {function} does not take it; allowed: {', '.join(taken)}")
+            raise ArgumentTypeError(
+                f"{name}: {function} does not take it; allowed: {', '.join(taken)}"
+            )
 
 
 def flag(name: str, value: Any) -> bool:
@@ -112,14 +133,20 @@ def real(name: str, value: Any, low: float = -np.inf) -> float:
     """A finite number of at least `low`."""
     if type(value) is float and low <= value < np.inf and value > -np.inf:
         return value
-    if isinstance(value, (bool, np.bool_, str)) or np.ndim(value) or not isinstance(value, (Real, np.ndarray)):
+    if (
+        isinstance(value, (bool, np.bool_, str))
+        or np.ndim(value)
+        or not isinstance(value, (Real, np.ndarray))
+    ):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
     try:
         number = float(value)
-    except OverflowError:                        # an int beyond float64
+    except OverflowError:  # an int beyond float64
         number = np.inf
     if not (np.isfinite(number) and number >= low):
-        raise ArgumentError(f"{name}: got {number}; allowed: finite{'' if low == -np.inf else f', at least {low:g}'}")
+        raise ArgumentError(
+            f"{name}: got {number}; allowed: finite{'' if low == -np.inf else f', at least {low:g}'}"
+        )
     return number
 
 
@@ -127,42 +154,61 @@ def factor(name: str, value: Any, low: float = -np.inf) -> float:
     """A number of at least `low` that float32 holds, and its reciprocal too, whatever units the kernels multiply it by; or 0."""
     number = real(name, value, low)
     if number and not SMALLEST_FACTOR <= abs(number) <= LARGEST_FACTOR:
-        raise ArgumentError(f"{name}: got {number:g}; allowed: 0, or magnitudes from {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g}")
+        raise ArgumentError(
+            f"{name}: got {number:g}; allowed: 0, or magnitudes from {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g}"
+        )
     return number
 
 
 def tensor(name: str, x: np.ndarray, layout: str) -> np.ndarray:
     """A 2-D, 3-D or 4-D array as a (B, H, L, D) view."""
     if not 2 <= x.ndim <= 4:
-        raise ArgumentError(f"{name}: got shape {x.shape}; allowed: 2 to 4 dimensions, {' '.join(SHAPES[layout])}")
+        raise ArgumentError(
+            f"{name}: got shape {x.shape}; allowed: 2 to 4 dimensions, {' '.join(SHAPES[layout])}"
+        )
     if layout == "blhd":
         x = x[None, :, None] if x.ndim == 2 else x[None] if x.ndim == 3 else x
         return x.transpose(0, 2, 1, 3)
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-SHAPES = {"bhld": ("(B, H, L, D)", "(H, L, D)", "(L, D)"), "blhd": ("(B, L, H, D)", "(L, H, D)", "(L, D)")}
+SHAPES = {
+    "bhld": ("(B, H, L, D)", "(H, L, D)", "(L, D)"),
+    "blhd": ("(B, L, H, D)", "(L, H, D)", "(L, D)"),
+}
 
 
-def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool) -> None:
+def check_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool
+) -> None:
     """Whether (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) fit together."""
     shown = "as (B, H, L, D)"
     for name, shape in (("query", q), ("key", k), ("value", v)):
         if not 1 <= shape[3] <= MAX_HEAD_DIM:
-            raise ArgumentError(f"{name}: got shape {shape} {shown}; allowed: head_dim 1 to {MAX_HEAD_DIM}")
+            raise ArgumentError(
+                f"{name}: got shape {shape} {shown}; allowed: head_dim 1 to {MAX_HEAD_DIM}"
+            )
         if shape[1] < 1:
             raise ArgumentError(f"{name}: got shape {shape} {shown}; allowed: at least one head")
     for axis, word in ((0, "batch"), (3, "head_dim")):
         if k[axis] != q[axis]:
-            raise ArgumentError(f"key: got shape {k} {shown}; allowed: the query's {word}, {q[axis]}")
+            raise ArgumentError(
+                f"key: got shape {k} {shown}; allowed: the query's {word}, {q[axis]}"
+            )
     for axis, word in ((0, "batch"), (1, "heads"), (2, "length")):
         if v[axis] != k[axis]:
-            raise ArgumentError(f"value: got shape {v} {shown}; allowed: the key's {word}, {k[axis]}")
+            raise ArgumentError(
+                f"value: got shape {v} {shown}; allowed: the key's {word}, {k[axis]}"
+            )
     if k[1] != q[1]:
         if not enable_gqa:
-            raise ArgumentError(f"enable_gqa: got False with {q[1]} query and {k[1]} key heads; allowed: True, or equal heads")
+            raise ArgumentError(
+                f"enable_gqa: got False with {q[1]} query and {k[1]} key heads; allowed: True, or equal heads"
+            )
         if q[1] % k[1]:
-            raise ArgumentError(f"key: got {k[1]} heads; allowed: a divisor of the query's {q[1]} heads")
+            raise ArgumentError(
+                f"key: got {k[1]} heads; allowed: a divisor of the query's {q[1]} heads"
+            )
 
 
 def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
@@ -171,27 +217,37 @@ def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str
     if array.dtype.kind not in "fiu":
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
     if array.shape not in allowed:
-        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}")
-    if not (np.abs(array) <= LARGEST_PER_HEAD).all():                      # false for NaN
-        raise ArgumentError(f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it")
+        raise ArgumentError(
+            f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}"
+        )
+    if not (np.abs(array) <= LARGEST_PER_HEAD).all():  # false for NaN
+        raise ArgumentError(
+            f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it"
+        )
     return array.astype(np.float32)
 
 
-def split_mask(attn_mask: Any, shape: tuple[int, int, int, int]) -> tuple[np.ndarray | None, np.ndarray | None]:
+def split_mask(
+    attn_mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """`attn_mask` as (mask, bias), one of them None: broadcast views of `shape`."""
     if attn_mask is None:
         return None, None
     taken = import_array("attn_mask", attn_mask)
     array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
     if array.dtype.kind not in "bf":
-        raise ArgumentTypeError(f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)")
+        raise ArgumentTypeError(
+            f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)"
+        )
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             array = array.astype(np.float32, copy=False)
     try:
         array = writable(np.broadcast_to(array, shape))
     except ValueError:
-        raise ArgumentError(f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}") from None
+        raise ArgumentError(
+            f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}"
+        ) from None
     return (array, None) if array.dtype.kind == "b" else (None, array)
 
 
@@ -200,7 +256,9 @@ def limits(window: Any, is_causal: bool, reach: int) -> tuple[int | None, int | 
     if window is None:
         window = (None, None)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentTypeError(f"window: got {window!r}; allowed: (left, right), None on a side for no limit")
+        raise ArgumentTypeError(
+            f"window: got {window!r}; allowed: (left, right), None on a side for no limit"
+        )
     for side in window:
         if side is None:
             continue
@@ -226,21 +284,39 @@ def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_causal: bool = False, scale: float | None = None,
-             window: Any = None, alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0,
-             alibi_slopes: Any = None, sinks: Any = None, precision: str, pv: str | None = None,
-             return_lse: bool = False) -> Problem:
+def describe(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Any = None,
+    alignment: str = "upper_left",
+    key_lengths: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str,
+    pv: str | None = None,
+    return_lse: bool = False,
+) -> Problem:
     """The Problem of 4-D operands whose shapes are checked; every other argument is checked here."""
     (b, h, l, d), s = query.shape, key.shape[2]
     softcap = factor("softcap", softcap, 0.0)
     if precision == "int8" and softcap > LARGEST_INT8_CAP:
-        raise ArgumentError(f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
-                            "the error of its tanh would show")
+        raise ArgumentError(
+            f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
+            "the error of its tanh would show"
+        )
     choice("alignment", alignment, ALIGNMENTS)
     if pv is not None:
         choice("pv", pv, PV)
         if precision != "int8":
-            raise ArgumentError(f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'")
+            raise ArgumentError(
+                f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
+            )
     left, right = limits(window, flag("is_causal", is_causal), l + s)
     counts = lengths("key_lengths", key_lengths, b, s)
     mask, bias = split_mask(attn_mask, (b, h, l, s))
@@ -250,16 +326,40 @@ def describe(query: Any, key: Any, value: Any, *, attn_mask: Any = None, is_caus
     if sinks is not None:
         sinks = per_head("sinks", sinks, ((h,),), "(H,)")
     return Problem(
-        query=query, key=key, value=value, scale=1.0 / math.sqrt(d) if scale is None else factor("scale", scale),
-        left=left, right=right, diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
-        key_lengths=counts, mask=mask, bias=bias,
-        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, pv=pv or "int8",
-        return_lse=flag("return_lse", return_lse))
+        query=query,
+        key=key,
+        value=value,
+        scale=1.0 / math.sqrt(d) if scale is None else factor("scale", scale),
+        left=left,
+        right=right,
+        diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
+        key_lengths=counts,
+        mask=mask,
+        bias=bias,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        precision=precision,
+        pv=pv or "int8",
+        return_lse=flag("return_lse", return_lse),
+    )
 
 
-def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-            scale: float | None = None, enable_gqa: bool = False, *, precision: str | None = None, layout: str = "bhld",
-            convert_operands: bool = True, **options: Any) -> Problem:
+def problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    precision: str | None = None,
+    layout: str = "bhld",
+    convert_operands: bool = True,
+    **options: Any,
+) -> Problem:
     """Check the arguments of `numflash.attention` and describe them.
 
     The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of bfloat16); for "int8", or
@@ -278,12 +378,16 @@ def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     dtype = taken["query"].dtype
     for name, x in taken.items():
         if x.dtype not in OWN_PRECISION and not (x.dtype == "uint16" and precision == "bfloat16"):
-            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: float32, float64, float16, bfloat16, "
-                                    "or uint16 (the bits of bfloat16) with precision='bfloat16'")
+            raise ArgumentTypeError(
+                f"{name}: got dtype {x.dtype}; allowed: float32, float64, float16, bfloat16, "
+                "or uint16 (the bits of bfloat16) with precision='bfloat16'"
+            )
         if x.dtype != dtype:
             raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: the query's, {dtype}")
         if x.array.ndim != taken["query"].array.ndim:
-            raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions")
+            raise ArgumentError(
+                f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions"
+            )
     precision = precision or OWN_PRECISION[dtype]
     if real("dropout_p", dropout_p) != 0:
         raise ArgumentError(f"dropout_p: got {dropout_p}; allowed: 0.0 only")
@@ -292,30 +396,57 @@ def problem(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: 
     if convert_operands and precision != "int8":
         q, k, v = (convert(x, precision) for x in (q, k, v))
     q, k, v = (writable(x) for x in (q, k, v))
-    return describe(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, precision=precision, **options)
+    return describe(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        precision=precision,
+        **options,
+    )
 
 
-LARGEST_LSE = 2.0**23                            # from here on float32 holds an LSE to no better than 1: gradients compute it anew
+LARGEST_LSE = (
+    2.0**23
+)  # from here on float32 holds an LSE to no better than 1: gradients compute it anew
 
 
-def gradient_operands(problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
-                      ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def gradient_operands(
+    problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32; they come in the query's layout and number of dimensions."""
     lead = query_shape[:-1]
     found = []
-    for name, given, shape in (("grad_out", grad_out, (*lead, problem.shape[6])), ("out", out, (*lead, problem.shape[6])),
-                               ("lse", lse, lead)):
+    for name, given, shape in (
+        ("grad_out", grad_out, (*lead, problem.shape[6])),
+        ("out", out, (*lead, problem.shape[6])),
+        ("lse", lse, lead),
+    ):
         taken = import_array(name, given)
         floats: tuple[str, ...] = ("float32", "float64")
         if name != "lse":
-            floats = (*OWN_PRECISION, "uint16") if problem.precision == "bfloat16" else tuple(OWN_PRECISION)
+            floats = (
+                (*OWN_PRECISION, "uint16")
+                if problem.precision == "bfloat16"
+                else tuple(OWN_PRECISION)
+            )
         if taken.dtype not in floats:
-            raise ArgumentTypeError(f"{name}: got dtype {taken.dtype}; allowed: {', '.join(floats)}")
+            raise ArgumentTypeError(
+                f"{name}: got dtype {taken.dtype}; allowed: {', '.join(floats)}"
+            )
         if taken.array.shape != shape:
-            raise ArgumentError(f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}")
+            raise ArgumentError(
+                f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}"
+            )
         found.append(writable(convert(taken.array, "float32")))
     grad_out, out, lse = found
-    return tensor("grad_out", grad_out, layout), tensor("out", out, layout), tensor("lse", lse[..., None], layout)[..., 0]
+    return (
+        tensor("grad_out", grad_out, layout),
+        tensor("out", out, layout),
+        tensor("lse", lse[..., None], layout)[..., 0],
+    )
 
 
 def is_plain(x: Any, dtype: type) -> bool:
@@ -338,16 +469,25 @@ def whole(name: str, t: QuantizedTensor) -> None:
     if t.checked:
         return
     if not is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
-        raise ArgumentTypeError(f"{name}.data: got {kind(t.data)}; allowed: int8 of 2 to 4 dimensions")
+        raise ArgumentTypeError(
+            f"{name}.data: got {kind(t.data)}; allowed: int8 of 2 to 4 dimensions"
+        )
     lead, (rows, d), block = t.data.shape[:-2], t.data.shape[-2:], 1
     if t.granularity == "block":
         block = t.block
         if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
             raise ArgumentError(f"{name}.block: got {block!r}; allowed: an integer, 1 or more")
-    shape = {"row": (rows, 1), "block": (-(-rows // block), 1), "channel": (1, d), "tensor": (1, 1)}[t.granularity]
+    shape = {
+        "row": (rows, 1),
+        "block": (-(-rows // block), 1),
+        "channel": (1, d),
+        "tensor": (1, 1),
+    }[t.granularity]
     part(f"{name}.scale", t.scale, np.float32, (*lead, *shape))
     if not (np.isfinite(t.scale).all() and (t.scale >= 0).all()):
-        raise ArgumentError(f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more")
+        raise ArgumentError(
+            f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more"
+        )
     if t.offset is not None:
         part(f"{name}.offset", t.offset, np.float32, (*lead, 1, d))
         if not np.isfinite(t.offset).all():
@@ -360,28 +500,49 @@ def whole(name: str, t: QuantizedTensor) -> None:
 def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
     """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
     if not isinstance(t, QuantizedTensor):
-        raise ArgumentTypeError(f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)")
+        raise ArgumentTypeError(
+            f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)"
+        )
     choice(f"{name}.granularity", t.granularity, granularities)
     if t.offset is not None and name != "key":
-        raise ArgumentError(f"{name}.offset: got {kind(t.offset)}; allowed: None, only the key is smoothed")
+        raise ArgumentError(
+            f"{name}.offset: got {kind(t.offset)}; allowed: None, only the key is smoothed"
+        )
     whole(name, t)
     if t.data.ndim == 4:
         return t
 
     def four(x: Any, tail: int) -> Any:
         return None if x is None else x.reshape((1,) * (2 + tail - x.ndim) + x.shape)
-    return replace(t, data=four(t.data, 2), scale=four(t.scale, 2), offset=four(t.offset, 2), nonfinite=four(t.nonfinite, 1))
+
+    return replace(
+        t,
+        data=four(t.data, 2),
+        scale=four(t.scale, 2),
+        offset=four(t.offset, 2),
+        nonfinite=four(t.nonfinite, 1),
+    )
 
 
-def quantized_problem(query: Any, key: Any, value: Any, enable_gqa: bool = False, **options: Any) -> Problem:
+def quantized_problem(
+    query: Any, key: Any, value: Any, enable_gqa: bool = False, **options: Any
+) -> Problem:
     """Check the arguments of `numflash.attention_int8` and describe them."""
     known("attention_int8", options, (*OPTIONS, "pv", "return_lse"))
     pv = choice("pv", options.get("pv") or "int8", PV)
-    q, k = (quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key)))
-    v = quantized("value", value, ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"))
+    q, k = (
+        quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key))
+    )
+    v = quantized(
+        "value",
+        value,
+        ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"),
+    )
     for name, t in (("key", key), ("value", value)):
         if t.data.ndim != query.data.ndim:
-            raise ArgumentError(f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}")
+            raise ArgumentError(
+                f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
+            )
     check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
     if pv == "int8" and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
@@ -397,7 +558,9 @@ def cumulative(name: str, x: Any, total: int) -> np.ndarray:
         raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (N + 1,)")
     array = array.astype(np.int64)
     if array[0] != 0 or array[-1] != total or (np.diff(array) < 0).any():
-        raise ArgumentError(f"{name}: got {shorten(array)}; allowed: from 0, never falling, up to the packed length {total}")
+        raise ArgumentError(
+            f"{name}: got {shorten(array)}; allowed: from 0, never falling, up to the packed length {total}"
+        )
     return array
 
 
@@ -409,8 +572,9 @@ def shorten(array: np.ndarray) -> str:
 CALL = 1e6
 
 
-def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
-              ) -> Iterator[tuple[Problem, list[int]]]:
+def sequences(
+    whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
+) -> Iterator[tuple[Problem, list[int]]]:
     """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up to the longest.
 
     Yields the problem of a batch, and the numbers of its sequences.
@@ -422,7 +586,7 @@ def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
     while first < len(queue):
         longest, stop, waste = many[queue[first]], first, 0
         most, cells = 0, 0
-        while stop < len(queue):                                        # one more sequence, if that is cheaper than one more call
+        while stop < len(queue):  # one more sequence, if that is cheaper than one more call
             n = queue[stop]
             most, cells = max(most, few[n]), cells + many[n] * few[n]
             padding = (stop + 1 - first) * longest * most - cells
@@ -430,22 +594,40 @@ def sequences(whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
                 break
             stop, waste = stop + 1, padding
         chosen = np.sort(queue[first:stop])
-        yield _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment), chosen.tolist()
+        yield (
+            _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment),
+            chosen.tolist(),
+        )
         first = stop
 
 
-def _batch(whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s: np.ndarray, alignment: str
-           ) -> Problem:
+def _batch(
+    whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s: np.ndarray, alignment: str
+) -> Problem:
     """Sequences that begin at packed rows `at_q` and keys `at_k`, `l` and `s` long, as a batch; filled up with any rows."""
+
     def gather(x: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         rows, n = x[0].transpose(1, 0, 2), len(at)
         longest = int(lengths.max())
         if n == 1 or (np.array_equal(at[1:], at[:-1] + longest) and lengths.min() == longest):
-            return rows[at[0]:at[0] + n * longest].reshape(n, longest, *rows.shape[1:]).transpose(0, 2, 1, 3)
-        return rows[np.minimum(at[:, None] + np.arange(longest), len(rows) - 1)].transpose(0, 2, 1, 3)
+            return (
+                rows[at[0] : at[0] + n * longest]
+                .reshape(n, longest, *rows.shape[1:])
+                .transpose(0, 2, 1, 3)
+            )
+        return rows[np.minimum(at[:, None] + np.arange(longest), len(rows) - 1)].transpose(
+            0, 2, 1, 3
+        )
 
     slopes = whole.alibi_slopes
     return replace(
-        whole, query=gather(whole.query, at_q, l), key=gather(whole.key, at_k, s), value=gather(whole.value, at_k, s),
-        diagonal=(s - l if alignment == "lower_right" else np.zeros(len(l), np.int64)), key_lengths=s,
-        alibi_slopes=None if slopes is None else writable(np.broadcast_to(slopes, (len(l), slopes.shape[1]))))
+        whole,
+        query=gather(whole.query, at_q, l),
+        key=gather(whole.key, at_k, s),
+        value=gather(whole.value, at_k, s),
+        diagonal=(s - l if alignment == "lower_right" else np.zeros(len(l), np.int64)),
+        key_lengths=s,
+        alibi_slopes=None
+        if slopes is None
+        else writable(np.broadcast_to(slopes, (len(l), slopes.shape[1]))),
+    )

@@ -1,10 +1,24 @@
 """What the tests hold everything against: attention written out once more, row by row in float64, and shapes that break kernels."""
+
 from __future__ import annotations
 
 import numpy as np
 
 # L and S around every tile and block edge: register rows 2, 4, 6, query tiles 24 and 32, key half-block 64, block 128
-TAILS = [(1, 1), (1, 128), (2, 3), (5, 7), (6, 64), (7, 65), (23, 127), (24, 128), (25, 129), (33, 255), (49, 257), (130, 300)]
+TAILS = [
+    (1, 1),
+    (1, 128),
+    (2, 3),
+    (5, 7),
+    (6, 64),
+    (7, 65),
+    (23, 127),
+    (24, 128),
+    (25, 129),
+    (33, 255),
+    (49, 257),
+    (130, 300),
+]
 
 
 def draw(shape, seed=0, dtype=np.float32):
@@ -13,11 +27,27 @@ def draw(shape, seed=0, dtype=np.float32):
 
 def qkv(b=1, h=2, l=33, s=None, d=16, dv=None, hkv=None, seed=0, dtype=np.float32):
     s, hkv = l if s is None else s, hkv or h
-    return (draw((b, h, l, d), seed, dtype), draw((b, hkv, s, d), seed + 1, dtype), draw((b, hkv, s, dv or d), seed + 2, dtype))
+    return (
+        draw((b, h, l, d), seed, dtype),
+        draw((b, hkv, s, d), seed + 1, dtype),
+        draw((b, hkv, s, dv or d), seed + 2, dtype),
+    )
 
 
-def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window=(None, None), alignment="upper_left",
-          key_lengths=None, softcap=0.0, alibi_slopes=None, sinks=None):
+def naive(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    window=(None, None),
+    alignment="upper_left",
+    key_lengths=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+):
     """Attention by its definition, one row at a time, in float64. Returns out and lse."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     nb, nh, length, d = query.shape
@@ -36,10 +66,15 @@ def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window
                 x = softcap * np.tanh(x / softcap)
             if slopes is not None:
                 x -= slopes[b, h] * abs(centre - j)
-            visible = not ((is_causal and j > centre) or (window[0] is not None and j < centre - window[0])
-                           or (window[1] is not None and j > centre + window[1]))
+            visible = not (
+                (is_causal and j > centre)
+                or (window[0] is not None and j < centre - window[0])
+                or (window[1] is not None and j > centre + window[1])
+            )
             if mask is not None:
-                visible &= bool(mask[b, h, i, j]) if mask.dtype == bool else mask[b, h, i, j] != -np.inf
+                visible &= (
+                    bool(mask[b, h, i, j]) if mask.dtype == bool else mask[b, h, i, j] != -np.inf
+                )
                 x += 0 if mask.dtype == bool else float(mask[b, h, i, j])
             if visible:
                 scores.append(x)
@@ -54,8 +89,22 @@ def naive(query, key, value, attn_mask=None, is_causal=False, scale=None, window
     return out, lse
 
 
-def naive_gradients(grad_out, query, key, value, attn_mask=None, is_causal=False, scale=None, window=(None, None),
-                    alignment="upper_left", key_lengths=None, softcap=0.0, alibi_slopes=None, sinks=None, dtype=np.float64):
+def naive_gradients(
+    grad_out,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    window=(None, None),
+    alignment="upper_left",
+    key_lengths=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    dtype=np.float64,
+):
     """Gradients of `naive` by the chain rule, a head's whole score matrix in memory. Returns dq, dk and dv; all in `dtype`."""
     grad_out, query, key, value = (np.asarray(x, dtype) for x in (grad_out, query, key, value))
     nb, nh, length, d = query.shape
@@ -69,14 +118,20 @@ def naive_gradients(grad_out, query, key, value, attn_mask=None, is_causal=False
         g = h // (nh // nkv)
         q, k, v, do = query[b, h], key[b, g], value[b, g], grad_out[b, h]
         count = s if key_lengths is None else key_lengths[b]
-        away = np.arange(s) - np.arange(length)[:, None] - (count - length if alignment == "lower_right" else 0)
+        away = (
+            np.arange(s)
+            - np.arange(length)[:, None]
+            - (count - length if alignment == "lower_right" else 0)
+        )
         seen = (np.arange(s) < count) & (away >= -left) & (away <= right)
         x, slope = q @ k.T * scale, dtype(1)
         if softcap:
             x = np.tanh(x / dtype(softcap))
             x, slope = x * dtype(softcap), 1 - x * x
         if alibi_slopes is not None:
-            x = x - dtype(np.broadcast_to(alibi_slopes, (nb, nh))[b, h]) * np.abs(away).astype(dtype)
+            x = x - dtype(np.broadcast_to(alibi_slopes, (nb, nh))[b, h]) * np.abs(away).astype(
+                dtype
+            )
         if mask is not None and mask.dtype == bool:
             seen &= mask[b, h]
         elif mask is not None:
@@ -91,5 +146,9 @@ def naive_gradients(grad_out, query, key, value, attn_mask=None, is_causal=False
         p = p / np.where(total > 0, total, dtype(1))
         dp = do @ v.T
         ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope
-        dq[b, h], dk[b, g], dv[b, g] = ds @ k * scale, dk[b, g] + ds.T @ q * scale, dv[b, g] + p.T @ do
+        dq[b, h], dk[b, g], dv[b, g] = (
+            ds @ k * scale,
+            dk[b, g] + ds.T @ q * scale,
+            dv[b, g] + p.T @ do,
+        )
     return dq, dk, dv

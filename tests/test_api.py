@@ -1,4 +1,5 @@
 """The public calls end to end: layouts, dtypes, semantics, packed sequences, empty problems."""
+
 import itertools
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numflash
 from numflash import validation
 from numflash.data import minilm
 from numflash.errors import UnsupportedError
-from numflash.metrics import errors
+from numflash.measure.metrics import errors
 
 LIMIT = {"float32": 1e-5, "int8": 0.03}
 IMPLS = [("reference", "float32"), ("reference", "int8"), ("cpu", "float32"), ("cpu", "int8")]
@@ -31,8 +32,14 @@ def same(mine, other):
 def test_semantics(name, impl, precision):
     arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
     exact, exact_lse = naive(*arrays, **OPTIONS[name])
-    out, lse = numflash.attention(*arrays, enable_gqa=True, precision=precision, impl=impl, return_lse=True, **OPTIONS[name])
-    assert out.dtype == lse.dtype == np.float32 and out.shape == exact.shape and lse.shape == exact_lse.shape
+    out, lse = numflash.attention(
+        *arrays, enable_gqa=True, precision=precision, impl=impl, return_lse=True, **OPTIONS[name]
+    )
+    assert (
+        out.dtype == lse.dtype == np.float32
+        and out.shape == exact.shape
+        and lse.shape == exact_lse.shape
+    )
     assert errors(out, exact).relative_l1 <= LIMIT[precision] if exact.any() else not out.any()
     np.testing.assert_allclose(lse, exact_lse, atol=1e-5 if precision == "float32" else 0.05)
 
@@ -42,13 +49,28 @@ def test_semantics(name, impl, precision):
 def test_layouts_and_promotion(layout, ndim):
     heads = 1 if ndim == 2 else 4
     q, k, v = qkv(b=2 if ndim == 4 else 1, h=heads, l=6, s=9, d=8, dv=5)
-    exact, exact_lse = numflash.attention(q, k, v, is_causal=True, return_lse=True, impl="reference")
-    given_arrays = [(x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0] for x in (q, k, v)]
-    out, lse = numflash.attention(*given_arrays, is_causal=True, return_lse=True, layout=layout, impl="reference")
+    exact, exact_lse = numflash.attention(
+        q, k, v, is_causal=True, return_lse=True, impl="reference"
+    )
+    given_arrays = [
+        (x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0]
+        for x in (q, k, v)
+    ]
+    out, lse = numflash.attention(
+        *given_arrays, is_causal=True, return_lse=True, layout=layout, impl="reference"
+    )
     assert out.shape == (*given_arrays[0].shape[:-1], 5) and lse.shape == given_arrays[0].shape[:-1]
-    back = out.reshape(exact.shape) if layout == "bhld" or ndim == 2 else out.reshape(q.shape[0], 6, heads, 5).swapaxes(1, 2)
+    back = (
+        out.reshape(exact.shape)
+        if layout == "bhld" or ndim == 2
+        else out.reshape(q.shape[0], 6, heads, 5).swapaxes(1, 2)
+    )
     np.testing.assert_array_equal(back, exact)
-    back = lse.reshape(exact_lse.shape) if layout == "bhld" or ndim == 2 else lse.reshape(q.shape[0], 6, heads).swapaxes(1, 2)
+    back = (
+        lse.reshape(exact_lse.shape)
+        if layout == "bhld" or ndim == 2
+        else lse.reshape(q.shape[0], 6, heads).swapaxes(1, 2)
+    )
     np.testing.assert_array_equal(back, exact_lse)
 
 
@@ -58,8 +80,15 @@ def test_layouts_and_promotion(layout, ndim):
 def test_nothing_to_attend_to(b, l, s, impl, precision):
     arrays = [np.ones(shape, np.float32) for shape in ((b, 2, l, 8), (b, 2, s, 8), (b, 2, s, 5))]
     out, lse = numflash.attention(*arrays, return_lse=True, impl=impl, precision=precision)
-    assert out.shape == (b, 2, l, 5) and lse.shape == (b, 2, l) and not out.any() and (lse == -np.inf).all()
-    out, lse = numflash.attention(*arrays, return_lse=True, impl=impl, precision=precision, sinks=[1.0, 2.0])
+    assert (
+        out.shape == (b, 2, l, 5)
+        and lse.shape == (b, 2, l)
+        and not out.any()
+        and (lse == -np.inf).all()
+    )
+    out, lse = numflash.attention(
+        *arrays, return_lse=True, impl=impl, precision=precision, sinks=[1.0, 2.0]
+    )
     assert s or (not out.any() and (lse == np.array([1.0, 2.0])[None, :, None]).all())
 
 
@@ -77,8 +106,18 @@ def test_quantised_call_is_the_float_call(l, s, pv):
     if pv == "fp32":
         kept = (*kept[:2], numflash.quantize(v, "row"))
         v = kept[2].dequantize()
-    options = {"enable_gqa": True, "pv": pv, "return_lse": True, "impl": "reference", "is_causal": True, "alignment": "lower_right"}
-    same(numflash.attention_int8(*kept, **options), numflash.attention(q, k, v, precision="int8", **options))
+    options = {
+        "enable_gqa": True,
+        "pv": pv,
+        "return_lse": True,
+        "impl": "reference",
+        "is_causal": True,
+        "alignment": "lower_right",
+    }
+    same(
+        numflash.attention_int8(*kept, **options),
+        numflash.attention(q, k, v, precision="int8", **options),
+    )
 
 
 @pytest.mark.parametrize("granularity", ["row", "block", "tensor"])
@@ -86,20 +125,34 @@ def test_quantised_call_is_the_float_call(l, s, pv):
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_key_granularities(granularity, smooth, impl):
     q, k, v = qkv(l=40, s=300, d=32)
-    out = numflash.attention_int8(numflash.quantize(q, granularity), numflash.quantize(k, granularity, smooth),
-                                  numflash.quantize(v, "tensor"), impl=impl)
+    out = numflash.attention_int8(
+        numflash.quantize(q, granularity),
+        numflash.quantize(k, granularity, smooth),
+        numflash.quantize(v, "tensor"),
+        impl=impl,
+    )
     assert errors(out, naive(q, k, v)[0]).relative_l1 < 0.035
 
 
 def test_quantised_promotion():
     q, k, v = (x[0, 0] for x in qkv(l=5, s=6, d=8))
-    out, lse = numflash.attention_int8(*numflash.quantize_qkv(q, k, v), return_lse=True, impl="reference")
+    out, lse = numflash.attention_int8(
+        *numflash.quantize_qkv(q, k, v), return_lse=True, impl="reference"
+    )
     assert out.shape == (5, 8) and lse.shape == (5,)
 
 
 VARLEN = {
-    "plain": {}, "causal": {"is_causal": True}, "lower_right": {"is_causal": True, "alignment": "lower_right", "window": (4, None)},
-    "rest": {"softcap": 2.0, "alibi_slopes": [0.1, 0.2], "sinks": [1.0, 0.5], "scale": 0.3, "window": (3, 3)},
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lower_right": {"is_causal": True, "alignment": "lower_right", "window": (4, None)},
+    "rest": {
+        "softcap": 2.0,
+        "alibi_slopes": [0.1, 0.2],
+        "sinks": [1.0, 0.5],
+        "scale": 0.3,
+        "window": (3, 3),
+    },
 }
 
 
@@ -123,8 +176,12 @@ def test_varlen_of_equal_lengths_that_lie_apart():
     """The short ones share a call of their own, with the long one's rows between them."""
     cu = np.cumsum([0, 5, 300, 5])
     q, k, v = (draw((310, 2, 16), seed) for seed in range(3))
-    parts = [problem.shape[0] for problem, _ in validation.sequences(
-        validation.problem(q, k, v, layout="blhd"), cu, cu, "upper_left")]
+    parts = [
+        problem.shape[0]
+        for problem, _ in validation.sequences(
+            validation.problem(q, k, v, layout="blhd"), cu, cu, "upper_left"
+        )
+    ]
     assert parts == [1, 2]
     out = numflash.attention_varlen(q, k, v, cu, cu, impl="reference")
     for a, b in itertools.pairwise(cu):
@@ -141,28 +198,55 @@ def test_varlen_of_nothing():
 def test_splitting_keys_and_merging():
     q, k, v = qkv(l=30, s=200, d=32)
     whole = numflash.attention(q, k, v, precision="float32", return_lse=True, impl="reference")
-    parts = [numflash.attention(q, k[:, :, cut], v[:, :, cut], return_lse=True, impl="reference")
-             for cut in (slice(77), slice(77, None))]
+    parts = [
+        numflash.attention(q, k[:, :, cut], v[:, :, cut], return_lse=True, impl="reference")
+        for cut in (slice(77), slice(77, None))
+    ]
     for mine, other in zip(numflash.merge_states(*parts[0], *parts[1]), whole, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-6)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 2), st.integers(1, 40), st.integers(1, 140), st.integers(1, 40), st.integers(1, 40), st.booleans(),
-       st.tuples(st.none() | st.integers(0, 50), st.none() | st.integers(0, 50)), st.sampled_from(["upper_left", "lower_right"]),
-       st.sampled_from([0.0, 3.0]), st.integers(0, 99))
-def test_int8_kernels_give_the_bits_of_the_model(b, l, s, d, dv, causal, window, alignment, softcap, seed):
+@given(
+    st.integers(1, 2),
+    st.integers(1, 40),
+    st.integers(1, 140),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.booleans(),
+    st.tuples(st.none() | st.integers(0, 50), st.none() | st.integers(0, 50)),
+    st.sampled_from(["upper_left", "lower_right"]),
+    st.sampled_from([0.0, 3.0]),
+    st.integers(0, 99),
+)
+def test_int8_kernels_give_the_bits_of_the_model(
+    b, l, s, d, dv, causal, window, alignment, softcap, seed
+):
     arrays = qkv(b=b, h=2, l=l, s=s, d=d, dv=dv, seed=seed)
-    options = {"is_causal": causal, "window": window, "alignment": alignment, "softcap": softcap, "precision": "int8",
-               "return_lse": True}
-    same(numflash.attention(*arrays, **options), numflash.attention(*arrays, impl="reference", **options))
+    options = {
+        "is_causal": causal,
+        "window": window,
+        "alignment": alignment,
+        "softcap": softcap,
+        "precision": "int8",
+        "return_lse": True,
+    }
+    same(
+        numflash.attention(*arrays, **options),
+        numflash.attention(*arrays, impl="reference", **options),
+    )
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_real_activations(impl):
     found = numflash.accuracy(*minilm(), impl=impl, variants=["int8"])
     assert found["int8"].relative_l1 <= 0.017
-    assert numflash.accuracy(*minilm(), impl="reference", variants=["int8, pv fp32"])["int8, pv fp32"].relative_l1 <= 0.013
+    assert (
+        numflash.accuracy(*minilm(), impl="reference", variants=["int8, pv fp32"])[
+            "int8, pv fp32"
+        ].relative_l1
+        <= 0.013
+    )
 
 
 @pytest.mark.slow
@@ -170,8 +254,10 @@ def test_real_activations(impl):
 def test_160_thousand_keys(precision, limit):
     """Quantised kernels of the field turned to noise here: sums must not overflow, however many keys."""
     q, k, v = qkv(h=1, l=3, s=160_000, d=64)
-    for queries in (q, 0 * q):                                             # weights that differ, weights that are all equal
-        exact, exact_lse = numflash.attention(queries, k, v + 0.5, impl="reference", return_lse=True)
+    for queries in (q, 0 * q):  # weights that differ, weights that are all equal
+        exact, exact_lse = numflash.attention(
+            queries, k, v + 0.5, impl="reference", return_lse=True
+        )
         out, lse = numflash.attention(queries, k, v + 0.5, precision=precision, return_lse=True)
         assert errors(out, exact).relative_l1 < limit
         np.testing.assert_allclose(lse, exact_lse, atol=0.02 if precision == "int8" else 1e-4)

@@ -1,16 +1,19 @@
 """The command line: every command runs, --json is one document, mistakes give one line and an exit status."""
+
 import json
 import subprocess
 import sys
 
 import pytest
 
-from numflash import cli
+from numflash.commands import cli
 
 
 def run(*argv, status=0):
     """(stdout, stderr) of a command in its own process."""
-    done = subprocess.run([sys.executable, "-m", "numflash", *argv], capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, "-m", "numflash", *argv], capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
@@ -29,7 +32,11 @@ def test_info(capsys):
 
 def test_explain(capsys):
     found = as_json(capsys, "explain", "512", "64", "--causal", "--heads", "3")
-    assert found["shape"]["length"] == 512 and found["shape"]["head_dim"] == 64 and found["shape"]["heads"] == 3
+    assert (
+        found["shape"]["length"] == 512
+        and found["shape"]["head_dim"] == 64
+        and found["shape"]["heads"] == 3
+    )
     assert found["visible"] == pytest.approx(0.5, abs=0.01)
     assert cli.main(["explain"]) == 0
     assert "1024 queries x 1024 keys, head_dim 128" in capsys.readouterr().out
@@ -47,13 +54,16 @@ def test_bench_is_checked_and_counted(capsys):
     names = {r["contender"] for r in found["results"]}
     assert "float32 reference" in names and any(n.startswith("numflash int8") for n in names)
     for r in found["results"]:
-        assert r["seconds"] > 0 and r["operations_per_second"] == pytest.approx(4 * 128 * 128 * 64 / r["seconds"])
+        assert r["seconds"] > 0 and r["operations_per_second"] == pytest.approx(
+            4 * 128 * 128 * 64 / r["seconds"]
+        )
         assert r["relative_l1"] <= 0.03
     assert found["roof"]["int8"] > 1e9 and found["roof"]["read"] > 1e8
 
 
 def test_a_wrong_contender_is_not_timed():
-    from numflash.contenders import Case, Contender, compete
+    from numflash.measure.contenders import Case, Contender, compete
+
     wrong = Contender("wrong", 0.01, lambda case: lambda: 1.1 * case.arrays[2])
     with pytest.raises(ArithmeticError, match="wrong at L=16 D=8: relative L1"):
         compete(wrong, Case(16, 8))
@@ -64,7 +74,8 @@ def test_a_case_is_checked_against_the_oracle(causal):
     import numpy as np
     from oracles import naive
 
-    from numflash.contenders import Case
+    from numflash.measure.contenders import Case
+
     case = Case(300, 8, causal, heads=2)
     exact = naive(*case.arrays, is_causal=causal)[0]
     assert case.check(exact).relative_l1 < 1e-12
@@ -72,8 +83,18 @@ def test_a_case_is_checked_against_the_oracle(causal):
     assert case.operations == 4 * 2 * 8 * (np.tri(300).sum() if causal else 300**2)
 
 
-@pytest.mark.parametrize("argv", [["bench", "0"], ["bench", "many"], ["explain", "-3"], ["nonsense"], [], ["cache"],
-                                  ["cache", "fill"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["bench", "0"],
+        ["bench", "many"],
+        ["explain", "-3"],
+        ["nonsense"],
+        [],
+        ["cache"],
+        ["cache", "fill"],
+    ],
+)
 def test_wrong_command_line(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
@@ -81,11 +102,19 @@ def test_wrong_command_line(argv, capsys):
     assert "usage: numflash" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("argv", "words"), [
-    (["explain", "8", "1024"], "query: got shape"), (["explain", "--precision", "int3"], "precision: got 'int3'"),
-    (["asm", "no-such-kernel"], "no-such-kernel"), (["asm", "--cpu", "a64fx", "--features=sve"], "features: got 'sve'"),
-    (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"), (["bench", "64", "64", "1", "999"], "threads: got 999"),
-    (["bench", "--plot", "picture.txt"], "--plot: got 'picture.txt'"), (["demo", "--threads", "999"], "threads: got 999")])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["explain", "8", "1024"], "query: got shape"),
+        (["explain", "--precision", "int3"], "precision: got 'int3'"),
+        (["asm", "no-such-kernel"], "no-such-kernel"),
+        (["asm", "--cpu", "a64fx", "--features=sve"], "features: got 'sve'"),
+        (["explain", "99999999999"], "query: got (1, 1, 99999999999, 128)"),
+        (["bench", "64", "64", "1", "999"], "threads: got 999"),
+        (["bench", "--plot", "picture.txt"], "--plot: got 'picture.txt'"),
+        (["demo", "--threads", "999"], "threads: got 999"),
+    ],
+)
 def test_errors_are_one_line(argv, words, capsys):
     if "--plot" in argv:
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -94,12 +123,16 @@ def test_errors_are_one_line(argv, words, capsys):
     assert error.startswith("numflash: ") and words in error
 
 
-@pytest.mark.parametrize("error", [MemoryError("Unable to allocate 191. GiB"), FileNotFoundError(2, "No such file", "/no/x.png")])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("Unable to allocate 191. GiB"), FileNotFoundError(2, "No such file", "/no/x.png")],
+)
 def test_no_memory_and_no_file_are_one_line_too(error, monkeypatch, capsys):
-    from numflash import bench
+    from numflash.commands import bench
 
     def fails(*arguments):
         raise error
+
     monkeypatch.setattr(bench, "run", fails)
     assert cli.main(["bench"]) == 1
     assert capsys.readouterr().err == f"numflash: {error}\n"
@@ -118,24 +151,37 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
 
 def test_cache_clear(tmp_path, monkeypatch):
     """Only numflash's own files go, in the folder that NUMBA_CACHE_DIR names."""
-    code = ("import numflash, numpy as np; x = np.ones((2, 2), np.float32); numflash.quantize(x); "
-            "from numflash import diskcache, cli; n = len(diskcache.files()); assert n, n; "
-            "import pathlib, os; other = pathlib.Path(os.environ['NUMBA_CACHE_DIR'], 'other.nbi'); other.touch(); "
-            "assert cli.main(['cache', 'clear']) == 0; assert list(other.parent.rglob('*.nb?')) == [other]")
+    code = (
+        "import numflash, numpy as np; x = np.ones((2, 2), np.float32); numflash.quantize(x); "
+        "from numflash.jit import cache_files; from numflash.commands import cli; "
+        "n = len(cache_files.files()); assert n, n; "
+        "import pathlib, os; other = pathlib.Path(os.environ['NUMBA_CACHE_DIR'], 'other.nbi'); other.touch(); "
+        "assert cli.main(['cache', 'clear']) == 0; assert list(other.parent.rglob('*.nb?')) == [other]"
+    )
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     # the sources' own __pycache__ is not touched: the test must not make every later test compile
-    code = code.replace("from numflash import diskcache, cli;", "from numflash import diskcache, cli; real = diskcache.folders; "
-                        "diskcache.folders = lambda: [f for f in real() if os.environ['NUMBA_CACHE_DIR'] in str(f)];")
+    code = code.replace(
+        "from numflash.jit import cache_files; from numflash.commands import cli;",
+        "from numflash.jit import cache_files; from numflash.commands import cli; real = cache_files.folders; "
+        "cache_files.folders = lambda: [f for f in real() if os.environ['NUMBA_CACHE_DIR'] in str(f)];",
+    )
     subprocess.run([sys.executable, "-c", "import os; " + code], check=True, timeout=300)
 
 
 def test_tables():
-    from numflash.console import Table, count
+    from numflash.measure.console import Table, count
+
     table = Table("title", ("name", "ms"), note="a note")
     table.add("long name", "1.0", name="long name", ms=1.0)
     table.add("x", "10.25", name="x", ms=10.25)
     assert table.plain().splitlines() == [
-        "title", "name          ms", "---------  -----", "long name    1.0", "x          10.25", "a note"]
+        "title",
+        "name          ms",
+        "---------  -----",
+        "long name    1.0",
+        "x          10.25",
+        "a note",
+    ]
     assert table.records[1] == {"name": "x", "ms": 10.25}
     assert (count(1, "thread"), count(2, "thread")) == ("1 thread", "2 threads")
 
@@ -143,7 +189,13 @@ def test_tables():
 @pytest.mark.slow
 def test_demo():
     out, err = run("demo")
-    for part in ("1. How exact", "2. How fast", "3. Where the time goes", "4. What lies in which cache", "working set 58.75 KiB"):
+    for part in (
+        "1. How exact",
+        "2. How fast",
+        "3. Where the time goes",
+        "4. What lies in which cache",
+        "working set 58.75 KiB",
+    ):
         assert part in out
     assert "demo 1/" in err, "progress"
 

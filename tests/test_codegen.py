@@ -1,4 +1,5 @@
-"""Cross-compilation (numflash.codegen) and the reading of its text (numflash.assembly), on functions whose code is known."""
+"""Cross-compilation and reading assembly, on functions whose machine code is known."""
+
 import importlib
 import re
 
@@ -9,9 +10,9 @@ import pytest
 from numba import njit, prange
 from numba.core import types
 
-from numflash import assembly, codegen
-from numflash.codegen import Target, compile_for
 from numflash.errors import ArgumentError
+from numflash.machinecode import assembly, codegen
+from numflash.machinecode.codegen import Target, compile_for
 
 BYTES = types.Array(types.int8, 1, "C")
 DOT = (BYTES, BYTES)
@@ -69,7 +70,9 @@ def without_loop(a, b):
     return a[0] + b[0]
 
 
-loops_become_dot_products = pytest.mark.skipif(llvm.llvm_version_info < (20,), reason="LLVM does so since release 20")
+loops_become_dot_products = pytest.mark.skipif(
+    llvm.llvm_version_info < (20,), reason="LLVM does so since release 20"
+)
 
 
 def report(function, signature, cpu):
@@ -80,12 +83,28 @@ def report(function, signature, cpu):
 
 @loops_become_dot_products
 @pytest.mark.parametrize("function", [dot, calls_dot, dot.py_func])
-@pytest.mark.parametrize("cpu, kind", [("a64fx", "sdot z.s"), ("neoverse-v2", "sdot"), ("neoverse-n1", "sdot v.4s"),
-                                       ("cortex-a72", "smull v.8h"), ("haswell", "vpmaddwd"), ("znver4", "vpmaddwd")])
+@pytest.mark.parametrize(
+    "cpu, kind",
+    [
+        ("a64fx", "sdot z.s"),
+        ("neoverse-v2", "sdot"),
+        ("neoverse-n1", "sdot v.4s"),
+        ("cortex-a72", "smull v.8h"),
+        ("haswell", "vpmaddwd"),
+        ("znver4", "vpmaddwd"),
+    ],
+)
 def test_int8_dot_product_uses_the_dot_instruction_of_the_cpu(function, cpu, kind):
     found = report(function, DOT, cpu)
     assert any(name.startswith(kind) for name in found["instructions"]), found
-    assert found["lanes64"] == found["calls"] == found["stack"] == found["integer_divisions"] == found["float64"] == 0
+    assert (
+        found["lanes64"]
+        == found["calls"]
+        == found["stack"]
+        == found["integer_divisions"]
+        == found["float64"]
+        == 0
+    )
 
 
 @loops_become_dot_products
@@ -113,24 +132,30 @@ def test_parallel_functions_compile_with_their_loop(cpu):
 def test_an_allocating_function_links_a_runtime_built_for_the_target():
     code = compile_for(allocates, (types.intp,), Target.named("a64fx"))
     assert "x86" not in code.assembly and code.object[:4] == b"\x7fELF"
-    assert int.from_bytes(code.object[18:20], "little") == 183            # e_machine AArch64
+    assert int.from_bytes(code.object[18:20], "little") == 183  # e_machine AArch64
 
 
 def test_float_options_are_kept():
     """Only a sum that may be reordered becomes vectors of multiply-adds."""
+
     def total(a, b):
         s = np.float32(0)
         for i in range(a.size):
             s += a[i] * b[i]
         return s
+
     floats = types.Array(types.float32, 1, "C")
-    strict, free = (report(numba.njit(fastmath=options)(total), (floats, floats), "haswell")["instructions"]
-                    for options in (False, {"reassoc", "contract"}))
+    strict, free = (
+        report(numba.njit(fastmath=options)(total), (floats, floats), "haswell")["instructions"]
+        for options in (False, {"reassoc", "contract"})
+    )
     assert not any(kind.startswith("vfmadd") for kind in strict)
     assert any(kind.startswith("vfmadd") and kind.endswith("ps ymm") for kind in free)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in codegen.KERNELS.items() if entry.arguments is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in codegen.KERNELS.items() if entry.arguments is not None]
+)
 def test_every_named_kernel_can_be_made(name):
     entry = codegen.KERNELS[name]
     assert callable(getattr(importlib.import_module(entry.module), entry.name)(*entry.arguments))
@@ -141,8 +166,12 @@ def test_the_host_is_left_as_it_was():
     before = calls_dot(a, b)
     overloads = len(dot.overloads)
     compile_for(calls_dot, DOT, Target.named("a64fx"))
-    assert len(dot.overloads) == overloads and calls_dot(a, b) == before == int(a.astype(int) @ b.astype(int))
-    assert numba.njit(lambda n: np.ones(n).sum())(3) == 3                 # new functions go to the host's context again
+    assert len(dot.overloads) == overloads and calls_dot(a, b) == before == int(
+        a.astype(int) @ b.astype(int)
+    )
+    assert (
+        numba.njit(lambda n: np.ones(n).sum())(3) == 3
+    )  # new functions go to the host's context again
 
 
 def test_host_target_is_what_numba_compiles_for():
@@ -153,7 +182,10 @@ def test_host_target_is_what_numba_compiles_for():
     if native is None:
         dot(np.ones(4, np.int8), np.ones(4, np.int8))
         native = next(iter(dot.inspect_asm().values()))
-    assert assembly.histogram(assembly.hot_loop(native).instructions) == report(dot, DOT, "host")["instructions"]
+    assert (
+        assembly.histogram(assembly.hot_loop(native).instructions)
+        == report(dot, DOT, "host")["instructions"]
+    )
 
 
 def test_bad_names_are_refused():
@@ -168,27 +200,45 @@ def test_bad_names_are_refused():
         report(without_loop, DOT, "a64fx")
 
 
-@pytest.mark.parametrize("kernel", [name for name in codegen.KERNELS if not name.startswith("int8-")])
+@pytest.mark.parametrize(
+    "kernel", [name for name in codegen.KERNELS if not name.startswith("int8-")]
+)
 def test_every_named_kernel_has_a_histogram(kernel):
     found = codegen.histogram(kernel, "a64fx")
     assert found["kernel"] == kernel and found["total"] == sum(found["instructions"].values()) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel, cpu, dots", [
-    ("int8-amx_int8", "sapphirerapids", 4), ("int8-avx512_vnni", "znver4", 24), ("int8-avx_vnni", "alderlake", 12),
-    ("int8-avx2", "haswell", 12), ("int8-sve", "a64fx", 24), ("int8-neon_dot", "neoverse-n1", 24)])
+@pytest.mark.parametrize(
+    "kernel, cpu, dots",
+    [
+        ("int8-amx_int8", "sapphirerapids", 4),
+        ("int8-avx512_vnni", "znver4", 24),
+        ("int8-avx_vnni", "alderlake", 12),
+        ("int8-avx2", "haswell", 12),
+        ("int8-sve", "a64fx", 24),
+        ("int8-neon_dot", "neoverse-n1", 24),
+    ],
+)
 def test_product_loops_of_the_fused_kernel(kernel, cpu, dots):
     """The loops of the tallest tiles, unrolled or not, are made of dot products and loads."""
     if cpu not in codegen.TRIPLES:
         pytest.skip(f"this LLVM is older than {cpu}")
     code = codegen.compile_kernel(kernel, cpu)
-    found = [loop.instructions for loop in assembly.loops(code.assembly)
-             if sum(map(assembly.is_dot, loop.instructions)) in (dots, 2 * dots)]
+    found = [
+        loop.instructions
+        for loop in assembly.loops(code.assembly)
+        if sum(map(assembly.is_dot, loop.instructions)) in (dots, 2 * dots)
+    ]
     dense = [loop for loop in found if len(loop) <= 3.5 * sum(map(assembly.is_dot, loop))]
     assert len(dense) >= 2, [len(loop) for loop in found]
     for loop in dense:
-        unwanted = (assembly.is_lanes64, assembly.is_float64, assembly.is_integer_division, assembly.is_call)
+        unwanted = (
+            assembly.is_lanes64,
+            assembly.is_float64,
+            assembly.is_integer_division,
+            assembly.is_call,
+        )
         assert not any(test(i) for test in unwanted for i in loop), assembly.histogram(loop)
     assert sum(map(assembly.is_stack, min(dense, key=len))) <= (6 if kernel == "int8-avx2" else 1)
 
@@ -228,20 +278,32 @@ g:
 """
 
 
-@pytest.mark.parametrize("text, depth, total, kinds", [
-    (ARM, 2, 9, {"sdot z.s": 1, "mla z.d": 1, "b.ne": 1, "udiv": 1}),
-    (X86, 1, 7, {"vpdpbusd zmm": 1, "vpmovsxbq zmm": 1, "idivl": 1}),
-])
+@pytest.mark.parametrize(
+    "text, depth, total, kinds",
+    [
+        (ARM, 2, 9, {"sdot z.s": 1, "mla z.d": 1, "b.ne": 1, "udiv": 1}),
+        (X86, 1, 7, {"vpdpbusd zmm": 1, "vpmovsxbq zmm": 1, "idivl": 1}),
+    ],
+)
 def test_reading_of_a_listing(text, depth, total, kinds):
     loop = assembly.hot_loop(text)
     counts = assembly.histogram(loop.instructions)
     assert (loop.depth, len(loop.instructions)) == (depth, total)
     assert kinds.items() <= counts.items()
-    for test in (assembly.is_integer_division, assembly.is_float64, assembly.is_lanes64, assembly.is_call,
-                 assembly.is_stack):
+    for test in (
+        assembly.is_integer_division,
+        assembly.is_float64,
+        assembly.is_lanes64,
+        assembly.is_call,
+        assembly.is_stack,
+    ):
         assert sum(map(test, loop.instructions)) == 1, test.__name__
 
 
 def test_a_pointer_is_not_the_stack():
-    assert assembly.is_stack("vmovups -64(%rbp), %zmm0") and assembly.is_stack("vmovups %zmm0, 64(%rsp)")
-    assert not assembly.is_stack("vbroadcastss (%rbp,%rdi,4), %zmm20") and not assembly.is_stack("leaq -64(%rbp), %rax")
+    assert assembly.is_stack("vmovups -64(%rbp), %zmm0") and assembly.is_stack(
+        "vmovups %zmm0, 64(%rsp)"
+    )
+    assert not assembly.is_stack("vbroadcastss (%rbp,%rdi,4), %zmm20") and not assembly.is_stack(
+        "leaq -64(%rbp), %rax"
+    )

@@ -1,25 +1,49 @@
 """The document's state machine, and the demonstration that uses a cache in a real loop."""
+
 import tracemalloc
 
 import numpy as np
 import pytest
 from oracles import draw, naive
 
-from numflash import demo_decode
-from numflash.engine import DecodeEngine, State, StateError
+from numflash.cache.engine import DecodeEngine, State, StateError
+from numflash.commands import demo_decode
 
 OPTIONS = {"batch": 2, "kv_heads": 2, "head_dim": 16, "max_length": 40}
-METHODS = {"init": (), "load_qkv": (draw((2, 4, 1, 16)), draw((2, 2, 1, 16)), draw((2, 2, 1, 16))), "decode": (), "get_output": (),
-           "reset": (), "cleanup": ()}
-PATHS = {State.UNINITIALISED: [], State.INITIALISED: ["init"], State.READY: ["init", "load_qkv", "decode"],
-         State.OUTPUT_READY: ["init", "load_qkv", "decode", "get_output"]}
+METHODS = {
+    "init": (),
+    "load_qkv": (draw((2, 4, 1, 16)), draw((2, 2, 1, 16)), draw((2, 2, 1, 16))),
+    "decode": (),
+    "get_output": (),
+    "reset": (),
+    "cleanup": (),
+}
+PATHS = {
+    State.UNINITIALISED: [],
+    State.INITIALISED: ["init"],
+    State.READY: ["init", "load_qkv", "decode"],
+    State.OUTPUT_READY: ["init", "load_qkv", "decode", "get_output"],
+}
 LEADS_TO = {
     State.UNINITIALISED: {"init": State.INITIALISED},
-    State.INITIALISED: {"load_qkv": State.READY, "reset": State.INITIALISED, "cleanup": State.UNINITIALISED},
-    State.READY: {"load_qkv": State.READY, "decode": State.READY, "get_output": State.OUTPUT_READY, "reset": State.INITIALISED,
-                  "cleanup": State.UNINITIALISED},
-    State.OUTPUT_READY: {"load_qkv": State.READY, "get_output": State.OUTPUT_READY, "reset": State.INITIALISED,
-                         "cleanup": State.UNINITIALISED},
+    State.INITIALISED: {
+        "load_qkv": State.READY,
+        "reset": State.INITIALISED,
+        "cleanup": State.UNINITIALISED,
+    },
+    State.READY: {
+        "load_qkv": State.READY,
+        "decode": State.READY,
+        "get_output": State.OUTPUT_READY,
+        "reset": State.INITIALISED,
+        "cleanup": State.UNINITIALISED,
+    },
+    State.OUTPUT_READY: {
+        "load_qkv": State.READY,
+        "get_output": State.OUTPUT_READY,
+        "reset": State.INITIALISED,
+        "cleanup": State.UNINITIALISED,
+    },
 }
 
 
@@ -51,8 +75,8 @@ def test_step_initialises_by_itself_and_generates():
     engine = DecodeEngine(**OPTIONS, dtype="float32")
     key, value, query = draw((2, 2, 30, 16)), draw((2, 2, 30, 16), 1), draw((2, 4, 30, 16), 2)
     for i in range(30):
-        out = engine.step(query[:, :, i:i + 1], key[:, :, i:i + 1], value[:, :, i:i + 1])
-        exact, _ = naive(query[:, :, i:i + 1], key[:, :, :i + 1], value[:, :, :i + 1])
+        out = engine.step(query[:, :, i : i + 1], key[:, :, i : i + 1], value[:, :, i : i + 1])
+        exact, _ = naive(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1])
         np.testing.assert_allclose(out, exact, atol=1e-5)
     engine.reset()
     first = engine.step(query[:, :, :1], key[:, :, :1], value[:, :, :1])
@@ -67,7 +91,7 @@ def test_a_step_allocates_nothing(dtype):
     engine = DecodeEngine(batch=64, kv_heads=8, head_dim=64, max_length=128, dtype=dtype)
     query, key, value = draw((64, 8, 1, 64)), draw((64, 8, 1, 64), 1), draw((64, 8, 1, 64), 2)
     first = engine.step(query, key, value)
-    for _ in range(10):                                                 # past the length from which two threads pay
+    for _ in range(10):  # past the length from which two threads pay
         engine.step(query, key, value)
     tracemalloc.start()
     try:
@@ -91,14 +115,19 @@ def test_another_shape_of_query_gets_another_buffer():
     copy = one.copy()
     two = engine.step(draw((2, 4, 2, 16)), draw((2, 2, 2, 16)), draw((2, 2, 2, 16)))
     assert two.shape == (2, 4, 2, 16) and (one == copy).all()
-    assert engine.step(draw((2, 4, 1, 16)).astype(np.float16), *METHODS["load_qkv"][1:]).dtype == np.float16
+    assert (
+        engine.step(draw((2, 4, 1, 16)).astype(np.float16), *METHODS["load_qkv"][1:]).dtype
+        == np.float16
+    )
     assert (two == engine._buffer).all()
 
 
 def test_demo_agrees_with_recomputation(monkeypatch):
     monkeypatch.setattr(demo_decode, "LAYERS", 2)
     found = demo_decode.run(1, "int8", 20, 3)
-    assert 0 < found["relative_l1_worst"] <= 0.06 and found["cache_bytes"] == 2 * 2 * 128 * (2 * 64 + 8)
-    monkeypatch.setitem(demo_decode.BUDGET, "int8", 1e-6)                 # the check can fail
+    assert 0 < found["relative_l1_worst"] <= 0.06 and found["cache_bytes"] == 2 * 2 * 128 * (
+        2 * 64 + 8
+    )
+    monkeypatch.setitem(demo_decode.BUDGET, "int8", 1e-6)  # the check can fail
     with pytest.raises(ArithmeticError, match="full recomputation"):
         demo_decode.run(1, "int8", 20, 1)

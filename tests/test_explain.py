@@ -10,12 +10,23 @@ from numflash import reference, validation
 from numflash.errors import ArgumentError
 from numflash.explanation import visible_share
 
-OPTIONS = [{}, {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (2, 1)}, {"window": (None, 0)},
-           {"key_lengths": [3, 0]}, {"key_lengths": [11, 4], "window": (1, 3), "alignment": "lower_right"}]
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "alignment": "lower_right"},
+    {"window": (2, 1)},
+    {"window": (None, 0)},
+    {"key_lengths": [3, 0]},
+    {"key_lengths": [11, 4], "window": (1, 3), "alignment": "lower_right"},
+]
 
 
-WINDOWS = [{"window": (a, b), "alignment": way, "key_lengths": [11, 2]} for a, b, way in
-           itertools.product((None, 0, 3, 20), (None, 0, 2, 20), ("upper_left", "lower_right"))]
+WINDOWS = [
+    {"window": (a, b), "alignment": way, "key_lengths": [11, 2]}
+    for a, b, way in itertools.product(
+        (None, 0, 3, 20), (None, 0, 2, 20), ("upper_left", "lower_right")
+    )
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS + WINDOWS)
@@ -43,7 +54,9 @@ def test_counts():
 
 
 def test_causal_is_about_half():
-    full, causal = (numflash.explain((1, 1, 1024, 64), is_causal=c).operations for c in (False, True))
+    full, causal = (
+        numflash.explain((1, 1, 1024, 64), is_causal=c).operations for c in (False, True)
+    )
     assert causal / full == pytest.approx(0.5, abs=0.001)
 
 
@@ -57,7 +70,14 @@ def test_bad_arguments():
         numflash.explain((1, 1, 4, 4), window=(-1, 0))
     with pytest.raises(ArgumentError, match="impl"):
         numflash.explain((1, 1, 4, 4), impl="tpu")
-    for shape in ((-1, 2, 3, 4), (1.5, 2), ("a", "b"), (1 << 40, 1, 4, 4), (1, 1, 1 << 32, 64), (1 << 20, 1 << 31, 1 << 31, 64)):
+    for shape in (
+        (-1, 2, 3, 4),
+        (1.5, 2),
+        ("a", "b"),
+        (1 << 40, 1, 4, 4),
+        (1, 1, 1 << 32, 64),
+        (1 << 20, 1 << 31, 1 << 31, 64),
+    ):
         with pytest.raises(ArgumentError, match="key: got"):
             numflash.explain((1, 1, 4, 4), shape)
 
@@ -74,6 +94,14 @@ def test_a_shape_takes_no_memory():
 def test_cuda_kernels_are_explained_by_their_shared_memory():
     pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
     e = numflash.explain((1, 2, 4096, 128), precision="float16", impl="cuda-emulator")
-    assert (e.isa, e.tiling.name) == ("sm_80", "sm_80-float16") and "49 % of the shared memory of a block (163 KiB" in str(e)
+    assert (e.isa, e.tiling.name) == (
+        "sm_80",
+        "sm_80-float16",
+    ) and "49 % of the shared memory of a block (163 KiB" in str(e)
     assert e.as_dict()["working_set"] == {"Q, then O": 16384, "K tile": 32768, "V tile": 32768}
-    assert numflash.explain((1, 2, 64, 96), pv="fp32", precision="int8", impl="cuda-emulator").tiling.name == "sm_80-int8-fp32"
+    assert (
+        numflash.explain(
+            (1, 2, 64, 96), pv="fp32", precision="int8", impl="cuda-emulator"
+        ).tiling.name
+        == "sm_80-int8-fp32"
+    )

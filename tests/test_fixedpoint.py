@@ -1,4 +1,5 @@
 """Scalars of the integer pipeline: errors as stated, continuity at the octave, equal bits in NumPy and in the JIT."""
+
 import numpy as np
 import pytest
 from numba import njit
@@ -20,8 +21,11 @@ def test_stated_error_is_the_measured_one(name):
 
 def test_documents_line_jumps_at_the_octave():
     """18 % from the end of one octave to the start of the next; the quadratic is continuous there."""
-    jump = lambda f: float(f(np.uint32(256))) / float(f(np.uint32(257)))          # noqa: E731
-    assert jump(fx.exp2_line177) > 1.1 or float(fx.exp2_line177(np.uint32(255))) / float(fx.exp2_line177(np.uint32(256))) > 1.1
+    jump = lambda f: float(f(np.uint32(256))) / float(f(np.uint32(257)))  # noqa: E731
+    assert (
+        jump(fx.exp2_line177) > 1.1
+        or float(fx.exp2_line177(np.uint32(255))) / float(fx.exp2_line177(np.uint32(256))) > 1.1
+    )
     assert jump(fx.exp2_quadratic) < 1.01
 
 
@@ -41,9 +45,17 @@ def test_p8_is_the_rounded_exponential():
     assert (np.diff(p) <= 0).all(), "never grows with distance"
 
 
-@pytest.mark.parametrize(("function", "given", "result"), [
-    *(pytest.param(fx.EXP2[name][0], np.uint32, np.uint32, id=name) for name in fx.EXP2 if name != "exact"),
-    pytest.param(fx.exp2_p8, np.uint16, np.uint8, id="p8")])
+@pytest.mark.parametrize(
+    ("function", "given", "result"),
+    [
+        *(
+            pytest.param(fx.EXP2[name][0], np.uint32, np.uint32, id=name)
+            for name in fx.EXP2
+            if name != "exact"
+        ),
+        pytest.param(fx.exp2_p8, np.uint16, np.uint8, id="p8"),
+    ],
+)
 def test_jit_gives_the_bits_of_numpy(function, given, result):
     scalar = njit(function)
 
@@ -53,6 +65,7 @@ def test_jit_gives_the_bits_of_numpy(function, given, result):
         for i in range(y.size):
             out[i] = scalar(y[i])
         return out
+
     y = ALL.astype(given)
     np.testing.assert_array_equal(run(y), function(y))
 
@@ -65,13 +78,20 @@ def test_interpreted_scalars_agree_with_arrays():
 
 
 def test_softcap():
-    x = np.concatenate([np.linspace(-60, 60, 100001), np.linspace(-7, 7, 100001), [0, -0.0, 1e-18, 1e30, -1e30, np.inf]]
-                       ).astype(np.float32)
+    x = np.concatenate(
+        [
+            np.linspace(-60, 60, 100001),
+            np.linspace(-7, 7, 100001),
+            [0, -0.0, 1e-18, 1e30, -1e30, np.inf],
+        ]
+    ).astype(np.float32)
     got, want = fx.softcap(x, np.float32(1)), np.tanh(x.astype(np.float64))
     assert (np.abs(got - want) <= 9.1e-6 * np.abs(want)).all()
     assert (np.abs(got) <= 1).all() and (got == -fx.softcap(-x, np.float32(1))).all()
     assert np.isnan(fx.softcap(np.float32(np.nan), np.float32(1)))
     half = np.abs(fx.softcap(x, np.float32(150) * fx.LOG2E_Q8) - 150 * 256 / np.log(2) * want).max()
-    assert 0.4 < half < 0.51                                           # units of 1/256 octave at a cap of 150
+    assert 0.4 < half < 0.51  # units of 1/256 octave at a cap of 150
     jitted = njit(error_model="numpy")(fx.softcap)
-    np.testing.assert_array_equal(np.array([jitted(v, np.float32(20)) for v in x[::50]]), fx.softcap(x[::50], np.float32(20)))
+    np.testing.assert_array_equal(
+        np.array([jitted(v, np.float32(20)) for v in x[::50]]), fx.softcap(x[::50], np.float32(20))
+    )

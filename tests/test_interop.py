@@ -1,4 +1,5 @@
 """What comes in goes out as its own kind."""
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,20 +24,48 @@ def test_bfloat16_bits(x):
     x = np.array([x], np.float32)
     bits = interop.to_bfloat16(x)
     want = x.astype(ml_dtypes.bfloat16)
-    assert bits.view(ml_dtypes.bfloat16)[0] == want[0] or (np.isnan(x[0]) and np.isnan(want[0].astype(np.float32)))
-    np.testing.assert_array_equal(interop.widen(bits), bits.view(ml_dtypes.bfloat16).astype(np.float32))
+    assert bits.view(ml_dtypes.bfloat16)[0] == want[0] or (
+        np.isnan(x[0]) and np.isnan(want[0].astype(np.float32))
+    )
+    np.testing.assert_array_equal(
+        interop.widen(bits), bits.view(ml_dtypes.bfloat16).astype(np.float32)
+    )
 
 
 def test_bfloat16_bits_of_what_rounds_badly():
-    x = np.array([np.nan, -np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 1e-45, 0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)
+    x = np.array(
+        [
+            np.nan,
+            -np.nan,
+            np.inf,
+            -np.inf,
+            3.4e38,
+            -3.4e38,
+            1e-45,
+            0,
+            -0.0,
+            1 + 2**-8,
+            1 + 3 * 2**-8,
+        ],
+        np.float32,
+    )
     signalling = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
-    np.testing.assert_array_equal(interop.widen(interop.to_bfloat16(x)), x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(
+        interop.widen(interop.to_bfloat16(x)), x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
     assert np.isnan(interop.widen(interop.to_bfloat16(signalling))).all()
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype", "tolerance"), [
-    (np.float32, np.float32, 1e-6), (np.float64, np.float32, 1e-6), (np.float16, np.float16, 2e-3),
-    (ml_dtypes.bfloat16, ml_dtypes.bfloat16, 2e-2), (">f4", np.float32, 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "tolerance"),
+    [
+        (np.float32, np.float32, 1e-6),
+        (np.float64, np.float32, 1e-6),
+        (np.float16, np.float16, 2e-3),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16, 2e-2),
+        (">f4", np.float32, 1e-6),
+    ],
+)
 def test_numpy_dtypes(dtype, out_dtype, tolerance):
     out, lse = attend(*(x.astype(dtype) for x in (Q, K, V)))
     assert type(out) is np.ndarray and out.dtype == out_dtype and lse.dtype == np.float32
@@ -48,7 +77,9 @@ def test_bfloat16_as_bits():
     bits = [x.astype(ml_dtypes.bfloat16).view(np.uint16) for x in (Q, K, V)]
     out = attend(*bits, precision="bfloat16")[0]
     assert out.dtype == np.uint16
-    np.testing.assert_array_equal(out, attend(*(x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)))[0].view(np.uint16))
+    np.testing.assert_array_equal(
+        out, attend(*(x.astype(ml_dtypes.bfloat16) for x in (Q, K, V)))[0].view(np.uint16)
+    )
 
 
 def test_lists_and_subclasses():
@@ -67,7 +98,9 @@ def test_other_strides_and_read_only():
 class TestTorch:
     torch = property(lambda self: pytest.importorskip("torch", reason="PyTorch is not installed"))
 
-    @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)])
+    @pytest.mark.parametrize(
+        ("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)]
+    )
     def test_kind_and_dtype(self, dtype, tolerance):
         torch = self.torch
         dtype = getattr(torch, dtype)
@@ -80,12 +113,17 @@ class TestTorch:
         torch = self.torch
         q, k, v = (torch.from_numpy(x) for x in (Q, K, V))
         mask = torch.rand(5, 7) > 0.3
-        out = numflash.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, mask, impl="reference")
+        out = numflash.attention(
+            q.transpose(1, 2).contiguous().transpose(1, 2), k, v, mask, impl="reference"
+        )
         want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
         assert torch.allclose(out, torch.nan_to_num(want), atol=1e-6)
         bias = torch.randn(4, 5, 7)
-        assert torch.allclose(numflash.attention(q, k, v, bias, impl="reference"),
-                              torch.nn.functional.scaled_dot_product_attention(q, k, v, bias), atol=1e-6)
+        assert torch.allclose(
+            numflash.attention(q, k, v, bias, impl="reference"),
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, bias),
+            atol=1e-6,
+        )
 
     def test_gradients_are_not_lost_silently(self):
         torch = self.torch
@@ -118,7 +156,9 @@ class Foreign:
         return self.array.__dlpack_device__()
 
     def __array_namespace__(self):
-        return type("namespace", (), {"from_dlpack": staticmethod(lambda x: Foreign(np.from_dlpack(x)))})
+        return type(
+            "namespace", (), {"from_dlpack": staticmethod(lambda x: Foreign(np.from_dlpack(x)))}
+        )
 
 
 def test_dlpack():
@@ -139,5 +179,6 @@ def test_cuda_array_interface_without_a_gpu():
         @property
         def __cuda_array_interface__(self):
             return {"shape": (5, 8), "typestr": "<f4", "data": (0, False), "version": 3}
+
     with pytest.raises(UnsupportedError, match="query"):
         attend(Device(), K, V)

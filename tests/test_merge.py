@@ -11,7 +11,10 @@ import numflash
 
 def parts(q, k, v, cuts):
     edges = [0, *cuts, k.shape[2]]
-    return [tuple(x.astype(np.float32) for x in naive(q, k[:, :, a:z], v[:, :, a:z])) for a, z in pairwise(edges)]
+    return [
+        tuple(x.astype(np.float32) for x in naive(q, k[:, :, a:z], v[:, :, a:z]))
+        for a, z in pairwise(edges)
+    ]
 
 
 def test_two_parts_are_the_whole():
@@ -47,7 +50,10 @@ def test_any_split_in_any_order(cuts, seed):
 def test_nothing_is_the_zero():
     out, lse = draw((2, 3, 4)), draw((2, 3))
     nothing = np.full((2, 3, 4), np.nan, np.float32), np.full((2, 3), -np.inf, np.float32)
-    for got in (numflash.merge_states(out, lse, *nothing), numflash.merge_states(*nothing, out, lse)):
+    for got in (
+        numflash.merge_states(out, lse, *nothing),
+        numflash.merge_states(*nothing, out, lse),
+    ):
         np.testing.assert_array_equal(got[0], out)
         np.testing.assert_array_equal(got[1], lse)
     both = numflash.merge_states(*nothing, *nothing)
@@ -55,14 +61,19 @@ def test_nothing_is_the_zero():
 
 
 def test_huge_lse_does_not_overflow():
-    out = numflash.merge_states(np.ones((1, 2), np.float32), np.array([3e4], np.float32), np.zeros((1, 2), np.float32),
-                                np.array([2.9e4], np.float32))
+    out = numflash.merge_states(
+        np.ones((1, 2), np.float32),
+        np.array([3e4], np.float32),
+        np.zeros((1, 2), np.float32),
+        np.array([2.9e4], np.float32),
+    )
     assert (out[0] == 1).all() and out[1] == 3e4
 
 
 @pytest.mark.parametrize("dtype", [np.float16, "bfloat16", np.float64])
 def test_dtype_is_kept(dtype):
     import ml_dtypes
+
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     out, lse = draw((2, 3, 4)).astype(dtype), draw((2, 3))
     got = numflash.merge_states(out, lse, out, lse)

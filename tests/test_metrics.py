@@ -4,7 +4,7 @@ from oracles import draw, qkv
 
 import numflash
 from numflash.errors import ArgumentError, ArgumentTypeError
-from numflash.metrics import VARIANTS, Errors, errors
+from numflash.measure.metrics import VARIANTS, Errors, errors
 
 
 def test_the_five_figures_by_hand():
@@ -29,7 +29,15 @@ def test_order_of_precisions():
     found = numflash.accuracy(*qkv(l=40, d=64), impl="reference", is_causal=True)
     assert list(found) == list(VARIANTS)
     size = {name: e.relative_l1 for name, e in found.items()}
-    assert size["float32"] < 1e-6 < size["float16"] < size["bfloat16"] < size["int8, pv fp32"] < size["int8"] < 0.02
+    assert (
+        size["float32"]
+        < 1e-6
+        < size["float16"]
+        < size["bfloat16"]
+        < size["int8, pv fp32"]
+        < size["int8"]
+        < 0.02
+    )
     assert all(e.worst_row >= e.relative_l1 and e.max_abs >= e.rmse for e in found.values())
 
 
@@ -46,7 +54,11 @@ def test_bad_arguments():
     for variants in ("int8", 3):
         with pytest.raises(ArgumentTypeError, match=f"variants: got {variants!r}"):
             numflash.accuracy(*qkv(), variants=variants)
-    for out, exact in ((np.ones((2, 6)), np.ones((3, 4))), (np.ones((2, 3, 4)), np.ones((3, 2, 4))), (np.float32(1), 1.0)):
+    for out, exact in (
+        (np.ones((2, 6)), np.ones((3, 4))),
+        (np.ones((2, 3, 4)), np.ones((3, 2, 4))),
+        (np.float32(1), 1.0),
+    ):
         with pytest.raises(ArgumentError, match="exact: got shape"):
             errors(out, exact)
     assert errors(np.ones((3, 0)), np.ones((3, 0))).max_abs == 0

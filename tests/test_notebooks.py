@@ -1,4 +1,5 @@
 """The course: every notebook runs as shipped, its exercises are open, their solutions right, and wrong answers are refused."""
+
 import json
 import os
 import re
@@ -8,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from numflash import course
+from numflash.course import lessons
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
-QUICK = {"00", "01"}                             # run by default; the others are slow
-GPU = {f"{n}" for n in range(13, 21)}            # run through the emulator
+QUICK = {"00", "01"}  # run by default; the others are slow
+GPU = {f"{n}" for n in range(13, 21)}  # run through the emulator
 each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
 
@@ -28,7 +29,9 @@ def test_the_notebook_is_its_source(source):
     cells = jupytext.read(source, fmt="py:percent").cells
     book = source.with_suffix(".ipynb")
     made = json.loads(book.read_text())["cells"]
-    assert [(c["cell_type"], c["source"], c["metadata"]) for c in cells] == [(c["cell_type"], text(c), c["metadata"]) for c in made]
+    assert [(c["cell_type"], c["source"], c["metadata"]) for c in cells] == [
+        (c["cell_type"], text(c), c["metadata"]) for c in made
+    ]
     assert book.stat().st_size <= 300_000
     shown = json.dumps([c.get("outputs") for c in made])
     assert '"output_type": "error"' not in shown and str(Path.home()) not in shown
@@ -49,24 +52,38 @@ def wrong(expected):
         return lambda *case: wrong(expected(*case))
     if isinstance(expected, (tuple, list)):
         return tuple(map(wrong, expected))
-    return "no" if isinstance(expected, str) else not expected if isinstance(expected, bool) else expected * 1.5 + 1
+    return (
+        "no"
+        if isinstance(expected, str)
+        else not expected
+        if isinstance(expected, bool)
+        else expected * 1.5 + 1
+    )
 
 
-@pytest.mark.parametrize("source", [pytest.param(path, id=path.stem, marks=() if path.name[:2] in QUICK else pytest.mark.slow)
-                                    for path in SOURCES])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.name[:2] in QUICK else pytest.mark.slow)
+        for path in SOURCES
+    ],
+)
 def test_a_notebook_runs(source, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     pytest.importorskip("cycler")
     if source.name[:2] in GPU:
-        pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+        pytest.importorskip(
+            "numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'"
+        )
     matplotlib.use("agg")
     from matplotlib import pyplot
-    monkeypatch.chdir(FOLDER)                    # as Jupyter runs it
-    course.answers.clear()
+
+    monkeypatch.chdir(FOLDER)  # as Jupyter runs it
+    lessons.answers.clear()
     before = dict(os.environ)
     try:
         with warnings.catch_warnings(), matplotlib.rc_context():
-            warnings.simplefilter("error")       # a reader should not have to wonder about one
+            warnings.simplefilter("error")  # a reader should not have to wonder about one
             warnings.filterwarnings("default", category=DeprecationWarning)
             runpy.run_path(str(source))
         pictures = len(pyplot.get_fignums())
@@ -74,13 +91,19 @@ def test_a_notebook_runs(source, monkeypatch):
         pyplot.close("all")
     assert dict(os.environ) == before
     found = {}
-    for answer in course.answers:
+    for answer in lessons.answers:
         found.setdefault(answer.name, []).append(answer)
     for name, (shipped, *solutions) in found.items():
-        assert shipped.verdict == "open" and [x.verdict for x in solutions] == ["right"], (name, shipped.words, solutions)
+        assert shipped.verdict == "open" and [x.verdict for x in solutions] == ["right"], (
+            name,
+            shipped.words,
+            solutions,
+        )
         for answer in solutions:
-            course.check(name, wrong(answer.expected), answer.expected, *answer.cases, within=answer.within)
-            assert course.answers[-1].verdict == "wrong", name
+            lessons.check(
+                name, wrong(answer.expected), answer.expected, *answer.cases, within=answer.within
+            )
+            assert lessons.answers[-1].verdict == "wrong", name
     assert len(found) >= 2, "a chapter has two exercises or more"
     assert pictures, "a chapter has a picture"
     assert re.search(r"^\s*assert ", source.read_text(), re.M), "a chapter asserts what it claims"

@@ -1,14 +1,15 @@
 """Tasks on threads: each runs once, on any number of threads; one that fails is an exception and not a wrong result."""
+
 from __future__ import annotations
 
 import numba
 import numpy as np
 import pytest
 
-from numflash._jit import inline, kernel
-from numflash.cpu.threads import limit
-from numflash.memory import zeros
-from numflash.parallel import over_tasks
+from numflash.jit.compiler import inline, kernel
+from numflash.jit.memory import zeros
+from numflash.jit.parallel import over_tasks
+from numflash.jit.threads import limit
 
 
 @inline

@@ -24,27 +24,38 @@ def test_scales_and_values(shape, granularity):
     t = numflash.quantize(x, granularity)
     if granularity == "block":
         pad = -shape[-2] % t.block
-        blocks = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, pad), (0, 0)]).reshape(*shape[:-2], -1, t.block, shape[-1])
+        blocks = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, pad), (0, 0)]).reshape(
+            *shape[:-2], -1, t.block, shape[-1]
+        )
         data, scale = plain(blocks, (-1, -2))
-        data = data.reshape(*shape[:-2], -1, shape[-1])[..., :shape[-2], :]
+        data = data.reshape(*shape[:-2], -1, shape[-1])[..., : shape[-2], :]
         scale = scale[..., 0]
     else:
         data, scale = plain(x, {"row": -1, "channel": -2, "tensor": (-1, -2)}[granularity])
     assert t.data.dtype == np.int8 and t.scale.dtype == np.float32 and t.shape == shape
     np.testing.assert_allclose(t.scale, scale, rtol=1e-6)
-    assert (np.abs(t.data - data) <= 1).all() and (t.data != data).mean() < 1e-3     # ties fall either way in float32
+    assert (np.abs(t.data - data) <= 1).all() and (
+        t.data != data
+    ).mean() < 1e-3  # ties fall either way in float32
     step = t.scale if granularity == "channel" else t.row_scale()[..., None]
     assert (np.abs(t.dequantize() - x) <= 0.5001 * step).all()
 
 
 @settings(max_examples=60, deadline=None)
-@given(arrays(np.float32, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.floats(width=32)),
-       st.sampled_from(GRANULARITIES), st.booleans())
+@given(
+    arrays(
+        np.float32, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.floats(width=32)
+    ),
+    st.sampled_from(GRANULARITIES),
+    st.booleans(),
+)
 def test_any_float_is_quantised(x, granularity, smooth):
     t = numflash.quantize(x, granularity, smooth)
     assert t.data.min() >= -127 and np.isfinite(t.scale).all() and (t.scale > 0).all()
     bad = ~np.isfinite(x).all(-1)
-    np.testing.assert_array_equal(np.zeros(len(x), bool) if t.nonfinite is None else t.nonfinite, bad)
+    np.testing.assert_array_equal(
+        np.zeros(len(x), bool) if t.nonfinite is None else t.nonfinite, bad
+    )
     assert (t.data[bad] == 0).all()
     assert np.isnan(t.dequantize()[bad]).all()
 
@@ -65,20 +76,28 @@ def test_smoothing_takes_the_mean_of_each_channel():
 
 def test_other_dtypes_and_strides():
     import ml_dtypes
+
     x = draw((2, 6, 8))
     want = numflash.quantize(x.astype(np.float16).astype(np.float32))
     got = numflash.quantize(x.astype(np.float16))
     np.testing.assert_array_equal(got.data, want.data)
-    np.testing.assert_array_equal(numflash.quantize(x.astype(ml_dtypes.bfloat16)).data,
-                                  numflash.quantize(x.astype(ml_dtypes.bfloat16).astype(np.float32)).data)
+    np.testing.assert_array_equal(
+        numflash.quantize(x.astype(ml_dtypes.bfloat16)).data,
+        numflash.quantize(x.astype(ml_dtypes.bfloat16).astype(np.float32)).data,
+    )
     part = x[:, ::-2, ::3]
-    np.testing.assert_array_equal(numflash.quantize(part).data, numflash.quantize(np.ascontiguousarray(part)).data)
+    np.testing.assert_array_equal(
+        numflash.quantize(part).data, numflash.quantize(np.ascontiguousarray(part)).data
+    )
 
 
 def test_padding_changes_no_scale():
     q, k, v = qkv(b=2, h=2, l=4, s=40, d=16)
     long = [np.concatenate([x, np.full_like(x[:, :, :9], 1e6)], 2) for x in (k, v)]
-    short, padded = (quantize_problem(validation.problem(q, *kv, precision="int8", key_lengths=[40, 13])) for kv in ((k, v), long))
+    short, padded = (
+        quantize_problem(validation.problem(q, *kv, precision="int8", key_lengths=[40, 13]))
+        for kv in ((k, v), long)
+    )
     np.testing.assert_array_equal(short.value.scale, padded.value.scale)
     np.testing.assert_array_equal(short.key.offset, padded.key.offset)
     np.testing.assert_array_equal(short.key.data, padded.key.data[:, :, :40])
@@ -91,8 +110,15 @@ def test_quantize_problem_is_quantize_qkv():
     for mine, other in zip((p.query, p.key, p.value), numflash.quantize_qkv(q, k, v), strict=True):
         np.testing.assert_array_equal(mine.data, other.data)
         np.testing.assert_array_equal(mine.scale, other.scale)
-    assert quantize_problem(validation.problem(q, k, v, enable_gqa=True, precision="int8", softcap=3.0)).key.offset is None
-    wide = quantize_problem(validation.problem(q, k, v, enable_gqa=True, precision="int8", pv="fp32")).value
+    assert (
+        quantize_problem(
+            validation.problem(q, k, v, enable_gqa=True, precision="int8", softcap=3.0)
+        ).key.offset
+        is None
+    )
+    wide = quantize_problem(
+        validation.problem(q, k, v, enable_gqa=True, precision="int8", pv="fp32")
+    ).value
     np.testing.assert_array_equal(wide, v)
 
 

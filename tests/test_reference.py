@@ -1,4 +1,5 @@
 """The oracle against the definition written out once more; the integer model against its budgets; the steps it yields."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from oracles import TAILS, draw, naive, qkv
 import numflash
 from numflash import fixedpoint as fx
 from numflash import reference, validation
-from numflash.metrics import errors
+from numflash.measure.metrics import errors
 from numflash.quantization import quantize_problem
 
 INF = np.float32(np.inf)
@@ -20,15 +21,31 @@ def solve(*arrays, **options):
 
 
 OPTIONS = {
-    "plain": {}, "causal": {"is_causal": True}, "lower_right": {"is_causal": True, "alignment": "lower_right"},
-    "window": {"window": (3, 1)}, "window_left": {"window": (2, None)}, "scale": {"scale": 0.7}, "softcap": {"softcap": 1.5},
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lower_right": {"is_causal": True, "alignment": "lower_right"},
+    "window": {"window": (3, 1)},
+    "window_left": {"window": (2, None)},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 1.5},
     "key_lengths": {"key_lengths": [9, 2]},
     "padded_lower_right": {"key_lengths": [9, 2], "window": (4, 0), "alignment": "lower_right"},
-    "alibi": {"alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0])}, "sinks": {"sinks": np.array([0.5, -1.0, 3.0, 0.0])},
-    "bool_mask": {"attn_mask": draw((7, 11)) > -0.5}, "hidden_rows": {"attn_mask": np.zeros((1, 1, 7, 1), bool)},
-    "bias": {"attn_mask": draw((2, 1, 7, 11))}, "bias_inf": {"attn_mask": np.where(draw((4, 7, 11)) > 0, 0, -INF)},
-    "all": {"attn_mask": draw((4, 7, 11)) * 3, "is_causal": True, "window": (5, None), "alignment": "lower_right", "softcap": 2.0,
-            "alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0]), "sinks": np.array([0.5, -1.0, 3.0, 0.0]), "key_lengths": [10, 3]},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0])},
+    "sinks": {"sinks": np.array([0.5, -1.0, 3.0, 0.0])},
+    "bool_mask": {"attn_mask": draw((7, 11)) > -0.5},
+    "hidden_rows": {"attn_mask": np.zeros((1, 1, 7, 1), bool)},
+    "bias": {"attn_mask": draw((2, 1, 7, 11))},
+    "bias_inf": {"attn_mask": np.where(draw((4, 7, 11)) > 0, 0, -INF)},
+    "all": {
+        "attn_mask": draw((4, 7, 11)) * 3,
+        "is_causal": True,
+        "window": (5, None),
+        "alignment": "lower_right",
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.5, 0.1, 0.25, 1.0]),
+        "sinks": np.array([0.5, -1.0, 3.0, 0.0]),
+        "key_lengths": [10, 3],
+    },
 }
 
 
@@ -37,7 +54,7 @@ def test_oracle_is_the_definition(name):
     arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
     out, lse = solve(*arrays, enable_gqa=True, **OPTIONS[name])
     exact, exact_lse = naive(*arrays, **OPTIONS[name])
-    np.testing.assert_allclose(out, exact, rtol=1e-6, atol=1e-9)           # float32 slopes and biases
+    np.testing.assert_allclose(out, exact, rtol=1e-6, atol=1e-9)  # float32 slopes and biases
     np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-9)
 
 
@@ -46,8 +63,15 @@ def test_integer_model_is_close_to_the_definition(name):
     arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
     exact, exact_lse = naive(*arrays, **OPTIONS[name])
     for pv, limit in (("int8", 0.03), ("fp32", 0.02)):
-        out, lse = numflash.attention(*arrays, enable_gqa=True, precision="int8", pv=pv, impl="reference", return_lse=True,
-                                      **OPTIONS[name])
+        out, lse = numflash.attention(
+            *arrays,
+            enable_gqa=True,
+            precision="int8",
+            pv=pv,
+            impl="reference",
+            return_lse=True,
+            **OPTIONS[name],
+        )
         assert errors(out, exact).relative_l1 <= limit if exact.any() else not out.any()
         np.testing.assert_allclose(lse, exact_lse, atol=0.05)
 
@@ -83,10 +107,17 @@ def solve_int8(*arrays, **options):
 
 DATA = {
     "normal": lambda r, n, d: r.standard_normal((n, d)),
-    "outliers": lambda r, n, d: r.standard_normal((n, d)) + 10 * r.standard_normal((n, d)) * (r.random((n, d)) < 0.001),
+    "outliers": lambda r, n, d: (
+        r.standard_normal((n, d)) + 10 * r.standard_normal((n, d)) * (r.random((n, d)) < 0.001)
+    ),
     "flat": lambda r, n, d: r.random((n, d)) - 0.5,
 }
-BUDGETS = {("normal", "int8"): 0.018, ("normal", "fp32"): 0.0100, ("outliers", "int8"): 0.045, ("flat", "int8"): 0.007}
+BUDGETS = {
+    ("normal", "int8"): 0.018,
+    ("normal", "fp32"): 0.0100,
+    ("outliers", "int8"): 0.045,
+    ("flat", "int8"): 0.007,
+}
 
 
 @pytest.mark.parametrize(("data", "pv"), BUDGETS)
@@ -104,7 +135,9 @@ def test_accuracy_with_biased_channels_needs_smoothing():
     exact = solve(q, k, v)[0]
     assert errors(solve_int8(q, k, v)[0], exact).relative_l1 <= 0.019
     rough = (numflash.quantize(q), numflash.quantize(k), numflash.quantize(v, "channel"))
-    assert errors(reference.solve(validation.quantized_problem(*rough))[0], exact).relative_l1 > 0.04
+    assert (
+        errors(reference.solve(validation.quantized_problem(*rough))[0], exact).relative_l1 > 0.04
+    )
 
 
 def test_accuracy_of_peaked_rows():
@@ -125,7 +158,9 @@ def test_lse_takes_the_smoothing_back():
 def test_steps_are_what_the_model_adds_up(l, s):
     """The steps hold invariants that a reader can check: weights, sums and octaves of each block."""
     arrays = qkv(h=1, l=l, s=s, d=16)
-    problem = quantize_problem(validation.problem(*arrays, precision="int8", is_causal=True, alignment="lower_right"))
+    problem = quantize_problem(
+        validation.problem(*arrays, precision="int8", is_causal=True, alignment="lower_right")
+    )
     stop, m = 0, np.full(l, fx.MIN_OCTAVE)
     for step in reference.integer_steps(problem, 0, 0):
         assert step.first == stop and step.first < step.stop <= s
@@ -156,6 +191,8 @@ def test_permuting_keys_of_one_block_changes_no_bit(l, s, d, seed):
     # smoothing sums the keys in order: take it away so that both see the same integers
     qt, kt, vt = numflash.quantize(q), numflash.quantize(k), numflash.quantize(v, "channel")
     kp, vp = numflash.quantize(k[:, :, order]), numflash.quantize(v[:, :, order], "channel")
-    a, b = (reference.solve(validation.quantized_problem(qt, x, y)) for x, y in ((kt, vt), (kp, vp)))
+    a, b = (
+        reference.solve(validation.quantized_problem(qt, x, y)) for x, y in ((kt, vt), (kp, vp))
+    )
     np.testing.assert_array_equal(a[0], b[0])
     np.testing.assert_array_equal(a[1], b[1])

@@ -1,4 +1,5 @@
 """Damaged caches, many callers, forks, and memory: nothing here may crash, hang, or give a wrong answer."""
+
 import os
 import platform
 import subprocess
@@ -17,8 +18,14 @@ QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, 
 
 
 def python(code, cache, timeout=300, cwd=ROOT, **environment):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, cwd=cwd,
-                          env={**os.environ, "PYTHONPATH": str(cwd), "NUMBA_CACHE_DIR": str(cache), **environment})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(cwd), "NUMBA_CACHE_DIR": str(cache), **environment},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -29,13 +36,16 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
     files = [f for f in tmp_path.rglob("*") if f.suffix in (".nbi", ".nbc")]
     assert files
     whole = {f: f.read_bytes() for f in files}
-    assert "compiling" not in python(QUANTIZE, tmp_path).stderr, "the second call takes it from the disk"
+    assert "compiling" not in python(QUANTIZE, tmp_path).stderr, (
+        "the second call takes it from the disk"
+    )
 
     def half(data):
-        return data[:len(data) // 2]
+        return data[: len(data) // 2]
 
     def flipped(data):
         return data[:-20] + bytes([data[-20] ^ 1]) + data[-19:]
+
     for damage in (half, flipped, lambda data: b"", lambda data: b"\x80\x05garbage" * 9):
         for f, data in whole.items():
             f.write_bytes(damage(data))
@@ -51,8 +61,10 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
 
 def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
     """What Numba compiles with is imported to compile alone; the garbage collector, which rests meanwhile, goes on."""
-    code = ("import gc, sys, numpy as np, numflash; x = numflash.quantize(np.ones((2, 4), np.float32)); "
-            "print(x.data.sum(), 'numba.np.linalg' in sys.modules, gc.isenabled())")
+    code = (
+        "import gc, sys, numpy as np, numflash; x = numflash.quantize(np.ones((2, 4), np.float32)); "
+        "print(x.data.sum(), 'numba.np.linalg' in sys.modules, gc.isenabled())"
+    )
     assert python(code, tmp_path).stdout.split() == ["1016", "True", "True"]
     assert python(code, tmp_path).stdout.split() == ["1016", "False", "True"]
 
@@ -60,44 +72,55 @@ def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
 def test_an_edited_helper_in_another_file_is_seen(tmp_path):
     """P2: the stamp of a cached kernel covers every source file that it imports, and no other."""
     import shutil
-    shutil.copytree(ROOT / "numflash", tmp_path / "numflash", ignore=shutil.ignore_patterns("__pycache__"))
+
+    shutil.copytree(
+        ROOT / "numflash", tmp_path / "numflash", ignore=shutil.ignore_patterns("__pycache__")
+    )
     first = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
     errors = tmp_path / "numflash" / "errors.py"
     errors.write_text(errors.read_text() + "\n# edited\n")
     second = python(QUANTIZE, tmp_path / "cache", cwd=tmp_path)
     assert "compiling" in second.stderr and first.stdout == second.stdout
-    unrelated = tmp_path / "numflash" / "cli.py"
+    unrelated = tmp_path / "numflash" / "commands" / "cli.py"
     unrelated.write_text(unrelated.read_text() + "\n# edited\n")
     assert "compiling" not in python(QUANTIZE, tmp_path / "cache", cwd=tmp_path).stderr
 
 
 def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
-    from numflash import _jit
+    from numflash.jit import compiler, disk_cache
+
     one, other = np.zeros(5000, np.int32), np.zeros(5000, np.int32)
     other[2500] = 1
     assert repr(one) == repr(other)
 
     def kernel_of(table):
-        return _jit.kernel(lambda n: table[n])
-    assert _jit._salt(kernel_of(one)) != _jit._salt(kernel_of(other))
+        return compiler.kernel(lambda n: table[n])
+
+    assert disk_cache.salt(kernel_of(one)) != disk_cache.salt(kernel_of(other))
 
 
 def test_a_helper_with_other_options_is_another_kernel():
     """Two kernels that differ only in the options of a function they call must not share compiled code."""
-    from numflash import _jit
+    from numflash.jit import compiler, disk_cache
 
     def helper(x):
         return x + 1
 
     def caller(called):
-        return _jit.kernel(lambda x: called(x))
-    salts = {_jit._salt(caller(_jit.kernel(helper, **options))) for options in ({}, {"float_math": True}, {"inline": "always"})}
+        return compiler.kernel(lambda x: called(x))
+
+    salts = {
+        disk_cache.salt(caller(compiler.kernel(helper, **options)))
+        for options in ({}, {"float_math": True}, {"inline": "always"})
+    }
     assert len(salts) == 3
-    assert _jit._salt(caller(_jit.kernel(helper))) == _jit._salt(caller(_jit.kernel(helper)))
+    assert disk_cache.salt(caller(compiler.kernel(helper))) == disk_cache.salt(
+        caller(compiler.kernel(helper))
+    )
 
 
 FACTORY = """
-from numflash._jit import inline, kernel
+from numflash.jit.compiler import inline, kernel
 
 def make(step):
     @inline
@@ -121,11 +144,21 @@ def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
     (tmp_path / "factory.py").write_text(FACTORY)
 
     def made(*steps, cache="cache"):
-        environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / cache)}
-        done = subprocess.run([sys.executable, "-c", MADE, *map(str, steps)], capture_output=True, text=True, timeout=300,
-                              env=environment)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+            "NUMBA_CACHE_DIR": str(tmp_path / cache),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", MADE, *map(str, steps)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return eval(done.stdout)
+
     want = made(1) + made(2) + made(3)
     assert len(set(want)) == 3
     assert made(1, 2, 3) == want and made(3, 1, 2) == [want[2], want[0], want[1]]
@@ -134,8 +167,8 @@ def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
 TASKS = """
 import sys
 import numpy as np
-from numflash._jit import inline, kernel
-from numflash.parallel import over_tasks, share
+from numflash.jit.compiler import inline, kernel
+from numflash.jit.parallel import over_tasks, share
 
 def make(step):
     @inline
@@ -162,17 +195,23 @@ def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
     script.write_text(TASKS)
 
     def made(*steps):
-        done = subprocess.run([sys.executable, str(script), *map(str, steps)], capture_output=True, text=True, timeout=300,
-                              env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)})
+        done = subprocess.run(
+            [sys.executable, str(script), *map(str, steps)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache)},
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()
 
     def lines(*steps, hits):
         return [f"[{10 * step}, {10 * step + 1}] {hits}" for step in steps]
+
     assert made(1, 2) == [*lines(1, 2, hits=0), "0"]
     assert made(3) == [*lines(3, hits=0), "1"]
     shared = [file for file in cache.rglob("*.nb?") if ".share-" in file.name]
-    assert len(shared) == 2                                          # an index, and code
+    assert len(shared) == 2  # an index, and code
     assert made(3, 1, 2) == [*lines(3, 1, 2, hits=1), "1"]
     for file in shared:
         file.unlink()
@@ -180,30 +219,53 @@ def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
 
 
 def test_a_kernel_typed_at_the_prompt_is_not_cached():
-    python("from numflash._jit import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
+    python("from numflash.jit.compiler import kernel; assert kernel(lambda x: x + 1)(1) == 2", "")
 
 
 def test_without_a_compiler_there_is_an_error_that_says_so():
-    done = subprocess.run([sys.executable, "-m", "numflash", "explain"], capture_output=True, text=True, timeout=300, cwd=ROOT,
-                          env={**os.environ, "NUMBA_DISABLE_JIT": "1"})
-    assert done.returncode == 1 and done.stderr.startswith("numflash: NUMBA_DISABLE_JIT is set"), done.stderr[-2000:]
+    done = subprocess.run(
+        [sys.executable, "-m", "numflash", "explain"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+    )
+    assert done.returncode == 1 and done.stderr.startswith("numflash: NUMBA_DISABLE_JIT is set"), (
+        done.stderr[-2000:]
+    )
 
 
 def test_unwritable_cache_still_computes(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("not a folder")
-    done = subprocess.run([sys.executable, "-c", QUANTIZE], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder)})
+    done = subprocess.run(
+        [sys.executable, "-c", QUANTIZE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(folder)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("precision", ["int8"])
 def test_many_python_threads_at_once(precision):
     problems = [qkv(b=1, h=2, l=64 + 7 * i, s=130 + i, d=64, seed=i) for i in range(12)]
-    want = [numflash.attention(*p, precision=precision, is_causal=True, return_lse=True) for p in problems]
+    want = [
+        numflash.attention(*p, precision=precision, is_causal=True, return_lse=True)
+        for p in problems
+    ]
     with ThreadPoolExecutor(6) as pool:
         for _ in range(3):
-            got = list(pool.map(lambda p: numflash.attention(*p, precision=precision, is_causal=True, return_lse=True), problems))
+            got = list(
+                pool.map(
+                    lambda p: numflash.attention(
+                        *p, precision=precision, is_causal=True, return_lse=True
+                    ),
+                    problems,
+                )
+            )
             for mine, other in zip(got, want, strict=True):
                 np.testing.assert_array_equal(mine[0], other[0])
                 np.testing.assert_array_equal(mine[1], other[1])
@@ -228,7 +290,12 @@ def test_worker_processes(method, first, tmp_path):
     """Spawned workers always work; forked ones if the parent has not run a kernel yet (P28)."""
     script = tmp_path / "work.py"
     script.write_text(CHILD.format(method=method, first=first))
-    subprocess.run([sys.executable, str(script)], check=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        [sys.executable, str(script)],
+        check=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 FORKED = """
@@ -275,18 +342,30 @@ print((status("VmHWM") - before - out.nbytes) / 1e6)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
-@pytest.mark.parametrize(("prepare", "call"), [
-    ("q8, k8, v8 = numflash.quantize_qkv(q, k, v)", "numflash.attention_int8(q8, k8, v8)"),
-    ("", "numflash.attention(q, k, v, precision='int8')")])
+@pytest.mark.parametrize(
+    ("prepare", "call"),
+    [
+        ("q8, k8, v8 = numflash.quantize_qkv(q, k, v)", "numflash.attention_int8(q8, k8, v8)"),
+        ("", "numflash.attention(q, k, v, precision='int8')"),
+    ],
+)
 def test_memory_beyond_inputs_and_output(prepare, call, tmp_path):
     """The score matrix of 32768 x 32768 would take 4 GB; 100 MB must do for everything."""
-    done = python(MEMORY.format(length=32768, prepare=prepare, call=call), ROOT / ".unused", NUMBA_CACHE_DIR="")
+    done = python(
+        MEMORY.format(length=32768, prepare=prepare, call=call),
+        ROOT / ".unused",
+        NUMBA_CACHE_DIR="",
+    )
     assert float(done.stdout) < 100, done.stdout
 
 
 def test_memory_is_measured():
     """The measure sees a score matrix."""
-    done = python(MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"), ROOT / ".unused", NUMBA_CACHE_DIR="")
+    done = python(
+        MEMORY.format(length=8192, prepare="", call="(q @ k.swapaxes(2, 3)) @ v"),
+        ROOT / ".unused",
+        NUMBA_CACHE_DIR="",
+    )
     assert float(done.stdout) > 200, done.stdout
 
 

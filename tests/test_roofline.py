@@ -2,10 +2,13 @@ import numpy as np
 import pytest
 from oracles import naive, qkv
 
-from numflash import codegen, roofline, validation
-from numflash.cpu import phases, reference_float32, target, threads
-from numflash.cpu.isas import VECTOR_ISAS
+from numflash import validation
+from numflash.cpu.isa.isas import VECTOR_ISAS
+from numflash.cpu.study import reference_float32
 from numflash.errors import ArgumentError, UnsupportedError
+from numflash.jit import target, threads
+from numflash.machinecode import codegen
+from numflash.measure import phases, roofline
 
 
 def test_roof_is_plausible():
@@ -16,12 +19,19 @@ def test_roof_is_plausible():
     assert roof.isa == target.available()[0] and "GOP/s" in str(roof)
 
 
-@pytest.mark.skipif("avx512_vnni" not in target.available(), reason="the target has no AVX-512 VNNI")
+@pytest.mark.skipif(
+    "avx512_vnni" not in target.available(), reason="the target has no AVX-512 VNNI"
+)
 def test_peak_loop_is_nothing_but_the_instruction():
     from numba import njit, types
+
     isa = VECTOR_ISAS["avx512_vnni"]
-    chain = roofline._chain(isa, roofline.I32, types.int32,
-                            lambda b, acc, x: isa.score_dot(b, acc, *[b.bitcast(x, isa.operand)] * 2))
+    chain = roofline._chain(
+        isa,
+        roofline.I32,
+        types.int32,
+        lambda b, acc, x: isa.score_dot(b, acc, *[b.bitcast(x, isa.operand)] * 2),
+    )
     run = njit(lambda n, seed: chain(n, seed))
     run(np.int64(3), np.int32(1))
     text = "\n".join(run.inspect_asm().values())
@@ -45,6 +55,7 @@ def test_phases_compute_the_attention(isa):
     from numflash.quantization import quantize_problem
     from numflash.reference import combined_scale, integer_steps
     from numflash.tiling import tiling
+
     arrays = qkv(h=1, l=128, s=256, d=64)
     problem = quantize_problem(validation.problem(*arrays, precision="int8"))
     isa_data, block_q = VECTOR_ISAS[isa], tiling(isa).block_q
@@ -74,19 +85,28 @@ def test_float32_reference(causal, workers):
         pytest.skip("one core")
     q, k, v = qkv(b=2, h=4, hkv=2, l=30, s=41, d=24, dv=10)
     problem = validation.problem(q, k, v, is_causal=causal, enable_gqa=True)
-    np.testing.assert_allclose(reference_float32.run(problem, workers), naive(q, k, v, is_causal=causal)[0], atol=1e-5)
+    np.testing.assert_allclose(
+        reference_float32.run(problem, workers), naive(q, k, v, is_causal=causal)[0], atol=1e-5
+    )
 
 
 def test_float32_reference_refuses_the_rest():
     q, k, v = qkv()
-    for options in ({"softcap": 1.0}, {"window": (1, None)}, {"sinks": [0, 0]}, {"key_lengths": [3]}, {"precision": "float16"},
-                    {"window": (None, 2)}):
+    for options in (
+        {"softcap": 1.0},
+        {"window": (1, None)},
+        {"sinks": [0, 0]},
+        {"key_lengths": [3]},
+        {"precision": "float16"},
+        {"window": (None, 2)},
+    ):
         with pytest.raises(UnsupportedError):
             reference_float32.run(validation.problem(q, k, v, **options))
 
 
 def test_thread_limit():
     import numba
+
     before = numba.get_num_threads()
     with threads.limit(1) as n:
         assert n == numba.get_num_threads() == 1

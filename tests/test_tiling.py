@@ -11,7 +11,14 @@ def test_the_documents_working_sets():
     """46 KB in the fused document leaves S and the state out: its items add up to 58.75 KiB. Unfused: 70 KiB with K, not 54."""
     fused = TILINGS["a64fx-fused-48x64"].working_set(128)
     assert sum(fused.values()) == 58.75 * 1024
-    assert fused == {"Q tile": 6144, "K chunk": 8192, "V chunk": 8192, "O tile": 24576, "S chunk": 12288, "state": 768}
+    assert fused == {
+        "Q tile": 6144,
+        "K chunk": 8192,
+        "V chunk": 8192,
+        "O tile": 24576,
+        "S chunk": 12288,
+        "state": 768,
+    }
     unfused = TILINGS["a64fx-unfused-48x128"].working_set(128)
     assert sum(unfused.values()) == 70 * 1024
     assert sum(unfused.values()) - unfused["K tile"] == 54 * 1024
@@ -24,39 +31,67 @@ def test_named_tilings_hold_their_own_rules(name):
     assert t.block_q % t.mr == 0 and t.key_block % (t.nv * t.lanes) == 0
     assert t.accumulators == t.mr * t.nv
     if t.device == "cpu" and t.isa.startswith("avx512"):
-        assert t.accumulators + t.nv + 1 <= 32, "accumulators, one row of B and one of A fit 32 registers"
+        assert t.accumulators + t.nv + 1 <= 32, (
+            "accumulators, one row of B and one of A fit 32 registers"
+        )
     if t.isa in ("avx2", "avx_vnni"):
         assert t.accumulators + t.nv + 1 <= 16
 
 
-@pytest.mark.parametrize(("cpu", "isa", "lanes", "kib"), [("a64fx", "sve", 16, 59.109375), ("neoverse-v1", "sve", 8, 58.359375),
-                                                          ("neoverse-v2", "sve", 4, 57.984375),
-                                                          ("neoverse-n1", "neon_dot", 4, 57.984375)])
+@pytest.mark.parametrize(
+    ("cpu", "isa", "lanes", "kib"),
+    [
+        ("a64fx", "sve", 16, 59.109375),
+        ("neoverse-v1", "sve", 8, 58.359375),
+        ("neoverse-v2", "sve", 4, 57.984375),
+        ("neoverse-n1", "neon_dot", 4, 57.984375),
+    ],
+)
 def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
     """Every array that the fused kernel touches for one key block at D = 128, added up by hand."""
     t, caches = TILINGS[f"{cpu}-int8"], CACHES[cpu]
-    assert (t.isa, t.lanes, t.block_q) == (isa, lanes, tiling.tiling(isa).block_q), "the kernel reads its instruction set's"
+    assert (t.isa, t.lanes, t.block_q) == (isa, lanes, tiling.tiling(isa).block_q), (
+        "the kernel reads its instruction set's"
+    )
     rows, keys, d = 24, 128, 128
-    by_hand = rows * d + 2 * keys * d + keys * (4 + 4) + rows * keys * (2 + 1) + rows * 4 * (lanes + d + 6) + rows * 2
+    by_hand = (
+        rows * d
+        + 2 * keys * d
+        + keys * (4 + 4)
+        + rows * keys * (2 + 1)
+        + rows * 4 * (lanes + d + 6)
+        + rows * 2
+    )
     assert sum(t.working_set(d).values()) == by_hand == kib * 1024
     assert by_hand <= caches.l1 == 65536
     assert t.accumulators >= 18, "two pipes with 9 cycles of latency"
     assert t.accumulators + t.nv + 1 <= 32
     if cpu == "a64fx":
-        assert t.nv * t.lanes * 4 == caches.line == 256, "one row of a packed panel is one cache line"
+        assert t.nv * t.lanes * 4 == caches.line == 256, (
+            "one row of a packed panel is one cache line"
+        )
         assert (caches.l2, caches.l2_cores) == (8 << 20, 12)
-        assert "92 % of L1" in t.explain(d, caches=caches) and "8192 KiB, 683 for each of 12 cores" in t.explain(d, caches=caches)
+        assert "92 % of L1" in t.explain(
+            d, caches=caches
+        ) and "8192 KiB, 683 for each of 12 cores" in t.explain(d, caches=caches)
 
 
 def test_the_tiling_of_this_cpu_is_explained(monkeypatch):
     from numflash.explanation import select
-    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "neoverse-v1")
-    assert select("sve", "int8").name == "neoverse-v1-int8" and select("portable", "int8").name == "portable-int8"
-    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "unheard-of")
+
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "neoverse-v1")
+    assert (
+        select("sve", "int8").name == "neoverse-v1-int8"
+        and select("portable", "int8").name == "portable-int8"
+    )
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
     assert select("sve", "int8").name == "sve-int8"
 
 
-@pytest.mark.parametrize(("field", "value"), [("block_q", 25), ("key_block", 100), ("mr", 0), ("lanes", -1), ("key_block", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_q", 25), ("key_block", 100), ("mr", 0), ("lanes", -1), ("key_block", 0)],
+)
 def test_bad_sizes_are_refused(field, value):
     with pytest.raises(ArgumentError, match=field):
         dataclasses.replace(TILINGS["avx512_vnni-int8"], **{field: value})
@@ -80,7 +115,12 @@ def test_one_key_block_for_every_integer_kernel():
 
 def test_explain_shows_the_arithmetic():
     text = TILINGS["a64fx-fused-48x64"].explain(128, caches=CACHES["a64fx"])
-    for part in ("48 x 128 x 1 B = 6.00 KiB", "working set 58.75 KiB", "92 % of L1 (64 KiB, table", "6 x 4 vectors of 16: 24 acc"):
+    for part in (
+        "48 x 128 x 1 B = 6.00 KiB",
+        "working set 58.75 KiB",
+        "92 % of L1 (64 KiB, table",
+        "6 x 4 vectors of 16: 24 acc",
+    ):
         assert part in text, text
 
 
@@ -90,22 +130,32 @@ def test_frozen():
 
 
 def test_caches_from_the_system(tmp_path):
-    levels = (("Data", 1, "32K"), ("Instruction", 1, "64K"), ("Unified", 2, "1024K"), ("Unified", 3, "16M"))
+    levels = (
+        ("Data", 1, "32K"),
+        ("Instruction", 1, "64K"),
+        ("Unified", 2, "1024K"),
+        ("Unified", 3, "16M"),
+    )
     for i, (kind, level, size) in enumerate(levels):
         index = tmp_path / f"index{i}"
         index.mkdir()
-        for name, text in (("type", kind), ("level", str(level)), ("size", size), ("coherency_line_size", "64")):
+        for name, text in (
+            ("type", kind),
+            ("level", str(level)),
+            ("size", size),
+            ("coherency_line_size", "64"),
+        ):
             (index / name).write_text(text + "\n")
-    (tmp_path / "index9").mkdir()                                              # unreadable: skipped
+    (tmp_path / "index9").mkdir()  # unreadable: skipped
     assert tiling._read_sysfs(str(tmp_path)) == {0: 64, 1: 32768, 2: 1 << 20, 3: 16 << 20}
     assert tiling._read_sysfs(str(tmp_path / "none")) == {}
 
 
 def test_caches_fall_back_on_the_table(monkeypatch):
     monkeypatch.setattr(tiling, "_read_sysfs", lambda: {})
-    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "a64fx")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "a64fx")
     assert Caches.of_this_machine() is CACHES["a64fx"]
-    monkeypatch.setattr("numflash.cpu.target.cpu_name", lambda: "unheard-of")
+    monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
     assert Caches.of_this_machine() is CACHES["generic"]
 
 
@@ -118,6 +168,7 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
     from numflash.cuda.kernels.flash_hopper import flash_hopper
     from numflash.cuda.kernels.flash_int8 import flash_int8
     from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
+
     turing = arch == "sm_75"
     found = {}
     for dtype in ("float16", "int8", *(() if turing else ("bfloat16", "int8-fp32"))):
@@ -126,12 +177,20 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
         if (arch, dtype) == ("sm_90a", "int8"):
             made = flash_int8_hopper(sizes["d"], sizes["dv"])
         elif dtype.startswith("int8"):
-            made = flash_int8(sizes["d"], sizes["dv"], t.block_q, wide=dtype == "int8-fp32", turing=turing,
-                              halves=t.key_block // (t.nv * t.lanes))
+            made = flash_int8(
+                sizes["d"],
+                sizes["dv"],
+                t.block_q,
+                wide=dtype == "int8-fp32",
+                turing=turing,
+                halves=t.key_block // (t.nv * t.lanes),
+            )
         elif arch == "sm_90a":
             made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, dtype)
         else:
-            made = flash_float(sizes["d"], sizes["dv"], t.block_q, t.key_block, dtype, turing=turing)
+            made = flash_float(
+                sizes["d"], sizes["dv"], t.block_q, t.key_block, dtype, turing=turing
+            )
         found[dtype] = made.shared_bytes, sum(t.working_set(d).values())
         assert made.shared_bytes <= tiling.SHARED_MEMORY[arch]
         assert "of the shared memory of a block" in t.explain(d, caches=t.caches(arch))
@@ -144,4 +203,6 @@ def test_the_cuda_tilings_are_looked_up():
     assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_90a-int8-wide"
     assert tiling.cuda_tiling("sm_75", "float32", 64).name == "sm_80-float32"
     assert tiling.TILINGS["sm_90a-float16"].explain(128).splitlines()[1:3] == [
-        "  register tile 64 x 128 scores per warpgroup: 64 of each thread", "  blocks: 128 query rows x 128 keys"]
+        "  register tile 64 x 128 scores per warpgroup: 64 of each thread",
+        "  blocks: 128 query rows x 128 keys",
+    ]

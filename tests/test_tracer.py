@@ -1,12 +1,13 @@
 """Counts that can be checked by hand, and kernels whose results must be those of the compiled code."""
+
 import numpy as np
 import pytest
 from oracles import draw, naive, qkv
 
-from numflash._jit import inline, kernel
+from numflash.course.tracer import Traffic, trace
 from numflash.cpu.study import ladder_float
 from numflash.errors import ArgumentError
-from numflash.tracer import Traffic, trace
+from numflash.jit.compiler import inline, kernel
 
 F = np.float32
 
@@ -38,8 +39,16 @@ def test_one_pass():
     """40 floats are 3 lines of 64 bytes; each comes once, and the changed ones go back once."""
     x, y, out = draw((40,), 1), draw((40,), 2), np.zeros(40, F)
     report = trace(add, x, y, out)
-    assert report.arrays == {"x": Traffic(40, 0, 3, 3, 0), "y": Traffic(40, 0, 3, 3, 0), "out": Traffic(0, 40, 3, 3, 3)}
-    assert report.moved == (9 + 3) * 64 and report.bytes_of("out") == 6 * 64 and not report.bytes_of("s")
+    assert report.arrays == {
+        "x": Traffic(40, 0, 3, 3, 0),
+        "y": Traffic(40, 0, 3, 3, 0),
+        "out": Traffic(0, 40, 3, 3, 3),
+    }
+    assert (
+        report.moved == (9 + 3) * 64
+        and report.bytes_of("out") == 6 * 64
+        and not report.bytes_of("s")
+    )
     assert report.total == Traffic(80, 40, 9, 9, 3)
     np.testing.assert_array_equal(out, x + y)
 
@@ -60,6 +69,7 @@ def test_a_changed_line_goes_back_each_time_it_leaves():
         for _ in range(n):
             x[0] = F(1)
             x[16] = F(2)
+
     x = np.zeros(32, F)
     assert trace(zigzag, x, 5, cache=64).arrays["x"] == Traffic(0, 10, 2, 10, 10)
     assert trace(zigzag, x, 5, cache=128).arrays["x"] == Traffic(0, 10, 2, 2, 2)
@@ -70,11 +80,14 @@ def test_slices_and_events():
     def fill(x):
         x[1, 2:4] = F(3)
         x[0] = x[1]
+
     x = np.zeros((2, 4), F)
     report = trace(fill, x, line=16)
     np.testing.assert_array_equal(x, [[0, 0, 3, 3]] * 2)
     assert report.arrays["x"] == Traffic(4, 6, 2, 2, 2)
-    np.testing.assert_array_equal(report.events[:, :3], [[0, 1, 1]] * 2 + [[0, 1, 0]] * 4 + [[0, 0, 1]] * 4)
+    np.testing.assert_array_equal(
+        report.events[:, :3], [[0, 1, 1]] * 2 + [[0, 1, 0]] * 4 + [[0, 0, 1]] * 4
+    )
     np.testing.assert_array_equal(report.events[:, 3], [1, 0, 0, 0, 0, 0, 1, 0, 0, 0])
 
 
@@ -84,7 +97,12 @@ def test_naive_attention_by_hand():
     s, o = np.empty((3, 5), F), np.empty((3, 2), F)
     report = trace(ladder_float.naive, q, k, v, F(0.5 * np.log2(np.e)), s, o)
     assert {n: (t.loads, t.stores) for n, t in report.arrays.items()} == {
-        "q": (60, 0), "k": (60, 0), "v": (30, 0), "s": (15 * 5, 15 * 3), "o": (30, 6 + 30)}
+        "q": (60, 0),
+        "k": (60, 0),
+        "v": (30, 0),
+        "s": (15 * 5, 15 * 3),
+        "o": (30, 6 + 30),
+    }
     exact, _ = naive(q[None, None], k[None, None], v[None, None])
     assert np.abs(o - exact[0, 0]).max() < 1e-6
 
@@ -93,14 +111,20 @@ def test_naive_attention_by_hand():
 def test_a_traced_kernel_computes_what_it_computes(name):
     q, k, v = (x[0, 0] for x in qkv(h=1, l=9, s=11, d=4))
     exact, _ = naive(q[None, None], k[None, None], v[None, None])
-    scale, o, tile = F(0.5 * np.log2(np.e)), np.empty((9, 4), F), (np.empty((4, 4), F), np.empty(4, F), np.empty(4, F))
+    scale, o, tile = (
+        F(0.5 * np.log2(np.e)),
+        np.empty((9, 4), F),
+        (np.empty((4, 4), F), np.empty(4, F), np.empty(4, F)),
+    )
     if name == "packed":
         k, unpacked = np.empty((3, 4, 4), F), k
         trace(ladder_float.pack, unpacked, k)
-    {"naive": lambda: trace(ladder_float.naive, q, k, v, scale, np.empty((9, 11), F), o),
-     "online": lambda: trace(ladder_float.online, q, k, v, scale, o),
-     "tiled": lambda: trace(ladder_float.make_tiled(4, 4), q, k, v, scale, *tile, o),
-     "packed": lambda: trace(ladder_float.make_packed(4, 4), q, k, v, scale, *tile, o)}[name]()
+    {
+        "naive": lambda: trace(ladder_float.naive, q, k, v, scale, np.empty((9, 11), F), o),
+        "online": lambda: trace(ladder_float.online, q, k, v, scale, o),
+        "tiled": lambda: trace(ladder_float.make_tiled(4, 4), q, k, v, scale, *tile, o),
+        "packed": lambda: trace(ladder_float.make_packed(4, 4), q, k, v, scale, *tile, o),
+    }[name]()
     assert np.abs(o - exact[0, 0]).max() < 1e-6
 
 
@@ -116,5 +140,6 @@ def test_what_the_tracer_refuses():
     @kernel
     def whole(x):
         return np.exp(x)
+
     with pytest.raises(ArgumentError, match="element by element"):
         trace(whole, x)

@@ -1,4 +1,5 @@
 """Every bad argument gives one exception that names it, says what came and what is allowed."""
+
 import numpy as np
 import pytest
 from oracles import draw, naive, naive_gradients, qkv
@@ -25,7 +26,11 @@ BAD = [
     ("query", {"query": Q[None], "key": K[None], "value": V[None]}, ArgumentError),
     ("query", {"query": Q[..., :0], "key": K[..., :0]}, ArgumentError),
     ("query", {"query": Q[:, :0], "key": K[:, :0], "value": V[:, :0]}, ArgumentError),
-    ("query", {"query": draw((1, 1, 2, 513)), "key": draw((1, 1, 2, 513)), "value": draw((1, 1, 2, 8))}, ArgumentError),
+    (
+        "query",
+        {"query": draw((1, 1, 2, 513)), "key": draw((1, 1, 2, 513)), "value": draw((1, 1, 2, 8))},
+        ArgumentError,
+    ),
     ("key", {"key": K.astype(np.float64)}, ArgumentTypeError),
     ("key", {"key": K[0]}, ArgumentError),
     ("key", {"key": K[:1]}, ArgumentError),
@@ -86,7 +91,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "error"), BAD, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("name", "change", "error"), BAD, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD)]
+)
 def test_bad_argument(name, change, error):
     with pytest.raises(error) as caught:
         numflash.attention(**{"query": Q, "key": K, "value": V, **change})
@@ -96,11 +103,18 @@ def test_bad_argument(name, change, error):
     assert isinstance(caught.value, NumflashError)
 
 
-@pytest.mark.parametrize(("call", "arguments", "option"), [
-    ("attention", (Q, K, V), "colour"), ("attention_int8", numflash.quantize_qkv(Q, K, V), "layout"), ("explain", (Q,), "colour"),
-    ("attention_int8", numflash.quantize_qkv(Q, K, V), "precision"), ("accuracy", (Q, K, V), "precision"),
-    ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "attn_mask"),
-    ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "convert_operands")])
+@pytest.mark.parametrize(
+    ("call", "arguments", "option"),
+    [
+        ("attention", (Q, K, V), "colour"),
+        ("attention_int8", numflash.quantize_qkv(Q, K, V), "layout"),
+        ("explain", (Q,), "colour"),
+        ("attention_int8", numflash.quantize_qkv(Q, K, V), "precision"),
+        ("accuracy", (Q, K, V), "precision"),
+        ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "attn_mask"),
+        ("attention_varlen", (Q[0], Q[0], Q[0], [0, 2], [0, 2]), "convert_operands"),
+    ],
+)
 def test_unknown_keyword(call, arguments, option):
     with pytest.raises(TypeError, match=rf"\b{call}\b.*") as caught:
         getattr(numflash, call)(*arguments, **{option: False})
@@ -108,19 +122,25 @@ def test_unknown_keyword(call, arguments, option):
 
 
 def test_what_came_is_said():
-    for x, words in ((None, "got None"), ({}, "got dict"), (np.ndarray, "got <class 'numpy.ndarray'>")):
+    for x, words in (
+        (None, "got None"),
+        ({}, "got dict"),
+        (np.ndarray, "got <class 'numpy.ndarray'>"),
+    ):
         with pytest.raises(ArgumentTypeError, match=words):
             numflash.quantize(x)
 
 
-@pytest.mark.parametrize("options", [{"scale": 1e-30}, {"scale": 1e30}, {"softcap": 1e-30}, {"softcap": 1e30}])
+@pytest.mark.parametrize(
+    "options", [{"scale": 1e-30}, {"scale": 1e30}, {"softcap": 1e-30}, {"softcap": 1e30}]
+)
 def test_the_largest_and_smallest_factors(options):
     """At the ends of what is allowed the result is that of float64, and nothing overflows on the way."""
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         out, lse = numflash.attention(Q, K, V, return_lse=True, **options)
         grads = numflash.attention_backward(V[:, :, :5], Q, K, V, out, lse, **options)
     np.testing.assert_allclose(out, naive(Q, K, V, **options)[0], atol=1e-6)
-    if options != {"scale": 1e30}:                           # there a rounding of dP is worth more than the gradient
+    if options != {"scale": 1e30}:  # there a rounding of dP is worth more than the gradient
         for mine, want in zip(grads, naive_gradients(V[:, :, :5], Q, K, V, **options), strict=True):
             np.testing.assert_allclose(mine, want, atol=1e-5 * max(np.abs(want).max(), 1e-30))
     if max(options.values()) < 1:
@@ -134,11 +154,16 @@ def test_error_classes_are_also_the_usual_ones():
     assert issubclass(UnsupportedError, RuntimeError)
 
 
-QT, KT, VT = (numflash.quantize(Q, "row"), numflash.quantize(K, "row", smooth=True), numflash.quantize(V, "channel"))
+QT, KT, VT = (
+    numflash.quantize(Q, "row"),
+    numflash.quantize(K, "row", smooth=True),
+    numflash.quantize(V, "channel"),
+)
 
 
 def change(t, **fields):
     from dataclasses import replace
+
     return replace(t, **fields)
 
 
@@ -174,7 +199,9 @@ BAD_INT8 = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "error"), BAD_INT8, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_INT8)])
+@pytest.mark.parametrize(
+    ("name", "change", "error"), BAD_INT8, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_INT8)]
+)
 def test_bad_quantised_argument(name, change, error):
     with pytest.raises(error) as caught:
         numflash.attention_int8(**{"query": QT, "key": KT, "value": VT, **change})
@@ -208,10 +235,21 @@ BAD_VARLEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "error"), BAD_VARLEN, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_VARLEN)])
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    BAD_VARLEN,
+    ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_VARLEN)],
+)
 def test_bad_varlen_argument(name, change, error):
     x = draw((9, 4, 8))
-    arguments = {"query": x, "key": x, "value": x, "cu_seqlens_q": [0, 4, 9], "cu_seqlens_k": [0, 2, 9], **change}
+    arguments = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "cu_seqlens_q": [0, 4, 9],
+        "cu_seqlens_k": [0, 2, 9],
+        **change,
+    }
     with pytest.raises(error) as caught:
         numflash.attention_varlen(**arguments, impl="reference")
     assert str(caught.value).startswith(f"{name}:"), caught.value
@@ -226,18 +264,32 @@ BAD_MERGE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "error"), BAD_MERGE, ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_MERGE)])
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    BAD_MERGE,
+    ids=[f"{n}-{i}" for i, (n, _, _) in enumerate(BAD_MERGE)],
+)
 def test_bad_merge_argument(name, change, error):
-    arguments = {"out_a": draw((2, 3, 5)), "lse_a": draw((2, 3)), "out_b": draw((2, 3, 5)), "lse_b": draw((2, 3)), **change}
+    arguments = {
+        "out_a": draw((2, 3, 5)),
+        "lse_a": draw((2, 3)),
+        "out_b": draw((2, 3, 5)),
+        "lse_b": draw((2, 3)),
+        **change,
+    }
     with pytest.raises(error) as caught:
         numflash.merge_states(**arguments)
     assert str(caught.value).startswith(f"{name}:"), caught.value
 
 
 def test_bad_quantize_argument():
-    for x, options, error in ((Q.astype(np.int8), {}, ArgumentTypeError), (Q[0, 0, 0], {}, ArgumentError),
-                              (Q, {"granularity": "token"}, ArgumentError), (Q, {"smooth": "no"}, ArgumentTypeError),
-                              (Q[..., :0], {}, ArgumentError)):
+    for x, options, error in (
+        (Q.astype(np.int8), {}, ArgumentTypeError),
+        (Q[0, 0, 0], {}, ArgumentError),
+        (Q, {"granularity": "token"}, ArgumentError),
+        (Q, {"smooth": "no"}, ArgumentTypeError),
+        (Q[..., :0], {}, ArgumentError),
+    ):
         with pytest.raises(error):
             numflash.quantize(x, **options)
 
@@ -254,11 +306,16 @@ class TestProblem:
         assert (p.precision, p.pv, p.softcap, p.return_lse) == ("float32", "int8", 0.0, False)
 
     def test_no_copies_of_float32_operands(self):
-        p = validation.problem(Q.transpose(0, 2, 1, 3), K.transpose(0, 2, 1, 3), V.transpose(0, 2, 1, 3), layout="blhd")
+        p = validation.problem(
+            Q.transpose(0, 2, 1, 3), K.transpose(0, 2, 1, 3), V.transpose(0, 2, 1, 3), layout="blhd"
+        )
         assert np.shares_memory(p.query, Q) and p.query.strides == Q.strides
 
     def test_masks_are_views(self):
-        masks = (np.ones((5, 7), bool), *(np.zeros(shape, np.float32) for shape in ((4, 1, 7), (2, 1, 1, 7), ())))
+        masks = (
+            np.ones((5, 7), bool),
+            *(np.zeros(shape, np.float32) for shape in ((4, 1, 7), (2, 1, 1, 7), ())),
+        )
         for mask in masks:
             p = validation.problem(Q, K, V, mask)
             seen = p.mask if mask.dtype == bool else p.bias
@@ -272,8 +329,12 @@ class TestProblem:
         assert p.query.flags.writeable and p.bias.flags.writeable and np.shares_memory(p.query, q)
 
     def test_causal_is_a_window(self):
-        assert (lambda p: (p.left, p.right))(validation.problem(Q, K, V, is_causal=True, window=(3, 9))) == (3, 0)
-        assert (lambda p: (p.left, p.right))(validation.problem(Q, K, V, window=(10**30, None))) == (12, None)
+        assert (lambda p: (p.left, p.right))(
+            validation.problem(Q, K, V, is_causal=True, window=(3, 9))
+        ) == (3, 0)
+        assert (lambda p: (p.left, p.right))(
+            validation.problem(Q, K, V, window=(10**30, None))
+        ) == (12, None)
 
     def test_diagonal(self):
         p = validation.problem(Q, K, V, alignment="lower_right", key_lengths=[7, 2])
@@ -281,13 +342,26 @@ class TestProblem:
 
     @pytest.mark.parametrize("layout", ["bhld", "blhd"])
     def test_promotion(self, layout):
-        assert validation.problem(Q[0, 0], K[0, 0], V[0, 0], layout=layout).shape == (1, 1, 1, 5, 7, 8, 8)
+        assert validation.problem(Q[0, 0], K[0, 0], V[0, 0], layout=layout).shape == (
+            1,
+            1,
+            1,
+            5,
+            7,
+            8,
+            8,
+        )
         q, k, v = (x[0] if layout == "bhld" else x[0].swapaxes(0, 1) for x in (Q, K, V))
         p = validation.problem(q, k, v, layout=layout)
         assert p.shape == (1, 4, 4, 5, 7, 8, 8) and (p.query == Q[:1]).all()
 
     def test_storage_of_each_precision(self):
-        for precision, dtype in (("float32", np.float32), ("float16", np.float16), ("bfloat16", np.uint16), ("int8", np.float64)):
+        for precision, dtype in (
+            ("float32", np.float32),
+            ("float16", np.float16),
+            ("bfloat16", np.uint16),
+            ("int8", np.float64),
+        ):
             p = validation.problem(*(x.astype(np.float64) for x in (Q, K, V)), precision=precision)
             assert p.query.dtype == p.key.dtype == p.value.dtype == dtype
 
@@ -295,4 +369,8 @@ class TestProblem:
         slopes = np.arange(4)
         for given in (slopes, np.stack([slopes, slopes])):
             p = validation.problem(Q, K, V, alibi_slopes=given)
-            assert p.alibi_slopes.dtype == np.float32 and (p.alibi_slopes == slopes).all() and p.alibi_slopes.shape == (2, 4)
+            assert (
+                p.alibi_slopes.dtype == np.float32
+                and (p.alibi_slopes == slopes).all()
+                and p.alibi_slopes.shape == (2, 4)
+            )

@@ -2,6 +2,7 @@
 
 The percent-format source is what is edited and reviewed; the .ipynb is what readers open and GitHub draws. Sources go one way.
 """
+
 from __future__ import annotations
 
 import sys
@@ -12,7 +13,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-LIMIT = 300_000                                  # bytes of a notebook with its pictures
+LIMIT = 300_000  # bytes of a notebook with its pictures
 
 
 def read(source: Path) -> NotebookNode:
@@ -20,15 +21,19 @@ def read(source: Path) -> NotebookNode:
     book = jupytext.read(source, fmt="py:percent")
     for n, cell in enumerate(book.cells):
         cell["id"] = f"cell-{n}"
-    book.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-                     "language_info": {"name": "python"}}
+    book.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
     return book
 
 
 def run(source: Path) -> NotebookNode:
     """The same with the output of every cell; what goes to stderr (compiling, progress) is left out."""
     book = read(source)
-    NotebookClient(book, timeout=300, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(
+        book, timeout=300, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
     for cell in book.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
@@ -42,7 +47,9 @@ def main(numbers: list[str]) -> None:
         if not numbers or source.name[:2] in numbers:
             text = jupytext.writes(run(source), fmt="ipynb") + "\n"
             if len(text) > LIMIT:
-                raise SystemExit(f"{source.name}: the notebook has {len(text)} bytes; allowed: {LIMIT}")
+                raise SystemExit(
+                    f"{source.name}: the notebook has {len(text)} bytes; allowed: {LIMIT}"
+                )
             source.with_suffix(".ipynb").write_text(text)
             print(f"{source.with_suffix('.ipynb')}: {len(text) / 1000:.0f} kB")
 

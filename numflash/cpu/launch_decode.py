@@ -1,4 +1,5 @@
 """From a KV cache to decode kernels: how the cache is laid out, how many splits, which kernel, and its buffers."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -6,23 +7,25 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from .._jit import one_at_a_time, refuse_after_fork
 from ..interop import convert, to_float32, writable
-from ..memory import LINE
+from ..jit import target
+from ..jit.memory import LINE
+from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK, split_count
-from . import target
-from .decode import AGAIN, Scratch, Store, make_decode
-from .decode_append import make_append_float, make_append_int8
-from .decode_tiles import ROWS, Tile, tile
-from .packing import padded
+from .decode.append import make_append_float, make_append_int8
+from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
+from .decode.tiles import ROWS, Tile, tile
+from .int8.packing import padded
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
-PARALLEL_CHANNELS = 1 << 19                      # appended elements below which starting threads costs more than it saves
-SERIAL_BYTES = 512 << 10                         # cached bytes below which starting threads costs more than it saves
+PARALLEL_CHANNELS = (
+    1 << 19
+)  # appended elements below which starting threads costs more than it saves
+SERIAL_BYTES = 512 << 10  # cached bytes below which starting threads costs more than it saves
 UNLIMITED = 1 << 40
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
-PAGE = 4096                                      # bytes that hardware prefetches within
+PAGE = 4096  # bytes that hardware prefetches within
 
 
 def zeros(shape: tuple[int, ...], dtype: type, align: int = LINE, offset: int = 0) -> np.ndarray:
@@ -31,7 +34,7 @@ def zeros(shape: tuple[int, ...], dtype: type, align: int = LINE, offset: int = 
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + align, np.uint8)
     start = (offset - raw.ctypes.data) % align
-    return raw[start:start + count].view(dtype).reshape(shape)
+    return raw[start : start + count].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,15 @@ class Layout:
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
         small = longest * batch * self.kv_heads * self.slot_bytes <= SERIAL_BYTES
-        return 1 if small else numba.get_num_threads(), -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+        return 1 if small else numba.get_num_threads(), -(
+            -min(longest, self.sinks + self.ring) // KEY_BLOCK
+        )
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
-        return split_count(batch * self.kv_heads * -(-rows // ROWS), blocks, workers) if blocks else 1
+        return (
+            split_count(batch * self.kv_heads * -(-rows // ROWS), blocks, workers) if blocks else 1
+        )
 
     def copy_page(self, store: Store, source: int, target: int) -> None:
         """Copy all of a page."""
@@ -89,8 +96,11 @@ class Layout:
         return writable(np.ascontiguousarray(convert(x, self.tile.dtype))).view(self.bits)
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
-        return Store(zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),
-                     zeros((batch, table_width), np.int32), zeros((batch,), np.int64))
+        return Store(
+            zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),
+            zeros((batch, table_width), np.int32),
+            zeros((batch,), np.int64),
+        )
 
     def blocks(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, blocks, elements of a block) of the pages, in slot order."""
@@ -99,35 +109,47 @@ class Layout:
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values."""
-        x = np.ascontiguousarray(self.blocks(store, pages)[..., :self.tile.scales]).view(F)
+        x = np.ascontiguousarray(self.blocks(store, pages)[..., : self.tile.scales]).view(F)
         x = x.reshape(self.kv_heads, x.shape[1], -1, KEY_BLOCK).transpose(2, 0, 1, 3)
         return x.reshape(-1, self.kv_heads, x.shape[2] * KEY_BLOCK)
 
     def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
         t = self.tile
-        x = self.blocks(store, pages)[..., t.scales:t.scales + KEY_BLOCK * self.channels]
+        x = self.blocks(store, pages)[..., t.scales : t.scales + KEY_BLOCK * self.channels]
         x = x.reshape(self.kv_heads, -1, self.channels // t.group, t.panel, t.group)
-        x = x.swapaxes(2, 3).reshape(self.kv_heads, -1, self.channels)[..., :self.head_dim]
+        x = x.swapaxes(2, 3).reshape(self.kv_heads, -1, self.channels)[..., : self.head_dim]
         return (x.view(np.uint8) - np.uint8(t.q_offset)).view(np.int8) if t.dtype == "int8" else x
 
     def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, Dv) stored elements of V of the pages, in slot order."""
         t = self.tile
-        blocks = self.blocks(store, pages)[..., KEY_BLOCK * self.channels + self.tile.scales:]
+        blocks = self.blocks(store, pages)[..., KEY_BLOCK * self.channels + self.tile.scales :]
         chunks = []
         for c in range(0, self.columns, t.panel):
             width = min(t.panel, self.columns - c)
-            x = blocks[..., c * KEY_BLOCK:(c + width) * KEY_BLOCK].reshape(*blocks.shape[:2], -1, width, t.group)
+            x = blocks[..., c * KEY_BLOCK : (c + width) * KEY_BLOCK].reshape(
+                *blocks.shape[:2], -1, width, t.group
+            )
             chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, -1, width))
-        x = np.concatenate(chunks, 2)[..., :self.value_dim]
+        x = np.concatenate(chunks, 2)[..., : self.value_dim]
         return (x.view(np.uint8) - np.uint8(t.v_offset)).view(np.int8) if t.dtype == "int8" else x
 
 
-def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, paged: bool, isa: str | None,
-                **ring: int) -> Layout:
+def make_layout(
+    dtype: str,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    page_size: int,
+    paged: bool,
+    isa: str | None,
+    **ring: int,
+) -> Layout:
     """The layout for the best instruction set of the target, or for `isa`."""
-    return Layout(tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring)
+    return Layout(
+        tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring
+    )
 
 
 class Append:
@@ -139,14 +161,19 @@ class Append:
         self.serial, self.parallel = make(t, False), make(t, True)
         self.sizes = np.array([layout.sinks, layout.ring, layout.page_size, layout.columns])
         if t.dtype == "int8":
-            self.buffers: tuple[np.ndarray, ...] = (offset, zeros((batch * layout.kv_heads, 4, longest), F))
+            self.buffers: tuple[np.ndarray, ...] = (
+                offset,
+                zeros((batch * layout.kv_heads, 4, longest), F),
+            )
         else:
             self.buffers = (zeros((longest,), layout.bits),)
         self.rest: tuple[np.ndarray, ...] = ()
 
-    def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
+    def __call__(
+        self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
+    ) -> None:
         rest = self.rest
-        if not rest:                                                    # put together once: a token's append is 2 us in all
+        if not rest:  # put together once: a token's append is 2 us in all
             rest = self.rest = (*store, self.sizes, *self.buffers)
         if key.size + value.size < PARALLEL_CHANNELS:
             self.serial(key, value, counts, *rest)
@@ -159,7 +186,9 @@ class Append:
 class Plan:
     """One decode call prepared: its kernel, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
-    def __init__(self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int) -> None:
+    def __init__(
+        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+    ) -> None:
         all_rows = group * queries
         tiles = -(-all_rows // ROWS)
         rows = -(-all_rows // tiles)
@@ -167,15 +196,30 @@ class Plan:
         units = batch * layout.kv_heads * tiles
         tasks, w = max(1, units * splits), workers
         self.kernel = make_decode(t, rows, workers > 1)
-        self.sizes = (queries, splits, layout.window, layout.sinks, layout.ring, layout.page_size, workers)
+        self.sizes = (
+            queries,
+            splits,
+            layout.window,
+            layout.sinks,
+            layout.ring,
+            layout.page_size,
+            workers,
+        )
         self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
         # What a worker writes block by block has pages of its own: prefetching beyond its end takes lines from another worker.
         # The two share few sets of the first-level cache.
         self.scratch = Scratch(
-            zeros((w, rows, layout.channels // t.group), np.int32), zeros((w, 16, KEY_BLOCK), np.int32, PAGE),
-            zeros((w, 64, layout.columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4), zeros((w, layout.head_dim), F),
-            zeros((w, rows, 5), np.int64), zeros((w, rows), np.uint8), zeros((tasks, rows, layout.columns), F),
-            zeros((tasks, ROWS), F), zeros((tasks, ROWS), F), zeros((2,), np.int64))
+            zeros((w, rows, layout.channels // t.group), np.int32),
+            zeros((w, 16, KEY_BLOCK), np.int32, PAGE),
+            zeros((w, 64, layout.columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4),
+            zeros((w, layout.head_dim), F),
+            zeros((w, rows, 5), np.int64),
+            zeros((w, rows), np.uint8),
+            zeros((tasks, rows, layout.columns), F),
+            zeros((tasks, ROWS), F),
+            zeros((tasks, ROWS), F),
+            zeros((2,), np.int64),
+        )
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
 
     def to_redo(self) -> np.ndarray:

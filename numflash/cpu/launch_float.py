@@ -1,25 +1,28 @@
 """From a validated problem to the floating-point kernels: packing, options as arrays, and the rows that float32 cannot hold."""
+
 from __future__ import annotations
 
 import numba
 import numpy as np
 
 from ..interop import widen
+from ..jit import target
 from ..tiling import Tiling, tiling
 from ..validation import Problem
-from . import target
-from .flash_float import make_attend
-from .flash_rows import make_attend_rows
-from .float_packing import pack_keys, pack_values
-from .packing import padded
-from .scores import Semantics
+from .floats.flash_float import make_attend
+from .floats.flash_rows import make_attend_rows
+from .floats.float_packing import pack_keys, pack_values
+from .int8.packing import padded
+from .semantics import Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
 NO_LIMIT = 1 << 40
-TASKS = 4                                        # query tiles for each thread, at least
-LARGEST = 2.0**120                               # scores and their sums stay below
-Results = tuple[np.ndarray, np.ndarray] | None   # contiguous float32 arrays of the caller to be written, or None
+TASKS = 4  # query tiles for each thread, at least
+LARGEST = 2.0**120  # scores and their sums stay below
+Results = (
+    tuple[np.ndarray, np.ndarray] | None
+)  # contiguous float32 arrays of the caller to be written, or None
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
@@ -32,13 +35,25 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
 
 def semantics(problem: Problem) -> Semantics:
     """The options as the float kernels take them: scores in units of log2, dense masks as bytes."""
-    has_mask, has_bias, slopes = problem.mask is not None, problem.bias is not None, problem.alibi_slopes
+    has_mask, has_bias, slopes = (
+        problem.mask is not None,
+        problem.bias is not None,
+        problem.alibi_slopes,
+    )
     return Semantics(
-        NO_LIMIT if problem.left is None else problem.left, NO_LIMIT if problem.right is None else problem.right,
-        np.asarray(problem.diagonal, np.int64), np.asarray(problem.key_lengths, np.int64),
+        NO_LIMIT if problem.left is None else problem.left,
+        NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
         has_mask or has_bias or bool(problem.softcap) or slopes is not None,
-        compact(problem.mask, np.uint8), compact(problem.bias, F), has_mask, has_bias, F(problem.softcap * LOG2E),
-        np.zeros((0, 0, 0), F), np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F))
+        compact(problem.mask, np.uint8),
+        compact(problem.bias, F),
+        has_mask,
+        has_bias,
+        F(problem.softcap * LOG2E),
+        np.zeros((0, 0, 0), F),
+        np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+    )
 
 
 def seen_keys(problem: Problem) -> np.ndarray:
@@ -46,7 +61,9 @@ def seen_keys(problem: Problem) -> np.ndarray:
     length, s = problem.shape[3:5]
     if problem.right is None:
         return problem.key_lengths
-    return np.minimum(np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths)
+    return np.minimum(
+        np.maximum(problem.diagonal + (length + problem.right), 0), problem.key_lengths
+    )
 
 
 def heads(x: np.ndarray) -> np.ndarray:
@@ -65,28 +82,56 @@ def rows_per_task(tile: Tiling, n: int, length: int, workers: int) -> int:
     return min(rows, padded(length, tile.mr))
 
 
-def run_rows(problem: Problem, options: Semantics, double: bool, todo: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
+def run_rows(
+    problem: Problem,
+    options: Semantics,
+    double: bool,
+    todo: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
     """Rows `todo` one at a time, in plain loops."""
     q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
     _, nh, nkv, _, s, _, _ = problem.shape
-    make_attend_rows(double)(q, k, v, todo, problem.scale * LOG2E, options, (nh, nkv, numba.get_num_threads()), s,
-                             np.zeros(1, np.int64), out, lse)
+    make_attend_rows(double)(
+        q,
+        k,
+        v,
+        todo,
+        problem.scale * LOG2E,
+        options,
+        (nh, nkv, numba.get_num_threads()),
+        s,
+        np.zeros(1, np.int64),
+        out,
+        lse,
+    )
 
 
 def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L) float32 to be written: the caller's, or new ones."""
     nb, nh, _, length, _, _, dv = problem.shape
-    return (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F)) if given is None else given
+    return (
+        (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F))
+        if given is None
+        else given
+    )
 
 
-def run(problem: Problem, isa: str | None = None, results: Results = None) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    problem: Problem, isa: str | None = None, results: Results = None
+) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied; `results` if these are given."""
     bfloat16 = problem.precision == "bfloat16"
     isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     n, options = nb * nh, semantics(problem)
     whole = results_of(problem, results)
-    out, lse, redo = whole[0].reshape(n, length, dv), whole[1].reshape(n, length), np.zeros((n, length), np.uint8)
+    out, lse, redo = (
+        whole[0].reshape(n, length, dv),
+        whole[1].reshape(n, length),
+        np.zeros((n, length), np.uint8),
+    )
     counter = np.zeros(2, np.int64)
     if isa == "portable":
         run_rows(problem, options, False, np.arange(n * length), out, lse)
@@ -94,7 +139,10 @@ def run(problem: Problem, isa: str | None = None, results: Results = None) -> tu
         counter[1] = redo.any()
     else:
         native = isa in ("amx_bf16", "avx512_bf16")
-        q, k, v = (x if native else np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
+        q, k, v = (
+            x if native else np.asarray(widen(x), F)
+            for x in (problem.query, problem.key, problem.value)
+        )
         stops, c = seen_keys(problem), problem.scale * LOG2E
         keys, most = pack_keys(isa, k, stops)
         values, columns = pack_values(isa, v, stops, length * nh // nkv)
@@ -102,8 +150,22 @@ def run(problem: Problem, isa: str | None = None, results: Results = None) -> tu
             limits = (LARGEST / (most.astype(np.float64) * d * max(1.0, abs(c)))).astype(F)
         kind, workers = "bfloat16" if native else "float32", numba.get_num_threads()
         block_q = rows_per_task(tiling(isa, kind), n, length, workers)
-        make_attend(isa, kind)(heads(q), keys, limits, values, columns, F(c), options, (nh, nkv, workers), block_q, s,
-                               counter, out, lse, redo)
+        make_attend(isa, kind)(
+            heads(q),
+            keys,
+            limits,
+            values,
+            columns,
+            F(c),
+            options,
+            (nh, nkv, workers),
+            block_q,
+            s,
+            counter,
+            out,
+            lse,
+            redo,
+        )
     if counter[1]:
         run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
     return whole

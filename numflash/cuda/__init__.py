@@ -1,4 +1,5 @@
 """CUDA kernels written in Python: compiled offline, launched through cuda-bindings, or run in the PTX emulator."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 def emulate(*args: Any, **kwargs: Any) -> Any:
     """Run a kernel in the PTX emulator: see `numflash.cuda.emulator.emulate`."""
     from .emulator import emulate as run
+
     return run(*args, **kwargs)
 
 

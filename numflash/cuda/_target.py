@@ -2,6 +2,7 @@
 
 numba-cuda is in maintenance mode (P31), so a second front end should be a matter of this file and `ptx.py`.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -25,9 +26,20 @@ try:
     from numba.cuda.extending import intrinsic
     from numba.cuda.typing import signature
 except ImportError as error:
-    raise UnsupportedError(f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({error})") from error
+    raise UnsupportedError(
+        f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({error})"
+    ) from error
 
-__all__ = ["cuda", "device_function", "intrinsic", "numba_cuda_version", "signature", "to_cubin", "to_ptx", "types"]
+__all__ = [
+    "cuda",
+    "device_function",
+    "intrinsic",
+    "numba_cuda_version",
+    "signature",
+    "to_cubin",
+    "to_ptx",
+    "types",
+]
 
 _numpy: Any = np
 numba_cuda_version: str = numba_cuda.__version__
@@ -50,7 +62,7 @@ def _offline(cc: tuple) -> Iterator[None]:
     real, shim = _dispatcher.get_current_device, not hasattr(np, "row_stack")
     _dispatcher.get_current_device = lambda: _OfflineDevice(cc)
     if shim:
-        _numpy.row_stack = np.vstack          # P50: numba-cuda uses a name that numpy 2.5 has dropped
+        _numpy.row_stack = np.vstack  # P50: numba-cuda uses a name that numpy 2.5 has dropped
     try:
         yield
     finally:
@@ -61,7 +73,9 @@ def _offline(cc: tuple) -> Iterator[None]:
 
 def missing_labels(ptx: str) -> set[str]:
     """Labels that are branched to and stand nowhere."""
-    return set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx)) - set(re.findall(r"^(\$\w+):", ptx, re.M))
+    return set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx)) - set(
+        re.findall(r"^(\$\w+):", ptx, re.M)
+    )
 
 
 def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:
@@ -70,8 +84,12 @@ def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: b
     NVVM 13.5 with line numbers leaves out the label of a block that other blocks fall through to and a branch leads to as well, or
     refuses the kernel (one in twenty, either way): then the text is made without line numbers.
     """
+
     def text(lines: bool) -> str:
-        return cuda.compile_ptx(function, sig, cc=cc, launch_bounds=launch_bounds, lineinfo=lines, fastmath=fastmath)[0]
+        return cuda.compile_ptx(
+            function, sig, cc=cc, launch_bounds=launch_bounds, lineinfo=lines, fastmath=fastmath
+        )[0]
+
     with _offline(cc):
         with contextlib.suppress(_nvvm.nvvmError):
             found = text(True)
@@ -80,8 +98,14 @@ def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: b
         return text(False)
 
 
-def to_cubin(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool,
-             max_registers: int | None) -> tuple[str, bytes]:
+def to_cubin(
+    function: Any,
+    sig: Any,
+    cc: tuple,
+    launch_bounds: tuple,
+    fastmath: bool,
+    max_registers: int | None,
+) -> tuple[str, bytes]:
     """Entry name and cubin, through LTO-IR: linking PTX instead drops setmaxnreg and spills. Needs no driver.
 
     For Blackwell the PTX of sm_80 is assembled: its own optimiser leaves loops over fragments in place, and so the fragments in
@@ -90,8 +114,16 @@ def to_cubin(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath:
     if cc[0] >= 10:
         return _assembled(to_ptx(function, sig, (8, 0), launch_bounds, fastmath), cc, max_registers)
     with _offline(cc):
-        result = compile_cuda(function, types.void, sig.args, fastmath=fastmath, cc=cc[:2], lto=True, max_registers=max_registers,
-                              nvvm_options={"fastmath": fastmath, "opt": 3})
+        result = compile_cuda(
+            function,
+            types.void,
+            sig.args,
+            fastmath=fastmath,
+            cc=cc[:2],
+            lto=True,
+            max_registers=max_registers,
+            nvvm_options={"fastmath": fastmath, "opt": 3},
+        )
         library, name = result.library, result.fndesc.llvm_func_name
         kernel = library.get_function(name)
         library._entry_name = name
@@ -102,7 +134,10 @@ def to_cubin(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath:
 
 def _assembled(ptx: str, cc: tuple, max_registers: int | None) -> tuple[str, bytes]:
     """Entry name and cubin of a PTX text."""
-    options = [f"-arch=sm_{cc[0]}{cc[1]}", *([f"-maxrregcount={max_registers}"] if max_registers else [])]
+    options = [
+        f"-arch=sm_{cc[0]}{cc[1]}",
+        *([f"-maxrregcount={max_registers}"] if max_registers else []),
+    ]
     handle = _nvjitlink.create(len(options), options)
     try:
         data = ptx.encode() + b"\0"

@@ -3,6 +3,7 @@
 A NumPy array whose data pointer is a device address stands for such an array while the arguments are checked: views, shapes and
 strides are computed as for any array, and nothing ever reads through it.
 """
+
 from __future__ import annotations
 
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop import Memory, on_device
+from .device import current_device
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -38,62 +40,113 @@ def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
 
         def empty(shape: tuple[int, ...], wanted: str) -> Any:
             return torch.empty(shape, dtype=getattr(torch, wanted), device=x.device)
-        return _remote(name, dtypes, x.data_ptr(), tuple(x.shape), strides, dtype, empty,
-                       torch.cuda.current_stream(x.device).cuda_stream)
+
+        return _remote(
+            name,
+            dtypes,
+            x.data_ptr(),
+            tuple(x.shape),
+            strides,
+            dtype,
+            empty,
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
     if not on_device(x):
-        raise ArgumentTypeError(f"{name}: got {type(x).__name__} in host memory; allowed: device arrays, as the query is one")
+        raise ArgumentTypeError(
+            f"{name}: got {type(x).__name__} in host memory; allowed: device arrays, as the query is one"
+        )
     described = x.__cuda_array_interface__
     dtype = np.dtype(described["typestr"])
     shape = tuple(described["shape"])
-    strides = described.get("strides") or tuple(int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1])
+    strides = described.get("strides") or tuple(
+        int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1]
+    )
     if cupy is not None and isinstance(x, cupy.ndarray):
-        return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, lambda s, d: cupy.empty(s, d),
-                       cupy.cuda.get_current_stream().ptr)
+        return _remote(
+            name,
+            dtypes,
+            described["data"][0],
+            shape,
+            strides,
+            dtype.name,
+            lambda s, d: cupy.empty(s, d),
+            cupy.cuda.get_current_stream().ptr,
+        )
     if type(x).__module__.startswith(("numba.cuda", "numba_cuda")):
         from ._target import cuda
-        return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, lambda s, d: cuda.device_array(s, d),
-                       getattr(x.stream, "handle", None) or 0 if x.stream else 0)
-    raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed on a card: PyTorch tensors, CuPy and Numba arrays")
+
+        return _remote(
+            name,
+            dtypes,
+            described["data"][0],
+            shape,
+            strides,
+            dtype.name,
+            lambda s, d: cuda.device_array(s, d),
+            getattr(x.stream, "handle", None) or 0 if x.stream else 0,
+        )
+    raise ArgumentTypeError(
+        f"{name}: got {type(x).__name__}; allowed on a card: PyTorch tensors, CuPy and Numba arrays"
+    )
 
 
-def _remote(name: str, dtypes: tuple[str, ...], pointer: int, shape: tuple, strides: tuple, dtype: str, empty: Callable,
-            stream: int) -> Remote:
+def _remote(
+    name: str,
+    dtypes: tuple[str, ...],
+    pointer: int,
+    shape: tuple,
+    strides: tuple,
+    dtype: str,
+    empty: Callable,
+    stream: int,
+) -> Remote:
     if dtype not in dtypes:
-        raise ArgumentTypeError(f"{name}: got dtype {dtype}; allowed on a card: {', '.join(dtypes)}")
+        raise ArgumentTypeError(
+            f"{name}: got dtype {dtype}; allowed on a card: {', '.join(dtypes)}"
+        )
     stored = np.dtype("uint16" if dtype == "bfloat16" else dtype)
-    array = np.asarray(Memory(pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str))
+    array = np.asarray(
+        Memory(
+            pointer or 16, tuple(int(n) for n in shape), tuple(int(n) for n in strides), stored.str
+        )
+    )
     return Remote(array, dtype, empty, int(stream))
 
 
-def aligned(name: str, x: np.ndarray) -> np.ndarray:
-    """x if the kernels can read its rows as they lie: contiguous rows at multiples of 16 bytes."""
-    steps = [n for n, size in zip(x.strides[:3], x.shape[:3], strict=True) if size > 1]
-    if (x.strides[3] != x.itemsize and x.shape[3] > 1) or any(n % 16 for n in (*steps, x.ctypes.data, x.shape[3] * x.itemsize)):
-        raise UnsupportedError(f"{name}: got strides {x.strides} bytes for shape {x.shape}; allowed on a card: contiguous rows at "
-                               "multiples of 16 bytes")
-    return x
-
-
-def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool, precision: str | None, **options: Any) -> Any:
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    layout: str,
+    return_lse: bool,
+    precision: str | None,
+    **options: Any,
+) -> Any:
     """`numflash.attention` for device arrays. A mask lies on the card, bool or float32; sinks there (float32) or on the host, as
     everything else that is small (lengths, slopes).
     """
     from . import launch
+
     if options.get("attn_mask") is not None:
         options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
     sinks = options.get("sinks")
     if sinks is not None and on_device(sinks):
         options["sinks"] = None
-    taken, problem = _described(query, key, value, layout, precision, return_lse=return_lse, **options)
+    taken, problem = _described(
+        query, key, value, layout, precision, return_lse=return_lse, **options
+    )
     own, ndim = taken[0].dtype, taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
     if sinks is not None and problem.sinks is None:
         there = take("sinks", sinks, ("float32",)).array
         if there.shape != (h,) or not there.flags.c_contiguous:
-            raise ArgumentError(f"sinks: got shape {there.shape}; allowed: contiguous (H,) = ({h},)")
+            raise ArgumentError(
+                f"sinks: got shape {there.shape}; allowed: contiguous (H,) = ({h},)"
+            )
         problem = replace(problem, sinks=there)
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
-    device = launch.current_device()
+    device = current_device()
     out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
     results = take("out", out).array, take("lse", lse).array
     if layout == "blhd":
@@ -101,43 +154,69 @@ def attention(query: Any, key: Any, value: Any, *, layout: str, return_lse: bool
     if 0 not in (b, length):
         device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
     if ndim < 4:
-        out, lse = out.reshape(shape[4 - ndim:]), lse.reshape((b, h, length)[4 - ndim:])
+        out, lse = out.reshape(shape[4 - ndim :]), lse.reshape((b, h, length)[4 - ndim :])
     if not return_lse:
         return out
     if layout == "blhd":
         if not hasattr(lse, "swapaxes"):
-            raise UnsupportedError(f"return_lse: {type(lse).__name__} cannot be transposed; allowed with it: layout 'bhld'")
+            raise UnsupportedError(
+                f"return_lse: {type(lse).__name__} cannot be transposed; allowed with it: layout 'bhld'"
+            )
         lse = lse.swapaxes(1, 2)
     return out, lse
 
 
-def attention_backward(grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, layout: str, precision: str | None,
-                       **options: Any) -> tuple[Any, Any, Any]:
+def attention_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    *,
+    layout: str,
+    precision: str | None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays; a mask lies there too, the rows' statistics get memory of the query's kind.
 
     Sinks are in the LSE already.
     """
-    from . import backward, launch
+    from . import launch_backward
+
     if options.get("attn_mask") is not None:
         options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
     taken, problem = _described(query, key, value, layout, precision, **{**options, "sinks": None})
     lead = taken[0].array.shape[:-1]
     given = []
-    for name, x, shape, dtype in (("grad_out", dense(grad_out), (*lead, problem.shape[6]), taken[0].dtype),
-                                  ("out", out, (*lead, problem.shape[6]), taken[0].dtype), ("lse", lse, lead, "float32")):
+    for name, x, shape, dtype in (
+        ("grad_out", dense(grad_out), (*lead, problem.shape[6]), taken[0].dtype),
+        ("out", out, (*lead, problem.shape[6]), taken[0].dtype),
+        ("lse", lse, lead, "float32"),
+    ):
         remote = take(name, x)
         if remote.dtype != dtype:
             raise ArgumentTypeError(f"{name}: got dtype {remote.dtype}; allowed on a card: {dtype}")
         if remote.array.shape != shape:
-            raise ArgumentError(f"{name}: got shape {remote.array.shape}; allowed: {shape} with query {taken[0].array.shape}")
+            raise ArgumentError(
+                f"{name}: got shape {remote.array.shape}; allowed: {shape} with query {taken[0].array.shape}"
+            )
         given.append(remote.array)
-    grad, o = (validation.tensor(name, x, layout) for name, x in (("grad_out", given[0]), ("out", given[1])))
+    grad, o = (
+        validation.tensor(name, x, layout)
+        for name, x in (("grad_out", given[0]), ("out", given[1]))
+    )
     rows = validation.tensor("lse", given[2][..., None], layout)[..., 0]
-    device = launch.current_device()
+    device = current_device()
     found = [x.empty(x.array.shape, x.dtype) for x in taken]
-    stats = taken[0].empty(backward.statistics_shape(problem), "float32")
-    results = [validation.tensor(name, take(name, x).array, layout) for name, x in zip(("dq", "dk", "dv"), found, strict=True)]
-    work = backward.plan(problem, grad, o, rows, device.arch, (*results, take("statistics", stats).array))
+    stats = taken[0].empty(launch_backward.statistics_shape(problem), "float32")
+    results = [
+        validation.tensor(name, take(name, x).array, layout)
+        for name, x in zip(("dq", "dk", "dv"), found, strict=True)
+    ]
+    work = launch_backward.plan(
+        problem, grad, o, rows, device.arch, (*results, take("statistics", stats).array)
+    )
     for step in work.launches:
         device.submit(step, taken[0].stream)
     return found[0], found[1], found[2]
@@ -148,13 +227,20 @@ def dense(x: Any) -> Any:
     return x.contiguous() if hasattr(x, "contiguous") and x.stride(-1) != 1 else x
 
 
-def _described(query: Any, key: Any, value: Any, layout: str, precision: str | None, **options: Any
-               ) -> tuple[list[Remote], validation.Problem]:
+def _described(
+    query: Any, key: Any, value: Any, layout: str, precision: str | None, **options: Any
+) -> tuple[list[Remote], validation.Problem]:
     """The operands as they lie on the card, and the problem."""
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
     own, ndim = taken[0].dtype, taken[0].array.ndim
     if layout == "blhd" and ndim != 4:
-        raise ArgumentError(f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4")
+        raise ArgumentError(
+            f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4"
+        )
     if precision not in (None, own):
-        raise UnsupportedError(f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own")
-    return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options)
+        raise UnsupportedError(
+            f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own"
+        )
+    return taken, validation.problem(
+        taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options
+    )

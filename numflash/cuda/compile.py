@@ -4,6 +4,7 @@ A factory is a module-level function whose arguments are plain values (head size
 kernel as an ordinary Python function with those values in its closure, and how it wants to be launched. The cache key is the
 content: every source file of the package, the factory's arguments, the architecture, and the compiler's versions.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -18,19 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._jit import source_digest
 from ..errors import ArgumentError
+from ..jit.disk_cache import source_digest
 from ..tiling import SHARED_MEMORY
 
 logger = logging.getLogger("numflash")
 
 # name -> compute capability as numba-cuda takes it, shared memory one block may have
 ARCHITECTURES: dict[str, tuple[tuple, int]] = {
-    name: (cc, SHARED_MEMORY[name]) for name, cc in (
-        ("sm_75", (7, 5)), ("sm_80", (8, 0)), ("sm_86", (8, 6)), ("sm_89", (8, 9)), ("sm_90a", (9, 0, "a")), ("sm_100", (10, 0)),
-        ("sm_120", (12, 0)))}
+    name: (cc, SHARED_MEMORY[name])
+    for name, cc in (
+        ("sm_75", (7, 5)),
+        ("sm_80", (8, 0)),
+        ("sm_86", (8, 6)),
+        ("sm_89", (8, 9)),
+        ("sm_90a", (9, 0, "a")),
+        ("sm_100", (10, 0)),
+        ("sm_120", (12, 0)),
+    )
+}
 _WHEELS = ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
-_lock = threading.Lock()                   # Numba's compiler is not thread-safe
+_lock = threading.Lock()  # Numba's compiler is not thread-safe
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,11 @@ class Compiled:
 def cache_directory() -> Path:
     """NUMFLASH_CACHE_DIR, or NUMBA_CACHE_DIR, or the user's cache folder."""
     chosen = os.environ.get("NUMFLASH_CACHE_DIR") or os.environ.get("NUMBA_CACHE_DIR")
-    base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numflash"
+    base = (
+        Path(chosen)
+        if chosen
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numflash"
+    )
     return base / "cuda"
 
 
@@ -93,6 +106,7 @@ def capability(arch: str) -> tuple:
 def flat_parameters(signature: Any) -> tuple[str, ...]:
     """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ...; a tuple is its items."""
     from ._target import types
+
     found: list[str] = []
     for t in signature.args:
         if isinstance(t, types.Array):
@@ -107,20 +121,43 @@ def flat_parameters(signature: Any) -> tuple[str, ...]:
 def compile_source(source: Source, arch: str, kind: str) -> Compiled:
     """Compile without the cache; `kind` is "ptx" or "cubin"."""
     from . import _target
+
     cc, bounds = capability(arch), (source.threads, source.blocks)
     with _lock:
         if kind == "ptx":
-            name, code = source.function.__name__, _target.to_ptx(
-                source.function, source.signature, cc, bounds, source.fastmath).encode()
+            name, code = (
+                source.function.__name__,
+                _target.to_ptx(
+                    source.function, source.signature, cc, bounds, source.fastmath
+                ).encode(),
+            )
         else:
-            name, code = _target.to_cubin(source.function, source.signature, cc, bounds, source.fastmath, source.max_registers)
-    return Compiled(name, arch, code, flat_parameters(source.signature), source.threads, source.shared_bytes, source.cluster)
+            name, code = _target.to_cubin(
+                source.function, source.signature, cc, bounds, source.fastmath, source.max_registers
+            )
+    return Compiled(
+        name,
+        arch,
+        code,
+        flat_parameters(source.signature),
+        source.threads,
+        source.shared_bytes,
+        source.cluster,
+    )
 
 
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
     versions = [importlib.metadata.version(wheel) for wheel in _WHEELS]
     source = source_digest(factory.__code__.co_filename)
-    what = [source, factory.__module__, factory.__qualname__, arch, kind, sorted(constants.items()), versions]
+    what = [
+        source,
+        factory.__module__,
+        factory.__qualname__,
+        arch,
+        kind,
+        sorted(constants.items()),
+        versions,
+    ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 
 
@@ -164,12 +201,14 @@ def _read(path: Path) -> Compiled | None:
 
 
 def _write(path: Path, item: Compiled) -> None:
-    meta = {k: v for k, v in vars(item).items() if k != "code"} | {"sha256": hashlib.sha256(item.code).hexdigest()}
+    meta = {k: v for k, v in vars(item).items() if k != "code"} | {
+        "sha256": hashlib.sha256(item.code).hexdigest()
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(json.dumps(meta).encode() + b"\n" + item.code)
-        os.replace(name, path)                 # readers see the old file or the whole new one
+        os.replace(name, path)  # readers see the old file or the whole new one
     except OSError as error:
         logger.info("cannot cache compiled CUDA code: %s", error)

@@ -3,6 +3,7 @@
 The twin of `cpu.launch_decode`. Keys, values, block table and lengths stay on the card; the host keeps copies of the two small ones
 and sends them only after it has changed them itself (a new page, `share`, `reset`). A step uploads its token.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,14 +24,16 @@ from .resident import Card, Emulated
 
 F = np.float32
 MIN_PAGE = LANE_KEYS
-SHORT_CONTEXT = 256                              # keys up to which one block does a KV head: the T4 document's threshold
-BLOCKS_PER_MULTIPROCESSOR = 2                    # of the kernels' registers
-UNLIMITED = 1 << 30                              # slots of a ring that never turns, and of a sequence's page where it has but one
+SHORT_CONTEXT = 256  # keys up to which one block does a KV head: the T4 document's threshold
+BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels' registers
+UNLIMITED = (
+    1 << 30
+)  # slots of a ring that never turns, and of a sequence's page where it has but one
 HEAD_DIMS = (32, 64, 96, 128, 256)
-KEY_DIMS_INT8 = (64, 128, 256)                   # whole swizzles
+KEY_DIMS_INT8 = (64, 128, 256)  # whole swizzles
 SOURCES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 LONGEST = (1 << 31) - 1
-MAX_BATCH = 65535                                # blocks along an axis of the grid
+MAX_BATCH = 65535  # blocks along an axis of the grid
 
 
 class Store:
@@ -40,10 +43,15 @@ class Store:
     table (B, pages of a sequence) int32, lengths (B,) int64 : on the host; `synchronise` sends them when they were changed there
     """
 
-    def __init__(self, card: Any, k: np.ndarray, v: np.ndarray, scales: np.ndarray, batch: int, width: int) -> None:
+    def __init__(
+        self, card: Any, k: np.ndarray, v: np.ndarray, scales: np.ndarray, batch: int, width: int
+    ) -> None:
         self.card, self.k, self.v, self.scales = card, k, v, scales
         self.table, self.lengths = np.zeros((batch, width), np.int32), np.zeros(batch, np.int64)
-        self.table_there, self.lengths_there = card.zeros((batch, width), np.int32), card.zeros((batch,), np.int32)
+        self.table_there, self.lengths_there = (
+            card.zeros((batch, width), np.int32),
+            card.zeros((batch,), np.int32),
+        )
         self.tickets = card.zeros((batch,), np.int32)
         self.sent: list[np.ndarray] = [self.table.copy(), self.lengths.copy()]
 
@@ -54,7 +62,10 @@ class Store:
 
     def synchronise(self) -> None:
         """Bring the card's copies up to the host's, if the host has changed them."""
-        pairs: tuple[tuple[np.ndarray, np.ndarray], ...] = (self.table, self.table_there), (self.lengths, self.lengths_there)
+        pairs: tuple[tuple[np.ndarray, np.ndarray], ...] = (
+            (self.table, self.table_there),
+            (self.lengths, self.lengths_there),
+        )
         for n, (here, there) in enumerate(pairs):
             if not np.array_equal(here, self.sent[n]):
                 self.card.upload(there, here.astype(there.dtype, copy=False))
@@ -80,7 +91,7 @@ class Layout:
     window: int = UNLIMITED
     sinks: int = 0
     ring: int = UNLIMITED
-    unified: float | None = None                 # FlashDecoding++'s constant in place of the maximum, in octaves
+    unified: float | None = None  # FlashDecoding++'s constant in place of the maximum, in octaves
 
     @property
     def exact(self) -> bool:
@@ -116,7 +127,11 @@ class Layout:
     def bytes_of(self) -> tuple[int, ...]:
         """Bytes of a page of K, of V and of scales over all heads, and of one head in it."""
         size = np.dtype(self.bits).itemsize
-        heads = [self.page_size * self.k_stored * size, self.page_size * self.v_stored * size, self.page_size * 8]
+        heads = [
+            self.page_size * self.k_stored * size,
+            self.page_size * self.v_stored * size,
+            self.page_size * 8,
+        ]
         return tuple(n for head in heads for n in (self.kv_heads * head, head))
 
     def row_tiles(self, rows: int) -> int:
@@ -131,13 +146,17 @@ class Layout:
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(blocks that run at once, key blocks of the longest sequence): what the number of splits depends on."""
-        return self.card.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+        return self.card.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, -(
+            -min(longest, self.sinks + self.ring) // KEY_BLOCK
+        )
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""
         if blocks * KEY_BLOCK <= SHORT_CONTEXT:
             return 1
-        return split_count(batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows))), blocks, workers)
+        return split_count(
+            batch * self.kv_heads * -(-rows // (16 * self.row_tiles(rows))), blocks, workers
+        )
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
         """New tokens as the append kernel takes them, contiguous: as they are, float64 as float32."""
@@ -149,11 +168,21 @@ class Layout:
         Scales (pages, Hkv, 2, slots) float32, of keys and of values.
         """
         heads, span = (pages, self.kv_heads), min(self.page_size, BLOCK)
-        v = (*heads, self.page_size // span, self.v_stored, span) if self.exact else (*heads, self.page_size, self.v_stored)
+        v = (
+            (*heads, self.page_size // span, self.v_stored, span)
+            if self.exact
+            else (*heads, self.page_size, self.v_stored)
+        )
         scales = (*heads, 2, self.page_size) if self.exact else (0,)
         zeros = self.card.zeros
-        return Store(self.card, zeros((*heads, self.page_size, self.k_stored), self.bits), zeros(v, self.bits), zeros(scales, F),
-                     batch, table_width)
+        return Store(
+            self.card,
+            zeros((*heads, self.page_size, self.k_stored), self.bits),
+            zeros(v, self.bits),
+            zeros(scales, F),
+            batch,
+            table_width,
+        )
 
     def copy_page(self, store: Store, source: int, target: int) -> None:
         """Copy all of a page."""
@@ -169,30 +198,44 @@ class Layout:
 
     def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
-        return self._pages(store.k, pages).reshape(self.kv_heads, -1, self.k_stored)[..., :self.head_dim]
+        return self._pages(store.k, pages).reshape(self.kv_heads, -1, self.k_stored)[
+            ..., : self.head_dim
+        ]
 
     def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, Dv) stored elements of V of the pages, in slot order."""
         x = self._pages(store.v, pages)
         if self.exact:
             x = x.swapaxes(-1, -2)
-        return x.reshape(self.kv_heads, -1, self.v_stored)[..., :self.value_dim]
+        return x.reshape(self.kv_heads, -1, self.v_stored)[..., : self.value_dim]
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values; a float key that is NaN has the scale NaN."""
         if self.exact:
-            return self._pages(store.scales, pages).transpose(2, 0, 1, 3).reshape(2, self.kv_heads, -1)
+            return (
+                self._pages(store.scales, pages).transpose(2, 0, 1, 3).reshape(2, self.kv_heads, -1)
+            )
         nan = 0x7FC0 if self.dtype == "bfloat16" else 0x7E00
         return np.where(self.keys(store, pages)[None, ..., 0] == nan, F(np.nan), F(1))
 
 
-def make_layout(dtype: str, kv_heads: int, head_dim: int, value_dim: int, page_size: int, paged: bool, device: str,
-                **options: Any) -> Layout:
+def make_layout(
+    dtype: str,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    page_size: int,
+    paged: bool,
+    device: str,
+    **options: Any,
+) -> Layout:
     """The layout on the first card, or for "cuda-emulator" in the emulator."""
     card = Emulated() if device == "cuda-emulator" else Card()
     if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
         allowed = "float16" if card.arch == "sm_75" else "int8, float16, bfloat16"
-        raise UnsupportedError(f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {allowed}")
+        raise UnsupportedError(
+            f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {allowed}"
+        )
     for name, n in (("head_dim", head_dim), ("value_dim", value_dim)):
         if n > HEAD_DIMS[-1]:
             raise UnsupportedError(f"{name}: got {n}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
@@ -205,17 +248,25 @@ class Append:
     def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
         self.layout, self.offset = layout, offset
         self._buffers: tuple[np.ndarray, ...] = ()
-        self._small = (np.zeros(batch, np.int32), layout.card.zeros((batch,), np.int32)), (
-            np.zeros(offset.shape, F), layout.card.zeros(offset.shape, F))
+        self._small = (
+            (np.zeros(batch, np.int32), layout.card.zeros((batch,), np.int32)),
+            (np.zeros(offset.shape, F), layout.card.zeros(offset.shape, F)),
+        )
 
-    def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store) -> None:
+    def __call__(
+        self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
+    ) -> None:
         card = self.layout.card
         if not key.size:
             return
         if key.dtype != value.dtype:
             key, value = to_float32(key), to_float32(value)
         self.prepare(counts, store)
-        if not self._buffers or self._buffers[0].shape != key.shape or self._buffers[0].dtype != key.dtype:
+        if (
+            not self._buffers
+            or self._buffers[0].shape != key.shape
+            or self._buffers[0].dtype != key.dtype
+        ):
             self._buffers = card.zeros(key.shape, key.dtype), card.zeros(value.shape, value.dtype)
         for to, x in zip(self._buffers, (key, value), strict=True):
             card.upload(to, x)
@@ -225,7 +276,9 @@ class Append:
     def prepare(self, counts: np.ndarray, store: Store) -> None:
         """Bring the card up to what the host has changed: table and lengths, tokens per sequence, channel means."""
         if (store.lengths + counts).max(initial=0) > LONGEST:
-            raise CacheFullError(f"append: a sequence would hold more than {LONGEST} tokens, which CUDA kernels do not count")
+            raise CacheFullError(
+                f"append: a sequence would hold more than {LONGEST} tokens, which CUDA kernels do not count"
+            )
         store.synchronise()
         for (sent, small), now in zip(self._small, (counts, self.offset), strict=True):
             if not np.array_equal(sent, now):
@@ -236,33 +289,86 @@ class Append:
         """Enqueue the kernel on buffers (B, Hkv, n, D) and (B, Hkv, n, Dv)."""
         key, value = tokens
         layout, (batch, kv_heads, n, d), dv = self.layout, key.shape, value.shape[3]
-        constants = {"d": d, "dv": dv, "source": SOURCES[key.dtype.name], "dtype": layout.dtype, "paged": layout.paged,
-                     "smooth": bool(self.offset.any()), "turing": layout.card.arch == "sm_75"}
-        sizes = (n, kv_heads, d, dv, layout.k_stored, layout.v_stored, store.table.shape[1], layout.shift, layout.sinks,
-                 layout.ring)
+        constants = {
+            "d": d,
+            "dv": dv,
+            "source": SOURCES[key.dtype.name],
+            "dtype": layout.dtype,
+            "paged": layout.paged,
+            "smooth": bool(self.offset.any()),
+            "turing": layout.card.arch == "sm_75",
+        }
+        sizes = (
+            n,
+            kv_heads,
+            d,
+            dv,
+            layout.k_stored,
+            layout.v_stored,
+            store.table.shape[1],
+            layout.shift,
+            layout.sinks,
+            layout.ring,
+        )
         counts, offset = (small for _, small in self._small)
-        layout.card.run(decode_append, constants, (-(-n // WARPS), kv_heads, batch),
-                        ((key, value, counts, store.table_there, store.lengths_there, store.tickets, store.k, store.v, store.scales,
-                          offset), layout.bytes_of, sizes))
+        layout.card.run(
+            decode_append,
+            constants,
+            (-(-n // WARPS), kv_heads, batch),
+            (
+                (
+                    key,
+                    value,
+                    counts,
+                    store.table_there,
+                    store.lengths_there,
+                    store.tickets,
+                    store.k,
+                    store.v,
+                    store.scales,
+                    offset,
+                ),
+                layout.bytes_of,
+                sizes,
+            ),
+        )
 
 
 class Plan:
     """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
-    def __init__(self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int) -> None:
+    def __init__(
+        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+    ) -> None:
         card, rows = layout.card, group * queries
         d, dv = layout.padded
         tiles = layout.row_tiles(rows)
         units = batch * layout.kv_heads * -(-rows // (16 * tiles))
         self.layout, self.splits, self.sizes = layout, splits, (queries,)
         self.shape = (batch, layout.kv_heads, rows, layout.head_dim)
-        self.constants: dict[str, Any] = {"d": d, "dv": dv, "row_tiles": tiles, "direct": splits == 1, "paged": layout.paged,
-                                          "ring": layout.ring != UNLIMITED}
+        self.constants: dict[str, Any] = {
+            "d": d,
+            "dv": dv,
+            "row_tiles": tiles,
+            "direct": splits == 1,
+            "paged": layout.paged,
+            "ring": layout.ring != UNLIMITED,
+        }
         if not layout.exact:
-            self.constants |= {"dtype": layout.dtype, "turing": card.arch == "sm_75", "unified": layout.unified is not None}
+            self.constants |= {
+                "dtype": layout.dtype,
+                "turing": card.arch == "sm_75",
+                "unified": layout.unified is not None,
+            }
         self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
-        self.grid, self.combine_grid = (units * splits, 1, 1), (units * tiles * (dv // 8 // WARPS), 1, 1)
-        self.q, self.out = card.zeros(self.shape, F), card.zeros((*self.shape[:3], layout.value_dim), F)
+        self.grid, self.combine_grid = (
+            (units * splits, 1, 1),
+            (units * tiles * (dv // 8 // WARPS), 1, 1),
+        )
+        self.q, self.out = (
+            card.zeros(self.shape, F),
+            card.zeros((*self.shape[:3], layout.value_dim), F),
+        )
         self.there = card.zeros(self.shape[:3], F), card.zeros(self.shape[:3], F)
         tasks = units * splits if splits > 1 else 0
         self.parts = tuple(card.zeros((tasks, 16 * tiles, *last), F) for last in ((dv,), (), ()))
@@ -280,15 +386,45 @@ class Plan:
         exact, size = layout.exact, np.dtype(layout.bits).itemsize
         results = (out, *self.there) if self.splits == 1 else self.parts
         scales = (store.scales,) if exact else ()
-        pointers = (query, store.k, store.v, *scales, store.table_there, store.lengths_there, *results)
+        pointers = (
+            query,
+            store.k,
+            store.v,
+            *scales,
+            store.table_there,
+            store.lengths_there,
+            *results,
+        )
         value_row = () if exact else (layout.v_stored * size,)
-        sizes = (queries, rows, kv_heads, self.splits, d, dv, layout.k_stored * size, *value_row, store.table.shape[1],
-                 layout.shift, layout.window, layout.sinks, layout.ring)
+        sizes = (
+            queries,
+            rows,
+            kv_heads,
+            self.splits,
+            d,
+            dv,
+            layout.k_stored * size,
+            *value_row,
+            store.table.shape[1],
+            layout.shift,
+            layout.window,
+            layout.sinks,
+            layout.ring,
+        )
         factors = (c,) if exact else (c, F(layout.unified or 0))
-        card.run(decode_int8 if exact else decode_float, self.constants, self.grid,
-                 (pointers, layout.bytes_of if exact else layout.bytes_of[:4], sizes, factors))
+        card.run(
+            decode_int8 if exact else decode_float,
+            self.constants,
+            self.grid,
+            (pointers, layout.bytes_of if exact else layout.bytes_of[:4], sizes, factors),
+        )
         if self.splits > 1:
-            card.run(decode_combine, self.combine, self.combine_grid, ((*self.parts, out, *self.there), (rows, self.splits, dv)))
+            card.run(
+                decode_combine,
+                self.combine,
+                self.combine_grid,
+                ((*self.parts, out, *self.there), (rows, self.splits, dv)),
+            )
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
         card = self.layout.card
@@ -319,7 +455,10 @@ class Step:
         layout, card = plan.layout, plan.layout.card
         self.append, self.plan, self.store, self.c = append, plan, store, c
         batch, kv_heads, _, d = plan.shape
-        shapes = (batch, kv_heads, plan.sizes[0], d), (batch, kv_heads, plan.sizes[0], layout.value_dim)
+        shapes = (
+            (batch, kv_heads, plan.sizes[0], d),
+            (batch, kv_heads, plan.sizes[0], layout.value_dim),
+        )
         self.there = tuple(card.zeros(shape, F) for shape in shapes)
         self.tokens = [card.pinned(shape, F) for shape in (*shapes, plan.shape)]
         self.results = [card.pinned(x.shape, F) for x in (plan.out, *plan.there)]
@@ -334,7 +473,14 @@ class Step:
         for x, to in zip((plan.out, *plan.there), self.results, strict=True):
             card.fetch(x, to)
 
-    def __call__(self, key: np.ndarray, value: np.ndarray, query: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
+    def __call__(
+        self,
+        key: np.ndarray,
+        value: np.ndarray,
+        query: np.ndarray,
+        counts: np.ndarray,
+        out: np.ndarray,
+    ) -> None:
         """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n; float32."""
         card = self.plan.layout.card
         self.append.prepare(counts, self.store)

@@ -3,6 +3,7 @@
 A buffer is a NumPy array. On a card its data pointer is a device address (see `arrays`): shapes, strides and views are computed as
 for any array, and nothing on the host reads through it.
 """
+
 from __future__ import annotations
 
 import ctypes
@@ -14,8 +15,8 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..interop import Memory
-from . import launch
 from .compile import compiled
+from .device import EMULATED_ARCH, check, current_device
 from .emulator import Report, emulate
 
 
@@ -29,7 +30,7 @@ class Emulated:
     """
 
     def __init__(self) -> None:
-        self.arch, self.multiprocessors = launch.EMULATED_ARCH, 8
+        self.arch, self.multiprocessors = EMULATED_ARCH, 8
         self.reports: list[Report] = []
         self.uploaded = self.downloaded = 0
 
@@ -60,9 +61,17 @@ class Emulated:
         """Between buffers."""
         to[...] = source
 
-    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    def run(
+        self,
+        factory: Callable,
+        constants: dict[str, Any],
+        blocks: tuple[int, int, int],
+        args: tuple[Any, ...],
+    ) -> None:
         """Launch a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
-        self.reports.append(emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args)))
+        self.reports.append(
+            emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args))
+        )
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself, to be run again."""
@@ -82,16 +91,18 @@ class Card:
 
     def __init__(self) -> None:
         try:
-            self.device = launch.current_device()
+            self.device = current_device()
         except UnsupportedError as error:
-            raise UnsupportedError(f"device: got 'cuda', which cannot be used here ({error})") from error
+            raise UnsupportedError(
+                f"device: got 'cuda', which cannot be used here ({error})"
+            ) from error
         d = self.device.driver
         self.arch, self.multiprocessors = self.device.arch, self.device.multiprocessors
         self.device.use()
         flag = d.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.stream, self.copies = (int(launch.check(d, d.cuStreamCreate(flag))) for _ in range(2))
+        self.stream, self.copies = (int(check(d, d.cuStreamCreate(flag))) for _ in range(2))
         timing = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._copied, self._computed = (launch.check(d, d.cuEventCreate(timing)) for _ in range(2))
+        self._copied, self._computed = (check(d, d.cuEventCreate(timing)) for _ in range(2))
         self._uploading = self._computing = self._rehearsing = False
         weakref.finalize(self, _each, d.cuStreamDestroy, (self.stream, self.copies))
         weakref.finalize(self, _each, d.cuEventDestroy, (self._copied, self._computed))
@@ -101,19 +112,23 @@ class Card:
         d, size = self.device.driver, np.dtype(dtype).itemsize
         self.device.use()
         nbytes = max(16, int(np.prod(shape)) * size)
-        address = int(launch.check(d, d.cuMemAlloc(nbytes)))
-        launch.check(d, d.cuMemsetD8(address, 0, nbytes))
-        launch.check(d, d.cuCtxSynchronize())                    # before anything on our streams, which do not wait for this one
+        address = int(check(d, d.cuMemAlloc(nbytes)))
+        check(d, d.cuMemsetD8(address, 0, nbytes))
+        check(
+            d, d.cuCtxSynchronize()
+        )  # before anything on our streams, which do not wait for this one
         strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
         memory = Memory(address, shape, strides, np.dtype(dtype).str)
-        weakref.finalize(memory, d.cuMemFree, address)           # waits for the kernels that may still read it
+        weakref.finalize(
+            memory, d.cuMemFree, address
+        )  # waits for the kernels that may still read it
         return np.asarray(memory)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A host array that copies in a graph may read and write while the host does something else."""
         d, nbytes = self.device.driver, max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
         self.device.use()
-        address = int(launch.check(d, d.cuMemHostAlloc(nbytes, 0)))
+        address = int(check(d, d.cuMemHostAlloc(nbytes, 0)))
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, d.cuMemFreeHost, address)
         return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
@@ -125,16 +140,21 @@ class Card:
         d = self.device.driver
         self.device.use()
         if self._computing:
-            launch.check(d, d.cuEventRecord(self._computed, self.stream))
-            launch.check(d, d.cuStreamWaitEvent(self.copies, self._computed, 0))
-        launch.check(d, d.cuMemcpyHtoDAsync(to.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes, self.copies))
+            check(d, d.cuEventRecord(self._computed, self.stream))
+            check(d, d.cuStreamWaitEvent(self.copies, self._computed, 0))
+        check(
+            d,
+            d.cuMemcpyHtoDAsync(
+                to.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes, self.copies
+            ),
+        )
         self._computing, self._uploading = False, True
 
     def _after_copies(self) -> None:
         if self._uploading:
             d = self.device.driver
-            launch.check(d, d.cuEventRecord(self._copied, self.copies))
-            launch.check(d, d.cuStreamWaitEvent(self.stream, self._copied, 0))
+            check(d, d.cuEventRecord(self._copied, self.copies))
+            check(d, d.cuStreamWaitEvent(self.stream, self._copied, 0))
             self._uploading = False
         self._computing = True
 
@@ -145,7 +165,7 @@ class Card:
         d = self.device.driver
         self.device.use()
         self._after_copies()
-        launch.check(d, d.cuMemcpyDtoHAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
+        check(d, d.cuMemcpyDtoHAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
 
     def download(self, x: np.ndarray) -> np.ndarray:
         """A contiguous part of a buffer on the host, after everything launched."""
@@ -159,16 +179,26 @@ class Card:
         d = self.device.driver
         self.device.use()
         self._after_copies()
-        launch.check(d, d.cuMemcpyDtoDAsync(to.ctypes.data, source.ctypes.data, source.nbytes, self.stream))
+        check(
+            d, d.cuMemcpyDtoDAsync(to.ctypes.data, source.ctypes.data, source.nbytes, self.stream)
+        )
 
-    def run(self, factory: Callable, constants: dict[str, Any], blocks: tuple[int, int, int], args: tuple[Any, ...]) -> None:
+    def run(
+        self,
+        factory: Callable,
+        constants: dict[str, Any],
+        blocks: tuple[int, int, int],
+        args: tuple[Any, ...],
+    ) -> None:
         """Enqueue a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
         if self._rehearsing:
             return
         self._after_copies()
         flat = [x for group in args for x in (group if isinstance(group, tuple) else (group,))]
-        kernel(blocks, self.stream, *(x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat))
+        kernel(
+            blocks, self.stream, *(x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat)
+        )
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` enqueues, as one CUDA graph: a function that launches it again, with the same buffers and pinned arrays.
@@ -182,28 +212,32 @@ class Card:
         self._rehearsing = False
         self.synchronise()
         mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        launch.check(d, d.cuStreamBeginCapture(self.stream, mode))
-        self._uploading, self._computing = False, True           # the first copy waits for an event, so its stream is captured too
+        check(d, d.cuStreamBeginCapture(self.stream, mode))
+        self._uploading, self._computing = (
+            False,
+            True,
+        )  # the first copy waits for an event, so its stream is captured too
         try:
             work()
             self._after_copies()
         finally:
-            graph = launch.check(d, d.cuStreamEndCapture(self.stream))
-        whole = launch.check(d, d.cuGraphInstantiate(graph, 0))
-        launch.check(d, d.cuGraphDestroy(graph))
+            graph = check(d, d.cuStreamEndCapture(self.stream))
+        whole = check(d, d.cuGraphInstantiate(graph, 0))
+        check(d, d.cuGraphDestroy(graph))
 
         def replay() -> None:
             self.device.use()
             self._after_copies()
-            launch.check(d, d.cuGraphLaunch(whole, self.stream))
+            check(d, d.cuGraphLaunch(whole, self.stream))
+
         weakref.finalize(replay, d.cuGraphExecDestroy, whole)
         return replay
 
     def synchronise(self) -> None:
         """Wait for everything enqueued."""
         d = self.device.driver
-        launch.check(d, d.cuStreamSynchronize(self.copies))
-        launch.check(d, d.cuStreamSynchronize(self.stream))
+        check(d, d.cuStreamSynchronize(self.copies))
+        check(d, d.cuStreamSynchronize(self.stream))
         self._uploading = self._computing = False
 
 

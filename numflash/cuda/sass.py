@@ -3,6 +3,7 @@
 Needs `cuobjdump` and `nvdisasm`: `pip install 'numflash[sass]'`, or a CUDA toolkit on the PATH. A stack of 0 bytes is what says
 that fragments stayed in registers: generic loads through a stack pointer show neither as LDL nor as a spill.
 """
+
 from __future__ import annotations
 
 import re
@@ -35,6 +36,7 @@ def tool(name: str) -> str:
     """Path of a CUDA binary utility, from the wheels or from the PATH."""
     try:
         import nvidia
+
         for root in nvidia.__path__:
             for found in sorted(Path(root).glob(f"cu*/bin/{name}")):
                 return str(found)
@@ -51,9 +53,15 @@ def resources(cubin: bytes) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
-        listing = subprocess.run([tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True
+        ).stdout
+        listing = subprocess.run(
+            [tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True
+        ).stdout
     found = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     # `@!PT` instructions never run
-    opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]+)", listing, re.M))
+    opcodes = Counter(
+        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]+)", listing, re.M)
+    )
     return Resources(found["REG"], found["STACK"], found["LOCAL"], found["SHARED"], dict(opcodes))

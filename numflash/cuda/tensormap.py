@@ -1,4 +1,5 @@
 """Tensor maps: what TMA copies. The emulator reads the description; on a card the driver encodes it."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

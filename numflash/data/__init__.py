@@ -1,4 +1,5 @@
 """Real activations, for the demo and the tests."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,5 @@
 """All ranks raise the same error, or none does: nobody is left waiting for a message of a rank that gave up."""
+
 from __future__ import annotations
 
 import pickle
@@ -15,8 +16,10 @@ def mpi(what: str) -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise UnsupportedError(f"{what}: mpi4py cannot be loaded here ({error}); allowed: pip install 'numflash[mpi]', and an MPI "
-                               "(the cluster's own, or pip install mpich)") from error
+        raise UnsupportedError(
+            f"{what}: mpi4py cannot be loaded here ({error}); allowed: pip install 'numflash[mpi]', and an MPI "
+            "(the cluster's own, or pip install mpich)"
+        ) from error
     return MPI
 
 
@@ -24,7 +27,9 @@ def communicator(comm: Any) -> Any:
     """`comm` if it is an intracommunicator of mpi4py."""
     MPI = mpi("comm")
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-        raise ArgumentTypeError(f"comm: got {type(comm).__name__}; allowed: an intracommunicator of mpi4py, as MPI.COMM_WORLD")
+        raise ArgumentTypeError(
+            f"comm: got {type(comm).__name__}; allowed: an intracommunicator of mpi4py, as MPI.COMM_WORLD"
+        )
     return comm
 
 
@@ -35,7 +40,7 @@ def portable(error: Exception, rank: int) -> Exception:
         copy = type(error)(message)
         if str(pickle.loads(pickle.dumps(copy))) == message:
             return copy
-    except Exception:                        # classes of other libraries take other arguments: say what it was in words
+    except Exception:  # classes of other libraries take other arguments: say what it was in words
         pass
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
@@ -63,4 +68,6 @@ def same(everyone: Sequence[dict[str, Any]]) -> None:
     for rank, other in enumerate(everyone):
         for name, value in first.items():
             if other[name] != value:
-                raise ArgumentError(f"rank {rank}: {name}: got {other[name]}; allowed: that of rank 0, {value}")
+                raise ArgumentError(
+                    f"rank {rank}: {name}: got {other[name]}; allowed: that of rank 0, {value}"
+                )

@@ -1,4 +1,5 @@
 """Attention over a sequence that is spread over the ranks of an MPI communicator."""
+
 from __future__ import annotations
 
 import time
@@ -51,18 +52,24 @@ class Job:
             except Exception as error:
                 self.error = error
 
-    def _merge(self, rows: slice, start: int, keys: tuple[int, int], arrays: list[np.ndarray]) -> None:
+    def _merge(
+        self, rows: slice, start: int, keys: tuple[int, int], arrays: list[np.ndarray]
+    ) -> None:
         key, value = operands(self.plan.problem, arrays, self.agreed)
         out, lse = solve(self.plan.part(self.query, rows, start, key, value, keys), self.impl)
         assert lse is not None
         mine, other, self.lse[:, :, rows] = weights(self.lse[:, :, rows], lse)
-        self.out[:, :, rows] = join(self.out[:, :, rows], mine) + join(convert(out, "float32"), other)
+        self.out[:, :, rows] = join(self.out[:, :, rows], mine) + join(
+            convert(out, "float32"), other
+        )
 
     def finish(self, comm: Any) -> tuple[np.ndarray, np.ndarray]:
         """The result; an error of any rank on all."""
+
         def check() -> None:
             if self.error is not None:
                 raise self.error
+
         agree(comm, check)
         sinks = self.plan.problem.sinks
         return (self.out, self.lse) if sinks is None else apply_sinks(self.out, self.lse, sinks)
@@ -74,9 +81,11 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
     b, h, hkv, length, _, d, dv = p.shape
     form, agreed, jobs = Format.of(p), None, []
     if p.precision == "int8":
+
         def statistics() -> Statistics:
             place = plan.keys.indices(plan.rank)
             return Statistics.of(floats(p.key), floats(p.value), place < p.key_lengths[:, None])
+
         agreed = Agreed.of(Statistics.join(agree(comm, statistics)), p)
 
     def make() -> None:
@@ -84,10 +93,19 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         if agreed is not None:
             t = quantize_heads(floats(p.query).reshape(b * h, length, d), "row", False)
             bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
-            query = QuantizedTensor(t.data.reshape(b, h, length, d), t.scale.reshape(b, h, length, 1), "row", nonfinite=bad)
+            query = QuantizedTensor(
+                t.data.reshape(b, h, length, d),
+                t.scale.reshape(b, h, length, 1),
+                "row",
+                nonfinite=bad,
+            )
             own = quantise_shard(floats(p.key), floats(p.value), ranges, p, agreed)
-        out, lse = np.zeros((b, h, length, dv), np.float32), np.full((b, h, length), -np.inf, np.float32)
+        out, lse = (
+            np.zeros((b, h, length, dv), np.float32),
+            np.full((b, h, length), -np.inf, np.float32),
+        )
         jobs.append(Job(plan, form, query, own, agreed, impl, out, lse))
+
     agree(comm, make)
     return jobs[0]
 
@@ -98,8 +116,15 @@ def floats(x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(widen(x), np.float32)
 
 
-def run(comm: Any, query: Any, key: Any, value: Any, work: Callable[[Any, Job, Report], None], report: Report | None,
-        options: dict[str, Any]) -> Any:
+def run(
+    comm: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    work: Callable[[Any, Job, Report], None],
+    report: Report | None,
+    options: dict[str, Any],
+) -> Any:
     """What the public functions have in common: check, prepare, `work`, deliver."""
     started = time.perf_counter()
     report = Report() if report is None else report
@@ -111,17 +136,37 @@ def run(comm: Any, query: Any, key: Any, value: Any, work: Callable[[Any, Job, R
     out, lse = job.finish(comm)
     taken = import_array("query", query)
     ndim, layout = taken.array.ndim, options["layout"]
-    result = _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, plan.problem.return_lse)
+    result = _deliver(
+        _restore(out, ndim, layout), _restore(lse, ndim, layout), taken, plan.problem.return_lse
+    )
     report.total = time.perf_counter() - started
     return result
 
 
-def ring_attention(comm: Any, query: Any, key: Any, value: Any, *, split: str | Split = "plain",
-                   split_kv: str | Split | None = None, is_causal: bool = False, scale: float | None = None,
-                   enable_gqa: bool = False, window: Any = None,
-                   alignment: str = "upper_left", key_lengths: Any = None, softcap: float = 0.0, alibi_slopes: Any = None,
-                   sinks: Any = None, precision: str | None = None, pv: str | None = None, layout: str = "bhld",
-                   return_lse: bool = False, impl: str = "auto", report: Report | None = None) -> Any:
+def ring_attention(
+    comm: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    split: str | Split = "plain",
+    split_kv: str | Split | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Any = None,
+    alignment: str = "upper_left",
+    key_lengths: Any = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str | None = None,
+    pv: str | None = None,
+    layout: str = "bhld",
+    return_lse: bool = False,
+    impl: str = "auto",
+    report: Report | None = None,
+) -> Any:
     """`numflash.attention` over a sequence spread over ranks: queries stay, keys and values travel once round the ring.
 
     Every rank of `comm` calls it with its own shard of the sequence and the same options. It returns when the rank's own rows are
@@ -161,14 +206,19 @@ def ring_attention(comm: Any, query: Any, key: Any, value: Any, *, split: str | 
     ArgumentError, ArgumentTypeError, UnsupportedError
         The same on every rank, naming the rank that met it.
     """
-    options = {k: v for k, v in locals().items() if k not in ("comm", "query", "key", "value", "report")}
+    options = {
+        k: v for k, v in locals().items() if k not in ("comm", "query", "key", "value", "report")
+    }
 
     def work(comm: Any, job: Job, report: Report) -> None:
         rotate(comm, job.form, job.own, job.plan.itinerary(), job.attend, report)
+
     return run(comm, query, key, value, work, report, options)
 
 
-def all_gather_attention(comm: Any, query: Any, key: Any, value: Any, *, report: Report | None = None, **options: Any) -> Any:
+def all_gather_attention(
+    comm: Any, query: Any, key: Any, value: Any, *, report: Report | None = None, **options: Any
+) -> Any:
     """As `ring_attention`, but every rank first collects all keys and values, then calls the kernel once per query chunk.
 
     For keys and values that are short or have few heads (GQA), where n messages cost more than their bytes: one collective, nothing
@@ -187,6 +237,7 @@ def all_gather_attention(comm: Any, query: Any, key: Any, value: Any, *, report:
 
 def gather_work(comm: Any, job: Job, report: Report) -> None:
     from mpi4py import MPI
+
     start, keys, form = time.perf_counter(), job.plan.keys, job.form
     sizes = [form.nbytes(c) for c in keys.chunks]
     mine, everything = np.empty(sizes[comm.rank], np.uint8), np.empty(sum(sizes), np.uint8)
@@ -194,8 +245,14 @@ def gather_work(comm: Any, job: Job, report: Report) -> None:
     places = np.cumsum([0, *sizes])
     comm.Allgatherv([mine, MPI.BYTE], [everything, sizes, places[:-1].tolist(), MPI.BYTE])
     report.exchange = time.perf_counter() - start
-    report.messages, report.sent, report.received = comm.size - 1, mine.size * (comm.size - 1), everything.size - mine.size
-    parts = [decode(form, c, everything[places[r]:places[r + 1]]) for r, c in enumerate(keys.chunks)]
+    report.messages, report.sent, report.received = (
+        comm.size - 1,
+        mine.size * (comm.size - 1),
+        everything.size - mine.size,
+    )
+    parts = [
+        decode(form, c, everything[places[r] : places[r + 1]]) for r, c in enumerate(keys.chunks)
+    ]
     job.attend(Shard.whole(parts))
     report.kernel = time.perf_counter() - start - report.exchange
 

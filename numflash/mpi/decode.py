@@ -1,4 +1,5 @@
 """One token's attention over a KV cache that is spread over ranks: each rank its own keys, one reduction of (out, lse)."""
+
 from __future__ import annotations
 
 import functools
@@ -29,10 +30,13 @@ def reduction(width: int) -> tuple[Any, Any]:
         mine, other, lse = weights(a[:, -1], b[:, -1])
         b[:, :-1] = join(a[:, :-1], mine) + join(b[:, :-1], other)
         b[:, -1] = lse
+
     return MPI.Op.Create(merge, commute=False), MPI.FLOAT.Create_contiguous(width).Commit()
 
 
-def split_kv_decode(comm: Any, cache: Any, query: Any, *, scale: float | None = None, return_lse: bool = False) -> Any:
+def split_kv_decode(
+    comm: Any, cache: Any, query: Any, *, scale: float | None = None, return_lse: bool = False
+) -> Any:
     """Attention of one new token per sequence over the keys of all ranks.
 
     Each rank's cache holds other tokens of the same sequences, as many as it likes, none included: append each new token on one
@@ -60,14 +64,21 @@ def split_kv_decode(comm: Any, cache: Any, query: Any, *, scale: float | None = 
         The same on every rank, naming the rank that met it.
     """
     from mpi4py import MPI
+
     comm, error = communicator(comm), None
     given: dict[str, Any] = {}
     try:
         taken = import_array("query", query)
-        given = {"query's shape": taken.array.shape, "query's dtype": taken.dtype, "scale": scale,
-                 "cache.value_dim": cache.value_dim}
+        given = {
+            "query's shape": taken.array.shape,
+            "query's dtype": taken.dtype,
+            "scale": scale,
+            "cache.value_dim": cache.value_dim,
+        }
         if taken.array.ndim != 4 or taken.array.shape[2] != 1:
-            raise ArgumentError(f"query: got shape {taken.array.shape}; allowed: (B, H, 1, D), one token of each sequence")
+            raise ArgumentError(
+                f"query: got shape {taken.array.shape}; allowed: (B, H, 1, D), one token of each sequence"
+            )
     except Exception as raised:
         error = raised
     digest = zlib.crc32(repr(given).encode())
@@ -89,13 +100,16 @@ def split_kv_decode(comm: Any, cache: Any, query: Any, *, scale: float | None = 
     return (out, taken.export(rows[1:, -1].reshape(lead).copy(), "float32")) if return_lse else out
 
 
-def local_state(cache: Any, query: Any, scale: float | None, shape: tuple[int, ...],
-                width: int) -> tuple[np.ndarray, Exception | None]:
+def local_state(
+    cache: Any, query: Any, scale: float | None, shape: tuple[int, ...], width: int
+) -> tuple[np.ndarray, Exception | None]:
     """(1 + B * H, Dv + 1) float32: out and lse of each row. The first row sees nothing, and something where decoding failed."""
     rows = np.zeros((1 + shape[0] * shape[1], width + 1), F)
     rows[0, -1] = -np.inf
     try:
-        out, lse = (import_array("out", x).array for x in cache.decode(query, scale=scale, return_lse=True))
+        out, lse = (
+            import_array("out", x).array for x in cache.decode(query, scale=scale, return_lse=True)
+        )
         rows[1:, :-1], rows[1:, -1] = convert(out, "float32").reshape(-1, width), lse.reshape(-1)
     except Exception as error:
         rows[:, -1] = 0
@@ -105,8 +119,10 @@ def local_state(cache: Any, query: Any, scale: float | None, shape: tuple[int, .
 
 def settle(comm: Any, error: Exception | None, given: dict[str, Any]) -> None:
     """Raise on all ranks what one of them met, or in what their arguments differ."""
+
     def check() -> dict[str, Any]:
         if error is not None:
             raise error
         return given
+
     same(agree(comm, check))

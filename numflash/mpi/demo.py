@@ -1,4 +1,5 @@
 """`mpiexec -n 2 numflash demo ring`: one sequence over several ranks; how exact, how balanced, how fast, from what length on."""
+
 from __future__ import annotations
 
 import time
@@ -8,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import api, reference, validation
-from ..console import Progress, Table, count
-from ..cpu.threads import limit
-from ..metrics import errors
+from ..jit.threads import limit
+from ..measure.console import Progress, Table, count
+from ..measure.metrics import errors
 from .agreement import mpi
 from .attention import DEFAULTS, all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring
@@ -18,7 +19,7 @@ from .plan import make_plan
 from .ring import Report, rotate
 from .splits import Split, imbalance
 
-CHECKED, TIMED = 517, 4096                       # tokens of the whole sequence
+CHECKED, TIMED = 517, 4096  # tokens of the whole sequence
 HEADS, KV_HEADS, HEAD_DIM = 4, 4, 128
 PRECISIONS = ("float32", "int8")
 REPEATS = 5
@@ -26,35 +27,64 @@ REPEATS = 5
 
 def draw(length: int) -> list[np.ndarray]:
     rng = np.random.default_rng(length)
-    return [rng.standard_normal((1, h, length, HEAD_DIM), np.float32) for h in (HEADS, KV_HEADS, KV_HEADS)]
+    return [
+        rng.standard_normal((1, h, length, HEAD_DIM), np.float32)
+        for h in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
 
 def exact_table(comm: Any, progress: Progress | None) -> Table:
-    table = Table(f"1. How exact: causal, L={CHECKED} over {count(comm.size, 'rank')}, against float64 on one",
-                  ("call", "split", "precision", "relative L1", "max abs"))
+    table = Table(
+        f"1. How exact: causal, L={CHECKED} over {count(comm.size, 'rank')}, against float64 on one",
+        ("call", "split", "precision", "relative L1", "max abs"),
+    )
     arrays = draw(CHECKED)
     q, k, v = arrays
-    want = reference.oracle(validation.problem(q, k, v, is_causal=True))[0] if comm.rank == 0 else None
+    want = (
+        reference.oracle(validation.problem(q, k, v, is_causal=True))[0] if comm.rank == 0 else None
+    )
     for name, call in (("ring", ring_attention), ("all-gather", all_gather_attention)):
         for kind in ("plain", "zigzag"):
             split = getattr(Split, kind)(CHECKED, comm.size)
             for precision in PRECISIONS:
                 step(progress, f"{name}, {kind}, {precision}")
-                out = call(comm, *(split.shard(x, comm.rank) for x in arrays), split=kind, is_causal=True, precision=precision)
+                out = call(
+                    comm,
+                    *(split.shard(x, comm.rank) for x in arrays),
+                    split=kind,
+                    is_causal=True,
+                    precision=precision,
+                )
                 shards = comm.gather(out)
                 if shards is not None:
                     e = errors(split.join(shards), want)
-                    table.add(name, kind, precision, f"{e.relative_l1:.1e}", f"{e.max_abs:.1e}", call=name, split=kind,
-                              precision=precision, **e.as_dict())
+                    table.add(
+                        name,
+                        kind,
+                        precision,
+                        f"{e.relative_l1:.1e}",
+                        f"{e.max_abs:.1e}",
+                        call=name,
+                        split=kind,
+                        precision=precision,
+                        **e.as_dict(),
+                    )
     return table
 
 
 def balance_table() -> Table:
-    table = Table("2. Causal work of the busiest rank over the mean", ("ranks", "plain", "zigzag"),
-                  note="plain: the last rank has most to do, and all wait for it")
+    table = Table(
+        "2. Causal work of the busiest rank over the mean",
+        ("ranks", "plain", "zigzag"),
+        note="plain: the last rank has most to do, and all wait for it",
+    )
     for ranks in (2, 4, 8, 16, 64):
-        plain, zigzag = (imbalance(make(256 * ranks, ranks)) for make in (Split.plain, Split.zigzag))
-        table.add(str(ranks), f"{plain:.2f}", f"{zigzag:.2f}", ranks=ranks, plain=plain, zigzag=zigzag)
+        plain, zigzag = (
+            imbalance(make(256 * ranks, ranks)) for make in (Split.plain, Split.zigzag)
+        )
+        table.add(
+            str(ranks), f"{plain:.2f}", f"{zigzag:.2f}", ranks=ranks, plain=plain, zigzag=zigzag
+        )
     return table
 
 
@@ -68,38 +98,88 @@ def slowest(comm: Any, run: Callable[[], float]) -> float:
     return float(np.median(np.max(comm.allgather(times), 0)))
 
 
-def speed_table(comm: Any, threads: int, progress: Progress | None) -> tuple[Table, dict[str, float]]:
+def speed_table(
+    comm: Any, threads: int, progress: Progress | None
+) -> tuple[Table, dict[str, float]]:
     """The table, and the rate of one rank's kernel for each precision."""
-    table = Table(f"3. How fast: L={TIMED}, {HEADS} heads x {HEAD_DIM}, {count(comm.size, 'rank')} of {count(threads, 'thread')}",
-                  ("case", "precision", "ms", "GOP/s", "kernel ms", "waiting ms", "alone ms", "hidden", "MB sent"),
-                  note="median of the slowest rank; waiting: posting and waiting for messages; alone: the same messages without a "
-                       "kernel; hidden: the part of that time that the kernel covers; MB: all ranks together")
+    table = Table(
+        f"3. How fast: L={TIMED}, {HEADS} heads x {HEAD_DIM}, {count(comm.size, 'rank')} of {count(threads, 'thread')}",
+        (
+            "case",
+            "precision",
+            "ms",
+            "GOP/s",
+            "kernel ms",
+            "waiting ms",
+            "alone ms",
+            "hidden",
+            "MB sent",
+        ),
+        note="median of the slowest rank; waiting: posting and waiting for messages; alone: the same messages without a "
+        "kernel; hidden: the part of that time that the kernel covers; MB: all ranks together",
+    )
     rates: dict[str, float] = {}
     arrays = draw(TIMED)
-    for case, kind, causal in (("full", "plain", False), ("causal", "plain", True), ("causal", "zigzag", True)):
+    for case, kind, causal in (
+        ("full", "plain", False),
+        ("causal", "plain", True),
+        ("causal", "zigzag", True),
+    ):
         split = getattr(Split, kind)(TIMED, comm.size)
         local = [split.shard(x, comm.rank) for x in arrays]
         for precision in PRECISIONS:
             step(progress, f"{case}, {kind}, {precision}")
             reports: list[Report] = []
 
-            def call(local: Any = local, kind: str = kind, causal: bool = causal, precision: str = precision,
-                     reports: list[Report] = reports) -> float:
+            def call(
+                local: Any = local,
+                kind: str = kind,
+                causal: bool = causal,
+                precision: str = precision,
+                reports: list[Report] = reports,
+            ) -> float:
                 reports.append(Report())
-                ring_attention(comm, *local, split=kind, is_causal=causal, precision=precision, report=reports[-1])
+                ring_attention(
+                    comm,
+                    *local,
+                    split=kind,
+                    is_causal=causal,
+                    precision=precision,
+                    report=reports[-1],
+                )
                 return reports[-1].total
+
             total = slowest(comm, call)
-            kernel, waiting = (np.median([getattr(r, f) for r in reports[1:]]) for f in ("kernel", "exchange"))
+            kernel, waiting = (
+                np.median([getattr(r, f) for r in reports[1:]]) for f in ("kernel", "exchange")
+            )
             kernel, waiting = (float(np.max(comm.allgather(x))) for x in (kernel, waiting))
             alone = exchange_alone(comm, local, kind, causal, precision)
             sent = comm.allreduce(reports[-1].sent)
             work = 4.0 * HEADS * HEAD_DIM * TIMED**2 * (0.5 if causal else 1.0)
             rates[precision] = max(rates.get(precision, 0.0), work / comm.size / kernel)
             hidden = max(0.0, 1 - waiting / alone) if sent else None
-            table.add(f"{case}, {kind}", precision, f"{1e3 * total:.1f}", f"{work / total / 1e9:.1f}", f"{1e3 * kernel:.1f}",
-                      f"{1e3 * waiting:.2f}", f"{1e3 * alone:.2f}", "-" if hidden is None else f"{100 * hidden:.0f} %",
-                      f"{sent / 1e6:.1f}", case=case, split=kind, precision=precision, seconds=total, kernel=kernel,
-                      waiting=waiting, alone=alone, hidden=hidden, sent=sent, rate=work / total)
+            table.add(
+                f"{case}, {kind}",
+                precision,
+                f"{1e3 * total:.1f}",
+                f"{work / total / 1e9:.1f}",
+                f"{1e3 * kernel:.1f}",
+                f"{1e3 * waiting:.2f}",
+                f"{1e3 * alone:.2f}",
+                "-" if hidden is None else f"{100 * hidden:.0f} %",
+                f"{sent / 1e6:.1f}",
+                case=case,
+                split=kind,
+                precision=precision,
+                seconds=total,
+                kernel=kernel,
+                waiting=waiting,
+                alone=alone,
+                hidden=hidden,
+                sent=sent,
+                rate=work / total,
+            )
     return table, rates
 
 
@@ -113,19 +193,32 @@ def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: st
         start = time.perf_counter()
         rotate(comm, job.form, job.own, plan.itinerary(), lambda shard: None, Report())
         return time.perf_counter() - start
+
     return slowest(comm, once)
 
 
 def model_table(rates: dict[str, float], threads: int) -> Table:
-    table = Table(f"4. Tokens per rank from which the exchange hides, {HEADS} heads x {HEAD_DIM}, no mask",
-                  ("link", "precision", "kernel GOP/s", "bytes per token", "tokens per rank"),
-                  note=f"a model: the rate of {count(threads, 'thread')} a rank is measured here, the rest is the link's")
+    table = Table(
+        f"4. Tokens per rank from which the exchange hides, {HEADS} heads x {HEAD_DIM}, no mask",
+        ("link", "precision", "kernel GOP/s", "bytes per token", "tokens per rank"),
+        note=f"a model: the rate of {count(threads, 'thread')} a rank is measured here, the rest is the link's",
+    )
     for link in LINKS:
         for precision, rate in rates.items():
             ring = Ring(rate, link, HEADS, KV_HEADS, HEAD_DIM, precision)
-            table.add(link.name, precision, f"{rate / 1e9:.0f}", str(ring.token_bytes), str(ring.hiding_length()), link=link.name,
-                      precision=precision, rate=rate, token_bytes=ring.token_bytes, hiding_length=ring.hiding_length(),
-                      source=link.source)
+            table.add(
+                link.name,
+                precision,
+                f"{rate / 1e9:.0f}",
+                str(ring.token_bytes),
+                str(ring.hiding_length()),
+                link=link.name,
+                precision=precision,
+                rate=rate,
+                token_bytes=ring.token_bytes,
+                hiding_length=ring.hiding_length(),
+                source=link.source,
+            )
     return table
 
 
@@ -139,7 +232,7 @@ def run(threads: int = 1) -> dict[str, Any]:
     MPI = mpi("demo ring")
     comm = MPI.COMM_WORLD
     with limit(threads):
-        if comm.rank == 0:                       # compile once; the others find it on disk
+        if comm.rank == 0:  # compile once; the others find it on disk
             for precision in PRECISIONS:
                 q, k, v = draw(8)
                 api.attention(q, k, v, is_causal=True, precision=precision, return_lse=True)
@@ -152,5 +245,9 @@ def run(threads: int = 1) -> dict[str, Any]:
     tables += [speed, model_table(rates, threads)]
     for table in tables:
         table.show()
-    return {"ranks": comm.size, "threads": threads, "library": MPI.Get_library_version().splitlines()[0],
-            "tables": {t.title: t.records for t in tables}}
+    return {
+        "ranks": comm.size,
+        "threads": threads,
+        "library": MPI.Get_library_version().splitlines()[0],
+        "tables": {t.title: t.records for t in tables},
+    }

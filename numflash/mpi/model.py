@@ -8,13 +8,14 @@ One step of the ring moves the keys and values of one rank, S tokens, and comput
 Work grows with the square, bytes with the length: from some length on the kernel is the longer one, and the ring runs at the
 speed of the kernel alone.
 """
+
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-SCALE = 4                                        # bytes: the scale of a quantised key
+SCALE = 4  # bytes: the scale of a quantised key
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,12 @@ class Link:
 
 
 LINKS = (
-    Link("TofuD, one link", 6.8e9, 0.54e-6, "Ajima et al., The Tofu Interconnect D, CLUSTER 2018: 6.8 GB/s, 0.49 to 0.54 us"),
+    Link(
+        "TofuD, one link",
+        6.8e9,
+        0.54e-6,
+        "Ajima et al., The Tofu Interconnect D, CLUSTER 2018: 6.8 GB/s, 0.49 to 0.54 us",
+    ),
     Link("100 Gb/s", 12.5e9, 1.5e-6, "line rate; 1.5 us is an assumption for MPI over it"),
 )
 
@@ -57,7 +63,9 @@ class Ring:
 
     def kernel(self, length: float) -> float:
         """Seconds in the kernel for one step; `length` queries and keys per rank."""
-        return 4.0 * self.heads * self.head_dim * length**2 * (0.5 if self.causal else 1.0) / self.rate
+        return (
+            4.0 * self.heads * self.head_dim * length**2 * (0.5 if self.causal else 1.0) / self.rate
+        )
 
     def exchange(self, length: float) -> float:
         """Seconds for the messages of one step."""

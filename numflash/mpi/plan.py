@@ -1,4 +1,5 @@
 """One attention problem over all ranks: who holds what, who sees what, and therefore what travels how far."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .agreement import agree, same
 from .splits import Range, Split, named_split
 
 SPLITS = ("plain", "zigzag")
-FAR = 1 << 40                                    # no limit on a side of the window
+FAR = 1 << 40  # no limit on a side of the window
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,17 @@ class Plan:
         nothing = not len(p.diagonal)
         low, high = (0, 0) if nothing else (int(p.diagonal.min()), int(p.diagonal.max()))
         first = q[..., 0] + low - (FAR if p.left is None else p.left)
-        stop = np.minimum(q[..., 1] + high + (FAR if p.right is None else p.right), 0 if nothing else int(p.key_lengths.max()))
-        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)                                   # a rank without queries sees nothing
-        ring = (np.arange(n)[:, None] + np.arange(n)) % n                                    # (owner, step): the rank at that step
-        a, b = k[:, None, None, :, 0], k[:, None, None, :, 1]                                # (owner, 1, 1, chunk)
-        lo, hi = np.maximum(first[ring][..., None], a), np.minimum(stop[ring][..., None], b)  # (owner, step, query chunk, chunk)
+        stop = np.minimum(
+            q[..., 1] + high + (FAR if p.right is None else p.right),
+            0 if nothing else int(p.key_lengths.max()),
+        )
+        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)  # a rank without queries sees nothing
+        ring = (np.arange(n)[:, None] + np.arange(n)) % n  # (owner, step): the rank at that step
+        a, b = k[:, None, None, :, 0], k[:, None, None, :, 1]  # (owner, 1, 1, chunk)
+        lo, hi = (
+            np.maximum(first[ring][..., None], a),
+            np.minimum(stop[ring][..., None], b),
+        )  # (owner, step, query chunk, chunk)
         lo, hi = np.where(lo < hi, lo, FAR).min(2), np.where(lo < hi, hi, -FAR).max(2)
         lo = np.minimum.accumulate(lo[:, ::-1], 1)[:, ::-1]
         hi = np.maximum.accumulate(hi[:, ::-1], 1)[:, ::-1]
@@ -59,7 +66,14 @@ class Plan:
 
         def ranges(owner: int, step: int) -> tuple[Range, ...]:
             chunks = len(self.keys.chunks[owner % n])
-            return tuple(zip(lo[owner % n, step, :chunks].tolist(), hi[owner % n, step, :chunks].tolist(), strict=True))
+            return tuple(
+                zip(
+                    lo[owner % n, step, :chunks].tolist(),
+                    hi[owner % n, step, :chunks].tolist(),
+                    strict=True,
+                )
+            )
+
         return ranges
 
     def pieces(self) -> list[tuple[slice, int]]:
@@ -76,14 +90,27 @@ class Plan:
         if not len(p.diagonal):
             return False
         first = start + int(p.diagonal.min()) - (FAR if p.left is None else p.left)
-        stop = min(start + n + int(p.diagonal.max()) + (FAR if p.right is None else p.right), int(p.key_lengths.max()))
+        stop = min(
+            start + n + int(p.diagonal.max()) + (FAR if p.right is None else p.right),
+            int(p.key_lengths.max()),
+        )
         return max(first, keys[0]) < min(stop, keys[1])
 
-    def part(self, query: Any, rows: slice, start: int, key: Any, value: Any, keys: Range) -> Problem:
+    def part(
+        self, query: Any, rows: slice, start: int, key: Any, value: Any, keys: Range
+    ) -> Problem:
         """The problem of some rows and some keys, in their own coordinates. `query` is the rank's operand, quantised or not."""
         p = self.problem
-        return replace(p, query=take(query, rows), key=key, value=value, diagonal=p.diagonal + (start - keys[0]), sinks=None,
-                       key_lengths=np.clip(p.key_lengths - keys[0], 0, keys[1] - keys[0]), return_lse=True)
+        return replace(
+            p,
+            query=take(query, rows),
+            key=key,
+            value=value,
+            diagonal=p.diagonal + (start - keys[0]),
+            sinks=None,
+            key_lengths=np.clip(p.key_lengths - keys[0], 0, keys[1] - keys[0]),
+            return_lse=True,
+        )
 
 
 def edges(split: Split) -> np.ndarray:
@@ -100,8 +127,22 @@ def take(x: Any, rows: slice) -> Any:
     return replace(x, data=x.data[:, :, rows], scale=x.scale[:, :, rows], nonfinite=bad)
 
 
-def make_plan(comm: Any, query: Any, key: Any, value: Any, *, split: Any, split_kv: Any, is_causal: Any, window: Any,
-              alignment: Any, key_lengths: Any, impl: Any, layout: Any, **options: Any) -> Plan:
+def make_plan(
+    comm: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    split: Any,
+    split_kv: Any,
+    is_causal: Any,
+    window: Any,
+    alignment: Any,
+    key_lengths: Any,
+    impl: Any,
+    layout: Any,
+    **options: Any,
+) -> Plan:
     """Check every rank's arguments, and that they fit together, before anything is exchanged but these descriptions."""
     local: list[Problem] = []
 
@@ -110,17 +151,50 @@ def make_plan(comm: Any, query: Any, key: Any, value: Any, *, split: Any, split_
         for name, x in (("split", split), ("split_kv", split_kv)):
             if not isinstance(x, Split) and not (x is None and name == "split_kv"):
                 validation.choice(name, x, SPLITS)
-        p = validation.problem(query, key, value, is_causal=is_causal, window=window, alignment=alignment, layout=layout, **options)
+        p = validation.problem(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            window=window,
+            alignment=alignment,
+            layout=layout,
+            **options,
+        )
         b, h, hkv, l, s, d, dv = p.shape
-        counts = None if key_lengths is None else validation.lengths("key_lengths", key_lengths, b, FAR).tolist()
+        counts = (
+            None
+            if key_lengths is None
+            else validation.lengths("key_lengths", key_lengths, b, FAR).tolist()
+        )
         local.append(p)
         slopes, sinks = (None if x is None else x.tolist() for x in (p.alibi_slopes, p.sinks))
-        return {
-            "query's batch": b, "query's heads": h, "key's heads": hkv, "query's head_dim": d, "value's head_dim": dv,
-            "query's dtype": p.query.dtype.name, "precision": p.precision, "pv": p.pv, "scale": p.scale,
-            "is_causal": bool(is_causal), "window": None if window is None else tuple(window), "alignment": alignment,
-            "key_lengths": counts, "softcap": p.softcap, "alibi_slopes": slopes, "sinks": sinks, "return_lse": p.return_lse,
-            "impl": impl, "split": split, "split_kv": split_kv}, l, s
+        return (
+            {
+                "query's batch": b,
+                "query's heads": h,
+                "key's heads": hkv,
+                "query's head_dim": d,
+                "value's head_dim": dv,
+                "query's dtype": p.query.dtype.name,
+                "precision": p.precision,
+                "pv": p.pv,
+                "scale": p.scale,
+                "is_causal": bool(is_causal),
+                "window": None if window is None else tuple(window),
+                "alignment": alignment,
+                "key_lengths": counts,
+                "softcap": p.softcap,
+                "alibi_slopes": slopes,
+                "sinks": sinks,
+                "return_lse": p.return_lse,
+                "impl": impl,
+                "split": split,
+                "split_kv": split_kv,
+            },
+            l,
+            s,
+        )
 
     everyone = agree(comm, describe)
     same([arguments for arguments, _, _ in everyone])
@@ -131,16 +205,25 @@ def make_plan(comm: Any, query: Any, key: Any, value: Any, *, split: Any, split_
     left, right = validation.limits(window, is_causal, queries.length + keys.length)
     counts = validation.lengths("key_lengths", key_lengths, b, keys.length)
     diagonal = counts - queries.length if alignment == "lower_right" else np.zeros(b, np.int64)
-    return Plan(replace(p, left=left, right=right, diagonal=diagonal, key_lengths=counts), queries, keys, comm.rank)
+    return Plan(
+        replace(p, left=left, right=right, diagonal=diagonal, key_lengths=counts),
+        queries,
+        keys,
+        comm.rank,
+    )
 
 
 def whole_split(name: str, split: str | Split, lengths: list[int]) -> Split:
     """The split of shards of these lengths, checked against them."""
     found = split if isinstance(split, Split) else named_split(split, lengths)
     if found.ranks != len(lengths):
-        raise ArgumentError(f"{name}: got a split over {found.ranks} ranks; allowed: over {len(lengths)}, the communicator's")
+        raise ArgumentError(
+            f"{name}: got a split over {found.ranks} ranks; allowed: over {len(lengths)}, the communicator's"
+        )
     for rank, (mine, wanted) in enumerate(zip(lengths, found.lengths, strict=True)):
         if mine != wanted:
             kind = f"the {split} split of {sum(lengths)}" if isinstance(split, str) else "the split"
-            raise ArgumentError(f"rank {rank}: {name}: got {mine} tokens; allowed: {wanted}, from {kind}")
+            raise ArgumentError(
+                f"rank {rank}: {name}: got {mine} tokens; allowed: {wanted}, from {kind}"
+            )
     return found

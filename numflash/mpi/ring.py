@@ -3,6 +3,7 @@
 Step t: a rank holds the keys of the rank t places behind it. It sends them on and receives the next ones while its kernel runs on
 them, then merges the partial result by its log-sum-exp. Each message carries only the keys that somebody further on still sees.
 """
+
 from __future__ import annotations
 
 import threading
@@ -17,9 +18,9 @@ import numpy as np
 from .shards import Format, Shard, decode, encode
 from .splits import Range
 
-TAG = 0x6E66                                     # of all messages here
-LARGEST = 1 << 30                                # bytes of one message: MPI counts are 32-bit in many libraries
-PAUSE = 2e-4                                     # seconds between two looks at messages in flight
+TAG = 0x6E66  # of all messages here
+LARGEST = 1 << 30  # bytes of one message: MPI counts are 32-bit in many libraries
+PAUSE = 2e-4  # seconds between two looks at messages in flight
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Report:
 
 def messages(buffer: np.ndarray) -> list[np.ndarray]:
     """A buffer in pieces that MPI can count; none for an empty one."""
-    return [buffer[at:at + LARGEST] for at in range(0, buffer.size, LARGEST)]
+    return [buffer[at : at + LARGEST] for at in range(0, buffer.size, LARGEST)]
 
 
 @contextmanager
@@ -53,6 +54,7 @@ def progressing(requests: list[Any]) -> Iterator[None]:
     One thread at a time calls MPI, so THREAD_SERIALIZED is enough; with less, messages move before and after.
     """
     from mpi4py import MPI
+
     if not requests or MPI.Request.Testall(requests) or MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         yield
         return
@@ -61,6 +63,7 @@ def progressing(requests: list[Any]) -> Iterator[None]:
     def move() -> None:
         while not MPI.Request.Testall(requests) and not done.wait(PAUSE):
             pass
+
     thread = threading.Thread(target=move, name="numflash-mpi")
     thread.start()
     try:
@@ -70,8 +73,14 @@ def progressing(requests: list[Any]) -> Iterator[None]:
         thread.join()
 
 
-def rotate(comm: Any, form: Format, own: Shard, ranges: Callable[[int, int], tuple[Range, ...]], work: Callable[[Shard], None],
-           report: Report) -> None:
+def rotate(
+    comm: Any,
+    form: Format,
+    own: Shard,
+    ranges: Callable[[int, int], tuple[Range, ...]],
+    work: Callable[[Shard], None],
+    report: Report,
+) -> None:
     """Call `work` on the shard of every rank in turn, own first; the next one arrives meanwhile.
 
     ranges : (owner, step) -> ranges
@@ -80,6 +89,7 @@ def rotate(comm: Any, form: Format, own: Shard, ranges: Callable[[int, int], tup
         Must not raise: the ring would stand still.
     """
     from mpi4py import MPI
+
     n, rank = comm.size, comm.rank
     clock = time.perf_counter
     most = max((form.nbytes(ranges(rank - t, t)) for t in range(1, n)), default=0)
@@ -94,10 +104,17 @@ def rotate(comm: Any, form: Format, own: Shard, ranges: Callable[[int, int], tup
             if step == 1 or onward != shard.ranges:
                 outgoing = np.empty(form.nbytes(onward), np.uint8)
                 encode(form, shard.cut(onward), outgoing)
-            incoming = inbox[(step - 1) % 2][:form.nbytes(wanted)]
-            requests = [comm.Irecv([part, MPI.BYTE], (rank - 1) % n, TAG) for part in messages(incoming)]
-            requests += [comm.Isend([part, MPI.BYTE], (rank + 1) % n, TAG) for part in messages(outgoing)]
-            report.sent, report.received = report.sent + outgoing.size, report.received + incoming.size
+            incoming = inbox[(step - 1) % 2][: form.nbytes(wanted)]
+            requests = [
+                comm.Irecv([part, MPI.BYTE], (rank - 1) % n, TAG) for part in messages(incoming)
+            ]
+            requests += [
+                comm.Isend([part, MPI.BYTE], (rank + 1) % n, TAG) for part in messages(outgoing)
+            ]
+            report.sent, report.received = (
+                report.sent + outgoing.size,
+                report.received + incoming.size,
+            )
             report.messages += len(messages(outgoing))
         posted = clock()
         with progressing(requests):

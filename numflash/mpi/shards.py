@@ -1,4 +1,5 @@
 """Keys and values as they travel: one buffer of bytes per message, without a header, because both ends know what is in it."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -45,11 +46,18 @@ class Format:
     def of(cls, problem: Problem) -> Format:
         d, dv = problem.shape[5:]
         if problem.precision == "int8":
-            kinds = [("float32", 1), ("int8", d), ("int8" if problem.pv == "int8" else "float32", dv)]
+            kinds = [
+                ("float32", 1),
+                ("int8", d),
+                ("int8" if problem.pv == "int8" else "float32", dv),
+            ]
         else:
             storage = "uint16" if problem.precision == "bfloat16" else problem.precision
             kinds = [(storage, d), (storage, dv)]
-        return cls((problem.shape[0], problem.shape[2]), tuple(Field(np.dtype(name), width) for name, width in kinds))
+        return cls(
+            (problem.shape[0], problem.shape[2]),
+            tuple(Field(np.dtype(name), width) for name, width in kinds),
+        )
 
 
 @dataclass(frozen=True)
@@ -68,17 +76,34 @@ class Shard:
     @classmethod
     def whole(cls, parts: Sequence[Shard]) -> Shard:
         """The shards of all ranks as one range, in the order of the sequence."""
-        order = sorted((start, p, c) for p, part in enumerate(parts) for c, (start, _) in enumerate(part.ranges))
+        order = sorted(
+            (start, p, c)
+            for p, part in enumerate(parts)
+            for c, (start, _) in enumerate(part.ranges)
+        )
         end = sum(b - a for part in parts for a, b in part.ranges)
         if not end:
             return parts[0]
-        return cls(((0, end),), tuple((np.concatenate([parts[p].arrays[f][c] for _, p, c in order], 2),)
-                                      for f in range(len(parts[0].arrays))))
+        return cls(
+            ((0, end),),
+            tuple(
+                (np.concatenate([parts[p].arrays[f][c] for _, p, c in order], 2),)
+                for f in range(len(parts[0].arrays))
+            ),
+        )
 
     def cut(self, ranges: Sequence[Range]) -> Shard:
         """Views of smaller ranges, one within each of this shard's."""
-        return Shard(tuple(ranges), tuple(tuple(x[:, :, a - start:b - start] for x, (a, b), (start, _) in
-                                                zip(field, ranges, self.ranges, strict=True)) for field in self.arrays))
+        return Shard(
+            tuple(ranges),
+            tuple(
+                tuple(
+                    x[:, :, a - start : b - start]
+                    for x, (a, b), (start, _) in zip(field, ranges, self.ranges, strict=True)
+                )
+                for field in self.arrays
+            ),
+        )
 
 
 def encode(form: Format, shard: Shard, buffer: np.ndarray) -> None:
@@ -86,7 +111,7 @@ def encode(form: Format, shard: Shard, buffer: np.ndarray) -> None:
     at = 0
     for f in form.aligned:
         for x in shard.arrays[f]:
-            buffer[at:at + x.nbytes].view(x.dtype).reshape(x.shape)[:] = x
+            buffer[at : at + x.nbytes].view(x.dtype).reshape(x.shape)[:] = x
             at += x.nbytes
 
 
@@ -98,7 +123,7 @@ def decode(form: Format, ranges: Sequence[Range], buffer: np.ndarray) -> Shard:
         for a, b in ranges:
             shape = (*form.lead, b - a, form.fields[f].width)
             n = int(np.prod(shape)) * form.fields[f].dtype.itemsize
-            arrays[f] += (buffer[at:at + n].view(form.fields[f].dtype).reshape(shape),)
+            arrays[f] += (buffer[at : at + n].view(form.fields[f].dtype).reshape(shape),)
             at += n
     return Shard(tuple(ranges), tuple(arrays))
 
@@ -120,9 +145,15 @@ class Statistics:
 
         Summed in float64: the mean comes out the same however the tokens are split, but for a last bit once in a great many.
         """
+
         def finite(x: np.ndarray) -> np.ndarray:
             return np.where((np.isfinite(x).all(-1) & real[:, None])[..., None], x, np.float32(0))
-        peaks = np.abs(finite(value)).max(2, initial=0) if value.size else np.zeros((*value.shape[:2], value.shape[3]), np.float32)
+
+        peaks = (
+            np.abs(finite(value)).max(2, initial=0)
+            if value.size
+            else np.zeros((*value.shape[:2], value.shape[3]), np.float32)
+        )
         return cls(finite(key).sum(2, dtype=np.float64), peaks)
 
     @classmethod
@@ -150,11 +181,19 @@ class Agreed:
         counts = np.maximum(problem.key_lengths, 1).astype(np.float64)[:, None, None]
         b, hkv, dv = whole.peaks.shape
         peaks = whole.peaks.reshape(b * hkv, dv)
-        scale = quantize_heads(np.zeros((b * hkv, 0, dv), np.float32), "channel", False, peak=peaks).scale
-        return cls(None if problem.softcap else (whole.sums / counts).astype(np.float32), whole.peaks, scale.reshape(b, hkv, 1, dv))
+        scale = quantize_heads(
+            np.zeros((b * hkv, 0, dv), np.float32), "channel", False, peak=peaks
+        ).scale
+        return cls(
+            None if problem.softcap else (whole.sums / counts).astype(np.float32),
+            whole.peaks,
+            scale.reshape(b, hkv, 1, dv),
+        )
 
 
-def quantise_shard(key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...], problem: Problem, agreed: Agreed) -> Shard:
+def quantise_shard(
+    key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...], problem: Problem, agreed: Agreed
+) -> Shard:
     """A rank's keys and values as INT8 (values as float32 with pv "fp32"); key, value (B, Hkv, n, .) float32."""
     b, hkv = key.shape[:2]
     offset = None if agreed.offset is None else agreed.offset.reshape(b * hkv, key.shape[3])
@@ -162,12 +201,17 @@ def quantise_shard(key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...]
     at = 0
     for start, stop in ranges:
         n = stop - start
-        k, v = (np.ascontiguousarray(x[:, :, at:at + n]).reshape(b * hkv, n, x.shape[3]) for x in (key, value))
+        k, v = (
+            np.ascontiguousarray(x[:, :, at : at + n]).reshape(b * hkv, n, x.shape[3])
+            for x in (key, value)
+        )
         real = np.repeat(np.clip(problem.key_lengths - start, 0, n), hkv)
         kq = quantize_heads(k, "row", offset is not None, real, offset=offset)
         bad = np.zeros((b * hkv, n), bool) if kq.nonfinite is None else kq.nonfinite
         if problem.pv == "int8":
-            vq = quantize_heads(v, "channel", False, real, peak=agreed.peaks.reshape(b * hkv, value.shape[3]))
+            vq = quantize_heads(
+                v, "channel", False, real, peak=agreed.peaks.reshape(b * hkv, value.shape[3])
+            )
             v, bad = vq.data, bad if vq.nonfinite is None else bad | vq.nonfinite
         scale = np.where(bad[..., None], np.float32(np.nan), kq.scale)
         columns.append([x.reshape(b, hkv, n, x.shape[2]) for x in (scale, kq.data, v)])
@@ -175,12 +219,22 @@ def quantise_shard(key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...]
     return Shard(ranges, tuple(zip(*columns, strict=True)) if columns else ((), (), ()))
 
 
-def operands(problem: Problem, arrays: Sequence[np.ndarray], agreed: Agreed | None) -> tuple[Any, Any]:
+def operands(
+    problem: Problem, arrays: Sequence[np.ndarray], agreed: Agreed | None
+) -> tuple[Any, Any]:
     """Key and value of a Problem from one range of a shard."""
     if agreed is None:
         return arrays[0], arrays[1]
     scale, data, value = arrays
     bad = np.isnan(scale[..., 0])
     offset = None if agreed.offset is None else agreed.offset[:, :, None]
-    key = QuantizedTensor(data, np.where(bad[..., None], np.float32(1), scale), "row", offset, bad if bad.any() else None)
-    return key, QuantizedTensor(value, agreed.value_scale, "channel") if problem.pv == "int8" else value
+    key = QuantizedTensor(
+        data,
+        np.where(bad[..., None], np.float32(1), scale),
+        "row",
+        offset,
+        bad if bad.any() else None,
+    )
+    return key, QuantizedTensor(
+        value, agreed.value_scale, "channel"
+    ) if problem.pv == "int8" else value

@@ -5,6 +5,7 @@ twice, and everybody else waits for it. Zigzag gives each rank one chunk from th
 that all ranks do the same work at every step of the ring (the layout of Llama 3's context parallelism, Grattafiori et al. 2024,
 section 3.3.2, and of the zigzag variant of ring attention).
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 
-Range = tuple[int, int]                          # tokens start <= i < stop
+Range = tuple[int, int]  # tokens start <= i < stop
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Split:
         end = 0
         for start, stop in sorted(c for rank in kept for c in rank):
             if start != end or stop < start:
-                raise ArgumentError(f"chunks: got a chunk {start} to {stop} where {end} is next; allowed: each token exactly once")
+                raise ArgumentError(
+                    f"chunks: got a chunk {start} to {stop} where {end} is next; allowed: each token exactly once"
+                )
             end = stop
 
     @classmethod
@@ -92,8 +95,10 @@ class Split:
 
 
 def named_split(name: str, lengths: Sequence[int]) -> Split:
-    """"plain" or "zigzag" for shards of these lengths."""
-    return Split.of_lengths(lengths) if name == "plain" else Split.zigzag(sum(lengths), len(lengths))
+    """ "plain" or "zigzag" for shards of these lengths."""
+    return (
+        Split.of_lengths(lengths) if name == "plain" else Split.zigzag(sum(lengths), len(lengths))
+    )
 
 
 def causal_work(split: Split) -> np.ndarray:

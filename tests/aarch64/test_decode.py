@@ -1,4 +1,5 @@
 """Decode's INT8 products on AArch64 are dot products, and the whole kernels, executed, have the bits of the integer model."""
+
 import functools
 
 import numba
@@ -7,11 +8,12 @@ import pytest
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash import assembly
-from numflash.aarch64.emulator import Emulated
-from numflash.cpu import decode, decode_append, decode_tiles, launch_decode
-from numflash.cpu.vectors import address
+from numflash.cpu import launch_decode
+from numflash.cpu.decode import append, flash_decode, tiles
+from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
+from numflash.machinecode import assembly
+from numflash.machinecode.emulator import Emulated
 from numflash.tiling import KEY_BLOCK
 
 from .test_guest import decode_and_compare
@@ -21,7 +23,7 @@ ROWS = 6
 
 
 def tile(isa):
-    return decode_tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=decode_tiles.AHEAD)
+    return tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=tiles.AHEAD)
 
 
 @functools.cache
@@ -36,11 +38,12 @@ def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
         def made(*arguments):
             function = one_thread(make, *arguments[:-1])
             return lambda *given: Emulated(function, tuple(map(numba.typeof, given)), cpu)(*given)
+
         return made
 
     monkeypatch.setattr(launch_decode, "tile", lambda *_: tile(isa))
-    monkeypatch.setattr(launch_decode, "make_decode", emulated(decode.make_decode))
-    monkeypatch.setattr(launch_decode, "make_append_int8", emulated(decode_append.make_append_int8))
+    monkeypatch.setattr(launch_decode, "make_decode", emulated(flash_decode.make_decode))
+    monkeypatch.setattr(launch_decode, "make_append_int8", emulated(append.make_append_int8))
     decode_and_compare()
 
 
@@ -50,25 +53,41 @@ def products(isa, keys):
     t = tile(isa)
     nv = t.width(ROWS)
     if keys:
-        score = decode_tiles.score_tile(t, ROWS)
-        return numba.njit(lambda q, k, ck, work: score(address(q), q.shape[1], address(k), address(ck), 0, address(work))), (
-            "void(int32[:,::1], int8[::1], float32[::1], int32[:,::1])")
-    value = decode_tiles.value_tile(t, ROWS, nv)
+        score = tiles.score_tile(t, ROWS)
+        return numba.njit(
+            lambda q, k, ck, work: score(
+                address(q), q.shape[1], address(k), address(ck), 0, address(work)
+            )
+        ), ("void(int32[:,::1], int8[::1], float32[::1], int32[:,::1])")
+    value = tiles.value_tile(t, ROWS, nv)
     return numba.njit(
-        lambda work, v, o: value(address(work), address(v), v.size // 32, KEY_BLOCK // 4, address(o), 0, o.shape[1])), (
-        "void(int32[:,::1], int8[::1], float32[:,::1])")
+        lambda work, v, o: value(
+            address(work), address(v), v.size // 32, KEY_BLOCK // 4, address(o), 0, o.shape[1]
+        )
+    ), ("void(int32[:,::1], int8[::1], float32[:,::1])")
 
 
-@pytest.mark.parametrize("isa, cpu", [("sve", "a64fx"), ("neon_dot", "neoverse-n1"), ("neon_dot", "neoverse-v1"),
-                                      ("neon_dot", "neoverse-v2")])
+@pytest.mark.parametrize(
+    "isa, cpu",
+    [
+        ("sve", "a64fx"),
+        ("neon_dot", "neoverse-n1"),
+        ("neon_dot", "neoverse-v1"),
+        ("neon_dot", "neoverse-v2"),
+    ],
+)
 @pytest.mark.parametrize("keys, dot", [(True, "sdot"), (False, "udot")])
 def test_hot_loops_are_dot_products(isa, cpu, keys, dot):
     loop = assembly.hot_loop(Emulated(*products(isa, keys), cpu).code.assembly)
     counts = assembly.histogram(loop.instructions)
     dots = sum(n for kind, n in counts.items() if kind.startswith(dot + " "))
     assert dots and dots % (ROWS * tile(isa).width(ROWS)) == 0
-    assert not any(kind.startswith(("mla", "mul", "smull", "umull", "sshll", "ushll")) for kind in counts), counts
-    assert not any(map(assembly.is_stack, loop.instructions)) and not any(map(assembly.is_lanes64, loop.instructions))
+    assert not any(
+        kind.startswith(("mla", "mul", "smull", "umull", "sshll", "ushll")) for kind in counts
+    ), counts
+    assert not any(map(assembly.is_stack, loop.instructions)) and not any(
+        map(assembly.is_lanes64, loop.instructions)
+    )
 
 
 def test_what_the_target_lacks_is_refused():

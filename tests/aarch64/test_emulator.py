@@ -1,4 +1,5 @@
 """The emulator itself: arguments, results, vector lengths, instruction counts, and that its guards bite."""
+
 import numpy as np
 import pytest
 from numba import njit
@@ -9,12 +10,19 @@ pytest.importorskip("elftools")
 from numba.extending import intrinsic
 from unicorn import UC_HOOK_CODE
 
-from numflash.aarch64.emulator import Emulated
-from numflash.codegen import TRIPLES
+from numflash.machinecode.codegen import TRIPLES
+from numflash.machinecode.emulator import Emulated
 
 DOT = "int32(int8[::1], int8[::1])"
-TARGETS = [("a64fx", 128), ("a64fx", 256), ("a64fx", 512), ("neoverse-v1", 256), ("neoverse-v2", 128), ("neoverse-n1", 128),
-           ("cortex-a72", 128)]
+TARGETS = [
+    ("a64fx", 128),
+    ("a64fx", 256),
+    ("a64fx", 512),
+    ("neoverse-v1", 256),
+    ("neoverse-v2", 128),
+    ("neoverse-n1", 128),
+    ("cortex-a72", 128),
+]
 
 
 @intrinsic
@@ -24,8 +32,11 @@ def vector_bytes(typingctx):
 
     def generate(context, builder, signature, arguments):
         i64 = ir.IntType(64)
-        vscale = cgutils.get_or_insert_function(builder.module, ir.FunctionType(i64, []), "llvm.vscale.i64")
+        vscale = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(i64, []), "llvm.vscale.i64"
+        )
         return builder.mul(builder.call(vscale, []), i64(16))
+
     return types.intp(), generate
 
 
@@ -82,7 +93,9 @@ def test_dot_product_is_exact(cpu, bits, n):
 
 def test_every_kind_of_argument():
     x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.zeros((3, 4), np.float32)
-    emulated = Emulated(affine, "void(float32[:, ::1], float32, int8, float64, float32[:, ::1])")     # nine words on the stack
+    emulated = Emulated(
+        affine, "void(float32[:, ::1], float32, int8, float64, float32[:, ::1])"
+    )  # nine words on the stack
     assert emulated(x, 1.5, -3, 2.0, y) is None
     assert np.array_equal(y, x * np.float32(1.5) - 5)
     with pytest.raises(TypeError, match="got float64"):
@@ -96,8 +109,12 @@ def test_instructions_are_counted_exactly():
         emulated = Emulated(dot, DOT, vector_bits=bits)
         emulated(a, a, count=True)
         one_by_one = []
-        hook = emulated._uc.hook_add(UC_HOOK_CODE, lambda uc, where, size, user, out=one_by_one: out.append(where),
-                                     begin=0x1000000, end=0x2000000)
+        hook = emulated._uc.hook_add(
+            UC_HOOK_CODE,
+            lambda uc, where, size, user, out=one_by_one: out.append(where),
+            begin=0x1000000,
+            end=0x2000000,
+        )
         emulated._uc.ctl_flush_tb()
         counts[bits] = emulated.instructions
         emulated(a, a)

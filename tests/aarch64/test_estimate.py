@@ -1,4 +1,5 @@
 """`numflash estimate`: exact counts, the model's figures that the register tile was built for, and clear refusals."""
+
 import json
 import shutil
 
@@ -7,14 +8,17 @@ import pytest
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash import cli
-from numflash.aarch64 import estimate
+from numflash.commands import cli
 from numflash.errors import ArgumentError, UnsupportedError
+from numflash.machinecode import estimate
 
 needs_mca = pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-mca")
 
 
-@pytest.mark.parametrize("isa, cpu, bits", [("sve", "a64fx", 128), ("sve", "a64fx", 512), ("neon_dot", "neoverse-n1", 128)])
+@pytest.mark.parametrize(
+    "isa, cpu, bits",
+    [("sve", "a64fx", 128), ("sve", "a64fx", 512), ("neon_dot", "neoverse-n1", 128)],
+)
 @pytest.mark.parametrize("d", [64, 128])
 def test_what_was_executed_is_known_to_the_instruction(isa, cpu, bits, d):
     parts = estimate.tile_parts(isa, cpu, bits, d)
@@ -24,7 +28,9 @@ def test_what_was_executed_is_known_to_the_instruction(isa, cpu, bits, d):
         lines = emulated.trace(*arguments)
         assert estimate.dot_products(lines) == dots
         emulated(*arguments, count=True)
-        assert 0 <= emulated.instructions - len(lines) < 64, "only the padding of aligned labels is not in the text"
+        assert 0 <= emulated.instructions - len(lines) < 64, (
+            "only the padding of aligned labels is not in the text"
+        )
 
 
 def test_longer_vectors_halve_the_instructions(capsys):
@@ -34,7 +40,11 @@ def test_longer_vectors_halve_the_instructions(capsys):
     for shorter, longer in ((128, 256), (256, 512)):
         for part in ("scores", "values"):
             assert tiles[shorter][part] == pytest.approx(2 * tiles[longer][part], rel=0.02)
-    assert all(row["scores"] > 2 * tiles[row["bits"]]["scores"] for row in found["instructions"] if row["kernel"] == "portable")
+    assert all(
+        row["scores"] > 2 * tiles[row["bits"]]["scores"]
+        for row in found["instructions"]
+        if row["kernel"] == "portable"
+    )
     assert "portable" in capsys.readouterr().out
 
 
@@ -48,9 +58,14 @@ def test_the_model_of_the_a64fx(capsys):
     assert 0.5 <= cycles["loop of the 6 x 4 tile"] <= 0.52
     assert 0.5 < cycles["6 x 4 tile to int32 sums in memory, D = 64"] <= 0.62
     for d in (64, 128):
-        share, softmax = cycles[f"of the block's cycles not SDOT, D = {d}"], cycles[f"softmax, D = {d}"]
+        share, softmax = (
+            cycles[f"of the block's cycles not SDOT, D = {d}"],
+            cycles[f"softmax, D = {d}"],
+        )
         products = cycles[f"both products, D = {d}"]
-        assert share / 100 == pytest.approx(1 - 2 * d / 64 * 0.5 / (2 * d / 64 * products + softmax / 16), rel=0.02)
+        assert share / 100 == pytest.approx(
+            1 - 2 * d / 64 * 0.5 / (2 * d / 64 * products + softmax / 16), rel=0.02
+        )
     assert found["limits"].startswith("a model, no hardware measured")
 
 
@@ -69,7 +84,11 @@ def test_without_llvm_mca_there_is_one_clear_error(monkeypatch, capsys):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert cli.main(["estimate"]) == 1
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("numflash: estimate: llvm-mca is not on PATH") and said.err.count("\n") == 1
+    assert (
+        said.out == ""
+        and said.err.startswith("numflash: estimate: llvm-mca is not on PATH")
+        and said.err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("cpu", ["znver4", "host", "a64"])
@@ -78,15 +97,24 @@ def test_other_machines_are_refused(cpu):
         estimate.run(cpu)
 
 
-@pytest.mark.parametrize("complaint", ["echo error: unsupported instruction >&2; echo note: sdot >&2; exit 1",
-                                       "echo \"'a64fx' is not a recognized processor for this target\" >&2"])
+@pytest.mark.parametrize(
+    "complaint",
+    [
+        "echo error: unsupported instruction >&2; echo note: sdot >&2; exit 1",
+        "echo \"'a64fx' is not a recognized processor for this target\" >&2",
+    ],
+)
 def test_a_cpu_that_the_model_does_not_know(complaint, tmp_path, monkeypatch):
     broken = tmp_path / "llvm-mca-40"
-    broken.write_text(f"#!/bin/sh\necho LLVM version 40.0\n[ $1 = --version ] || {{ {complaint}; }}\n")
+    broken.write_text(
+        f"#!/bin/sh\necho LLVM version 40.0\n[ $1 = --version ] || {{ {complaint}; }}\n"
+    )
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     model = estimate.Model("a64fx")
     assert model.version == "40.0"
-    with pytest.raises(UnsupportedError, match=r"llvm-mca-40 cannot model a64fx, a newer LLVM may: .*(proc|instr)") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"llvm-mca-40 cannot model a64fx, a newer LLVM may: .*(proc|instr)"
+    ) as caught:
         model.cycles(["nop"])
     assert "\n" not in str(caught.value)

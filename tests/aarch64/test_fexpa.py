@@ -1,14 +1,21 @@
 """exp2 by FEXPA: the stated errors are the measured ones, and the SVE code has the bits of the NumPy model."""
+
 import numpy as np
 import pytest
 from numba import njit
 
-from numflash.cpu import fexpa
+from numflash.cpu.isa import fexpa
 from numflash.errors import UnsupportedError
 
 OCTAVE = -np.linspace(0, 1, 1 << 20).astype(np.float32)
-ARGUMENTS = np.concatenate([-np.arange(8192) / np.float32(64), OCTAVE[::997], -np.geomspace(1e-30, 126, 3001),
-                            [-0.0, -126.5, -127, -128, -1e4, -3e38, -np.inf]]).astype(np.float32)
+ARGUMENTS = np.concatenate(
+    [
+        -np.arange(8192) / np.float32(64),
+        OCTAVE[::997],
+        -np.geomspace(1e-30, 126, 3001),
+        [-0.0, -126.5, -127, -128, -1e4, -3e38, -np.inf],
+    ]
+).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", fexpa.EXP2_FLOAT)
@@ -32,7 +39,8 @@ def test_whole_octaves_are_exact_and_what_is_far_below_vanishes(name):
 def emulated():
     pytest.importorskip("unicorn")
     pytest.importorskip("elftools")
-    from numflash.aarch64.emulator import Emulated
+    from numflash.machinecode.emulator import Emulated
+
     return Emulated
 
 
@@ -42,6 +50,7 @@ def function(name):
     @njit
     def exp2(x, y):
         row(x, y, x.size)
+
     return exp2, "void(float32[::1], float32[::1])"
 
 
@@ -53,7 +62,9 @@ def test_sve_code_has_the_bits_of_the_model(emulated, name, bits):
     for n in (ARGUMENTS.size, 0, 1, 17):
         y = np.full(n, 7, np.float32)
         row(ARGUMENTS[:n].copy(), y)
-        np.testing.assert_array_equal(y.view(np.int32), fexpa.EXP2_FLOAT[name][0](ARGUMENTS[:n]).view(np.int32))
+        np.testing.assert_array_equal(
+            y.view(np.int32), fexpa.EXP2_FLOAT[name][0](ARGUMENTS[:n]).view(np.int32)
+        )
 
 
 def test_the_table_is_the_instructions_own(emulated):

@@ -1,20 +1,26 @@
 """The float32 kernel that ships becomes code for every AArch64 CPU: an operation of another machine would end the process (P49)."""
+
 import numpy as np
 import pytest
 
 import numflash
-from numflash import codegen
-from numflash.cpu import flash_float, target
+from numflash.cpu.floats import flash_float
+from numflash.jit import target
+from numflash.machinecode import codegen
 
 CPUS = [name for name, triple in codegen.TRIPLES.items() if triple == codegen.AARCH64]
 
 
-@pytest.mark.parametrize("cpu", ["a64fx", *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in CPUS if cpu != "a64fx")])
+@pytest.mark.parametrize(
+    "cpu", ["a64fx", *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in CPUS if cpu != "a64fx")]
+)
 def test_the_float_kernel_compiles_to_fused_multiply_adds(cpu):
     x = np.ones((1, 1, 2, 3), np.float32)
-    numflash.attention(x, x, x)                      # the types of its arguments, as this machine's kernel met them
+    numflash.attention(x, x, x)  # the types of its arguments, as this machine's kernel met them
     here = flash_float.make_attend(target.available(target.FLOAT_ISAS)[0], "float32")
-    code = codegen.compile_for(flash_float.make_attend("neon", "float32"), here.signatures[0], codegen.Target.named(cpu))
+    code = codegen.compile_for(
+        flash_float.make_attend("neon", "float32"), here.signatures[0], codegen.Target.named(cpu)
+    )
     found = codegen.report(code)
     assert found["instructions"]["fmla v.4s"] >= 24
     assert found["float64"] == found["calls"] == found["integer_divisions"] == found["lanes64"] == 0

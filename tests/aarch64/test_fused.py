@@ -1,4 +1,5 @@
 """The whole fused INT8 kernel that ships, as one thread of SVE and NEON code, executed: the bits of the integer model."""
+
 import functools
 
 import numba
@@ -7,9 +8,10 @@ import pytest
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash.aarch64.emulator import Emulated
-from numflash.cpu import flash_int8, launch, packing
-from numflash.cpu.flash_int8 import make_attend
+from numflash.cpu import launch_int8
+from numflash.cpu.int8 import flash_int8, packing
+from numflash.cpu.int8.flash_int8 import make_attend
+from numflash.machinecode.emulator import Emulated
 
 from .test_guest import has_the_bits_of_the_model
 
@@ -20,17 +22,29 @@ def one_thread(isa, pv):
     return numba.njit(make_attend(isa, pv).py_func, error_model="numpy")
 
 
-@pytest.mark.parametrize("isa, cpu, bits, pv", [
-    ("sve", "a64fx", 512, "int8"), ("sve", "a64fx", 256, "int8"), ("sve", "a64fx", 128, "int8"),
-    pytest.param("neon_dot", "neoverse-n1", 128, "int8", marks=pytest.mark.slow),
-    pytest.param("sve", "neoverse-v1", 256, "int8", marks=pytest.mark.slow),
-    *(pytest.param("sve", "a64fx", bits, "fp32", marks=pytest.mark.slow) for bits in (512, 256, 128))])
+@pytest.mark.parametrize(
+    "isa, cpu, bits, pv",
+    [
+        ("sve", "a64fx", 512, "int8"),
+        ("sve", "a64fx", 256, "int8"),
+        ("sve", "a64fx", 128, "int8"),
+        pytest.param("neon_dot", "neoverse-n1", 128, "int8", marks=pytest.mark.slow),
+        pytest.param("sve", "neoverse-v1", 256, "int8", marks=pytest.mark.slow),
+        *(
+            pytest.param("sve", "a64fx", bits, "fp32", marks=pytest.mark.slow)
+            for bits in (512, 256, 128)
+        ),
+    ],
+)
 def test_bits_of_the_integer_model(isa, cpu, bits, pv, monkeypatch):
     def emulated(isa, pv):
         def attend(*arguments):
-            Emulated(one_thread(isa, pv), tuple(map(numba.typeof, arguments)), cpu, vector_bits=bits)(*arguments)
+            Emulated(
+                one_thread(isa, pv), tuple(map(numba.typeof, arguments)), cpu, vector_bits=bits
+            )(*arguments)
+
         return attend
 
     monkeypatch.setattr(packing, "running_lanes", lambda name: bits // 32)
     monkeypatch.setattr(flash_int8, "make_attend", emulated)
-    has_the_bits_of_the_model(lambda problem: launch.run_int8(problem, isa), pv)
+    has_the_bits_of_the_model(lambda problem: launch_int8.run(problem, isa), pv)

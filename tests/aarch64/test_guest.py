@@ -1,4 +1,5 @@
 """On an AArch64 machine, real or emulated (`make test-aarch64`): what it is taken for, and the bits of INT8 attention on it."""
+
 import os
 import platform
 
@@ -8,18 +9,26 @@ from oracles import draw, naive, qkv
 
 import numflash
 from numflash import quantization, reference, validation
-from numflash.cpu import launch, target
-from numflash.cpu.isas import running_lanes
+from numflash.cache.kvcache import KVCache
+from numflash.cpu import launch
+from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
-from numflash.kvcache import KVCache
+from numflash.jit import target
 from numflash.quantization import quantize_problem
 
-pytestmark = pytest.mark.skipif(platform.machine() != "aarch64", reason="needs an AArch64 machine; make test-aarch64 emulates one")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "aarch64",
+    reason="needs an AArch64 machine; make test-aarch64 emulates one",
+)
 
 EMULATED = os.environ.get("GUEST_CPU")
 # GUEST_CPU -> (instruction sets, best first; int32 lanes of the best)
-EXPECTED = {"a64fx": (["sve", "portable"], 16), "neoverse-v1": (["sve", "neon_dot", "portable"], 8),
-            "neoverse-v2": (["sve", "neon_dot", "portable"], 4), "neoverse-n1": (["neon_dot", "portable"], 4)}
+EXPECTED = {
+    "a64fx": (["sve", "portable"], 16),
+    "neoverse-v1": (["sve", "neon_dot", "portable"], 8),
+    "neoverse-v2": (["sve", "neon_dot", "portable"], 4),
+    "neoverse-n1": (["neon_dot", "portable"], 4),
+}
 CASES = {
     "full": ({"l": 30, "s": 140, "d": 64}, {}),
     "causal": ({"l": 70, "s": 70, "d": 20, "dv": 36}, {"is_causal": True}),
@@ -43,7 +52,7 @@ def test_what_the_machine_lacks_is_refused():
 
 
 KERNELS = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
-if EMULATED == "a64fx":                          # a kernel takes minutes to compile under emulation
+if EMULATED == "a64fx":  # a kernel takes minutes to compile under emulation
     KERNELS.remove(("portable", "fp32"))
 elif EMULATED:
     KERNELS = KERNELS[:1]
@@ -53,9 +62,11 @@ def has_the_bits_of_the_model(run, pv):
     """Every case by `run(problem)` -> (out, lse): equal bits; with float values their sums are rounded in another order."""
     for name, (shape, options) in CASES.items():
         arrays = qkv(**shape)
-        if name == "mask":                           # a query that is not finite: NaN, where vectors convert NaN to 0, too
+        if name == "mask":  # a query that is not finite: NaN, where vectors convert NaN to 0, too
             arrays[0][0, 0, 5, 3] = np.nan
-        problem = quantize_problem(validation.problem(*arrays, precision="int8", pv=pv, return_lse=True, **options))
+        problem = quantize_problem(
+            validation.problem(*arrays, precision="int8", pv=pv, return_lse=True, **options)
+        )
         out, lse = reference.integer_model(problem)
         got, got_lse = run(problem)
         np.testing.assert_allclose(got, out, rtol=0, atol=0 if pv == "int8" else 2e-6, err_msg=name)
@@ -67,7 +78,10 @@ def test_bits_of_the_integer_model(isa, pv):
     has_the_bits_of_the_model(lambda problem: launch.run(problem, isa), pv)
 
 
-@pytest.mark.skipif(EMULATED not in (None, "a64fx"), reason="the same NEON code on every machine, and minutes to compile")
+@pytest.mark.skipif(
+    EMULATED not in (None, "a64fx"),
+    reason="the same NEON code on every machine, and minutes to compile",
+)
 def test_float_attention():
     for name, (shape, options) in CASES.items():
         arrays = qkv(**shape)
@@ -86,10 +100,15 @@ def decode_and_compare():
     for stored, x in ((k, key[0]), (v, value[0])):
         np.testing.assert_array_equal(stored.data, quantization.quantize(x).data)
     for splits in (1, 2):
-        exact = reference.integer_decode(quantization.quantize(query[0]), k, v, 36**-0.5, np.ones((1, 150), bool), splits)[0]
+        exact = reference.integer_decode(
+            quantization.quantize(query[0]), k, v, 36**-0.5, np.ones((1, 150), bool), splits
+        )[0]
         np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)
 
 
-@pytest.mark.skipif(EMULATED not in (None, "a64fx"), reason="two kernels more, each minutes to compile; test_decode.py runs them")
+@pytest.mark.skipif(
+    EMULATED not in (None, "a64fx"),
+    reason="two kernels more, each minutes to compile; test_decode.py runs them",
+)
 def test_decode_has_the_bits_of_the_integer_model():
     decode_and_compare()

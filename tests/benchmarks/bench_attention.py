@@ -3,19 +3,22 @@
 A contender is checked against float64 before it is timed. `extra_info` holds GOP/s, the share of the INT8 peak measured in the
 same run, effective bandwidth, the five error figures; of the fused kernel also the time and efficiency of each part.
 """
+
 import functools
 
 import pytest
 
-from numflash import roofline
-from numflash.contenders import Case, contenders, on_threads
-from numflash.cpu import phases, target
-from numflash.cpu.isas import VECTOR_ISAS
+from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.errors import UnsupportedError
+from numflash.jit import target
+from numflash.measure import phases, roofline
+from numflash.measure.contenders import Case, contenders, on_threads
 
-LENGTHS = (64, 512, 1024, 2048, 4096, 8192)      # Fused FlashAttention V2, "Test matrix"
+LENGTHS = (64, 512, 1024, 2048, 4096, 8192)  # Fused FlashAttention V2, "Test matrix"
 HEAD_DIMS = (128, 64)
-CASES = [Case(length, d, causal) for d in HEAD_DIMS for length in LENGTHS for causal in (False, True)]
+CASES = [
+    Case(length, d, causal) for d in HEAD_DIMS for length in LENGTHS for causal in (False, True)
+]
 CASES += [Case(512, 64, causal, heads=8) for causal in (False, True)]
 ISA = target.available()[0]
 
@@ -41,8 +44,13 @@ def bench_attention(benchmark, contender, case):
     if benchmark.stats:
         rate = case.operations / benchmark.stats.stats.median
         benchmark.extra_info.update(
-            found.as_dict(), gops=rate / 1e9, int8_peak_gops=peak.int8 / 1e9, share_of_int8_peak=rate / peak.int8,
-            effective_bandwidth=case.traffic / benchmark.stats.stats.median, read_bandwidth=peak.read)
+            found.as_dict(),
+            gops=rate / 1e9,
+            int8_peak_gops=peak.int8 / 1e9,
+            share_of_int8_peak=rate / peak.int8,
+            effective_bandwidth=case.traffic / benchmark.stats.stats.median,
+            read_bandwidth=peak.read,
+        )
 
 
 @pytest.mark.skipif(ISA not in VECTOR_ISAS, reason="the target has no register tiles")

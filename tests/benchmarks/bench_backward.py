@@ -2,21 +2,26 @@
 
 `make bench` runs it; PyTorch takes part where it is installed. Nothing here passes or fails by time.
 """
+
 import numpy as np
 import pytest
 
 from numflash import attention, attention_backward
-from numflash.contenders import on_threads
 from numflash.cpu.study import backward_plain
+from numflash.measure.contenders import on_threads
 
-CASES = {f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
-         for h, l, d in ((8, 2048, 64), (8, 2048, 128), (8, 512, 64)) for causal in (False, True)}
+CASES = {
+    f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
+    for h, l, d in ((8, 2048, 64), (8, 2048, 128), (8, 512, 64))
+    for causal in (False, True)
+}
 
 
 def tiled(do, q, k, v, causal):
     def call():
         out, lse = attention(q, k, v, is_causal=causal, return_lse=True)
         return attention_backward(do, q, k, v, out, lse, is_causal=causal)
+
     return call
 
 
@@ -24,6 +29,7 @@ def plain(do, q, k, v, causal):
     def call():
         out, lse = attention(q, k, v, is_causal=causal, return_lse=True)
         return backward_plain.backward(do, q, k, v, out, lse, causal)
+
     return call
 
 
@@ -34,8 +40,11 @@ def pytorch(do, q, k, v, causal):
     def call():
         for x in leaves:
             x.grad = None
-        torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal).backward(torch.from_numpy(do))
+        torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal).backward(
+            torch.from_numpy(do)
+        )
         return tuple(x.grad.numpy() for x in leaves)
+
     return call
 
 
@@ -52,4 +61,6 @@ def bench_forward_and_backward(benchmark, case, prepare):
         benchmark.group = case
         benchmark.pedantic(call, rounds=5, warmup_rounds=1)
     if benchmark.stats:
-        benchmark.extra_info["gflops"] = 14e-9 * h * d * length**2 / (2 if causal else 1) / benchmark.stats.stats.median
+        benchmark.extra_info["gflops"] = (
+            14e-9 * h * d * length**2 / (2 if causal else 1) / benchmark.stats.stats.median
+        )

@@ -3,19 +3,25 @@
 Checked against float64 before it is timed. `extra_info` holds the bytes per second of cache read, their share of the read
 bandwidth, the ratio to PyTorch where it is installed, and the time of appending one token, also as a share of the decode.
 """
+
 import functools
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-from numflash import roofline
-from numflash.contenders import on_threads
-from numflash.kvcache import KVCache
-from numflash.timing import median_time
+from numflash.cache.kvcache import KVCache
+from numflash.measure import roofline
+from numflash.measure.contenders import on_threads
+from numflash.measure.timing import median_time
 
-CASES = [(32, 8, 32768, 128), (32, 8, 4096, 128), (14, 2, 4096, 64), (14, 2, 256, 64)]    # query heads, KV heads, length, D
-CHECKED = 2                                      # query heads held against float64
+CASES = [
+    (32, 8, 32768, 128),
+    (32, 8, 4096, 128),
+    (14, 2, 4096, 64),
+    (14, 2, 256, 64),
+]  # query heads, KV heads, length, D
+CHECKED = 2  # query heads held against float64
 
 
 @functools.cache
@@ -35,15 +41,20 @@ def share_of_bandwidth(run, nbytes, threads, rounds=15):
 @functools.lru_cache(1)
 def arrays(heads, kv_heads, length, d):
     rng = np.random.default_rng(length)
-    return (rng.standard_normal((1, heads, 1, d), np.float32), *(rng.standard_normal((1, kv_heads, length, d), np.float32)
-                                                                for _ in range(2)))
+    return (
+        rng.standard_normal((1, heads, 1, d), np.float32),
+        *(rng.standard_normal((1, kv_heads, length, d), np.float32) for _ in range(2)),
+    )
 
 
 def torch_seconds(q, k, v):
     import torch
+
     tensors = [torch.from_numpy(x) for x in (q, k, v)]
     with torch.inference_mode():
-        return median_time(lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, enable_gqa=True), 7)
+        return median_time(
+            lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, enable_gqa=True), 7
+        )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -56,20 +67,29 @@ def bench_decode(benchmark, case, dtype, threads):
     out = np.empty_like(q)
     with on_threads(threads):
         cache.decode(q, out=out)
-        s = (q[0, :CHECKED, 0].astype(np.float64) @ k[0, 0].T.astype(np.float64)) * case[3]**-0.5
+        s = (q[0, :CHECKED, 0].astype(np.float64) @ k[0, 0].T.astype(np.float64)) * case[3] ** -0.5
         p = np.exp(s - s.max(1, keepdims=True))
         exact = p @ v[0, 0] / p.sum(1, keepdims=True)
-        assert np.abs(out[0, :CHECKED, 0] - exact).sum() <= (0.03 if dtype == "int8" else 1e-5) * np.abs(exact).sum()
+        assert (
+            np.abs(out[0, :CHECKED, 0] - exact).sum()
+            <= (0.03 if dtype == "int8" else 1e-5) * np.abs(exact).sum()
+        )
         benchmark.group = f"decode {case}, {threads} threads"
         benchmark.pedantic(functools.partial(cache.decode, q, out=out), rounds=50, warmup_rounds=2)
         if benchmark.stats:
-            held = cache.nbytes * case[2] / cache.page_size                     # the cache is a little longer
+            held = cache.nbytes * case[2] / cache.page_size  # the cache is a little longer
             share = share_of_bandwidth(functools.partial(cache.decode, q, out=out), held, threads)
         token = np.ascontiguousarray(k[:, :, :1]), np.ascontiguousarray(v[:, :, :1])
-        append = median_time(lambda: cache.append(*token), 50, 0)           # no more: the cache has 64 slots left
+        append = median_time(
+            lambda: cache.append(*token), 50, 0
+        )  # no more: the cache has 64 slots left
         if benchmark.stats:
             median = benchmark.stats.stats.median
-            benchmark.extra_info.update(bytes_per_second=held / median, share_of_read_bandwidth=share,
-                                        append_seconds=append, append_share_of_decode=append / median)
+            benchmark.extra_info.update(
+                bytes_per_second=held / median,
+                share_of_read_bandwidth=share,
+                append_seconds=append,
+                append_share_of_decode=append / median,
+            )
             if find_spec("torch"):
                 benchmark.extra_info["times_torch"] = torch_seconds(q, k, v) / median

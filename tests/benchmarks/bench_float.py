@@ -4,6 +4,7 @@
 more than contenders differ. Peers take part where they are installed (`pip install torch onnx onnxruntime openvino`).
 Nothing here passes or fails by time.
 """
+
 import sys
 import time
 
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 
 from numflash import attention, interop, reference, validation
-from numflash.contenders import on_threads
+from numflash.measure.contenders import on_threads
 
-CASES = {f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
-         for h, l, d in ((1, 4096, 128), (8, 512, 64)) for causal in (False, True)}
+CASES = {
+    f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
+    for h, l, d in ((1, 4096, 128), (8, 512, 64))
+    for causal in (False, True)
+}
 BUDGET = {"float32": 1e-5, "bfloat16": 0.02}
 
 
@@ -30,6 +34,7 @@ def pytorch(precision, q, k, v, causal):
     def call():
         with torch.inference_mode():
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
     return lambda: call().float().numpy()
 
 
@@ -39,17 +44,34 @@ def onnx_runtime(precision, q, k, v, causal):
         pytest.skip("ONNX Runtime's CPU attention has no bfloat16")
     ort, helper = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx.helper")
     b, h, length, d = q.shape
-    kind, shape = 1, [b, length, h * d]                                    # TensorProto.FLOAT
-    node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", num_heads=h,
-                            unidirectional=int(causal))
-    graph = helper.make_graph([node], "attention", [helper.make_tensor_value_info(n, kind, shape) for n in "qkv"],
-                              [helper.make_tensor_value_info("o", kind, shape)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)])
+    kind, shape = 1, [b, length, h * d]  # TensorProto.FLOAT
+    node = helper.make_node(
+        "MultiHeadAttention",
+        ["q", "k", "v"],
+        ["o"],
+        domain="com.microsoft",
+        num_heads=h,
+        unidirectional=int(causal),
+    )
+    graph = helper.make_graph(
+        [node],
+        "attention",
+        [helper.make_tensor_value_info(n, kind, shape) for n in "qkv"],
+        [helper.make_tensor_value_info("o", kind, shape)],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    )
     model.ir_version = 9
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feed = {n: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(shape) for n, x in zip("qkv", (q, k, v), strict=True)}
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    feed = {
+        n: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(shape)
+        for n, x in zip("qkv", (q, k, v), strict=True)
+    }
     return lambda: session.run(None, feed)[0].reshape(b, length, h, d).transpose(0, 2, 1, 3)
 
 
@@ -57,16 +79,26 @@ def openvino(precision, q, k, v, causal):
     ov = pytest.importorskip("openvino")
     ops = pytest.importorskip("openvino.opset13")
     parameters = [ops.parameter(list(x.shape), ov.Type.f32) for x in (q, k, v)]
-    model = ov.Model([ops.scaled_dot_product_attention(*parameters, causal=causal)], parameters, "attention")
+    model = ov.Model(
+        [ops.scaled_dot_product_attention(*parameters, causal=causal)], parameters, "attention"
+    )
     hint = {"float32": "f32", "bfloat16": "bf16"}[precision]
-    request = ov.Core().compile_model(model, "CPU", {
-        "INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": hint}).create_infer_request()
+    request = (
+        ov.Core()
+        .compile_model(
+            model,
+            "CPU",
+            {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": hint},
+        )
+        .create_infer_request()
+    )
     for i, x in enumerate((q, k, v)):
         request.set_input_tensor(i, ov.Tensor(x, shared_memory=True))
 
     def call():
         request.infer()
         return request.get_output_tensor(0).data
+
     return call
 
 
@@ -81,7 +113,9 @@ def checked(precision, case, prepare):
     call = prepare(precision, q, k, v, causal)
     tail = validation.problem(q[:, :, -64:], k, v, is_causal=causal, alignment="lower_right")
     want = reference.oracle(tail)[0]
-    assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max(), prepare.__name__
+    assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max(), (
+        prepare.__name__
+    )
     return call
 
 
@@ -109,7 +143,9 @@ def compare(precision, case, seconds=2.0):
         try:
             calls[prepare.__name__] = checked(precision, case, prepare)
         except pytest.skip.Exception as reason:
-            print(f"{precision} {case}: {prepare.__name__} takes no part ({reason})", file=sys.stderr)
+            print(
+                f"{precision} {case}: {prepare.__name__} takes no part ({reason})", file=sys.stderr
+            )
     times = {name: [] for name in calls}
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(times["ours"]) < 3:
@@ -126,7 +162,10 @@ def main(precisions):
             for case in CASES:
                 found = compare(precision, case)
                 base = found["ours"]
-                shown = (f"{name} {1e3 * t:.2f} ms, {gflops(case, t):.0f} GFLOP/s, {t / base:.2f}" for name, t in found.items())
+                shown = (
+                    f"{name} {1e3 * t:.2f} ms, {gflops(case, t):.0f} GFLOP/s, {t / base:.2f}"
+                    for name, t in found.items()
+                )
                 print(f"{precision:9}{case:24}" + "  ".join(shown), flush=True)
 
 

@@ -2,16 +2,21 @@
 
 `python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here passes or fails by time.
 """
+
 import numpy as np
 import pytest
 
-from numflash.contenders import on_threads
 from numflash.cpu.study import improvements
-from numflash.cpu.threads import most
+from numflash.jit.threads import most
+from numflash.measure.contenders import on_threads
 
-SWITCHES = {"the document's": ("plain", "fp32", False), "vector exp2": ("vectors", "fp32", False),
-            "prefetching": ("vectors", "fp32", True), "16-bit P.V": ("vectors", "bf16", False),
-            "INT8 P.V": ("vectors", "int8", False)}
+SWITCHES = {
+    "the document's": ("plain", "fp32", False),
+    "vector exp2": ("vectors", "fp32", False),
+    "prefetching": ("vectors", "fp32", True),
+    "16-bit P.V": ("vectors", "bf16", False),
+    "INT8 P.V": ("vectors", "int8", False),
+}
 
 
 @pytest.mark.parametrize("threads", sorted({1, most()}))
@@ -28,5 +33,7 @@ def bench_fused(benchmark, name, kv_heads, causal, threads):
             pytest.skip(f"no {pv} on this target")
         wanted = prepared.run("plain", "fp32")
         assert np.abs(prepared.run(exp2, pv, ahead) - wanted).max() <= 0.05 * np.abs(wanted).max()
-        benchmark.group = f"L=2048 D=128 H=4 Hkv={kv_heads} {'causal' if causal else 'full'} threads={threads}"
+        benchmark.group = (
+            f"L=2048 D=128 H=4 Hkv={kv_heads} {'causal' if causal else 'full'} threads={threads}"
+        )
         benchmark.pedantic(lambda: prepared.run(exp2, pv, ahead), rounds=5, warmup_rounds=1)

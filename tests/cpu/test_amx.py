@@ -1,10 +1,12 @@
 """AMX: code of nothing but the tile's work, for a target that has it; refusal where the target or the system lacks it."""
+
 import numpy as np
 import pytest
 
-from numflash import assembly, codegen
-from numflash.cpu import amx, target
+from numflash.cpu.int8 import amx
 from numflash.errors import UnsupportedError
+from numflash.jit import target
+from numflash.machinecode import assembly, codegen
 
 CPU = "sapphirerapids"
 
@@ -28,17 +30,24 @@ def code():
             both(q, 0, 128, k, 0, 256, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128, ())
             save(room, i)
         release()
+
     types = "void(int64, int64, uint8[::1], int8[::1], float32[::1], float32[::1], int16[::1])"
     return codegen.compile_for(blocks, types, codegen.Target.named(CPU)).assembly
 
 
 def test_every_turn_is_four_products_and_eight_rows(code):
-    loops = [loop for loop in assembly.loops(code) if any("tdpbssd" in i for i in loop.instructions)
-             and any("vpackssdw" in i for i in loop.instructions)]
+    loops = [
+        loop
+        for loop in assembly.loops(code)
+        if any("tdpbssd" in i for i in loop.instructions)
+        and any("vpackssdw" in i for i in loop.instructions)
+    ]
     best = min(loops, key=lambda loop: len(loop.instructions)).instructions
     assert sum("tdpbssd" in i for i in best) == 4 and sum("tileloadd" in i for i in best) == 4
     assert sum("vpackssdw" in i for i in best) == 8 and sum("vcvtdq2ps" in i for i in best) == 16
-    assert not any(assembly.is_stack(i) or assembly.is_call(i) or assembly.is_float64(i) for i in best)
+    assert not any(
+        assembly.is_stack(i) or assembly.is_call(i) or assembly.is_float64(i) for i in best
+    )
 
 
 def test_scratch_is_not_cleared(code):
@@ -49,6 +58,7 @@ def test_a_target_without_tiles_refuses():
     if "znver4" not in codegen.TRIPLES:
         pytest.skip("this LLVM does not know znver4")
     from numba import njit
+
     configure = amx.configure
     with pytest.raises(Exception, match=r"amx_int8.*amx-tile"):
         codegen.compile_for(njit(lambda: configure()), "void()", codegen.Target.named("znver4"))
@@ -60,7 +70,9 @@ def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
         pytest.skip("the target has no AMX")
     monkeypatch.setattr(target, "tiles_permitted", lambda: False)
     assert "amx_int8" not in target.available()
-    with pytest.raises(UnsupportedError, match="refused by the operating system; allowed here: 'avx512_vnni'"):
+    with pytest.raises(
+        UnsupportedError, match="refused by the operating system; allowed here: 'avx512_vnni'"
+    ):
         target.require("amx_int8")
 
 
@@ -70,7 +82,8 @@ def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
 def test_products_are_the_integer_products(steps, instruction, dtype):
     from numba import njit
 
-    from numflash.memory import empty
+    from numflash.jit.memory import empty
+
     rng = np.random.default_rng(steps)
     limits = np.iinfo(dtype)
     a = rng.integers(limits.min, limits.max + 1, (32, 64 * steps)).astype(dtype)
@@ -89,6 +102,7 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
         save(room, 0)
         finish(room, 0, s, 0, t, 0, o, 0, 32, ())
         release()
+
     out[:] = 0
     run(a.reshape(-1), packed, ones, ones, out.reshape(-1))
     np.testing.assert_array_equal(out, (a.astype(np.int64) @ b.astype(np.int64)).astype(np.float32))

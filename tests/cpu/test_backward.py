@@ -1,4 +1,5 @@
 """Gradients of attention, every kernel: float64, within twice the error of plain float32; finite differences; equal bits."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,10 +11,11 @@ from test_float_properties import problems
 
 import numflash
 from numflash import attention, attention_backward, interop, reference
-from numflash.cpu import launch_backward, target
-from numflash.cpu.backward import make_backward
-from numflash.cpu.threads import limit, most
+from numflash.cpu import launch_backward
+from numflash.cpu.backward.flash_backward import make_backward
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.jit import target
+from numflash.jit.threads import limit, most
 
 F = np.float32
 ISAS = target.available(target.FLOAT_ISAS)
@@ -28,12 +30,21 @@ def close(found, operands, ulp=2.0**-23, **options):
     plain = naive_gradients(*operands, **options, dtype=F)
     do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
     d, dv = (operands[n].shape[-1] for n in (1, 3))
-    scores, of_weights = q * k * d**0.5 * max(1, options.get("scale") or 0), do * v * (dv / d) ** 0.5
+    scores, of_weights = (
+        q * k * d**0.5 * max(1, options.get("scale") or 0),
+        do * v * (dv / d) ** 0.5,
+    )
     slopes = options.get("alibi_slopes")
-    scores += 0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
-    for name, mine, low, want, of_scores in zip(NAMES, found, plain, wanted, (of_weights * k, of_weights * q, 0), strict=True):
+    scores += (
+        0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
+    )
+    for name, mine, low, want, of_scores in zip(
+        NAMES, found, plain, wanted, (of_weights * k, of_weights * q, 0), strict=True
+    ):
         assert mine.shape == want.shape
-        allowed = 2 * np.abs(low - want).max(initial=0) + (4 * ulp + 2.0**-23 * scores) * max(1, np.abs(want).max(initial=0))
+        allowed = 2 * np.abs(low - want).max(initial=0) + (4 * ulp + 2.0**-23 * scores) * max(
+            1, np.abs(want).max(initial=0)
+        )
         allowed += 2.0**-23 * of_scores
         off = np.abs(mine - want).max(initial=0)
         assert off <= allowed, f"{name}: off by {off:.3g}, allowed {allowed:.3g}"
@@ -68,7 +79,19 @@ def test_lengths_around_every_block_edge(isa, causal):
 
 @every_isa
 def test_head_dims_and_groups_of_heads(isa):
-    for d, dv in [(1, 1), (3, 2), (16, 40), (40, 16), (64, 80), (72, 72), (100, 33), (128, 128), (256, 256), (512, 512), (80, 1)]:
+    for d, dv in [
+        (1, 1),
+        (3, 2),
+        (16, 40),
+        (40, 16),
+        (64, 80),
+        (72, 72),
+        (100, 33),
+        (128, 128),
+        (256, 256),
+        (512, 512),
+        (80, 1),
+    ]:
         agrees(*drawn(b=2, h=4, hkv=1 if d % 3 else 2, l=40, s=75, d=d, dv=dv), isa, is_causal=True)
     agrees(*drawn(b=1, h=12, hkv=2, l=20, s=30, d=8), isa)
 
@@ -77,7 +100,13 @@ def test_head_dims_and_groups_of_heads(isa):
 def test_windows_key_lengths_and_long_sequences(isa):
     for window in [(0, 0), (3, None), (None, 5), (17, 9), (100, 64), (1000, 1000)]:
         for alignment in ("upper_left", "lower_right"):
-            agrees(*drawn(b=2, l=150, s=400, d=16), isa, window=window, alignment=alignment, key_lengths=np.array([333, 64]))
+            agrees(
+                *drawn(b=2, l=150, s=400, d=16),
+                isa,
+                window=window,
+                alignment=alignment,
+                key_lengths=np.array([333, 64]),
+            )
     agrees(*drawn(b=3, l=9, s=70, d=16), isa, key_lengths=np.array([0, 1, 70]))
     agrees(*drawn(l=300, s=1000, d=16), isa, window=(None, 3), scale=2.0)
 
@@ -98,11 +127,20 @@ def test_masks_of_every_shape_that_broadcasts(isa, shape):
 @every_isa
 def test_everything_at_once(isa):
     for softcap, slopes, bias, sinks in np.ndindex(2, 2, 2, 2):
-        agrees(*drawn(b=2, h=4, hkv=2, l=61, s=283, d=40, dv=24), isa,
-               attn_mask=draw((2, 1, 61, 283)) if bias else np.random.default_rng(0).random((1, 4, 61, 283)) < 0.5,
-               window=(100, 20), alignment="lower_right", key_lengths=np.array([283, 200]), softcap=2.5 * softcap,
-               alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0]) if slopes else None, scale=0.7,
-               sinks=np.array([0.5, -1.0, 3.0, 0.0]) if sinks else None)
+        agrees(
+            *drawn(b=2, h=4, hkv=2, l=61, s=283, d=40, dv=24),
+            isa,
+            attn_mask=draw((2, 1, 61, 283))
+            if bias
+            else np.random.default_rng(0).random((1, 4, 61, 283)) < 0.5,
+            window=(100, 20),
+            alignment="lower_right",
+            key_lengths=np.array([283, 200]),
+            softcap=2.5 * softcap,
+            alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0]) if slopes else None,
+            scale=0.7,
+            sinks=np.array([0.5, -1.0, 3.0, 0.0]) if sinks else None,
+        )
 
 
 def combination(case, isa):
@@ -125,8 +163,16 @@ def test_any_combination_at_length(isa, case):
 
 
 # ---- checks that know nothing of the formula -----------------------------------------------------------------------------------
-ALL = {"is_causal": True, "window": (4, None), "alignment": "lower_right", "softcap": 2.0, "sinks": np.array([0.5, -1.0]),
-       "alibi_slopes": np.array([0.5, 0.1]), "attn_mask": np.where(draw((2, 5, 7)) > -1, draw((2, 5, 7)), F(-np.inf)), "scale": 0.8}
+ALL = {
+    "is_causal": True,
+    "window": (4, None),
+    "alignment": "lower_right",
+    "softcap": 2.0,
+    "sinks": np.array([0.5, -1.0]),
+    "alibi_slopes": np.array([0.5, 0.1]),
+    "attn_mask": np.where(draw((2, 5, 7)) > -1, draw((2, 5, 7)), F(-np.inf)),
+    "scale": 0.8,
+}
 
 
 @every_isa
@@ -142,24 +188,32 @@ def test_a_gradient_is_what_the_oracle_changes_by(isa, options):
                 x[at] = old + step
                 moved.append((do * naive(*arrays, **options)[0]).sum())
             x[at] = old
-            assert abs((moved[0] - moved[1]) / 2e-6 - gradient[at]) < 2e-6 * max(1, abs(gradient[at]))
+            assert abs((moved[0] - moved[1]) / 2e-6 - gradient[at]) < 2e-6 * max(
+                1, abs(gradient[at])
+            )
 
 
-@pytest.mark.parametrize(("h", "hkv", "options"), [(2, 1, {}), (2, 1, ALL), (2, 1, {"key_lengths": [3]}), (4, 2, {}), (6, 2, {})],
-                         ids=["plain", "all options", "padding", "groups", "larger groups"])
+@pytest.mark.parametrize(
+    ("h", "hkv", "options"),
+    [(2, 1, {}), (2, 1, ALL), (2, 1, {"key_lengths": [3]}), (4, 2, {}), (6, 2, {})],
+    ids=["plain", "all options", "padding", "groups", "larger groups"],
+)
 def test_the_reference_is_the_definition(h, hkv, options):
     do, q, k, v = drawn(h=h, hkv=hkv, l=5, s=7, d=3)
     problem = make(q, k, v, **options)
     found = reference.gradients(problem, do, *reference.oracle(problem), block=2)
     for mine, want in zip(found, naive_gradients(do, q, k, v, **options), strict=True):
-        np.testing.assert_allclose(mine, want, rtol=1e-6, atol=1e-7)       # float32 slopes and biases
+        np.testing.assert_allclose(mine, want, rtol=1e-6, atol=1e-7)  # float32 slopes and biases
 
 
 @pytest.mark.parametrize(("bias", "sink"), [(2.0**25, 2.0**25), (2.0**25, 0.0), (-(2.0**25), None)])
 def test_the_reference_with_scores_far_from_zero(bias, sink):
     """An LSE as float32 holds it is off by ones there; the sink takes part when it is computed anew."""
     do, q, k, v = drawn(h=2, l=5, s=7, d=3)
-    options = {"attn_mask": np.full((5, 7), bias, F), "sinks": None if sink is None else np.full(2, sink, F)}
+    options = {
+        "attn_mask": np.full((5, 7), bias, F),
+        "sinks": None if sink is None else np.full(2, sink, F),
+    }
     problem = make(q, k, v, **options)
     out, lse = reference.oracle(problem)
     found = reference.gradients(problem, do, out, lse.astype(F))
@@ -173,6 +227,7 @@ def test_in_the_reference_too_what_is_hidden_never_leaks():
     def solved():
         problem = make(q, k, v, is_causal=True)
         return reference.gradients(problem, do, *reference.oracle(problem))[0]
+
     clean = solved()
     for x in (k, v):
         kept = x[:, :, 4].copy()
@@ -186,11 +241,22 @@ def test_in_the_reference_too_what_is_hidden_never_leaks():
 @pytest.mark.parametrize("impl", ["reference", "cpu", "portable"])
 def test_parts_of_the_keys_add_up_to_the_whole(impl):
     do, q, k, v = drawn(l=50, s=90, d=16)
-    parts = [attention(q, x, y, return_lse=True) for x, y in ((k[:, :, :35], v[:, :, :35]), (k[:, :, 35:], v[:, :, 35:]))]
+    parts = [
+        attention(q, x, y, return_lse=True)
+        for x, y in ((k[:, :, :35], v[:, :, :35]), (k[:, :, 35:], v[:, :, 35:]))
+    ]
     out, lse = numflash.merge_states(*parts[0], *parts[1])
-    first, second = (attention_backward(do, q, k[:, :, cut], v[:, :, cut], out, lse, impl=impl)
-                     for cut in (slice(0, 35), slice(35, 90)))
-    close((first[0] + second[0], *(np.concatenate(x, 2) for x in zip(first[1:], second[1:], strict=True))), (do, q, k, v))
+    first, second = (
+        attention_backward(do, q, k[:, :, cut], v[:, :, cut], out, lse, impl=impl)
+        for cut in (slice(0, 35), slice(35, 90))
+    )
+    close(
+        (
+            first[0] + second[0],
+            *(np.concatenate(x, 2) for x in zip(first[1:], second[1:], strict=True)),
+        ),
+        (do, q, k, v),
+    )
 
 
 # ---- what is hidden, and what is not finite ------------------------------------------------------------------------------------
@@ -202,11 +268,16 @@ def test_what_nobody_sees_has_no_gradient(isa):
     for dense in (mask, np.where(mask, F(0), F(-np.inf))):
         dq, dk, dv = agrees(do, q, k, v, isa, attn_mask=dense)
         assert not dq[:, :, [7, 21]].any() and not dk[:, :, 30].any() and not dv[:, :, 30].any()
-    dq, _, _ = agrees(do, q, k[:, :, :10], v[:, :, :10], isa, is_causal=True, alignment="lower_right")
+    dq, _, _ = agrees(
+        do, q, k[:, :, :10], v[:, :, :10], isa, is_causal=True, alignment="lower_right"
+    )
     assert not dq[:, :, :30].any() and dq[:, :, 31:].any()
     _, dk, dv = agrees(do, q, k, v, isa, key_lengths=np.array([33]))
     assert not dk[:, :, 33:].any() and not dv[:, :, 33:].any() and dv[:, :, :33].all()
-    assert not any(x.any() for x in solve(do, q, k, v, isa, attn_mask=np.zeros((40, 90), bool), sinks=[0.0, 1.0]))
+    assert not any(
+        x.any()
+        for x in solve(do, q, k, v, isa, attn_mask=np.zeros((40, 90), bool), sinks=[0.0, 1.0])
+    )
 
 
 WAYS = ("mask", "bias", "padding", "causal", "window")
@@ -219,10 +290,17 @@ def test_what_is_hidden_never_leaks(isa, way):
     do, q, k, v = drawn(l=200, s=200, d=16)
     mask = np.random.default_rng(1).random((200, 200)) < 0.7
     mask[:150, [3, 130]] = False
-    options = {"mask": {"attn_mask": mask}, "bias": {"attn_mask": np.where(mask, F(0), F(-np.inf))},
-               "padding": {"key_lengths": np.array([3])}, "causal": {"is_causal": True}, "window": {"window": (2, 1)}}[way]
+    options = {
+        "mask": {"attn_mask": mask},
+        "bias": {"attn_mask": np.where(mask, F(0), F(-np.inf))},
+        "padding": {"key_lengths": np.array([3])},
+        "causal": {"is_causal": True},
+        "window": {"window": (2, 1)},
+    }[way]
     problem = make(q, k, v, **options)
-    seen = reference.visible(problem, 0, 0) & (True if problem.bias is None else problem.bias[0, 0] == 0)
+    seen = reference.visible(problem, 0, 0) & (
+        True if problem.bias is None else problem.bias[0, 0] == 0
+    )
     spoiled = seen[:, [3, 130]].any(1)
     safe = ~seen[spoiled].any(0)
     clean = solve(do, q, k, v, isa, **options)
@@ -233,7 +311,13 @@ def test_what_is_hidden_never_leaks(isa, way):
             dq, dk, dv = solve(do, q, k, v, isa, **options)
             which[:, :, [3, 130]] = kept
             assert np.abs(dq - clean[0])[:, :, ~spoiled].max() <= 1e-5
-            assert max(np.abs(x - y)[:, :, safe].max(initial=0) for x, y in ((dk, clean[1]), (dv, clean[2]))) <= 1e-5
+            assert (
+                max(
+                    np.abs(x - y)[:, :, safe].max(initial=0)
+                    for x, y in ((dk, clean[1]), (dv, clean[2]))
+                )
+                <= 1e-5
+            )
             if np.isnan(bad) and spoiled.any():
                 assert np.isnan(dq[:, :, spoiled]).all() and np.isnan(dk[:, :, [3, 130]]).any()
 
@@ -247,7 +331,9 @@ def test_a_row_that_is_not_finite_spoils_only_the_keys_it_sees(isa):
         dirty = [x.copy() for x in operands]
         dirty[n][:, :, 60, 2] = np.nan
         found = solve(*dirty, isa, **options)
-        assert np.isnan(found[0][:, :, 60]).all() and np.isnan(found[2][:, :, 100:161]).any(-1).all()
+        assert (
+            np.isnan(found[0][:, :, 60]).all() and np.isnan(found[2][:, :, 100:161]).any(-1).all()
+        )
         assert np.abs(np.delete(found[0] - clean[0], 60, 2)).max() <= 1e-5
         for x, y in zip(found[1:], clean[1:], strict=True):
             assert np.abs(np.delete(x - y, np.s_[100:161], 2)).max() <= 1e-5
@@ -259,11 +345,27 @@ def test_finite_inputs_never_give_nan(isa):
     for factor in (1e18, 3e38):
         big = F(factor)
         with np.errstate(over="ignore"):
-            for operands in [(do, q * big, k, v), (do, q, k * big, v), (do, q * big, k * big, v), (do, q, k, v * big),
-                             (do * big, q, k, v), (do * big, q, k, v * big), (do * big, q * big, k * big, v * big)]:
+            for operands in [
+                (do, q * big, k, v),
+                (do, q, k * big, v),
+                (do, q * big, k * big, v),
+                (do, q, k, v * big),
+                (do * big, q, k, v),
+                (do * big, q, k, v * big),
+                (do * big, q * big, k * big, v * big),
+            ]:
                 operands = [np.clip(x, -3e38, 3e38).astype(F) for x in operands]
-                for options in ({}, {"is_causal": True}, {"softcap": 30.0}, {"scale": 1e30}, {"scale": 1e-30}):
-                    assert not any(np.isnan(x).any() for x in solve(*operands, isa, **options)), (factor, options)
+                for options in (
+                    {},
+                    {"is_causal": True},
+                    {"softcap": 30.0},
+                    {"scale": 1e30},
+                    {"scale": 1e-30},
+                ):
+                    assert not any(np.isnan(x).any() for x in solve(*operands, isa, **options)), (
+                        factor,
+                        options,
+                    )
 
 
 @every_isa
@@ -293,7 +395,7 @@ def test_scores_that_float32_cannot_hold(isa):
 @every_isa
 def test_equal_bits_at_every_thread_count_and_run(isa):
     do, q, k, v = drawn(b=1, h=6, hkv=2, l=300, s=500, d=16)
-    k[0, 0, 7] = 1e30                                                       # some rows are done again
+    k[0, 0, 7] = 1e30  # some rows are done again
     options = {"attn_mask": np.random.default_rng(0).random((300, 500)) < 0.5, "softcap": 20.0}
     first = solve(do, q, k, v, isa, **options)
     for threads in (1, most(), most()):
@@ -312,13 +414,19 @@ def test_strides_of_every_kind():
         wide[..., ::2] = x
         return wide[..., ::2]
 
-    for change in (np.asfortranarray, twisted, lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
-                   lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)):
+    for change in (
+        np.asfortranarray,
+        twisted,
+        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
+        lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+    ):
         found = attention_backward(*(change(x) for x in (*operands, out, lse)))
         assert all(np.array_equal(a, b) for a, b in zip(want, found, strict=True))
-    ones = np.broadcast_to(F(1), out.shape)                                 # the gradient of out.sum()
-    assert np.array_equal(attention_backward(ones, *operands[1:], out, lse)[2],
-                          attention_backward(ones.copy(), *operands[1:], out, lse)[2])
+    ones = np.broadcast_to(F(1), out.shape)  # the gradient of out.sum()
+    assert np.array_equal(
+        attention_backward(ones, *operands[1:], out, lse)[2],
+        attention_backward(ones.copy(), *operands[1:], out, lse)[2],
+    )
 
 
 @pytest.mark.skipif(ISAS[0] == "portable", reason="no register tiles here")
@@ -328,7 +436,10 @@ def test_read_only_arrays_compile_nothing_anew():
     want, known = attention_backward(*operands, out, lse), len(make_backward(ISAS[0]).signatures)
     for x in (*operands, out, lse):
         x.flags.writeable = False
-    assert all(np.array_equal(a, b) for a, b in zip(want, attention_backward(*operands, out, lse), strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(want, attention_backward(*operands, out, lse), strict=True)
+    )
     assert len(make_backward(ISAS[0]).signatures) == known
 
 
@@ -337,13 +448,20 @@ def test_read_only_arrays_compile_nothing_anew():
 @pytest.mark.parametrize("ndim", [2, 3, 4])
 def test_layouts_and_promotion(impl, layout, ndim):
     operands = drawn(b=2 if ndim == 4 else 1, h=1 if ndim == 2 else 4, l=6, s=9, d=8, dv=5)
-    arrays = [(x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0] for x in operands]
+    arrays = [
+        (x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0]
+        for x in operands
+    ]
     out, lse = attention(*arrays[1:], is_causal=True, return_lse=True, layout=layout)
     found = attention_backward(*arrays, out, lse, is_causal=True, layout=layout, impl=impl)
-    assert all(x.shape == array.shape and x.dtype == F for x, array in zip(found, arrays[1:], strict=True))
+    assert all(
+        x.shape == array.shape and x.dtype == F for x, array in zip(found, arrays[1:], strict=True)
+    )
     turn = layout == "blhd" and ndim > 2
-    back = [x.reshape(like.swapaxes(1, 2).shape).swapaxes(1, 2) if turn else x.reshape(like.shape)
-            for x, like in zip(found, operands[1:], strict=True)]
+    back = [
+        x.reshape(like.swapaxes(1, 2).shape).swapaxes(1, 2) if turn else x.reshape(like.shape)
+        for x, like in zip(found, operands[1:], strict=True)
+    ]
     close(back, operands, is_causal=True)
 
 
@@ -351,15 +469,27 @@ def test_layouts_and_promotion(impl, layout, ndim):
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_half_precision(impl, precision):
     import ml_dtypes
+
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[precision]
     operands = [x.astype(dtype) for x in drawn(b=2, h=4, hkv=2, l=70, s=83, d=40)]
     out, lse = attention(*operands[1:], enable_gqa=True, is_causal=True, return_lse=True)
     found = attention_backward(*operands, out, lse, enable_gqa=True, is_causal=True, impl=impl)
     assert all(x.dtype == dtype for x in found)
-    close([x.astype(F) for x in found], [x.astype(F) for x in operands], ULP[precision], is_causal=True)
+    close(
+        [x.astype(F) for x in found],
+        [x.astype(F) for x in operands],
+        ULP[precision],
+        is_causal=True,
+    )
     if precision == "bfloat16":
-        bits = attention_backward(*(x.view(np.uint16) for x in (*operands, out)), lse, enable_gqa=True, is_causal=True,
-                                  precision=precision, impl=impl)
+        bits = attention_backward(
+            *(x.view(np.uint16) for x in (*operands, out)),
+            lse,
+            enable_gqa=True,
+            is_causal=True,
+            precision=precision,
+            impl=impl,
+        )
         assert all(np.array_equal(x, y.view(np.uint16)) for x, y in zip(bits, found, strict=True))
 
 
@@ -371,17 +501,26 @@ def test_float64_and_torch():
     assert all(np.array_equal(a, b) and b.dtype == F for a, b in zip(want, found, strict=True))
     torch = pytest.importorskip("torch")
     found = attention_backward(*(torch.from_numpy(x) for x in (*operands, out, lse)))
-    assert all(isinstance(b, torch.Tensor) and np.array_equal(a, b.numpy()) for a, b in zip(want, found, strict=True))
-    found = attention_backward(*(torch.from_numpy(x).bfloat16() for x in (*operands, out)), torch.from_numpy(lse))
+    assert all(
+        isinstance(b, torch.Tensor) and np.array_equal(a, b.numpy())
+        for a, b in zip(want, found, strict=True)
+    )
+    found = attention_backward(
+        *(torch.from_numpy(x).bfloat16() for x in (*operands, out)), torch.from_numpy(lse)
+    )
     assert all(b.dtype == torch.bfloat16 for b in found)
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
 @pytest.mark.parametrize(("b", "l", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_nothing_to_differentiate(impl, b, l, s):
-    operands = [np.ones(shape, F) for shape in ((b, 2, l, 5), (b, 2, l, 8), (b, 2, s, 8), (b, 2, s, 5))]
+    operands = [
+        np.ones(shape, F) for shape in ((b, 2, l, 5), (b, 2, l, 8), (b, 2, s, 8), (b, 2, s, 5))
+    ]
     out, lse = attention(*operands[1:], return_lse=True)
-    for x, gradient in zip(operands[1:], attention_backward(*operands, out, lse, impl=impl), strict=True):
+    for x, gradient in zip(
+        operands[1:], attention_backward(*operands, out, lse, impl=impl), strict=True
+    ):
         assert gradient.shape == x.shape and not gradient.any()
 
 
@@ -389,17 +528,43 @@ def test_bad_arguments_are_named():
     do, q, k, v = drawn(l=9, d=8)
     out, lse = attention(q, k, v, return_lse=True)
     for error, message, arrays, options in [
-            (ArgumentError, r"grad_out: got shape \(9, 8\); allowed: \(1, 2, 9, 8\)", (do[0, 0], q, k, v, out, lse), {}),
-            (ArgumentError, r"out: got shape", (do, q, k, v, out[..., 1:], lse), {}),
-            (ArgumentError, r"lse: got shape \(1, 2, 9, 1\)", (do, q, k, v, out, lse[..., None]), {}),
-            (ArgumentTypeError, r"lse: got dtype float16", (do, q, k, v, out, lse.astype(np.float16)), {}),
-            (ArgumentTypeError, r"grad_out: got dtype int64", (do.astype(int), q, k, v, out, lse), {}),
-            (ArgumentTypeError, r"out: got dtype uint16", (do, q, k, v, interop.to_bfloat16(out), lse), {}),
-            (ArgumentError, r"key: got shape", (do, q, k[..., 1:], v, out, lse), {}),
-            (ArgumentError, r"dropout_p: got 0.5", (do, q, k, v, out, lse), {"dropout_p": 0.5}),
-            (ArgumentError, r"impl: got 'gpu'", (do, q, k, v, out, lse), {"impl": "gpu"}),
-            (ArgumentError, r"attn_mask: got shape", (do, q, k, v, out, lse), {"attn_mask": np.ones((3, 3), bool)}),
-            (UnsupportedError, r"precision: got 'int8', which has no gradient", (do, q, k, v, out, lse), {"precision": "int8"})]:
+        (
+            ArgumentError,
+            r"grad_out: got shape \(9, 8\); allowed: \(1, 2, 9, 8\)",
+            (do[0, 0], q, k, v, out, lse),
+            {},
+        ),
+        (ArgumentError, r"out: got shape", (do, q, k, v, out[..., 1:], lse), {}),
+        (ArgumentError, r"lse: got shape \(1, 2, 9, 1\)", (do, q, k, v, out, lse[..., None]), {}),
+        (
+            ArgumentTypeError,
+            r"lse: got dtype float16",
+            (do, q, k, v, out, lse.astype(np.float16)),
+            {},
+        ),
+        (ArgumentTypeError, r"grad_out: got dtype int64", (do.astype(int), q, k, v, out, lse), {}),
+        (
+            ArgumentTypeError,
+            r"out: got dtype uint16",
+            (do, q, k, v, interop.to_bfloat16(out), lse),
+            {},
+        ),
+        (ArgumentError, r"key: got shape", (do, q, k[..., 1:], v, out, lse), {}),
+        (ArgumentError, r"dropout_p: got 0.5", (do, q, k, v, out, lse), {"dropout_p": 0.5}),
+        (ArgumentError, r"impl: got 'gpu'", (do, q, k, v, out, lse), {"impl": "gpu"}),
+        (
+            ArgumentError,
+            r"attn_mask: got shape",
+            (do, q, k, v, out, lse),
+            {"attn_mask": np.ones((3, 3), bool)},
+        ),
+        (
+            UnsupportedError,
+            r"precision: got 'int8', which has no gradient",
+            (do, q, k, v, out, lse),
+            {"precision": "int8"},
+        ),
+    ]:
         with pytest.raises(error, match=message):
             attention_backward(*arrays, **options)
     with pytest.raises(ArgumentError, match=r"isa.*mmx"):

@@ -1,4 +1,5 @@
 """What a cache refuses, and what it takes and gives: kinds, dtypes, shapes."""
+
 import re
 
 import numpy as np
@@ -7,8 +8,14 @@ from decode_cases import B, D, G, H, expected, filled, tokens
 from oracles import draw
 
 import numflash
-from numflash.errors import ArgumentError, ArgumentTypeError, CacheFullError, NumflashError, UnsupportedError
-from numflash.kvcache import KVCache
+from numflash.cache.kvcache import KVCache
+from numflash.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CacheFullError,
+    NumflashError,
+    UnsupportedError,
+)
 
 
 def test_kinds_and_outputs():
@@ -25,7 +32,9 @@ def test_kinds_and_outputs():
     assert cache.decode(query.astype(np.float16)).dtype == np.float16
     np.testing.assert_allclose(cache.decode(query.astype(np.float64)), exact, rtol=1e-6)
     for scale in (0.1, np.float32(0.1), np.array(0.1)):
-        np.testing.assert_allclose(cache.decode(query, scale=scale), expected(query, key, value, scale=0.1)[0], atol=1e-5)
+        np.testing.assert_allclose(
+            cache.decode(query, scale=scale), expected(query, key, value, scale=0.1)[0], atol=1e-5
+        )
     assert numflash.KVCache is KVCache
 
 
@@ -36,26 +45,35 @@ def test_errors():
         with pytest.raises(ArgumentError, match="query: got shape"):
             cache.decode(np.ascontiguousarray(bad))
     for arguments, error, words in (
-            ((key[:1], value), ArgumentError, "key: got shape"), ((key, value[..., :3]), ArgumentError, "value: got shape"),
-            ((key, value[:, :, :3]), ArgumentError, "value: got 3 tokens"),
-            ((key.astype(int), value), ArgumentTypeError, "key: got dtype"), (("x", value), ArgumentTypeError, "key")):
+        ((key[:1], value), ArgumentError, "key: got shape"),
+        ((key, value[..., :3]), ArgumentError, "value: got shape"),
+        ((key, value[:, :, :3]), ArgumentError, "value: got 3 tokens"),
+        ((key.astype(int), value), ArgumentTypeError, "key: got dtype"),
+        (("x", value), ArgumentTypeError, "key"),
+    ):
         with pytest.raises(error, match=words):
             cache.append(*arguments)
     for counts in ([1], [5, 0], [-1, 0], [0.5, 1]):
         with pytest.raises(ArgumentError, match="counts"):
             cache.append(key, value, counts=counts)
-    for options, error in (({"splits": 0}, ArgumentError), ({"splits": 1.5}, ArgumentTypeError),
-                           ({"splits": [1]}, ArgumentTypeError), ({"return_lse": 1}, ArgumentTypeError),
-                           ({"scale": "x"}, ArgumentTypeError), ({"scale": np.nan}, ArgumentError),
-                           ({"scale": [1.0]}, ArgumentTypeError), ({"scale": 1e300}, ArgumentError),
-                           ({"out": np.zeros(3)}, ArgumentTypeError),
-                           ({"out": np.zeros((1, 2), np.float32)}, ArgumentError)):
+    for options, error in (
+        ({"splits": 0}, ArgumentError),
+        ({"splits": 1.5}, ArgumentTypeError),
+        ({"splits": [1]}, ArgumentTypeError),
+        ({"return_lse": 1}, ArgumentTypeError),
+        ({"scale": "x"}, ArgumentTypeError),
+        ({"scale": np.nan}, ArgumentError),
+        ({"scale": [1.0]}, ArgumentTypeError),
+        ({"scale": 1e300}, ArgumentError),
+        ({"out": np.zeros(3)}, ArgumentTypeError),
+        ({"out": np.zeros((1, 2), np.float32)}, ArgumentError),
+    ):
         with pytest.raises(error, match=next(iter(options))):
             cache.decode(query, **options)
     out = np.full((B, H, 1, D), 7, np.float32)
     with pytest.raises(ArgumentTypeError, match="return_lse"):
         cache.decode(query, out=out, return_lse="yes")
-    assert (out == 7).all()                                          # a call that is refused changes nothing
+    assert (out == 7).all()  # a call that is refused changes nothing
     with pytest.raises(CacheFullError, match="allowed: 700 in all"):
         cache.append(*tokens(697))
     assert cache.lengths.tolist() == [4, 4]
@@ -68,8 +86,13 @@ def test_errors():
     with pytest.raises(ArgumentError, match="only 'int8'"):
         cache.quantized(0)
     cache.close()
-    for use in (lambda: cache.decode(query), lambda: cache.append(key, value), cache.reset, lambda: cache.lengths,
-                lambda: cache.nbytes):
+    for use in (
+        lambda: cache.decode(query),
+        lambda: cache.append(key, value),
+        cache.reset,
+        lambda: cache.lengths,
+        lambda: cache.nbytes,
+    ):
         with pytest.raises(NumflashError, match="after close"):
             use()
 
@@ -95,8 +118,17 @@ def test_nothing_is_asked_and_nobody_asks():
     assert nobody.lengths.tolist() == []
 
 
-@pytest.mark.parametrize("bad", [{"query": (B, H, 1, D + 1)}, {"query": (B, H, 0, D)}, {"scale": "x"}, {"splits": 0},
-                                 {"out": np.zeros(3, np.float32)}], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"query": (B, H, 1, D + 1)},
+        {"query": (B, H, 0, D)},
+        {"scale": "x"},
+        {"splits": 0},
+        {"out": np.zeros(3, np.float32)},
+    ],
+    ids=str,
+)
 def test_a_step_that_raises_appends_nothing(bad):
     cache, _, _ = filled(4)
     options = dict(bad)
@@ -110,7 +142,7 @@ def test_the_result_may_go_over_the_query():
     smooth, _, _ = filled(40, smooth=True)
     huge = KVCache(B, G, D, 9, "float32")
     key, value = tokens(3)
-    huge.append(key * np.float32(1e25), value)                          # rows that are done again in float64
+    huge.append(key * np.float32(1e25), value)  # rows that are done again in float64
     for cache, factor in ((smooth, 1), (huge, 1e25)):
         query = draw((B, H, 1, D), 5) * np.float32(factor)
         wanted, wanted_lse = cache.decode(query, return_lse=True)
@@ -120,11 +152,22 @@ def test_the_result_may_go_over_the_query():
         np.testing.assert_array_equal(lse, wanted_lse)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"dtype": "int4"}, "dtype"), ({"page_size": 100}, "page_size"), ({"page_size": 64}, "page_size"), ({"window": 0}, "window"),
-    ({"sinks": 3}, "sinks"), ({"window": 9, "page_size": 128}, "window"), ({"pages": 4}, "pages"),
-    ({"value_dim": 513}, "value_dim"), ({"smooth": True, "dtype": "float32"}, "smooth"),
-    ({"isa": "sse2"}, "isa"), ({"device": "tpu"}, "device")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int4"}, "dtype"),
+        ({"page_size": 100}, "page_size"),
+        ({"page_size": 64}, "page_size"),
+        ({"window": 0}, "window"),
+        ({"sinks": 3}, "sinks"),
+        ({"window": 9, "page_size": 128}, "window"),
+        ({"pages": 4}, "pages"),
+        ({"value_dim": 513}, "value_dim"),
+        ({"smooth": True, "dtype": "float32"}, "smooth"),
+        ({"isa": "sse2"}, "isa"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
 def test_options_that_are_not_allowed(options, words):
     with pytest.raises(ArgumentError, match=words):
         KVCache(1, 1, 8, 100, **options)
@@ -139,8 +182,12 @@ def test_cuda_is_said_to_be_missing():
         pytest.skip("there is a card")
 
 
-BEYOND = {"float16": (65519, 65520, np.float32), "bfloat16": (3.3961e38, 3.3962e38, np.float32),
-          "float32": (3.4028234e38, 3.4028236e38, np.float64), "int8": (3.38e38, 3.4028236e38, np.float64)}
+BEYOND = {
+    "float16": (65519, 65520, np.float32),
+    "bfloat16": (3.3961e38, 3.3962e38, np.float32),
+    "float32": (3.4028234e38, 3.4028236e38, np.float64),
+    "int8": (3.38e38, 3.4028236e38, np.float64),
+}
 
 
 @pytest.mark.parametrize("dtype", BEYOND)
@@ -151,16 +198,24 @@ def test_finite_tokens_that_the_storage_cannot_hold(dtype):
     key, value = (np.array(x, given) for x in tokens(2))
     for name, x in (("key", key), ("value", value)):
         x[0, 1, 1, 3] = -beyond
-        with pytest.raises(ArgumentError, match=re.escape(f"{name}: got {beyond:.6g} in a cache of dtype '{dtype}'")):
+        with pytest.raises(
+            ArgumentError,
+            match=re.escape(f"{name}: got {beyond:.6g} in a cache of dtype '{dtype}'"),
+        ):
             cache.append(key, value)
         x[0, 1, 1, 3] = -largest
     assert cache.lengths.tolist() == [0, 0]
     cache.append(key, value)
-    assert np.isfinite(cache.read(0)[0]).all() and np.isfinite(cache.decode(draw((B, H, 1, D), 1))).all()
+    assert (
+        np.isfinite(cache.read(0)[0]).all()
+        and np.isfinite(cache.decode(draw((B, H, 1, D), 1))).all()
+    )
     key[0, 1, 1, 3] = np.inf
     cache.append(key, value)
     out = cache.decode(draw((B, H, 1, D), 1))
-    assert np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(out[1]).all()
+    assert (
+        np.isnan(out[0, 2:]).all() and np.isfinite(out[0, :2]).all() and np.isfinite(out[1]).all()
+    )
 
 
 def test_bfloat16_tokens_in_a_float16_cache():

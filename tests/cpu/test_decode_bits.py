@@ -1,13 +1,14 @@
 """INT8 decode has the bits of the integer model, in every split, on every instruction set, at any number of threads."""
+
 import numpy as np
 import pytest
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
 from numflash import quantization, reference
-from numflash.cpu import target
-from numflash.cpu.threads import limit, most
-from numflash.kvcache import KVCache
+from numflash.cache.kvcache import KVCache
+from numflash.jit import target
+from numflash.jit.threads import limit, most
 
 
 def model(cache, b, query, splits, seen=None):
@@ -16,7 +17,7 @@ def model(cache, b, query, splits, seen=None):
     if seen is None:
         length, s = query.shape[2], k.data.shape[1]
         seen = np.arange(s)[None] <= np.arange(length)[:, None] + s - length
-    return reference.integer_decode(q, k, v, query.shape[3]**-0.5, seen, splits)
+    return reference.integer_decode(q, k, v, query.shape[3] ** -0.5, seen, splits)
 
 
 def assert_bits(cache, query, splits, **options):
@@ -30,7 +31,13 @@ def assert_bits(cache, query, splits, **options):
 ISAS = target.available()
 
 
-@pytest.mark.parametrize("isa", [pytest.param(isa, marks=[] if isa in (ISAS[0], "portable") else pytest.mark.slow) for isa in ISAS])
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=[] if isa in (ISAS[0], "portable") else pytest.mark.slow)
+        for isa in ISAS
+    ],
+)
 def test_int8_has_the_bits_of_the_model(isa):
     for n in (1, 3, 127, 128, 129, 300):
         cache, _, _ = filled(n, n, isa=isa)
@@ -42,7 +49,7 @@ def test_int8_has_the_bits_of_the_model(isa):
 def test_int8_bits_at_extreme_scales(scale):
     cache = KVCache(B, G, D, 700)
     key, value = tokens(150)
-    value[:, :, ::3] *= 1e-6                                            # values of very different size in one block
+    value[:, :, ::3] *= 1e-6  # values of very different size in one block
     key[:, :, 5] = 0
     cache.append(key * scale, value * scale)
     assert_bits(cache, draw((B, H, 1, D), 9) * scale, 2)

@@ -1,13 +1,14 @@
 """The cache's meaning against float64: lengths, several new tokens, pages, shared prefixes, rings, tokens out of range."""
+
 import numpy as np
 import pytest
 from decode_cases import TOLERANCE, B, D, G, H, expected, filled, relative, tokens
 from oracles import draw, naive
 
-from numflash.cache_exact import positions
-from numflash.cache_pages import Pages
+from numflash.cache.exact import positions
+from numflash.cache.kvcache import KVCache
+from numflash.cache.pages import Pages
 from numflash.errors import CacheFullError
-from numflash.kvcache import KVCache
 from numflash.tiling import split_count
 
 
@@ -17,15 +18,20 @@ def test_every_length_is_full_attention(dtype):
     key, value = tokens(262)
     query = draw((B, H, 1, D), 5)
     for n in range(1, 263):
-        cache.append(key[:, :, n - 1:n], value[:, :, n - 1:n])
+        cache.append(key[:, :, n - 1 : n], value[:, :, n - 1 : n])
         if n < 6 or n % 128 in (0, 1, 2, 63, 64, 65, 127) or n % 40 == 0:
             exact, exact_lse = expected(query, key[:, :, :n], value[:, :, :n])
             for splits in (None, 2, 3):
                 out, lse = cache.decode(query, splits=splits, return_lse=True)
                 assert relative(out, exact) <= TOLERANCE[dtype]
-                np.testing.assert_allclose(lse, exact_lse, atol=0.03 if dtype in ("int8", "bfloat16") else 3e-3)
+                np.testing.assert_allclose(
+                    lse, exact_lse, atol=0.03 if dtype in ("int8", "bfloat16") else 3e-3
+                )
     stored = cache.read(0)
-    assert relative(stored[0], key[0]) < TOLERANCE[dtype] and relative(stored[1], value[0]) < TOLERANCE[dtype]
+    assert (
+        relative(stored[0], key[0]) < TOLERANCE[dtype]
+        and relative(stored[1], value[0]) < TOLERANCE[dtype]
+    )
 
 
 def test_several_new_tokens_are_causal():
@@ -35,8 +41,14 @@ def test_several_new_tokens_are_causal():
         assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
     cache = KVCache(B, G, D, 8, "float32")
     cache.append(*tokens(1))
-    out, lse = cache.decode(draw((B, H, 2, D)), return_lse=True)          # the first row stands before the sequence
-    assert not out[:, :, 0].any() and (lse[:, :, 0] == -np.inf).all() and np.isfinite(lse[:, :, 1:]).all()
+    out, lse = cache.decode(
+        draw((B, H, 2, D)), return_lse=True
+    )  # the first row stands before the sequence
+    assert (
+        not out[:, :, 0].any()
+        and (lse[:, :, 0] == -np.inf).all()
+        and np.isfinite(lse[:, :, 1:]).all()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
@@ -49,8 +61,13 @@ def test_lengths_differ(dtype):
     query = draw((B, H, 1, D), 3)
     out = cache.decode(query)
     for b, n in ((0, 150), (1, 10)):
-        k, v = (np.concatenate([x[b:b + 1, :, :n - 1 if b else n], x[b:b + 1, :, :1]], 2) if b else x[:1] for x in (key, value))
-        assert relative(out[b:b + 1], expected(query[b:b + 1], k, v)[0]) <= TOLERANCE[dtype]
+        k, v = (
+            np.concatenate([x[b : b + 1, :, : n - 1 if b else n], x[b : b + 1, :, :1]], 2)
+            if b
+            else x[:1]
+            for x in (key, value)
+        )
+        assert relative(out[b : b + 1], expected(query[b : b + 1], k, v)[0]) <= TOLERANCE[dtype]
 
 
 def test_empty_and_reset():
@@ -61,7 +78,7 @@ def test_empty_and_reset():
     assert not out[0].any() and (lse[0] == -np.inf).all() and out[1].any()
     cache.reset()
     key, value = tokens(7, 4)
-    cache.append(key, value)                                              # what lay there before is not seen
+    cache.append(key, value)  # what lay there before is not seen
     query = draw((B, H, 1, D), 1)
     assert relative(cache.decode(query), expected(query, key, value)[0]) < 0.03
     assert KVCache(0, G, D, 8).decode(np.zeros((0, H, 1, D), np.float32)).shape == (0, H, 1, D)
@@ -71,11 +88,13 @@ def test_empty_and_reset():
 def test_pages_give_the_same_bits(dtype):
     whole, key, value = filled(400, dtype=dtype)
     paged = KVCache(B, G, D, 700, dtype, page_size=128)
-    for a in range(0, 400, 57):                                           # pages of the two sequences interleave
-        paged.append(key[:, :, a:a + 57], value[:, :, a:a + 57])
+    for a in range(0, 400, 57):  # pages of the two sequences interleave
+        paged.append(key[:, :, a : a + 57], value[:, :, a : a + 57])
     query = draw((B, H, 1, D), 5)
     for splits in (1, 3):
-        np.testing.assert_array_equal(whole.decode(query, splits=splits), paged.decode(query, splits=splits))
+        np.testing.assert_array_equal(
+            whole.decode(query, splits=splits), paged.decode(query, splits=splits)
+        )
     for a, b in zip(whole.read(1), paged.read(1), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -86,14 +105,18 @@ def test_which_token_lies_in_which_slot(sinks, ring):
     slots = []
     for token in range(3 * ring):
         slot = token if token < sinks else sinks + (token - sinks) % ring
-        slots[slot:slot + 1] = [token]
+        slots[slot : slot + 1] = [token]
         assert positions(token + 1, len(slots), sinks, ring).tolist() == slots
 
 
 def test_whole_pages_are_shared_from_a_pool_that_is_used_up():
     pool = Pages(2, 128, np.zeros((2, 3), np.int32), True)
     pool.grow(np.zeros(2, np.int64), np.array([256, 0]))
-    assert pool.share(0, 1, 256) is None and not pool.free and pool.table[1, :2].tolist() == pool.table[0, :2].tolist()
+    assert (
+        pool.share(0, 1, 256) is None
+        and not pool.free
+        and pool.table[1, :2].tolist() == pool.table[0, :2].tolist()
+    )
     pool.release(1)
     assert not pool.free
     with pytest.raises(CacheFullError, match="share: one more page"):
@@ -115,11 +138,14 @@ def test_shared_prefix():
     query = draw((3, H, 1, D), 2)
     out = cache.decode(query)
     for b, n in enumerate((300, 300, 128)):
-        k, v = (np.concatenate([x[:1, :, :n], y[b:b + 1]], 2) for x, y in zip((key, value), more, strict=True))
-        assert relative(out[b:b + 1], expected(query[b:b + 1], k, v)[0]) < 0.03
+        k, v = (
+            np.concatenate([x[:1, :, :n], y[b : b + 1]], 2)
+            for x, y in zip((key, value), more, strict=True)
+        )
+        assert relative(out[b : b + 1], expected(query[b : b + 1], k, v)[0]) < 0.03
     assert cache.free_pages == 2
     cache.reset(0)
-    assert cache.free_pages == 3                                          # its own last page; two are shared with the others
+    assert cache.free_pages == 3  # its own last page; two are shared with the others
     np.testing.assert_array_equal(cache.decode(query)[1:], out[1:])
     cache.reset()
     assert cache.free_pages == 7
@@ -136,15 +162,15 @@ def test_ring(dtype, window, sinks):
     key, value = tokens(500)
     i, queries = 0, 2 if window > 1 else 1
     for step in (1, 2, 60, 64, 1, 100, 3, 200, 2):
-        cache.append(key[:, :, i:i + step], value[:, :, i:i + step])
+        cache.append(key[:, :, i : i + step], value[:, :, i : i + step])
         i += step
         query = draw((B, H, min(queries, i), D), i)
         out = cache.decode(query)
         for row in range(query.shape[2]):
             stop = i - query.shape[2] + row + 1
             seen = [j for j in range(stop) if j < sinks or j >= stop - window]
-            exact, _ = naive(query[:, :, row:row + 1], key[:, :, seen], value[:, :, seen])
-            assert relative(out[:, :, row:row + 1], exact) <= TOLERANCE[dtype]
+            exact, _ = naive(query[:, :, row : row + 1], key[:, :, seen], value[:, :, seen])
+            assert relative(out[:, :, row : row + 1], exact) <= TOLERANCE[dtype]
     assert cache.nbytes == size and cache.lengths.tolist() == [433, 433]
 
 
@@ -156,8 +182,13 @@ def test_tokens_that_are_not_finite(dtype):
     cache.append(*bad)
     out = cache.decode(draw((B, H, 2, D), 1))
     spoiled = np.isnan(out).all(-1)
-    assert not np.isnan(out[:, :, 0]).any()                               # the row before does not see them
-    assert spoiled[0, :2, 1].all() and not spoiled[0, 2:].any() and spoiled[1, 2:, 1].all() and not spoiled[1, :2].any()
+    assert not np.isnan(out[:, :, 0]).any()  # the row before does not see them
+    assert (
+        spoiled[0, :2, 1].all()
+        and not spoiled[0, 2:].any()
+        and spoiled[1, 2:, 1].all()
+        and not spoiled[1, :2].any()
+    )
     assert np.isnan(cache.read(0)[0][0, 21]).all()
     query = draw((B, H, 2, D), 1)
     query[0, 1, 1, 0] = np.nan
@@ -166,9 +197,13 @@ def test_tokens_that_are_not_finite(dtype):
     assert np.argwhere(np.isnan(cache.decode(query)).any(-1)).tolist() == [[0, 1, 1]]
 
 
-HUGE = {"scores that overflow": (1e25, 1e25, 1.0), "partial sums that overflow": (3e19, 3e19, 1.0),
-        "scores near the largest": (1.7e19, 1.9e19, 1.0), "values near the largest": (1.0, 1.0, 1e38),
-        "all of it": (1e38, 1e38, 1e38)}
+HUGE = {
+    "scores that overflow": (1e25, 1e25, 1.0),
+    "partial sums that overflow": (3e19, 3e19, 1.0),
+    "scores near the largest": (1.7e19, 1.9e19, 1.0),
+    "values near the largest": (1.0, 1.0, 1e38),
+    "all of it": (1e38, 1e38, 1e38),
+}
 
 
 @pytest.mark.parametrize("ring", [{}, {"window": 150, "sinks": 3}], ids=["all keys", "ring"])
@@ -178,7 +213,10 @@ def test_what_float32_does_not_hold(sizes, ring):
     cache = KVCache(B, G, D, 700, "float32", **ring)
     held = [np.zeros((B, G, 0, D), np.float32)] * 2
     for n in (300, 70, 1):
-        key, value = (np.float32(size) * rng.uniform(-3, 3, (B, G, n, D)).astype(np.float32) for size in sizes[1:])
+        key, value = (
+            np.float32(size) * rng.uniform(-3, 3, (B, G, n, D)).astype(np.float32)
+            for size in sizes[1:]
+        )
         cache.append(key, value)
         held = [np.concatenate(x, 2) for x in zip(held, (key, value), strict=True)]
     query = np.float32(sizes[0]) * rng.uniform(-3, 3, (B, H, 2, D)).astype(np.float32)
@@ -187,10 +225,14 @@ def test_what_float32_does_not_hold(sizes, ring):
         for row in range(2):
             stop = 370 + row
             seen = [j for j in range(stop) if not ring or j < 3 or j >= stop - 150]
-            exact, exact_lse = naive(query[:, :, row:row + 1], *(x[:, :, seen] for x in held))
-            np.testing.assert_allclose(out[:, :, row:row + 1], exact, rtol=1e-4, atol=1e-5 * sizes[2])
+            exact, exact_lse = naive(query[:, :, row : row + 1], *(x[:, :, seen] for x in held))
+            np.testing.assert_allclose(
+                out[:, :, row : row + 1], exact, rtol=1e-4, atol=1e-5 * sizes[2]
+            )
             with np.errstate(over="ignore"):
-                np.testing.assert_allclose(lse[:, :, row:row + 1], exact_lse.astype(np.float32), rtol=1e-5)
+                np.testing.assert_allclose(
+                    lse[:, :, row : row + 1], exact_lse.astype(np.float32), rtol=1e-5
+                )
 
 
 def test_smoothing_helps_biased_keys_and_keeps_the_lse():
@@ -203,7 +245,7 @@ def test_smoothing_helps_biased_keys_and_keeps_the_lse():
         cache = KVCache(B, G, D, 700, smooth=smooth)
         cache.append(key[:, :, :100].copy(), value[:, :, :100].copy())
         for i in range(100, 200):
-            cache.append(key[:, :, i:i + 1].copy(), value[:, :, i:i + 1].copy())
+            cache.append(key[:, :, i : i + 1].copy(), value[:, :, i : i + 1].copy())
         out, lse = cache.decode(query, return_lse=True)
         found[smooth] = relative(out, exact)
     np.testing.assert_allclose(lse, exact_lse, atol=0.1)
@@ -211,7 +253,7 @@ def test_smoothing_helps_biased_keys_and_keeps_the_lse():
 
 
 def test_split_count():
-    assert split_count(14, 4, 80) == 4                                    # the T4 document: 14 heads, 1024 keys in blocks of 256
+    assert split_count(14, 4, 80) == 4  # the T4 document: 14 heads, 1024 keys in blocks of 256
     assert split_count(8, 256, 1) == 1 and split_count(2, 32, 2) == 1
     assert split_count(1, 32, 2) == 2 and split_count(3, 32, 2) == 2 and split_count(1, 1, 64) == 1
     for units, blocks, workers in np.ndindex(20, 20, 20):

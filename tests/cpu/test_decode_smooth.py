@@ -10,15 +10,16 @@ The last 64 of 512 tokens of layer 2 of MiniLM-L6 against float64; a bias is 30 
 | with a bias | any | no | 0.0572 | 0.0203 | 0.99791 |
 | with a bias | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
 """
+
 import numpy as np
 import pytest
 from decode_cases import expected
 
+from numflash.cache.kvcache import KVCache
 from numflash.data import minilm
-from numflash.kvcache import KVCache
-from numflash.metrics import errors
+from numflash.measure.metrics import errors
 
-ROWS = 64                                        # the last tokens are asked, causally
+ROWS = 64  # the last tokens are asked, causally
 
 
 def decode_errors(key, smooth, first):
@@ -46,5 +47,8 @@ def test_where_channels_have_a_bias_it_removes_the_error(first):
     unbiased = decode_errors(key, False, first)
     key[..., 5] += 30 * key.std()
     plain, smooth = (decode_errors(key, on, first) for on in (False, True))
-    assert smooth.relative_l1 <= 1.15 * unbiased.relative_l1 and smooth.relative_l1 <= 0.3 * plain.relative_l1
+    assert (
+        smooth.relative_l1 <= 1.15 * unbiased.relative_l1
+        and smooth.relative_l1 <= 0.3 * plain.relative_l1
+    )
     assert smooth.rmse <= 0.3 * plain.rmse and smooth.cosine > plain.cosine

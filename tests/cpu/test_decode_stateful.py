@@ -1,4 +1,5 @@
 """Random appends, shares, resets and decodes of a cache against plain lists of tokens."""
+
 import numpy as np
 from decode_cases import TOLERANCE, B, D, G, H, expected, relative, tokens
 from hypothesis import settings
@@ -6,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from oracles import draw
 
+from numflash.cache.kvcache import KVCache
 from numflash.errors import CacheFullError
-from numflash.kvcache import KVCache
 
 
 class Generation(RuleBasedStateMachine):
@@ -16,11 +17,15 @@ class Generation(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from(["int8", "float32"]), paged=st.booleans())
     def start(self, dtype, paged):
         self.dtype, self.paged, self.seed = dtype, paged, 0
-        self.cache = KVCache(B, G, D, 300, dtype, 128 if paged else None, pages=4 if paged else None)
+        self.cache = KVCache(
+            B, G, D, 300, dtype, 128 if paged else None, pages=4 if paged else None
+        )
         self.lists = [[], []]
 
-    @rule(n=st.sampled_from([0, 1, 2, 63, 126, 128, 131]),
-          counts=st.one_of(st.none(), st.tuples(st.integers(0, 5), st.integers(0, 5))))
+    @rule(
+        n=st.sampled_from([0, 1, 2, 63, 126, 128, 131]),
+        counts=st.one_of(st.none(), st.tuples(st.integers(0, 5), st.integers(0, 5))),
+    )
     def append(self, n, counts):
         self.seed += 1
         key, value = tokens(n, self.seed)
@@ -57,7 +62,10 @@ class Generation(RuleBasedStateMachine):
         for b, held in enumerate(self.lists):
             if held:
                 key, value = (np.stack([x[i] for x in held], 1)[None] for i in (0, 1))
-                assert relative(out[b:b + 1], expected(query[b:b + 1], key, value)[0]) <= TOLERANCE[self.dtype]
+                assert (
+                    relative(out[b : b + 1], expected(query[b : b + 1], key, value)[0])
+                    <= TOLERANCE[self.dtype]
+                )
             else:
                 assert not out[b].any()
 

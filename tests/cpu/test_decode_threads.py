@@ -1,4 +1,5 @@
 """Caches in several threads: each has its own bits, and kernels of a work queue take turns."""
+
 import threading
 import time
 
@@ -8,9 +9,9 @@ import pytest
 from decode_cases import B, G, H, expected, relative, tokens
 from oracles import draw
 
+from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch_decode
-from numflash.cpu.threads import limit, most
-from numflash.kvcache import KVCache
+from numflash.jit.threads import limit, most
 
 
 def generate(out, seed):
@@ -29,7 +30,9 @@ def generate(out, seed):
 
 @pytest.mark.parametrize("layer", ["as it is", "workqueue"])
 def test_two_caches_in_two_threads(layer, monkeypatch):
-    monkeypatch.setattr(numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer)
+    monkeypatch.setattr(
+        numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer
+    )
     alone, together = {}, {}
     for seed in (10, 20):
         generate(alone, seed)
@@ -61,6 +64,7 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     def init(plan, *arguments):
         real(plan, *arguments)
         plan.kernel = Slow(plan.kernel)
+
     monkeypatch.setattr(launch_decode.Plan, "__init__", init)
     monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
     threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]

@@ -1,4 +1,5 @@
 """The float kernels of every instruction set here against the float64 oracle, within twice the error of plain low precision."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,9 +9,10 @@ import pytest
 from oracles import TAILS, draw, qkv
 
 from numflash import reference, validation
-from numflash.cpu import launch_float, target
+from numflash.cpu import launch_float
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop import to_bfloat16, widen
+from numflash.jit import target
 
 F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)
@@ -22,7 +24,9 @@ ULP = {"float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-8}
 
 def make(query, key, value, precision="float32", attn_mask=None, **options):
     with np.errstate(invalid="ignore", over="ignore"):
-        return validation.problem(query, key, value, attn_mask, enable_gqa=True, precision=precision, **options)
+        return validation.problem(
+            query, key, value, attn_mask, enable_gqa=True, precision=precision, **options
+        )
 
 
 def plain(problem):
@@ -38,20 +42,29 @@ def plain(problem):
         scores = scores - problem.alibi_slopes[:, :, None, None].astype(F) * np.abs(i - j).astype(F)
     if problem.bias is not None:
         scores = scores + problem.bias
-    seen = np.stack([np.stack([reference.visible(problem, b, h) for h in range(nh)]) for b in range(nb)])
+    seen = np.stack(
+        [np.stack([reference.visible(problem, b, h) for h in range(nh)]) for b in range(nb)]
+    )
     scores = np.where(seen, scores, F(-np.inf))
     top = scores.max(-1, keepdims=True)
     p = np.exp(scores - np.where(np.isinf(top), F(0), top))
     l = p.sum(-1, keepdims=True)
     if problem.precision == "bfloat16":
         p = widen(to_bfloat16(p))
-    return np.where(l > 0, np.einsum("bhls,bhsd->bhld", p, v, dtype=F) / np.where(l > 0, l, F(1)), F(0))
+    return np.where(
+        l > 0, np.einsum("bhls,bhsd->bhld", p, v, dtype=F) / np.where(l > 0, l, F(1)), F(0)
+    )
 
 
 def largest_sum(problem):
     """No partial sum of q . k * scale is larger: |q| |k| of the finite rows."""
-    norms = (np.sqrt(np.square(widen(x).astype(np.float64)).sum(-1)) for x in (problem.query, problem.key))
-    return abs(problem.scale) * np.prod([np.where(np.isfinite(x), x, 0).max(initial=0) for x in norms])
+    norms = (
+        np.sqrt(np.square(widen(x).astype(np.float64)).sum(-1))
+        for x in (problem.query, problem.key)
+    )
+    return abs(problem.scale) * np.prod(
+        [np.where(np.isfinite(x), x, 0).max(initial=0) for x in norms]
+    )
 
 
 def agrees(problem, isa, budget=2.0):
@@ -65,7 +78,9 @@ def agrees(problem, isa, budget=2.0):
     allowed += (4 * ULP[problem.precision] + 2.0**-23 * scores) * max(1.0, np.abs(want).max())
     assert np.abs(out - want).max() <= allowed
     assert np.array_equal(lse[empty], want_lse[empty])
-    assert np.abs(lse[~empty] - want_lse[~empty]).max(initial=0) <= 2e-6 * max(1.0, np.abs(want_lse[~empty]).max(initial=0))
+    assert np.abs(lse[~empty] - want_lse[~empty]).max(initial=0) <= 2e-6 * max(
+        1.0, np.abs(want_lse[~empty]).max(initial=0)
+    )
     return out, lse
 
 
@@ -74,26 +89,67 @@ def agrees(problem, isa, budget=2.0):
 def test_lengths_around_every_block_edge(precision, isa, causal):
     for length, s in [*TAILS, (300, 130), (97, 513)]:
         for alignment in ("upper_left", "lower_right"):
-            agrees(make(*qkv(h=2, l=length, s=s, d=24), precision, is_causal=causal, alignment=alignment), isa)
+            agrees(
+                make(
+                    *qkv(h=2, l=length, s=s, d=24), precision, is_causal=causal, alignment=alignment
+                ),
+                isa,
+            )
 
 
 @every_kernel
 def test_head_dims_and_groups_of_heads(precision, isa):
-    for d, dv in [(1, 1), (2, 3), (7, 16), (16, 5), (40, 40), (64, 80), (72, 72), (96, 112), (100, 33), (128, 128), (256, 256),
-                  (512, 512), (80, 1)]:
-        agrees(make(*qkv(b=2, h=4, hkv=1 if d % 3 else 2, l=20, s=75, d=d, dv=dv), precision, is_causal=True), isa)
+    for d, dv in [
+        (1, 1),
+        (2, 3),
+        (7, 16),
+        (16, 5),
+        (40, 40),
+        (64, 80),
+        (72, 72),
+        (96, 112),
+        (100, 33),
+        (128, 128),
+        (256, 256),
+        (512, 512),
+        (80, 1),
+    ]:
+        agrees(
+            make(
+                *qkv(b=2, h=4, hkv=1 if d % 3 else 2, l=20, s=75, d=d, dv=dv),
+                precision,
+                is_causal=True,
+            ),
+            isa,
+        )
 
 
 @every_kernel
 def test_windows_and_key_lengths(precision, isa):
     for window in [(0, 0), (3, None), (None, 5), (17, 9), (300, 64), (1000, 1000)]:
         for alignment in ("upper_left", "lower_right"):
-            agrees(make(*qkv(b=2, l=150, s=400, d=16), precision, window=window, alignment=alignment,
-                        key_lengths=np.array([333, 64])), isa)
+            agrees(
+                make(
+                    *qkv(b=2, l=150, s=400, d=16),
+                    precision,
+                    window=window,
+                    alignment=alignment,
+                    key_lengths=np.array([333, 64]),
+                ),
+                isa,
+            )
     agrees(make(*qkv(b=3, l=9, s=70, d=16), precision, key_lengths=np.array([0, 1, 70])), isa)
 
 
-SHAPES = [(1, 1, 70, 300), (2, 3, 70, 300), (2, 1, 1, 300), (70, 300), (300,), (2, 1, 70, 1), (1, 3, 70, 1)]
+SHAPES = [
+    (1, 1, 70, 300),
+    (2, 3, 70, 300),
+    (2, 1, 1, 300),
+    (70, 300),
+    (300,),
+    (2, 1, 70, 1),
+    (1, 3, 70, 1),
+]
 
 
 @every_kernel
@@ -112,10 +168,22 @@ def test_masks_of_every_shape_that_broadcasts(precision, isa, shape):
 @every_kernel
 def test_everything_at_once(precision, isa):
     for softcap, slopes, bias in np.ndindex(2, 2, 2):
-        agrees(make(*qkv(b=2, h=4, hkv=2, l=61, s=283, d=40, dv=24), precision,
-                    draw((2, 1, 61, 283)) if bias else np.random.default_rng(0).random((1, 4, 61, 283)) < 0.5,
-                    window=(100, 20), alignment="lower_right", key_lengths=np.array([283, 200]), softcap=2.5 * softcap,
-                    alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0]) if slopes else None, scale=0.7), isa)
+        agrees(
+            make(
+                *qkv(b=2, h=4, hkv=2, l=61, s=283, d=40, dv=24),
+                precision,
+                draw((2, 1, 61, 283))
+                if bias
+                else np.random.default_rng(0).random((1, 4, 61, 283)) < 0.5,
+                window=(100, 20),
+                alignment="lower_right",
+                key_lengths=np.array([283, 200]),
+                softcap=2.5 * softcap,
+                alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0]) if slopes else None,
+                scale=0.7,
+            ),
+            isa,
+        )
 
 
 @every_kernel
@@ -126,7 +194,9 @@ def test_a_row_that_sees_nothing_is_zero(precision, isa):
     for dense in (mask, np.where(mask, F(0), F(-np.inf))):
         out, lse = agrees(make(q, k, v, precision, dense), isa)
         assert not out[:, :, [7, 21]].any() and (lse[:, :, [7, 21]] == -np.inf).all()
-    out, lse = agrees(make(q, k[:, :, :10], v[:, :, :10], precision, is_causal=True, alignment="lower_right"), isa)
+    out, lse = agrees(
+        make(q, k[:, :, :10], v[:, :, :10], precision, is_causal=True, alignment="lower_right"), isa
+    )
     assert not out[:, :, :30].any() and (lse[:, :, :30] == -np.inf).all()
 
 
@@ -136,8 +206,13 @@ def test_what_is_hidden_never_leaks(precision, isa):
     q, k, v = qkv(l=200, s=200, d=16)
     mask = np.random.default_rng(1).random((200, 200)) < 0.7
     mask[:, [3, 130]] = False
-    ways = [{"attn_mask": mask}, {"attn_mask": np.where(mask, F(0), F(-np.inf))}, {"key_lengths": np.array([3])},
-            {"is_causal": True}, {"window": (2, 1)}]
+    ways = [
+        {"attn_mask": mask},
+        {"attn_mask": np.where(mask, F(0), F(-np.inf))},
+        {"key_lengths": np.array([3])},
+        {"is_causal": True},
+        {"window": (2, 1)},
+    ]
     for bad in (np.nan, np.inf, -np.inf, 3e38):
         for way in ways:
             dirty_k, dirty_v = k.copy(), v.copy()
@@ -149,7 +224,10 @@ def test_what_is_hidden_never_leaks(precision, isa):
             blind = ~(seen[:, [3, 130]].any(1))
             out, lse = launch_float.run(problem, isa)
             clean, clean_lse = launch_float.run(make(q, k, v, precision, **way), isa)
-            assert blind.any() and np.abs(out[:, :, blind] - clean[:, :, blind]).max() <= 8 * ULP[precision]
+            assert (
+                blind.any()
+                and np.abs(out[:, :, blind] - clean[:, :, blind]).max() <= 8 * ULP[precision]
+            )
             assert np.allclose(lse[:, :, blind], clean_lse[:, :, blind], atol=1e-5)
             if np.isnan(bad):
                 assert np.isnan(out[:, :, ~blind]).all()
@@ -162,10 +240,21 @@ def test_finite_inputs_never_give_nan(precision, isa):
     for factor in (1e4, 1e18, 1e25, largest):
         big = min(factor, largest)
         with np.errstate(over="ignore"):
-            for operands in [(q * big, k, v), (q, k * big, v), (q * big, k * big, v), (q, k, np.sign(v) * big),
-                             (np.sign(q) * big, np.sign(k) * big, np.sign(v) * big)]:
+            for operands in [
+                (q * big, k, v),
+                (q, k * big, v),
+                (q * big, k * big, v),
+                (q, k, np.sign(v) * big),
+                (np.sign(q) * big, np.sign(k) * big, np.sign(v) * big),
+            ]:
                 operands = [np.clip(x, -largest, largest).astype(F) for x in operands]
-                for options in ({}, {"is_causal": True}, {"softcap": 30.0}, {"scale": 1e30}, {"scale": 1e-30}):
+                for options in (
+                    {},
+                    {"is_causal": True},
+                    {"softcap": 30.0},
+                    {"scale": 1e30},
+                    {"scale": 1e-30},
+                ):
                     out, lse = launch_float.run(make(*operands, precision, **options), isa)
                     assert not np.isnan(out).any() and not np.isnan(lse).any(), (factor, options)
     for bias in (np.finfo(F).min, -1e30, np.finfo(F).max):
@@ -197,8 +286,12 @@ def test_strides_of_every_kind():
         wide[..., ::2] = x
         return wide[..., ::2]
 
-    for change in (lambda x: np.asfortranarray(x), twisted, lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
-                   lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)):
+    for change in (
+        lambda x: np.asfortranarray(x),
+        twisted,
+        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
+        lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+    ):
         assert np.array_equal(launch_float.run(make(change(q), change(k), change(v)))[0], want)
 
 

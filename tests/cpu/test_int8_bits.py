@@ -1,4 +1,5 @@
 """The bits of INT8 attention: integer model = every instruction set, in this process and in one with another target."""
+
 import os
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 from bits_cases import cases, digest
 
 from numflash import reference
-from numflash.cpu import launch, target
+from numflash.cpu import launch
+from numflash.jit import target
 
 HERE = Path(__file__).parent
 TWO = min(2, numba.config.NUMBA_NUM_THREADS)
@@ -25,8 +27,13 @@ def model():
 def in_process(isa, threads, **environment):
     """name -> digest, computed in a process of its own."""
     path = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), str(HERE)])
-    done = subprocess.run([sys.executable, str(HERE / "bits_cases.py"), isa, str(threads)], capture_output=True, text=True,
-                          timeout=550, env={**os.environ, "PYTHONPATH": path, **environment})
+    done = subprocess.run(
+        [sys.executable, str(HERE / "bits_cases.py"), isa, str(threads)],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return {line[65:]: line[:64] for line in done.stdout.splitlines()}
 
@@ -60,8 +67,15 @@ def test_another_target_gives_the_same_bits(cpu, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("isa", "cpu", "features"), [
-    ("portable", "x86-64", ""), ("portable", "nehalem", ""), ("avx2", "znver3", ""), ("avx_vnni", "alderlake", "")])
+@pytest.mark.parametrize(
+    ("isa", "cpu", "features"),
+    [
+        ("portable", "x86-64", ""),
+        ("portable", "nehalem", ""),
+        ("avx2", "znver3", ""),
+        ("avx_vnni", "alderlake", ""),
+    ],
+)
 def test_more_targets_give_the_same_bits(isa, cpu, features, model):
     needs = {"avx_vnni": "avxvnni", "avx2": "avx2", "portable": None}[isa]
     if needs and needs not in target.features():
@@ -71,10 +85,16 @@ def test_more_targets_give_the_same_bits(isa, cpu, features, model):
 
 
 def test_a_target_that_lacks_an_instruction_set_refuses_it():
-    code = ("from numflash.cpu import target; from numflash.errors import UnsupportedError\n"
-            "assert target.available()[0] in ('avx2', 'portable'), target.available()\n"
-            "try: target.require('avx512_vnni')\n"
-            "except UnsupportedError as error: assert 'haswell' in str(error)\n"
-            "else: raise SystemExit(1)")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100,
-                   env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""})
+    code = (
+        "from numflash.jit import target; from numflash.errors import UnsupportedError\n"
+        "assert target.available()[0] in ('avx2', 'portable'), target.available()\n"
+        "try: target.require('avx512_vnni')\n"
+        "except UnsupportedError as error: assert 'haswell' in str(error)\n"
+        "else: raise SystemExit(1)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=100,
+        env={**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
+    )

@@ -1,19 +1,33 @@
-"""Packed K and V against the layouts that `numflash.cpu.packing` describes, written once more with NumPy's own indexing."""
+"""Packed K and V against the layouts that `numflash.cpu.int8.packing` describes, written once more with NumPy's own indexing."""
+
 import numpy as np
 import pytest
 
-from numflash.cpu import packing, target
-from numflash.cpu.isas import VECTOR_ISAS, running_lanes
+from numflash.cpu.int8 import packing
+from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
+from numflash.jit import target
 from numflash.tiling import KEY_BLOCK
 
-SHAPES = [(1, 1), (2, 7), (63, 60), (64, 64), (65, 32), (128, 128), (130, 72), (200, 33), (257, 40), (384, 160), (100, 300)]
+SHAPES = [
+    (1, 1),
+    (2, 7),
+    (63, 60),
+    (64, 64),
+    (65, 32),
+    (128, 128),
+    (130, 72),
+    (200, 33),
+    (257, 40),
+    (384, 160),
+    (100, 300),
+]
 here = pytest.mark.parametrize("isa", [isa for isa in target.available() if isa in VECTOR_ISAS])
 
 
 def filled(x, *shape):
     """x (N, S, D) with zeros up to `shape`."""
     out = np.zeros((x.shape[0], *shape), x.dtype)
-    out[:, :x.shape[1], :x.shape[2]] = x
+    out[:, : x.shape[1], : x.shape[2]] = x
     return out
 
 
@@ -25,13 +39,19 @@ def test_keys(isa, s, d):
     scale = rng.random((3, s), np.float32)
     scale[1, s // 2] = np.nan
     packed = packing.pack_keys(isa, k, scale)
-    whole = filled(k, packing.padded(s, KEY_BLOCK), packing.padded(d, kind.step)).astype(np.int8 if kind.group == 4 else np.int16)
+    whole = filled(k, packing.padded(s, KEY_BLOCK), packing.padded(d, kind.step)).astype(
+        np.int8 if kind.group == 4 else np.int16
+    )
     panel, order = kind.nv * lanes, kind.key_order(lanes)
     panels = whole.reshape(3, -1, panel, whole.shape[2] // kind.group, kind.group)[:, :, order]
     assert np.array_equal(packed.data, panels.swapaxes(2, 3).reshape(3, -1))
     sums = panels.astype(np.int32).sum((3, 4), dtype=np.int32).reshape(3, -1)
     assert np.array_equal(packed.start, -kind.q_offset * sums)
-    scales = filled(scale[:, :, None], whole.shape[1], 1).reshape(3, -1, panel)[:, :, order].reshape(3, -1)
+    scales = (
+        filled(scale[:, :, None], whole.shape[1], 1)
+        .reshape(3, -1, panel)[:, :, order]
+        .reshape(3, -1)
+    )
     assert np.array_equal(packed.scale, scales, equal_nan=True)
     assert np.array_equal(packed.wide, np.isnan(scales).reshape(3, -1, KEY_BLOCK).any(2))
 
@@ -43,13 +63,15 @@ def test_values(isa, s, dv):
     v = rng.integers(-128, 128, (3, s, dv), dtype=np.int8)
     columns = packing.padded(dv, kind.unit * lanes)
     wide = np.int8 if kind.group == 4 else np.int16
-    shifted = (filled(v, packing.padded(s, KEY_BLOCK), columns).astype(np.int16) + kind.v_offset).astype(wide)
+    shifted = (
+        filled(v, packing.padded(s, KEY_BLOCK), columns).astype(np.int16) + kind.v_offset
+    ).astype(wide)
     blocks = shifted.reshape(3, -1, KEY_BLOCK // kind.group, kind.group, columns)
     chunks, t = [], 0
     while t < columns:
         left = columns - t
         width = next(w for w in (kind.nv * lanes, 2 * lanes, lanes) if w <= left)
-        chunks.append(blocks[..., t:t + width].swapaxes(3, 4).reshape(3, blocks.shape[1], -1))
+        chunks.append(blocks[..., t : t + width].swapaxes(3, 4).reshape(3, blocks.shape[1], -1))
         t += width
     assert np.array_equal(packing.pack_values(isa, v), np.concatenate(chunks, 2).reshape(3, -1))
 
@@ -58,5 +80,7 @@ def test_values(isa, s, dv):
 def test_keys_that_are_not_aligned(isa):
     room = np.random.default_rng(0).integers(-128, 128, 64 * 64 + 1, dtype=np.int8)
     k, scale = room[1:].reshape(1, 64, 64), np.ones((1, 64), np.float32)
-    for packed, same in zip(packing.pack_keys(isa, k, scale), packing.pack_keys(isa, k.copy(), scale), strict=True):
+    for packed, same in zip(
+        packing.pack_keys(isa, k, scale), packing.pack_keys(isa, k.copy(), scale), strict=True
+    ):
         assert np.array_equal(packed, same)

@@ -1,31 +1,45 @@
 """The switched fused kernel has the integer model's bits, whatever is on; the fused LayerNorm those of the separate passes."""
+
 import numpy as np
 import pytest
 from oracles import draw, qkv
 
 from numflash import quantize, reference, validation
-from numflash.cpu import target
 from numflash.cpu.study import improvements
 from numflash.errors import UnsupportedError
+from numflash.jit import target
 from numflash.quantization import quantize_problem
 
 F = np.float32
 QUICK = [("vectors", "int8"), ("plain", "fp32")]
-KINDS = [pytest.param(exp2, pv, marks=() if (exp2, pv) in QUICK else pytest.mark.slow)
-         for exp2 in ("plain", "vectors") for pv in ("fp32", "bf16", "int8")]
+KINDS = [
+    pytest.param(exp2, pv, marks=() if (exp2, pv) in QUICK else pytest.mark.slow)
+    for exp2 in ("plain", "vectors")
+    for pv in ("fp32", "bf16", "int8")
+]
 
 
 def integer_model(operands, **options):
-    return reference.integer_model(quantize_problem(validation.problem(*operands, enable_gqa=True, precision="int8", **options)))[0]
+    return reference.integer_model(
+        quantize_problem(
+            validation.problem(*operands, enable_gqa=True, precision="int8", **options)
+        )
+    )[0]
 
 
 @pytest.fixture(scope="module")
 def cases():
     try:
-        return [(operands, causal, improvements.prepare(*operands, causal)) for operands, causal in (
-            (qkv(h=2, hkv=1, l=130, s=300, d=64), False), (qkv(b=2, h=2, l=97, s=300, d=40), True),
-            (qkv(h=1, l=1, s=1, d=16), False),
-            (qkv(h=1, l=50, s=20, d=128, dv=80), True), (qkv(h=4, hkv=2, l=257, d=16, dv=1), True))]
+        return [
+            (operands, causal, improvements.prepare(*operands, causal))
+            for operands, causal in (
+                (qkv(h=2, hkv=1, l=130, s=300, d=64), False),
+                (qkv(b=2, h=2, l=97, s=300, d=40), True),
+                (qkv(h=1, l=1, s=1, d=16), False),
+                (qkv(h=1, l=50, s=20, d=128, dv=80), True),
+                (qkv(h=4, hkv=2, l=257, d=16, dv=1), True),
+            )
+        ]
     except UnsupportedError as error:
         pytest.skip(str(error))
 
@@ -41,7 +55,9 @@ def test_every_switch_gives_attention(cases, exp2, pv):
             assert np.array_equal(found, integer_model(operands, is_causal=causal))
         else:
             wanted = integer_model(operands, is_causal=causal, pv="fp32")
-            assert np.abs(found - wanted).max() <= (2.0**-7 if pv == "bf16" else 1e-6) * max(1, np.abs(wanted).max())
+            assert np.abs(found - wanted).max() <= (2.0**-7 if pv == "bf16" else 1e-6) * max(
+                1, np.abs(wanted).max()
+            )
 
 
 def test_layer_norm_with_the_quantiser_inside():
@@ -51,7 +67,9 @@ def test_layer_norm_with_the_quantiser_inside():
         y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
         improvements.layer_norm(x, gamma, beta, y)
         wide = x.astype(np.float64)
-        wide = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-5) * gamma + beta
+        wide = (wide - wide.mean(1, keepdims=True)) / np.sqrt(
+            wide.var(1, keepdims=True) + 1e-5
+        ) * gamma + beta
         assert np.abs(y - wide).max() < 1e-5
         improvements.layer_norm_quantize(x, gamma, beta, data, scale)
         wanted = quantize(y, "row")
@@ -64,8 +82,19 @@ def test_the_table():
         pytest.skip("no register tiles")
     found = improvements.measure(length=130, head_dim=32, heads=2, repeats=1)
     assert {g.name.split(",")[0] for g in found} >= {
-        "vector code for exp2", "prefetching", "threads", "GQA", "fused LayerNorm", "causal skipping", "INT8 P.V", "all together"}
-    assert all(g.before > 0 and g.after > 0 and g.as_dict()["measured"] == g.before / g.after for g in found)
+        "vector code for exp2",
+        "prefetching",
+        "threads",
+        "GQA",
+        "fused LayerNorm",
+        "causal skipping",
+        "INT8 P.V",
+        "all together",
+    }
+    assert all(
+        g.before > 0 and g.after > 0 and g.as_dict()["measured"] == g.before / g.after
+        for g in found
+    )
 
 
 def test_the_rate_of_the_tile_alone():

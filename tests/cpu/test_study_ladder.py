@@ -1,12 +1,13 @@
 """The ladder: float rungs against float64, integer rungs against the integer model's bits."""
+
 import numpy as np
 import pytest
 from oracles import TAILS, draw, naive, qkv
 
-from numflash.cpu import target
 from numflash.cpu.study import ladder
-from numflash.cpu.threads import most
 from numflash.errors import ArgumentError
+from numflash.jit import target
+from numflash.jit.threads import most
 from numflash.quantization import quantize_problem
 from numflash.reference import integer_model
 from numflash.validation import describe
@@ -41,13 +42,17 @@ def agree(name, isa, q, k, v):
 
 
 VECTOR = ladder.vector_isa() if VECTORS else None
-each_isa = pytest.mark.parametrize("isa", [pytest.param(x, marks=() if x == VECTOR else pytest.mark.slow) for x in VECTORS])
+each_isa = pytest.mark.parametrize(
+    "isa", [pytest.param(x, marks=() if x == VECTOR else pytest.mark.slow) for x in VECTORS]
+)
 
 
 @each_isa
 @pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize(("l", "s", "d", "dv"), [
-    (1, 1, 16, 16), (49, 257, 17, 5), (97, 128, 64, 70), (48, 129, 3, 64), (200, 200, 32, 32)])
+@pytest.mark.parametrize(
+    ("l", "s", "d", "dv"),
+    [(1, 1, 16, 16), (49, 257, 17, 5), (97, 128, 64, 70), (48, 129, 3, 64), (200, 200, 32, 32)],
+)
 def test_integer_rungs_give_the_bits_of_the_model(name, isa, l, s, d, dv):
     agree(name, isa, *qkv(h=1, l=l, s=s, d=d, dv=dv))
 
@@ -59,7 +64,9 @@ def test_a_block_that_a_row_does_not_see_weighs_nothing(name, isa):
     that hidden keys at -128 would show."""
     v = draw((1, 1, 512, 16))
     q = np.full((1, 1, 512, 16), 4.4, np.float32)
-    k = np.where(np.arange(512) < 256, np.float32(-4.25), np.float32(4.25))[None, None, :, None] * np.ones(16, np.float32)
+    k = np.where(np.arange(512) < 256, np.float32(-4.25), np.float32(4.25))[
+        None, None, :, None
+    ] * np.ones(16, np.float32)
     k[:, :, 0] = -3.95
     agree(name, isa, q, k, v)
 

@@ -1,11 +1,12 @@
 """The unfused INT8 pipeline of study: scores and weights for equality with integers in NumPy, probabilities against float64."""
+
 import numpy as np
 import pytest
 
 from numflash import fixedpoint as fx
-from numflash.cpu import target
 from numflash.cpu.study import unfused, unfused_times
 from numflash.errors import ArgumentError, UnsupportedError
+from numflash.jit import target
 
 ISAS = [isa for isa in target.available() if isa in unfused.ISAS]
 SHAPES = [(1, 1, 1), (5, 127, 3), (7, 128, 64), (50, 129, 4), (97, 200, 40)]
@@ -15,7 +16,9 @@ each_isa = pytest.mark.parametrize("isa", ISAS)
 
 def draw(length, keys, d, heads=1, kv_heads=1):
     rng = np.random.default_rng(length * keys)
-    return rng.integers(-128, 128, (heads, length, d)).astype(np.int8), rng.integers(-128, 128, (kv_heads, keys, d)).astype(np.int8)
+    return rng.integers(-128, 128, (heads, length, d)).astype(np.int8), rng.integers(
+        -128, 128, (kv_heads, keys, d)
+    ).astype(np.int8)
 
 
 def scores(q, k):
@@ -25,7 +28,9 @@ def scores(q, k):
 def weights(s, scale, name):
     """The integer softmax in NumPy: Q16.16 weights, their sums, and float32 probabilities."""
     t = np.rint(s.astype(np.float32) * np.float32(scale)).astype(np.int64)
-    e = fx.EXP2[name][0](np.minimum(t.max(1, keepdims=True) - t, 65535).astype(np.uint32)).astype(np.int64)
+    e = fx.EXP2[name][0](np.minimum(t.max(1, keepdims=True) - t, 65535).astype(np.uint32)).astype(
+        np.int64
+    )
     l = e.sum(1)
     return e, l, e.astype(np.float32) * (np.float32(1) / l.astype(np.float32))[:, None]
 
@@ -43,7 +48,7 @@ def test_gemm_is_exact(isa, shape, buffers):
     ops = unfused.operands(isa, q, k)
     s, top = empty(ops)
     unfused.make_gemm(isa, buffers)(ops.q[0], ops.keys.data[0], ops.keys.start[0], s, top)
-    np.testing.assert_array_equal(s[:shape[0], :shape[1]], scores(q[0], k[0]))
+    np.testing.assert_array_equal(s[: shape[0], : shape[1]], scores(q[0], k[0]))
 
 
 @each_isa
@@ -62,7 +67,7 @@ def test_maxima_from_the_product(shape):
     ops = unfused.operands(ISAS[0], q, k)
     s, top = empty(ops)
     unfused.make_gemm(ISAS[0], 0, True)(ops.q[0], ops.keys.data[0], ops.keys.start[0], s, top)
-    np.testing.assert_array_equal(top[:shape[0]], scores(q[0], k[0]).max(1))
+    np.testing.assert_array_equal(top[: shape[0]], scores(q[0], k[0]).max(1))
     later = np.empty_like(top)
     unfused.maxima(s, shape[1], later)
     np.testing.assert_array_equal(top, later)
@@ -81,20 +86,33 @@ def test_three_passes_and_strip(shape, name):
     unfused.maxima(s, shape[1], top)
     unfused.make_exponentials(name)(s, shape[1], scale, top, e, l)
     unfused.normalise(e, shape[1], l, p)
-    for got, want in zip((e[rows, keys], l[rows], p[rows, keys]), weights(scores(q[0], k[0]), scale, name), strict=True):
+    for got, want in zip(
+        (e[rows, keys], l[rows], p[rows, keys]),
+        weights(scores(q[0], k[0]), scale, name),
+        strict=True,
+    ):
         np.testing.assert_array_equal(got, want)
     strip = np.zeros_like(p)
-    unfused.make_strip(ISAS[0], name)(ops.q[0], ops.keys.data[0], ops.keys.start[0], shape[1], scale, strip)
+    unfused.make_strip(ISAS[0], name)(
+        ops.q[0], ops.keys.data[0], ops.keys.start[0], shape[1], scale, strip
+    )
     np.testing.assert_array_equal(strip[rows, keys], p[rows, keys])
 
 
-@pytest.mark.parametrize(("name", "worst"), [("cubic", 0.003), ("quadratic", 0.006), ("line177", 0.16)])
+@pytest.mark.parametrize(
+    ("name", "worst"), [("cubic", 0.003), ("quadratic", 0.006), ("line177", 0.16)]
+)
 def test_probabilities_against_float64(name, worst):
     """Relative error of the likely keys: half a step of Q8.8 on either side of the fraction, and what exp2 adds."""
     q, k = draw(30, 300, 64)
-    ops, scale = unfused.operands(ISAS[0], q, k), 256 * np.log2(np.e) / (74 * 74 * 8)        # scores of spread 1
+    ops, scale = (
+        unfused.operands(ISAS[0], q, k),
+        256 * np.log2(np.e) / (74 * 74 * 8),
+    )  # scores of spread 1
     p = np.zeros((30, ops.keys.start.shape[1]), np.float32)
-    unfused.make_strip(ISAS[0], name)(ops.q[0], ops.keys.data[0], ops.keys.start[0], 300, np.float32(scale), p)
+    unfused.make_strip(ISAS[0], name)(
+        ops.q[0], ops.keys.data[0], ops.keys.start[0], 300, np.float32(scale), p
+    )
     x = scores(q[0], k[0]) * (scale / 256)
     exact = np.exp2(x - x.max(1, keepdims=True))
     exact /= exact.sum(1, keepdims=True)
@@ -128,12 +146,19 @@ def test_the_table():
     assert times.softmax == pytest.approx(1 - product.share)
     assert times.gemm == pytest.approx(2 * 256**2 * 64 / product.seconds)
     assert set(unfused_times.measure_gqa(2, 1, 64, 64, 1)) == {
-        f"{part} {name}" for part in ("packing", "product") for name in ("shared", "repeated")}
+        f"{part} {name}" for part in ("packing", "product") for name in ("shared", "repeated")
+    }
 
 
-@pytest.mark.parametrize(("q", "k", "message"), [
-    ((1, 4, 8), (1, 4, 9), r"k: got \(1, 4, 9\) for q"), ((3, 4, 8), (2, 4, 8), "divisor of 3 heads"),
-    ((1, 0, 8), (1, 4, 8), r"q: got int8 \(1, 0, 8\)"), ((4, 8), (1, 4, 8), "q: got int8")])
+@pytest.mark.parametrize(
+    ("q", "k", "message"),
+    [
+        ((1, 4, 8), (1, 4, 9), r"k: got \(1, 4, 9\) for q"),
+        ((3, 4, 8), (2, 4, 8), "divisor of 3 heads"),
+        ((1, 0, 8), (1, 4, 8), r"q: got int8 \(1, 0, 8\)"),
+        ((4, 8), (1, 4, 8), "q: got int8"),
+    ],
+)
 def test_bad_operands(q, k, message):
     with pytest.raises(ArgumentError, match=message):
         unfused.operands(ISAS[0], np.zeros(q, np.int8), np.zeros(k, np.int8))
@@ -144,5 +169,7 @@ def test_bad_operands(q, k, message):
 @pytest.mark.parametrize("isa", [isa for isa in target.available() if isa not in unfused.ISAS])
 def test_no_register_tiles(isa):
     assert unfused.best_isa() == ISAS[0]
-    with pytest.raises(UnsupportedError, match=f"'{isa}' has no register tiles of 6 rows; allowed: 'avx512_vnni'"):
+    with pytest.raises(
+        UnsupportedError, match=f"'{isa}' has no register tiles of 6 rows; allowed: 'avx512_vnni'"
+    ):
         unfused.operands(isa, *draw(4, 4, 4))

@@ -8,6 +8,7 @@ bits of the integer model.
 `python tests/cuda/combinations.py [FAMILY ...]` goes through all combinations of the families, or of all of them; the tests go
 through all of some and through enough of the others that every pair of options occurs, or every option (`WHOLE`, `PAIRS`).
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -25,11 +26,11 @@ import numpy as np
 import oracles
 import pytest
 
-from numflash.cuda import forward
+from numflash.cuda import launch_forward, operands
 from numflash.quantization import quantize
 
 Combination, Case = dict[str, Any], dict[str, Any]
-RUNS = 3                                                     # cases per kernel
+RUNS = 3  # cases per kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,25 +52,51 @@ class Family:
     on_card: bool = True
     signed: bool = True
     groups: tuple[int, int] = (1, 3)
-    shapes: tuple[tuple[tuple[int, int], ...], ...] = (((37, 150), (70, 65), (49, 130)), ((17, 150), (23, 20), (40, 130)))
+    shapes: tuple[tuple[tuple[int, int], ...], ...] = (
+        ((37, 150), (70, 65), (49, 130)),
+        ((17, 150), (23, 20), (40, 130)),
+    )
     tile: int = 64
 
 
 HOPPER = {"groups": (1, 6), "tile": 128}
-INT8 = {"masks": ("", "bool", "float", "both"), "on_card": False, "signed": False, "tile": 128,
-        "shapes": (((37, 300), (70, 50), (49, 260)), ((17, 150), (23, 20), (40, 280)))}
+INT8 = {
+    "masks": ("", "bool", "float", "both"),
+    "on_card": False,
+    "signed": False,
+    "tile": 128,
+    "shapes": (((37, 300), (70, 50), (49, 260)), ((17, 150), (23, 20), (40, 280))),
+}
 FAMILIES = {
     "float16 sm_80": Family(("float16",), "sm_80"),
     "bfloat16 sm_80": Family(("bfloat16",), "sm_80"),
     "float16 sm_75": Family(("float16",), "sm_75"),
-    "halves sm_90a": Family(("float16", "bfloat16"), "sm_90a", **HOPPER, shapes=(
-        ((70, 150), (140, 50), (65, 300)), ((17, 150), (40, 30), (70, 300)))),
-    "float32 sm_80": Family(("float32",), "sm_80", INT8["masks"], banded=False, signed=False, tile=16, shapes=(
-        ((9, 40), (30, 20), (5, 33)), ((5, 40), (11, 7), (9, 21)))),
+    "halves sm_90a": Family(
+        ("float16", "bfloat16"),
+        "sm_90a",
+        **HOPPER,
+        shapes=(((70, 150), (140, 50), (65, 300)), ((17, 150), (40, 30), (70, 300))),
+    ),
+    "float32 sm_80": Family(
+        ("float32",),
+        "sm_80",
+        INT8["masks"],
+        banded=False,
+        signed=False,
+        tile=16,
+        shapes=(((9, 40), (30, 20), (5, 33)), ((5, 40), (11, 7), (9, 21))),
+    ),
     "int8 sm_80": Family(("int8",), "sm_80", **INT8),
     "int8 sm_75": Family(("int8",), "sm_75", **INT8),
-    "int8 sm_90a": Family(("int8",), "sm_90a", **{**INT8, **HOPPER, "shapes": (
-        ((70, 150), (140, 50), (65, 300)), ((40, 150), (70, 50), (35, 300)))}),
+    "int8 sm_90a": Family(
+        ("int8",),
+        "sm_90a",
+        **{
+            **INT8,
+            **HOPPER,
+            "shapes": (((70, 150), (140, 50), (65, 300)), ((40, 150), (70, 50), (35, 300))),
+        },
+    ),
     "int8-fp32 sm_80": Family(("int8-fp32",), "sm_80", **INT8),
 }
 # the tests go through all of the first, through every pair of options of the second, through every option of the others
@@ -80,20 +107,32 @@ def combinations(family: Family) -> list[Combination]:
     """Every set of constants; `group` takes turns, so that with any two options both occur."""
     found = []
     either = (False, True)
-    levels = {"precision": family.precisions, "band": either[:1 + family.banded], "mask": family.masks, "softcap": either,
-              "alibi": either, "sinks": either[:1 + family.on_card]}
+    levels = {
+        "precision": family.precisions,
+        "band": either[: 1 + family.banded],
+        "mask": family.masks,
+        "softcap": either,
+        "alibi": either,
+        "sinks": either[: 1 + family.on_card],
+    }
     for places in itertools.product(*(range(len(x)) for x in levels.values())):
         one = {name: values[n] for (name, values), n in zip(levels.items(), places, strict=True)}
-        scaled = not family.signed or one["softcap"] or one["alibi"] or one["mask"] in ("float", "both")
-        found += [{**one, "scale": scale, "group": family.groups[(sum(places) + n) % 2]}
-                  for n, scale in enumerate(("any",) if scaled else ("positive", "not positive"))]
+        scaled = (
+            not family.signed or one["softcap"] or one["alibi"] or one["mask"] in ("float", "both")
+        )
+        found += [
+            {**one, "scale": scale, "group": family.groups[(sum(places) + n) % 2]}
+            for n, scale in enumerate(("any",) if scaled else ("positive", "not positive"))
+        ]
     return found
 
 
 def enough(found: list[Combination], together: int) -> list[Combination]:
     """Some of the combinations, with every so many options that are ever together: first those that add most."""
+
     def groups(one):
         return set(itertools.combinations(one.items(), together))
+
     missing, chosen = set().union(*map(groups, found)), []
     while missing:
         chosen.append(max(found, key=lambda one: len(missing & groups(one))))
@@ -107,20 +146,42 @@ def tested(name: str) -> list[Combination]:
     return found if name in WHOLE else enough(found, 2 if name in PAIRS else 1)
 
 
-BANDS = ({"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (20, 3)}, {"window": (None, 9)},
-         {"window": (30, None), "alignment": "lower_right"}, {"window": (20, 5), "is_causal": True}, {"window": (0, 0)},
-         {"window": (15, 40), "alignment": "lower_right"})
-FORMS = {                                   # shape of a mask for B, H, L and S
-    "rows and keys": lambda b, h, l, s: (l, s), "entries": lambda b, h, l, s: (b, 1, l, s), "heads": lambda b, h, l, s: (h, l, s),
-    "all": lambda b, h, l, s: (b, h, l, s), "keys": lambda b, h, l, s: (b, 1, 1, s), "rows": lambda b, h, l, s: (h, l, 1),
-    "part of a larger one": lambda b, h, l, s: (h + 1, 2 * l, 3 * s), "turned": lambda b, h, l, s: (b, h, s, l)}
+BANDS = (
+    {"is_causal": True},
+    {"is_causal": True, "alignment": "lower_right"},
+    {"window": (20, 3)},
+    {"window": (None, 9)},
+    {"window": (30, None), "alignment": "lower_right"},
+    {"window": (20, 5), "is_causal": True},
+    {"window": (0, 0)},
+    {"window": (15, 40), "alignment": "lower_right"},
+)
+FORMS = {  # shape of a mask for B, H, L and S
+    "rows and keys": lambda b, h, l, s: (l, s),
+    "entries": lambda b, h, l, s: (b, 1, l, s),
+    "heads": lambda b, h, l, s: (h, l, s),
+    "all": lambda b, h, l, s: (b, h, l, s),
+    "keys": lambda b, h, l, s: (b, 1, 1, s),
+    "rows": lambda b, h, l, s: (h, l, 1),
+    "part of a larger one": lambda b, h, l, s: (h + 1, 2 * l, 3 * s),
+    "turned": lambda b, h, l, s: (b, h, s, l),
+}
 SCALES = {"any": (None, 0.3, -0.2, 0.0), "positive": (None, 0.3), "not positive": (-0.2, 0.0)}
 DECKS = {
-    "band": BANDS, "plain": ({}, {"alignment": "lower_right"}), "form": tuple(FORMS), "hidden": (-np.inf, np.finfo(np.float32).min),
-    "lengths": ("all", "none and some", "some"), "shape": (0, 1, 2), "heads": ((32, 32), (24, 16), (20, 29)),
-    "place": ("host", "card", "turned on the card"), "place with sinks": ("card", "turned on the card"),
-    "slopes": ("heads", "entries"), "smooth": (False, True), "seed": (0, 1),
-    **{f"scale {kind}": scales for kind, scales in SCALES.items()}}
+    "band": BANDS,
+    "plain": ({}, {"alignment": "lower_right"}),
+    "form": tuple(FORMS),
+    "hidden": (-np.inf, np.finfo(np.float32).min),
+    "lengths": ("all", "none and some", "some"),
+    "shape": (0, 1, 2),
+    "heads": ((32, 32), (24, 16), (20, 29)),
+    "place": ("host", "card", "turned on the card"),
+    "place with sinks": ("card", "turned on the card"),
+    "slopes": ("heads", "entries"),
+    "smooth": (False, True),
+    "seed": (0, 1),
+    **{f"scale {kind}": scales for kind, scales in SCALES.items()},
+}
 
 
 class Dealer:
@@ -148,7 +209,11 @@ def cases(family: Family, found: list[Combination]) -> Iterator[tuple[Combinatio
         for _ in range(RUNS):
             names = ["lengths", "shape", "heads", "seed", f"scale {one['scale']}"]
             names += ["band" if one["band"] or (not family.banded and dealt) else "plain"]
-            names += ["form"] * bool(one["mask"]) + ["hidden"] * (one["mask"] in ("float", "both")) + ["slopes"] * one["alibi"]
+            names += (
+                ["form"] * bool(one["mask"])
+                + ["hidden"] * (one["mask"] in ("float", "both"))
+                + ["slopes"] * one["alibi"]
+            )
             names += ["smooth"] * (one["softcap"] and one["precision"].startswith("int8"))
             names += [("place with sinks" if one["sinks"] else "place")] * family.on_card
             dealt.append({name: deal(name) for name in names})
@@ -156,11 +221,20 @@ def cases(family: Family, found: list[Combination]) -> Iterator[tuple[Combinatio
 
 
 def name_of(one: Combination) -> str:
-    return " ".join(str(x) if name in ("precision", "mask", "scale") else f"{name}{x}" if name == "group" else name
-                    for name, x in one.items() if x and x != "any")
+    return " ".join(
+        str(x)
+        if name in ("precision", "mask", "scale")
+        else f"{name}{x}"
+        if name == "group"
+        else name
+        for name, x in one.items()
+        if x and x != "any"
+    )
 
 
-def draw_masks(one: Combination, case: Case, family: Family, shape: tuple[int, ...]) -> tuple[np.ndarray | None, np.ndarray | None]:
+def draw_masks(
+    one: Combination, case: Case, family: Family, shape: tuple[int, ...]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """`attn_mask`, and the boolean mask that stands beside an additive one: with rows and a tile of keys that nobody sees."""
     if not one["mask"]:
         return None, None
@@ -168,33 +242,48 @@ def draw_masks(one: Combination, case: Case, family: Family, shape: tuple[int, .
 
     def placed(x: np.ndarray) -> np.ndarray:
         if form == "part of a larger one":
-            return x[1:, l // 2:l // 2 + l, 5:5 + 2 * s:2]
+            return x[1:, l // 2 : l // 2 + l, 5 : 5 + 2 * s : 2]
         return x.swapaxes(-1, -2) if form == "turned" else x
+
     rng = np.random.default_rng(7)
-    seen, bias = rng.random(FORMS[form](*shape)) > 0.4, rng.standard_normal(FORMS[form](*shape)).astype(np.float32)
+    seen, bias = (
+        rng.random(FORMS[form](*shape)) > 0.4,
+        rng.standard_normal(FORMS[form](*shape)).astype(np.float32),
+    )
     if placed(seen).shape[-2] > 1:
         placed(seen)[..., 3, :] = False
     if form in ("keys", "heads", "turned"):
-        placed(seen)[..., :family.tile] = False
+        placed(seen)[..., : family.tile] = False
     if one["mask"] == "bool":
         return placed(seen), None
     bias[~seen] = case["hidden"]
     if placed(bias).shape[-2] > 1:
-        placed(bias)[..., 4, :] = -np.inf                    # row 3 has the lowest number everywhere, or is as this one
+        placed(bias)[
+            ..., 4, :
+        ] = -np.inf  # row 3 has the lowest number everywhere, or is as this one
     return placed(bias), rng.random((h, 1, s)) > 0.3 if one["mask"] == "both" else None
 
 
-def draw(family: Family, one: Combination, case: Case) -> tuple[tuple[np.ndarray, ...], dict[str, Any], np.ndarray | None]:
+def draw(
+    family: Family, one: Combination, case: Case
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any], np.ndarray | None]:
     """Operands and options of `numflash.attention`, and the boolean mask beside an additive one."""
     group, (l, s) = one["group"], family.shapes[one["group"] > 1][case["shape"]]
     b, hkv, (d, dv) = 2, 1 if group == 6 else 2, case["heads"]
     h = hkv * group
     if place_of(case) != "host":
-        d, dv = -(-d // 8) * 8, -(-dv // 8) * 8              # whole rows of 16 bytes
-    operands = oracles.qkv(b=b, h=h, hkv=hkv, l=l, s=s, d=d, dv=dv, seed=zlib.crc32(str(case).encode()))
-    options: dict[str, Any] = {"scale": case[f"scale {one['scale']}"], **case.get("band", case.get("plain"))}
+        d, dv = -(-d // 8) * 8, -(-dv // 8) * 8  # whole rows of 16 bytes
+    operands = oracles.qkv(
+        b=b, h=h, hkv=hkv, l=l, s=s, d=d, dv=dv, seed=zlib.crc32(str(case).encode())
+    )
+    options: dict[str, Any] = {
+        "scale": case[f"scale {one['scale']}"],
+        **case.get("band", case.get("plain")),
+    }
     if case["lengths"] != "all":
-        options["key_lengths"] = np.array([0, 2 * s // 3] if case["lengths"] == "none and some" else [s - 1, s // 3])
+        options["key_lengths"] = np.array(
+            [0, 2 * s // 3] if case["lengths"] == "none and some" else [s - 1, s // 3]
+        )
     if one["softcap"]:
         options["softcap"] = 2.0
     if one["alibi"]:
@@ -203,7 +292,11 @@ def draw(family: Family, one: Combination, case: Case) -> tuple[tuple[np.ndarray
     if one["sinks"]:
         options["sinks"] = np.linspace(-3, 4, h, dtype=np.float32)
     options["attn_mask"], mask = draw_masks(one, case, family, (b, h, l, s))
-    return tuple(x.astype(float_checks.DTYPES.get(one["precision"], np.float32)) for x in operands), options, mask
+    return (
+        tuple(x.astype(float_checks.DTYPES.get(one["precision"], np.float32)) for x in operands),
+        options,
+        mask,
+    )
 
 
 def with_mask(problem: Any, mask: np.ndarray | None) -> Any:
@@ -219,26 +312,44 @@ def turned(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-def in_memory(launch: forward.Launch) -> forward.Launch:
+def in_memory(launch: operands.Launch) -> operands.Launch:
     """The launch with the memory behind its arrays, from their first number on: the emulator takes no array with gaps."""
+
     def memory(x: Any) -> Any:
         if not isinstance(x, np.ndarray) or x.flags.c_contiguous:
             return x
         size = sum(step * (n - 1) for step, n in zip(x.strides, x.shape, strict=True)) + x.itemsize
-        return np.lib.stride_tricks.as_strided(x[(slice(1),) * x.ndim].view(np.uint8), (size,), (1,))
-    return dataclasses.replace(launch, args=tuple(tuple(map(memory, x)) if isinstance(x, tuple) else x for x in launch.args))
+        return np.lib.stride_tricks.as_strided(
+            x[(slice(1),) * x.ndim].view(np.uint8), (size,), (1,)
+        )
+
+    return dataclasses.replace(
+        launch,
+        args=tuple(tuple(map(memory, x)) if isinstance(x, tuple) else x for x in launch.args),
+    )
 
 
-def plan(family: Family, problem: Any, case: Case) -> forward.Launch:
+def plan(family: Family, problem: Any, case: Case) -> operands.Launch:
     """The launch of a float kernel, on arrays in host memory or as they lie on a card."""
-    single, arch = problem.precision == "float32", {} if family.arch == "sm_90a" else {"arch": family.arch}
-    make = forward.hopper_forward if not arch else forward.float32_forward if single else forward.float_forward
+    single, arch = (
+        problem.precision == "float32",
+        {} if family.arch == "sm_90a" else {"arch": family.arch},
+    )
+    make = (
+        launch_forward.hopper_forward
+        if not arch
+        else launch_forward.float32_forward
+        if single
+        else launch_forward.float_forward
+    )
     if place_of(case) == "host":
         return make(problem, **arch)
     nb, nh, _, l, _, _, dv = problem.shape
     out = np.zeros((nb, nh, l, dv), problem.query.dtype)
-    if place_of(case) == "turned on the card" and not single:                # float32 takes no other layout
-        problem = dataclasses.replace(problem, **{n: turned(getattr(problem, n)) for n in ("query", "key", "value")})
+    if place_of(case) == "turned on the card" and not single:  # float32 takes no other layout
+        problem = dataclasses.replace(
+            problem, **{n: turned(getattr(problem, n)) for n in ("query", "key", "value")}
+        )
         out = turned(out)
     return in_memory(make(problem, results=(out, np.zeros((nb, nh, l), np.float32)), **arch))
 
@@ -248,14 +359,18 @@ def check(family: Family, one: Combination, case: Case) -> tuple:
     (q, k, v), options, mask = draw(family, one, case)
     if one["precision"].startswith("int8"):
         wide = one["precision"] == "int8-fp32"
-        problem = with_mask(int8_checks.problem_of(q, k, v, **options, pv="fp32" if wide else "int8"), mask)
+        problem = with_mask(
+            int8_checks.problem_of(q, k, v, **options, pv="fp32" if wide else "int8"), mask
+        )
         if case.get("smooth"):
             problem = dataclasses.replace(problem, key=quantize(k, "row", smooth=True))
-        launch = forward.int8_forward(problem, family.arch)
-        (int8_checks.near_the_model if wide else int8_checks.same_bits_of)(problem, family.arch, case["seed"])
+        launch = launch_forward.int8_forward(problem, family.arch)
+        (int8_checks.near_the_model if wide else int8_checks.same_bits_of)(
+            problem, family.arch, case["seed"]
+        )
     else:
         launch = plan(family, with_mask(float_checks.problem_of(q, k, v, **options), mask), case)
-        out, lse, _ = forward.emulated(launch, seed=case["seed"])
+        out, lse, _ = operands.emulated(launch, seed=case["seed"])
         if mask is not None:
             options["attn_mask"] = np.where(mask, options["attn_mask"], -np.inf)
         float_checks.compare(out, lse, q, k, v, **options)
@@ -280,7 +395,9 @@ def parameters(*names: str) -> list[Any]:
         family, last = FAMILIES[name], combinations(FAMILIES[name])[-1]
         for one, dealt in cases(family, tested(name)):
             marks = () if name in WHOLE and one == last else pytest.mark.slow
-            chosen.append(pytest.param(family, one, dealt, id=f"{family.arch} {name_of(one)}", marks=marks))
+            chosen.append(
+                pytest.param(family, one, dealt, id=f"{family.arch} {name_of(one)}", marks=marks)
+            )
     return chosen
 
 
@@ -296,8 +413,11 @@ def main(names: list[str]) -> int:
             except AssertionError:
                 failed += 1
                 traceback.print_exc()
-        print(f"{name}: {len(found)} kernels, {sum(len(dealt) for _, dealt in found)} cases, "
-              f"{time.perf_counter() - start:.0f} s; {failed} combinations failed so far", flush=True)
+        print(
+            f"{name}: {len(found)} kernels, {sum(len(dealt) for _, dealt in found)} cases, "
+            f"{time.perf_counter() - start:.0f} s; {failed} combinations failed so far",
+            flush=True,
+        )
     return failed
 
 

@@ -1,21 +1,38 @@
 """INT8 problems in the emulator against the integer model, bit by bit."""
+
 import numpy as np
 
 from numflash import reference, validation
-from numflash.cuda import forward
+from numflash.cuda import launch_forward, operands
 from numflash.quantization import quantize_problem
 
-OPTIONS = {"window": None, "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None,
-           "precision": "int8", "pv": "int8", "layout": "bhld", "return_lse": True}
+OPTIONS = {
+    "window": None,
+    "alignment": "upper_left",
+    "key_lengths": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "precision": "int8",
+    "pv": "int8",
+    "layout": "bhld",
+    "return_lse": True,
+}
 
 
 def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
-    return quantize_problem(validation.problem(q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}))
+    return quantize_problem(
+        validation.problem(
+            q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}
+        )
+    )
 
 
 def solve(problem, arch, seed):
     """out, lse and the report of the kernel; out and lse of the integer model."""
-    return *forward.emulated(forward.int8_forward(problem, arch), seed=seed), *reference.integer_model(problem)
+    return *operands.emulated(
+        launch_forward.int8_forward(problem, arch), seed=seed
+    ), *reference.integer_model(problem)
 
 
 def same_bits_of(problem, arch, seed=0):
@@ -37,7 +54,9 @@ def near_the_model(problem, arch="sm_80", seed=0):
     the bits that a value's low part loses 2**-21, and additions in another order less than that.
     """
     out, lse, report, expected, expected_lse = solve(problem, arch, seed)
-    assert out.shape == expected.shape and np.array_equal(lse.view(np.int32), expected_lse.view(np.int32))
+    assert out.shape == expected.shape and np.array_equal(
+        lse.view(np.int32), expected_lse.view(np.int32)
+    )
     assert np.array_equal(np.isnan(out), np.isnan(expected))
     largest = np.abs(problem.value[np.isfinite(problem.value)]).max(initial=0)
     assert np.abs(np.nan_to_num(out) - np.nan_to_num(expected)).max(initial=0) <= 2.0**-19 * largest

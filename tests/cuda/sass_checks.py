@@ -1,4 +1,5 @@
 """Machine code of a kernel, with what holds for all of them: it fits, no fragment is in memory, nothing is spilled."""
+
 import pytest
 
 from numflash.cuda import sass
@@ -15,6 +16,14 @@ def resources(factory, arch, **constants):
     item = compiled(factory, arch, "cubin", **constants)
     assert item.shared_bytes <= ARCHITECTURES[arch][1]
     found = sass.resources(item.code)
-    assert found.stack == found.local == found.count("LD") == found.count("ST") == found.count("LDL") == found.count("STL") == 0
+    assert (
+        found.stack
+        == found.local
+        == found.count("LD")
+        == found.count("ST")
+        == found.count("LDL")
+        == found.count("STL")
+        == 0
+    )
     assert found.count("DADD") == found.count("DMUL") == found.count("DFMA") == 0
     return found

@@ -2,10 +2,11 @@
 
 A row per kernel and set of options: registers, bytes of stack, spilled words. `variants` is what the tests go through.
 """
+
 import itertools
 import sys
 
-from numflash.cuda import backward, sass
+from numflash.cuda import launch_backward, sass
 from numflash.cuda.compile import ARCHITECTURES, compiled
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_float32 import backward_float32
@@ -22,26 +23,63 @@ from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 PLAIN, MASKED = {}, {"band": True, "group": 4, "mask": "bool"}
 ALL = {"band": True, "group": 4, "mask": "float", "softcap": True, "alibi": True}
 FLOAT32 = {"group": 4, "mask": True, "bias": True, "softcap": True, "alibi": True}
-CHANNELS = (64, 128, 256)                          # of INT8 keys, and of Hopper's tiles
+CHANNELS = (64, 128, 256)  # of INT8 keys, and of Hopper's tiles
 
 
 def variants(arch):
     """(factory, constants) of each kernel that `arch` may run."""
     turing, hopper = arch == "sm_75", arch == "sm_90a"
     dtypes = ("float16",) if turing else ("float16", "bfloat16")
-    for d, dtype, options in itertools.product(CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**ALL, "sinks": True})):
+    for d, dtype, options in itertools.product(
+        CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**ALL, "sinks": True})
+    ):
         if dtype == "float16" or options:
             key_block = cuda_tiling("sm_75" if turing else "sm_80", dtype, d).key_block
-            yield flash_float, {"d": d, "dv": d, "block_q": 64, "block_k": key_block, "dtype": dtype, "turing": turing, **options}
+            yield (
+                flash_float,
+                {
+                    "d": d,
+                    "dv": d,
+                    "block_q": 64,
+                    "block_k": key_block,
+                    "dtype": dtype,
+                    "turing": turing,
+                    **options,
+                },
+            )
     if hopper:
         sets = (PLAIN, {**MASKED, "packed": 4}, {**ALL, "packed": 4, "sinks": True})
         for d, dtype, options, overlap in itertools.product(CHANNELS, dtypes, sets, (True, False)):
-            yield flash_hopper, {"d": d, "dv": d, "block_k": cuda_tiling(arch, dtype, d).key_block, "dtype": dtype,
-                                 "overlap": overlap, **options}
-    for d, dtype, options in itertools.product(CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**MASKED, "mask": "float"}, ALL)):
-        for gradients in backward.passes(d, d) if dtype == "float16" or options == ALL else ():
-            shape = backward.shape_of(gradients, d, d, arch, "mask" in options)
-            yield flash_backward, {"gradients": gradients, "d": d, "dv": d, "dtype": dtype, "turing": turing, **shape, **options}
+            yield (
+                flash_hopper,
+                {
+                    "d": d,
+                    "dv": d,
+                    "block_k": cuda_tiling(arch, dtype, d).key_block,
+                    "dtype": dtype,
+                    "overlap": overlap,
+                    **options,
+                },
+            )
+    for d, dtype, options in itertools.product(
+        CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**MASKED, "mask": "float"}, ALL)
+    ):
+        for gradients in (
+            launch_backward.passes(d, d) if dtype == "float16" or options == ALL else ()
+        ):
+            shape = launch_backward.shape_of(gradients, d, d, arch, "mask" in options)
+            yield (
+                flash_backward,
+                {
+                    "gradients": gradients,
+                    "d": d,
+                    "dv": d,
+                    "dtype": dtype,
+                    "turing": turing,
+                    **shape,
+                    **options,
+                },
+            )
     for d, options in itertools.product(CUDA_HEAD_DIMS, (PLAIN, FLOAT32)):
         yield flash_float32, {"d": d, "dv": d, **options, **({"sinks": True} if options else {})}
         for gradients in ("kv", "q"):
@@ -51,12 +89,35 @@ def variants(arch):
     caches = ({}, {"direct": False, "paged": True}, {"ring": True, "paged": True})
     for d, rows, options in itertools.product(CUDA_HEAD_DIMS, (1, 2), (*caches, {"unified": True})):
         if rows == 1 or (d <= 128 and "unified" not in options):
-            yield decode_float, {"d": d, "dv": d, "row_tiles": rows, "dtype": dtypes[-1], "turing": turing, **options}
+            yield (
+                decode_float,
+                {
+                    "d": d,
+                    "dv": d,
+                    "row_tiles": rows,
+                    "dtype": dtypes[-1],
+                    "turing": turing,
+                    **options,
+                },
+            )
             if not turing and d in CHANNELS and "unified" not in options:
                 yield decode_int8, {"d": d, "dv": d, "row_tiles": rows, **options}
     for d, dtype in itertools.product((64, 128, 256), (*dtypes, *(() if turing else ("int8",)))):
-        yield decode_append, {"d": d, "dv": d, "source": "float32", "dtype": dtype, "paged": True, "smooth": True, "turing": turing}
-    for d, rows, exact in itertools.product(CUDA_HEAD_DIMS, (1, 2), (False,) if turing else (False, True)):
+        yield (
+            decode_append,
+            {
+                "d": d,
+                "dv": d,
+                "source": "float32",
+                "dtype": dtype,
+                "paged": True,
+                "smooth": True,
+                "turing": turing,
+            },
+        )
+    for d, rows, exact in itertools.product(
+        CUDA_HEAD_DIMS, (1, 2), (False,) if turing else (False, True)
+    ):
         yield decode_combine, {"dv": d, "row_tiles": rows, "exact": exact}
 
 
@@ -70,9 +131,14 @@ def main(architectures):
     for arch in architectures or ARCHITECTURES:
         for factory, constants in variants(arch):
             item = found(factory, arch, constants)
-            shown = " ".join(f"{k}={v}" for k, v in constants.items() if v is not False and k != "dv")
-            print(f"{'STACK' if item.stack else '     '} {arch:7}{factory.__name__:17} {item.registers:4} {item.stack:4} "
-                  f"{item.count('LDL') + item.count('STL'):4}  {shown}", flush=True)
+            shown = " ".join(
+                f"{k}={v}" for k, v in constants.items() if v is not False and k != "dv"
+            )
+            print(
+                f"{'STACK' if item.stack else '     '} {arch:7}{factory.__name__:17} {item.registers:4} {item.stack:4} "
+                f"{item.count('LDL') + item.count('STL'):4}  {shown}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """What only a card can show: that it gives what the emulator gives."""
+
 import numpy as np
 import oracles
 import pytest
@@ -6,15 +7,18 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 import numflash
-from numflash.cuda import launch, validate
+from numflash.cuda.device import current_device
+from numflash.cuda.validate import attention as validate
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.slow
 def test_every_case_of_the_emulator():
-    rows = list(validate.correctness(launch.current_device()))
-    assert [row["case"] for row in rows if not row["passed"]] == [] and len(rows) == len(validate.CASES + validate.GRADIENTS)
+    rows = list(validate.correctness(current_device()))
+    assert [row["case"] for row in rows if not row["passed"]] == [] and len(rows) == len(
+        validate.CASES + validate.GRADIENTS
+    )
 
 
 def test_attention_on_the_card():

@@ -1,4 +1,5 @@
 """The toolchain without a GPU: offline compilation for every architecture, the cache, and what happens without the extra."""
+
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ def scale_kernel(factor=2.0):
         i = cuda.grid(1)
         if i < n:
             x[i] = x[i] * types.float32(factor)
+
     return Source(scale, types.void(VECTOR, types.int32), 64)
 
 
@@ -55,12 +57,16 @@ def test_a_label_that_nvvm_leaves_out():
     source = flash_float(32, 32, 64, 64, group=4, band=True, mask="float")
     text = _target.to_ptx(source.function, source.signature, (8, 0), (source.threads, 1), False)
     label = re.search(r"^\$\w+:", text, re.M)[0]
-    assert not _target.missing_labels(text) and _target.missing_labels(text.replace(label, "")) == {label[:-1]}
+    assert not _target.missing_labels(text) and _target.missing_labels(text.replace(label, "")) == {
+        label[:-1]
+    }
 
 
 def test_a_kernel_that_nvvm_refuses_with_line_numbers():
     source = flash_float(32, 32, 64, 64, mask="float", softcap=True, sinks=True, turing=True)
-    assert ".target sm_75" in _target.to_ptx(source.function, source.signature, (7, 5), (source.threads, 1), False)
+    assert ".target sm_75" in _target.to_ptx(
+        source.function, source.signature, (7, 5), (source.threads, 1), False
+    )
 
 
 def test_second_process_reads_the_disk(cache, monkeypatch):
@@ -70,10 +76,13 @@ def test_second_process_reads_the_disk(cache, monkeypatch):
     assert compiled(scale_kernel, "sm_80", "ptx", factor=3.0) == first
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b"", lambda b: b"{}\n", lambda b: b.replace(b"mul", b"add")])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda b: b[:-10], lambda b: b"", lambda b: b"{}\n", lambda b: b.replace(b"mul", b"add")],
+)
 def test_damaged_entries_are_compiled_again(cache, monkeypatch, damage):
     compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
-    path, = (cache / "cuda").iterdir()
+    (path,) = (cache / "cuda").iterdir()
     path.write_bytes(damage(path.read_bytes()))
     monkeypatch.setattr(compile, "_loaded", {})
     assert "mul.f32" in compiled(scale_kernel, "sm_80", "ptx", factor=3.0).ptx
@@ -98,7 +107,9 @@ def test_unknown_architecture():
 
 
 def test_tuples_are_flattened():
-    signature = types.void(types.UniTuple(types.uint64, 2), types.Array(types.int8, 2, "C"), types.float32)
+    signature = types.void(
+        types.UniTuple(types.uint64, 2), types.Array(types.int8, 2, "C"), types.float32
+    )
     assert compile.flat_parameters(signature) == ("uint64", "uint64", "array2", "float32")
 
 
@@ -109,7 +120,11 @@ def test_device_functions_compile_offline():
 
     def kernel(x):
         x[cuda.grid(1)] = double(x[cuda.grid(1)])
-    assert compile.compile_source(Source(kernel, types.void(VECTOR), 32), "sm_80", "cubin").code[:4] == b"\x7fELF"
+
+    assert (
+        compile.compile_source(Source(kernel, types.void(VECTOR), 32), "sm_80", "cubin").code[:4]
+        == b"\x7fELF"
+    )
 
 
 def test_canary_of_private_names():
@@ -117,9 +132,14 @@ def test_canary_of_private_names():
     import numba.cuda.dispatcher
     from numba.cuda.compiler import compile_cuda, kernel_fixup
     from numba.cuda.cudadrv import nvvm
+
     assert callable(compile_cuda) and callable(kernel_fixup) and callable(nvvm.set_launch_bounds)
     assert callable(numba.cuda.dispatcher.get_current_device)
-    assert tuple(int(x) for x in _target.numba_cuda_version.split(".")[:2]) in {(0, 28), (0, 29), (0, 30)}
+    assert tuple(int(x) for x in _target.numba_cuda_version.split(".")[:2]) in {
+        (0, 28),
+        (0, 29),
+        (0, 30),
+    }
 
 
 def test_a_numpy_without_row_stack(monkeypatch):
@@ -131,9 +151,11 @@ def test_a_numpy_without_row_stack(monkeypatch):
 
 
 def test_without_the_extra():
-    code = ("import sys; sys.modules['numba_cuda'] = None; sys.modules['numba.cuda'] = None\n"
-            "import numflash, numflash.cuda\n"
-            "try: numflash.cuda.emulate(lambda x: None, 1, 32, [1])\n"
-            "except numflash.errors.UnsupportedError as e: print(e)")
+    code = (
+        "import sys; sys.modules['numba_cuda'] = None; sys.modules['numba.cuda'] = None\n"
+        "import numflash, numflash.cuda\n"
+        "try: numflash.cuda.emulate(lambda x: None, 1, 32, [1])\n"
+        "except numflash.errors.UnsupportedError as e: print(e)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'numflash[cuda]'" in done.stdout, done.stderr

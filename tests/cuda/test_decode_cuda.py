@@ -1,4 +1,5 @@
 """Decode on CUDA in the emulator: INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors."""
+
 import functools
 from types import SimpleNamespace
 
@@ -9,12 +10,12 @@ from oracles import draw, naive
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 from numflash import quantization, reference
+from numflash.cache.engine import DecodeEngine, State
+from numflash.cache.kvcache import KVCache
 from numflash.cuda import launch_decode, resident
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
-from numflash.engine import DecodeEngine, State
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
-from numflash.kvcache import KVCache
 
 B, H, G, D = 2, 4, 2, 64
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
@@ -54,15 +55,34 @@ def assert_bits(cache, query, splits, seen=None):
     for b in range(query.shape[0]):
         k, v = cache.quantized(b)
         length, s = query.shape[2], k.data.shape[1]
-        sees = np.arange(s)[None] <= np.arange(length)[:, None] + s - length if seen is None else seen
-        exact, m, l = reference.integer_decode(quantization.quantize(query[b]), k, v, query.shape[3]**-0.5, sees, splits)
+        sees = (
+            np.arange(s)[None] <= np.arange(length)[:, None] + s - length if seen is None else seen
+        )
+        exact, m, l = reference.integer_decode(
+            quantization.quantize(query[b]), k, v, query.shape[3] ** -0.5, sees, splits
+        )
         np.testing.assert_array_equal(out[b].view(np.int32), exact.view(np.int32))
         np.testing.assert_array_equal(lse[b], reference.log_sum_exp(m.astype(np.float64), l, None))
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 127, 128, 129, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (
-    2, 3, 31, 33, 63, 64, 65, 70, 130, 255, 256, 257))])
+@pytest.mark.parametrize(
+    "n",
+    [
+        1,
+        15,
+        16,
+        17,
+        127,
+        128,
+        129,
+        300,
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in (2, 3, 31, 33, 63, 64, 65, 70, 130, 255, 256, 257)
+        ),
+    ],
+)
 def test_int8_has_the_bits_of_the_model(n, paged):
     cache, _, _ = filled(n, page_size=16 if paged else None)
     for splits in (1, 3) if n > 129 else (1,):
@@ -88,8 +108,21 @@ def test_the_cpu_gives_the_same(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("n", [1, 17, 64, 65, 128, 300, *(pytest.param(n, marks=pytest.mark.slow) for n in (
-    2, 15, 16, 31, 33, 63, 70, 127, 129, 130, 255, 257))])
+@pytest.mark.parametrize(
+    "n",
+    [
+        1,
+        17,
+        64,
+        65,
+        128,
+        300,
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in (2, 15, 16, 31, 33, 63, 70, 127, 129, 130, 255, 257)
+        ),
+    ],
+)
 def test_floats(dtype, n):
     whole, key, value = filled(n, dtype)
     paged, _, _ = filled(n, dtype, page_size=16) if n in (17, 300) else (None, 0, 0)
@@ -111,17 +144,28 @@ def test_several_new_tokens_are_causal(dtype):
     assert relative(cache.decode(query), expected(query, key, value)[0]) <= TOLERANCE[dtype]
     if dtype == "int8":
         assert_bits(cache, query, 2)
-    even, key, value = filled(128, dtype)                                  # a full tile, of which the first row sees all but one
-    assert relative(even.decode(query[:, :, 1:]), expected(query[:, :, 1:], key, value)[0]) <= TOLERANCE[dtype]
+    even, key, value = filled(128, dtype)  # a full tile, of which the first row sees all but one
+    assert (
+        relative(even.decode(query[:, :, 1:]), expected(query[:, :, 1:], key, value)[0])
+        <= TOLERANCE[dtype]
+    )
     if dtype == "int8":
         assert_bits(even, query[:, :, 1:], 1)
     short = new(dtype)
     short.append(*tokens(1))
-    out, lse = short.decode(query[:, :, :2], return_lse=True)              # the first row stands before the sequence
-    assert not out[:, :, 0].any() and (lse[:, :, 0] == -np.inf).all() and np.isfinite(lse[:, :, 1:]).all()
+    out, lse = short.decode(
+        query[:, :, :2], return_lse=True
+    )  # the first row stands before the sequence
+    assert (
+        not out[:, :, 0].any()
+        and (lse[:, :, 0] == -np.inf).all()
+        and np.isfinite(lse[:, :, 1:]).all()
+    )
 
 
-@pytest.mark.parametrize("heads", [2, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16))])
+@pytest.mark.parametrize(
+    "heads", [2, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16))]
+)
 def test_groups_of_heads(heads):
     """1, 7, 8 and 20 query heads on a KV head: rows of one tile, of two, never a second reading of the keys."""
     cache, _, _ = filled(130)
@@ -133,11 +177,21 @@ def test_groups_of_heads_in_floats():
     cache, key, value = filled(130, "float16")
     query = draw((B, 40, 1, D), 9)
     for splits in (1, 2):
-        assert relative(cache.decode(query, splits=splits), expected(query, key, value)[0]) <= TOLERANCE["float16"]
+        assert (
+            relative(cache.decode(query, splits=splits), expected(query, key, value)[0])
+            <= TOLERANCE["float16"]
+        )
 
 
-@pytest.mark.parametrize(("d", "dv"), [(5, 7), pytest.param(128, 64, marks=pytest.mark.slow), pytest.param(
-    80, 96, marks=pytest.mark.slow), pytest.param(256, 256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("d", "dv"),
+    [
+        (5, 7),
+        pytest.param(128, 64, marks=pytest.mark.slow),
+        pytest.param(80, 96, marks=pytest.mark.slow),
+        pytest.param(256, 256, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_channels(d, dv, dtype):
     cache = KVCache(B, G, d, 300, dtype, device="cuda-emulator", value_dim=dv)
@@ -147,7 +201,10 @@ def test_channels(d, dv, dtype):
     if dtype == "int8":
         assert_bits(cache, query, 1)
     for splits in (1, 2):
-        assert relative(cache.decode(query, splits=splits), expected(query, key, value)[0]) <= TOLERANCE[dtype]
+        assert (
+            relative(cache.decode(query, splits=splits), expected(query, key, value)[0])
+            <= TOLERANCE[dtype]
+        )
 
 
 def test_storage_is_the_quantisation():
@@ -189,7 +246,7 @@ def test_lengths_differ_and_reset():
     cache.reset(0)
     out, lse = cache.decode(query, return_lse=True)
     assert not out[0].any() and (lse[0] == -np.inf).all() and out[1].any()
-    cache.append(*tokens(7, 4))                                           # what lay there before is not seen
+    cache.append(*tokens(7, 4))  # what lay there before is not seen
     assert cache.lengths.tolist() == [7, 17]
     assert_bits(cache, query, 1)
 
@@ -207,8 +264,11 @@ def test_shared_prefix(dtype):
     query = draw((3, H, 1, D), 2)
     out = cache.decode(query)
     for b, n in enumerate((70, 70, 32)):
-        k, v = (np.concatenate([x[:1, :, :n], y[b:b + 1]], 2) for x, y in zip((key, value), more, strict=True))
-        assert relative(out[b:b + 1], expected(query[b:b + 1], k, v)[0]) < TOLERANCE[dtype]
+        k, v = (
+            np.concatenate([x[:1, :, :n], y[b : b + 1]], 2)
+            for x, y in zip((key, value), more, strict=True)
+        )
+        assert relative(out[b : b + 1], expected(query[b : b + 1], k, v)[0]) < TOLERANCE[dtype]
     cache.reset(0)
     np.testing.assert_array_equal(cache.decode(query)[1:], out[1:])
     with pytest.raises(CacheFullError, match="more pages"):
@@ -233,8 +293,8 @@ def test_ring(dtype):
     out = cache.decode(two)
     for row in range(2):
         seen = [j for j in range(299 + row) if j < sinks or j >= 299 + row - window]
-        exact = naive(two[:, :, row:row + 1], key[:, :, seen], value[:, :, seen])[0]
-        assert relative(out[:, :, row:row + 1], exact) <= TOLERANCE[dtype]
+        exact = naive(two[:, :, row : row + 1], key[:, :, seen], value[:, :, seen])[0]
+        assert relative(out[:, :, row : row + 1], exact) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
@@ -283,12 +343,16 @@ def test_int8_at_extreme_scales(size):
 def test_smoothing():
     key, value = tokens(60)
     key[..., 3] += 30
-    caches = [KVCache(B, G, D, 100, smooth=True, device=device) for device in ("cpu", "cuda-emulator")]
+    caches = [
+        KVCache(B, G, D, 100, smooth=True, device=device) for device in ("cpu", "cuda-emulator")
+    ]
     for cache in caches:
         cache.append(key[:, :, :50], value[:, :, :50])
         cache.append(key[:, :, 50:], value[:, :, 50:])
     query = draw((B, H, 1, D), 5)
-    for x, y in zip(*(cache.decode(query, splits=1, return_lse=True) for cache in caches), strict=True):
+    for x, y in zip(
+        *(cache.decode(query, splits=1, return_lse=True) for cache in caches), strict=True
+    ):
         np.testing.assert_array_equal(x, y)
 
 
@@ -304,8 +368,10 @@ def test_every_byte_of_the_cache_is_read_once(dtype, paged):
         cache.decode(query, splits=splits)
         report, blocks = reports(cache)[0], B * G * splits
         assert report.blocks == blocks and len(reports(cache)) == (1 if splits == 1 else 2)
-        small = blocks * (THREADS * 4 + heads // G * D * 4)               # length, query
-        assert report.global_loaded == kept + small + (kept // 16 * 4 if paged else 0)       # a page number per piece
+        small = blocks * (THREADS * 4 + heads // G * D * 4)  # length, query
+        assert report.global_loaded == kept + small + (
+            kept // 16 * 4 if paged else 0
+        )  # a page number per piece
 
 
 def test_a_step_uploads_only_its_token():
@@ -330,7 +396,9 @@ def test_short_contexts_take_one_block_per_head():
     cache.append(*tokens(1))
     reports(cache).clear()
     cache.decode(draw((B, H, 1, D)))
-    assert len(reports(cache)) == 2 and reports(cache)[0].blocks == 3 * B * G            # and a kernel that combines
+    assert (
+        len(reports(cache)) == 2 and reports(cache)[0].blocks == 3 * B * G
+    )  # and a kernel that combines
 
 
 @pytest.mark.parametrize(("phi", "readings"), [(0.0, 1), (40.0, 2), (-40.0, 2)])
@@ -353,7 +421,7 @@ def test_a_step_is_append_and_decode(dtype):
     whole, parts = (new(dtype, page_size=128) for _ in range(2))
     for cache in (whole, parts):
         cache.append(*tokens(126))
-    for i in range(4):                                                    # across the end of a page
+    for i in range(4):  # across the end of a page
         (key, value), query = tokens(1, i), draw((B, H, 1, D), 50 + i)
         parts.append(key, value)
         np.testing.assert_array_equal(whole.step(query, key, value), parts.decode(query))
@@ -366,29 +434,35 @@ def test_a_step_is_append_and_decode(dtype):
 
 
 def test_the_documents_engine():
-    engine = DecodeEngine(batch=B, kv_heads=G, head_dim=D, max_length=40, dtype="float16", device="cuda-emulator")
+    engine = DecodeEngine(
+        batch=B, kv_heads=G, head_dim=D, max_length=40, dtype="float16", device="cuda-emulator"
+    )
     key, value = tokens(4)
     query = draw((B, H, 4, D), 5)
     engine.init()
     for i in range(2):
-        engine.load_qkv(*(x[:, :, i:i + 1] for x in (query, key, value)))
+        engine.load_qkv(*(x[:, :, i : i + 1] for x in (query, key, value)))
         engine.decode()
-        exact = expected(query[:, :, i:i + 1], key[:, :, :i + 1], value[:, :, :i + 1])[0]
+        exact = expected(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1])[0]
         assert relative(engine.get_output(), exact) <= TOLERANCE["float16"]
     assert engine.state is State.OUTPUT_READY
     engine.reset()
     for i in range(2):
-        out = engine.step(*(np.ascontiguousarray(x[:, :, i:i + 1]) for x in (query, key, value)))
+        out = engine.step(*(np.ascontiguousarray(x[:, :, i : i + 1]) for x in (query, key, value)))
     assert relative(out, exact) <= TOLERANCE["float16"]
     engine.cleanup()
     assert engine.cache is None
 
 
 def test_what_is_refused():
-    for options, error, words in (({"dtype": "float32"}, UnsupportedError, "dtype"), ({"d": 300}, UnsupportedError, "head_dim"),
-                                  ({"page_size": 8}, ArgumentError, "page_size"), ({"page_size": 48}, ArgumentError, "page_size"),
-                                  ({"isa": "portable"}, ArgumentError, "isa"),
-                                  ({"unified_max": 0}, UnsupportedError, "unified_max")):
+    for options, error, words in (
+        ({"dtype": "float32"}, UnsupportedError, "dtype"),
+        ({"d": 300}, UnsupportedError, "head_dim"),
+        ({"page_size": 8}, ArgumentError, "page_size"),
+        ({"page_size": 48}, ArgumentError, "page_size"),
+        ({"isa": "portable"}, ArgumentError, "isa"),
+        ({"unified_max": 0}, UnsupportedError, "unified_max"),
+    ):
         with pytest.raises(error, match=words):
             new(**options)
     with pytest.raises(UnsupportedError, match="emulator: got a cache on 'cpu'"):
@@ -396,12 +470,26 @@ def test_what_is_refused():
     cache, key, value = filled(4)
     with pytest.raises(ArgumentError, match="query: got shape"):
         cache.decode(np.zeros((B, 3, 1, D), np.float32))
-    on_card = SimpleNamespace(__cuda_array_interface__={"shape": key.shape, "typestr": "<f4", "data": (16, False), "version": 3})
+    on_card = SimpleNamespace(
+        __cuda_array_interface__={
+            "shape": key.shape,
+            "typestr": "<f4",
+            "data": (16, False),
+            "version": 3,
+        }
+    )
     query = np.zeros((B, H, 4, D), np.float32)
-    for name, call in (("key", lambda: cache.append(on_card, value)), ("value", lambda: cache.append(key, on_card)),
-                       ("query", lambda: cache.decode(on_card)), ("query", lambda: cache.step(on_card, key, value)),
-                       ("key", lambda: cache.step(query, on_card, value))):
-        with pytest.raises(UnsupportedError, match=f"{name}: the array lies in GPU memory; allowed: arrays in host memory"):
+    for name, call in (
+        ("key", lambda: cache.append(on_card, value)),
+        ("value", lambda: cache.append(key, on_card)),
+        ("query", lambda: cache.decode(on_card)),
+        ("query", lambda: cache.step(on_card, key, value)),
+        ("key", lambda: cache.step(query, on_card, value)),
+    ):
+        with pytest.raises(
+            UnsupportedError,
+            match=f"{name}: the array lies in GPU memory; allowed: arrays in host memory",
+        ):
             call()
     assert cache.lengths.tolist() == [4] * B
     with pytest.raises(CacheFullError, match="allowed: 400 in all"):

@@ -1,4 +1,5 @@
 """Each kind of fault, planted in a small kernel next to the correct version: the emulator names the rule and the source line."""
+
 import inspect
 
 import numpy as np
@@ -17,7 +18,9 @@ FLOATS = types.Array(f32, 1, "C")
 
 
 def run(function, *args, signature=None, threads=64, arch="sm_80", shared_bytes=0, **options):
-    source = Source(function, signature or types.void(*[WORDS for _ in args]), threads, shared_bytes)
+    source = Source(
+        function, signature or types.void(*[WORDS for _ in args]), threads, shared_bytes
+    )
     return emulate(source, 1, None, list(args), arch=arch, **options)
 
 
@@ -41,6 +44,7 @@ def fails(kind, line, function, *args, **options):
 
 def exchange(with_barrier=True, second_barrier=True):
     """Threads pass their word to the mirrored thread through shared memory, twice."""
+
     def kernel(x, y):
         shared = cuda.shared.array(64, u32)
         t = cuda.threadIdx.x
@@ -53,6 +57,7 @@ def exchange(with_barrier=True, second_barrier=True):
         shared[t] = x[t] + u32(1)
         cuda.syncthreads()
         y[t] += shared[63 - t]
+
     return kernel
 
 
@@ -61,7 +66,11 @@ def test_exchange_is_right(schedule):
     y = np.zeros(64, np.uint32)
     report = run(exchange(), words(), y, schedule=schedule)
     assert np.array_equal(y, 2 * words()[::-1] + 1)
-    assert report.shared_stored == 2 * 256 and report.shared_conflicts == 0 and report.barriers == 3 * 2
+    assert (
+        report.shared_stored == 2 * 256
+        and report.shared_conflicts == 0
+        and report.barriers == 3 * 2
+    )
 
 
 def test_missing_barrier_after_write():
@@ -82,6 +91,7 @@ def test_uninitialised_shared():
         shared[t] = x[t]
         cuda.syncthreads()
         x[t] = shared[t + 1]
+
     fails("uninitialised", "x[t] = shared[t + 1]", kernel, words())
 
 
@@ -91,6 +101,7 @@ def test_shared_out_of_bounds():
         t = cuda.threadIdx.x
         ptx.store_shared_f32(ptx.shared_address(shared) + u32(t * 8), f32(1))
         x[t] = u32(0)
+
     fails("out-of-bounds", "store_shared_f32", kernel, words())
 
 
@@ -98,6 +109,7 @@ def test_global_out_of_bounds():
     def kernel(x):
         t = cuda.threadIdx.x
         x[t] = x[t + 1]
+
     fails("out-of-bounds", "x[t] = x[t + 1]", kernel, words())
 
 
@@ -106,12 +118,14 @@ def test_misaligned():
         four = cuda.local.array(4, u32)
         ptx.load_global_v4(four, 0, ptx.global_address(x) + u64(cuda.threadIdx.x * 8))
         x[cuda.threadIdx.x] = four[0]
+
     fails("misaligned", "load_global_v4", kernel, words(256))
 
 
 def test_read_only_arrays():
     def kernel(x):
         x[cuda.threadIdx.x] = u32(1)
+
     frozen = words()
     frozen.flags.writeable = False
     fails("out-of-bounds", "x[cuda.threadIdx.x]", kernel, frozen)
@@ -122,6 +136,7 @@ def test_divergent_shuffle():
         t = cuda.threadIdx.x
         if t & 31 < 7:
             x[t] = ptx.bits(ptx.shuffle_xor(f32(1), u32(1)))
+
     fails("divergent", "shuffle_xor", kernel, words())
 
 
@@ -130,6 +145,7 @@ def test_divergent_barrier():
         if cuda.threadIdx.x < 40:
             ptx.barrier(u32(0), u32(64))
         x[cuda.threadIdx.x] = u32(0)
+
     fails("divergent", "ptx.barrier", kernel, words())
 
 
@@ -138,6 +154,7 @@ def test_deadlock_at_a_barrier():
         if cuda.threadIdx.x < 32:
             ptx.barrier(u32(1), u32(64))
         x[cuda.threadIdx.x] = u32(0)
+
     fails("deadlock", None, kernel, words())
 
 
@@ -152,6 +169,7 @@ def test_deadlock_at_an_mbarrier():
             ptx.mbarrier_arrive(bar)
         ptx.mbarrier_wait(bar, u32(0))
         x[cuda.threadIdx.x] = u32(0)
+
     fails("deadlock", "mbarrier_wait", kernel, words(), arch="sm_90a")
 
 
@@ -164,6 +182,7 @@ def test_too_many_arrivals():
         cuda.syncthreads()
         ptx.mbarrier_arrive(bar)
         x[cuda.threadIdx.x] = u32(0)
+
     fails("protocol", "mbarrier_arrive", kernel, words(), arch="sm_90a")
 
 
@@ -184,6 +203,7 @@ def async_copy(wait=True, barrier=True, early_wait_count=0):
         ptx.load_shared_v4(four, 0, to ^ u32(512))
         for i in range(4):
             y[t * 4 + i] = four[i]
+
     return kernel
 
 
@@ -235,6 +255,7 @@ def product(wait=True, fence=True, proxy_fence=True, overwrite=False, dtype="flo
             ptx.store_shared_f32(base + u32(t * 4), f32(0))
         y[t] = acc[0]
         pause()
+
     return kernel
 
 
@@ -242,20 +263,29 @@ def product(wait=True, fence=True, proxy_fence=True, overwrite=False, dtype="flo
 def test_product(dtype, terms):
     y = np.zeros(128, np.float32)
     report = run(product(dtype=dtype), y, signature=types.void(FLOATS), threads=128, arch="sm_90a")
-    assert (y == terms).all() and report.tensor_operations == 4 and report.tensor_flops == 2 * 64 * 8 * terms
+    assert (
+        (y == terms).all()
+        and report.tensor_operations == 4
+        and report.tensor_flops == 2 * 64 * 8 * terms
+    )
 
 
-@pytest.mark.parametrize(("kind", "line", "options"), [
-    ("pending", "y[t] = acc[0]", {"wait": False}),
-    ("protocol", "mma(acc, 0, a, b, i32(0))", {"fence": False}),
-    ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False}),
-    ("race", "store_shared_f32(base + u32(t * 4), f32(0))", {"wait": False, "overwrite": True}),
-    ("pending", "y[t] = acc[0]", {"wait": False, "dtype": "int8"}),
-    ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False, "dtype": "int8"}),
-])
+@pytest.mark.parametrize(
+    ("kind", "line", "options"),
+    [
+        ("pending", "y[t] = acc[0]", {"wait": False}),
+        ("protocol", "mma(acc, 0, a, b, i32(0))", {"fence": False}),
+        ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False}),
+        ("race", "store_shared_f32(base + u32(t * 4), f32(0))", {"wait": False, "overwrite": True}),
+        ("pending", "y[t] = acc[0]", {"wait": False, "dtype": "int8"}),
+        ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False, "dtype": "int8"}),
+    ],
+)
 def test_product_faults(kind, line, options):
     y = np.zeros(128, np.float32)
-    fails(kind, line, product(**options), y, signature=types.void(FLOATS), threads=128, arch="sm_90a")
+    fails(
+        kind, line, product(**options), y, signature=types.void(FLOATS), threads=128, arch="sm_90a"
+    )
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -269,7 +299,7 @@ def test_product_of_bytes(weights):
         t = cuda.threadIdx.x
         acc, four = cuda.local.array(12, i32), cuda.local.array(4, u32)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        for i in range(4):                             # word t % 8 of rows of 128 bytes; chunks of 16 bytes are swizzled
+        for i in range(4):  # word t % 8 of rows of 128 bytes; chunks of 16 bytes are swizzled
             r, c = i * 16 + (t >> 3), t & 7
             at = u32(r * 128 + (((c >> 2) ^ (r & 7)) << 4) + (c & 3) * 4)
             ptx.store_shared(base + at, a[r, c])
@@ -278,9 +308,12 @@ def test_product_of_bytes(weights):
         ptx.fence_async()
         cuda.syncthreads()
         r, c = (t >> 5) * 16 + ((t & 31) >> 2), t & 3
-        for i in range(4):                             # PTX 9.7.15.5.1.1: rows r and r + 8, bytes 4 c to 4 c + 3 and 16 beyond
+        for i in range(4):  # PTX 9.7.15.5.1.1: rows r and r + 8, bytes 4 c to 4 c + 3 and 16 beyond
             four[i] = a[r + 8 * (i & 1), c + 4 * (i >> 1)]
-        da, db = u64(0x4000004000000000) | u64(base >> u32(4)), u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4))
+        da, db = (
+            u64(0x4000004000000000) | u64(base >> u32(4)),
+            u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4)),
+        )
         ptx.wgmma_fence()
         if weights:
             mma(acc, 0, four, 0, db, i32(0))
@@ -298,27 +331,45 @@ def test_product_of_bytes(weights):
     a[0], b[0] = np.iinfo(kind).max, -128
     y = np.zeros((64, 24), np.int32)
     table = types.Array(u32, 2, "C")
-    run(kernel, a.view(np.uint32), b.view(np.uint32), y, signature=types.void(table, table, types.Array(i32, 2, "C")), threads=128,
-        arch="sm_90a")
+    run(
+        kernel,
+        a.view(np.uint32),
+        b.view(np.uint32),
+        y,
+        signature=types.void(table, table, types.Array(i32, 2, "C")),
+        threads=128,
+        arch="sm_90a",
+    )
     assert np.array_equal(y, a.astype(np.int64) @ b.astype(np.int64).T)
 
 
-@pytest.mark.parametrize(("kind", "shape", "registers", "immediates"), [
-    ("protocol", "m64n40k32.s32.u8.s8", 20, ""), ("protocol", "m64n8k32.s32.u8.s8", 2, ""),
-    ("protocol", "m64n8k32.s32.u8.s8", 4, ", 1, 1, 0, 0"), ("protocol", "m64n8k16.f32.f16.f16", 4, ""),
-    ("unsupported", "m64n8k16.s32.u8.s8", 4, ""), ("unsupported", "m64n8k32.f32.s8.s8", 4, ""),
-    ("unsupported", "m64n8k16.f32.f16.bf16", 4, ", 1, 1, 0, 0"), ("unsupported", "m64n8k16.f32.f16.f16", 4, ", -1, 1, 0, 0")])
+@pytest.mark.parametrize(
+    ("kind", "shape", "registers", "immediates"),
+    [
+        ("protocol", "m64n40k32.s32.u8.s8", 20, ""),
+        ("protocol", "m64n8k32.s32.u8.s8", 2, ""),
+        ("protocol", "m64n8k32.s32.u8.s8", 4, ", 1, 1, 0, 0"),
+        ("protocol", "m64n8k16.f32.f16.f16", 4, ""),
+        ("unsupported", "m64n8k16.s32.u8.s8", 4, ""),
+        ("unsupported", "m64n8k32.f32.s8.s8", 4, ""),
+        ("unsupported", "m64n8k16.f32.f16.bf16", 4, ", 1, 1, 0, 0"),
+        ("unsupported", "m64n8k16.f32.f16.f16", 4, ", -1, 1, 0, 0"),
+    ],
+)
 def test_products_that_do_not_exist(kind, shape, registers, immediates):
     """Of a size, with accumulators or immediates that the instruction does not have (PTX 9.7.15.5.2)."""
     d = ", ".join("%r1" for _ in range(registers))
     text = run_ptx(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, %rd1, %rd1, %p1{immediates};")
     with pytest.raises(EmulatorError) as caught:
-        emulate(text.replace(".reg .b32", ".reg .b64 %rd<2>;\n.reg .pred %p<2>;\n.reg .b32"), 1, 128, [])
+        emulate(
+            text.replace(".reg .b32", ".reg .b64 %rd<2>;\n.reg .pred %p<2>;\n.reg .b32"), 1, 128, []
+        )
     assert caught.value.kind == kind
 
 
 def tiles(wait_full=True, wait_empty=True, expect=1024):
     """A producer thread loads two tiles into the same place; 32 consumers read both."""
+
     def kernel(maps, y):
         shared = cuda.shared.array(1024, u32)
         t = cuda.threadIdx.x
@@ -341,6 +392,7 @@ def tiles(wait_full=True, wait_empty=True, expect=1024):
                     ptx.mbarrier_wait(full, u32(k & 1))
                 y[32 * k + t] = ptx.load_shared_f32(base + u32(t * 32))
                 ptx.mbarrier_arrive(empty)
+
     return kernel
 
 
@@ -352,7 +404,15 @@ def tile_arguments():
 def test_a_tile_of_another_rank():
     maps, y = tile_arguments()
     maps = [TensorMap(maps[0].array[None], (1, *maps[0].box), swizzle=0)]
-    fails("protocol", "tma_load_4d", tiles(), maps, y, signature=types.void(u64, FLOATS), arch="sm_90a")
+    fails(
+        "protocol",
+        "tma_load_4d",
+        tiles(),
+        maps,
+        y,
+        signature=types.void(u64, FLOATS),
+        arch="sm_90a",
+    )
 
 
 def test_tiles():
@@ -361,16 +421,26 @@ def test_tiles():
     assert np.array_equal(y, np.arange(0, 512, 8, dtype=np.float32))
 
 
-@pytest.mark.parametrize(("kinds", "options"), [
-    ({"pending", "uninitialised", "race"}, {"wait_full": False}),
-    ({"race", "pending", "protocol"}, {"wait_empty": False}),
-    ({"deadlock"}, {"expect": 2048}),
-])
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        ({"pending", "uninitialised", "race"}, {"wait_full": False}),
+        ({"race", "pending", "protocol"}, {"wait_empty": False}),
+        ({"deadlock"}, {"expect": 2048}),
+    ],
+)
 def test_tile_faults(kinds, options):
     for seed in range(4):
         maps, y = tile_arguments()
         with pytest.raises(EmulatorError) as caught:
-            run(tiles(**options), maps, y, signature=types.void(u64, FLOATS), arch="sm_90a", seed=seed)
+            run(
+                tiles(**options),
+                maps,
+                y,
+                signature=types.void(u64, FLOATS),
+                arch="sm_90a",
+                seed=seed,
+            )
         assert caught.value.kind in kinds, caught.value
 
 
@@ -393,6 +463,7 @@ def test_endless_loop(monkeypatch):
 
 def test_bad_arguments():
     from numflash.errors import ArgumentError, ArgumentTypeError
+
     text = run_ptx("")
     with pytest.raises(ArgumentError, match="grid: got"):
         emulate(text, (1, 2, 3, 4), 32, [])

@@ -1,4 +1,5 @@
 """The float32 kernel in the emulator, against float64, for every option."""
+
 import numpy as np
 import oracles
 import pytest
@@ -12,19 +13,33 @@ import numflash
 
 def check(shape, **options):
     q, k, v = oracles.qkv(**shape)
-    out, lse = numflash.attention(q, k, v, enable_gqa=True, return_lse=True, impl="cuda-emulator", **options)
+    out, lse = numflash.attention(
+        q, k, v, enable_gqa=True, return_lse=True, impl="cuda-emulator", **options
+    )
     assert out.dtype == lse.dtype == np.float32
     compare(out, lse, q, k, v, **options)
 
 
-@pytest.mark.parametrize("shape", [{"b": 2, "h": 4, "hkv": 2, "l": 7, "s": 21, "d": 40, "dv": 72}, {"b": 1, "h": 1, "l": 1,
-                                                                                                    "s": 1, "d": 1}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"b": 2, "h": 4, "hkv": 2, "l": 7, "s": 21, "d": 40, "dv": 72},
+        {"b": 1, "h": 1, "l": 1, "s": 1, "d": 1},
+    ],
+)
 def test_shapes(shape):
     check(shape)
 
 
-@pytest.mark.parametrize("options", [
-    {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (3, 1)}, {"key_lengths": np.array([9])}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (3, 1)},
+        {"key_lengths": np.array([9])},
+    ],
+)
 def test_options(options):
     check({"b": 1, "h": 2, "l": 13, "s": 21, "d": 32}, **options)
 
@@ -35,7 +50,7 @@ def test_masks():
     seen[0, 1, 4] = False
     check({"b": 1, "h": 2, "l": 13, "s": 21, "d": 32}, attn_mask=seen)
     bias = np.where(seen, rng.standard_normal(seen.shape), -np.inf).astype(np.float32)
-    bias[0, 0, 9] = np.finfo(np.float32).min                                          # a row that sees all keys alike
+    bias[0, 0, 9] = np.finfo(np.float32).min  # a row that sees all keys alike
     check({"b": 1, "h": 2, "l": 13, "s": 21, "d": 32}, attn_mask=bias)
 
 

@@ -1,4 +1,5 @@
 """The TMA and wgmma kernel for sm_90a in the emulator, against float64."""
+
 import dataclasses
 
 import ml_dtypes
@@ -10,12 +11,14 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 from float_checks import compare, problem_of
 
-from numflash.cuda import forward, launch
+from numflash.cuda import launch, launch_forward, operands
 
 
 def check(shape, overlap=True, dtype=np.float16, seed=0, **options):
     q, k, v = (x.astype(dtype) for x in oracles.qkv(**shape, seed=seed))
-    out, lse, report = forward.emulated(forward.hopper_forward(problem_of(q, k, v, **options), overlap), seed=seed)
+    out, lse, report = operands.emulated(
+        launch_forward.hopper_forward(problem_of(q, k, v, **options), overlap), seed=seed
+    )
     compare(out, lse, q, k, v, **options)
     return report
 
@@ -34,8 +37,14 @@ def test_head_sizes():
     check({"b": 1, "h": 2, "hkv": 1, "l": 70, "s": 200, "d": 256, "dv": 200})
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True, "alignment": "lower_right"}, {"window": (100, 3)},
-                                     {"window": (None, 3), "key_lengths": np.array([150, 0])}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (100, 3)},
+        {"window": (None, 3), "key_lengths": np.array([150, 0])},
+    ],
+)
 def test_bands(options):
     check({"b": 2, "h": 2, "hkv": 1, "l": 200, "s": 300, "d": 64}, **options)
 
@@ -51,11 +60,20 @@ def zeros(shape=(1, 1, 1, 4, 4), **options):
 
 
 def test_plan_chooses_the_kernel():
-    kernel = lambda problem, arch="sm_90a": launch.plan(problem, arch).factory.__name__      # noqa: E731
+    kernel = lambda problem, arch="sm_90a": launch.plan(problem, arch).factory.__name__  # noqa: E731
     assert kernel(zeros()) == kernel(zeros((1, 8, 2, 65, 65))) == "flash_hopper"
-    assert kernel(zeros(softcap=3.0)) == kernel(zeros(alibi_slopes=np.ones(1, np.float32))) == "flash_hopper"
-    assert kernel(zeros((1, 8, 2, 16, 65))) == "flash_float" and kernel(zeros((1, 8, 2, 17, 65))) == "flash_hopper"
-    assert kernel(zeros((1, 8, 2, 1, 65))) == "flash_float", "the four heads of a group fill a tile together"
+    assert (
+        kernel(zeros(softcap=3.0))
+        == kernel(zeros(alibi_slopes=np.ones(1, np.float32)))
+        == "flash_hopper"
+    )
+    assert (
+        kernel(zeros((1, 8, 2, 16, 65))) == "flash_float"
+        and kernel(zeros((1, 8, 2, 17, 65))) == "flash_hopper"
+    )
+    assert kernel(zeros((1, 8, 2, 1, 65))) == "flash_float", (
+        "the four heads of a group fill a tile together"
+    )
     assert kernel(zeros(), "sm_80") == "flash_float"
 
 
@@ -67,23 +85,34 @@ def test_what_the_sm_80_kernel_does_on_hopper(options):
     options = {name: x for name, x in options.items() if name != "mask"}
     problem = problem_of(q, k, v, seen, True, alignment="lower_right", **options)
     launched = launch.plan(problem, "sm_90a")
-    assert (launched.factory.__name__, launched.arch, launched.grid) == ("flash_float", "sm_90a", (1, 2, 1))
-    out, lse, _ = forward.emulated(launched)
-    expected, expected_lse = oracles.naive(q, k, v, attn_mask=seen, is_causal=True, alignment="lower_right", **options)
+    assert (launched.factory.__name__, launched.arch, launched.grid) == (
+        "flash_float",
+        "sm_90a",
+        (1, 2, 1),
+    )
+    out, lse, _ = operands.emulated(launched)
+    expected, expected_lse = oracles.naive(
+        q, k, v, attn_mask=seen, is_causal=True, alignment="lower_right", **options
+    )
     assert np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, atol=3e-5)
 
 
 def random_mask(*shape):
     rng = np.random.default_rng(3)
     seen = rng.random(shape) > 0.3
-    seen[..., 7:8, :] = False                          # a row that sees nothing
+    seen[..., 7:8, :] = False  # a row that sees nothing
     return np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)
 
 
 def test_options_with_packed_heads():
     """Two of a group's three times two heads lie beside each other in the rows."""
-    check({"b": 2, "h": 6, "hkv": 1, "l": 50, "s": 200, "d": 64}, attn_mask=random_mask(2, 6, 50, 200), softcap=2.0, is_causal=True,
-          alignment="lower_right")
+    check(
+        {"b": 2, "h": 6, "hkv": 1, "l": 50, "s": 200, "d": 64},
+        attn_mask=random_mask(2, 6, 50, 200),
+        softcap=2.0,
+        is_causal=True,
+        alignment="lower_right",
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -94,27 +123,50 @@ def test_taking_turns_changes_no_bit(causal, seed):
     problem = problem_of(q, k, v, is_causal=causal)
     found = []
     for turns in (False, True):
-        plan = forward.hopper_forward(problem)
-        out, lse, _ = forward.emulated(dataclasses.replace(plan, constants=plan.constants | {"ping_pong": turns}), seed=seed)
+        plan = launch_forward.hopper_forward(problem)
+        out, lse, _ = operands.emulated(
+            dataclasses.replace(plan, constants=plan.constants | {"ping_pong": turns}), seed=seed
+        )
         found.append((out.view(np.uint16), lse))
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("dtype", "d", "options"), [
-    (np.float16, 64, {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([50])}),
-    (ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}),
-    pytest.param(np.float16, 256, {"attn_mask": random_mask(1, 4, 60, 170), "softcap": 2.0, "is_causal": True,
-                                   "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32)}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dtype", "d", "options"),
+    [
+        (
+            np.float16,
+            64,
+            {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([50])},
+        ),
+        (ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}),
+        pytest.param(
+            np.float16,
+            256,
+            {
+                "attn_mask": random_mask(1, 4, 60, 170),
+                "softcap": 2.0,
+                "is_causal": True,
+                "alibi_slopes": np.linspace(0.1, 1, 4, dtype=np.float32),
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_sinks_join_on_the_card(dtype, d, options):
     """With results given, as for arrays on a card, the kernel adds the sinks itself; a row that sees nothing has the sink's LSE."""
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
     options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}
     problem = problem_of(q, k, v, **options)
-    launched = forward.hopper_forward(problem, results=(np.zeros(q.shape, problem.query.dtype), np.zeros(q.shape[:3], np.float32)))
+    launched = launch_forward.hopper_forward(
+        problem, results=(np.zeros(q.shape, problem.query.dtype), np.zeros(q.shape[:3], np.float32))
+    )
     assert launched.constants["sinks"] and launched.constants["packed"] == 2
-    out, lse, _ = forward.emulated(launched)
+    out, lse, _ = operands.emulated(launched)
     expected, expected_lse = oracles.naive(q, k, v, **options)
     out = (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64)
     assert (expected == 0).all(-1).any() == ("is_causal" not in options or "attn_mask" in options)
-    assert np.allclose(out, expected, atol=8 * float(ml_dtypes.finfo(dtype).eps)) and np.allclose(lse, expected_lse, atol=1e-4)
+    assert np.allclose(out, expected, atol=8 * float(ml_dtypes.finfo(dtype).eps)) and np.allclose(
+        lse, expected_lse, atol=1e-4
+    )

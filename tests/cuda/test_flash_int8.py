@@ -1,4 +1,5 @@
 """INT8 forward in the emulator: the bits of the integer model, for every option."""
+
 import numpy as np
 import oracles
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from numflash import fixedpoint as fx
 from numflash import tiling, validation
-from numflash.cuda import emulate, forward
+from numflash.cuda import emulate, launch_forward
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
@@ -20,23 +21,36 @@ from numflash.errors import UnsupportedError
 from numflash.quantization import QuantizedTensor
 
 
-@pytest.mark.parametrize(("l", "s"), [(1, 1), (5, 127), (16, 128), pytest.param(17, 129, marks=pytest.mark.slow), (70, 300)])
+@pytest.mark.parametrize(
+    ("l", "s"),
+    [(1, 1), (5, 127), (16, 128), pytest.param(17, 129, marks=pytest.mark.slow), (70, 300)],
+)
 def test_tails(l, s):
     report = same_bits(*oracles.qkv(b=1, h=1, l=l, s=s, d=64))
     assert report.shared_conflicts == 0
 
 
-@pytest.mark.parametrize("shape", [
-    {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 72},
-    pytest.param({"b": 1, "h": 2, "l": 20, "s": 140, "d": 128}, marks=pytest.mark.slow),
-    pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 5, "dv": 3}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 72},
+        pytest.param({"b": 1, "h": 2, "l": 20, "s": 140, "d": 128}, marks=pytest.mark.slow),
+        pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 5, "dv": 3}, marks=pytest.mark.slow),
+    ],
+)
 def test_shapes(shape):
     same_bits(*oracles.qkv(**shape))
 
 
-@pytest.mark.parametrize("options", [
-    {"is_causal": True}, {"is_causal": True, "alignment": "lower_right"}, {"window": (30, 2)}, {"window": (None, 9),
-                                                                                                "alignment": "lower_right"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"is_causal": True, "alignment": "lower_right"},
+        {"window": (30, 2)},
+        {"window": (None, 9), "alignment": "lower_right"},
+    ],
+)
 def test_bands(options):
     same_bits(*oracles.qkv(b=1, h=2, l=70, s=270, d=64), **options)
 
@@ -67,7 +81,9 @@ def test_rows_that_are_not_finite():
 
 
 def test_saturated_operands():
-    q, k, v = (np.full((1, 1, n, 64), x, np.float32) for n, x in ((20, 3.0), (150, -5.0), (150, 7.0)))
+    q, k, v = (
+        np.full((1, 1, n, 64), x, np.float32) for n, x in ((20, 3.0), (150, -5.0), (150, 7.0))
+    )
     k[..., ::2] = 5.0
     same_bits(q, k, v)
 
@@ -80,48 +96,87 @@ def test_all_of_int8(arch):
     def operand(n, shape, granularity):
         data = rng.choice([-128, 127, 5], (1, 1, n, 64)).astype(np.int8)
         return QuantizedTensor(data, np.full(shape, 0.01, np.float32), granularity)
+
     query, key = operand(70, (1, 1, 70, 1), "row"), operand(150, (1, 1, 150, 1), "row")
     value = operand(150, (1, 1, 1, 64), "channel")
-    same_bits_of(validation.quantized_problem(query, key, value, is_causal=True, return_lse=True), arch)
+    same_bits_of(
+        validation.quantized_problem(query, key, value, is_causal=True, return_lse=True), arch
+    )
 
 
-@pytest.mark.parametrize(("shape", "options"), [
-    ({"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 200, "dv": 256}, {"is_causal": True, "alignment": "lower_right"}),
-    pytest.param({"b": 1, "h": 1, "l": 70, "s": 300, "d": 64, "dv": 256}, {"softcap": 2.0, "window": (150, 9)},
-                 marks=pytest.mark.slow),
-    pytest.param({"b": 2, "h": 1, "l": 5, "s": 3, "d": 256, "dv": 20}, {"alibi_slopes": np.array([0.5], np.float32)},
-                 marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (
+            {"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 200, "dv": 256},
+            {"is_causal": True, "alignment": "lower_right"},
+        ),
+        pytest.param(
+            {"b": 1, "h": 1, "l": 70, "s": 300, "d": 64, "dv": 256},
+            {"softcap": 2.0, "window": (150, 9)},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"b": 2, "h": 1, "l": 5, "s": 3, "d": 256, "dv": 20},
+            {"alibi_slopes": np.array([0.5], np.float32)},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_pairs_of_warps(shape, options):
     """Beyond 128 channels two warps share 16 rows: as many products as one would need, half of them each.
 
     Per block of keys a warp arrives at three barriers of the whole block and one of its pair.
     """
     report = same_bits(*oracles.qkv(**shape), **options)
-    d, dv = tiling.padded(shape["d"], tiling.SWIZZLED_HEAD_DIMS), tiling.padded(shape["dv"], tiling.CUDA_HEAD_DIMS)
+    d, dv = (
+        tiling.padded(shape["d"], tiling.SWIZZLED_HEAD_DIMS),
+        tiling.padded(shape["dv"], tiling.CUDA_HEAD_DIMS),
+    )
     warps = report.blocks * report.threads // 32
-    blocks, rest = divmod(report.tensor_operations, (d // 32) * 8 + (dv // 16) * 4)          # of keys, that a warp has visited
+    blocks, rest = divmod(
+        report.tensor_operations, (d // 32) * 8 + (dv // 16) * 4
+    )  # of keys, that a warp has visited
     assert rest == 0 and report.barriers == 4 * blocks >= 4 * warps and report.shared_conflicts == 0
 
 
-@pytest.mark.parametrize("shape", [{"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64},
-                                   pytest.param({"b": 1, "h": 1, "l": 20, "s": 140, "d": 256, "dv": 72}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64},
+        pytest.param(
+            {"b": 1, "h": 1, "l": 20, "s": 140, "d": 256, "dv": 72}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_turing(shape):
     report = same_bits(*oracles.qkv(**shape), arch="sm_75", is_causal=True, alignment="lower_right")
     assert report.async_copied == 0 and report.shared_conflicts == 0
     assert {name for name in report.opcodes if name.startswith("mma")} == {
-        f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32" for a in ("s8", "u8")}
+        f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32" for a in ("s8", "u8")
+    }
 
 
 def close_to_the_model(q, k, v, **options):
     return near_the_model(problem_of(q, k, v, pv="fp32", **options))
 
 
-@pytest.mark.parametrize("shape", [{"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 70},
-                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 300, "d": 128}, marks=pytest.mark.slow),
-                                   pytest.param({"b": 1, "h": 2, "l": 20, "s": 140, "d": 40, "dv": 200}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 200, "d": 40, "dv": 70},
+        pytest.param({"b": 1, "h": 2, "l": 20, "s": 300, "d": 128}, marks=pytest.mark.slow),
+        pytest.param(
+            {"b": 1, "h": 2, "l": 20, "s": 140, "d": 40, "dv": 200}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_float_values(shape):
     report = close_to_the_model(*oracles.qkv(**shape), is_causal=True, alignment="lower_right")
-    assert report.shared_conflicts == 0 and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] > 0
+    assert (
+        report.shared_conflicts == 0
+        and report.opcodes["mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"] > 0
+    )
 
 
 @pytest.mark.slow
@@ -135,37 +190,54 @@ def test_float_values_of_any_size():
 def test_what_is_refused():
     problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32")
     with pytest.raises(UnsupportedError, match=r"pv: got 'fp32'; sm_75 has no TF32"):
-        forward.int8_forward(problem, "sm_75")
+        launch_forward.int8_forward(problem, "sm_75")
 
 
 def test_extreme_options():
     """Biases and slopes beyond float32's range in Q8.8: what is infinite hides nothing but -inf itself."""
     q, k, v = oracles.qkv(b=1, h=1, l=20, s=150, d=64)
-    bias = np.random.default_rng(2).choice(np.array([3e38, -3e38, 0.0, 1.0, -np.inf], np.float32), (1, 1, 20, 150))
+    bias = np.random.default_rng(2).choice(
+        np.array([3e38, -3e38, 0.0, 1.0, -np.inf], np.float32), (1, 1, 20, 150)
+    )
     same_bits(q * np.float32(1e18), k, v, attn_mask=bias, alibi_slopes=np.array([1e20], np.float32))
 
 
 def test_weight_is_exp2_p8():
     """The kernel's scalar for every Q8.8 distance, against the shared definition; a hidden key weighs nothing at any octave."""
+
     def kernel(t, octave, out):
         i = cuda.grid(1)
         out[i] = types.uint32(int8_softmax.rounded_p16(t[i], octave[i]) >> types.uint32(8))
-    limit = 1 << 22                                                               # T_LIMIT in octaves
+
+    limit = 1 << 22  # T_LIMIT in octaves
     octaves = np.repeat(np.array([0, limit, 13, -limit], np.int32), 1 << 16)
     hidden = np.array([fx.MIN_OCTAVE, -limit, 0, limit], np.int32).repeat(1024)
     distances = np.tile(np.arange(1 << 16, dtype=np.int32), 4)
-    t = np.concatenate([octaves * 256 - distances, np.full(hidden.size, int8_softmax.HIDDEN, np.int32)])
+    t = np.concatenate(
+        [octaves * 256 - distances, np.full(hidden.size, int8_softmax.HIDDEN, np.int32)]
+    )
     out = np.full(t.size, 77, np.uint32)
     kinds = [types.Array(x, 1, "C") for x in (types.int32, types.int32, types.uint32)]
-    emulate(Source(kernel, types.void(*kinds), 1024), t.size // 1024, None, [t, np.concatenate([octaves, hidden]), out])
-    assert np.array_equal(out[:octaves.size], fx.exp2_p8(distances.astype(np.uint16))) and not out[octaves.size:].any()
+    emulate(
+        Source(kernel, types.void(*kinds), 1024),
+        t.size // 1024,
+        None,
+        [t, np.concatenate([octaves, hidden]), out],
+    )
+    assert (
+        np.array_equal(out[: octaves.size], fx.exp2_p8(distances.astype(np.uint16)))
+        and not out[octaves.size :].any()
+    )
 
 
 def test_softcap_is_the_shared_definition():
     def kernel(x, out):
         i = cuda.grid(1)
         out[i] = softcap_exact(x[i], types.float32(7386))
-    x = np.concatenate([np.linspace(-30, 30, 4090), [0.0, -0.0, np.inf, -np.inf, 1e-30, -1e-30]]).astype(np.float32)
+
+    x = np.concatenate(
+        [np.linspace(-30, 30, 4090), [0.0, -0.0, np.inf, -np.inf, 1e-30, -1e-30]]
+    ).astype(np.float32)
     out = np.zeros_like(x)
     floats = types.Array(types.float32, 1, "C")
     emulate(Source(kernel, types.void(floats, floats), 1024), 4, None, [x, out])
@@ -174,6 +246,12 @@ def test_softcap_is_the_shared_definition():
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(l=st.integers(1, 80), s=st.integers(1, 300), left=st.integers(0, 300), right=st.integers(0, 90), seed=st.integers(0, 99))
+@given(
+    l=st.integers(1, 80),
+    s=st.integers(1, 300),
+    left=st.integers(0, 300),
+    right=st.integers(0, 90),
+    seed=st.integers(0, 99),
+)
 def test_random_windows(l, s, left, right, seed):
     same_bits(*oracles.qkv(b=1, h=1, l=l, s=s, d=64, seed=seed), seed=seed, window=(left, right))

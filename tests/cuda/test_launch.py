@@ -1,4 +1,5 @@
 """`attention` through the emulator, and what is said where no GPU is."""
+
 import numpy as np
 import oracles
 import pytest
@@ -6,7 +7,8 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 import numflash
-from numflash.cuda import launch, validate
+from numflash.cuda.device import arch_of, current_device
+from numflash.cuda.validate import attention as validate
 from numflash.errors import UnsupportedError
 
 
@@ -14,7 +16,11 @@ def test_attention_in_the_emulator():
     q, k, v = oracles.qkv(b=1, h=2, l=20, s=40, d=64, dtype=np.float16)
     out, lse = numflash.attention(q, k, v, is_causal=True, return_lse=True, impl="cuda-emulator")
     expected, expected_lse = oracles.naive(q, k, v, is_causal=True)
-    assert out.dtype == np.float16 and np.allclose(out, expected, atol=2e-3) and np.allclose(lse, expected_lse, atol=1e-4)
+    assert (
+        out.dtype == np.float16
+        and np.allclose(out, expected, atol=2e-3)
+        and np.allclose(lse, expected_lse, atol=1e-4)
+    )
 
 
 def test_int8_has_the_bits_of_the_model():
@@ -25,7 +31,7 @@ def test_int8_has_the_bits_of_the_model():
 
 def test_without_a_gpu():
     try:
-        launch.current_device()
+        current_device()
     except UnsupportedError:
         q = np.zeros((1, 1, 2, 8), np.float16)
         assert validate.main([]) == 2
@@ -36,7 +42,20 @@ def test_without_a_gpu():
 
 
 def test_architecture_of_a_card():
-    found = [launch.arch_of(*cc) for cc in ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))]
-    assert found == ["sm_75", "sm_80", "sm_86", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_120"]
+    found = [
+        arch_of(*cc)
+        for cc in ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
+    ]
+    assert found == [
+        "sm_75",
+        "sm_80",
+        "sm_86",
+        "sm_86",
+        "sm_89",
+        "sm_90a",
+        "sm_100",
+        "sm_120",
+        "sm_120",
+    ]
     with pytest.raises(UnsupportedError, match=r"compute capability 7\.0"):
-        launch.arch_of(7, 0)
+        arch_of(7, 0)

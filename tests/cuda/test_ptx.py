@@ -1,4 +1,5 @@
 """Every inline PTX operation in the emulator, against NumPy; the hopper ones are in test_emulator_faults and test_flash_hopper."""
+
 from fractions import Fraction
 
 import ml_dtypes
@@ -35,15 +36,30 @@ def test_float_arithmetic():
         out[10, i] = ptx.ex2(a)
         out[11, i] = ptx.lg2(abs(a))
         out[12, i] = ptx.tanh(a)
+
     rng = np.random.default_rng(0)
-    x, y = ((rng.standard_normal(256) * 10.0 ** rng.integers(-3, 3, 256)).astype(np.float32) for _ in range(2))
+    x, y = (
+        (rng.standard_normal(256) * 10.0 ** rng.integers(-3, 3, 256)).astype(np.float32)
+        for _ in range(2)
+    )
     x[0], y[1] = np.nan, np.nan
     out = np.zeros((13, 256), np.float32)
-    emulate(Source(kernel, types.void(array(f32), array(f32), array(f32, 2)), 256), 1, None, [x, y, out])
+    emulate(
+        Source(kernel, types.void(array(f32), array(f32), array(f32, 2)), 256), 1, None, [x, y, out]
+    )
     with np.errstate(over="ignore"):
-        exact = [(x.astype(np.float64) * y + x).astype(np.float32), x * y, x + y, x - y, x / y, np.fmax(x, y), np.fmin(x, y),
-                 1 / x, x,
-                 x.astype(np.float16).astype(np.float32)]
+        exact = [
+            (x.astype(np.float64) * y + x).astype(np.float32),
+            x * y,
+            x + y,
+            x - y,
+            x / y,
+            np.fmax(x, y),
+            np.fmin(x, y),
+            1 / x,
+            x,
+            x.astype(np.float16).astype(np.float32),
+        ]
         close = [np.exp2(x), np.log2(np.abs(x)), np.tanh(x)]
     for k, expected in enumerate(exact):
         assert np.array_equal(out[k], expected, equal_nan=True), k
@@ -53,33 +69,56 @@ def test_float_arithmetic():
 
 def test_fma_rounds_once():
     """Cases where the exact sum lies on a tie of float32 once rounded to float64."""
+
     def kernel(x, y, z, out):
         i = cuda.grid(1)
         out[i] = ptx.fma(x[i], y[i], z[i])
+
     a = np.full(32, 1 + 2.0**-12, np.float32)
     c = np.full(32, 2.0**-60, np.float32)
     c[16:] *= -1
     out = np.zeros(32, np.float32)
     emulate(Source(kernel, types.void(*[array(f32)] * 4), 32), 1, None, [a, a, c, out])
     # a * a = 1 + 2**-11 + 2**-24: a tie between two floats; the tiny c decides
-    assert (out[:16] == np.float32(1 + 2.0**-11 + 2.0**-23)).all() and (out[16:] == np.float32(1 + 2.0**-11)).all()
+    assert (out[:16] == np.float32(1 + 2.0**-11 + 2.0**-23)).all() and (
+        out[16:] == np.float32(1 + 2.0**-11)
+    ).all()
 
 
 def test_fma_towards_zero():
     """Against exact arithmetic: never beyond, and an overflow is the largest number; infinity and NaN are themselves."""
+
     def kernel(x, y, z, out):
         i = cuda.grid(1)
         out[i] = ptx.fma_toward_zero(x[i], y[i], z[i])
+
     rng = np.random.default_rng(0)
-    x, y, z = ((rng.standard_normal(512) * 10.0 ** rng.integers(-4, 4, 512)).astype(np.float32) for _ in range(3))
-    x[:4], y[:4], z[:4] = np.float32(1 + 2.0**-12), np.float32(1 + 2.0**-12), [2.0**-60, -2.0**-60, -1e-40, 0]
-    x[4:9], y[4:9], z[4:9] = [3e38, -3e38, -np.inf, np.nan, 1], [2, 2, 1, 1, np.inf], [1, 1, 1, 1, 1]
-    y[9:12], z[9:12] = 1, [2.0**-30, -2.0**-30, -2.0**-60]
+    x, y, z = (
+        (rng.standard_normal(512) * 10.0 ** rng.integers(-4, 4, 512)).astype(np.float32)
+        for _ in range(3)
+    )
+    x[:4], y[:4], z[:4] = (
+        np.float32(1 + 2.0**-12),
+        np.float32(1 + 2.0**-12),
+        [2.0**-60, -(2.0**-60), -1e-40, 0],
+    )
+    x[4:9], y[4:9], z[4:9] = (
+        [3e38, -3e38, -np.inf, np.nan, 1],
+        [2, 2, 1, 1, np.inf],
+        [1, 1, 1, 1, 1],
+    )
+    y[9:12], z[9:12] = 1, [2.0**-30, -(2.0**-30), -(2.0**-60)]
     x[9:12] = 1
     out = np.zeros(512, np.float32)
     emulate(Source(kernel, types.void(*[array(f32)] * 4), 512), 1, None, [x, y, z, out])
     largest = np.finfo(np.float32).max
-    assert out[4] == largest and out[5] == -largest and out[6] == -np.inf and np.isnan(out[7]) and out[8] == np.inf
+    assert (
+        out[4] == largest
+        and out[5] == -largest
+        and out[6] == -np.inf
+        and np.isnan(out[7])
+        and out[8] == np.inf
+    )
     for found, *three in zip(out, x, y, z, strict=True):
         if np.isfinite(three).all() and abs(found) < largest:
             a, b, c = (Fraction(float(n)) for n in three)
@@ -103,29 +142,45 @@ def test_integer_arithmetic():
         out[9, i], out[10, i] = u32(both), u32(both >> u64(32))
         out[11, i] = ptx.shift_right(u32(x[i]), u32(y[i]))
         out[12, i] = u32(ptx.dot4(u32(x[i]), u32(y[i]), x[i]))
+
     ptx_pack, ptx_pack_bf16 = ptx.pack["float16"], ptx.pack["bfloat16"]
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-1000, 1000, 128).astype(np.int32) for _ in range(2))
     f = (rng.standard_normal(128) * 100).astype(np.float32)
     f[:4] = 0.5, 1.5, -2.5, 3e9
-    y[:40] = np.arange(40)                                                        # shifts by less than a word, by one, and by more
+    y[:40] = np.arange(40)  # shifts by less than a word, by one, and by more
     out = np.zeros((13, 128), np.uint32)
-    emulate(Source(kernel, types.void(array(i32), array(i32), array(f32), array(u32, 2)), 128), 1, None, [x, y, f, out])
-    assert np.array_equal(out[0].view(np.int32), np.maximum(x, y)) and np.array_equal(out[1].view(np.int32), np.minimum(x, y))
+    emulate(
+        Source(kernel, types.void(array(i32), array(i32), array(f32), array(u32, 2)), 128),
+        1,
+        None,
+        [x, y, f, out],
+    )
+    assert np.array_equal(out[0].view(np.int32), np.maximum(x, y)) and np.array_equal(
+        out[1].view(np.int32), np.minimum(x, y)
+    )
     assert np.array_equal(out[2], np.minimum(x.view(np.uint32), y.view(np.uint32)))
-    assert np.array_equal(out[3].view(np.int32), np.clip(np.rint(f.astype(np.float64)), -2**31, 2**31 - 1).astype(np.int32))
+    assert np.array_equal(
+        out[3].view(np.int32),
+        np.clip(np.rint(f.astype(np.float64)), -(2**31), 2**31 - 1).astype(np.int32),
+    )
     assert np.array_equal(out[4].view(np.float32), x.astype(np.float32))
     assert np.array_equal(out[9].view(np.int32), x) and np.array_equal(out[10].view(np.int32), y)
     both = np.concatenate([x.view(np.uint8).reshape(-1, 4), y.view(np.uint8).reshape(-1, 4)], 1)
-    sign = np.where(both[:, 1] & 128, 255, 0)                                     # selector 9: the sign of byte 1
-    assert np.array_equal(out[5].view(np.uint8).reshape(-1, 4), np.stack([both[:, 0], both[:, 3], both[:, 6], sign], 1))
+    sign = np.where(both[:, 1] & 128, 255, 0)  # selector 9: the sign of byte 1
+    assert np.array_equal(
+        out[5].view(np.uint8).reshape(-1, 4),
+        np.stack([both[:, 0], both[:, 3], both[:, 6], sign], 1),
+    )
     for row, kind in ((6, np.float16), (7, ml_dtypes.bfloat16), (8, np.float16)):
         with np.errstate(over="ignore"):
             halves = np.stack([f.astype(kind), y.astype(np.float32).astype(kind)], 1)
         assert np.array_equal(out[row], halves.view(np.uint32)[:, 0])
     amount = np.minimum(y.view(np.uint32).astype(np.uint64), 32)
     assert np.array_equal(out[11], x.view(np.uint32).astype(np.uint64) >> amount)
-    assert np.array_equal(out[12].view(np.int32), (both[:, :4].astype(np.int32) * both[:, 4:]).sum(1) + x)
+    assert np.array_equal(
+        out[12].view(np.int32), (both[:, :4].astype(np.int32) * both[:, 4:]).sum(1) + x
+    )
 
 
 def test_memory_and_shuffles():
@@ -152,6 +207,7 @@ def test_memory_and_shuffles():
         ptx.store_global_u16(to + u64(40), u32(0x12345))
         ptx.store_global_f32(to + u64(44), ptx.shuffle_xor(ptx.load_shared_f32(here), u32(5)))
         ptx.store_global(to + u64(48), u32(ptx.shuffle_xor_i32(i32(t), u32(16))))
+
     x = np.arange(128 * 4, dtype=np.float32) + 0.5
     y = np.zeros((128, 16), np.uint32)
     emulate(Source(kernel, types.void(array(f32), array(u32, 2)), 128), 1, None, [x, y])
@@ -172,12 +228,19 @@ def place(which, register, part, per_word, lane):
     return (group + 8 * (register % 2) if which == "a" else group), column
 
 
-@pytest.mark.parametrize(("operation", "kind", "other", "k", "registers"), [
-    (ptx.mma["float16"], np.float16, np.float16, 16, (4, 2)), (ptx.mma["bfloat16"], ml_dtypes.bfloat16, ml_dtypes.bfloat16, 16,
-                                                               (4, 2)),
-    (ptx.mma_k8_f16, np.float16, np.float16, 8, (2, 1)), (ptx.mma_s8, np.int8, np.int8, 32, (4, 2)),
-    (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2)), (ptx.mma_turing_s8, np.int8, np.int8, 32, (4, 2)),
-    (ptx.mma_turing_u8s8, np.uint8, np.int8, 32, (4, 2)), (ptx.mma_tf32, np.float32, np.float32, 8, (4, 2))])
+@pytest.mark.parametrize(
+    ("operation", "kind", "other", "k", "registers"),
+    [
+        (ptx.mma["float16"], np.float16, np.float16, 16, (4, 2)),
+        (ptx.mma["bfloat16"], ml_dtypes.bfloat16, ml_dtypes.bfloat16, 16, (4, 2)),
+        (ptx.mma_k8_f16, np.float16, np.float16, 8, (2, 1)),
+        (ptx.mma_s8, np.int8, np.int8, 32, (4, 2)),
+        (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2)),
+        (ptx.mma_turing_s8, np.int8, np.int8, 32, (4, 2)),
+        (ptx.mma_turing_u8s8, np.uint8, np.int8, 32, (4, 2)),
+        (ptx.mma_tf32, np.float32, np.float32, 8, (4, 2)),
+    ],
+)
 def test_products(operation, kind, other, k, registers):
     integer = k == 32
     result = i32 if integer else f32
@@ -194,17 +257,20 @@ def test_products(operation, kind, other, k, registers):
         operation(fc, 0, fa, 0, fb, 0)
         for i in range(4):
             out[lane, i] = fc[i]
+
     na, nb = registers
     rng = np.random.default_rng(2)
     if integer:
-        A = rng.integers(0 if kind == np.uint8 else -128, 256 if kind == np.uint8 else 128, (16, k)).astype(kind)
+        A = rng.integers(
+            0 if kind == np.uint8 else -128, 256 if kind == np.uint8 else 128, (16, k)
+        ).astype(kind)
         B = rng.integers(-128, 128, (8, k)).astype(other)
-        C = rng.integers(-10**6, 10**6, (16, 8)).astype(np.int32)
+        C = rng.integers(-(10**6), 10**6, (16, 8)).astype(np.int32)
         expected = A.astype(np.int64) @ B.astype(np.int64).T + C
     else:
         A, B = rng.standard_normal((16, k)).astype(kind), rng.standard_normal((8, k)).astype(other)
         C = rng.standard_normal((16, 8)).astype(np.float32)
-        if kind == np.float32:                     # TF32: 10 bits of fraction are read
+        if kind == np.float32:  # TF32: 10 bits of fraction are read
             A, B = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (A, B))
         expected = A.astype(np.float64) @ B.astype(np.float64).T + C
     per_word = 4 // A.itemsize
@@ -249,12 +315,19 @@ def test_ldmatrix():
         ptx.ldmatrix_trans_ahead(four, 0, before, 512)
         for i in range(4):
             out[lane, 12 + i] = four[i]
+
     x = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
     out = np.zeros((32, 16), np.uint32)
-    report = emulate(Source(kernel, types.void(array(types.uint16, 3), array(u32, 2)), 32), 1, None, [x, out])
+    report = emulate(
+        Source(kernel, types.void(array(types.uint16, 3), array(u32, 2)), 32), 1, None, [x, out]
+    )
     halves = out.view(np.uint16).reshape(32, 4, 4, 2)
     for lane in range(32):
         for i in range(4):
-            assert (halves[lane, ::2, i] == x[i, lane // 4, 2 * (lane % 4):2 * (lane % 4) + 2]).all()
-            assert (halves[lane, 1::2, i] == x[i, 2 * (lane % 4):2 * (lane % 4) + 2, lane // 4]).all()
+            assert (
+                halves[lane, ::2, i] == x[i, lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2]
+            ).all()
+            assert (
+                halves[lane, 1::2, i] == x[i, 2 * (lane % 4) : 2 * (lane % 4) + 2, lane // 4]
+            ).all()
     assert report.shared_conflicts == 0

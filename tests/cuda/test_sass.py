@@ -1,4 +1,5 @@
 """Machine code of the 16-bit kernels: exact counts of tensor-core operations, no stack, a register ceiling, wide accesses."""
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -6,7 +7,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED
 
-from numflash.cuda import backward
+from numflash.cuda import launch_backward
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float
@@ -20,19 +21,48 @@ pytestmark = pytest.mark.slow
 def test_options_of_wide_heads_on_turing(options):
     """Blocks of 16 keys: those of 32 leave up to 40 bytes of stack with any option but a boolean mask alone."""
     block_k = cuda_tiling("sm_75", "float16", 256).key_block
-    resources(flash_float, "sm_75", d=256, dv=256, block_q=64, block_k=block_k, dtype="float16", turing=True, **options)
+    resources(
+        flash_float,
+        "sm_75",
+        d=256,
+        dv=256,
+        block_q=64,
+        block_k=block_k,
+        dtype="float16",
+        turing=True,
+        **options,
+    )
 
 
-@pytest.mark.parametrize(("arch", "mask"), [("sm_80", "bool"), ("sm_90a", "bool"), ("sm_90a", "float")])
+@pytest.mark.parametrize(
+    ("arch", "mask"), [("sm_80", "bool"), ("sm_90a", "bool"), ("sm_90a", "float")]
+)
 def test_every_option_of_wide_heads(arch, mask):
     """With sinks 8 bytes of stack, unless the slopes are read again for every tile."""
     block_k = cuda_tiling("sm_80", "float16", 256).key_block
-    resources(flash_float, arch, d=256, dv=256, block_q=64, block_k=block_k, **{**ALL, "mask": mask, "sinks": True})
+    resources(
+        flash_float,
+        arch,
+        d=256,
+        dv=256,
+        block_q=64,
+        block_k=block_k,
+        **{**ALL, "mask": mask, "sinks": True},
+    )
 
 
-@pytest.mark.parametrize(("arch", "d", "block_k", "registers"), [
-    ("sm_75", 64, 64, 200), ("sm_80", 32, 64, 168), ("sm_80", 64, 64, 192), ("sm_86", 96, 64, 224), ("sm_80", 128, 64, 224),
-    ("sm_89", 128, 64, 224), ("sm_80", 256, 32, 255)])
+@pytest.mark.parametrize(
+    ("arch", "d", "block_k", "registers"),
+    [
+        ("sm_75", 64, 64, 200),
+        ("sm_80", 32, 64, 168),
+        ("sm_80", 64, 64, 192),
+        ("sm_86", 96, 64, 224),
+        ("sm_80", 128, 64, 224),
+        ("sm_89", 128, 64, 224),
+        ("sm_80", 256, 32, 255),
+    ],
+)
 def test_float(arch, d, block_k, registers):
     turing = arch == "sm_75"
     found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=block_k, turing=turing)
@@ -40,22 +70,43 @@ def test_float(arch, d, block_k, registers):
     assert found.count("HMMA") == products * (2 if turing else 1)
     assert found.count("LDSM") == products // 2 + d // 16
     assert found.registers <= registers
-    assert (found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")) > 0 and found.count("STG.E.128") > 0
-    assert found.count("STG") == found.count("STG.E.128") + 2                    # the other two are the LSE
+    assert (
+        found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")
+    ) > 0 and found.count("STG.E.128") > 0
+    assert found.count("STG") == found.count("STG.E.128") + 2  # the other two are the LSE
 
 
-@pytest.mark.parametrize(("arch", "gradients", "d", "registers"), [
-    ("sm_75", "kv", 64, 232), ("sm_75", "q", 128, 255), ("sm_75", "kv", 128, 255), ("sm_80", "kv", 32, 200),
-    ("sm_80", "kv", 64, 232), ("sm_80", "q", 64, 208), ("sm_86", "kv", 96, 255), ("sm_80", "kv", 128, 255),
-    ("sm_80", "q", 128, 248), ("sm_89", "v", 256, 255), ("sm_80", "k", 256, 255), ("sm_80", "q", 256, 255),
-    ("sm_90a", "kv", 64, 240), ("sm_90a", "kv", 128, 255), ("sm_100", "kv", 64, 216), ("sm_100", "q", 128, 224),
-    ("sm_120", "q", 64, 176), ("sm_120", "kv", 128, 255), ("sm_120", "k", 256, 255), ("sm_100", "v", 256, 255)])
+@pytest.mark.parametrize(
+    ("arch", "gradients", "d", "registers"),
+    [
+        ("sm_75", "kv", 64, 232),
+        ("sm_75", "q", 128, 255),
+        ("sm_75", "kv", 128, 255),
+        ("sm_80", "kv", 32, 200),
+        ("sm_80", "kv", 64, 232),
+        ("sm_80", "q", 64, 208),
+        ("sm_86", "kv", 96, 255),
+        ("sm_80", "kv", 128, 255),
+        ("sm_80", "q", 128, 248),
+        ("sm_89", "v", 256, 255),
+        ("sm_80", "k", 256, 255),
+        ("sm_80", "q", 256, 255),
+        ("sm_90a", "kv", 64, 240),
+        ("sm_90a", "kv", 128, 255),
+        ("sm_100", "kv", 64, 216),
+        ("sm_100", "q", 128, 224),
+        ("sm_120", "q", 64, 176),
+        ("sm_120", "kv", 128, 255),
+        ("sm_120", "k", 256, 255),
+        ("sm_100", "v", 256, 255),
+    ],
+)
 def test_backward(arch, gradients, d, registers):
     turing = arch == "sm_75"
-    shape = backward.shape_of(gradients, d, d, arch)
+    shape = launch_backward.shape_of(gradients, d, d, arch)
     found = resources(flash_backward, arch, gradients=gradients, d=d, dv=d, turing=turing, **shape)
-    scores = 1 if gradients == "v" else 2                                        # S, and dP unless only dV is wanted
-    each = (d // 16) * (shape["chunk"] // 8)                                     # products of 16 x 8 x 16 of one matrix product
+    scores = 1 if gradients == "v" else 2  # S, and dP unless only dV is wanted
+    each = (d // 16) * (shape["chunk"] // 8)  # products of 16 x 8 x 16 of one matrix product
     assert found.count("HMMA") == (scores + len(gradients)) * each * (2 if turing else 1)
     # a turned or plain operand per two products; the own rows' once per step, either before the loop or in it
     assert found.count("LDSM") == (scores + len(gradients)) * each // 2 + scores * d // 16
@@ -67,11 +118,18 @@ def test_backward(arch, gradients, d, registers):
 
 @pytest.mark.parametrize("gradients", ["kv", "q"])
 @pytest.mark.parametrize("d", [64, 96, 128])
-@pytest.mark.parametrize("options", [{"band": True}, {"band": True, "mask": "bool"}, {"band": True, "mask": "float", "group": 4},
-                                     {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"band": True},
+        {"band": True, "mask": "bool"},
+        {"band": True, "mask": "float", "group": 4},
+        {"mask": "float", "softcap": True, "alibi": True, "band": True, "group": 4},
+    ],
+)
 def test_backward_with_options(d, gradients, options):
     """Masks cost registers for their addresses: the chunk is smaller with them, and what they need is computed tile by tile."""
-    shape = backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
+    shape = launch_backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
     resources(flash_backward, "sm_80", gradients=gradients, d=d, dv=d, **shape, **options)
 
 
@@ -86,22 +144,34 @@ def test_backward_rows(dtype):
 def test_blackwell(arch, d):
     """Assembled from sm_80's PTX, with all its products."""
     found = resources(flash_float, arch, d=d, dv=d, block_q=64, block_k=64)
-    assert found.count("HMMA") == (d // 16) * 8 + 4 * (d // 8) and found.count("LDGSTS.E.BYPASS.128") > 0
+    assert (
+        found.count("HMMA") == (d // 16) * 8 + 4 * (d // 8)
+        and found.count("LDGSTS.E.BYPASS.128") > 0
+    )
 
 
 @pytest.mark.parametrize(("overlap", "ping_pong"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
 def test_hopper(d, block_k, overlap, ping_pong):
-    found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap, ping_pong=ping_pong)
+    found = resources(
+        flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap, ping_pong=ping_pong
+    )
     assert found.count("HGMMA") == (d // 16 + block_k // 16) * (2 if overlap else 1)
-    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == (4 if overlap else 2), "a wait after each product"
+    assert (
+        found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == (4 if overlap else 2)
+    ), "a wait after each product"
     assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
-    assert found.registers == 168                                                 # 65536 / 384, shared out by setmaxnreg
+    assert found.registers == 168  # 65536 / 384, shared out by setmaxnreg
 
 
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
-@pytest.mark.parametrize("options", [{"mask": "bool", "band": True, "group": 4, "packed": 4},
-                                     {"mask": "float", "softcap": True, "alibi": True, "sinks": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "bool", "band": True, "group": 4, "packed": 4},
+        {"mask": "float", "softcap": True, "alibi": True, "sinks": True},
+    ],
+)
 def test_hopper_with_options(d, block_k, options):
     found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, **options)
     assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2 and found.registers == 168

@@ -1,4 +1,5 @@
 """Machine code of the decode kernels: exact counts of tensor-core operations, nothing spilled, wide accesses to the cache."""
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -21,38 +22,62 @@ def loads(found, arch):
     return found.count("LDGSTS")
 
 
-@pytest.mark.parametrize(("arch", "d", "rows", "options", "registers"), [
-    ("sm_75", 64, 1, {}, 168), ("sm_75", 128, 1, {"direct": False}, 224), ("sm_80", 64, 1, {"paged": True}, 168),
-    ("sm_80", 128, 1, {"direct": False}, 224), ("sm_80", 128, 2, {"ring": True}, 255), ("sm_80", 64, 1, {"unified": True}, 200),
-    ("sm_90a", 128, 1, {"direct": False, "dtype": "bfloat16"}, 240), ("sm_90a", 128, 1, {"paged": True, "direct": False}, 240),
-    ("sm_90a", 256, 1, {}, 255)])
+@pytest.mark.parametrize(
+    ("arch", "d", "rows", "options", "registers"),
+    [
+        ("sm_75", 64, 1, {}, 168),
+        ("sm_75", 128, 1, {"direct": False}, 224),
+        ("sm_80", 64, 1, {"paged": True}, 168),
+        ("sm_80", 128, 1, {"direct": False}, 224),
+        ("sm_80", 128, 2, {"ring": True}, 255),
+        ("sm_80", 64, 1, {"unified": True}, 200),
+        ("sm_90a", 128, 1, {"direct": False, "dtype": "bfloat16"}, 240),
+        ("sm_90a", 128, 1, {"paged": True, "direct": False}, 240),
+        ("sm_90a", 256, 1, {}, 255),
+    ],
+)
 def test_floats(arch, d, rows, options, registers):
     turing = arch == "sm_75"
     found = resources(decode_float, arch, d=d, dv=d, row_tiles=rows, turing=turing, **options)
     assert found.count("HMMA") == rows * (d // 16 * 2 + d // 32 * 4) * (2 if turing else 1)
     assert found.count("LDSM") == d // 16 * (1 + rows) + 4 * rows + d // 32 * 2
     assert found.registers <= registers
-    if d <= 128:                                                # K at the start and ahead, V; K again after the overflow test
+    if d <= 128:  # K at the start and ahead, V; K again after the overflow test
         assert loads(found, arch) == (4 if "unified" in options else 3) * 64 * d * 2 // 16 // 128
     assert found.count("STG.E.128") == (d // 32 * rows if options.get("direct") is False else 0)
 
 
-@pytest.mark.parametrize(("arch", "d", "rows", "options", "registers"), [
-    ("sm_80", 64, 1, {}, 200), ("sm_80", 128, 1, {"direct": False}, 224), ("sm_80", 128, 2, {"ring": True}, 255),
-    ("sm_90a", 128, 1, {"direct": False}, 224), ("sm_90a", 128, 1, {"paged": True, "direct": False}, 224),
-    ("sm_90a", 256, 1, {}, 255)])
+@pytest.mark.parametrize(
+    ("arch", "d", "rows", "options", "registers"),
+    [
+        ("sm_80", 64, 1, {}, 200),
+        ("sm_80", 128, 1, {"direct": False}, 224),
+        ("sm_80", 128, 2, {"ring": True}, 255),
+        ("sm_90a", 128, 1, {"direct": False}, 224),
+        ("sm_90a", 128, 1, {"paged": True, "direct": False}, 224),
+        ("sm_90a", 256, 1, {}, 255),
+    ],
+)
 def test_int8(arch, d, rows, options, registers):
     found = resources(decode_int8, arch, d=d, dv=d, row_tiles=rows, **options)
     assert found.count("IMMA") == rows * (d // 32 * 4 + d // 32 * 4)
     assert found.registers <= registers
     if d <= 128:
-        assert loads(found, arch) == 3 * 128 * d // 16 // 128 + 2      # and scales, with the keys
+        assert loads(found, arch) == 3 * 128 * d // 16 // 128 + 2  # and scales, with the keys
     assert found.count("STG.E.128") == (d // 32 * rows if options.get("direct") is False else 0)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_append_and_combine(arch):
-    found = resources(decode_append, arch, d=128, dv=128, source="float32", dtype="float16", turing=arch == "sm_75")
+    found = resources(
+        decode_append,
+        arch,
+        d=128,
+        dv=128,
+        source="float32",
+        dtype="float16",
+        turing=arch == "sm_75",
+    )
     assert found.count("ATOMG") >= 1 and found.registers <= 64
     found = resources(decode_combine, arch, dv=128, row_tiles=1, exact=arch != "sm_75")
     assert found.count("LDG.E.128") >= 1 and found.registers <= 80

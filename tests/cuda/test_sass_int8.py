@@ -1,4 +1,5 @@
 """Machine code of the INT8 forward kernels: exact counts of tensor-core operations, no stack, nothing spilled, for every option."""
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -9,26 +10,59 @@ from numflash.cuda.kernels.flash_int8 import flash_int8
 from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
-OPTIONS = {"none": {}, "band": {"band": True}, "mask": {"mask": True}, "bias": {"bias": True}, "softcap": {"softcap": True},
-           "alibi": {"alibi": True},
-           "all": {"band": True, "mask": True, "bias": True, "softcap": True, "alibi": True, "group": 4}}
+OPTIONS = {
+    "none": {},
+    "band": {"band": True},
+    "mask": {"mask": True},
+    "bias": {"bias": True},
+    "softcap": {"softcap": True},
+    "alibi": {"alibi": True},
+    "all": {"band": True, "mask": True, "bias": True, "softcap": True, "alibi": True, "group": 4},
+}
 # every option where registers are shortest, and none and all of them elsewhere: a kernel takes ptxas some ten seconds
-TABLE = [(arch, d, name) for arch in ("sm_75", "sm_80", "sm_120") for d in CUDA_HEAD_DIMS for name in OPTIONS
-         if (name in ("none", "all") and (arch == "sm_80" or d >= 128)) or (arch, d) == ("sm_80", 128)]
-OTHERS = [("sm_86", 128, "all"), ("sm_89", 256, "all"), ("sm_90a", 128, "none"), ("sm_100", 256, "all")]
+TABLE = [
+    (arch, d, name)
+    for arch in ("sm_75", "sm_80", "sm_120")
+    for d in CUDA_HEAD_DIMS
+    for name in OPTIONS
+    if (name in ("none", "all") and (arch == "sm_80" or d >= 128)) or (arch, d) == ("sm_80", 128)
+]
+OTHERS = [
+    ("sm_86", 128, "all"),
+    ("sm_89", 256, "all"),
+    ("sm_90a", 128, "none"),
+    ("sm_100", 256, "all"),
+]
 BY_DEFAULT = [("sm_75", 128, "none"), ("sm_80", 256, "none"), ("sm_120", 128, "none")]
 
 
 def check(arch, d, name, dv=None, wide=False):
     """Resources of the kernel with the constants that `forward.int8_forward` takes, for a block of 64 rows and 128 keys."""
-    tiling, turing = cuda_tiling("sm_75" if arch == "sm_75" else "sm_80", "int8-fp32" if wide else "int8", d, dv), arch == "sm_75"
+    tiling, turing = (
+        cuda_tiling(
+            "sm_75" if arch == "sm_75" else "sm_80", "int8-fp32" if wide else "int8", d, dv
+        ),
+        arch == "sm_75",
+    )
     halves, sizes = tiling.key_block // (tiling.nv * tiling.lanes), tiling.sizes(d, dv)
-    found = resources(flash_int8, arch, d=sizes["d"], dv=sizes["dv"], block_q=64, wide=wide, turing=turing, halves=halves,
-                      **OPTIONS[name])
+    found = resources(
+        flash_int8,
+        arch,
+        d=sizes["d"],
+        dv=sizes["dv"],
+        block_q=64,
+        wide=wide,
+        turing=turing,
+        halves=halves,
+        **OPTIONS[name],
+    )
     scores, values = sizes["d"] // 32 * 16 // halves, sizes["dv"] // 8 * 4 // halves
-    if wide:                                   # three products of TF32 per 8 keys and channels; a part of 32 keys is one round
-        assert found.count("IMMA") == scores and found.count("HMMA.1688.F32.TF32") == found.count("HMMA") == 3 * values
-    elif turing:                               # m8n8k16: a quarter of the product that later cards have
+    if wide:  # three products of TF32 per 8 keys and channels; a part of 32 keys is one round
+        assert (
+            found.count("IMMA") == scores
+            and found.count("HMMA.1688.F32.TF32") == found.count("HMMA") == 3 * values
+        )
+    elif turing:  # m8n8k16: a quarter of the product that later cards have
         assert found.count("IMMA.8816") == found.count("IMMA") == 4 * (scores + values)
         assert found.count("LDG.E.128") > 0 and found.count("LDGSTS") == 0
     else:
@@ -38,12 +72,21 @@ def check(arch, d, name, dv=None, wide=False):
     # 16 bytes at a time, but for m and l; Blackwell has the shuffles before twice, for warps together and apart, and some with them
     channels = sizes["dv"] // halves // 8
     blackwell = found.count("STG.E.128") - channels if arch in ("sm_100", "sm_120") else 0
-    assert found.count("STG.E.128") == channels + blackwell and found.count("STG") == channels + blackwell + 4 and blackwell >= 0
+    assert (
+        found.count("STG.E.128") == channels + blackwell
+        and found.count("STG") == channels + blackwell + 4
+        and blackwell >= 0
+    )
     return found
 
 
-@pytest.mark.parametrize(("arch", "d", "name"), [
-    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in TABLE + OTHERS])
+@pytest.mark.parametrize(
+    ("arch", "d", "name"),
+    [
+        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
+        for case in TABLE + OTHERS
+    ],
+)
 def test_every_option(arch, d, name):
     """With a stack of 0 bytes (`resources`); a pair of warps that shares 256 channels leaves room."""
     found = check(arch, d, name)
@@ -58,25 +101,47 @@ def test_head_sizes_that_differ(arch, d, dv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "d", "name"), [
-    ("sm_80", 64, "all"), *(("sm_80", 128, n) for n in OPTIONS), ("sm_80", 256, "none"), ("sm_80", 256, "all"),
-    ("sm_120", 128, "none"), ("sm_120", 256, "all")])
+@pytest.mark.parametrize(
+    ("arch", "d", "name"),
+    [
+        ("sm_80", 64, "all"),
+        *(("sm_80", 128, n) for n in OPTIONS),
+        ("sm_80", 256, "none"),
+        ("sm_80", 256, "all"),
+        ("sm_120", 128, "none"),
+        ("sm_120", 256, "all"),
+    ],
+)
 def test_float_values(arch, d, name):
     check(arch, d, name, wide=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "name"), [(d, n) for d in (64, 128, 256) for n in OPTIONS if d == 128 or n in ("none", "all")])
+@pytest.mark.parametrize(
+    ("d", "name"),
+    [(d, n) for d in (64, 128, 256) for n in OPTIONS if d == 128 or n in ("none", "all")],
+)
 def test_hopper(d, name):
     """Scores are multiplied in two places (the first block's, the next one's), weights and values in one.
 
     As many fences as groups of products, the first block's and, up to 128, one more where the next block's are issued or not: ptxas
     has set none of its own around each product.
     """
-    found = resources(flash_int8_hopper, "sm_90a", d=d, dv=d, **OPTIONS[name], **({"packed": 4} if name == "all" else {}))
+    found = resources(
+        flash_int8_hopper,
+        "sm_90a",
+        d=d,
+        dv=d,
+        **OPTIONS[name],
+        **({"packed": 4} if name == "all" else {}),
+    )
     columns = 64 if d in (64, 128) else 32
     assert found.count("IGMMA") == 2 * d // 32 + 4 * d // columns
     assert found.count("WARPGROUP.ARRIVE") == 2 + d // columns + (d <= 128)
-    assert found.count("USETMAXREG") == 2 and found.count("UTMALDG.5D") > 0 and found.count("UTMALDG.4D") > 0
+    assert (
+        found.count("USETMAXREG") == 2
+        and found.count("UTMALDG.5D") > 0
+        and found.count("UTMALDG.4D") > 0
+    )
     assert found.count("STG.E.128") == d // 8 and found.count("STG") == d // 8 + 4
-    assert found.registers == 168                                                 # 65536 / 384, shared out by setmaxnreg
+    assert found.registers == 168  # 65536 / 384, shared out by setmaxnreg

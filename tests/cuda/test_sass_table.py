@@ -1,4 +1,5 @@
 """No stack: the kernels that need the most registers, by default; those of `sass_table` with boolean masks among the slow tests."""
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -6,16 +7,18 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED, variants
 
-from numflash.cuda import backward
+from numflash.cuda import launch_backward
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 
 
 def test_all_options_at_once():
     """The widest kernel for Hopper: its descriptors' upper halves, and addresses in a mask, are no registers between tiles."""
-    found = resources(flash_hopper, "sm_90a", d=256, dv=256, block_k=64, packed=4, sinks=True, **ALL)
+    found = resources(
+        flash_hopper, "sm_90a", d=256, dv=256, block_k=64, packed=4, sinks=True, **ALL
+    )
     assert found.count("HGMMA") == 40 and found.count("WARPGROUP.DEPBAR") == 4
-    shape = backward.shape_of("kv", 96, 96, "sm_80", True)
+    shape = launch_backward.shape_of("kv", 96, 96, "sm_80", True)
     resources(flash_backward, "sm_80", gradients="kv", d=96, dv=96, **shape, **MASKED)
 
 
@@ -25,17 +28,36 @@ def test_the_widest_kernels(arch):
     """float16 with boolean masks at D = 96 and 128, and on Hopper 256."""
     widest = 256 if arch == "sm_90a" else 128
     for factory, constants in variants(arch):
-        if 96 <= constants.get("d", 0) <= widest and (constants.get("mask"), constants.get("dtype")) == ("bool", "float16"):
+        if 96 <= constants.get("d", 0) <= widest and (
+            constants.get("mask"),
+            constants.get("dtype"),
+        ) == ("bool", "float16"):
             resources(factory, arch, **constants)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "mask"), [*((arch, "bool") for arch in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")),
-                                            ("sm_80", "float"), ("sm_90a", "float")])
+@pytest.mark.parametrize(
+    ("arch", "mask"),
+    [
+        *((arch, "bool") for arch in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")),
+        ("sm_80", "float"),
+        ("sm_90a", "float"),
+    ],
+)
 def test_masked_gradients_of_256_channels(arch, mask):
     """Half of a thread's registers hold sums: where a mask's addresses are first to be spilled."""
-    for gradients in backward.passes(256, 256):
-        shape, turing = backward.shape_of(gradients, 256, 256, arch, True), arch == "sm_75"
-        found = resources(flash_backward, arch, gradients=gradients, d=256, dv=256, turing=turing, **shape,
-                          **{**MASKED, "mask": mask})
-        assert found.count("HMMA") == (2 if gradients == "v" else 3) * 16 * (shape["chunk"] // 8) * (2 if turing else 1)
+    for gradients in launch_backward.passes(256, 256):
+        shape, turing = launch_backward.shape_of(gradients, 256, 256, arch, True), arch == "sm_75"
+        found = resources(
+            flash_backward,
+            arch,
+            gradients=gradients,
+            d=256,
+            dv=256,
+            turing=turing,
+            **shape,
+            **{**MASKED, "mask": mask},
+        )
+        assert found.count("HMMA") == (2 if gradients == "v" else 3) * 16 * (
+            shape["chunk"] // 8
+        ) * (2 if turing else 1)

@@ -1,4 +1,5 @@
 """The path to a card, driven against a driver that does nothing: what reaches the driver, and what it costs on the host."""
+
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
-pytestmark = pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler and Linux")
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or sys.platform != "linux", reason="needs a C compiler and Linux"
+)
 
 SOLVE = """
 import numpy as np, numflash
@@ -21,10 +24,10 @@ print(out.shape, out.dtype)
 """
 COST = """
 import time
-from numflash.cuda import launch
+from numflash.cuda.device import current_device
 from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.flash_float import flash_float
-device = launch.current_device()
+device = current_device()
 kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, block_q=64, block_k=64))
 arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
 grid = (16, 8, 1)
@@ -42,15 +45,29 @@ print(f"{best * 1e6:.2f} us per launch with {len(arguments)} parameters")
 def driver(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stub")
     source = Path(__file__).with_name("stub_driver.c")
-    subprocess.run([COMPILER, "-O2", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1", source,
-                    "-ldl"],
-                   check=True)
+    subprocess.run(
+        [
+            COMPILER,
+            "-O2",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-Wl,-soname,libcuda.so.1",
+            "-o",
+            folder / "libcuda.so.1",
+            source,
+            "-ldl",
+        ],
+        check=True,
+    )
     return folder
 
 
 def run(driver, code, capability, **more):
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": capability, **more}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -58,13 +75,14 @@ def run(driver, code, capability, **more):
 def test_launch_with_much_shared_memory(driver):
     done = run(driver, SOLVE.format(d=128), "80")
     assert "(1, 2, 70, 128) float16" in done.stdout
-    assert "attribute 8 = 81920" in done.stderr                      # beyond 48 KB the kernel must ask
+    assert "attribute 8 = 81920" in done.stderr  # beyond 48 KB the kernel must ask
     assert "launch grid 2 2 1 block 128 shared 81920 stream 0 first 7000" in done.stderr
 
 
 CLUSTER = """
 import numpy as np
-from numflash.cuda import emulate, launch
+from numflash.cuda import emulate
+from numflash.cuda.device import Kernel, current_device
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source, compile_source
 from numflash.errors import ArgumentError
@@ -73,8 +91,8 @@ def fill(out):
     out[cuda.blockIdx.x] = cuda.threadIdx.x
 
 source = Source(fill, types.void(types.int32[::1]), 32, cluster=2)
-launch.current_device().use()
-kernel = launch.Kernel(launch.current_device().driver, compile_source(source, "sm_90a", "cubin"))
+current_device().use()
+kernel = Kernel(current_device().driver, compile_source(source, "sm_90a", "cubin"))
 kernel((4, 1, 1), 0, 0, 0, 4, 4, 0, 4, 4)
 try:
     emulate(source, 4, None, [np.zeros(4, np.int32)])
@@ -86,8 +104,9 @@ except ArgumentError as error:
 def test_clusters(driver):
     """CUfunction_attribute 11 to 13: the required cluster's width, height and depth."""
     done = run(driver, CLUSTER, "90")
-    assert [line for line in done.stderr.splitlines() if "attribute" in line] == [f"attribute {11 + n} = {b}" for n, b in
-                                                                                  enumerate((2, 1, 1))]
+    assert [line for line in done.stderr.splitlines() if "attribute" in line] == [
+        f"attribute {11 + n} = {b}" for n, b in enumerate((2, 1, 1))
+    ]
     assert "launch grid 4 1 1 block 32" in done.stderr
     assert "clusters of 2 blocks; allowed: blocks of their own" in done.stdout
 
@@ -134,7 +153,10 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
     done = run(driver, RESIDENT, "80")
     lines = done.stdout.splitlines()
     assert lines[0] == "DeviceNDArray (1, 70, 2, 64) float16"
-    assert f"first {lines[1].split()[0]}" in done.stderr and "launch grid 2 2 1 block 128" in done.stderr
+    assert (
+        f"first {lines[1].split()[0]}" in done.stderr
+        and "launch grid 2 2 1 block 128" in done.stderr
+    )
     assert lines[2] == "(2, 40, 64) float32 (2, 40)"
     assert "GPU memory" in lines[3] and "key: got ndarray in host memory" in lines[4]
 
@@ -185,10 +207,18 @@ def test_arrays_of_cupy_and_pytorch(driver):
     """Stand-ins for both libraries: the same kind comes out, two results are all that is made, on the library's current stream."""
     done = run(driver, LIBRARIES, "80")
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [" ".join(line[:-1]) for line in lines] == ["CuPyArray (1, 2, 70, 64) float16 (1, 2, 70) float32 2",
-                                                       "Array (1, 2, 70, 64) torch.float16 (1, 2, 70) torch.float32 2"]
-    launches = [line.split("stream ")[1] for line in done.stderr.splitlines() if line.startswith("launch grid")]
-    assert launches == [f"{stream} first {line[-1]}" for stream, line in zip((119, 235), lines, strict=True)]
+    assert [" ".join(line[:-1]) for line in lines] == [
+        "CuPyArray (1, 2, 70, 64) float16 (1, 2, 70) float32 2",
+        "Array (1, 2, 70, 64) torch.float16 (1, 2, 70) torch.float32 2",
+    ]
+    launches = [
+        line.split("stream ")[1]
+        for line in done.stderr.splitlines()
+        if line.startswith("launch grid")
+    ]
+    assert launches == [
+        f"{stream} first {line[-1]}" for stream, line in zip((119, 235), lines, strict=True)
+    ]
 
 
 GRADIENTS = """
@@ -226,11 +256,22 @@ for dtype in (np.bool_, np.float32):
 def test_the_backward_pass_is_three_launches(driver):
     done = run(driver, GRADIENTS, "80")
     lines = done.stdout.splitlines()
-    assert lines[0] == "lse: not contiguous (B, H, L) on the card" and lines[2].startswith("out: got dtype float32")
-    assert lines[1].count("DeviceNDArray") == 3 and "(1, 1, 90, 64) dtype('float16')" in lines[1].replace("),", ")")
-    launches = [line.split(" stream")[0] for line in done.stderr.splitlines() if line.startswith("launch grid")]
-    assert launches == 2 * ["launch grid 8 2 1 block 128 shared 0", "launch grid 2 1 1 block 128 shared 50176",
-                            "launch grid 2 2 1 block 128 shared 49152"]
+    assert lines[0] == "lse: not contiguous (B, H, L) on the card" and lines[2].startswith(
+        "out: got dtype float32"
+    )
+    assert lines[1].count("DeviceNDArray") == 3 and "(1, 1, 90, 64) dtype('float16')" in lines[
+        1
+    ].replace("),", ")")
+    launches = [
+        line.split(" stream")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("launch grid")
+    ]
+    assert launches == 2 * [
+        "launch grid 8 2 1 block 128 shared 0",
+        "launch grid 2 1 1 block 128 shared 50176",
+        "launch grid 2 2 1 block 128 shared 49152",
+    ]
     assert lines[3] == "(1, 1, 90, 64)"
 
 
@@ -245,13 +286,16 @@ def test_masks_and_sinks_on_the_card(driver):
     """Their addresses cannot be read from the host, so nothing here has tried to."""
     lines = run(driver, OPTIONS, "90").stdout.splitlines()
     assert lines[:3] == ["(1, 2, 70, 64)"] * 3
-    assert "attn_mask: got ndarray in host memory" in lines[3] and "attn_mask: got dtype float16" in lines[4]
+    assert (
+        "attn_mask: got ndarray in host memory" in lines[3]
+        and "attn_mask: got dtype float16" in lines[4]
+    )
     assert "sinks: got shape (3,)" in lines[5] and "attn_mask: got shape (71, 90)" in lines[6]
 
 
 DECODE = """
 import numpy as np, sys
-from numflash.kvcache import KVCache
+from numflash.cache.kvcache import KVCache
 cache = KVCache(1, 2, 64, 1000, "float16", device="cuda")
 token = np.ones((1, 2, 1, 64), np.float32)
 cache.append(np.ones((1, 2, 20, 64), np.float32), np.ones((1, 2, 20, 64), np.float32))
@@ -268,33 +312,54 @@ def test_a_decode_step_is_one_graph(driver):
     """Copies on one stream, kernels on the other, ordered by events; a step is captured once and launched again."""
     done = run(driver, DECODE, "80", STUB_TRACE="1")
     assert done.stdout.splitlines() == [f"(1, 4, 1, 64) [{n}]" for n in (21, 22, 23)]
-    said = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("launch grid"))
+    said = "".join(
+        line for line in done.stderr.splitlines(True) if not line.startswith("launch grid")
+    )
     before, first, second, third = said.partition("end\n")[0].split("step ")
-    compute, copies = (line.split()[-1] for line in before.splitlines() if line.startswith("new stream"))
-    assert "graph" not in before and f"kernel of 10 blocks on {compute}" in before and f"kernel of 2 blocks on {compute}" in before
+    compute, copies = (
+        line.split()[-1] for line in before.splitlines() if line.startswith("new stream")
+    )
+    assert (
+        "graph" not in before
+        and f"kernel of 10 blocks on {compute}" in before
+        and f"kernel of 2 blocks on {compute}" in before
+    )
     lines = first.splitlines()
-    captured = lines[lines.index(f"begin capture on {compute}"):lines.index("end capture")]
-    wanted = [f"record 6020 on {compute}", f"{copies} waits for 6020", *[f"to the card {n} on {copies}" for n in (512, 512, 1024)],
-              f"record 6010 on {copies}", f"{compute} waits for 6010", f"kernel of 2 blocks on {compute}",
-              f"kernel of 2 blocks on {compute}", *[f"from the card {n} on {compute}" for n in (1024, 16, 16)]]
+    captured = lines[lines.index(f"begin capture on {compute}") : lines.index("end capture")]
+    wanted = [
+        f"record 6020 on {compute}",
+        f"{copies} waits for 6020",
+        *[f"to the card {n} on {copies}" for n in (512, 512, 1024)],
+        f"record 6010 on {copies}",
+        f"{compute} waits for 6010",
+        f"kernel of 2 blocks on {compute}",
+        f"kernel of 2 blocks on {compute}",
+        *[f"from the card {n} on {compute}" for n in (1024, 16, 16)],
+    ]
     assert captured[1:] == wanted
     assert lines[-3:] == [f"graph on {compute}", f"wait for {copies}", f"wait for {compute}"]
-    for part in (second, third):                                     # nothing but the graph, then the host waits
+    for part in (second, third):  # nothing but the graph, then the host waits
         assert part.splitlines()[1:] == lines[-3:]
 
 
-@pytest.mark.parametrize(("nbytes", "limit", "window"), [(1 << 18, 1 << 18, f"{1 << 18} 0.5"),
-                                                         (1 << 20, 1 << 19, f"{1 << 19} 0.5")])
+@pytest.mark.parametrize(
+    ("nbytes", "limit", "window"),
+    [(1 << 18, 1 << 18, f"{1 << 18} 0.5"), (1 << 20, 1 << 19, f"{1 << 19} 0.5")],
+)
 def test_l2_window(driver, nbytes, limit, window):
     """A range of any size: the driver refuses more than the card's largest window, 512 KB for the stub's."""
-    code = f"from numflash.cuda import launch; launch.current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
+    code = f"from numflash.cuda.device import current_device; current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
     done = run(driver, code, "80")
-    assert f"limit 6 = {limit}\n" in done.stderr and f"stream attribute 1: 700000000000 {window}\n" in done.stderr
+    assert (
+        f"limit 6 = {limit}\n" in done.stderr
+        and f"stream attribute 1: 700000000000 {window}\n" in done.stderr
+    )
 
 
 CLOCK = """
-from numflash.cuda import launch, study
-device = launch.current_device()
+from numflash.cuda import study
+from numflash.cuda.device import current_device
+device = current_device()
 rung = study.LADDER[0]
 q, k, v, expected = study.problem(128, 64, 0)
 device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
@@ -305,36 +370,52 @@ study.clock(128)
 def test_the_ladder_is_validated_on_a_card_before_it_is_timed(driver):
     """The window spans keys and values, is closed again, and the stub's zeros are refused."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
-    done = subprocess.run([sys.executable, "-c", CLOCK], capture_output=True, text=True, env=environment, timeout=300)
-    window, closed = (line for line in done.stderr.splitlines() if line.startswith("stream attribute 1"))
+    done = subprocess.run(
+        [sys.executable, "-c", CLOCK], capture_output=True, text=True, env=environment, timeout=300
+    )
+    window, closed = (
+        line for line in done.stderr.splitlines() if line.startswith("stream attribute 1")
+    )
     assert window.endswith(f" {65536 + 128 * 64 * 2} 1") and closed == "stream attribute 1: 0 0 1"
     assert done.returncode == 1 and "rung 1: relative error 1.00e+00" in done.stderr
 
 
 def test_launch_on_hopper_encodes_tensor_maps(driver):
     done = run(driver, SOLVE.format(d=64), "90")
-    assert (done.stderr.count("tensor map of rank 5"), done.stderr.count("tensor map of rank 4")) == (1, 2)      # Q; K and V
+    assert (
+        done.stderr.count("tensor map of rank 5"),
+        done.stderr.count("tensor map of rank 4"),
+    ) == (1, 2)  # Q; K and V
     assert "launch grid 1 2 1 block 384" in done.stderr
 
 
 @pytest.mark.slow
 def test_validate_reports_a_card_that_computes_nothing(driver):
     """The stub leaves every output at zero: each case must be reported, and nothing timed."""
-    code = ("import sys; from numflash.cuda import validate\n"
-            "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\n"
-            "validate.GRADIENTS, validate.compile_ahead = validate.GRADIENTS[1:2], lambda *arguments: 0\n"
-            "validate.validate_decode.CASES = validate.validate_decode.CASES[1:2]\nsys.exit(validate.main())")
+    code = (
+        "import sys; from numflash.cuda.validate import attention as validate\n"
+        "validate.CASES = validate.CASES[1:2] + validate.CASES[11:12]\n"
+        "validate.GRADIENTS, validate.compile_ahead = validate.GRADIENTS[1:2], lambda *arguments: 0\n"
+        "validate.decode.CASES = validate.decode.CASES[1:2]\nsys.exit(validate.main())"
+    )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert done.returncode == 1 and done.stderr.count("BAD") == 4, done.stderr
     found = json.loads(done.stdout)
-    assert found["device"] == "STUB" and found["timings"] == [] and [row["passed"] for row in found["cases"]] == [False] * 4
+    assert (
+        found["device"] == "STUB"
+        and found["timings"] == []
+        and [row["passed"] for row in found["cases"]] == [False] * 4
+    )
 
 
 BROKEN = """
 import sys
-from numflash.cuda import validate
-validate.CASES, validate.GRADIENTS, validate.validate_decode.CASES = {cases}, (), ()
+from numflash.cuda.device import DriverError
+from numflash.cuda.validate import attention as validate
+validate.CASES, validate.GRADIENTS, validate.decode.CASES = {cases}, (), ()
 validate.compile_ahead = lambda *arguments: 0
 def timings(*arguments):
     yield {{"kernel": "first", "seconds": 1.0}}
@@ -347,24 +428,36 @@ sys.exit(validate.main([]))
 
 def validated(driver, cases, more=""):
     environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": "80"}
-    done = subprocess.run([sys.executable, "-c", BROKEN.format(cases=cases, more=more)], capture_output=True, text=True,
-                          env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN.format(cases=cases, more=more)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
     assert done.returncode == 1, done.stderr
     return json.loads(done.stdout)
 
 
 def test_timings_that_stop_lose_nothing(driver):
     found = validated(driver, "()")
-    assert found["timings"] == [{"kernel": "first", "seconds": 1.0}] and found["stopped"] == "MemoryError: the second"
+    assert (
+        found["timings"] == [{"kernel": "first", "seconds": 1.0}]
+        and found["stopped"] == "MemoryError: the second"
+    )
 
 
 def test_what_the_driver_refuses_is_a_failure(driver):
     """And what has no kernel is none: float16 on a card whose driver calls fail, then an option that is refused."""
-    refuse = ("def run(problem):\n raise (validate.launch.DriverError('refused') if problem.precision == 'float16' else "
-              "validate.UnsupportedError('no kernel'))\nvalidate.launch.run = run")
+    refuse = (
+        "def run(problem):\n raise (DriverError('refused') if problem.precision == 'float16' else "
+        "validate.UnsupportedError('no kernel'))\nvalidate.launch.run = run"
+    )
     rows = validated(driver, "(validate.CASES[0], validate.CASES[10])", refuse)["cases"]
-    assert [(row["passed"], row.get("error"), row.get("skipped")) for row in rows] == [(False, "refused", None),
-                                                                                    (True, None, "no kernel")]
+    assert [(row["passed"], row.get("error"), row.get("skipped")) for row in rows] == [
+        (False, "refused", None),
+        (True, None, "no kernel"),
+    ]
 
 
 def test_host_time_is_reported(driver):

@@ -1,4 +1,5 @@
 """The model of scale against its own definition, and by hand. Needs no MPI."""
+
 import pytest
 
 from numflash.mpi.model import LINKS, Link, Ring
@@ -19,8 +20,12 @@ def test_by_hand():
     assert ring.token_bytes == 2 * (128 + 128 + 4) and ring.sent(1000, 5) == 4 * 1000 * 520
     assert ring.kernel(1000) == pytest.approx(4 * 8 * 128 * 1e6 / 1e12)
     causal = Ring(1e12, ring.link, 8, 2, 128, "int8", causal=True)
-    assert causal.kernel(1000) == ring.kernel(1000) / 2 and causal.exchange(1000) == ring.exchange(1000)
+    assert causal.kernel(1000) == ring.kernel(1000) / 2 and causal.exchange(1000) == ring.exchange(
+        1000
+    )
     assert ring.exchange(1000) == pytest.approx(1e-6 + 520e3 / 1e10)
-    assert ring.seconds(1000, 5) == pytest.approx(5 * ring.kernel(1000))                  # hidden
-    assert ring.seconds(10, 5) == pytest.approx(ring.kernel(10) + 4 * ring.exchange(10))  # not hidden
+    assert ring.seconds(1000, 5) == pytest.approx(5 * ring.kernel(1000))  # hidden
+    assert ring.seconds(10, 5) == pytest.approx(
+        ring.kernel(10) + 4 * ring.exchange(10)
+    )  # not hidden
     assert Ring(1e12, LINKS[0], 8, 8, 64, "float32").token_bytes == 8 * (64 + 64) * 4

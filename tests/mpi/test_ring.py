@@ -2,6 +2,7 @@
 
 Each number of ranks is started once and runs every case (worker.py); the tests look at what rank 0 wrote.
 """
+
 import json
 import pickle
 
@@ -12,11 +13,16 @@ from oracles import naive, qkv
 import numflash
 from mpi.launch import HERE, needs_mpi, on_ranks
 from mpi.problems import LONG, PROBLEMS, SMALL
-from numflash.metrics import errors
+from numflash.measure.metrics import errors
 from numflash.mpi.model import LINKS, Ring
 
-PARTS = {1: ["semantics"], 2: ["semantics", "traffic"], 3: ["semantics", "interfaces", "mistakes", "decoding"],
-         4: ["semantics", "traffic", "repeats"], 8: ["semantics", "decoding"]}
+PARTS = {
+    1: ["semantics"],
+    2: ["semantics", "traffic"],
+    3: ["semantics", "interfaces", "mistakes", "decoding"],
+    4: ["semantics", "traffic", "repeats"],
+    8: ["semantics", "decoding"],
+}
 LIMIT = {"float32": 1e-6, "int8": 0.03}
 pytestmark = needs_mpi
 
@@ -29,24 +35,35 @@ def found(tmp_path_factory):
     def get(ranks, part):
         if (ranks, part) not in known:
             path = tmp_path_factory.mktemp("mpi") / "found.pickle"
-            on_ranks(ranks, HERE / "worker.py", path, *([part] if part == "kernels" else PARTS[ranks]))
+            on_ranks(
+                ranks, HERE / "worker.py", path, *([part] if part == "kernels" else PARTS[ranks])
+            )
             known.update({(ranks, name): x for name, x in pickle.loads(path.read_bytes()).items()})
         return known[ranks, part]
+
     return get
 
 
 @pytest.mark.parametrize("ranks", PARTS)
 def test_semantics(found, ranks):
     exact = {}
-    for (name, *how), (out, lse) in ((k, v) for k, v in found(ranks, "semantics").items() if len(k) == 4):
+    for (name, *how), (out, lse) in (
+        (k, v) for k, v in found(ranks, "semantics").items() if len(k) == 4
+    ):
         shape, options = PROBLEMS[name]
         if name not in exact:
             exact[name] = naive(*qkv(**shape), **options)
         want, want_lse = exact[name]
         precision = how[2]
-        assert out.shape == want.shape and lse.shape == want_lse.shape and out.dtype == lse.dtype == np.float32
+        assert (
+            out.shape == want.shape
+            and lse.shape == want_lse.shape
+            and out.dtype == lse.dtype == np.float32
+        )
         np.testing.assert_array_equal(lse == -np.inf, want_lse == -np.inf, str((name, how)))
-        np.testing.assert_allclose(lse, want_lse, atol=3e-6 if precision == "float32" else 0.06, err_msg=str((name, how)))
+        np.testing.assert_allclose(
+            lse, want_lse, atol=3e-6 if precision == "float32" else 0.06, err_msg=str((name, how))
+        )
         assert not want.any() or errors(out, want).relative_l1 <= LIMIT[precision], (name, how)
         assert want.any() or not out.any()
 
@@ -55,7 +72,9 @@ def test_gathered_int8_does_not_depend_on_the_split(found):
     """Offset, scales and key blocks are those of the whole sequence: equal bits at any number of ranks."""
     alone = {k[0]: v for k, v in found(1, "semantics").items() if k[2:] == ("gather", "int8")}
     for ranks in PARTS:
-        for (name, *how), result in ((k, v) for k, v in found(ranks, "semantics").items() if k[2:] == ("gather", "int8")):
+        for (name, *how), result in (
+            (k, v) for k, v in found(ranks, "semantics").items() if k[2:] == ("gather", "int8")
+        ):
             for mine, other in zip(result, alone[name], strict=True):
                 np.testing.assert_array_equal(mine, other, f"{ranks} ranks, {name}, {how}")
 
@@ -63,10 +82,22 @@ def test_gathered_int8_does_not_depend_on_the_split(found):
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_one_rank_is_the_single_process(found, precision):
     for name, (shape, options) in PROBLEMS.items():
-        out, lse = next(v for k, v in found(1, "semantics").items() if (k[0], k[2:]) == (name, ("gather", precision)))
-        whole, whole_lse = numflash.attention(*qkv(**shape), enable_gqa=True, precision=precision, return_lse=True,
-                                              impl="reference", **options)
-        np.testing.assert_allclose(out, whole, atol=1e-6 if precision == "float32" else 1e-3, err_msg=name)
+        out, lse = next(
+            v
+            for k, v in found(1, "semantics").items()
+            if (k[0], k[2:]) == (name, ("gather", precision))
+        )
+        whole, whole_lse = numflash.attention(
+            *qkv(**shape),
+            enable_gqa=True,
+            precision=precision,
+            return_lse=True,
+            impl="reference",
+            **options,
+        )
+        np.testing.assert_allclose(
+            out, whole, atol=1e-6 if precision == "float32" else 1e-3, err_msg=name
+        )
         np.testing.assert_allclose(lse, whole_lse, atol=1e-5, err_msg=name)
 
 
@@ -76,10 +107,14 @@ def test_nonfinite_keys_spoil_only_rows_that_see_them(found, ranks):
     arrays[1][0, 0, 20], arrays[1][0, 1, 33], arrays[2][1, 0, 7] = np.nan, np.inf, np.inf
     for precision in ("float32", "int8"):
         out, _ = found(ranks, "semantics")["nonfinite", precision]
-        want = numflash.attention(*arrays, is_causal=True, enable_gqa=True, precision=precision, impl="reference")
+        want = numflash.attention(
+            *arrays, is_causal=True, enable_gqa=True, precision=precision, impl="reference"
+        )
         np.testing.assert_array_equal(np.isfinite(out), np.isfinite(want))
         kept = np.isfinite(want)
-        np.testing.assert_allclose(out[kept], want[kept], atol=1e-5 if precision == "float32" else 0.1)
+        np.testing.assert_allclose(
+            out[kept], want[kept], atol=1e-5 if precision == "float32" else 0.1
+        )
 
 
 @pytest.mark.parametrize("ranks", PARTS)
@@ -95,9 +130,15 @@ def test_layouts_dimensions_and_dtypes(found):
     np.testing.assert_allclose(got["3d"], want[0], atol=1e-5)
     np.testing.assert_allclose(got["2d"], want[0, 0], atol=1e-5)
     np.testing.assert_allclose(got["float64"], want, atol=1e-5)
-    assert got["float64"].dtype == np.float32 and got["float16"].dtype == np.float16 and got["bfloat16"].dtype == np.uint16
+    assert (
+        got["float64"].dtype == np.float32
+        and got["float16"].dtype == np.float16
+        and got["bfloat16"].dtype == np.uint16
+    )
     np.testing.assert_allclose(got["float16"].astype(np.float32), want, atol=5e-3)
-    np.testing.assert_allclose((got["bfloat16"].astype(np.uint32) << 16).view(np.float32), want, atol=5e-2)
+    np.testing.assert_allclose(
+        (got["bfloat16"].astype(np.uint32) << 16).view(np.float32), want, atol=5e-2
+    )
 
 
 def test_equal_bits_whatever_the_timing(found):
@@ -124,7 +165,9 @@ def test_bytes(found, ranks):
         elif name == "causal" and split == "plain":
             assert sum(sent) == sum(ranks - 1 - r for r in range(ranks)) * size * unit
             assert sent[-1] == 0
-        elif name == "window" and split == "plain":        # the last 127 keys of each shard, from a block edge on, to the next rank
+        elif (
+            name == "window" and split == "plain"
+        ):  # the last 127 keys of each shard, from a block edge on, to the next rank
             to_next, to_last = [128 * unit] * (ranks - 1), size * unit * (ranks - 1)
             assert sum(sent) >= sum(to_next) and sum(sent) <= sum(to_next) + to_last
         else:
@@ -154,8 +197,14 @@ MISTAKES = {
     "padding": ("ArgumentError", "rank 1: key_lengths: got [1]; allowed: that of rank 0, [0]"),
     "precision": ("ArgumentError", "rank 0: precision: got 'int4'"),
     "split": ("ArgumentError", "rank 0: split: got 'striped'; allowed: 'plain', 'zigzag'"),
-    "zigzag": ("ArgumentError", "rank 1: split: got 3 tokens; allowed: 2, from the zigzag split of 7"),
-    "ranks": ("ArgumentError", "split: got a split over 4 ranks; allowed: over 3, the communicator's"),
+    "zigzag": (
+        "ArgumentError",
+        "rank 1: split: got 3 tokens; allowed: 2, from the zigzag split of 7",
+    ),
+    "ranks": (
+        "ArgumentError",
+        "split: got a split over 4 ranks; allowed: over 3, the communicator's",
+    ),
     "kernel": ("ValueError", "rank 2: no luck"),
     "memory": ("MemoryError", "rank 2: full"),
     "odd": ("RuntimeError", "rank 2: Odd: (1, 2)"),
@@ -181,15 +230,20 @@ def test_mistakes_leave_the_communicator_in_order(found):
 
 def test_compiled_kernels(found):
     arrays, aligned = qkv(h=2, hkv=1, l=1037, d=64), qkv(**LONG)
-    for precision in ("int8", "float32"):        # compiled here, so that the ranks find them on disk
+    for precision in ("int8", "float32"):  # compiled here, so that the ranks find them on disk
         whole = numflash.attention(*arrays, is_causal=True, enable_gqa=True, precision=precision)
         for call in ("ring", "gather"):
             for split in ("plain", "zigzag"):
                 out, _ = found(2, "kernels")[precision, call, split]
-                assert errors(out, whole).relative_l1 <= (1e-6 if precision == "float32" else 0.01), (precision, call, split)
+                assert errors(out, whole).relative_l1 <= (
+                    1e-6 if precision == "float32" else 0.01
+                ), (precision, call, split)
     whole = numflash.attention(*aligned, is_causal=True, precision="int8")
     got = {k[1:]: v[0] for k, v in found(2, "kernels").items() if k[0] == "aligned"}
-    for split in ("plain", "zigzag"):            # chunks that start on key blocks: the rounding of the weights is the same
+    for split in (
+        "plain",
+        "zigzag",
+    ):  # chunks that start on key blocks: the rounding of the weights is the same
         assert errors(got["ring", split], whole).relative_l1 <= 2e-6, split
         np.testing.assert_array_equal(got["gather", split], got["gather", "plain"])
 
@@ -200,15 +254,23 @@ def test_decoding_over_ranks(found, ranks):
     want, want_lse = naive(*arrays, is_causal=True)
     np.testing.assert_allclose(got["steps"][0], want, atol=1e-6)
     np.testing.assert_allclose(got["steps"][1], want_lse, atol=1e-6)
-    assert set(got["everywhere"]) == {got["steps"][0][:, :, 8:].tobytes()}            # equal bits on all ranks and from run to run
+    assert set(got["everywhere"]) == {
+        got["steps"][0][:, :, 8:].tobytes()
+    }  # equal bits on all ranks and from run to run
     assert got["float16"].dtype == np.float16
     np.testing.assert_allclose(got["float16"], want[:, :, 8:], atol=2e-3)
     np.testing.assert_array_equal(got["after"], got["steps"][0][:, :, 8:])
 
 
 DECODING_MISTAKES = {
-    "two tokens": ("ArgumentError", "rank 2: query: got shape (2, 4, 2, 16); allowed: (B, H, 1, D), one token of each sequence"),
-    "heads": ("ArgumentError", "rank 2: query's shape: got (2, 2, 1, 16); allowed: that of rank 0, (2, 4, 1, 16)"),
+    "two tokens": (
+        "ArgumentError",
+        "rank 2: query: got shape (2, 4, 2, 16); allowed: (B, H, 1, D), one token of each sequence",
+    ),
+    "heads": (
+        "ArgumentError",
+        "rank 2: query's shape: got (2, 2, 1, 16); allowed: that of rank 0, (2, 4, 1, 16)",
+    ),
     "scale": ("ArgumentError", "rank 2: scale: got 0.5; allowed: that of rank 0, None"),
     "width": ("ArgumentError", "rank 2: cache.value_dim: got 7; allowed: that of rank 0, 8"),
     "broken": ("ValueError", "rank 2: no cache"),
@@ -227,7 +289,10 @@ def test_the_model_counts_the_bytes_that_are_sent(found):
     for ranks in (2, 4):
         for precision in ("float32", "float16", "int8"):
             for report in found(ranks, "traffic")["full", "plain", precision][1]:
-                assert Ring(1e9, LINKS[0], h, h, d, precision).sent(length // ranks, ranks) == report["sent"]
+                assert (
+                    Ring(1e9, LINKS[0], h, h, d, precision).sent(length // ranks, ranks)
+                    == report["sent"]
+                )
 
 
 @pytest.mark.slow

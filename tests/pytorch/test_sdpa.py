@@ -1,4 +1,5 @@
 """PyTorch's function as numflash has it: values, shapes, and what is refused."""
+
 import doctest
 import math
 import re
@@ -26,21 +27,37 @@ def test_the_examples_of_the_guide():
     text = Path(__file__).parents[2].joinpath("docs", "pytorch.md").read_text()
     space, examples = {}, re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 3
-    for code in examples[:None if find_spec("transformers") else 2]:
+    for code in examples[: None if find_spec("transformers") else 2]:
         exec(code, space)
     assert space["out"].shape == (1, 8, 128, 64) and space["q"].grad.shape == (1, 8, 128, 64)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("options", [
-    {}, {"is_causal": True}, {"scale": 0.3}, {"scale": -1.0}, {"attn_mask": KEEP}, {"attn_mask": KEEP[0, 0]}, {"attn_mask": BIAS},
-    {"attn_mask": KEEP[:, :1, :, :1]}, {"attn_mask": BIAS[:1, :, :1]}], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"scale": -1.0},
+        {"attn_mask": KEEP},
+        {"attn_mask": KEEP[0, 0]},
+        {"attn_mask": BIAS},
+        {"attn_mask": KEEP[:, :1, :, :1]},
+        {"attn_mask": BIAS[:1, :, :1]},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
+)
 def test_against_float64(dtype, tolerance, options):
     q, k, v = (x.to(getattr(torch, dtype)) for x in (Q, K, V))
     out = nt.scaled_dot_product_attention(q, k, v, **options)
     assert out.dtype == q.dtype
-    want, _ = naive(*(x.double().numpy() for x in (q, k, v)),
-                    **{n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()})
+    want, _ = naive(
+        *(x.double().numpy() for x in (q, k, v)),
+        **{n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()},
+    )
     np.testing.assert_allclose(out.double().numpy(), want, atol=tolerance)
 
 
@@ -58,17 +75,32 @@ def test_shapes_broadcast_as_pytorch_has_them(q, k, v, gqa, masked):
 def test_a_mask_over_five_dimensions():
     q, k, v = draw(3, 2, 4, 5, 8), draw(3, 2, 4, 7, 8, seed=1), draw(3, 2, 4, 7, 8, seed=2)
     for mask in (KEEP, KEEP[None, :, :1], torch.stack([KEEP, ~KEEP, KEEP])):
-        torch.testing.assert_close(nt.scaled_dot_product_attention(q, k, v, mask).double(), exact(q, k, v, mask), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            nt.scaled_dot_product_attention(q, k, v, mask).double(),
+            exact(q, k, v, mask),
+            atol=1e-6,
+            rtol=0,
+        )
 
 
-@pytest.mark.parametrize("cut", [
-    lambda q, k, v: (q[:, :, :0], k, v), lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), lambda q, k, v: (q[:0], k[:0], v[:0]),
-    lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), lambda q, k, v: (q, k, v[..., :0]),
-    lambda q, k, v: (q[..., :0], k[..., :0], v)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda q, k, v: (q[:, :, :0], k, v),
+        lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+        lambda q, k, v: (q[:0], k[:0], v[:0]),
+        lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]),
+        lambda q, k, v: (q, k, v[..., :0]),
+        lambda q, k, v: (q[..., :0], k[..., :0], v),
+    ],
+)
 def test_sizes_of_zero(cut):
     arrays = [x.clone().requires_grad_() for x in cut(Q, K, V)]
     for causal in (True, False):
-        out, want = nt.scaled_dot_product_attention(*arrays, is_causal=causal), SDPA(*arrays, is_causal=causal)
+        out, want = (
+            nt.scaled_dot_product_attention(*arrays, is_causal=causal),
+            SDPA(*arrays, is_causal=causal),
+        )
         assert out.shape == want.shape
         torch.testing.assert_close(out, want)
     out.sum().backward()
@@ -91,8 +123,12 @@ def test_causal_biases(bias):
 def test_nan_behind_a_mask_stays_there():
     seen = torch.arange(7) != 3
     k, v = (x.masked_fill(~seen[:, None], math.nan) for x in (K, V))
-    torch.testing.assert_close(nt.scaled_dot_product_attention(Q, k, v, seen.expand(5, 7)),
-                               SDPA(Q, K[:, :, seen], V[:, :, seen]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        nt.scaled_dot_product_attention(Q, k, v, seen.expand(5, 7)),
+        SDPA(Q, K[:, :, seen], V[:, :, seen]),
+        atol=1e-6,
+        rtol=0,
+    )
 
 
 def test_rows_that_see_nothing_are_zero():
@@ -109,14 +145,22 @@ def test_int8():
     out = nt.scaled_dot_product_attention(q, k, v, precision="int8")
     assert out.dtype == torch.float32
     error = (out - exact(q, k, v)).abs().mean() / exact(q, k, v).abs().mean()
-    assert 0.001 < error < 0.02                          # not the float kernel, and within the integer pipeline's budget
+    assert 0.001 < error < 0.02  # not the float kernel, and within the integer pipeline's budget
 
 
 BAD = {
-    "causal and mask": ((Q, K, V), {"is_causal": True, "attn_mask": torch.ones(5, 7, dtype=torch.bool)}, "attn_mask"),
+    "causal and mask": (
+        (Q, K, V),
+        {"is_causal": True, "attn_mask": torch.ones(5, 7, dtype=torch.bool)},
+        "attn_mask",
+    ),
     "one dimension": ((Q[0, 0, 0], K[0, 0], V[0, 0]), {}, "query"),
     "heads": ((Q, K[:, :2], V[:, :2]), {}, "enable_gqa"),
-    "heads that do not divide": ((draw(2, 5, 5, 8), K[:, :2], V[:, :2]), {"enable_gqa": True}, "divisor"),
+    "heads that do not divide": (
+        (draw(2, 5, 5, 8), K[:, :2], V[:, :2]),
+        {"enable_gqa": True},
+        "divisor",
+    ),
     "batches": ((Q, draw(3, 4, 7, 8), draw(3, 4, 7, 8)), {}, "shapes"),
     "head dimensions": ((Q, K[..., :3], V), {}, "head_dim"),
     "dtypes": ((Q, K.double(), V), {}, "key"),
@@ -133,17 +177,27 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_errors_where_pytorch_has_them(case):
     arrays, options, word = BAD[case]
-    with pytest.raises(RuntimeError), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with (
+        pytest.raises(RuntimeError),
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
         SDPA(*arrays, **options)
     with pytest.raises(RuntimeError, match=word) as caught:
         nt.scaled_dot_product_attention(*arrays, **options)
     assert isinstance(caught.value, nt.SdpaError)
 
 
-@pytest.mark.parametrize(("change", "word"), [
-    ({"dropout_p": 0.1}, "dropout_p"), ({"query": Q.double(), "key": K.double(), "value": V.double()}, "float64"),
-    ({"attn_mask": BIAS.clone().requires_grad_()}, "attn_mask"), ({"precision": "int4"}, "precision"),
-    ({"precision": "int8", "key": K.clone().requires_grad_()}, "int8"), ({"value": V[:, :, :3]}, "value")])
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p"),
+        ({"query": Q.double(), "key": K.double(), "value": V.double()}, "float64"),
+        ({"attn_mask": BIAS.clone().requires_grad_()}, "attn_mask"),
+        ({"precision": "int4"}, "precision"),
+        ({"precision": "int8", "key": K.clone().requires_grad_()}, "int8"),
+        ({"value": V[:, :, :3]}, "value"),
+    ],
+)
 def test_what_pytorch_takes_and_numflash_refuses(change, word):
     with pytest.raises(nt.SdpaError, match=word):
         nt.scaled_dot_product_attention(**{"query": Q, "key": K, "value": V, **change})
@@ -153,4 +207,6 @@ def test_what_is_no_tensor():
     with pytest.raises(ArgumentTypeError, match="query"):
         nt.scaled_dot_product_attention(Q.tolist(), K, V)
     with pytest.raises(TypeError):
-        nt.scaled_dot_product_attention(Q, K, V, None, 0.0, False, None)         # scale is keyword-only, as PyTorch has it
+        nt.scaled_dot_product_attention(
+            Q, K, V, None, 0.0, False, None
+        )  # scale is keyword-only, as PyTorch has it

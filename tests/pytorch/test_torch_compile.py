@@ -1,4 +1,5 @@
 """numflash.torch under torch.compile: one graph, with gradients, and routed."""
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
@@ -11,11 +12,13 @@ from numflash.errors import UnsupportedError  # noqa: E402
 
 def test_compile_in_one_graph():
     def model(q, k, v, mask):
-        return nt.scaled_dot_product_attention(q * 2, k, v, mask) + nt.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return nt.scaled_dot_product_attention(q * 2, k, v, mask) + nt.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(Q, K, V, KEEP), model(Q, K, V, KEEP))
-    longer = qkv(l=9, s=11)                              # another length: the same function, perhaps compiled for any length
+    longer = qkv(l=9, s=11)  # another length: the same function, perhaps compiled for any length
     torch.testing.assert_close(compiled(*longer, None), model(*longer, None))
 
 
@@ -33,7 +36,9 @@ def test_inductor_in_one_graph():
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="inductor")
-    for mine, right in zip(gradients(compiled, (Q, K, V)), gradients(model, (Q, K, V)), strict=True):
+    for mine, right in zip(
+        gradients(compiled, (Q, K, V)), gradients(model, (Q, K, V)), strict=True
+    ):
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-5)
 
 
@@ -43,7 +48,11 @@ def test_training_compiles_in_one_graph():
 
     torch._dynamo.reset()
     eager = gradients(model, (Q, K, V))
-    for mine, right in zip(gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), (Q, K, V)), eager, strict=True):
+    for mine, right in zip(
+        gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), (Q, K, V)),
+        eager,
+        strict=True,
+    ):
         torch.testing.assert_close(mine, right)
 
 
@@ -65,7 +74,9 @@ def test_multihead_attention_inside_the_compiler():
             want = layer(x)
             torch.backends.mha.set_fastpath_enabled(False)
             with nt.use() as routed:
-                torch.testing.assert_close(torch.compile(layer, backend="eager")(x), want, atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    torch.compile(layer, backend="eager")(x), want, atol=1e-5, rtol=0
+                )
             assert routed.calls == 1
             torch._dynamo.reset()
             torch.backends.mha.set_fastpath_enabled(True)

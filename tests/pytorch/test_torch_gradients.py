@@ -1,4 +1,5 @@
 """Gradients of numflash.torch: against PyTorch in float64, finite differences, and whole layers."""
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
@@ -19,9 +20,14 @@ def assert_gradients(arrays, budget, **options):
         assert (mine.double() - right).abs().max() <= budget * right.abs().max(), name
 
 
-@pytest.mark.parametrize(("dtype", "budget"), [("float32", 2e-6), ("float16", 5e-3), ("bfloat16", 4e-2)])
-@pytest.mark.parametrize("options", [
-    {}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": KEEP}, {"attn_mask": BIAS}], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [("float32", 2e-6), ("float16", 5e-3), ("bfloat16", 4e-2)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": KEEP}, {"attn_mask": BIAS}],
+    ids=lambda o: "-".join(o) or "plain",
+)
 def test_gradients_against_pytorch_in_float64(dtype, budget, options):
     assert_gradients([x.to(getattr(torch, dtype)) for x in (Q, K, V)], budget, **options)
 
@@ -33,7 +39,10 @@ def test_gradients_of_what_broadcasts(q, k, v, gqa):
 
 def test_gradients_of_tensors_as_models_have_them():
     """(B, L, H, D) in memory, and a gradient that is one number expanded."""
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(l=130, s=130, d=16))
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for x in qkv(l=130, s=130, d=16)
+    )
     nt.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     SDPA(*doubles, is_causal=True).sum().backward()
@@ -42,14 +51,24 @@ def test_gradients_of_tensors_as_models_have_them():
 
 
 @pytest.mark.filterwarnings("ignore:Input #")
-@pytest.mark.parametrize("options", [
-    {"window": (2, 1), "alignment": "lower_right"}, {"softcap": 1.5}, {"key_lengths": torch.tensor([4, 2])},
-    {"alibi_slopes": torch.tensor([0.5, 0.25])}, {"sinks": torch.tensor([0.5, -0.5])}, {"attn_mask": BIAS[:, :2, :3, :4]}],
-    ids=lambda o: "-".join(o))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (2, 1), "alignment": "lower_right"},
+        {"softcap": 1.5},
+        {"key_lengths": torch.tensor([4, 2])},
+        {"alibi_slopes": torch.tensor([0.5, 0.25])},
+        {"sinks": torch.tensor([0.5, -0.5])},
+        {"attn_mask": BIAS[:, :2, :3, :4]},
+    ],
+    ids=lambda o: "-".join(o),
+)
 def test_gradcheck(options):
     """Finite differences in float32: steps of 0.01 and a hundredth of the largest gradient."""
     arrays = [x.requires_grad_() for x in qkv(2, 2, 3, 4, 3, dv=2)]
-    assert torch.autograd.gradcheck(lambda q, k, v: nt.attention(q, k, v, **options), arrays, eps=1e-2, atol=2e-3, rtol=1e-2)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: nt.attention(q, k, v, **options), arrays, eps=1e-2, atol=2e-3, rtol=1e-2
+    )
 
 
 def test_a_layer_trains_as_it_did():
@@ -73,7 +92,9 @@ def test_a_layer_trains_as_it_did():
 def test_equal_bits_every_time():
     arrays = qkv(2, 4, 150, 150, 32)
     first = gradients(nt.scaled_dot_product_attention, arrays, is_causal=True)
-    for mine, again in zip(first, gradients(nt.scaled_dot_product_attention, arrays, is_causal=True), strict=True):
+    for mine, again in zip(
+        first, gradients(nt.scaled_dot_product_attention, arrays, is_causal=True), strict=True
+    ):
         assert torch.equal(mine, again)
 
 
@@ -84,7 +105,9 @@ def test_the_lse_has_no_gradient():
 
 def test_no_second_derivative():
     q = Q.clone().requires_grad_()
-    (first,) = torch.autograd.grad(nt.scaled_dot_product_attention(q, K, V).sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(
+        nt.scaled_dot_product_attention(q, K, V).sum(), q, create_graph=True
+    )
     assert torch.isfinite(first).all()
     with pytest.raises(UnsupportedError, match="gradient of a gradient"):
         torch.autograd.grad(first.sum(), q)
@@ -95,24 +118,35 @@ def forward_mode(function):
         return function(forward_ad.make_dual(Q, Q))
 
 
-@pytest.mark.parametrize("derive", [
-    forward_mode, lambda f: torch.func.jvp(f, (Q,), (Q,)), lambda f: torch.func.grad(lambda q: f(q).sum())(Q),
-    lambda f: torch.func.jacrev(f)(Q), lambda f: torch.vmap(torch.func.grad(lambda q: f(q).sum()))(Q[None])],
-    ids=["dual numbers", "jvp", "grad", "jacrev", "vmap of grad"])
+@pytest.mark.parametrize(
+    "derive",
+    [
+        forward_mode,
+        lambda f: torch.func.jvp(f, (Q,), (Q,)),
+        lambda f: torch.func.grad(lambda q: f(q).sum())(Q),
+        lambda f: torch.func.jacrev(f)(Q),
+        lambda f: torch.vmap(torch.func.grad(lambda q: f(q).sum()))(Q[None]),
+    ],
+    ids=["dual numbers", "jvp", "grad", "jacrev", "vmap of grad"],
+)
 def test_derivatives_of_another_kind_are_refused(derive):
     """A tangent would become zero without a word."""
     for function in (nt.scaled_dot_product_attention, nt.attention):
         with pytest.raises(UnsupportedError, match="forward-mode"):
             derive(lambda q, f=function: f(q, K, V))
         with pytest.raises(UnsupportedError, match="forward-mode"):
-            derive(lambda q, f=function: f(Q, K, V, q[..., :7]))         # as a mask
+            derive(lambda q, f=function: f(Q, K, V, q[..., :7]))  # as a mask
 
 
 def test_transforms_without_derivatives():
-    assert torch.equal(torch.vmap(lambda q: nt.scaled_dot_product_attention(q, K, V))(torch.stack([Q, 2 * Q]))[1],
-                       nt.scaled_dot_product_attention(2 * Q, K, V))
+    assert torch.equal(
+        torch.vmap(lambda q: nt.scaled_dot_product_attention(q, K, V))(torch.stack([Q, 2 * Q]))[1],
+        nt.scaled_dot_product_attention(2 * Q, K, V),
+    )
     with forward_ad.dual_level():
-        torch.testing.assert_close(nt.scaled_dot_product_attention(Q, K, V), SDPA(Q, K, V), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            nt.scaled_dot_product_attention(Q, K, V), SDPA(Q, K, V), atol=1e-6, rtol=0
+        )
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -143,7 +177,9 @@ def test_a_result_changed_in_place_is_noticed():
 
 def test_checkpointing_and_a_graph_used_twice():
     want = gradients(nt.scaled_dot_product_attention, (Q, K, V))
-    again = gradients(lambda *x: checkpoint(nt.scaled_dot_product_attention, *x, use_reentrant=False), (Q, K, V))
+    again = gradients(
+        lambda *x: checkpoint(nt.scaled_dot_product_attention, *x, use_reentrant=False), (Q, K, V)
+    )
     assert all(map(torch.equal, want, again))
     q = Q.clone().requires_grad_()
     out = nt.scaled_dot_product_attention(q, K, V).sum()

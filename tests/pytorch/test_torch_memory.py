@@ -1,4 +1,5 @@
 """Tensors are read and written where they lie; threads are PyTorch's."""
+
 import subprocess
 import sys
 
@@ -12,27 +13,44 @@ from torch_cases import KEEP, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
 from numflash.cpu import launch, launch_backward  # noqa: E402
+from numflash.jit import threads  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kernels_read_the_tensors_themselves(monkeypatch, dtype):
     """Also expanded and transposed ones, and masks."""
     seen, run = [], launch.run
-    monkeypatch.setattr(launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options))
+    monkeypatch.setattr(
+        launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
+    )
     q, k, v = (x.to(dtype) for x in (Q.transpose(1, 2).contiguous().transpose(1, 2), K[:1], V[:1]))
     nt.scaled_dot_product_attention(q, k, v, KEEP)
-    for taken, given in ((seen[0].query, q), (seen[0].key, k), (seen[0].value, v), (seen[0].mask, KEEP)):
+    for taken, given in (
+        (seen[0].query, q),
+        (seen[0].key, k),
+        (seen[0].value, v),
+        (seen[0].mask, KEEP),
+    ):
         assert taken.ctypes.data == given.data_ptr() and taken.itemsize == given.element_size()
-    assert seen[0].query.strides == tuple(n * q.element_size() for n in q.stride()) and seen[0].key.strides[0] == 0
+    assert (
+        seen[0].query.strides == tuple(n * q.element_size() for n in q.stride())
+        and seen[0].key.strides[0] == 0
+    )
 
 
 @pytest.mark.parametrize("precision", [None, "int8"])
 def test_results_are_tensors_of_pytorch_that_the_kernel_wrote(monkeypatch, precision):
     """No array of NumPy's in between: the memory is PyTorch's, and the kernel's own result."""
     written, run = [], launch.run
-    monkeypatch.setattr(launch, "run", lambda problem, **options: written.append(run(problem, **options)) or written[0])
+    monkeypatch.setattr(
+        launch,
+        "run",
+        lambda problem, **options: written.append(run(problem, **options)) or written[0],
+    )
     out, lse = nt.attention(Q, K, V, precision=precision, return_lse=True)
-    assert written[0][0].ctypes.data == out.data_ptr() and out.untyped_storage().resizable()     # NumPy's memory is not
+    assert (
+        written[0][0].ctypes.data == out.data_ptr() and out.untyped_storage().resizable()
+    )  # NumPy's memory is not
     assert lse.untyped_storage().resizable()
     assert precision or written[0][1].ctypes.data == lse.data_ptr()
 
@@ -40,7 +58,11 @@ def test_results_are_tensors_of_pytorch_that_the_kernel_wrote(monkeypatch, preci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_and_converted_results_are_tensors_of_pytorch(monkeypatch, dtype):
     written, run = [], launch_backward.run
-    monkeypatch.setattr(launch_backward, "run", lambda *args, **options: written.append(run(*args, **options)) or written[0])
+    monkeypatch.setattr(
+        launch_backward,
+        "run",
+        lambda *args, **options: written.append(run(*args, **options)) or written[0],
+    )
     arrays = [x.to(dtype, copy=True).requires_grad_() for x in (Q, K, V)]
     out = nt.scaled_dot_product_attention(*arrays)
     assert out.untyped_storage().resizable() and out.is_contiguous()
@@ -62,19 +84,26 @@ def test_every_implementation_gives_its_result_there(impl):
 
 def test_threads_follow_pytorch(monkeypatch):
     import numba
+
     seen, run, outer = [], launch.run, numba.get_num_threads()
-    monkeypatch.setattr(launch, "run", lambda problem, **options: seen.append(numba.get_num_threads()) or run(problem, **options))
+    monkeypatch.setattr(
+        launch,
+        "run",
+        lambda problem, **options: seen.append(numba.get_num_threads()) or run(problem, **options),
+    )
     for n in (1, 2, 3):
         torch.set_num_threads(n)
         nt.scaled_dot_product_attention(Q, K, V)
-    most = nt.threads.most()
+    most = threads.most()
     assert seen == [min(n, most) for n in (1, 2, 3)] and numba.get_num_threads() == outer
 
 
 def test_threads_of_pytorch_stay_as_they_are():
     """Numba's first parallel kernel of a process would reset them (P29)."""
-    code = ("import torch, numflash.torch; torch.set_num_threads(1); q = torch.randn(1, 1, 8, 16)\n"
-            "numflash.torch.scaled_dot_product_attention(q, q, q); assert torch.get_num_threads() == 1")
+    code = (
+        "import torch, numflash.torch; torch.set_num_threads(1); q = torch.randn(1, 1, 8, 16)\n"
+        "numflash.torch.scaled_dot_product_attention(q, q, q); assert torch.get_num_threads() == 1"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,5 @@
 """The operator under numflash.torch: options beyond PyTorch's, PyTorch's own checks of it, and cards as far as it goes."""
+
 import copy
 import pickle
 import threading
@@ -14,19 +15,27 @@ from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V  # noqa: E402
 import numflash.torch as nt  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
+from numflash.torch import sdpa  # noqa: E402
 
 
 def test_trailing_padding_becomes_key_lengths(monkeypatch):
     """A mask of one row for all queries: with the diagonal at the front nothing changes, at the back the mask must stay one."""
     seen, run = [], launch.run
-    monkeypatch.setattr(launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options))
+    monkeypatch.setattr(
+        launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
+    )
     lengths = torch.tensor([7, 4])
     mask = (torch.arange(7) < lengths[:, None])[:, None, None].expand(2, 4, 5, 7)
     holes = mask.clone()
     holes[1, :, :, 1] = False
     for attn_mask, becomes, options in (
-            (mask, True, {}), (mask, True, {"is_causal": True}), (mask, False, {"is_causal": True, "alignment": "lower_right"}),
-            (mask.contiguous(), False, {}), (holes[:, :1, :1], False, {}), (mask[1:, :1, :1], False, {})):
+        (mask, True, {}),
+        (mask, True, {"is_causal": True}),
+        (mask, False, {"is_causal": True, "alignment": "lower_right"}),
+        (mask.contiguous(), False, {}),
+        (holes[:, :1, :1], False, {}),
+        (mask[1:, :1, :1], False, {}),
+    ):
         out = nt.attention(Q, K, V, attn_mask, **options)
         assert (seen[-1].mask is None) == becomes
         want, _ = naive(Q, K, V, attn_mask.expand(2, 4, 5, 7).numpy(), **options)
@@ -35,8 +44,11 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
 
 def test_options_beyond_pytorch():
     options = {"window": (2, 1), "alignment": "lower_right", "softcap": 3.0}
-    tensors = {"key_lengths": torch.tensor([7, 4]), "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]),
-               "sinks": torch.tensor([0.0, 1.0, -1.0, 0.5])}
+    tensors = {
+        "key_lengths": torch.tensor([7, 4]),
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0]),
+        "sinks": torch.tensor([0.0, 1.0, -1.0, 0.5]),
+    }
     out, lse = nt.attention(Q, K, V, return_lse=True, **options, **tensors)
     want, want_lse = naive(Q, K, V, **options, **{n: x.numpy() for n, x in tensors.items()})
     np.testing.assert_allclose(out, want, atol=1e-6)
@@ -52,20 +64,37 @@ def test_no_gradient_is_lost_silently(name):
         nt.attention(Q, K, V, **{name: x})
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"is_causal": True, "scale": 0.5}, {"attn_mask": KEEP}, {"attn_mask": BIAS}, {"left": 2, "right": 1, "softcap": 2.0},
-    {"key_lengths": torch.tensor([7, 3]), "sinks": torch.zeros(4)}, {"precision": "int8"}], ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "scale": 0.5},
+        {"attn_mask": KEEP},
+        {"attn_mask": BIAS},
+        {"left": 2, "right": 1, "softcap": 2.0},
+        {"key_lengths": torch.tensor([7, 3]), "sinks": torch.zeros(4)},
+        {"precision": "int8"},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_the_forward_pass(options, dtype):
     arrays = (x.to(dtype) for x in (Q, K, V))
-    torch.library.opcheck(torch.ops.numflash.attention.default, (*arrays, *{**DEFAULTS, **options}.values()))
+    torch.library.opcheck(
+        torch.ops.numflash.attention.default, (*arrays, *{**DEFAULTS, **options}.values())
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_mask": BIAS, "softcap": 2.0}, {"left": 2, "key_lengths": torch.tensor([7, 3])}],
-                         ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attn_mask": BIAS, "softcap": 2.0}, {"left": 2, "key_lengths": torch.tensor([7, 3])}],
+    ids=lambda o: "-".join(o) or "plain",
+)
 def test_opcheck_with_gradients(options):
     arrays = [x.clone().requires_grad_() for x in (Q, K, V)]
-    torch.library.opcheck(torch.ops.numflash.attention.default, (*arrays, *{**DEFAULTS, **options}.values()))
+    torch.library.opcheck(
+        torch.ops.numflash.attention.default, (*arrays, *{**DEFAULTS, **options}.values())
+    )
 
 
 def test_opcheck_of_the_backward_pass():
@@ -76,11 +105,16 @@ def test_opcheck_of_the_backward_pass():
 
 def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, want = nt.scaled_dot_product_attention(Q, K.bfloat16(), V, BIAS), SDPA(Q, K.bfloat16(), V, BIAS)
+        out, want = (
+            nt.scaled_dot_product_attention(Q, K.bfloat16(), V, BIAS),
+            SDPA(Q, K.bfloat16(), V, BIAS),
+        )
     assert out.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(out, want, atol=2e-2, rtol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArgumentError, match="float64"):
-        nt.scaled_dot_product_attention(Q.double(), K.double(), V.double())      # autocast leaves float64 alone
+        nt.scaled_dot_product_attention(
+            Q.double(), K.double(), V.double()
+        )  # autocast leaves float64 alone
 
 
 class Layer(torch.nn.Module):
@@ -96,16 +130,26 @@ class Layer(torch.nn.Module):
 def test_models_are_copied_pickled_exported_and_traced():
     layer = Layer().eval()
     want = layer(Q)
-    assert torch.equal(copy.deepcopy(layer)(Q), want) and torch.equal(pickle.loads(pickle.dumps(layer))(Q), want)
+    assert torch.equal(copy.deepcopy(layer)(Q), want) and torch.equal(
+        pickle.loads(pickle.dumps(layer))(Q), want
+    )
     assert torch.equal(torch.export.export(layer, (Q,)).module()(Q), want)
     error = pickle.loads(pickle.dumps(nt.SdpaError("query: got 1; allowed: 2")))
     assert isinstance(error, nt.SdpaError) and "query: got 1" in str(error)
 
 
-@pytest.mark.parametrize("change", [
-    lambda x: x[..., ::2], lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2), lambda x: x.flip(1),
-    lambda x: torch.complex(x, x).conj().imag, lambda x: x[:, :, 1:3], lambda x: x[:1].expand(2, -1, -1, -1)],
-    ids=["every other channel", "columns first", "flipped", "negated view", "slice", "expanded"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[..., ::2],
+        lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        lambda x: x.flip(1),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: x[:, :, 1:3],
+        lambda x: x[:1].expand(2, -1, -1, -1),
+    ],
+    ids=["every other channel", "columns first", "flipped", "negated view", "slice", "expanded"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_of_any_strides(change, dtype):
     q, k, v = (change(x).to(dtype) for x in (Q, K, V))
@@ -118,7 +162,9 @@ def test_threads_of_python_at_once():
     want, wrong = nt.scaled_dot_product_attention(Q, K, V), []
 
     def work():
-        wrong.extend(1 for _ in range(20) if not torch.equal(nt.scaled_dot_product_attention(Q, K, V), want))
+        wrong.extend(
+            1 for _ in range(20) if not torch.equal(nt.scaled_dot_product_attention(Q, K, V), want)
+        )
 
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:
@@ -130,8 +176,12 @@ def test_threads_of_python_at_once():
 
 def test_shapes_on_a_card_are_known_without_one():
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
-        q, k = (torch.empty(shape, device="cuda", dtype=torch.float16) for shape in ((2, 4, 5, 64), (2, 2, 7, 64)))
+        q, k = (
+            torch.empty(shape, device="cuda", dtype=torch.float16)
+            for shape in ((2, 4, 5, 64), (2, 2, 7, 64))
+        )
         out, lse = nt.attention(q, k, k, enable_gqa=True, return_lse=True)
     assert out.device.type == "cuda" and out.shape == (2, 4, 5, 64) and out.dtype == torch.float16
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
@@ -139,6 +189,7 @@ def test_shapes_on_a_card_are_known_without_one():
 
 def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     """A stand-in for a CUDA tensor reaches `numflash.attention` itself, and no CPU thread is set for it."""
+
     class OnCard:
         is_cuda, shape = True, (1, 1, 4, 16)
 
@@ -146,8 +197,15 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
             return self
 
     q, seen = OnCard(), []
-    monkeypatch.setattr(nt.api, "attention", lambda *tensors, **options: seen.append((tensors, options)))
-    monkeypatch.setattr(nt.threads, "limit", None)
-    nt._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
-    (tensors, options), = seen
-    assert all(x is q for x in tensors) and options["window"] == (3, None) and options["return_lse"] and options["impl"] == "auto"
+    monkeypatch.setattr(
+        sdpa.api, "attention", lambda *tensors, **options: seen.append((tensors, options))
+    )
+    monkeypatch.setattr(sdpa.threads, "limit", None)
+    sdpa._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
+    ((tensors, options),) = seen
+    assert (
+        all(x is q for x in tensors)
+        and options["window"] == (3, None)
+        and options["return_lse"]
+        and options["impl"] == "auto"
+    )

@@ -1,4 +1,5 @@
 """numflash.transformers against the eager implementation, on small models with random weights."""
+
 import copy
 import doctest
 import os
@@ -8,24 +9,48 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
-transformers = pytest.importorskip("transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'")
+transformers = pytest.importorskip(
+    "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
+)
 
 import numflash.transformers as nt  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
+from numflash.transformers.attention import attend  # noqa: E402
 
 nt.register()
-SMALL = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-         "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 CAUSAL = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED)),
-    "mistral, window 12": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=12)),
-    "gemma2, soft cap, window 12": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
-        **GROUPED, head_dim=16, sliding_window=12, attn_logit_softcapping=5.0, query_pre_attn_scalar=1)),
-    "gpt-oss, sinks, window 12": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(
-        **GROUPED, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1)),
+    "mistral, window 12": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**GROUPED, sliding_window=12)
+    ),
+    "gemma2, soft cap, window 12": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            **GROUPED,
+            head_dim=16,
+            sliding_window=12,
+            attn_logit_softcapping=5.0,
+            query_pre_attn_scalar=1,
+        )
+    ),
+    "gpt-oss, sinks, window 12": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **GROUPED, head_dim=16, sliding_window=12, num_local_experts=2, num_experts_per_tok=1
+        )
+    ),
 }
 TOKENS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -34,7 +59,7 @@ TOKENS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0
 def model(request):
     torch.manual_seed(0)
     made = CAUSAL[request.param]().eval()
-    for name, weight in made.named_parameters():         # far from uniform attention: scores of some units
+    for name, weight in made.named_parameters():  # far from uniform attention: scores of some units
         if "q_proj.weight" in name or "k_proj.weight" in name:
             weight.data.mul_(12)
         if name.endswith("sinks"):
@@ -56,7 +81,11 @@ def both(model, run, name="numflash"):
         want = run()
         model.set_attn_implementation(name)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launch, "run", lambda problem, **options: calls.append(problem) or kernels(problem, **options))
+            patch.setattr(
+                launch,
+                "run",
+                lambda problem, **options: calls.append(problem) or kernels(problem, **options),
+            )
             out = run()
     return out, want, calls
 
@@ -85,7 +114,11 @@ def test_int8_logits(model):
 @pytest.mark.parametrize("padding", [False, True])
 def test_generation_with_a_cache(model, padding):
     """Greedy: equal tokens, one layer call per layer and token."""
-    options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": padded("left") if padding else torch.ones_like(TOKENS)}
+    options = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "attention_mask": padded("left") if padding else torch.ones_like(TOKENS),
+    }
     out, want, calls = both(model, lambda: model.generate(TOKENS, **options))
     assert out.shape == (2, 60) and len(calls) == 40
     assert torch.equal(out, want)
@@ -93,8 +126,13 @@ def test_generation_with_a_cache(model, padding):
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_static_cache(model, padding):
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True,
-               "attention_mask": padded("left") if padding else torch.ones_like(TOKENS)}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "cache_implementation": "static",
+        "disable_compile": True,
+        "attention_mask": padded("left") if padding else torch.ones_like(TOKENS),
+    }
     out, want, calls = both(model, lambda: model.generate(TOKENS, **options))
     assert calls and torch.equal(out, want)
 
@@ -103,8 +141,12 @@ def test_beams_and_packed_sequences():
     """Caches that are reordered; several sequences in one row, told apart by their positions alone."""
     torch.manual_seed(0)
     model = CAUSAL["llama"]().eval()
-    out, want, _ = both(model, lambda: model.generate(TOKENS, max_new_tokens=6, do_sample=False, num_beams=3,
-                                                      attention_mask=padded("left")))
+    out, want, _ = both(
+        model,
+        lambda: model.generate(
+            TOKENS, max_new_tokens=6, do_sample=False, num_beams=3, attention_mask=padded("left")
+        ),
+    )
     assert torch.equal(out, want)
     positions = torch.cat([torch.arange(15), torch.arange(25)]).expand(2, -1)
     out, want, calls = both(model, lambda: model(TOKENS, position_ids=positions).logits)
@@ -126,17 +168,26 @@ def test_autocast_copies_and_saved_models(tmp_path):
     with torch.no_grad():
         logits = model(TOKENS).logits
         model.save_pretrained(tmp_path)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="numflash").eval()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="numflash"
+        ).eval()
         for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-            assert same.config._attn_implementation == "numflash" and torch.equal(same(TOKENS).logits, logits)
+            assert same.config._attn_implementation == "numflash" and torch.equal(
+                same(TOKENS).logits, logits
+            )
 
 
 def test_training(model):
     """Gradients of every parameter; sinks are parameters without one here, so gpt-oss cannot be trained."""
+
     def step(name):
         model.set_attn_implementation(name)
         model.zero_grad()
-        model(TOKENS, attention_mask=padded("right"), labels=TOKENS.where(padded("right").bool(), -100)).loss.backward()
+        model(
+            TOKENS,
+            attention_mask=padded("right"),
+            labels=TOKENS.where(padded("right").bool(), -100),
+        ).loss.backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     want = step("eager")
@@ -158,9 +209,13 @@ def bert(**options):
 def test_bidirectional_padding(side, name):
     """Trailing padding arrives at the kernels as key lengths, leading padding as a mask of one row."""
     encoder = bert()
-    out, want, calls = both(encoder, lambda: encoder(TOKENS, attention_mask=padded(side)).last_hidden_state, name)
+    out, want, calls = both(
+        encoder, lambda: encoder(TOKENS, attention_mask=padded(side)).last_hidden_state, name
+    )
     seen = padded(side).bool()
-    torch.testing.assert_close(out[seen], want[seen], atol=1e-5 if name == "numflash" else 0.05, rtol=0)
+    torch.testing.assert_close(
+        out[seen], want[seen], atol=1e-5 if name == "numflash" else 0.05, rtol=0
+    )
     assert len(calls) == 2
     for problem in calls:
         if side == "right":
@@ -172,9 +227,17 @@ def test_bidirectional_padding(side, name):
 def test_position_biases():
     """T5 adds a learned bias to the scores of encoder and decoder, whose cross attention sees padding."""
     torch.manual_seed(0)
-    model = transformers.T5Model(transformers.T5Config(
-        vocab_size=97, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)).eval()
-    run = lambda: model(input_ids=TOKENS, attention_mask=padded("right"), decoder_input_ids=TOKENS[:, :9]).last_hidden_state  # noqa: E731
+    model = transformers.T5Model(
+        transformers.T5Config(
+            vocab_size=97, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4
+        )
+    ).eval()
+
+    def run():
+        return model(
+            input_ids=TOKENS, attention_mask=padded("right"), decoder_input_ids=TOKENS[:, :9]
+        ).last_hidden_state
+
     out, want, calls = both(model, run)
     assert len(calls) == 6
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
@@ -198,6 +261,6 @@ def test_what_is_refused():
         encoder.eval()(TOKENS)
     layer, x = torch.nn.Module(), torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="output_attentions"):
-        nt.attend(layer, x, x, x, None, output_attentions=True)
+        attend(layer, x, x, x, None, output_attentions=True)
     with pytest.raises(ArgumentError, match="cache"):
-        nt.attend(layer, x, x, x, None, cache=object())
+        attend(layer, x, x, x, None, cache=object())

@@ -1,4 +1,5 @@
 """What the tests of numflash.torch compute on, and with what they compare."""
+
 import torch
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -27,19 +28,41 @@ def exact(q, k, v, attn_mask=None, **options):
 
 # PyTorch's leading dimensions, broadcast and grouped
 SHAPES = [  # query, key, value, enable_gqa
-    ((5, 8), (7, 8), (7, 3), False), ((4, 5, 8), (4, 7, 8), (4, 7, 8), False), ((2, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8), False),
-    ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8), False), ((1, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), False),
-    ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), False), ((2, 4, 5, 8), (1, 4, 7, 8), (2, 1, 7, 8), False),
-    ((2, 4, 5, 8), (4, 7, 8), (7, 8), False), ((3, 2, 4, 5, 8), (3, 2, 4, 7, 8), (3, 2, 4, 7, 8), False),
-    ((3, 2, 4, 5, 8), (1, 2, 4, 7, 8), (2, 4, 7, 8), False), ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), True),
-    ((2, 4, 5, 8), (2, 2, 7, 8), (2, 1, 7, 8), True), ((4, 5, 8), (2, 7, 8), (2, 7, 8), True),
-    ((2, 4, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8), True), ((3, 2, 4, 5, 8), (3, 2, 2, 7, 8), (3, 2, 2, 7, 3), True)]
+    ((5, 8), (7, 8), (7, 3), False),
+    ((4, 5, 8), (4, 7, 8), (4, 7, 8), False),
+    ((2, 4, 5, 8), (1, 4, 7, 8), (1, 4, 7, 8), False),
+    ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8), False),
+    ((1, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), False),
+    ((2, 1, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8), False),
+    ((2, 4, 5, 8), (1, 4, 7, 8), (2, 1, 7, 8), False),
+    ((2, 4, 5, 8), (4, 7, 8), (7, 8), False),
+    ((3, 2, 4, 5, 8), (3, 2, 4, 7, 8), (3, 2, 4, 7, 8), False),
+    ((3, 2, 4, 5, 8), (1, 2, 4, 7, 8), (2, 4, 7, 8), False),
+    ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), True),
+    ((2, 4, 5, 8), (2, 2, 7, 8), (2, 1, 7, 8), True),
+    ((4, 5, 8), (2, 7, 8), (2, 7, 8), True),
+    ((2, 4, 5, 8), (1, 2, 7, 8), (1, 2, 7, 8), True),
+    ((3, 2, 4, 5, 8), (3, 2, 2, 7, 8), (3, 2, 2, 7, 3), True),
+]
 
 
 # the operator's options, in its order
-DEFAULTS = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False, "left": None, "right": None,
-            "alignment": "upper_left", "key_lengths": None, "softcap": 0.0, "alibi_slopes": None, "sinks": None, "precision": None,
-            "pv": None, "impl": "auto"}
+DEFAULTS = {
+    "attn_mask": None,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+    "left": None,
+    "right": None,
+    "alignment": "upper_left",
+    "key_lengths": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "precision": None,
+    "pv": None,
+    "impl": "auto",
+}
 
 
 def gradients(function, arrays, **options):

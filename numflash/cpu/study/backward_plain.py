@@ -14,15 +14,16 @@ Two passes, each over tiles that no other worker writes: key blocks for dK and d
 additions and every sum has one order, whatever the number of threads; the price is that S and dP are computed twice, seven products
 instead of five.
 """
+
 from __future__ import annotations
 
 import numpy as np
 from numba import prange
 
-from ..._jit import inline, kernel
+from ...jit.compiler import inline, kernel
 
 F = np.float32
-BLOCK = 32                                       # queries and keys of a tile: p and ds together are 8 KiB
+BLOCK = 32  # queries and keys of a tile: p and ds together are 8 KiB
 LOG2E = 1 / np.log(2.0)
 
 
@@ -75,9 +76,13 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
     n_kv, s, _ = k.shape
     length, blocks = q.shape[1], (s + BLOCK - 1) // BLOCK
     for task in prange(n_kv * blocks):
-        n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK               # P4
+        n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK  # P4
         z = min(j + BLOCK, s)
-        p, ds, seen = np.empty((BLOCK, BLOCK), F), np.empty((BLOCK, BLOCK), F), np.empty(BLOCK, np.int64)
+        p, ds, seen = (
+            np.empty((BLOCK, BLOCK), F),
+            np.empty((BLOCK, BLOCK), F),
+            np.empty(BLOCK, np.int64),
+        )
         transposed = np.empty((BLOCK, BLOCK), F)
         dk[n_key, j:z], dv[n_key, j:z] = F(0), F(0)
         for n in range(n_key * group, (n_key + 1) * group):
@@ -85,7 +90,18 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
             for i in range(first, length, BLOCK):
                 y = min(i + BLOCK, length)
                 seen_keys(i, y - i, j, diagonal, causal, seen)
-                tile_gradients(q[n, i:y], k[n_key, j:z], v[n_key, j:z], do[n, i:y], lse[n, i:y], delta[n, i:y], scale, seen, p, ds)
+                tile_gradients(
+                    q[n, i:y],
+                    k[n_key, j:z],
+                    v[n_key, j:z],
+                    do[n, i:y],
+                    lse[n, i:y],
+                    delta[n, i:y],
+                    scale,
+                    seen,
+                    p,
+                    ds,
+                )
                 for which in range(2):
                     source = p if which == 0 else ds
                     for r in range(y - i):
@@ -93,9 +109,9 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
                             transposed[c, r] = source[r, c]
                     for c in range(z - j):
                         if which == 0:
-                            add_rows(transposed[c, :y - i], do[n, i:y], dv[n_key, j + c])
+                            add_rows(transposed[c, : y - i], do[n, i:y], dv[n_key, j + c])
                         else:
-                            add_rows(transposed[c, :y - i], q[n, i:y], dk[n_key, j + c])
+                            add_rows(transposed[c, : y - i], q[n, i:y], dk[n_key, j + c])
 
 
 @kernel(parallel=True, float_math=True)
@@ -104,32 +120,69 @@ def query_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dq):
     n_heads, length, _ = q.shape
     s, blocks = k.shape[1], (length + BLOCK - 1) // BLOCK
     for task in prange(n_heads * blocks):
-        n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK                   # P4
+        n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK  # P4
         y, n_key = min(i + BLOCK, length), np.intp(task) // blocks // group
-        p, ds, seen = np.empty((BLOCK, BLOCK), F), np.empty((BLOCK, BLOCK), F), np.empty(BLOCK, np.int64)
+        p, ds, seen = (
+            np.empty((BLOCK, BLOCK), F),
+            np.empty((BLOCK, BLOCK), F),
+            np.empty(BLOCK, np.int64),
+        )
         dq[n, i:y] = F(0)
         last = min(s, y + diagonal) if causal else s
         for j in range(0, last, BLOCK):
             z = min(j + BLOCK, s)
             seen_keys(i, y - i, j, diagonal, causal, seen)
-            tile_gradients(q[n, i:y], k[n_key, j:z], v[n_key, j:z], do[n, i:y], lse[n, i:y], delta[n, i:y], scale, seen, p, ds)
+            tile_gradients(
+                q[n, i:y],
+                k[n_key, j:z],
+                v[n_key, j:z],
+                do[n, i:y],
+                lse[n, i:y],
+                delta[n, i:y],
+                scale,
+                seen,
+                p,
+                ds,
+            )
             for r in range(y - i):
-                add_rows(ds[r, :z - j], k[n_key, j:z], dq[n, i + r])
+                add_rows(ds[r, : z - j], k[n_key, j:z], dq[n, i + r])
 
 
-def backward(grad_out: np.ndarray, query: np.ndarray, key: np.ndarray, value: np.ndarray, out: np.ndarray, lse: np.ndarray,
-             is_causal: bool = False, scale: float | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def backward(
+    grad_out: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dQ, dK and dV of attention, for arrays (B, H, L, D) and (B, Hkv, S, D) float32; `out` and `lse` from the forward pass.
 
     The diagonal of `is_causal` starts in the upper left corner, as in PyTorch. `numflash.attention_backward` is the one to use.
     """
     q, do, o = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (query, grad_out, out))
     k, v = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (key, value))
-    factor = query.shape[-1]**-0.5 if scale is None else scale
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
     rows = (lse * LOG2E).astype(F).reshape(q.shape[:2])
-    arguments = (q, k, v, do, np.where(np.isneginf(rows), F(np.inf), rows), np.einsum("nld,nld->nl", do, o), F(factor * LOG2E),
-                 is_causal, 0, max(1, q.shape[0] // max(1, k.shape[0])))
+    arguments = (
+        q,
+        k,
+        v,
+        do,
+        np.where(np.isneginf(rows), F(np.inf), rows),
+        np.einsum("nld,nld->nl", do, o),
+        F(factor * LOG2E),
+        is_causal,
+        0,
+        max(1, q.shape[0] // max(1, k.shape[0])),
+    )
     dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
     key_pass(*arguments, dk, dv)
     query_pass(*arguments, dq)
-    return (dq * F(factor)).reshape(query.shape), (dk * F(factor)).reshape(key.shape), dv.reshape(value.shape)
+    return (
+        (dq * F(factor)).reshape(query.shape),
+        (dk * F(factor)).reshape(key.shape),
+        dv.reshape(value.shape),
+    )

@@ -3,6 +3,7 @@
 `exp2 + FMLA benchmark`, all tables. Percentages are of the FMA peak measured in the same run, cycles of the clock measured in the
 same run. Every result is held against float64 before it is timed.
 """
+
 from __future__ import annotations
 
 import functools
@@ -11,10 +12,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ... import roofline
-from ..._jit import kernel
 from ...errors import ArgumentError
-from ...timing import best_time
+from ...jit.compiler import kernel
+from ...measure import roofline
+from ...measure.timing import best_time
 from . import exp2_values
 from .exp2_values import COLUMNS, LANES, ROWS
 from .registers import aligned
@@ -23,9 +24,13 @@ F = np.float32
 KERNELS = ("fused", "fused4", "two_pass", "gemm", "exp2")
 BROADCASTS = ("register", "memory")
 CHAIN = 1 << 20
-SECONDS = 0.01                                   # of each timed run: some run is not interrupted,
-SWEEPS = 3                                       # and what disturbs one sweep over the table has gone by the next
-WORST = {"accurate": 4e-6, "fast": 2.8e-3, "ultra": 0.5001}     # largest relative error of a weight; float32 rounds S * scale, too
+SECONDS = 0.01  # of each timed run: some run is not interrupted,
+SWEEPS = 3  # and what disturbs one sweep over the table has gone by the next
+WORST = {
+    "accurate": 4e-6,
+    "fast": 2.8e-3,
+    "ultra": 0.5001,
+}  # largest relative error of a weight; float32 rounds S * scale, too
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,9 @@ def measure_clock() -> float:
 def _repeated(name: str, exp2: str, broadcast: str):
     """Kernel f(times, s, scale, top, v, p, scratch, o): the chosen kernel `times` times over: no call from Python is timed."""
     if name in ("fused", "fused4"):
-        fused = (exp2_values.make_fused if name == "fused" else exp2_values.make_fused4)(exp2, broadcast)
+        fused = (exp2_values.make_fused if name == "fused" else exp2_values.make_fused4)(
+            exp2, broadcast
+        )
 
         def repeated(times, s, scale, top, v, p, scratch, o):
             for _ in range(times):
@@ -106,10 +113,13 @@ def _repeated(name: str, exp2: str, broadcast: str):
         def repeated(times, s, scale, top, v, p, scratch, o):
             for _ in range(times):
                 gemm(p, v, o)
+
     return kernel(repeated)
 
 
-def draw(m: int, nc: int, d: int = 64, seed: int = 0) -> tuple[np.ndarray, np.float32, np.float32, np.ndarray]:
+def draw(
+    m: int, nc: int, d: int = 64, seed: int = 0
+) -> tuple[np.ndarray, np.float32, np.float32, np.ndarray]:
     """S (m, nc) int32 with natural scores N(0, 1) behind scale, the scale, the maximum in units of log2, and V (nc, d) float32.
 
     S and V start at a cache line.
@@ -129,8 +139,15 @@ def ranking_errors(s: np.ndarray, p: np.ndarray) -> float:
     return float(wrong.sum() / max(1, higher.sum()))
 
 
-def compute(name: str, exp2: str, broadcast: str, s: np.ndarray, scale: float | np.float32, top: float | np.float32,
-            v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compute(
+    name: str,
+    exp2: str,
+    broadcast: str,
+    s: np.ndarray,
+    scale: float | np.float32,
+    top: float | np.float32,
+    v: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """P (M, Nc) and O (M, D) float32 by one kernel.
 
     Parameters
@@ -148,26 +165,41 @@ def compute(name: str, exp2: str, broadcast: str, s: np.ndarray, scale: float | 
     ------
     ArgumentError
     """
-    for argument, given, allowed in (("name", name, KERNELS), ("exp2", exp2, tuple(exp2_values.EXP2)),
-                                     ("broadcast", broadcast, BROADCASTS)):
+    for argument, given, allowed in (
+        ("name", name, KERNELS),
+        ("exp2", exp2, tuple(exp2_values.EXP2)),
+        ("broadcast", broadcast, BROADCASTS),
+    ):
         if given not in allowed:
-            raise ArgumentError(f"{argument}: got {given!r}; allowed: {', '.join(map(repr, allowed))}")
+            raise ArgumentError(
+                f"{argument}: got {given!r}; allowed: {', '.join(map(repr, allowed))}"
+            )
     if s.ndim != 2 or s.shape[0] % ROWS or s.shape[1] % LANES or not s.size:
-        raise ArgumentError(f"s: got shape {s.shape}; allowed: (M, Nc), M a multiple of {ROWS} and Nc of {LANES}")
+        raise ArgumentError(
+            f"s: got shape {s.shape}; allowed: (M, Nc), M a multiple of {ROWS} and Nc of {LANES}"
+        )
     if v.ndim != 2 or v.shape[0] != s.shape[1] or v.shape[1] % COLUMNS:
-        raise ArgumentError(f"v: got shape {v.shape}; allowed: ({s.shape[1]}, D), D a multiple of {COLUMNS}")
+        raise ArgumentError(
+            f"v: got shape {v.shape}; allowed: ({s.shape[1]}, D), D a multiple of {COLUMNS}"
+        )
     s, v = np.ascontiguousarray(s, np.int32), np.ascontiguousarray(v, np.float32)
-    p, o, scratch = (aligned(np.zeros(shape, F)) for shape in (s.shape, (s.shape[0], v.shape[1]), LANES))
+    p, o, scratch = (
+        aligned(np.zeros(shape, F)) for shape in (s.shape, (s.shape[0], v.shape[1]), LANES)
+    )
     exp2_values.make_exp2_rows(exp2)(s, F(scale), F(top), p)
     _repeated(name, exp2, broadcast)(1, s, F(scale), F(top), v, p, scratch, o)
     return p, o
 
 
-def prepare(name: str, exp2: str, broadcast: str, s, scale, top, v) -> tuple[Callable[[], None], int]:
+def prepare(
+    name: str, exp2: str, broadcast: str, s, scale, top, v
+) -> tuple[Callable[[], None], int]:
     """A call that runs the kernel so many times over that it takes some 10 ms, and how many times that is."""
     run, scratch = _repeated(name, exp2, broadcast), aligned(np.zeros(LANES, F))
     p, o = compute(name, exp2, broadcast, s, scale, top, v)
-    times = max(1, int(2e9 * SECONDS / (o.size * s.shape[1])))               # every kernel makes more than 2 G sums a second
+    times = max(
+        1, int(2e9 * SECONDS / (o.size * s.shape[1]))
+    )  # every kernel makes more than 2 G sums a second
     return lambda: run(times, s, scale, top, v, p, scratch, o), times
 
 
@@ -181,7 +213,9 @@ def combinations() -> Iterator[tuple[str, str, str]]:
     yield "gemm", "accurate", "memory"
 
 
-def measure(rows: Sequence[int] = (4, 16), keys: Sequence[int] = (64, 128, 256, 512), d: int = 64) -> list[Row]:
+def measure(
+    rows: Sequence[int] = (4, 16), keys: Sequence[int] = (64, 128, 256, 512), d: int = 64
+) -> list[Row]:
     """The table: every combination at every size, on one thread.
 
     Raises
@@ -200,7 +234,9 @@ def measure(rows: Sequence[int] = (4, 16), keys: Sequence[int] = (64, 128, 256, 
                 out, want = (p, exact) if name == "exp2" else (o, exact @ v)
                 error = float(np.abs(out - want).sum() / np.abs(want).sum())
                 if worst > WORST[exp2] or error > 2 * WORST[exp2]:
-                    raise ArithmeticError(f"{name}, exp2 {exp2}, {broadcast}: errors {worst:.2g} and {error:.2g}")
+                    raise ArithmeticError(
+                        f"{name}, exp2 {exp2}, {broadcast}: errors {worst:.2g} and {error:.2g}"
+                    )
                 cases.append((name, exp2, broadcast, m, nc, worst, error, ranking_errors(s, p)))
                 calls.append(prepare(name, exp2, broadcast, s, scale, top, v))
     peak, clock, seconds = 0.0, 0.0, [np.inf] * len(calls)
@@ -208,5 +244,18 @@ def measure(rows: Sequence[int] = (4, 16), keys: Sequence[int] = (64, 128, 256, 
         peak, clock = max(peak, roofline.measure_compute(1)[1]), max(clock, measure_clock())
         for n, (call, times) in enumerate(calls):
             seconds[n] = min(seconds[n], best_time(call, 2 * SECONDS) / times)
-    return [Row(name, exp2, broadcast, m, nc, d, t, (name != "exp2") * 2.0 * m * nc * d / t / peak, t * clock / (m * nc), *errors)
-            for (name, exp2, broadcast, m, nc, *errors), t in zip(cases, seconds, strict=True)]
+    return [
+        Row(
+            name,
+            exp2,
+            broadcast,
+            m,
+            nc,
+            d,
+            t,
+            (name != "exp2") * 2.0 * m * nc * d / t / peak,
+            t * clock / (m * nc),
+            *errors,
+        )
+        for (name, exp2, broadcast, m, nc, *errors), t in zip(cases, seconds, strict=True)
+    ]

@@ -13,6 +13,7 @@ and in how a weight reaches all lanes: "register", broadcast from the lane where
 stored and loaded back with replication (LD1RW; vbroadcastss from memory on x86). A machine whose registers do not hold 4 x 64 sums
 works on 16 columns of O at a time, and `fused` and `fused4` repeat exp2 for each.
 """
+
 from __future__ import annotations
 
 import functools
@@ -20,10 +21,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..._jit import inline, kernel
 from ...fixedpoint import QUADRATIC_A, QUADRATIC_B
-from .. import target
-from ..float_tiles import EXP2 as POLYNOMIAL
+from ...jit import target
+from ...jit.compiler import inline, kernel
+from ..floats.float_tiles import EXP2 as POLYNOMIAL
 from .registers import (
     at_least,
     floor,
@@ -40,10 +41,10 @@ from .registers import (
 )
 
 F = np.float32
-ROWS = 4                                         # rows of O in a register tile
+ROWS = 4  # rows of O in a register tile
 COLUMNS = 64 if target.available(target.FLOAT_ISAS)[0] == "avx512" else 16
-LANES = 16                                       # scores that the vectorised exp2 takes at a time
-LOWEST = F(-125)                                 # a smaller exponent counts as this one: the weight is 2**-125, not 0
+LANES = 16  # scores that the vectorised exp2 takes at a time
+LOWEST = F(-125)  # a smaller exponent counts as this one: the weight is 2**-125, not 0
 C0, C1, C2, C3, C4, C5 = (F(c) for c in POLYNOMIAL)
 ONE, QA, QB = F(1), F(QUADRATIC_A), F(QUADRATIC_B)
 
@@ -63,7 +64,7 @@ def exp2_fast(x):
     """2**x by the quadratic of `fixedpoint`, continuous at the octave: off by up to 0.27 %."""
     x = at_least(x, LOWEST)
     n = floor(x)
-    g = subtract(subtract(n, x), -ONE)                                       # 2**x = 2**(n + 1) * 2**-g, g in (0, 1]
+    g = subtract(subtract(n, x), -ONE)  # 2**x = 2**(n + 1) * 2**-g, g in (0, 1]
     return times_power(fma(fma(g, QB, -QA), g, ONE), subtract(n, -ONE))
 
 
@@ -121,6 +122,7 @@ def make_exp2_rows(name: str):
     def exp2_rows(s, scale, top, p):
         for j in range(0, s.size, LANES):
             put(exp2(fma(load_scores(s, j, 0), scale, -top)), p, j)
+
     return exp2_rows
 
 
@@ -133,19 +135,27 @@ def make_two_pass(name: str):
     def two_pass(s, scale, top, v, p, o):
         exp2_rows(s, scale, top, p)
         gemm(p, v, o)
+
     return two_pass
 
 
 @functools.cache
 def make_weights(broadcast: str):
     """Inline f(w, p, first, step) -> four weights: lanes first, first + step, ... of w, or of what w was stored to."""
+
     @inline
     def from_register(w, p, first, step):
-        return lane(w, first), lane(w, first + step), lane(w, first + 2 * step), lane(w, first + 3 * step)
+        return (
+            lane(w, first),
+            lane(w, first + step),
+            lane(w, first + 2 * step),
+            lane(w, first + 3 * step),
+        )
 
     @inline
     def from_memory(w, p, first, step):
         return p[first], p[first + step], p[first + 2 * step], p[first + 3 * step]
+
     return {"register": from_register, "memory": from_memory}[broadcast]
 
 
@@ -167,6 +177,7 @@ def make_fused(name: str, broadcast: str):
                         keep_in_memory()
                     sums = add_key(sums, weights(w, p, 0, 1), load_v(v, k * d + c))
                 put_rows(sums, o, i, c)
+
     return fused
 
 
@@ -182,7 +193,7 @@ def make_fused4(name: str, broadcast: str):
             for i in range(0, o.shape[0], ROWS):
                 sums = no_sums()
                 for k in range(0, nc, 4):
-                    w = exp2(fma(load_4x4(s, i * nc + k, nc), scale, -top))                  # lane 4 * row + key
+                    w = exp2(fma(load_4x4(s, i * nc + k, nc), scale, -top))  # lane 4 * row + key
                     if through_memory:
                         put(w, p, 0)
                         keep_in_memory()
@@ -191,4 +202,5 @@ def make_fused4(name: str, broadcast: str):
                     sums = add_key(sums, weights(w, p, 2, 4), load_v(v, (k + 2) * d + c))
                     sums = add_key(sums, weights(w, p, 3, 4), load_v(v, (k + 3) * d + c))
                 put_rows(sums, o, i, c)
+
     return fused4

@@ -9,6 +9,7 @@ Prefetching (the next key block is asked for while this one is computed), thread
 The loops are those of `flash_int8` without its masks and its wide path: scores must stay within +-110 octaves, which the random
 data of the measurements does. With pv "int8" the bits are those of `reference.integer_model`.
 """
+
 from __future__ import annotations
 
 import functools
@@ -18,16 +19,25 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from ... import fixedpoint as fx
-from ..._jit import inline, kernel
+from ...jit.compiler import inline, kernel
 from ...tiling import KEY_BLOCK, tiling
-from .. import float_tiles, vectors, wide_rows
-from ..isas import VECTOR_ISAS, lanes_of
-from ..microkernels import block_octaves, block_totals, row_weights, row_weights_q16, score_tile, value_tile
-from ..scores import HIDDEN, UNSEEN
-from ..vectors import data, load, next_task, store, vector
+from ..floats import float_tiles
+from ..int8 import wide_rows
+from ..int8.microkernels import (
+    block_octaves,
+    block_totals,
+    row_weights,
+    row_weights_q16,
+    score_tile,
+    value_tile,
+)
+from ..isa import vectors
+from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.vectors import data, load, next_task, store, vector
+from ..semantics import HIDDEN, UNSEEN
 
 F, I = np.float32, np.int32
-LINE = 64                                        # bytes
+LINE = 64  # bytes
 HALF_WIDTH = "avx512_bf16"
 exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 
@@ -35,11 +45,13 @@ exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 @intrinsic
 def prefetch(typingctx, x, off):
     """Ask for the cache line that element `off` of x lies in, for reading, into all levels."""
+
     def codegen(context, b, sig, args):
         size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
         place = b.gep(data(context, b, sig.args[0], args[0]), [b.mul(args[1], args[1].type(size))])
         vectors.prefetch(b, place, 3)
         return context.get_dummy_value()
+
     return types.void(x, off), codegen
 
 
@@ -53,10 +65,20 @@ def narrow_row(typingctx, x, off, count, p):
 
         def body(n, state):
             here = b.add(a[1], n)
-            store(b, float_tiles.narrow(b, isa, load(b, px, here, vector(float_tiles.F32, isa.lanes), 4)), pp, here, 2)
+            store(
+                b,
+                float_tiles.narrow(
+                    b, isa, load(b, px, here, vector(float_tiles.F32, isa.lanes), 4)
+                ),
+                pp,
+                here,
+                2,
+            )
             return []
+
         float_tiles.for_vectors(b, a[2], isa.lanes, [], body)
         return context.get_dummy_value()
+
     return types.void(x, off, count, p), codegen
 
 
@@ -64,7 +86,11 @@ def narrow_row(typingctx, x, off, count, p):
 def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     """The kernel with these switches, see `run`'s own words."""
     isa, block_q = VECTOR_ISAS[isa_name], tiling(isa_name).block_q
-    score, octaves, totals = score_tile(isa_name, 6), block_octaves(isa_name, KEY_BLOCK), block_totals(isa_name)
+    score, octaves, totals = (
+        score_tile(isa_name, 6),
+        block_octaves(isa_name, KEY_BLOCK),
+        block_totals(isa_name),
+    )
     exact_row, wide_row = row_weights(isa_name, KEY_BLOCK), row_weights_q16(isa_name, KEY_BLOCK)
     integer, half_width, plain = pv == "int8", pv == "bf16", exp2 == "plain"
     group, nv, vector_lanes, lanes = isa.group, isa.nv, lanes_of(isa_name), isa.lanes
@@ -73,8 +99,10 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     floats = HALF_WIDTH if half_width else wide_rows.FLOATS[isa.lanes]
     nv_half, pair = max(1, nv // 2), 2 if half_width else 1
     half = nv_half * lanes
-    value, value_half, value_one = (value_tile(isa_name, 6, n) if integer else float_tiles.value_tile(floats, n)
-                                    for n in (nv, nv_half, 1))
+    value, value_half, value_one = (
+        value_tile(isa_name, 6, n) if integer else float_tiles.value_tile(floats, n)
+        for n in (nv, nv_half, 1)
+    )
     unit = F(1) if integer else F(1 / fx.ONE_Q16)
 
     @inline
@@ -100,11 +128,28 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
         if first * stride < k.size:
             for at in range(first * stride, (first + KEY_BLOCK) * stride, LINE // k.itemsize):
                 prefetch(k, at)
-            for at in range(first * width, min((first + KEY_BLOCK) * width, v.size), LINE // v.itemsize):
+            for at in range(
+                first * width, min((first + KEY_BLOCK) * width, v.size), LINE // v.itemsize
+            ):
                 prefetch(v, at)
 
     @kernel(parallel=True)
-    def run(q, cq, keys, values, columns, group_heads, causal, ahead, s, workers, counter, out, m_out, l_out):
+    def run(
+        q,
+        cq,
+        keys,
+        values,
+        columns,
+        group_heads,
+        causal,
+        ahead,
+        s,
+        workers,
+        counter,
+        out,
+        m_out,
+        l_out,
+    ):
         """Attention of N heads, K and V of N / group_heads; a worker takes query tiles, the longest causal ones first.
 
         q (N, padded L, channels) first dot operand, cq (N, padded L) float32, keys PackedKeys, values (Nkv, ...) packed for `pv`,
@@ -118,16 +163,29 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
             x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
             operands = np.zeros((block_q, KEY_BLOCK), np.uint16) if half_width else p
             o, m, l = np.zeros((block_q, columns), F), np.zeros(block_q, I), np.zeros(block_q, F)
-            octave, octave_q8, scale = np.zeros(block_q, I), np.zeros(block_q, np.int16), np.ones(block_q, F)
-            total, sums, scale_bits = np.zeros(block_q, I), np.zeros(block_q * vector_lanes(), I), scale.view(I)
+            octave, octave_q8, scale = (
+                np.zeros(block_q, I),
+                np.zeros(block_q, np.int16),
+                np.ones(block_q, F),
+            )
+            total, sums, scale_bits = (
+                np.zeros(block_q, I),
+                np.zeros(block_q * vector_lanes(), I),
+                scale.view(I),
+            )
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
                     break
                 n, row = task // tiles, (tiles - 1 - task % tiles) * block_q
                 n_key = n // group_heads
-                tile, factor = q[n, row:row + block_q], cq[n, row:row + block_q]
-                k, start, ck, v = keys.data[n_key], keys.start[n_key], keys.scale[n_key], values[n_key]
+                tile, factor = q[n, row : row + block_q], cq[n, row : row + block_q]
+                k, start, ck, v = (
+                    keys.data[n_key],
+                    keys.start[n_key],
+                    keys.scale[n_key],
+                    values[n_key],
+                )
                 m[:], l[:] = I(UNSEEN), F(0)
                 o[:] = F(0)
                 for c in range(0, min(all_keys, row + block_q) if causal else all_keys, KEY_BLOCK):
@@ -135,17 +193,31 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                         fetch(k, v, c + KEY_BLOCK, stride, columns)
                     for j in range(0, KEY_BLOCK, panel):
                         for i in range(0, block_q, 6):
-                            score(tile, i * stride, stride, k, (c + j) * stride, stride // group, start, ck, c + j, factor, i, x,
-                                  i * KEY_BLOCK + j, KEY_BLOCK)
+                            score(
+                                tile,
+                                i * stride,
+                                stride,
+                                k,
+                                (c + j) * stride,
+                                stride // group,
+                                start,
+                                ck,
+                                c + j,
+                                factor,
+                                i,
+                                x,
+                                i * KEY_BLOCK + j,
+                                KEY_BLOCK,
+                            )
                     for i in range(block_q):
                         seen = min(s, row + i + 1) if causal else s
                         if seen < c + KEY_BLOCK:
-                            x[i, max(seen - c, 0):] = HIDDEN
+                            x[i, max(seen - c, 0) :] = HIDDEN
                     for i in range(0, block_q, 8):
                         octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
                     for i in range(block_q):
                         seen = row + i + 1 if causal else s
-                        if seen <= c:                                   # nothing of the block: its octave must not count
+                        if seen <= c:  # nothing of the block: its octave must not count
                             octave[i], octave_q8[i] = m[i], np.int16(0)
                         if octave[i] > m[i]:
                             if l[i] != F(0):
@@ -154,14 +226,35 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                                     line[t] = line[t] * shrink
                                 l[i] = l[i] * shrink
                             m[i] = octave[i]
-                        scale_bits[i] = np.left_shift(np.subtract(I(127), min(np.subtract(m[i], octave[i]), I(126))), I(23))
+                        scale_bits[i] = np.left_shift(
+                            np.subtract(I(127), min(np.subtract(m[i], octave[i]), I(126))), I(23)
+                        )
                     for i in range(block_q):
                         if plain:
                             total[i] = plain_row(x[i], octave_q8[i], scale[i], p[i])
                         elif integer:
-                            exact_row(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * vector_lanes())
+                            exact_row(
+                                x,
+                                i * KEY_BLOCK,
+                                octave_q8,
+                                i,
+                                p,
+                                i * KEY_BLOCK,
+                                sums,
+                                i * vector_lanes(),
+                            )
                         else:
-                            wide_row(x, i * KEY_BLOCK, octave_q8, i, scale, p, i * KEY_BLOCK, sums, i * vector_lanes())
+                            wide_row(
+                                x,
+                                i * KEY_BLOCK,
+                                octave_q8,
+                                i,
+                                scale,
+                                p,
+                                i * KEY_BLOCK,
+                                sums,
+                                i * vector_lanes(),
+                            )
                     if not plain:
                         for i in range(0, block_q, 8):
                             totals(sums, total, i)
@@ -170,30 +263,109 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                     for i in range(block_q):
                         l[i] = F(l[i] + F(F(F(total[i]) * unit) * scale[i]))
                     t = 0
-                    while t < columns:                                  # whole panels, then a half, then single vectors
-                        wide = panel if t + panel <= columns else half if nv_half > 1 and t + half <= columns else lanes
+                    while t < columns:  # whole panels, then a half, then single vectors
+                        wide = (
+                            panel
+                            if t + panel <= columns
+                            else half
+                            if nv_half > 1 and t + half <= columns
+                            else lanes
+                        )
                         for i in range(0, block_q, 6):
                             at, to = i * KEY_BLOCK, i * columns + t
                             if integer:
                                 place = c * columns + t * KEY_BLOCK
                                 if wide == panel:
-                                    value(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                                    value(
+                                        p,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        KEY_BLOCK // group,
+                                        scale,
+                                        total,
+                                        i,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                                 elif wide == half:
-                                    value_half(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                                    value_half(
+                                        p,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        KEY_BLOCK // group,
+                                        scale,
+                                        total,
+                                        i,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                                 else:
-                                    value_one(p, at, KEY_BLOCK, v, place, KEY_BLOCK // group, scale, total, i, o, to, columns)
+                                    value_one(
+                                        p,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        KEY_BLOCK // group,
+                                        scale,
+                                        total,
+                                        i,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                             else:
                                 place, step = c * columns + t * pair, columns * pair
                                 if wide == panel:
-                                    value(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                                    value(
+                                        operands,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        step,
+                                        KEY_BLOCK // pair,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                                 elif wide == half:
-                                    value_half(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                                    value_half(
+                                        operands,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        step,
+                                        KEY_BLOCK // pair,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                                 else:
-                                    value_one(operands, at, KEY_BLOCK, v, place, step, KEY_BLOCK // pair, o, to, columns)
+                                    value_one(
+                                        operands,
+                                        at,
+                                        KEY_BLOCK,
+                                        v,
+                                        place,
+                                        step,
+                                        KEY_BLOCK // pair,
+                                        o,
+                                        to,
+                                        columns,
+                                    )
                         t += wide
                 for i in range(min(block_q, length - row)):
                     r, result, line = F(1) / l[i] if l[i] != F(0) else F(0), out[n, row + i], o[i]
                     for t in range(dv):
                         result[t] = F(line[t] * r)
                     m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+
     return run

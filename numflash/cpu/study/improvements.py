@@ -4,6 +4,7 @@ Fused FlashAttention V2, "Further Improvement Possibilities (8 Strategies)". The
 package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one thread, every head with its own K and V.
 `measure()` returns the table as data; `python -m numflash.cpu.study.improvements` prints it.
 """
+
 from __future__ import annotations
 
 import functools
@@ -15,25 +16,30 @@ import numba
 import numpy as np
 from numba import prange
 
-from ..._jit import kernel
+from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
-from ...kvcache import KVCache
+from ...jit import target
+from ...jit.compiler import kernel
+from ...jit.threads import limit, most
+from ...measure.timing import median_time
 from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
-from ...reference import combined_scale
+from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
-from ...timing import median_time
 from ...validation import Problem, problem
-from .. import target
-from ..float_packing import pack_values as pack_pairs
-from ..float_tiles import FLOAT_ISAS, value_tile
-from ..isas import VECTOR_ISAS, running_lanes
-from ..packing import PackedKeys, float_rows, pack_keys, pack_values, padded
-from ..threads import limit, most
+from ..floats.float_packing import pack_values as pack_pairs
+from ..floats.float_tiles import FLOAT_ISAS, value_tile
+from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values, padded
+from ..isa.isas import VECTOR_ISAS, running_lanes
 from .fused import HALF_WIDTH, make_fused
 
 F, I = np.float32, np.int32
 EPSILON = F(1e-5)
-ISAS = ("avx512_vnni", "avx_vnni", "avx2", "neon_dot")      # register tiles of 6 rows and fixed length: the document's shape
+ISAS = (
+    "avx512_vnni",
+    "avx_vnni",
+    "avx2",
+    "neon_dot",
+)  # register tiles of 6 rows and fixed length: the document's shape
 
 
 @dataclass(frozen=True)
@@ -52,16 +58,35 @@ class Prepared:
     def run(self, exp2: str = "vectors", pv: str = "int8", ahead: bool = False) -> np.ndarray:
         """Attention by the kernel with these switches, on as many threads as are allowed now."""
         nb, nh, nkv, length, s, _, dv = self.forward.shape
-        out, m, l = np.empty((nb * nh, length, dv), F), np.empty((nb * nh, length), I), np.empty((nb * nh, length), F)
+        out, m, l = (
+            np.empty((nb * nh, length, dv), F),
+            np.empty((nb * nh, length), I),
+            np.empty((nb * nh, length), F),
+        )
         make_fused(self.isa, exp2, pv)(
-            self.q, self.cq, self.keys, self.values[pv], self.columns, nh // nkv, self.forward.right is not None, ahead, s,
-            numba.get_num_threads(), np.zeros(1, np.int64), out, m, l)
+            self.q,
+            self.cq,
+            self.keys,
+            self.values[pv],
+            self.columns,
+            nh // nkv,
+            self.forward.right is not None,
+            ahead,
+            s,
+            numba.get_num_threads(),
+            np.zeros(1, np.int64),
+            out,
+            m,
+            l,
+        )
         if pv == "int8":
             out *= np.repeat(self.v_scale, nh // nkv, 0)[:, None]
         return out.reshape(nb, nh, length, dv)
 
 
-def prepare(query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bool = False) -> Prepared:
+def prepare(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bool = False
+) -> Prepared:
     """Quantise and pack float32 arrays (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv), as `precision="int8"` does.
 
     Raises
@@ -71,27 +96,45 @@ def prepare(query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bo
     """
     isa = next((name for name in target.available() if name in ISAS), None)
     if isa is None:
-        raise UnsupportedError(f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}")
+        raise UnsupportedError(
+            f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}"
+        )
     forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
-    quantised = quantize_problem(problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8"))
+    quantised = quantize_problem(
+        problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8")
+    )
     nb, nh, nkv, length, s, d, dv = forward.shape
     instructions, rows = VECTOR_ISAS[isa], tiling(isa).block_q
-    q = np.zeros((nb * nh, padded(length, rows), padded(d, instructions.group)), np.uint8 if instructions.group == 4 else np.int16)
-    q[:, :length, :d] = quantised.query.data.reshape(nb * nh, length, d).astype(np.int16) + instructions.q_offset
+    q = np.zeros(
+        (nb * nh, padded(length, rows), padded(d, instructions.group)),
+        np.uint8 if instructions.group == 4 else np.int16,
+    )
+    q[:, :length, :d] = (
+        quantised.query.data.reshape(nb * nh, length, d).astype(np.int16) + instructions.q_offset
+    )
     cq, ck = combined_scale(quantised.query, quantised.key, forward.scale)
     factors = np.zeros(q.shape[:2], F)
     factors[:, :length] = cq.reshape(nb * nh, length)
     floats = np.ascontiguousarray(forward.value, F).reshape(nb * nkv, s, dv)
     integers = quantised.value.data.reshape(nb * nkv, s, dv)
     columns = padded(dv, running_lanes(isa))
-    values = {"fp32": float_rows(isa, floats, np.zeros((nb * nkv, s), bool)), "int8": pack_values(isa, integers)}
+    values = {
+        "fp32": float_rows(isa, floats, np.zeros((nb * nkv, s), bool)),
+        "int8": pack_values(isa, integers),
+    }
     if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS) and columns == padded(dv, 16):
         high = np.zeros((nb, nkv, padded(s, KEY_BLOCK), dv), np.uint16)
         bits = floats.view(np.uint32).reshape(nb, nkv, s, dv)
-        high[:, :, :s] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16          # ties to even
+        high[:, :, :s] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # ties to even
         values["bf16"] = pack_pairs(HALF_WIDTH, high, np.full(nb, high.shape[2], np.int64))[0]
-    keys = pack_keys(isa, quantised.key.data.reshape(nb * nkv, s, d), np.ascontiguousarray(ck.reshape(nb * nkv, s)))
-    return Prepared(forward, isa, q, factors, keys, values, columns, quantised.value.scale.reshape(nb * nkv, dv))
+    keys = pack_keys(
+        isa,
+        quantised.key.data.reshape(nb * nkv, s, d),
+        np.ascontiguousarray(ck.reshape(nb * nkv, s)),
+    )
+    return Prepared(
+        forward, isa, q, factors, keys, values, columns, quantised.value.scale.reshape(nb * nkv, dv)
+    )
 
 
 # --- LayerNorm and the quantiser that feeds Q, K and V -------------------------------------------------------------------------
@@ -127,12 +170,14 @@ def layer_norm_quantize(x, gamma, beta, data, scale):
     """
     rows = 64
     for task in prange((x.shape[0] + rows - 1) // rows):
-        y, largest = np.empty(x.shape[1], F), np.empty(1, np.int32)    # stay in L1
+        y, largest = np.empty(x.shape[1], F), np.empty(1, np.int32)  # stay in L1
         for i in range(np.intp(task) * rows, min((np.intp(task) + 1) * rows, x.shape[0])):
             normalise(x[i], gamma, beta, y)
             bits, top, out = y.view(np.int32), I(0), data[i]
             for e in range(y.size):
-                top = max(top, I(bits[e] & MAGNITUDE))                  # ordered like the floats, and a maximum that vectorises
+                top = max(
+                    top, I(bits[e] & MAGNITUDE)
+                )  # ordered like the floats, and a maximum that vectorises
             largest[0] = top
             peak = largest.view(np.float32)[0]
             usable = peak > NO_SCALE
@@ -154,11 +199,21 @@ def tile_rates(repeats: int = 5) -> dict[str, float]:
     for label, name in names.items():
         if name in FLOAT_ISAS:
             isa, turns, keys = FLOAT_ISAS[name], 1000, KEY_BLOCK // 2
-            p, v = (np.zeros((rows, n), F if isa.group == 1 else np.uint16) for rows, n in ((48, keys), (keys, isa.panel)))
+            p, v = (
+                np.zeros((rows, n), F if isa.group == 1 else np.uint16)
+                for rows, n in ((48, keys), (keys, isa.panel))
+            )
             o = np.zeros((48, isa.panel), F)
             run = _tile_loop(name)
             with limit(1):
-                found[label] = 2 * 48 * keys * isa.panel * turns / median_time(functools.partial(run, p, v, o, turns), repeats)
+                found[label] = (
+                    2
+                    * 48
+                    * keys
+                    * isa.panel
+                    * turns
+                    / median_time(functools.partial(run, p, v, o, turns), repeats)
+                )
     return found
 
 
@@ -170,7 +225,19 @@ def _tile_loop(name: str) -> Callable[..., None]:
     def run(p, v, o, turns):
         for _ in range(turns):
             for i in range(0, p.shape[0], 6):
-                tile(p, i * p.shape[1], p.shape[1], v, 0, v.shape[1] * group, v.shape[0] // group, o, i * o.shape[1], o.shape[1])
+                tile(
+                    p,
+                    i * p.shape[1],
+                    p.shape[1],
+                    v,
+                    0,
+                    v.shape[1] * group,
+                    v.shape[0] // group,
+                    o,
+                    i * o.shape[1],
+                    o.shape[1],
+                )
+
     return run
 
 
@@ -192,8 +259,14 @@ class Gain:
         return self.before / self.after
 
     def as_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "predicted": self.predicted, "before_s": self.before, "after_s": self.after,
-                "measured": self.measured, "compared": self.compared}
+        return {
+            "name": self.name,
+            "predicted": self.predicted,
+            "before_s": self.before,
+            "after_s": self.after,
+            "measured": self.measured,
+            "compared": self.compared,
+        }
 
 
 def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> float:
@@ -204,7 +277,9 @@ def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> flo
     return median_time(lambda: cache.decode(query), 5 * repeats)
 
 
-def measure(length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: int = 5) -> list[Gain]:
+def measure(
+    length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: int = 5
+) -> list[Gain]:
     """The table: every improvement on its own, then all together. Checked against each other before anything is timed.
 
     Raises
@@ -216,13 +291,20 @@ def measure(length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: in
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, heads, length, head_dim), F) for _ in range(3))
     full, causal = prepare(q, k, v), prepare(q, k, v, is_causal=True)
-    shared, shared_causal = prepare(q, k[:, :1], v[:, :1]), prepare(q, k[:, :1], v[:, :1], is_causal=True)
+    shared, shared_causal = (
+        prepare(q, k[:, :1], v[:, :1]),
+        prepare(q, k[:, :1], v[:, :1], is_causal=True),
+    )
     exact = full.run("plain", "fp32")
     for pv in full.values:
         if not np.abs(full.run("vectors", pv, True) - exact).max() <= 0.05 * np.abs(exact).max():
             raise ArithmeticError(f"improvements: pv {pv!r} is off by more than 5 %")
     threads, width = most(), heads * head_dim
-    x, gamma, beta = rng.standard_normal((length, width), F), rng.random(width, F), rng.random(width, F)
+    x, gamma, beta = (
+        rng.standard_normal((length, width), F),
+        rng.random(width, F),
+        rng.random(width, F),
+    )
     y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
 
     def apart() -> None:
@@ -236,7 +318,11 @@ def measure(length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: in
         with limit(on):
             return median_time(functools.partial(call, *arguments), repeats)
 
-    base, wide, whole = timed(full.run, "plain", "fp32"), timed(full.run, "vectors", "fp32"), timed(full.run)
+    base, wide, whole = (
+        timed(full.run, "plain", "fp32"),
+        timed(full.run, "vectors", "fp32"),
+        timed(full.run),
+    )
     norm, fused_norm = timed(apart), timed(at_once)
     tokens = 8 * length
     with limit(1):
@@ -244,24 +330,97 @@ def measure(length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: in
     halves = timed(full.run, "vectors", "bf16") if "bf16" in full.values else None
     alone = "fp32 P.V, vector exp2"
     return [
-        Gain("vector code for exp2", (1.2, 1.3), base, wide, "fp32 P.V: the compiler's loop, vectors written out"),
-        Gain("prefetching", (1.05, 1.1), wide, timed(full.run, "vectors", "fp32", True), f"{alone}: without, with"),
-        Gain("threads", (10, 11), wide, timed(full.run, "vectors", "fp32", on=threads), f"{alone}: 1, {threads} threads"),
-        Gain("GQA, prefill", (1.5, 1.8), wide, timed(shared.run, "vectors", "fp32"), f"{alone}: {heads}, 1 KV heads"),
-        Gain("GQA, decode", (1.5, 1.8), apart_heads, one_head, f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads"),
-        *([] if halves is None else [Gain("16-bit P.V", (1.5, 1.8), wide, halves, f"{alone}: float32, bfloat16")]),
-        Gain("fused LayerNorm", (1.05, 1.1), whole + norm, whole + fused_norm, "LayerNorm, quantiser and INT8 attention"),
-        Gain("fused LayerNorm, its part", (1.05, 1.1), norm, fused_norm, f"LayerNorm and quantiser of {length} x {width}"),
-        Gain("causal skipping", (2, 2), wide, timed(causal.run, "vectors", "fp32"), f"{alone}: full, causal"),
+        Gain(
+            "vector code for exp2",
+            (1.2, 1.3),
+            base,
+            wide,
+            "fp32 P.V: the compiler's loop, vectors written out",
+        ),
+        Gain(
+            "prefetching",
+            (1.05, 1.1),
+            wide,
+            timed(full.run, "vectors", "fp32", True),
+            f"{alone}: without, with",
+        ),
+        Gain(
+            "threads",
+            (10, 11),
+            wide,
+            timed(full.run, "vectors", "fp32", on=threads),
+            f"{alone}: 1, {threads} threads",
+        ),
+        Gain(
+            "GQA, prefill",
+            (1.5, 1.8),
+            wide,
+            timed(shared.run, "vectors", "fp32"),
+            f"{alone}: {heads}, 1 KV heads",
+        ),
+        Gain(
+            "GQA, decode",
+            (1.5, 1.8),
+            apart_heads,
+            one_head,
+            f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads",
+        ),
+        *(
+            []
+            if halves is None
+            else [Gain("16-bit P.V", (1.5, 1.8), wide, halves, f"{alone}: float32, bfloat16")]
+        ),
+        Gain(
+            "fused LayerNorm",
+            (1.05, 1.1),
+            whole + norm,
+            whole + fused_norm,
+            "LayerNorm, quantiser and INT8 attention",
+        ),
+        Gain(
+            "fused LayerNorm, its part",
+            (1.05, 1.1),
+            norm,
+            fused_norm,
+            f"LayerNorm and quantiser of {length} x {width}",
+        ),
+        Gain(
+            "causal skipping",
+            (2, 2),
+            wide,
+            timed(causal.run, "vectors", "fp32"),
+            f"{alone}: full, causal",
+        ),
         Gain("INT8 P.V", (3, 4), wide, whole, f"{alone}: float32, INT8"),
-        Gain("all together", (15, 20), base + norm,
-             timed(shared_causal.run, "vectors", "int8", True, on=threads) + timed(at_once, on=threads),
-             f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused")]
+        Gain(
+            "all together",
+            (15, 20),
+            base + norm,
+            timed(shared_causal.run, "vectors", "int8", True, on=threads)
+            + timed(at_once, on=threads),
+            f"INT8 P.V, causal, 1 KV head, {threads} threads, prefetch, LayerNorm fused",
+        ),
+    ]
 
 
 if __name__ == "__main__":
-    from ...console import Table
+    from ...measure.console import Table
+
     found = measure()
-    print(Table("", ("improvement", "predicted", "measured", "ms before", "ms after", "what was compared"), [
-        (g.name, "-".join(f"{p:g}" for p in dict.fromkeys(g.predicted)), f"{g.measured:.2f}", f"{1e3 * g.before:.2f}",
-         f"{1e3 * g.after:.2f}", g.compared) for g in found]).plain())
+    print(
+        Table(
+            "",
+            ("improvement", "predicted", "measured", "ms before", "ms after", "what was compared"),
+            [
+                (
+                    g.name,
+                    "-".join(f"{p:g}" for p in dict.fromkeys(g.predicted)),
+                    f"{g.measured:.2f}",
+                    f"{1e3 * g.before:.2f}",
+                    f"{1e3 * g.after:.2f}",
+                    g.compared,
+                )
+                for g in found
+            ],
+        ).plain()
+    )

@@ -1,15 +1,16 @@
 """Rungs 1 to 4 of the ladder, in float32 and plain loops: naive, online, tiled, packed.
 
 One head: q (L, D), k (S, D), v (S, Dv), o (L, Dv), all float32; `scale` times log2(e), so that weights are powers of two. What a
-rung needs beside its operands is an argument too, so that `numflash.tracer` can count what it costs.
+rung needs beside its operands is an argument too, so that `numflash.course.tracer` can count what it costs.
 """
+
 from __future__ import annotations
 
 import functools
 
 import numpy as np
 
-from ..._jit import inline, kernel
+from ...jit.compiler import inline, kernel
 
 F = np.float32
 
@@ -51,11 +52,11 @@ def multiply(out, factor):
 @kernel(float_math=True)
 def naive(q, k, v, scale, s, o):
     """Rung 1: the definition. The whole matrix of scores s (L, S) is written, read and written again by every pass."""
-    for i in range(q.shape[0]):                      # S = Q.K^T
+    for i in range(q.shape[0]):  # S = Q.K^T
         query, row = q[i], s[i]
         for j in range(k.shape[0]):
             row[j] = dot(query, k[j]) * scale
-    for i in range(q.shape[0]):                      # softmax: the maximum, the weights and their sum, the quotients
+    for i in range(q.shape[0]):  # softmax: the maximum, the weights and their sum, the quotients
         row, m, l = s[i], F(-np.inf), F(0)
         for j in range(row.size):
             m = max(m, row[j])
@@ -63,7 +64,7 @@ def naive(q, k, v, scale, s, o):
             row[j] = np.exp2(row[j] - m)
             l += row[j]
         multiply(row, F(1) / l)
-    for i in range(q.shape[0]):                      # O = P.V
+    for i in range(q.shape[0]):  # O = P.V
         out, row = o[i], s[i]
         out[:] = F(0)
         for j in range(row.size):
@@ -112,15 +113,16 @@ def make_tiled(block_q: int, block_k: int):
 
     s (block_q, block_k), m and l (block_q,): the scores of a tile, the maximum and the sum of each of its rows.
     """
+
     @kernel(float_math=True)
     def tiled(q, k, v, scale, s, m, l, o):
         for row in range(0, q.shape[0], block_q):
-            q_tile, o_tile = q[row:row + block_q], o[row:row + block_q]
+            q_tile, o_tile = q[row : row + block_q], o[row : row + block_q]
             for i in range(q_tile.shape[0]):
                 m[i], l[i] = F(-np.inf), F(0)
                 o_tile[i][:] = F(0)
             for c in range(0, k.shape[0], block_k):
-                k_tile, v_tile = k[c:c + block_k], v[c:c + block_k]
+                k_tile, v_tile = k[c : c + block_k], v[c : c + block_k]
                 keys = k_tile.shape[0]
                 for i in range(q_tile.shape[0]):
                     query, line = q_tile[i], s[i]
@@ -135,6 +137,7 @@ def make_tiled(block_q: int, block_k: int):
             for i in range(q_tile.shape[0]):
                 if l[i] > F(0):
                     multiply(o_tile[i], F(1) / l[i])
+
     return tiled
 
 
@@ -152,15 +155,16 @@ def pack(k, packed):
 @functools.cache
 def make_packed(block_q: int, block_k: int):
     """Rung 4: k packed (blocks, D, block_k), so that a vector holds keys and no sum crosses its lanes; else as rung 3."""
+
     @kernel(float_math=True)
     def packed(q, k, v, scale, s, m, l, o):
         for row in range(0, q.shape[0], block_q):
-            q_tile, o_tile = q[row:row + block_q], o[row:row + block_q]
+            q_tile, o_tile = q[row : row + block_q], o[row : row + block_q]
             for i in range(q_tile.shape[0]):
                 m[i], l[i] = F(-np.inf), F(0)
                 o_tile[i][:] = F(0)
             for b in range(k.shape[0]):
-                k_tile, v_tile = k[b], v[b * block_k:(b + 1) * block_k]
+                k_tile, v_tile = k[b], v[b * block_k : (b + 1) * block_k]
                 keys = v_tile.shape[0]
                 for i in range(q_tile.shape[0]):
                     query, line = q_tile[i], s[i]
@@ -175,4 +179,5 @@ def make_packed(block_q: int, block_k: int):
             for i in range(q_tile.shape[0]):
                 if l[i] > F(0):
                     multiply(o_tile[i], F(1) / l[i])
+
     return packed

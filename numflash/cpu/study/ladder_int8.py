@@ -3,6 +3,7 @@
 One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole vectors (`Operands` pads them);
 what masks, options and extreme scores need is in `flash_int8`, the same algorithm without these limits.
 """
+
 from __future__ import annotations
 
 import functools
@@ -11,22 +12,22 @@ from typing import NamedTuple
 import numpy as np
 from numba import prange
 
-from ..._jit import inline, kernel
 from ...errors import ArgumentError
-from ...memory import empty, zeros
+from ...jit.compiler import inline, kernel
+from ...jit.memory import empty, zeros
 from ...quantization import quantize_problem
-from ...reference import combined_scale
+from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
-from .. import blocks, microkernels
-from ..amx import tile_state
-from ..isas import VECTOR_ISAS, lanes_of, running_lanes
-from ..packing import PackedKeys, pack_keys, pack_values, padded
-from ..scores import HIDDEN, UNSEEN
-from ..vectors import next_task
+from ..int8 import blocks, microkernels
+from ..int8.amx import tile_state
+from ..int8.packing import PackedKeys, pack_keys, pack_values, padded
+from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..isa.vectors import next_task
+from ..semantics import HIDDEN, UNSEEN
 
 F, I = np.float32, np.int32
-MOST_OCTAVES = 110                               # int16 scores are exact below
+MOST_OCTAVES = 110  # int16 scores are exact below
 
 
 class Operands(NamedTuple):
@@ -53,23 +54,42 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
     if not key.shape[0]:
         raise ArgumentError("key: got 0 keys; allowed: 1 or more on the ladder")
     isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
-    problem = quantize_problem(describe(*(x[None, None] for x in (query, key, value)), precision="int8"))
+    problem = quantize_problem(
+        describe(*(x[None, None] for x in (query, key, value)), precision="int8")
+    )
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     k, v = problem.key.data[0], problem.value.data[0]
-    rows = [np.linalg.norm(x[0].astype(np.float64), axis=-1) * c[0] for x, c in ((problem.query.data[0], cq[0]), (k, ck[0]))]
+    rows = [
+        np.linalg.norm(x[0].astype(np.float64), axis=-1) * c[0]
+        for x, c in ((problem.query.data[0], cq[0]), (k, ck[0]))
+    ]
     if not rows[0].max(initial=0) * rows[1].max() <= 256 * MOST_OCTAVES:
-        raise ArgumentError(f"query and key: got scores of up to {rows[0].max() * rows[1].max() / 256:.0f} octaves; "
-                            f"allowed: {MOST_OCTAVES} on the ladder")
+        raise ArgumentError(
+            f"query and key: got scores of up to {rows[0].max() * rows[1].max() / 256:.0f} octaves; "
+            f"allowed: {MOST_OCTAVES} on the ladder"
+        )
     length, channels = query.shape[0], padded(query.shape[1], isa.step)
-    whole, columns = padded(length, t.block_q), padded(value.shape[1], isa.unit * running_lanes(isa_name))
+    whole, columns = (
+        padded(length, t.block_q),
+        padded(value.shape[1], isa.unit * running_lanes(isa_name)),
+    )
     q = empty((whole, channels), np.uint8 if isa.group == 4 else np.int16)
     q[:] = isa.q_offset
-    q[:length, :query.shape[1]] = problem.query.data[0, 0].astype(np.int16) + isa.q_offset
+    q[:length, : query.shape[1]] = problem.query.data[0, 0].astype(np.int16) + isa.q_offset
     factor = np.zeros(whole, F)
     factor[:length] = cq[0, 0]
     wide = np.zeros((1, v.shape[1], columns), np.int8)
-    wide[..., :value.shape[1]] = v
-    return Operands(q, factor, k, np.ascontiguousarray(ck[0]), wide, problem.value.scale[0, 0, 0], length, value.shape[1])
+    wide[..., : value.shape[1]] = v
+    return Operands(
+        q,
+        factor,
+        k,
+        np.ascontiguousarray(ck[0]),
+        wide,
+        problem.value.scale[0, 0, 0],
+        length,
+        value.shape[1],
+    )
 
 
 @functools.cache
@@ -81,14 +101,19 @@ def make_parts(isa_name: str):
     """
     block_q, vector_lanes = tiling(isa_name).block_q, lanes_of(isa_name)
     score_block, value_block = blocks.score_block(isa_name), blocks.value_block(isa_name, "int8")
-    octaves, weights = microkernels.block_octaves(isa_name, KEY_BLOCK), microkernels.row_weights(isa_name, KEY_BLOCK)
+    octaves, weights = (
+        microkernels.block_octaves(isa_name, KEY_BLOCK),
+        microkernels.row_weights(isa_name, KEY_BLOCK),
+    )
     totals = microkernels.block_totals(isa_name)
 
     @inline
     def scores(q, cq, row, keys, c, x):
         """x = Q.K^T, scaled, in Q8.8; keys after the last one and, in a causal tile, after the row are the caller's to hide."""
-        tile, factor = q[row:row + block_q], cq[row:row + block_q]
-        score_block(tile, q.shape[1], keys.data, c, keys.start, keys.scale, factor, block_q, KEY_BLOCK, x)
+        tile, factor = q[row : row + block_q], cq[row : row + block_q]
+        score_block(
+            tile, q.shape[1], keys.data, c, keys.start, keys.scale, factor, block_q, KEY_BLOCK, x
+        )
 
     @inline
     def softmax(x, octave, octave_q8, p, sums, total):
@@ -117,6 +142,7 @@ def make_parts(isa_name: str):
     def values(p, v, c, scale, total, o):
         """o += P.V, in integers within the block."""
         value_block(p, v, c, KEY_BLOCK, scale, total, block_q, o)
+
     return scores, softmax, merge, values
 
 
@@ -128,7 +154,11 @@ def make_unfused(isa_name: str):
     octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l (rows,) float32.
     """
     scores, softmax, merge, values = make_parts(isa_name)
-    vector_lanes, block_q, (begin, end) = lanes_of(isa_name), tiling(isa_name).block_q, tile_state(isa_name)
+    vector_lanes, block_q, (begin, end) = (
+        lanes_of(isa_name),
+        tiling(isa_name).block_q,
+        tile_state(isa_name),
+    )
 
     @kernel
     def unfused(q, cq, keys, n_keys, v, x, p, octave, total, o, l):
@@ -139,17 +169,21 @@ def make_unfused(isa_name: str):
         for tile in range(tiles):
             for b in range(blocks):
                 scores(q, cq, tile * block_q, keys, b * KEY_BLOCK, x[tile, b])
-                x[tile, b, :, n_keys - b * KEY_BLOCK:] = HIDDEN
+                x[tile, b, :, n_keys - b * KEY_BLOCK :] = HIDDEN
         for tile in range(tiles):
             for b in range(blocks):
                 softmax(x[tile, b], octave[tile, b], octave_q8, p[tile, b], sums, total[tile, b])
         for tile in range(tiles):
-            part, line = o[tile * block_q:(tile + 1) * block_q], l[tile * block_q:(tile + 1) * block_q]
+            part, line = (
+                o[tile * block_q : (tile + 1) * block_q],
+                l[tile * block_q : (tile + 1) * block_q],
+            )
             part[:], line[:], m[:] = F(0), F(0), I(UNSEEN)
             for b in range(blocks):
                 merge(octave[tile, b], total[tile, b], m, line, scale, part)
                 values(p[tile, b], v, b * KEY_BLOCK, scale, total[tile, b], part)
         end()
+
     return unfused
 
 
@@ -162,22 +196,25 @@ def make_tile(isa_name: str, causal: bool):
     @inline
     def tile(q, cq, keys, n_keys, v, row, room, o, l):
         x, p, octave, octave_q8, total, sums, m, scale = room
-        stop = min(n_keys, row + block_q) if causal else n_keys                # causal: key blocks above the diagonal do not exist
+        stop = (
+            min(n_keys, row + block_q) if causal else n_keys
+        )  # causal: key blocks above the diagonal do not exist
         o[:], l[:], m[:] = F(0), F(0), I(UNSEEN)
         for c in range(0, stop, KEY_BLOCK):
             scores(q, cq, row, keys, c, x)
             if c + KEY_BLOCK > n_keys:
-                x[:, n_keys - c:] = HIDDEN
+                x[:, n_keys - c :] = HIDDEN
             on_diagonal = causal and c + KEY_BLOCK > row + 1
             if on_diagonal:
                 for i in range(block_q):
-                    x[i, max(row + i + 1 - c, 0):] = HIDDEN
+                    x[i, max(row + i + 1 - c, 0) :] = HIDDEN
             softmax(x, octave, octave_q8, p, sums, total)
             if on_diagonal:
-                for i in range(c - row):                                       # rows that see nothing of this block
+                for i in range(c - row):  # rows that see nothing of this block
                     p[i], total[i], octave[i] = 0, I(0), I(UNSEEN)
             merge(octave, total, m, l, scale, o)
             values(p, v, c, scale, total, o)
+
     return tile
 
 
@@ -190,8 +227,17 @@ def make_room(isa_name: str):
     @inline
     def room():
         x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
-        return (x, p, np.zeros(block_q, np.int32), np.zeros(block_q, np.int16), np.zeros(block_q, np.int32),
-                zeros((block_q * vector_lanes(),), np.int32), np.zeros(block_q, np.int32), np.zeros(block_q, np.float32))
+        return (
+            x,
+            p,
+            np.zeros(block_q, np.int32),
+            np.zeros(block_q, np.int16),
+            np.zeros(block_q, np.int32),
+            zeros((block_q * vector_lanes(),), np.int32),
+            np.zeros(block_q, np.int32),
+            np.zeros(block_q, np.float32),
+        )
+
     return room
 
 
@@ -206,8 +252,9 @@ def make_fused(isa_name: str):
         begin()
         mine = room()
         for row in range(0, q.shape[0], block_q):
-            tile(q, cq, keys, n_keys, v, row, mine, o[row:row + block_q], l[row:row + block_q])
+            tile(q, cq, keys, n_keys, v, row, mine, o[row : row + block_q], l[row : row + block_q])
         end()
+
     return fused
 
 
@@ -228,8 +275,19 @@ def make_parallel(isa_name: str, causal: bool):
                 if task >= tiles:
                     break
                 row = (tiles - 1 - task) * block_q
-                tile(q, cq, keys, n_keys, v, row, mine, o[row:row + block_q], l[row:row + block_q])
+                tile(
+                    q,
+                    cq,
+                    keys,
+                    n_keys,
+                    v,
+                    row,
+                    mine,
+                    o[row : row + block_q],
+                    l[row : row + block_q],
+                )
             end()
+
     return parallel
 
 
@@ -241,7 +299,7 @@ def packed(isa_name: str, x: Operands) -> tuple[PackedKeys, np.ndarray]:
 
 def finish(x: Operands, o: np.ndarray, l: np.ndarray) -> np.ndarray:
     """O / l in the values' own units, without the padding: (L, Dv) float32."""
-    return ((o * (F(1) / l)[:, None])[:x.length, :x.dv] * x.v_scale).astype(F)
+    return ((o * (F(1) / l)[:, None])[: x.length, : x.dv] * x.v_scale).astype(F)
 
 
 def run(rung: str, isa_name: str, x: Operands, workers: int = 1) -> np.ndarray:
@@ -251,10 +309,27 @@ def run(rung: str, isa_name: str, x: Operands, workers: int = 1) -> np.ndarray:
     o, l = empty((x.q.shape[0], x.v.shape[2]), F), np.empty(x.q.shape[0], F)
     if rung == "unfused":
         shape = x.q.shape[0] // block_q, padded(n, KEY_BLOCK) // KEY_BLOCK, block_q
-        scores, weights = empty((*shape, KEY_BLOCK), np.int16), empty((*shape, KEY_BLOCK), x.q.dtype)
-        make_unfused(isa_name)(x.q, x.cq, keys, n, v, scores, weights, np.empty(shape, np.int32), np.empty(shape, np.int32), o, l)
+        scores, weights = (
+            empty((*shape, KEY_BLOCK), np.int16),
+            empty((*shape, KEY_BLOCK), x.q.dtype),
+        )
+        make_unfused(isa_name)(
+            x.q,
+            x.cq,
+            keys,
+            n,
+            v,
+            scores,
+            weights,
+            np.empty(shape, np.int32),
+            np.empty(shape, np.int32),
+            o,
+            l,
+        )
     elif rung == "fused":
         make_fused(isa_name)(x.q, x.cq, keys, n, v, o, l)
     else:
-        make_parallel(isa_name, rung == "causal")(x.q, x.cq, keys, n, v, np.zeros(1, np.int64), workers, o, l)
+        make_parallel(isa_name, rung == "causal")(
+            x.q, x.cq, keys, n, v, np.zeros(1, np.int64), workers, o, l
+        )
     return finish(x, o, l)

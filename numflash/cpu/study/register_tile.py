@@ -2,6 +2,7 @@
 
 The products are those of `microkernels.dot_loop`; what ships is 6 x 4 (6 x 2 where there are 16 registers).
 """
+
 from __future__ import annotations
 
 import functools
@@ -10,11 +11,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ..._jit import kernel
-from .. import target
-from ..isas import VECTOR_ISAS, lanes_of, running_lanes
-from ..microkernels import dot_loop
-from ..vectors import I32, I64, data, store
+from ...jit import target
+from ...jit.compiler import kernel
+from ..int8.microkernels import dot_loop
+from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..isa.vectors import I32, I64, data, store
 
 
 @functools.cache
@@ -30,13 +31,28 @@ def make_tile(isa_name: str, mr: int, nv: int):
             target.guard(isa_name, context.codegen())
             pa, pb, pc = (data(context, builder, sig.args[n], args[n]) for n in (0, 3, 6))
             start = [isa.fill(builder, isa.vector(I32), 0)] * (mr * nv)
-            rows = dot_loop(builder, isa, isa.score_dot, pa, args[1], args[2], pb, args[4], args[5], start, mr, nv)
+            rows = dot_loop(
+                builder,
+                isa,
+                isa.score_dot,
+                pa,
+                args[1],
+                args[2],
+                pb,
+                args[4],
+                args[5],
+                start,
+                mr,
+                nv,
+            )
             for m, sums in enumerate(rows):
                 for n, x in enumerate(sums):
                     where = builder.add(args[7], builder.mul(args[8], I64(m)))
                     store(builder, x, pc, builder.add(where, isa.elements(builder, n)), 4)
             return context.get_dummy_value()
+
         return sig, codegen
+
     return tile
 
 
@@ -47,7 +63,11 @@ def make_product(isa_name: str, mr: int, nv: int):
     a (rows, channels) first dot operand, not negative; b (panels, channels * panel) from `pack`; c (block_q, keys) int32; rows a
     multiple of block_q and that of mr, keys of the panel.
     """
-    tile, lanes, group = make_tile(isa_name, mr, nv), lanes_of(isa_name), VECTOR_ISAS[isa_name].group
+    tile, lanes, group = (
+        make_tile(isa_name, mr, nv),
+        lanes_of(isa_name),
+        VECTOR_ISAS[isa_name].group,
+    )
 
     @kernel
     def product(a, b, c):
@@ -56,7 +76,18 @@ def make_product(isa_name: str, mr: int, nv: int):
             for first in range(0, b.shape[0] * panel, keys):
                 for j in range(0, keys, panel):
                     for i in range(0, c.shape[0], mr):
-                        tile(a, (row + i) * channels, channels, b, (first + j) * channels, channels // group, c, i * keys + j, keys)
+                        tile(
+                            a,
+                            (row + i) * channels,
+                            channels,
+                            b,
+                            (first + j) * channels,
+                            channels // group,
+                            c,
+                            i * keys + j,
+                            keys,
+                        )
+
     return product
 
 
@@ -71,6 +102,8 @@ def pack(isa_name: str, k: np.ndarray, nv: int, offset: int = 0) -> np.ndarray:
     operand = np.dtype(np.int8 if isa.group == 4 else np.int16)
     room = np.empty(k.size * operand.itemsize + 128, np.uint8)
     first = -room.ctypes.data % 64 + offset
-    packed = room[first:first + k.size * operand.itemsize].view(operand).reshape(keys // panel, -1)
+    packed = (
+        room[first : first + k.size * operand.itemsize].view(operand).reshape(keys // panel, -1)
+    )
     packed[:] = blocks.reshape(packed.shape)
     return packed

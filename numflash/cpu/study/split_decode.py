@@ -10,18 +10,19 @@ row is tested: a score too far above phi, or a sum so far below that precision i
 
 `cpu.decode` is the kernel that ships, on the split and without the unified maximum.
 """
+
 from __future__ import annotations
 
 import numpy as np
 from numba import prange
 
-from ..._jit import inline, kernel
+from ...jit.compiler import inline, kernel
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
-BLOCK = 128                                      # keys whose scores are kept at a time
-HIGHEST = F(64)                                  # octaves above phi: 2**64, and sums of 2**60 of them, fit float32
-LEAST = F(2.0**-60)                              # a row sum below this: every score lies some 60 octaves under phi
+BLOCK = 128  # keys whose scores are kept at a time
+HIGHEST = F(64)  # octaves above phi: 2**64, and sums of 2**60 of them, fit float32
+LEAST = F(2.0**-60)  # a row sum below this: every score lies some 60 octaves under phi
 
 
 @inline
@@ -62,7 +63,7 @@ def split(q, k, v, c, o, m, l):
     """Each part on its own: q (H, D), k, v (H, S, .), c = scale * log2(e); o (H, splits, Dv), m, l (H, splits)."""
     splits = m.shape[1]
     for task in prange(m.size):
-        h, i = np.intp(task) // splits, np.intp(task) % splits          # P4
+        h, i = np.intp(task) // splits, np.intp(task) % splits  # P4
         s, sums = np.empty(BLOCK, F), o[h, i]
         sums[:], top, total = F(0), F(-np.inf), F(0)
         first, stop = part(k.shape[1], splits, i)
@@ -75,7 +76,7 @@ def split(q, k, v, c, o, m, l):
                 for t in range(sums.size):
                     sums[t] *= shrink
                 top = new
-            total = F(total + add_values(s[:z - j], top, v[h, j:z], sums))
+            total = F(total + add_values(s[: z - j], top, v[h, j:z], sums))
         m[h, i], l[h, i] = top, total
 
 
@@ -100,33 +101,64 @@ def unified(q, k, v, c, phi, o, l, high):
     """Each part with the same shift phi (H,), in units of log2; high (H, splits) uint8: 1 where a score does not fit."""
     splits = l.shape[1]
     for task in prange(l.size):
-        h, i = np.intp(task) // splits, np.intp(task) % splits          # P4
+        h, i = np.intp(task) // splits, np.intp(task) % splits  # P4
         s, sums, total, above = np.empty(BLOCK, F), o[h, i], F(0), False
         sums[:] = F(0)
         first, stop = part(k.shape[1], splits, i)
         for j in range(first, stop, BLOCK):
             z = min(j + BLOCK, stop)
             above |= scores(q[h], k[h, j:z], c, s) > F(phi[h] + HIGHEST)
-            total = F(total + add_values(s[:z - j], phi[h], v[h, j:z], sums))
+            total = F(total + add_values(s[: z - j], phi[h], v[h, j:z], sums))
         l[h, i], high[h, i] = total, above
 
 
-def split_decode(query: np.ndarray, key: np.ndarray, value: np.ndarray, splits: int = 4, scale: float | None = None) -> np.ndarray:
+def split_decode(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    splits: int = 4,
+    scale: float | None = None,
+) -> np.ndarray:
     """Attention of one token per head: query (H, D), key (H, S, D), value (H, S, Dv) float32 -> (H, Dv)."""
     heads, dv = query.shape[0], value.shape[2]
-    o, m, l = np.empty((heads, splits, dv), F), np.empty((heads, splits), F), np.empty((heads, splits), F)
-    split(query, key, value, F((query.shape[1]**-0.5 if scale is None else scale) * LOG2E), o, m, l)
+    o, m, l = (
+        np.empty((heads, splits, dv), F),
+        np.empty((heads, splits), F),
+        np.empty((heads, splits), F),
+    )
+    split(
+        query, key, value, F((query.shape[1] ** -0.5 if scale is None else scale) * LOG2E), o, m, l
+    )
     out = np.empty((heads, dv), F)
     merge(o, m, l, out)
     return out
 
 
-def unified_decode(query: np.ndarray, key: np.ndarray, value: np.ndarray, phi: np.ndarray, splits: int = 4,
-                   scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+def unified_decode(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    phi: np.ndarray,
+    splits: int = 4,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """The same with one shift phi (H,), in units of log2, for all parts: (out (H, Dv), rows (H,) bool that had to fall back)."""
     heads, dv = query.shape[0], value.shape[2]
-    o, l, high = np.empty((heads, splits, dv), F), np.empty((heads, splits), F), np.empty((heads, splits), np.uint8)
-    unified(query, key, value, F((query.shape[1]**-0.5 if scale is None else scale) * LOG2E), phi.astype(F), o, l, high)
+    o, l, high = (
+        np.empty((heads, splits, dv), F),
+        np.empty((heads, splits), F),
+        np.empty((heads, splits), np.uint8),
+    )
+    unified(
+        query,
+        key,
+        value,
+        F((query.shape[1] ** -0.5 if scale is None else scale) * LOG2E),
+        phi.astype(F),
+        o,
+        l,
+        high,
+    )
     total = l.sum(1)
     unfit = (high.any(1) | ~(total >= LEAST)) & (key.shape[1] > 0)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):

@@ -9,6 +9,7 @@ softmax is in integers: t = round(S * scale) in Q8.8, weights 2**(t - maximum) i
 * `make_gemm(..., maxima=True)`: the row maxima from the product itself, so that softmax needs two passes ("Two-pass algorithm").
 * `make_strip`: 48 rows of S at a time, which stay in the second-level cache until softmax has read them ("L2 tiling").
 """
+
 from __future__ import annotations
 
 import functools
@@ -19,22 +20,26 @@ from numba import types
 from numba.extending import intrinsic
 
 from ... import fixedpoint as fx
-from ..._jit import inline, kernel
 from ...errors import ArgumentError, UnsupportedError
+from ...jit import target
+from ...jit.compiler import inline, kernel
 from ...tiling import TILINGS
-from .. import target
-from ..isas import VECTOR_ISAS, lanes_of
-from ..microkernels import dot_loop
-from ..packing import PackedKeys, pack_keys, padded
-from ..vectors import I32, data, load, store
+from ..int8.microkernels import dot_loop
+from ..int8.packing import PackedKeys, pack_keys, padded
+from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.vectors import I32, data, load, store
 
 F, I, U = np.float32, np.int32, np.uint32
-ISAS = {name: isa for name, isa in VECTOR_ISAS.items() if 6 in isa.rows}        # dot products of vectors, not of matrices
+ISAS = {
+    name: isa for name, isa in VECTOR_ISAS.items() if 6 in isa.rows
+}  # dot products of vectors, not of matrices
 TILING = TILINGS["a64fx-unfused-48x128"]
 BLOCK_Q, KEYS, MR = TILING.block_q, TILING.key_block, TILING.mr
-ROUND = F(1.5 * 2.0**23)                         # x + ROUND - ROUND is x rounded to even, |x| < 2**22
+ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 UNSEEN = I(-(1 << 31))
-DOCUMENT_SCALE = 33 / 256                        # (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
+DOCUMENT_SCALE = (
+    33 / 256
+)  # (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
 
 
 class Operands(NamedTuple):
@@ -57,17 +62,28 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
     ArgumentError, UnsupportedError
     """
     if target.require(isa_name) not in ISAS:
-        raise UnsupportedError(f"isa: {isa_name!r} has no register tiles of 6 rows; allowed: {', '.join(map(repr, ISAS))}")
+        raise UnsupportedError(
+            f"isa: {isa_name!r} has no register tiles of 6 rows; allowed: {', '.join(map(repr, ISAS))}"
+        )
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 3 or x.dtype != np.int8 or not x.size:
-            raise ArgumentError(f"{name}: got {x.dtype} {x.shape}; allowed: int8 of three dimensions, none of them 0")
+            raise ArgumentError(
+                f"{name}: got {x.dtype} {x.shape}; allowed: int8 of three dimensions, none of them 0"
+            )
     if q.shape[2] != k.shape[2] or q.shape[0] % k.shape[0]:
-        raise ArgumentError(f"k: got {k.shape} for q {q.shape}; allowed: the same last dimension, "
-                            f"and a divisor of {q.shape[0]} heads")
+        raise ArgumentError(
+            f"k: got {k.shape} for q {q.shape}; allowed: the same last dimension, "
+            f"and a divisor of {q.shape[0]} heads"
+        )
     isa = ISAS[isa_name]
-    rows = np.full((q.shape[0], padded(q.shape[1], MR), padded(q.shape[2], isa.group)), isa.q_offset, np.int16)
-    rows[:, :q.shape[1], :q.shape[2]] += q
-    return Operands(rows.astype(np.uint8) if isa.group == 4 else rows, pack_keys(isa_name, k, np.ones(k.shape[:2], F)))
+    rows = np.full(
+        (q.shape[0], padded(q.shape[1], MR), padded(q.shape[2], isa.group)), isa.q_offset, np.int16
+    )
+    rows[:, : q.shape[1], : q.shape[2]] += q
+    return Operands(
+        rows.astype(np.uint8) if isa.group == 4 else rows,
+        pack_keys(isa_name, k, np.ones(k.shape[:2], F)),
+    )
 
 
 @functools.cache
@@ -80,14 +96,23 @@ def make_tile(name: str):
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
             pq, pk, pb, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6, 8))
-            first = [load(b, pb, b.add(a[7], isa.elements(b, v)), isa.vector(I32), 4) for v in range(isa.nv)] * MR
-            for m, sums in enumerate(dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], first, MR, isa.nv)):
+            first = [
+                load(b, pb, b.add(a[7], isa.elements(b, v)), isa.vector(I32), 4)
+                for v in range(isa.nv)
+            ] * MR
+            for m, sums in enumerate(
+                dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], first, MR, isa.nv)
+            ):
                 where = b.add(a[9], b.mul(a[10], a[10].type(m)))
                 for v in range(0, isa.nv, 2):
                     for n, x in enumerate(isa.in_order(b, sums[v], sums[v + 1])):
                         store(b, x, ps, b.add(where, isa.elements(b, v + n)), 4)
             return context.get_dummy_value()
-        return types.void(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride), codegen
+
+        return types.void(
+            q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride
+        ), codegen
+
     return tile
 
 
@@ -101,7 +126,20 @@ def make_rows(isa_name: str):
     def six_rows(q, i, k, start, c, s, s_off, s_stride):
         stride, panel = q.shape[1], nv * lanes()
         for j in range(0, KEYS, panel):
-            tile(q, i * stride, stride, k, (c + j) * stride, stride // group, start, c + j, s, s_off + j, s_stride)
+            tile(
+                q,
+                i * stride,
+                stride,
+                k,
+                (c + j) * stride,
+                stride // group,
+                start,
+                c + j,
+                s,
+                s_off + j,
+                s_stride,
+            )
+
     return six_rows
 
 
@@ -109,7 +147,7 @@ def make_rows(isa_name: str):
 def raise_maxima(s, row, rows, c, top):
     """top[i] = the largest of top[i] and the 128 scores of each row from key c on."""
     for i in range(row, row + rows):
-        line, m = s[i, c:c + KEYS], top[i]
+        line, m = s[i, c : c + KEYS], top[i]
         for j in range(line.size):
             m = max(m, line[j])
         top[i] = m
@@ -150,9 +188,10 @@ def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
                     six_rows(q, row + i, k, start, c, new, i * KEYS, KEYS)
                 if t >= lag:
                     for n in range(i, min(i + MR, rows - old_row)):
-                        line, source = s[old_row + n, old_c:old_c + KEYS], old[n]
+                        line, source = s[old_row + n, old_c : old_c + KEYS], old[n]
                         for j in range(KEYS):
                             line[j] = source[j]
+
     return buffered if buffers else gemm
 
 
@@ -173,6 +212,7 @@ def make_gqa(isa_name: str):
                 for h in range(g * share, (g + 1) * share):
                     for i in range(0, rows, MR):
                         six_rows(q[h], i, k[g], start[g], c, s[h], i * keys + c, keys)
+
     return gqa
 
 
@@ -201,10 +241,13 @@ def make_row_exponentials(name: str):
         t_top, total = I((F(top) * scale + ROUND) - ROUND), np.int64(0)
         for j in range(s.size):
             t = I((F(s[j]) * scale + ROUND) - ROUND)
-            e[j] = I(exp2(U(np.minimum(np.subtract(t_top, t), I(65535)))))              # np.minimum: min widens (P48)
+            e[j] = I(
+                exp2(U(np.minimum(np.subtract(t_top, t), I(65535))))
+            )  # np.minimum: min widens (P48)
         for j in range(s.size):
-            total += np.int64(e[j])                                          # 32 bits overflow at 32768 equal keys
+            total += np.int64(e[j])  # 32 bits overflow at 32768 equal keys
         return total
+
     return row_exponentials
 
 
@@ -220,6 +263,7 @@ def make_exponentials(name: str):
     def exponentials(s, count, scale, top, e, l):
         for i in range(s.shape[0]):
             l[i] = row_exponentials(s[i, :count], scale, top[i], e[i, :count])
+
     return exponentials
 
 
@@ -255,4 +299,5 @@ def make_strip(isa_name: str, exp2: str):
                 line = s[i, :count]
                 total = row_exponentials(line, scale, row_maximum(line), e)
                 row_normalise(e, total, p[row + i, :count])
+
     return strip

@@ -1,4 +1,5 @@
 """A strict emulator for the PTX of numflash's kernels: runs them on any machine, checks them, counts what they move."""
+
 from __future__ import annotations
 
 import time
@@ -20,9 +21,17 @@ __all__ = ["EmulatorError", "Report", "TensorMap", "emulate"]
 BATCH_THREADS, BATCH_BYTES = 2048, 16 << 20
 
 
-def emulate(kernel: Any, grid: Sequence[int] | int, block: Sequence[int] | int | None, args: Sequence[Any], *,
-            shared_bytes: int | None = None,
-            arch: str = "sm_80", schedule: str = "random", seed: int = 0) -> Report:
+def emulate(
+    kernel: Any,
+    grid: Sequence[int] | int,
+    block: Sequence[int] | int | None,
+    args: Sequence[Any],
+    *,
+    shared_bytes: int | None = None,
+    arch: str = "sm_80",
+    schedule: str = "random",
+    seed: int = 0,
+) -> Report:
     """Run a kernel over a grid, as strictly as the machine's rules allow.
 
     Parameters
@@ -50,7 +59,9 @@ def emulate(kernel: Any, grid: Sequence[int] | int, block: Sequence[int] | int |
     if schedule not in ("random", "lockstep"):
         raise ArgumentError(f"schedule: got {schedule!r}; allowed: 'random', 'lockstep'")
     if getattr(kernel, "cluster", 1) > 1:
-        raise ArgumentError(f"kernel: got one for clusters of {kernel.cluster} blocks; allowed: blocks of their own")
+        raise ArgumentError(
+            f"kernel: got one for clusters of {kernel.cluster} blocks; allowed: blocks of their own"
+        )
     text, layout, threads, dynamic = _resolve(kernel, args, arch)
     sizes, blocks = _three("grid", grid), _three("block", threads if block is None else block)
     dynamic = dynamic if shared_bytes is None else shared_bytes
@@ -59,16 +70,24 @@ def emulate(kernel: Any, grid: Sequence[int] | int, block: Sequence[int] | int |
     maps: dict[int, TensorMap] = {}
     values = _flatten(args, layout, memory, maps)
     if len(values) != len(program.parameters):
-        raise ArgumentError(f"args: {len(values)} values after flattening; the kernel takes {len(program.parameters)}")
+        raise ArgumentError(
+            f"args: {len(values)} values after flattening; the kernel takes {len(program.parameters)}"
+        )
     parameters = {name: value for (name, _), value in zip(program.parameters, values, strict=True)}
     todo = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
     report = Report(len(todo), blocks[0] * blocks[1] * blocks[2])
     if todo:
-        per_batch = min(len(todo), max(1, BATCH_THREADS // report.threads), max(1, BATCH_BYTES // (dynamic + 4096)))
+        per_batch = min(
+            len(todo),
+            max(1, BATCH_THREADS // report.threads),
+            max(1, BATCH_BYTES // (dynamic + 4096)),
+        )
         with np.errstate(all="ignore"):
-            machine = Machine(program, per_batch, sizes, blocks, dynamic, memory, parameters, maps, schedule, seed)
+            machine = Machine(
+                program, per_batch, sizes, blocks, dynamic, memory, parameters, maps, schedule, seed
+            )
             for first in range(0, len(todo), per_batch):
-                machine.run(todo[first:first + per_batch])
+                machine.run(todo[first : first + per_batch])
         _fill(report, machine)
     report.seconds = time.perf_counter() - start
     return report
@@ -85,25 +104,31 @@ def _parsed(text: str) -> Program:
     return _programs[text]
 
 
-def _resolve(kernel: Any, args: Sequence[Any], arch: str) -> tuple[str, tuple[str, ...] | None, int | None, int]:
+def _resolve(
+    kernel: Any, args: Sequence[Any], arch: str
+) -> tuple[str, tuple[str, ...] | None, int | None, int]:
     """PTX text, parameter types, threads per block, dynamic shared memory."""
     if isinstance(kernel, str):
         return kernel, None, None, 0
     from ..compile import Compiled, Source, compile_source
+
     if isinstance(kernel, Compiled):
         return kernel.ptx, kernel.parameters, kernel.threads, kernel.shared_bytes
     if isinstance(kernel, Source):
         made = compile_source(kernel, arch, "ptx")
         return made.ptx, made.parameters, made.threads, made.shared_bytes
-    if isinstance(kernel, Callable):                                                       # type: ignore[arg-type]
+    if isinstance(kernel, Callable):  # type: ignore[arg-type]
         source = Source(getattr(kernel, "py_func", kernel), _signature(args), 1024)
         made = compile_source(source, arch, "ptx")
         return made.ptx, made.parameters, None, 0
-    raise ArgumentTypeError(f"kernel: got {type(kernel).__name__}; allowed: Compiled, Source, PTX text, a Python function")
+    raise ArgumentTypeError(
+        f"kernel: got {type(kernel).__name__}; allowed: Compiled, Source, PTX text, a Python function"
+    )
 
 
 def _signature(args: Sequence[Any]) -> Any:
     from .._target import types
+
     found = []
     for a in args:
         if isinstance(a, np.ndarray):
@@ -114,11 +139,15 @@ def _signature(args: Sequence[Any]) -> Any:
         elif isinstance(a, (float, np.floating)):
             found.append(types.float32 if isinstance(a, float) else getattr(types, a.dtype.name))
         else:
-            raise ArgumentTypeError(f"args: got {type(a).__name__}; allowed for a plain function: arrays and numbers")
+            raise ArgumentTypeError(
+                f"args: got {type(a).__name__}; allowed for a plain function: arrays and numbers"
+            )
     return types.void(*found)
 
 
-def _flatten(args: Sequence[Any], layout: tuple[str, ...] | None, memory: Global, maps: dict[int, TensorMap]) -> list[Any]:
+def _flatten(
+    args: Sequence[Any], layout: tuple[str, ...] | None, memory: Global, maps: dict[int, TensorMap]
+) -> list[Any]:
     """Arguments as the kernel's parameters: Numba passes an array as meminfo, parent, size, item size, data, shape, strides."""
     flat: list[Any] = []
     for a in args:
@@ -140,8 +169,14 @@ def _flatten(args: Sequence[Any], layout: tuple[str, ...] | None, memory: Global
                 known[id(a)] = memory.add(a)
             as_array = layout is None or layout[k].startswith("array")
             if layout is not None and as_array and layout[k] != f"array{a.ndim}":
-                raise ArgumentError(f"args[{k}]: {a.ndim} dimensions; the kernel takes {layout[k][5:]}")
-            values += [0, 0, a.size, a.itemsize, known[id(a)], *a.shape, *a.strides] if as_array else [known[id(a)]]
+                raise ArgumentError(
+                    f"args[{k}]: {a.ndim} dimensions; the kernel takes {layout[k][5:]}"
+                )
+            values += (
+                [0, 0, a.size, a.itemsize, known[id(a)], *a.shape, *a.strides]
+                if as_array
+                else [known[id(a)]]
+            )
         else:
             values.append(a)
     return values
@@ -151,13 +186,16 @@ def _three(name: str, value: Any) -> tuple[int, int, int]:
     given = (value,) if isinstance(value, (int, np.integer)) else tuple(value or ())
     if not 1 <= len(given) <= 3 or any(int(x) < (name == "block") for x in given):
         raise ArgumentError(f"{name}: got {value!r}; allowed: 1 to 3 positive numbers")
-    return tuple(int(x) for x in (*given, 1, 1))[:3]                                          # type: ignore[return-value]
+    return tuple(int(x) for x in (*given, 1, 1))[:3]  # type: ignore[return-value]
 
 
 def _fill(report: Report, machine: Machine) -> None:
     for i, n in zip(machine.program.code, machine.executed, strict=True):
         if n:
-            group, name = classify(i.op, i.type if i.modifiers else ""), ".".join((i.op, *i.modifiers))
+            group, name = (
+                classify(i.op, i.type if i.modifiers else ""),
+                ".".join((i.op, *i.modifiers)),
+            )
             report.instructions[group] = report.instructions.get(group, 0) + int(n)
             report.opcodes[name] = report.opcodes.get(name, 0) + int(n)
     for counter, total in machine.counters.items():

@@ -3,6 +3,7 @@
 A binder takes the machine and an instruction and returns `run(mask)`; `mask` is True or one boolean per thread, and results are
 written in place (`out=`, `where=`), so a register is one array for the whole run.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,9 +17,27 @@ from .parse import Instruction, vector
 if TYPE_CHECKING:
     from .machine import Machine
 
-DTYPES = {"u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16, "f16": np.float16,
-          "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32,
-          "u64": np.uint64, "s64": np.int64, "b64": np.uint64, "f64": np.float64, "pred": np.bool_, "bf16": np.uint16}
+DTYPES = {
+    "u8": np.uint8,
+    "s8": np.int8,
+    "b8": np.uint8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "b16": np.uint16,
+    "f16": np.float16,
+    "u32": np.uint32,
+    "s32": np.int32,
+    "b32": np.uint32,
+    "f32": np.float32,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    "u64": np.uint64,
+    "s64": np.int64,
+    "b64": np.uint64,
+    "f64": np.float64,
+    "pred": np.bool_,
+    "bf16": np.uint16,
+}
 Run = Callable[[Any], Any]
 BINDERS: dict[str, Callable[[Machine, Instruction], Run]] = {}
 
@@ -27,6 +46,7 @@ def binds(*names: str) -> Callable:
     def register(function: Callable) -> Callable:
         BINDERS.update(dict.fromkeys(names, function))
         return function
+
     return register
 
 
@@ -34,7 +54,13 @@ def write(target: np.ndarray, value: Any, mask: Any) -> None:
     np.copyto(target, value, where=mask)
 
 
-_BINARY = {"add": np.add, "sub": np.subtract, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_BINARY = {
+    "add": np.add,
+    "sub": np.subtract,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 @binds("add", "sub", "and", "or", "xor", "max", "min", "div", "rem")
@@ -58,13 +84,21 @@ def binary(m: Machine, i: Instruction) -> Run:
 def _integer_division(op: str, d: np.ndarray, a: Any, b: Any) -> Run:
     def run(mask: Any) -> None:
         divisor = np.where(b == 0, b.dtype.type(1), b)
-        rest = np.fmod(a, divisor)                       # C's sign, as PTX
+        rest = np.fmod(a, divisor)  # C's sign, as PTX
         write(d, rest if op == "rem" else (a - rest) // divisor, mask)
+
     return run
 
 
-
-_UNARY = {"neg": np.negative, "abs": np.abs, "sqrt": np.sqrt, "rcp": np.reciprocal, "ex2": np.exp2, "lg2": np.log2, "tanh": np.tanh}
+_UNARY = {
+    "neg": np.negative,
+    "abs": np.abs,
+    "sqrt": np.sqrt,
+    "rcp": np.reciprocal,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "tanh": np.tanh,
+}
 
 
 @binds("neg", "abs", "sqrt", "rcp", "ex2", "lg2", "tanh")
@@ -97,13 +131,19 @@ def multiply(m: Machine, i: Instruction) -> Run:
         if t[1:] == "64":
             return lambda mask: write(d, _high64(a, b, t), mask)
         wide, bits = DTYPES[t[0] + str(2 * int(t[1:]))], int(t[1:])
-        return lambda mask: write(d, (np.multiply(a, b, dtype=wide) >> wide(bits)).astype(d.dtype), mask)
+        return lambda mask: write(
+            d, (np.multiply(a, b, dtype=wide) >> wide(bits)).astype(d.dtype), mask
+        )
     return lambda mask: np.multiply(a, b, out=d, where=mask)
 
 
 def _high64(a: Any, b: Any, t: str) -> np.ndarray:
-    product = np.broadcast_to(np.asarray(a), np.broadcast(a, b).shape).astype(object) * np.asarray(b).astype(object)
-    return np.array([(int(x) >> 64) & (2**64 - 1) for x in product.reshape(-1)], np.uint64).view(DTYPES[t])
+    product = np.broadcast_to(np.asarray(a), np.broadcast(a, b).shape).astype(object) * np.asarray(
+        b
+    ).astype(object)
+    return np.array([(int(x) >> 64) & (2**64 - 1) for x in product.reshape(-1)], np.uint64).view(
+        DTYPES[t]
+    )
 
 
 @binds("mad")
@@ -128,23 +168,28 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
         return (product - (total - (total - product))) + (c - (total - product))
 
     def toward_zero(mask: Any) -> None:
-        product = np.multiply(a, b, dtype=np.float64)                       # exact: 48 bits
+        product = np.multiply(a, b, dtype=np.float64)  # exact: 48 bits
         total = product + c
         error = lost(product, total)
         beyond = np.isfinite(total) & (error != 0) & ((error > 0) != (total > 0))
         total = np.where(beyond, np.nextafter(total, 0), total)
         near = total.astype(np.float32)
-        write(d, np.where(np.abs(near) > np.abs(total), np.nextafter(near, np.float32(0)), near), mask)
+        write(
+            d, np.where(np.abs(near) > np.abs(total), np.nextafter(near, np.float32(0)), near), mask
+        )
 
     def run(mask: Any) -> None:
         product = np.multiply(a, b, dtype=np.float64)
         total = product + c
         tie = (total.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-        if tie.any():                                                       # rounding twice would go wrong: round the sum to odd
+        if tie.any():  # rounding twice would go wrong: round the sum to odd
             error = lost(product, total)
             away = np.where((error > 0) == (total > 0), np.uint64(1), np.uint64(0xFFFFFFFFFFFFFFFF))
-            total = np.where(tie & (error != 0), (total.view(np.uint64) + away).view(np.float64), total)
+            total = np.where(
+                tie & (error != 0), (total.view(np.uint64) + away).view(np.float64), total
+            )
         np.copyto(d, total, where=mask, casting="same_kind")
+
     if "rn" not in i.modifiers and "rz" not in i.modifiers:
         raise Fault("unsupported", i.text)
     return toward_zero if "rz" in i.modifiers else run
@@ -164,9 +209,10 @@ def shift(m: Machine, i: Instruction) -> Run:
     def run(mask: Any) -> None:
         clamped = np.minimum(n, width - 1).astype(d.dtype)
         result = f(a, clamped)
-        over = n >= width                              # PTX clamps: everything is shifted out
+        over = n >= width  # PTX clamps: everything is shifted out
         rest = (a >> d.dtype.type(width - 1)) if i.op == "shr" and t[0] == "s" else d.dtype.type(0)
         write(d, np.where(over, rest, result), mask)
+
     return run
 
 
@@ -177,16 +223,23 @@ def funnel_shift(m: Machine, i: Instruction) -> Run:
     left, wrap = i.modifiers[0] == "l", "wrap" in i.modifiers
 
     def run(mask: Any) -> None:
-        both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(np.uint64)
+        both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(
+            np.uint64
+        )
         amount = (np.asarray(n) & 31 if wrap else np.minimum(n, 32)).astype(np.uint64)
         r = ((both << amount) >> np.uint64(32)) if left else (both >> amount)
         write(d, r.astype(np.uint32), mask)
+
     return run
 
 
 @binds("bfi")
 def bit_field_insert(m: Machine, i: Instruction) -> Run:
-    d, a, b = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type), m.value(i.operands[2], i.type)
+    d, a, b = (
+        m.target(i.operands[0], i.type),
+        m.value(i.operands[1], i.type),
+        m.value(i.operands[2], i.type),
+    )
     position, length = int(i.operands[3], 0), int(i.operands[4], 0)
     T = d.dtype.type
     field = T((((1 << length) - 1) << position) & ((1 << d.dtype.itemsize * 8) - 1))
@@ -198,17 +251,35 @@ def bit_field_extract(m: Machine, i: Instruction) -> Run:
     d, a = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
     position, length, width = int(i.operands[2], 0), int(i.operands[3], 0), d.dtype.itemsize * 8
     T = d.dtype.type
-    up, down = T(width - position - length), T(width - length)              # signed types keep the field's sign
+    up, down = T(width - position - length), T(width - length)  # signed types keep the field's sign
     return lambda mask: write(d, (a << up) >> down, mask)
 
 
 _COMPARE: dict[str, Callable[..., Any]] = {
-            "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-            "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-            "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b),
-            "geu": lambda a, b: ~(a < b), "equ": lambda a, b: ~((a < b) | (a > b)), "neu": lambda a, b: ~(a == b),
-            "num": lambda a, b: (a == a) & (b == b), "nan": lambda a, b: (a != a) | (b != b)}
-_COMBINE: dict[str, Callable[..., Any]] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "neu": lambda a, b: ~(a == b),
+    "num": lambda a, b: (a == a) & (b == b),
+    "nan": lambda a, b: (a != a) | (b != b),
+}
+_COMBINE: dict[str, Callable[..., Any]] = {
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "xor": np.logical_xor,
+}
 
 
 @binds("setp")
@@ -218,8 +289,8 @@ def set_predicate(m: Machine, i: Instruction) -> Run:
         raise Fault("unsupported", i.text)
     d = m.target(i.operands[0], "pred")
     a, b, f = m.value(i.operands[1], t), m.value(i.operands[2], t), _COMPARE[i.modifiers[0]]
-    if t[0] == "f" and i.modifiers[0] == "ne":          # ordered: false when either is NaN
-        f = lambda x, y: (x < y) | (x > y)               # noqa: E731
+    if t[0] == "f" and i.modifiers[0] == "ne":  # ordered: false when either is NaN
+        f = lambda x, y: (x < y) | (x > y)  # noqa: E731
     if len(i.operands) == 4:
         combine, other = _COMBINE[i.modifiers[1]], i.operands[3]
         c = m.value(other.lstrip("!"), "pred")
@@ -230,7 +301,11 @@ def set_predicate(m: Machine, i: Instruction) -> Run:
 
 @binds("selp")
 def select(m: Machine, i: Instruction) -> Run:
-    d, a, b = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type), m.value(i.operands[2], i.type)
+    d, a, b = (
+        m.target(i.operands[0], i.type),
+        m.value(i.operands[1], i.type),
+        m.value(i.operands[2], i.type),
+    )
     p = m.value(i.operands[3], "pred")
     return lambda mask: write(d, np.where(p, a, b), mask)
 
@@ -246,10 +321,19 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 def convert(m: Machine, i: Instruction) -> Run:
     to, source = i.modifiers[-2], i.modifiers[-1]
     if to in ("f16x2", "bf16x2"):
-        d, high, low = m.target(i.operands[0], "u32"), m.value(i.operands[1], "f32"), m.value(i.operands[2], "f32")
-        half = (lambda x: np.asarray(x, np.float32).astype(np.float16).view(np.uint16)) if to == "f16x2" else (
-            lambda x: to_bfloat16(np.asarray(x, np.float32)))
-        return lambda mask: write(d, (half(high).astype(np.uint32) << np.uint32(16)) | half(low), mask)
+        d, high, low = (
+            m.target(i.operands[0], "u32"),
+            m.value(i.operands[1], "f32"),
+            m.value(i.operands[2], "f32"),
+        )
+        half = (
+            (lambda x: np.asarray(x, np.float32).astype(np.float16).view(np.uint16))
+            if to == "f16x2"
+            else (lambda x: to_bfloat16(np.asarray(x, np.float32)))
+        )
+        return lambda mask: write(
+            d, (half(high).astype(np.uint32) << np.uint32(16)) | half(low), mask
+        )
     a = m.value(i.operands[1], source)
     floats = ("f16", "f32", "f64")
     if to == "bf16":
@@ -260,20 +344,35 @@ def convert(m: Machine, i: Instruction) -> Run:
         return lambda mask: write(d, (a.astype(np.uint32) << np.uint32(16)).view(np.float32), mask)
     d, extended = m.wide_target(i.operands[0], to)
     if source in floats and to not in floats:
-        rounding = next((f for k, f in (("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil)) if k in i.modifiers), np.trunc)
+        rounding = next(
+            (
+                f
+                for k, f in (("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil))
+                if k in i.modifiers
+            ),
+            np.trunc,
+        )
         low, high = np.iinfo(DTYPES[to]).min, np.iinfo(DTYPES[to]).max
 
         def to_integer(mask: Any) -> None:
             x = rounding(np.asarray(a, np.float64))
-            x = np.where(np.isnan(x), 0, x)              # PTX: NaN becomes 0, the rest saturates
+            x = np.where(np.isnan(x), 0, x)  # PTX: NaN becomes 0, the rest saturates
             top = x >= float(high)
-            bounded: Any = np.clip(x, float(low), float(high) if high < 2**53 else 2.0**62).astype(DTYPES[to])
+            bounded: Any = np.clip(x, float(low), float(high) if high < 2**53 else 2.0**62).astype(
+                DTYPES[to]
+            )
             value = np.where(top, DTYPES[to](high), bounded)
             write(d, value.astype(extended), mask)
+
         return to_integer
-    if source in floats and to == source and any(r in i.modifiers for r in ("rni", "rmi", "rpi", "rzi")):
+    if (
+        source in floats
+        and to == source
+        and any(r in i.modifiers for r in ("rni", "rmi", "rpi", "rzi"))
+    ):
         whole = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}[
-            next(r for r in i.modifiers if r in ("rni", "rmi", "rpi", "rzi"))]
+            next(r for r in i.modifiers if r in ("rni", "rmi", "rpi", "rzi"))
+        ]
         return lambda mask: whole(a, out=d, where=mask)
     kind = DTYPES[to]
     if "sat" in i.modifiers and to not in floats:
@@ -298,10 +397,18 @@ def move(m: Machine, i: Instruction) -> Run:
     if source.startswith("{"):
         d, parts = m.target(to, t), [m.value(x, part) for x in vector(source)]
         bits = d.dtype.type(DTYPES[part]().itemsize * 8)
-        return lambda mask: write(d, sum(np.asarray(x).astype(d.dtype) << d.dtype.type(k) * bits
-                                         for k, x in enumerate(parts)), mask)
+        return lambda mask: write(
+            d,
+            sum(
+                np.asarray(x).astype(d.dtype) << d.dtype.type(k) * bits for k, x in enumerate(parts)
+            ),
+            mask,
+        )
     if to.startswith("{"):
-        a, targets = m.value(source, t), [m.target(x, part) if x != "_" else None for x in vector(to)]
+        a, targets = (
+            m.value(source, t),
+            [m.target(x, part) if x != "_" else None for x in vector(to)],
+        )
         T = DTYPES[t]
         bits = DTYPES[part]().itemsize * 8
 
@@ -309,6 +416,7 @@ def move(m: Machine, i: Instruction) -> Run:
             for k, x in enumerate(targets):
                 if x is not None:
                     write(x, (a >> T(k * bits)).astype(x.dtype), mask)
+
         return unpack
     d, a = m.target(to, t), m.value(source, t)
     return lambda mask: np.copyto(d, a, where=mask)
@@ -320,14 +428,23 @@ def permute_bytes(m: Machine, i: Instruction) -> Run:
     a, b, selector = (m.value(x, "u32") for x in i.operands[1:4])
 
     def run(mask: Any) -> None:
-        both = np.broadcast_to(a, d.shape).astype(np.uint64) | (np.broadcast_to(b, d.shape).astype(np.uint64) << np.uint64(32))
+        both = np.broadcast_to(a, d.shape).astype(np.uint64) | (
+            np.broadcast_to(b, d.shape).astype(np.uint64) << np.uint64(32)
+        )
         result = np.zeros(d.shape, np.uint32)
         for k in range(4):
             s = (np.asarray(selector) >> np.uint32(4 * k)) & np.uint32(15)
-            byte = ((both >> ((s & np.uint32(7)).astype(np.uint64) * np.uint64(8))) & np.uint64(255)).astype(np.uint32)
-            byte = np.where(s & np.uint32(8), np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0)), byte)
+            byte = (
+                (both >> ((s & np.uint32(7)).astype(np.uint64) * np.uint64(8))) & np.uint64(255)
+            ).astype(np.uint32)
+            byte = np.where(
+                s & np.uint32(8),
+                np.where(byte & np.uint32(128), np.uint32(255), np.uint32(0)),
+                byte,
+            )
             result |= byte << np.uint32(8 * k)
         write(d, result, mask)
+
     return run
 
 
@@ -338,9 +455,15 @@ def dot4(m: Machine, i: Instruction) -> Run:
     a, b = (m.value(x, "u32") for x in i.operands[1:3])
 
     def run(mask: Any) -> None:
-        x, y = (np.ascontiguousarray(np.broadcast_to(v, d.shape)).view(k).reshape(-1, 4).astype(np.int32)
-                for v, k in zip((a, b), kinds, strict=True))
+        x, y = (
+            np.ascontiguousarray(np.broadcast_to(v, d.shape))
+            .view(k)
+            .reshape(-1, 4)
+            .astype(np.int32)
+            for v, k in zip((a, b), kinds, strict=True)
+        )
         write(d, (x * y).sum(1, dtype=np.int32) + c, mask)
+
     return run
 
 

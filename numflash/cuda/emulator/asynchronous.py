@@ -4,6 +4,7 @@ Everything is as late as the rules allow. A cp.async lands at the wait of the th
 waits; until then the bytes are "pending" and reading them is an error. Accumulators of a wgmma are tainted until its group is
 waited for, and its operands in shared memory count as being read all that time.
 """
+
 from __future__ import annotations
 
 import re
@@ -22,7 +23,11 @@ from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 if TYPE_CHECKING:
     from .machine import Machine
 
-WGMMA_SIZES = {16: range(8, 257, 8), 8: (8, 24, *range(16, 257, 16))}      # columns, by the bits of an operand (PTX 9.7.15.2)
+WGMMA_SIZES = {
+    16: range(8, 257, 8),
+    8: (8, 24, *range(16, 257, 16)),
+}  # columns, by the bits of an operand (PTX 9.7.15.2)
+
 
 @dataclass
 class Mbarrier:
@@ -53,7 +58,9 @@ class Copies:
         self.version = 0
 
     # ---- cp.async -----------------------------------------------------------------------------------------------------------
-    def issue(self, lanes: np.ndarray, to: np.ndarray, source: np.ndarray, size: int, given: np.ndarray) -> None:
+    def issue(
+        self, lanes: np.ndarray, to: np.ndarray, source: np.ndarray, size: int, given: np.ndarray
+    ) -> None:
         m = self.m
         index = m.shared.index(to, m.block_of[lanes], size)
         data = np.zeros((lanes.size, size), np.uint8)
@@ -65,7 +72,7 @@ class Copies:
                 buffer, at = m.memory.locate(source[some], size if int(n) == size else 1)
                 if at.max() + int(n) > buffer.size:
                     raise Fault("out-of-bounds", f"cp.async source of {int(n)} bytes")
-                data[some, :int(n)] = buffer[at[:, None] + np.arange(int(n))]
+                data[some, : int(n)] = buffer[at[:, None] + np.arange(int(n))]
                 m.count("global_load_sectors", sectors(source[some], lanes[some], size))
         m.count("global_loaded", int(given.sum()))
         taken, ideal = wavefronts(index, lanes, size)
@@ -108,7 +115,9 @@ class Copies:
                 bar.expected += int(expected[mine].sum())
             bar.missing -= int(mine.sum())
             if bar.missing < 0:
-                raise Fault("protocol", f"more arrivals than the {bar.count} that the mbarrier counts")
+                raise Fault(
+                    "protocol", f"more arrivals than the {bar.count} that the mbarrier counts"
+                )
             warps = np.unique(m.warp[lanes[mine]])
             bar.clock[:] = np.maximum(bar.clock, m.shared.clock[warps].max(0))
             m.shared.tick(warps)
@@ -143,27 +152,44 @@ class Copies:
                 m.shared.clock[warps] = np.maximum(m.shared.clock[warps], bar.done)
             d[done] = True
             return done
+
         return ready
 
     # ---- TMA ----------------------------------------------------------------------------------------------------------------
-    def load_tile(self, thread: int, to: int, tensor: TensorMap, coordinates: list[int], address: int) -> None:
+    def load_tile(
+        self, thread: int, to: int, tensor: TensorMap, coordinates: list[int], address: int
+    ) -> None:
         m, block = self.m, int(self.m.block_of[thread])
         bar = self.barrier(block, address)
         array, box = tensor.array, tensor.box
         if len(coordinates) != array.ndim:
-            raise Fault("protocol", f"a copy of {len(coordinates)} coordinates by a tensor map of rank {array.ndim}")
+            raise Fault(
+                "protocol",
+                f"a copy of {len(coordinates)} coordinates by a tensor map of rank {array.ndim}",
+            )
         start = coordinates[::-1]
         tile = np.zeros(box, array.dtype)
-        inside = [slice(max(0, s), max(0, min(s + b, n))) for s, b, n in zip(start, box, array.shape, strict=True)]
+        inside = [
+            slice(max(0, s), max(0, min(s + b, n)))
+            for s, b, n in zip(start, box, array.shape, strict=True)
+        ]
         if all(s.stop > s.start for s in inside):
-            tile[tuple(slice(s.start - o, s.stop - o) for s, o in zip(inside, start, strict=True))] = array[tuple(inside)]
+            tile[
+                tuple(slice(s.start - o, s.stop - o) for s, o in zip(inside, start, strict=True))
+            ] = array[tuple(inside)]
         data = np.ascontiguousarray(tile).view(np.uint8).reshape(-1)
         offset = to + np.arange(0, data.size, 16)
         if tensor.swizzle == 128:
             if to % 1024:
-                raise Fault("misaligned", f"a tile with 128-byte swizzle at shared byte {to - 1024}; allowed: multiples of 1024")
+                raise Fault(
+                    "misaligned",
+                    f"a tile with 128-byte swizzle at shared byte {to - 1024}; allowed: multiples of 1024",
+                )
             if box[-1] * array.itemsize != 128:
-                raise Fault("protocol", f"a box row of {box[-1] * array.itemsize} bytes with 128-byte swizzle; allowed: 128")
+                raise Fault(
+                    "protocol",
+                    f"a box row of {box[-1] * array.itemsize} bytes with 128-byte swizzle; allowed: 128",
+                )
             offset = offset ^ (((offset >> 7) & 7) << 4)
         index = m.shared.index(offset, np.full(offset.size, block), 16)
         g = m.shared.granules(index, 16)
@@ -182,7 +208,12 @@ class Copies:
         shared = self.m.shared
         shared.data[index[:, None] + np.arange(16)] = data
         shared.engine[block] += 1
-        shared.state[g], shared.writer[g], shared.written[g], shared.unfenced[g] = VALID, shared.warps, shared.engine[block], False
+        shared.state[g], shared.writer[g], shared.written[g], shared.unfenced[g] = (
+            VALID,
+            shared.warps,
+            shared.engine[block],
+            False,
+        )
         bar.clock[shared.warps] = max(bar.clock[shared.warps], shared.engine[block])
         bar.expected -= data.size
         if bar.expected < 0 and bar.missing == bar.count:
@@ -201,31 +232,50 @@ def copy(m: Machine, i: Instruction) -> Run:
     if "wait_group" in i.modifiers or "wait_all" in i.modifiers:
         keep = int(i.operands[0]) if i.operands else 0
         return lambda mask: m.copies.wait(m.warps_of(mask), keep)
-    (to, to_offset), (source, offset) = m.address(i.operands[0], "u32"), m.address(i.operands[1], "u64")
+    (to, to_offset), (source, offset) = (
+        m.address(i.operands[0], "u32"),
+        m.address(i.operands[1], "u64"),
+    )
     size = int(i.operands[2])
     given = m.value(i.operands[3], "u32") if len(i.operands) > 3 else np.uint32(size)
 
     def run(mask: Any) -> None:
         lanes = m.thread if mask is True else np.nonzero(mask)[0]
-        m.copies.issue(lanes, np.broadcast_to(to, m.n)[lanes].astype(np.int64) + to_offset,
-                       np.broadcast_to(source, m.n)[lanes] + np.uint64(offset), size, np.broadcast_to(given, m.n)[lanes])
+        m.copies.issue(
+            lanes,
+            np.broadcast_to(to, m.n)[lanes].astype(np.int64) + to_offset,
+            np.broadcast_to(source, m.n)[lanes] + np.uint64(offset),
+            size,
+            np.broadcast_to(given, m.n)[lanes],
+        )
+
     return run
 
 
 def _bulk(m: Machine, i: Instruction) -> Run:
     if "tensor" not in i.modifiers or not any(x.startswith("mbarrier") for x in i.modifiers):
         raise Fault("unsupported", i.text)
-    (to, to_offset), (bar, bar_offset) = m.address(i.operands[0], "u32"), m.address(i.operands[2], "u32")
-    name, coordinates = re.fullmatch(r"\[(\S+),\s*\{(.*)\}\]", i.operands[1]).groups()      # type: ignore[union-attr]
+    (to, to_offset), (bar, bar_offset) = (
+        m.address(i.operands[0], "u32"),
+        m.address(i.operands[2], "u32"),
+    )
+    name, coordinates = re.fullmatch(r"\[(\S+),\s*\{(.*)\}\]", i.operands[1]).groups()  # type: ignore[union-attr]
     tensor, places = m.value(name, "u64"), [m.value(x, "s32") for x in vector(coordinates)]
 
     def run(mask: Any) -> None:
-        for t in (m.thread if mask is True else np.nonzero(mask)[0]):
-            at = lambda x: np.broadcast_to(x, m.n)[t]                # noqa: B023, E731
+        for t in m.thread if mask is True else np.nonzero(mask)[0]:
+            at = lambda x: np.broadcast_to(x, m.n)[t]  # noqa: B023, E731
             described = m.maps.get(int(at(tensor)))
             if described is None:
                 raise Fault("protocol", f"no tensor map at {int(at(tensor)):#x}")
-            m.copies.load_tile(int(t), int(at(to)) + to_offset, described, [int(at(p)) for p in places], int(at(bar)) + bar_offset)
+            m.copies.load_tile(
+                int(t),
+                int(at(to)) + to_offset,
+                described,
+                [int(at(p)) for p in places],
+                int(at(bar)) + bar_offset,
+            )
+
     return run
 
 
@@ -244,11 +294,14 @@ def mbarrier(m: Machine, i: Instruction) -> Run:
             m.copies.arrive(lanes, address, values if "expect_tx" in i.modifiers else None)
         elif what == "init":
             m.shared.index(address, m.block_of[lanes], 8)
-            for lane, a, n in zip(lanes, address, values, strict=True):        # type: ignore[arg-type]
+            for lane, a, n in zip(lanes, address, values, strict=True):  # type: ignore[arg-type]
                 clock = np.zeros(m.warps_per_block + 1, np.int32)
-                m.copies.barriers[int(m.block_of[lane]), int(a)] = Mbarrier(int(n), int(n), clock, clock.copy())
+                m.copies.barriers[int(m.block_of[lane]), int(a)] = Mbarrier(
+                    int(n), int(n), clock, clock.copy()
+                )
         else:
             raise Fault("unsupported", i.text)
+
     return run
 
 
@@ -262,16 +315,22 @@ class Products:
 
     def reset(self) -> None:
         warps = self.m.n // 32
-        self.tainted: dict[str, np.ndarray] = {}            # register -> (warps,) number of the group that will deliver it
-        self.frozen: dict[str, np.ndarray] = {}             # A fragments that a product still reads
-        self.current = np.zeros(warps, np.int64)            # groups committed so far; the open one has the next number
+        self.tainted: dict[
+            str, np.ndarray
+        ] = {}  # register -> (warps,) number of the group that will deliver it
+        self.frozen: dict[str, np.ndarray] = {}  # A fragments that a product still reads
+        self.current = np.zeros(
+            warps, np.int64
+        )  # groups committed so far; the open one has the next number
         self.retired = np.zeros(warps, np.int64)
         self.fenced = np.zeros(warps, bool)
-        self.reading: list[tuple[int, int, np.ndarray]] = []      # (warp, group, granules)
+        self.reading: list[tuple[int, int, np.ndarray]] = []  # (warp, group, granules)
 
     def taint(self, where: dict[str, np.ndarray], names: list[str], warps: np.ndarray) -> None:
         for name in names:
-            where.setdefault(name, np.zeros(self.m.n // 32, np.int64))[warps] = self.current[warps] + 1
+            where.setdefault(name, np.zeros(self.m.n // 32, np.int64))[warps] = (
+                self.current[warps] + 1
+            )
 
     def late(self, where: dict[str, np.ndarray], name: str) -> np.ndarray | None:
         group = where.get(name)
@@ -291,15 +350,18 @@ class Products:
             active = self.m.warps_of(mask) if active is None else active
             if not late[active].any():
                 continue
-            if i.op == "mov" and name not in writes:        # the compiler's renaming of tied registers
+            if i.op == "mov" and name not in writes:  # the compiler's renaming of tied registers
                 for to in registers_of(i.operands[0]):
                     group = self.tainted.setdefault(to, np.zeros(self.m.n // 32, np.int64))
                     group[active] = self.tainted[name][active]
                 continue
-            if i.op == "mov" and self.late(self.tainted, registers_of(i.operands[1])[-1]) is not None:
+            if (
+                i.op == "mov"
+                and self.late(self.tainted, registers_of(i.operands[1])[-1]) is not None
+            ):
                 continue
             raise Fault("pending", f"register {name} used before wgmma.wait_group")
-        if i.op == "mov" and active is None:                # overwritten by a finished value
+        if i.op == "mov" and active is None:  # overwritten by a finished value
             for to in writes:
                 if to in self.tainted:
                     self.tainted[to][self.m.warps_of(mask)] = 0
@@ -313,9 +375,13 @@ class Products:
         self.fenced[warps] = False
         mine = set(warps.tolist())
         done = [x for x in self.reading if x[0] in mine and x[1] <= self.retired[x[0]]]
-        self.reading = [x for x in self.reading if not (x[0] in mine and x[1] <= self.retired[x[0]])]
+        self.reading = [
+            x for x in self.reading if not (x[0] in mine and x[1] <= self.retired[x[0]])
+        ]
         for warp, _, g in done:
-            m.shared.reads[g, warp % m.warps_per_block] = m.shared.clock[warp, warp % m.warps_per_block]
+            m.shared.reads[g, warp % m.warps_per_block] = m.shared.clock[
+                warp, warp % m.warps_per_block
+            ]
         for warp, _, g in self.reading:
             m.shared.reads[g, warp % m.warps_per_block] = IN_FLIGHT
         if (self.retired == self.current).all():
@@ -329,9 +395,13 @@ def wgmma(m: Machine, i: Instruction) -> Run:
     if what == "fence":
         return lambda mask: write(m.products.fenced, True, _groups_of_four(m, mask, "wgmma.fence"))
     if what == "commit_group":
-        return lambda mask: m.products.commit(_groups_of_four(m, mask, "wgmma.commit_group", numbers=True))
+        return lambda mask: m.products.commit(
+            _groups_of_four(m, mask, "wgmma.commit_group", numbers=True)
+        )
     if what == "wait_group":
-        return lambda mask: m.products.wait(_groups_of_four(m, mask, "wgmma.wait_group", numbers=True), int(i.operands[0]))
+        return lambda mask: m.products.wait(
+            _groups_of_four(m, mask, "wgmma.wait_group", numbers=True), int(i.operands[0])
+        )
     return _product(m, i)
 
 
@@ -351,10 +421,13 @@ def _groups_of_four(m: Machine, mask: Any, what: str, numbers: bool = False) -> 
 
 def _product(m: Machine, i: Instruction) -> Run:
     shape = next(x for x in i.modifiers if x.startswith("m64"))
-    n, k = (int(x) for x in re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())               # type: ignore[union-attr]
+    n, k = (int(x) for x in re.fullmatch(r"m64n(\d+)k(\d+)", shape).groups())  # type: ignore[union-attr]
     td, ta, tb = i.modifiers[-3:]
     bytes_in = {ta, tb} <= {"s8", "u8"}
-    if not ((bytes_in and td == "s32" and k == 32) or (ta == tb in ("f16", "bf16") and td == "f32" and k == 16)):
+    if not (
+        (bytes_in and td == "s32" and k == 32)
+        or (ta == tb in ("f16", "bf16") and td == "f32" and k == 16)
+    ):
         raise Fault("unsupported", i.text)
     if n not in WGMMA_SIZES[BITS[ta]]:
         raise Fault("protocol", f"there is no {shape} for {ta}")
@@ -363,8 +436,12 @@ def _product(m: Machine, i: Instruction) -> Run:
     if len(vector(d)) != n // 2 or (in_registers and len(vector(a)) != 4):
         raise Fault("protocol", f"{shape} takes {n // 2} accumulators and 4 registers of A")
     flags = [int(x) for x in i.operands[4:]]
-    if len(flags) != (0 if bytes_in else 3 if in_registers else 4):     # bytes are K-major and have neither sign nor transposition
-        raise Fault("protocol", f"{len(flags)} immediates after the operands of {shape}.{td}.{ta}.{tb}")
+    if len(flags) != (
+        0 if bytes_in else 3 if in_registers else 4
+    ):  # bytes are K-major and have neither sign nor transposition
+        raise Fault(
+            "protocol", f"{len(flags)} immediates after the operands of {shape}.{td}.{ta}.{tb}"
+        )
     if flags[:2] not in ([], [1, 1]):
         raise Fault("unsupported", i.text)
     trans_b = 0 if bytes_in else flags[-1]
@@ -381,7 +458,10 @@ def _product(m: Machine, i: Instruction) -> Run:
         warps = _groups_of_four(m, mask, "wgmma", numbers=True)
         state = m.products
         if not state.fenced[warps].all():
-            raise Fault("protocol", "wgmma without wgmma.fence since the last wait: registers written before may not be seen")
+            raise Fault(
+                "protocol",
+                "wgmma without wgmma.fence since the last wait: registers written before may not be seen",
+            )
         for four in warps.reshape(-1, 4):
             first, threads = int(four[0]) * 32, slice(int(four[0]) * 32, int(four[0]) * 32 + 128)
             B = _tile(m, int(np.broadcast_to(view_b, m.n)[first]), n, k, trans_b, tb, four)
@@ -400,19 +480,25 @@ def _product(m: Machine, i: Instruction) -> Run:
             state.taint(state.frozen, vector(a), warps)
         m.count("tensor_operations", warps.size)
         m.count("tensor_flops", warps.size // 4 * 2 * 64 * n * k)
+
     return run
 
 
-def _tile(m: Machine, descriptor: int, mn: int, k: int, mn_major: int, t: str, four: np.ndarray) -> np.ndarray:
+def _tile(
+    m: Machine, descriptor: int, mn: int, k: int, mn_major: int, t: str, four: np.ndarray
+) -> np.ndarray:
     """Read an (mn, k) operand through its matrix descriptor (PTX 9.7.15.5.1.2.2), 128-byte swizzle, and mark it as being read."""
     start, lead, stride = ((descriptor >> s & 0x3FFF) << 4 for s in (0, 16, 32))
     if descriptor >> 62 != 1:
-        raise Fault("unsupported", f"matrix descriptor {descriptor:#x}: only the 128-byte swizzle is emulated")
+        raise Fault(
+            "unsupported",
+            f"matrix descriptor {descriptor:#x}: only the 128-byte swizzle is emulated",
+        )
     size = BITS[t] // 8
     r, c = np.arange(mn)[:, None], np.arange(k)[None]
-    if mn_major:                       # atoms of 64 elements x 8 k-rows: `lead` between atoms along mn, `stride` along k
+    if mn_major:  # atoms of 64 elements x 8 k-rows: `lead` between atoms along mn, `stride` along k
         offset = (r >> 6) * lead + (r & 63) * size + (c >> 3) * stride + (c & 7) * 128
-    else:                              # atoms of 8 rows x 128 bytes: `stride` between atoms along mn
+    else:  # atoms of 8 rows x 128 bytes: `stride` between atoms along mn
         offset = (r >> 3) * stride + (r & 7) * 128 + c * size
     address = start + offset
     address = address ^ (((address >> 7) & 7) << 4)

@@ -1,4 +1,5 @@
 """What the emulator raises, and the fault that handlers raise before the place is known."""
+
 from __future__ import annotations
 
 from ...errors import NumflashError
@@ -26,7 +27,9 @@ class EmulatorError(NumflashError, RuntimeError):
         Line of the kernel in Python.
     """
 
-    def __init__(self, kind: str, message: str, ptx_line: int, ptx: str, source: tuple[str, int] | None) -> None:
+    def __init__(
+        self, kind: str, message: str, ptx_line: int, ptx: str, source: tuple[str, int] | None
+    ) -> None:
         place = f"\n  PTX line {ptx_line}: {ptx}"
         if source:
             place += f"\n  source {source[0]}:{source[1]}"

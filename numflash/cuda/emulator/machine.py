@@ -5,6 +5,7 @@ smallest program counter first, and merge where they meet. After every barrier t
 and one cohort runs as far as it can before the other moves: a missing barrier then shows as wrong or missing data, besides
 being found by the shadow memory (`memory.Shared`).
 """
+
 from __future__ import annotations
 
 import struct
@@ -20,7 +21,7 @@ from .memory import RESERVED, Global, Shared
 from .parse import Instruction, Program, registers_of
 
 SHARED_WINDOW, LOCAL_WINDOW = 0x7F00_0000_0000_0000, 0x7E00_0000_0000_0000
-STEP_LIMIT = 5_000_000           # branches in one batch
+STEP_LIMIT = 5_000_000  # branches in one batch
 PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
 
 
@@ -45,16 +46,41 @@ class Barrier:
 class Machine:
     """A batch of `blocks` blocks of one kernel; `run` may be called again for other blocks of the grid."""
 
-    def __init__(self, program: Program, blocks: int, grid: tuple[int, int, int], block: tuple[int, int, int], dynamic_shared: int,
-                 memory: Global, parameters: dict[str, Any], maps: dict[int, Any], schedule: str, seed: int) -> None:
-        self.program, self.grid, self.block, self.memory, self.maps = program, grid, block, memory, maps
+    def __init__(
+        self,
+        program: Program,
+        blocks: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        dynamic_shared: int,
+        memory: Global,
+        parameters: dict[str, Any],
+        maps: dict[int, Any],
+        schedule: str,
+        seed: int,
+    ) -> None:
+        self.program, self.grid, self.block, self.memory, self.maps = (
+            program,
+            grid,
+            block,
+            memory,
+            maps,
+        )
         self.parameters, self.schedule = parameters, schedule
         self.random = np.random.default_rng(seed)
         self.threads_per_block = block[0] * block[1] * block[2]
         if self.threads_per_block % 32:
-            raise EmulatorError("unsupported", f"{self.threads_per_block} threads per block; allowed: multiples of 32", 0, "", None)
+            raise EmulatorError(
+                "unsupported",
+                f"{self.threads_per_block} threads per block; allowed: multiples of 32",
+                0,
+                "",
+                None,
+            )
         self.blocks, self.n = blocks, blocks * self.threads_per_block
-        self.together = 4 if any(i.op == "wgmma" for i in program.code) else 1      # warps that stay in one cohort
+        self.together = (
+            4 if any(i.op == "wgmma" for i in program.code) else 1
+        )  # warps that stay in one cohort
         self.warps_per_block = self.threads_per_block // 32
         self.thread = np.arange(self.n)
         self.warp, self.block_of = self.thread >> 5, self.thread // self.threads_per_block
@@ -99,15 +125,29 @@ class Machine:
         """The smallest shared access of the kernel, at most 16 bytes: what the shadow distinguishes."""
         sizes = [16]
         for i in self.program.code:
-            if i.op in ("ld", "st", "atom") and "param" not in i.modifiers and "global" not in i.modifiers:
-                sizes.append(DTYPES[i.type]().itemsize * next((int(m[1]) for m in i.modifiers if m in ("v2", "v4")), 1))
+            if (
+                i.op in ("ld", "st", "atom")
+                and "param" not in i.modifiers
+                and "global" not in i.modifiers
+            ):
+                sizes.append(
+                    DTYPES[i.type]().itemsize
+                    * next((int(m[1]) for m in i.modifiers if m in ("v2", "v4")), 1)
+                )
         return min(16, *sizes)
 
     def _special_registers(self) -> dict[str, np.ndarray]:
         x, y, _ = self.block
         t = self.thread % self.threads_per_block
-        fixed = {"%tid.x": t % x, "%tid.y": t // x % y, "%tid.z": t // (x * y), "%laneid": t & 31, "%warpid": t >> 5,
-                 "%dynamic_smem_size": np.full(self.n, self.dynamic_shared), "%clock": np.zeros(self.n)}
+        fixed = {
+            "%tid.x": t % x,
+            "%tid.y": t // x % y,
+            "%tid.z": t // (x * y),
+            "%laneid": t & 31,
+            "%warpid": t >> 5,
+            "%dynamic_smem_size": np.full(self.n, self.dynamic_shared),
+            "%clock": np.zeros(self.n),
+        }
         for k, axis in enumerate("xyz"):
             fixed["%ntid." + axis] = np.full(self.n, self.block[k])
             fixed["%nctaid." + axis] = np.full(self.n, self.grid[k])
@@ -127,20 +167,27 @@ class Machine:
         """A live view of a register as type t, an array for a special register, or a scalar for a constant."""
         kind = np.dtype(DTYPES[t])
         if operand in self.special:
-            return self.special[operand].view(kind) if kind.itemsize == 4 else self.special[operand].astype(kind)
+            return (
+                self.special[operand].view(kind)
+                if kind.itemsize == 4
+                else self.special[operand].astype(kind)
+            )
         if operand in self.program.registers:
             base = self.base(operand)
             if base.dtype == kind:
                 return base
             if base.dtype.itemsize < kind.itemsize:
                 raise Fault("unsupported", f"register {operand} is narrower than {t}")
-            return base.view(kind)[:: base.dtype.itemsize // kind.itemsize]        # low part (little-endian)
+            return base.view(kind)[
+                :: base.dtype.itemsize // kind.itemsize
+            ]  # low part (little-endian)
         if operand in self.symbols:
             return kind.type(self.symbols[operand])
         if operand.startswith(("0f", "0d")):
             raw = bytes.fromhex(operand[2:])
-            return np.array(struct.unpack(">f" if len(raw) == 4 else ">d", raw)[0], f"f{len(raw)}").view(
-                kind if kind.itemsize == len(raw) else f"f{len(raw)}")[()]
+            return np.array(
+                struct.unpack(">f" if len(raw) == 4 else ">d", raw)[0], f"f{len(raw)}"
+            ).view(kind if kind.itemsize == len(raw) else f"f{len(raw)}")[()]
         number = int(operand.rstrip("U"), 0)
         if kind.kind in "fb":
             return kind.type(number)
@@ -186,14 +233,22 @@ class Machine:
                 else:
                     kind, run = PLAIN, BINDERS[i.op](self, i)
             except KeyError:
-                raise EmulatorError("unsupported", "instruction not implemented", i.line, i.text, i.source) from None
+                raise EmulatorError(
+                    "unsupported", "instruction not implemented", i.line, i.text, i.source
+                ) from None
             except Fault as fault:
                 raise EmulatorError(fault.kind, str(fault), i.line, i.text, i.source) from None
             kinds.append(kind)
             runs.append(run)
-            predicates.append(None if i.predicate is None else (self.value(i.predicate, "pred"), i.negated))
+            predicates.append(
+                None if i.predicate is None else (self.value(i.predicate, "pred"), i.negated)
+            )
             names = [frozenset(registers_of(x)) for x in i.operands]
-            writes = names[0] if names and i.op not in ("st", "bra", "bar", "mbarrier", "cp", "red") else frozenset()
+            writes = (
+                names[0]
+                if names and i.op not in ("st", "bra", "bar", "mbarrier", "cp", "red")
+                else frozenset()
+            )
             self.touched.append((frozenset().union(*names), writes))
         return kinds, runs, predicates
 
@@ -203,7 +258,9 @@ class Machine:
 
     def warps_of(self, mask: Any) -> np.ndarray:
         """Numbers (in the batch) of the warps with any active thread."""
-        return np.arange(self.n // 32) if mask is True else np.nonzero(mask.reshape(-1, 32).any(1))[0]
+        return (
+            np.arange(self.n // 32) if mask is True else np.nonzero(mask.reshape(-1, 32).any(1))[0]
+        )
 
     def whole_warps(self, mask: Any, what: str) -> np.ndarray:
         """As `warps_of`, for a `.sync` operation: part of a warp is a fault."""
@@ -215,8 +272,11 @@ class Machine:
         some, every = rows.any(1), rows.all(1)
         if (some & ~every).any():
             warp = int(np.nonzero(some & ~every)[0][0])
-            raise Fault("divergent", f"{what} reached by {int(rows[warp].sum())} of the 32 threads of warp "
-                                     f"{warp % self.warps_per_block}")
+            raise Fault(
+                "divergent",
+                f"{what} reached by {int(rows[warp].sum())} of the 32 threads of warp "
+                f"{warp % self.warps_per_block}",
+            )
         found = np.nonzero(every)[0]
         self._warps_cache = (mask, found)
         return found
@@ -249,13 +309,17 @@ class Machine:
     def _raise(self, kind: str, message: str, group: Group) -> None:
         i = self.program.code[group.pc]
         block = int(self.block_of[np.nonzero(group.mask)[0][0]])
-        where = tuple(int(self.special["%ctaid." + a][block * self.threads_per_block]) for a in "xyz")
+        where = tuple(
+            int(self.special["%ctaid." + a][block * self.threads_per_block]) for a in "xyz"
+        )
         raise EmulatorError(kind, f"{message} [block {where}]", i.line, i.text, i.source) from None
 
     def _deal(self, pc: int, mask: np.ndarray) -> None:
         """Put these (whole) warps at pc, in two random cohorts."""
         if self.schedule == "random":
-            side = self.random.integers(0, 2, self.n // 32).astype(bool)[self.warp // self.together * self.together]
+            side = self.random.integers(0, 2, self.n // 32).astype(bool)[
+                self.warp // self.together * self.together
+            ]
             for cohort, part in enumerate((mask & side, mask & ~side)):
                 if part.any():
                     self.groups.append(Group(pc, part, cohort))
@@ -271,7 +335,9 @@ class Machine:
             if key in seen:
                 into = seen[key]
                 self.groups.remove(into)
-                self.groups[self.groups.index(g)] = seen[key] = Group(g.pc, g.mask | into.mask, g.cohort, g.wait)
+                self.groups[self.groups.index(g)] = seen[key] = Group(
+                    g.pc, g.mask | into.mask, g.cohort, g.wait
+                )
             else:
                 seen[key] = g
 
@@ -297,7 +363,10 @@ class Machine:
 
     def _advance(self, g: Group) -> None:
         """Run one group until it branches apart, waits, ends, or reaches another group of its cohort."""
-        limit = min((x.pc for x in self.groups if x is not g and x.cohort == g.cohort and x.wait is None), default=1 << 60)
+        limit = min(
+            (x.pc for x in self.groups if x is not g and x.cohort == g.cohort and x.wait is None),
+            default=1 << 60,
+        )
         kinds, runs, predicates, executed = self.kinds, self.runs, self.predicates, self.executed
         where: Any = True if g.mask.all() else g.mask
         while True:
@@ -322,7 +391,10 @@ class Machine:
             elif kind == BRANCH:
                 self.steps += 1
                 if self.steps > STEP_LIMIT:
-                    raise Fault("deadlock", f"more than {STEP_LIMIT} branches without an end: an endless loop")
+                    raise Fault(
+                        "deadlock",
+                        f"more than {STEP_LIMIT} branches without an end: an endless loop",
+                    )
                 if self._branch(g, runs[pc], guard):
                     return
             else:
@@ -379,19 +451,29 @@ class Machine:
     def _barrier(self, g: Group, operands: tuple[Any, Any, bool]) -> None:
         number, threads, only_arrive = operands
         warps = self.whole_warps(g.mask, "barrier")
-        if number is None:                              # bar.warp.sync: the warp is together, so it is done
+        if number is None:  # bar.warp.sync: the warp is together, so it is done
             g.pc += 1
             return
         first = warps * 32
         ids = np.broadcast_to(number, self.n)[first]
-        expected = np.broadcast_to(threads, self.n)[first] if threads is not None else np.zeros(warps.size, int)
+        expected = (
+            np.broadcast_to(threads, self.n)[first]
+            if threads is not None
+            else np.zeros(warps.size, int)
+        )
         for warp, name, count in zip(warps, ids, expected, strict=True):
             key = (int(warp) // self.warps_per_block, int(name))
             state = self.barriers.setdefault(key, Barrier(int(count), []))
             if int(warp) in state.warps:
-                raise Fault("protocol", f"warp {int(warp) % self.warps_per_block} came to barrier {int(name)} twice in one round")
+                raise Fault(
+                    "protocol",
+                    f"warp {int(warp) % self.warps_per_block} came to barrier {int(name)} twice in one round",
+                )
             if state.expected != int(count) or int(count) % 32:
-                raise Fault("protocol", f"barrier {int(name)} is used for {state.expected} and for {int(count)} threads")
+                raise Fault(
+                    "protocol",
+                    f"barrier {int(name)} is used for {state.expected} and for {int(count)} threads",
+                )
             state.warps.append(int(warp))
         self.count("barriers", warps.size)
         g.pc += 1
@@ -400,7 +482,9 @@ class Machine:
             for name in np.unique(ids):
                 chosen = np.zeros(self.n // 32, bool)
                 chosen[warps[ids == name]] = True
-                self.groups.append(Group(g.pc, g.mask & chosen[self.warp], g.cohort, ("barrier", int(name))))
+                self.groups.append(
+                    Group(g.pc, g.mask & chosen[self.warp], g.cohort, ("barrier", int(name)))
+                )
         self._check_barriers()
 
     def _check_barriers(self) -> None:

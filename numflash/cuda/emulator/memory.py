@@ -4,15 +4,18 @@ The shadow knows for each granule of shared memory whether it holds data, whethe
 wrote it last and who has read it since, in the vector clocks of the warps (FastTrack, Flanagan and Freund 2009). A barrier or an
 mbarrier joins clocks; an access that is not ordered after the one it conflicts with is a race, whatever the schedule was.
 """
+
 from __future__ import annotations
 
 import numpy as np
 
 from .errors import Fault
 
-RESERVED = 1024                       # the first KB of a block's window belongs to the system, and catches null pointers
+RESERVED = 1024  # the first KB of a block's window belongs to the system, and catches null pointers
 EMPTY, VALID, PENDING = 0, 1, 2
-IN_FLIGHT = np.int32(2**31 - 1)       # read clock of an operand that an asynchronous product has not finished with
+IN_FLIGHT = np.int32(
+    2**31 - 1
+)  # read clock of an operand that an asynchronous product has not finished with
 
 
 class Global:
@@ -25,11 +28,15 @@ class Global:
     def add(self, array: np.ndarray) -> int:
         """Register a C-contiguous array; returns its address."""
         address = self.next
-        self.buffers.append((address, array.nbytes, array.reshape(-1).view(np.uint8), array.flags.writeable))
+        self.buffers.append(
+            (address, array.nbytes, array.reshape(-1).view(np.uint8), array.flags.writeable)
+        )
         self.next += (array.nbytes + 0x20_0000) & ~0xFFFF
         return address
 
-    def locate(self, address: np.ndarray, size: int, write: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def locate(
+        self, address: np.ndarray, size: int, write: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The buffer that holds all these accesses of `size` bytes, and their offsets in it."""
         low, high = int(address.min()), int(address.max()) + size
         for base, n, data, writeable in self.buffers:
@@ -45,7 +52,11 @@ class Global:
         for a in (int(x) for x in address):
             if not any(base <= a and a + size <= base + n for base, n, *_ in self.buffers):
                 before = [(base, n) for base, n, *_ in self.buffers if base <= a]
-                near = f", {a - before[-1][0]} bytes into an array of {before[-1][1]}" if before else ""
+                near = (
+                    f", {a - before[-1][0]} bytes into an array of {before[-1][1]}"
+                    if before
+                    else ""
+                )
                 return f"global access of {size} bytes at {a:#x}{near}"
         return f"one instruction touches several arrays, {int(address.min()):#x} to {int(address.max()):#x}"
 
@@ -83,7 +94,10 @@ class Shared:
         a = address.astype(np.int64)
         if a.size and (int(a.min()) < RESERVED or int(a.max()) + size > self.size):
             bad = int(a[(a < RESERVED) | (a + size > self.size)][0])
-            raise Fault("out-of-bounds", f"shared access of {size} bytes at {bad - RESERVED} of {self.size - RESERVED}")
+            raise Fault(
+                "out-of-bounds",
+                f"shared access of {size} bytes at {bad - RESERVED} of {self.size - RESERVED}",
+            )
         if (a & (size - 1)).any():
             bad = int(a[(a & (size - 1)) != 0][0])
             raise Fault("misaligned", f"shared access of {size} bytes at {bad - RESERVED}")
@@ -97,33 +111,57 @@ class Shared:
         state = self.state[g]
         if (state != VALID).any():
             if (state == PENDING).any():
-                raise Fault("pending", f"{self._where(g, state == PENDING)} read before the wait that makes the copy visible")
+                raise Fault(
+                    "pending",
+                    f"{self._where(g, state == PENDING)} read before the wait that makes the copy visible",
+                )
             raise Fault("uninitialised", f"{self._where(g, state == EMPTY)} read but never written")
         if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
             bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
-            raise Fault("race", f"{self._where(g, bad)} read by warp {self._warp(warp, bad)} without a barrier after the write of "
-                                f"{self._name(self.writer[g][bad][0])}")
+            raise Fault(
+                "race",
+                f"{self._where(g, bad)} read by warp {self._warp(warp, bad)} without a barrier after the write of "
+                f"{self._name(self.writer[g][bad][0])}",
+            )
         if asynchronous:
             if self.unfenced[g].any():
-                raise Fault("race", f"{self._where(g, self.unfenced[g])} read by the asynchronous proxy without fence.proxy.async")
+                raise Fault(
+                    "race",
+                    f"{self._where(g, self.unfenced[g])} read by the asynchronous proxy without fence.proxy.async",
+                )
             self.reads[g, (warp % self.warps)[:, None]] = IN_FLIGHT
         else:
-            self.reads[g, (warp % self.warps)[:, None]] = self.clock[warp, warp % self.warps][:, None]
+            self.reads[g, (warp % self.warps)[:, None]] = self.clock[warp, warp % self.warps][
+                :, None
+            ]
 
     def check_write(self, g: np.ndarray, warp: np.ndarray) -> None:
         """g (n, k) granules about to be overwritten by warps (n,): all earlier accesses must be known to them."""
         if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
             bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
-            raise Fault("race", f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} without a barrier "
-                                f"after the write of {self._name(self.writer[g][bad][0])}")
-        late = self.reads[g] > self.clock[warp, :self.warps][:, None, :]
+            raise Fault(
+                "race",
+                f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} without a barrier "
+                f"after the write of {self._name(self.writer[g][bad][0])}",
+            )
+        late = self.reads[g] > self.clock[warp, : self.warps][:, None, :]
         if late.any():
             bad, reader = late.any(2), int(np.nonzero(late.any((0, 1)))[0][0])
             flying = (self.reads[g] == IN_FLIGHT).any()
-            raise Fault("race", f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} while warp {reader} "
-                                + ("has an asynchronous product reading it" if flying else "may still be reading it"))
+            raise Fault(
+                "race",
+                f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} while warp {reader} "
+                + (
+                    "has an asynchronous product reading it"
+                    if flying
+                    else "may still be reading it"
+                ),
+            )
         if (self.state[g] == PENDING).any():
-            raise Fault("pending", f"{self._where(g, self.state[g] == PENDING)} overwritten while a copy into it is under way")
+            raise Fault(
+                "pending",
+                f"{self._where(g, self.state[g] == PENDING)} overwritten while a copy into it is under way",
+            )
 
     def note_write(self, g: np.ndarray, warp: np.ndarray, generic: bool = True) -> None:
         self.state[g] = VALID
@@ -134,7 +172,10 @@ class Shared:
     def fence(self, warps: np.ndarray) -> None:
         """fence.proxy.async by these warps: what they have written, or know of, may be read by the asynchronous proxy."""
         for warp in warps:
-            block = slice(warp // self.warps * self.size // self.granule, (warp // self.warps + 1) * self.size // self.granule)
+            block = slice(
+                warp // self.warps * self.size // self.granule,
+                (warp // self.warps + 1) * self.size // self.granule,
+            )
             known = self.written[block] <= self.clock[warp][self.writer[block]]
             self.unfenced[block] &= ~known
 
@@ -167,7 +208,9 @@ def wavefronts(address: np.ndarray, thread: np.ndarray, size: int) -> tuple[int,
     words = (address.astype(np.int64) // 4)[:, None] + np.arange(max(1, size // 4))
     distinct = np.unique((phase[:, None].astype(np.int64) << 32) | words)
     phases, number = np.unique(distinct >> 32, return_inverse=True)
-    per_bank = np.bincount(number * 32 + (distinct & 31), minlength=phases.size * 32).reshape(-1, 32)
+    per_bank = np.bincount(number * 32 + (distinct & 31), minlength=phases.size * 32).reshape(
+        -1, 32
+    )
     return int(per_bank.max(1).sum()), int(np.maximum(1, -(-per_bank.sum(1) // 32)).sum())
 
 
@@ -177,4 +220,8 @@ def sectors(address: np.ndarray, thread: np.ndarray, size: int) -> int:
     last = (address.astype(np.int64) + size - 1) >> 5
     warp = (thread >> 5).astype(np.int64) << 44
     count = np.unique(warp | first).size
-    return count if size <= 32 and (first == last).all() else np.unique(np.concatenate([warp | first, warp | last])).size
+    return (
+        count
+        if size <= 32 and (first == last).all()
+        else np.unique(np.concatenate([warp | first, warp | last])).size
+    )

@@ -1,4 +1,5 @@
 """PTX text to a list of instructions: what NVVM writes for our kernels, inline assembly and `.loc` lines included."""
+
 from __future__ import annotations
 
 import re
@@ -7,9 +8,14 @@ from dataclasses import dataclass, field
 from .errors import EmulatorError
 
 _LABEL = re.compile(r"([$\w]+):(?!:)")
-_SHARED = re.compile(r"^\s*(?:\.extern\s+|\.visible\s+)*\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?\s*;", re.M)
+_SHARED = re.compile(
+    r"^\s*(?:\.extern\s+|\.visible\s+)*\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+(\w+)(?:\[(\d*)\])?\s*;",
+    re.M,
+)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.S)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+[^%\s]*\s*)*([\w$]+)(?:\[(\d+)\])?")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+[^%\s]*\s*)*([\w$]+)(?:\[(\d+)\])?"
+)
 
 
 @dataclass
@@ -49,7 +55,9 @@ class Program:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, tuple[int, int]] = field(default_factory=dict)        # name -> (bytes, alignment); 0 bytes is dynamic
+    shared: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # name -> (bytes, alignment); 0 bytes is dynamic
     local: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -119,7 +127,11 @@ class _Body:
         for scope in self.scopes:
             names.update(scope)
         if names:
-            s = re.sub(r"(?<![\w%.$])([A-Za-z_]\w*)(?![\w])", lambda m: names.get(m.group(1), m.group(1)), s)
+            s = re.sub(
+                r"(?<![\w%.$])([A-Za-z_]\w*)(?![\w])",
+                lambda m: names.get(m.group(1), m.group(1)),
+                s,
+            )
         predicate, negated, rest = None, False, s
         if s.startswith("@"):
             guard, rest = s.split(None, 1)
@@ -127,16 +139,28 @@ class _Body:
         head, _, tail = rest.partition(" ")
         op, *modifiers = head.split(".")
         modifiers = [m for m in modifiers if m]
-        self.program.code.append(Instruction(op, tuple(modifiers), tuple(_split(tail)), predicate, negated,
-                                              self.line, self.source, s))
+        self.program.code.append(
+            Instruction(
+                op,
+                tuple(modifiers),
+                tuple(_split(tail)),
+                predicate,
+                negated,
+                self.line,
+                self.source,
+                s,
+            )
+        )
         return None
 
     def _declare(self, s: str) -> None:
-        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", s).groups()            # type: ignore[union-attr]
+        kind, names = re.match(r"\.reg\s*\.(\w+)\s+(.*)", s).groups()  # type: ignore[union-attr]
         for name in (n.strip() for n in names.split(",")):
             counted = re.match(r"(%?\w+)<(\d+)>", name)
             if counted:
-                self.program.registers.update((f"{counted.group(1)}{k}", kind) for k in range(int(counted.group(2))))
+                self.program.registers.update(
+                    (f"{counted.group(1)}{k}", kind) for k in range(int(counted.group(2)))
+                )
             elif name.startswith("%"):
                 self.program.registers[name] = kind
             else:

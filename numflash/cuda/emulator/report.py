@@ -1,4 +1,5 @@
 """What an emulated run did, in numbers."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -39,23 +40,45 @@ class Report:
     def __str__(self) -> str:
         lines = [f"emulator: {self.blocks} blocks of {self.threads} threads"]
         total = sum(self.instructions.values())
-        mix = ", ".join(f"{k} {v}" for k, v in sorted(self.instructions.items(), key=lambda x: -x[1]))
+        mix = ", ".join(
+            f"{k} {v}" for k, v in sorted(self.instructions.items(), key=lambda x: -x[1])
+        )
         lines.append(f"  warp-instructions  {total}: {mix}")
-        lines.append(f"  global memory      {self.global_loaded} B in {self.global_load_sectors} sectors read, "
-                     f"{self.global_stored} B in {self.global_store_sectors} sectors written")
+        lines.append(
+            f"  global memory      {self.global_loaded} B in {self.global_load_sectors} sectors read, "
+            f"{self.global_stored} B in {self.global_store_sectors} sectors written"
+        )
         written = self.shared_stored + self.async_copied + self.tma_copied
-        lines.append(f"  shared memory      {self.shared_loaded} B read, {written} B written, "
-                     f"{self.shared_wavefronts} wavefronts of which {self.shared_conflicts} by bank conflicts")
-        lines.append(f"  tensor cores       {self.tensor_operations} operations, {self.tensor_flops} flop")
+        lines.append(
+            f"  shared memory      {self.shared_loaded} B read, {written} B written, "
+            f"{self.shared_wavefronts} wavefronts of which {self.shared_conflicts} by bank conflicts"
+        )
+        lines.append(
+            f"  tensor cores       {self.tensor_operations} operations, {self.tensor_flops} flop"
+        )
         return "\n".join(lines)
 
 
-_CLASSES = {"tensor": ("mma", "wgmma"), "memory": ("ld", "st", "atom", "red", "ldmatrix", "ldu"),
-            "asynchronous": ("cp", "mbarrier", "fence", "membar"),
-            "special": ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh", "div", "rem"),
-            "control": ("bra", "ret", "exit", "bar", "barrier", "setmaxnreg", "vote", "activemask", "elect"),
-            "move": ("mov", "cvta"),
-            "shuffle": ("shfl", "redux", "prmt"), "conversion": ("cvt",)}
+_CLASSES = {
+    "tensor": ("mma", "wgmma"),
+    "memory": ("ld", "st", "atom", "red", "ldmatrix", "ldu"),
+    "asynchronous": ("cp", "mbarrier", "fence", "membar"),
+    "special": ("ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh", "div", "rem"),
+    "control": (
+        "bra",
+        "ret",
+        "exit",
+        "bar",
+        "barrier",
+        "setmaxnreg",
+        "vote",
+        "activemask",
+        "elect",
+    ),
+    "move": ("mov", "cvta"),
+    "shuffle": ("shfl", "redux", "prmt"),
+    "conversion": ("cvt",),
+}
 _CLASS_OF = {op: name for name, ops in _CLASSES.items() for op in ops}
 
 

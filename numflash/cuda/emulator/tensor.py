@@ -4,6 +4,7 @@ Layouts are read from the PTX ISA manual, section 9.7.14.5 ("Matrix Fragments fo
 Products and sums of float16 and bfloat16 are done in float32 (exact products, NumPy's order of summation); a tensor core adds in
 another order and keeps fewer bits, so float results agree to rounding only. Integer results are exact.
 """
+
 from __future__ import annotations
 
 import functools
@@ -58,8 +59,10 @@ def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
 def accumulator_order(columns: int = 8, rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
     """Row and column that (lane, register) holds of a 16 x columns accumulator, or of its upper 8 rows, the even pairs."""
     registers = np.arange(columns // 2) if rows == 16 else np.arange(2)
-    return (GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
-            8 * (registers >> 2)[None] + 2 * QUAD[:, None] + (registers & 1)[None])
+    return (
+        GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
+        8 * (registers >> 2)[None] + 2 * QUAD[:, None] + (registers & 1)[None],
+    )
 
 
 @functools.cache
@@ -86,20 +89,29 @@ def ldmatrix(m: Machine, i: Instruction) -> Run:
 
     def run(mask: Any) -> None:
         warps = m.whole_warps(mask, "ldmatrix")
-        address = np.broadcast_to(base, m.n).reshape(-1, 32)[warps][:, :8 * n].astype(np.int64).reshape(-1) + offset
-        threads = (warps[:, None] * 32 + LANE[None, :8 * n]).reshape(-1)
+        address = (
+            np.broadcast_to(base, m.n)
+            .reshape(-1, 32)[warps][:, : 8 * n]
+            .astype(np.int64)
+            .reshape(-1)
+            + offset
+        )
+        threads = (warps[:, None] * 32 + LANE[None, : 8 * n]).reshape(-1)
         index = m.shared.index(address, m.block_of[threads], 16)
         taken, ideal = wavefronts(index, threads, 16)
         m.count("shared_wavefronts", taken)
         m.count("shared_conflicts", taken - ideal)
         m.count("shared_loaded", 16 * index.size)
         m.shared.check_read(m.shared.granules(index, 16), m.warp[threads])
-        rows = m.shared.data.view(np.uint16)[(index // 2)[:, None] + np.arange(8)].reshape(warps.size, n, 8, 8)
+        rows = m.shared.data.view(np.uint16)[(index // 2)[:, None] + np.arange(8)].reshape(
+            warps.size, n, 8, 8
+        )
         if transposed:
             rows = rows.transpose(0, 1, 3, 2)
         words = np.ascontiguousarray(rows).view(np.uint32).reshape(warps.size, n, 32)
         for k, d in enumerate(targets):
             d.reshape(-1, 32)[warps] = words[:, k]
+
     return run
 
 
@@ -107,15 +119,29 @@ def ldmatrix(m: Machine, i: Instruction) -> Run:
 def mma(m: Machine, i: Instruction) -> Run:
     shape = next((x for x in i.modifiers if re.fullmatch(r"m\d+n\d+k\d+", x)), "")
     td, ta, tb, tc = i.modifiers[-4:]
-    if not shape.startswith(("m16n8k", "m8n8k")) or ta not in BITS or tb not in BITS or "row" not in i.modifiers:
+    if (
+        not shape.startswith(("m16n8k", "m8n8k"))
+        or ta not in BITS
+        or tb not in BITS
+        or "row" not in i.modifiers
+    ):
         raise Fault("unsupported", i.text)
-    rows, k, per_word = int(shape[1:shape.index("n")]), int(shape[shape.index("k") + 1:]), 32 // BITS[ta]
+    rows, k, per_word = (
+        int(shape[1 : shape.index("n")]),
+        int(shape[shape.index("k") + 1 :]),
+        32 // BITS[ta],
+    )
     if not all(x.startswith("{") for x in i.operands):
         raise Fault("protocol", "operands of mma are vectors, in braces")
     d, a, b, c = (vector(x) for x in i.operands)
-    (na, place_a), (nb, place_b) = operand_layout("a" if rows == 16 else "b", k, per_word), operand_layout("b", k, per_word)
+    (na, place_a), (nb, place_b) = (
+        operand_layout("a" if rows == 16 else "b", k, per_word),
+        operand_layout("b", k, per_word),
+    )
     if (len(a), len(b)) != (na, nb):
-        raise Fault("protocol", f"{shape} takes {na} and {nb} operand registers, got {len(a)} and {len(b)}")
+        raise Fault(
+            "protocol", f"{shape} takes {na} and {nb} operand registers, got {len(a)} and {len(b)}"
+        )
     view_a, view_b = [m.value(x, "u32") for x in a], [m.value(x, "u32") for x in b]
     half = td == "f16"
     kind = "u32" if half else td
@@ -130,12 +156,17 @@ def mma(m: Machine, i: Instruction) -> Run:
         words = gather(view_c, warps)
         if half:
             C = decode(words, "f16").reshape(warps.size, -1)[:, place_c]
-            D = np.ascontiguousarray((product + C).astype(np.float16)[:, row, col]).view(np.uint32)      # two halves per register
+            D = np.ascontiguousarray((product + C).astype(np.float16)[:, row, col]).view(
+                np.uint32
+            )  # two halves per register
         else:
             C = words.reshape(warps.size, -1)[:, place_c]
-            D = (product.astype(C.dtype) + C)[:, row, col]          # integer products are below 2**24: exact in float32
+            D = (product.astype(C.dtype) + C)[
+                :, row, col
+            ]  # integer products are below 2**24: exact in float32
         for r, target in enumerate(view_d):
             target.reshape(-1, 32)[warps] = D[:, :, r]
         m.count("tensor_operations", warps.size)
         m.count("tensor_flops", warps.size * 2 * rows * 8 * k)
+
     return run

@@ -1,4 +1,5 @@
 """Loads, stores, atomics, shuffles and votes."""
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def _space(i: Instruction) -> str:
-    return next((s for s in ("shared", "global", "local", "param", "const") if s in i.modifiers), "generic")
+    return next(
+        (s for s in ("shared", "global", "local", "param", "const") if s in i.modifiers), "generic"
+    )
 
 
 class Access:
@@ -23,7 +26,9 @@ class Access:
 
     def __init__(self, m: Machine, i: Instruction, operand: str, width: int) -> None:
         self.m, self.size, self.space = m, width, _space(i)
-        self.base, self.offset = m.address(operand, "u32" if self.space == "shared" and _is_narrow(m, operand) else "u64")
+        self.base, self.offset = m.address(
+            operand, "u32" if self.space == "shared" and _is_narrow(m, operand) else "u64"
+        )
 
     def lanes(self, mask: Any) -> np.ndarray:
         return self.m.thread if mask is True else np.nonzero(mask)[0]
@@ -37,15 +42,26 @@ class Access:
         if space == "generic":
             space, address = self._window(address)
         if space == "shared":
-            return space, lanes, m.shared.data, m.shared.index(address.view(np.int64), m.block_of[lanes], self.size)
+            return (
+                space,
+                lanes,
+                m.shared.data,
+                m.shared.index(address.view(np.int64), m.block_of[lanes], self.size),
+            )
         if space == "local":
             index = (address - np.uint64(m.window["local"])).view(np.int64)
             if index.min() < 0 or index.max() + self.size > m.local.shape[1]:
-                raise Fault("out-of-bounds", f"local access at {int(index.min())} of {m.local.shape[1]} bytes")
+                raise Fault(
+                    "out-of-bounds",
+                    f"local access at {int(index.min())} of {m.local.shape[1]} bytes",
+                )
             return space, lanes, m.local.reshape(-1), index + lanes * m.local.shape[1]
         data, index = m.memory.locate(address, self.size, store)
         m.count("global_stored" if store else "global_loaded", self.size * lanes.size)
-        m.count("global_store_sectors" if store else "global_load_sectors", sectors(address, lanes, self.size))
+        m.count(
+            "global_store_sectors" if store else "global_load_sectors",
+            sectors(address, lanes, self.size),
+        )
         return "global", lanes, data, index
 
     def _window(self, address: np.ndarray) -> tuple[str, np.ndarray]:
@@ -76,7 +92,9 @@ def _is_narrow(m: Machine, operand: str) -> bool:
     return name in m.program.registers and m.base(name).dtype.itemsize == 4
 
 
-def elements(data: np.ndarray, index: np.ndarray, kind: Any, n: int) -> tuple[np.ndarray, np.ndarray]:
+def elements(
+    data: np.ndarray, index: np.ndarray, kind: Any, n: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The bytes seen as `kind`, and (threads, n) element numbers."""
     size = np.dtype(kind).itemsize
     return data[: data.size // size * size].view(kind), (index // size)[:, None] + np.arange(n)
@@ -102,6 +120,7 @@ def load(m: Machine, i: Instruction) -> Run:
         values = cells[at]
         for k, (d, wide) in enumerate(targets):
             d[lanes] = values[:, k].astype(wide)
+
     return run
 
 
@@ -119,6 +138,7 @@ def store(m: Machine, i: Instruction) -> Run:
         cells, at = elements(data, index, kind, len(names))
         for k, s in enumerate(sources):
             cells[at[:, k]] = np.broadcast_to(s, m.n)[lanes]
+
     return run
 
 
@@ -131,8 +151,14 @@ def atomic(m: Machine, i: Instruction) -> Run:
     address, source = i.operands[1:3] if with_result else i.operands[:2]
     access, a = Access(m, i, address, np.dtype(kind).itemsize), m.value(source, t)
     name = next((x for x in ("add", "max", "min", "exch", "or", "and") if x in i.modifiers), "")
-    combine: Any = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and,
-               "exch": lambda old, new: new}.get(name)
+    combine: Any = {
+        "add": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "or": np.bitwise_or,
+        "and": np.bitwise_and,
+        "exch": lambda old, new: new,
+    }.get(name)
     if combine is None:
         raise Fault("unsupported", i.text)
 
@@ -144,6 +170,7 @@ def atomic(m: Machine, i: Instruction) -> Run:
             if d is not None:
                 d[lane] = cells[where]
             cells[where] = combine(cells[where], value)
+
     return run
 
 
@@ -179,6 +206,7 @@ def shuffle(m: Machine, i: Instruction) -> Run:
         d.reshape(-1, 32)[warps] = values
         if p is not None:
             p.reshape(-1, 32)[warps] = ok
+
     return run
 
 
@@ -187,13 +215,20 @@ def reduce_warp(m: Machine, i: Instruction) -> Run:
     t = i.type
     d, a = m.target(i.operands[0], t), m.value(i.operands[1], t)
     name = i.modifiers[1]
-    combine = {"add": np.add, "max": np.maximum, "min": np.minimum, "and": np.bitwise_and, "or": np.bitwise_or,
-               "xor": np.bitwise_xor}[name]
+    combine = {
+        "add": np.add,
+        "max": np.maximum,
+        "min": np.minimum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[name]
 
     def run(mask: Any) -> None:
         warps = m.whole_warps(mask, "redux.sync")
         values = np.broadcast_to(a, m.n).reshape(-1, 32)[warps]
         d.reshape(-1, 32)[warps] = combine.reduce(values, axis=1, dtype=values.dtype)[:, None]
+
     return run
 
 
@@ -201,18 +236,28 @@ def reduce_warp(m: Machine, i: Instruction) -> Run:
 def vote(m: Machine, i: Instruction) -> Run:
     mode = i.modifiers[1] if i.op == "vote" else "active"
     t = "pred" if mode in ("any", "all", "uni") else "u32"
-    d, a = m.target(i.operands[0], t), m.value(i.operands[1].lstrip("!"), "pred") if i.op == "vote" else None
+    d, a = (
+        m.target(i.operands[0], t),
+        m.value(i.operands[1].lstrip("!"), "pred") if i.op == "vote" else None,
+    )
     negate = i.op == "vote" and i.operands[1].startswith("!")
 
     def run(mask: Any) -> None:
         active = m.full(mask).reshape(-1, 32)
-        votes = active if a is None else active & (np.broadcast_to(~a if negate else a, m.n).reshape(-1, 32))
+        votes = (
+            active
+            if a is None
+            else active & (np.broadcast_to(~a if negate else a, m.n).reshape(-1, 32))
+        )
         rows = active.any(1)
         if t == "u32":
-            result: Any = (votes.astype(np.uint64) << _LANE.astype(np.uint64)).sum(1).astype(np.uint32)
+            result: Any = (
+                (votes.astype(np.uint64) << _LANE.astype(np.uint64)).sum(1).astype(np.uint32)
+            )
         else:
             result = votes.any(1) if mode == "any" else (votes | ~active).all(1)
         d.reshape(-1, 32)[rows] = result[rows, None]
+
     return run
 
 
@@ -223,4 +268,5 @@ def elect(m: Machine, i: Instruction) -> Run:
     def run(mask: Any) -> None:
         warps = m.whole_warps(mask, "elect.sync")
         d.reshape(-1, 32)[warps] = _LANE == 0
+
     return run

@@ -16,13 +16,22 @@ Whichever side a warp owns, P and dS are accumulators laid out as the left opera
 registers, and nobody else adds to the warp's sums: no atomics, one order of summation, equal bits on every run. The price is that S
 and dP are computed in both passes: seven products where one pass with atomic additions to dQ needs five.
 """
+
 from __future__ import annotations
 
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LOG2E
-from .pieces import NEG_INF, make_copy, make_load_tile, make_read, make_store_rows, swizzle_of, tanh_accurate
+from .pieces import (
+    NEG_INF,
+    make_copy,
+    make_load_tile,
+    make_read,
+    make_store_rows,
+    swizzle_of,
+    tanh_accurate,
+)
 from .products import make_add, make_scores, make_stage
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -31,11 +40,26 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 # strides in bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
 # sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of statistics per head
 # factors: scale * log2(e), scale, softcap * log2(e)
-SIGNATURE = types.void(types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
+)
 
 
-def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chunk: int, dtype: str = "float16", group: int = 1,
-                   band: bool = False, mask: str = "", softcap: bool = False, alibi: bool = False, turing: bool = False) -> Source:
+def flash_backward(
+    gradients: str,
+    d: int,
+    dv: int,
+    rows: int,
+    columns: int,
+    chunk: int,
+    dtype: str = "float16",
+    group: int = 1,
+    band: bool = False,
+    mask: str = "",
+    softcap: bool = False,
+    alibi: bool = False,
+    turing: bool = False,
+) -> Source:
     """The kernel for padded head sizes d and dv.
 
     Parameters
@@ -48,23 +72,39 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
     """
     _warps, threads = rows // 16, rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
-    n_a, n_b, n_s, tiles_of_8 = d // 2 if want_a else 1, dv // 2 if want_b else 1, chunk // 2, chunk // 8
+    n_a, n_b, n_s, tiles_of_8 = (
+        d // 2 if want_a else 1,
+        dv // 2 if want_b else 1,
+        chunk // 2,
+        chunk // 8,
+    )
     # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are smaller, there is more of it
     keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
     n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
     d_bytes, dv_bytes, stages = d * 2, dv * 2, 1 if turing else 2
     shift_a, xor_a = swizzle_of(d_bytes)
     shift_b, xor_b = swizzle_of(dv_bytes)
-    a_size, b_size, c_size, e_size = rows * d_bytes, rows * dv_bytes, columns * d_bytes, columns * dv_bytes
-    stat_size = columns * 8 if of_keys else 0          # (LSE, D) of a tile's queries
-    transform, has_mask, float_mask = softcap or alibi or mask == "float", bool(mask), mask == "float"
+    a_size, b_size, c_size, e_size = (
+        rows * d_bytes,
+        rows * dv_bytes,
+        columns * d_bytes,
+        columns * dv_bytes,
+    )
+    stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
+    transform, has_mask, float_mask = (
+        softcap or alibi or mask == "float",
+        bool(mask),
+        mask == "float",
+    )
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
     # with equal widths a constant lies between the two tiles of a side, and one address serves both
     alike, to_b, to_e = d == dv, a_size, stages * c_size
     scores, add_a = make_scores(d, chunk, dtype, turing, keep), make_add(d, chunk, dtype, turing)
-    products = make_scores(dv, chunk, dtype, turing, keep, to_b if alike else 0, to_e if alike else 0)
+    products = make_scores(
+        dv, chunk, dtype, turing, keep, to_b if alike else 0, to_e if alike else 0
+    )
     add_b = make_add(dv, chunk, dtype, turing, to_e if alike else 0)
     read_a, read_b = make_read(d_bytes), make_read(dv_bytes)
     stage_a, stage_b = (make_stage(n, dtype, turing) for n in (d, dv))
@@ -76,13 +116,29 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         """The other side's tile from row `start` of a head on, with the statistics of its queries, to a stage of shared memory."""
         _, _, c, e, _, _, stats, _, _, _, _ = pointers
         _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
-        load_c(sc + u32(stage * c_size), c + u64(batch * strides[6] + head * strides[7] + start * strides[8]), strides[8],
-               i32(other_left - start), d_left, thread)
-        load_e(sc + u32(stages * c_size + stage * e_size), e + u64(batch * strides[9] + head * strides[10] + start * strides[11]),
-               strides[11], i32(other_left - start), dv_left, thread)
+        load_c(
+            sc + u32(stage * c_size),
+            c + u64(batch * strides[6] + head * strides[7] + start * strides[8]),
+            strides[8],
+            i32(other_left - start),
+            d_left,
+            thread,
+        )
+        load_e(
+            sc + u32(stages * c_size + stage * e_size),
+            e + u64(batch * strides[9] + head * strides[10] + start * strides[11]),
+            strides[11],
+            i32(other_left - start),
+            dv_left,
+            thread,
+        )
         if of_keys and thread < columns // 2:
-            copy(sc + u32(stages * (c_size + e_size) + stage * stat_size + thread * 16), 0,
-                 stats + u64(((batch * heads + head) * stat_rows + start) * 8 + thread * 16), True)
+            copy(
+                sc + u32(stages * (c_size + e_size) + stage * stat_size + thread * 16),
+                0,
+                stats + u64(((batch * heads + head) * stat_rows + start) * 8 + thread * 16),
+                True,
+            )
 
     def backward(pointers, strides, sizes, factors):
         a, b, _, _, out_a, out_b, stats, diagonals, lengths, masks, slopes = pointers
@@ -99,47 +155,72 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         st = se + u32(stages * e_size)
         a = a + u64(batch * strides[0] + head * strides[1])
         b = b + u64(batch * strides[3] + head * strides[4])
-        row_step, column_step = (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
+        row_step, column_step = (
+            (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
+        )
 
         # row r sees the columns from r + offset - before to r + offset + after
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
-        offset, before, after = (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
-        head_of_other = i32(head * group) if of_keys else i32(head // group)            # the first one
-        first = i32(i32(cuda.blockIdx.x) * rows)       # P5: what is not cast has 64 bits, two registers each
+        offset, before, after = (
+            (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
+        )
+        head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
+        first = i32(
+            i32(cuda.blockIdx.x) * rows
+        )  # P5: what is not cast has 64 bits, two registers each
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
-        whole_low, whole_high = i32(0), other_left     # every row sees columns whole_low <= i < whole_high
+        whole_low, whole_high = (
+            i32(0),
+            other_left,
+        )  # every row sees columns whole_low <= i < whole_high
         if band:
             low, high = i32(first + offset), i32(min(first + rows, own_left) - 1 + offset)
             first_tile = i32(max(low - before, 0) // columns)
             tiles = i32(min(tiles, (max(high + after + 1, 0) + columns - 1) // columns))
-            whole_low, whole_high = i32(max(high - before, 0)), i32(min(other_left, low + after + 1))
+            whole_low, whole_high = (
+                i32(max(high - before, 0)),
+                i32(min(other_left, low + after + 1)),
+            )
         if of_keys and first >= own_left:
             tiles = first_tile
 
-        row0 = i32(first + warp * 16 + (lane >> 2))    # of the two that this thread holds, 8 apart
+        row0 = i32(first + warp * 16 + (lane >> 2))  # of the two that this thread holds, 8 apart
         lse0, lse1, delta0, delta1 = f32(0), f32(0), f32(0), f32(0)
-        if not of_keys:                                # the statistics' rows are padded to whole blocks
+        if not of_keys:  # the statistics' rows are padded to whole blocks
             at = stats + u64(((batch * heads + head) * stat_rows + row0) * 8)
             lse0, delta0 = ptx.load_global_f32(at), ptx.load_global_f32(at + u64(4))
             lse1, delta1 = ptx.load_global_f32(at + u64(64)), ptx.load_global_f32(at + u64(68))
 
         load_a(sa, a + u64(first) * u64(strides[2]), strides[2], own_left - first, d_left, thread)
         if want_a:
-            load_b(sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread)
+            load_b(
+                sb, b + u64(first) * u64(strides[5]), strides[5], own_left - first, dv_left, thread
+            )
         tile, other_head = first_tile, i32(0) if first_tile < tiles else i32(heads_of_other)
         if not turing:
             if other_head < heads_of_other:
-                move(sc, i32(0), pointers, strides, sizes, i32(tile * columns), other_left, head_of_other, batch, thread)
+                move(
+                    sc,
+                    i32(0),
+                    pointers,
+                    strides,
+                    sizes,
+                    i32(tile * columns),
+                    other_left,
+                    head_of_other,
+                    batch,
+                    thread,
+                )
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
 
         af = cuda.local.array(n_af, u32)
         bf = cuda.local.array(n_bf, u32)
-        s = cuda.local.array(n_s, f32)                 # scores, then weights: 16 x chunk per warp
-        g = cuda.local.array(n_s, f32)                 # gradient of the weights, then of the scores
+        s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x chunk per warp
+        g = cuda.local.array(n_s, f32)  # gradient of the weights, then of the scores
         sum_a = cuda.local.array(n_a, f32)
         sum_b = cuda.local.array(n_b, f32)
         four = cuda.local.array(4, u32)
@@ -150,7 +231,11 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         # addresses of this lane, as `products` takes them: own rows, other rows, other rows turned
         own = i32(warp * 16 + (lane & 15))
         a_at, a_chunk = sa + u32(own * d_bytes), u32((lane >> 4) ^ ((own >> shift_a) & xor_a))
-        b_at, b_chunk = (a_at, a_chunk) if alike else (sb + u32(own * dv_bytes), u32((lane >> 4) ^ ((own >> shift_b) & xor_b)))
+        b_at, b_chunk = (
+            (a_at, a_chunk)
+            if alike
+            else (sb + u32(own * dv_bytes), u32((lane >> 4) ^ ((own >> shift_b) & xor_b)))
+        )
         other = ((lane >> 4) << 3) + (lane & 7)
         c_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_a) & xor_a))
         e_chunk = u32(((lane >> 3) & 1) ^ ((other >> shift_b) & xor_b))
@@ -167,27 +252,57 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
         while other_head < heads_of_other:
             start = i32(tile * columns)
             query_head = i32(head * group + other_head) if of_keys else head
-            ahead, ahead_head = i32(tile + 1), other_head   # the next tile; after the last one, the first of the next head
+            ahead, ahead_head = (
+                i32(tile + 1),
+                other_head,
+            )  # the next tile; after the last one, the first of the next head
             if ahead == tiles:
                 ahead, ahead_head = first_tile if of_keys else ahead, i32(other_head + 1)
             # what is computed from these is not kept from before the loops: addresses would fill registers
-            mover, entry, begin = (ptx.fresh(thread), ptx.fresh(batch), ptx.fresh(head_of_other)) if has_mask else (
-                thread, batch, head_of_other)
+            mover, entry, begin = (
+                (ptx.fresh(thread), ptx.fresh(batch), ptx.fresh(head_of_other))
+                if has_mask
+                else (thread, batch, head_of_other)
+            )
             if turing:
-                move(sc, i32(0), pointers, strides, sizes, start, other_left, i32(begin + other_head), entry, mover)
+                move(
+                    sc,
+                    i32(0),
+                    pointers,
+                    strides,
+                    sizes,
+                    start,
+                    other_left,
+                    i32(begin + other_head),
+                    entry,
+                    mover,
+                )
                 cuda.syncthreads()
             else:
                 wait_all()
-                cuda.syncthreads()                     # everyone's part of this tile is there, and the last tile is done with
+                cuda.syncthreads()  # everyone's part of this tile is there, and the last tile is done with
                 if ahead_head < heads_of_other:
-                    move(sc, i32(stage ^ 1), pointers, strides, sizes, i32(ahead * columns), other_left,
-                         i32(begin + ahead_head), entry, mover)
+                    move(
+                        sc,
+                        i32(stage ^ 1),
+                        pointers,
+                        strides,
+                        sizes,
+                        i32(ahead * columns),
+                        other_left,
+                        i32(begin + ahead_head),
+                        entry,
+                        mover,
+                    )
                 ptx.cp_async_commit()
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
 
             # the end is not a constant where there are several parts: unrolled they would not fit into registers
-            part, end = i32(0), i32(chunk) if columns == chunk else i32(min(columns, other_left - start))
+            part, end = (
+                i32(0),
+                i32(chunk) if columns == chunk else i32(min(columns, other_left - start)),
+            )
             while part < end:
                 c_at = c_tile + u32(part * d_bytes)
                 e_at = c_at if alike else e_tile + u32(part * dv_bytes)
@@ -202,8 +317,11 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                     lead = i32(mask_row - (lane >> 2))  # the warp's first row
                     sees = lead < own_left
                     if band:
-                        sees = sees and i32(start + part + chunk + before) > i32(lead + offset) and (
-                            i32(start + part) <= i32(lead + 15 + offset + after))
+                        sees = (
+                            sees
+                            and i32(start + part + chunk + before) > i32(lead + offset)
+                            and (i32(start + part) <= i32(lead + 15 + offset + after))
+                        )
                 if sees:
                     column0 = i32(start + part + 2 * (quad & 3))
                     low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
@@ -211,15 +329,28 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                         row = i32(mask_row + 8 * r)
                         low[r], high[r] = i32(0), other_left
                         if band:
-                            low[r], high[r] = i32(row + offset - before), i32(min(other_left, i32(row + offset + after + 1)))
+                            low[r], high[r] = (
+                                i32(row + offset - before),
+                                i32(min(other_left, i32(row + offset + after + 1))),
+                            )
                         if has_mask and row >= own_left:
                             high[r] = i32(0)
                     if has_mask:
-                        upper = ptx.fresh_address(masks + u64(ptx.fresh(batch) * strides[18] + ptx.fresh(query_head) * strides[19]
-                                                              + mask_row * row_step + column0 * column_step))
+                        upper = ptx.fresh_address(
+                            masks
+                            + u64(
+                                ptx.fresh(batch) * strides[18]
+                                + ptx.fresh(query_head) * strides[19]
+                                + mask_row * row_step
+                                + column0 * column_step
+                            )
+                        )
                         lower = ptx.fresh_address(upper + u64(8 * row_step))
                     if alibi:
-                        steep = ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4)) * LOG2E
+                        steep = (
+                            ptx.load_global_f32(slopes + u64((batch * heads + query_head) * 4))
+                            * LOG2E
+                        )
                     for n in range(tiles_of_8):
                         if of_keys:
                             ptx.load_shared_v4(four, 0, stat_at + u32((part + 8 * n) * 8))
@@ -229,11 +360,14 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                                 delta = ptx.from_bits(four[3 if i & 1 else 1])
                             else:
                                 lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
-                            row, column = i32(mask_row + (8 if i > 1 else 0)), i32(column0 + 8 * n + (i & 1))
+                            row, column = (
+                                i32(mask_row + (8 if i > 1 else 0)),
+                                i32(column0 + 8 * n + (i & 1)),
+                            )
                             query, key = (column, row) if of_keys else (row, column)
                             x, slope, seen = s[4 * n + i], f32(1), True
                             if transform:
-                                x = x * scale_log2         # in units of log2
+                                x = x * scale_log2  # in units of log2
                                 if softcap:
                                     t = tanh_accurate(ptx.div(x, cap))
                                     x, slope = cap * t, f32(1) - t * t
@@ -242,7 +376,9 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
                             if has_mask:
                                 seen = column >= low[i >> 1] and column < high[i >> 1]
                                 if seen:
-                                    at = (lower if i > 1 else upper) + u64((8 * n + (i & 1)) * column_step)
+                                    at = (lower if i > 1 else upper) + u64(
+                                        (8 * n + (i & 1)) * column_step
+                                    )
                                     if float_mask:
                                         bias = ptx.load_global_f32(at)
                                         seen = bias != NEG_INF
@@ -276,18 +412,39 @@ def flash_backward(gradients: str, d: int, dv: int, rows: int, columns: int, chu
 
         # through this warp's own part of its tile, so that memory is written 16 bytes at a time
         cuda.syncwarp()
-        live0, live1 = f32(1) if row0 < own_left else f32(0), f32(1) if row0 + 8 < own_left else f32(0)
+        live0, live1 = (
+            f32(1) if row0 < own_left else f32(0),
+            f32(1) if row0 + 8 < own_left else f32(0),
+        )
         if want_a:
             mine = sa + u32(warp * 16 * d_bytes)
             stage_a(sum_a, mine, scale * live0, scale * live1, lane)
             cuda.syncwarp()
-            store_a(mine, out_a + u64(batch * strides[12] + head * strides[13]), i64(0), strides[14], first + warp * 16, own_rows,
-                    d_left, lane)
+            store_a(
+                mine,
+                out_a + u64(batch * strides[12] + head * strides[13]),
+                i64(0),
+                strides[14],
+                first + warp * 16,
+                own_rows,
+                d_left,
+                lane,
+            )
         if want_b:
             mine = sb + u32(warp * 16 * dv_bytes)
             stage_b(sum_b, mine, live0, live1, lane)
             cuda.syncwarp()
-            store_b(mine, out_b + u64(batch * strides[15] + head * strides[16]), i64(0), strides[17], first + warp * 16, own_rows,
-                    dv_left, lane)
+            store_b(
+                mine,
+                out_b + u64(batch * strides[15] + head * strides[16]),
+                i64(0),
+                strides[17],
+                first + warp * 16,
+                own_rows,
+                dv_left,
+                lane,
+            )
 
-    return Source(backward, SIGNATURE, threads, a_size + b_size + stages * (c_size + e_size + stat_size))
+    return Source(
+        backward, SIGNATURE, threads, a_size + b_size + stages * (c_size + e_size + stat_size)
+    )

@@ -3,6 +3,7 @@
 The two passes of `kernels.backward`; a lane holds the columns c with c % 32 = lane. What a row does not see is never read, so what
 it holds cannot matter.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,7 +20,9 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 # pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes
 # strides in bytes of the mask, then of the bias;  sizes: queries, keys, d, dv, query heads, left, right
 # factors: scale * log2(e), scale, softcap * log2(e)
-SIGNATURE = types.void(types.UniTuple(u64, 13), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 13), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
+)
 
 
 def make_row(width: int) -> tuple[Any, Any, Any, Any]:
@@ -54,11 +57,20 @@ def make_row(width: int) -> tuple[Any, Any, Any, Any]:
             c = lane + 32 * i
             if c < left:
                 ptx.store_global_f32(to + u64(c * 4), row[i] * factor)
+
     return load, dot, add, store
 
 
-def backward_float32(gradients: str, d: int, dv: int, group: int = 1, mask: bool = False, bias: bool = False, softcap: bool = False,
-                     alibi: bool = False) -> Source:
+def backward_float32(
+    gradients: str,
+    d: int,
+    dv: int,
+    group: int = 1,
+    mask: bool = False,
+    bias: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32; `gradients` is "kv" or "q", the pass."""
     of_keys = gradients == "kv"
     d_parts, dv_parts, heads_of_other = d // 32, dv // 32, group if of_keys else 1
@@ -66,11 +78,17 @@ def backward_float32(gradients: str, d: int, dv: int, group: int = 1, mask: bool
     load_b, dot_b, add_b, store_b = make_row(dv)
 
     def backward(pointers, strides, sizes, factors):
-        q, k, v, grad, out, lse_at, out_a, out_b, diagonals, lengths, mask_at, bias_at, slopes = pointers
+        q, k, v, grad, out, lse_at, out_a, out_b, diagonals, lengths, mask_at, bias_at, slopes = (
+            pointers
+        )
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale_log2, scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        own, head, batch = i32(cuda.blockIdx.x) * WARPS + warp, i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        own, head, batch = (
+            i32(cuda.blockIdx.x) * WARPS + warp,
+            i32(cuda.blockIdx.y),
+            i32(cuda.blockIdx.z),
+        )
         if own < (key_count if of_keys else queries):
             keys = min(ptx.load_global_s32(lengths + u64(batch * 4)), key_count)
             diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
@@ -96,29 +114,73 @@ def backward_float32(gradients: str, d: int, dv: int, group: int = 1, mask: bool
                     query, key = (other, own) if of_keys else (own, other)
                     seen, added = True, f32(0)
                     if mask:
-                        seen = ptx.load_global_u8(mask_at + u64(batch * strides[0] + h * strides[1] + query * strides[2]
-                                                                + key * strides[3])) != u32(0)
+                        seen = ptx.load_global_u8(
+                            mask_at
+                            + u64(
+                                batch * strides[0]
+                                + h * strides[1]
+                                + query * strides[2]
+                                + key * strides[3]
+                            )
+                        ) != u32(0)
                     if bias:
-                        added = ptx.load_global_f32(bias_at + u64(batch * strides[4] + h * strides[5] + query * strides[6]
-                                                                  + key * strides[7]))
+                        added = ptx.load_global_f32(
+                            bias_at
+                            + u64(
+                                batch * strides[4]
+                                + h * strides[5]
+                                + query * strides[6]
+                                + key * strides[7]
+                            )
+                        )
                         seen = seen and added != NEG_INF
                     if seen:
-                        q_at, k_at = u64((batch * heads + h) * queries + query), u64(kv_head * key_count + key)
-                        x = dot_a(a, (q + q_at * u64(d_left * 4)) if of_keys else (k + k_at * u64(d_left * 4)), d_left, lane)
+                        q_at, k_at = (
+                            u64((batch * heads + h) * queries + query),
+                            u64(kv_head * key_count + key),
+                        )
+                        x = dot_a(
+                            a,
+                            (q + q_at * u64(d_left * 4))
+                            if of_keys
+                            else (k + k_at * u64(d_left * 4)),
+                            d_left,
+                            lane,
+                        )
                         x, slope = x * scale_log2, f32(1)
                         if softcap:
                             t = tanh_accurate(ptx.div(x, cap))
                             x, slope = cap * t, f32(1) - t * t
                         if alibi:
-                            steepness = ptx.load_global_f32(slopes + u64((batch * heads + h) * 4)) * LOG2E
+                            steepness = (
+                                ptx.load_global_f32(slopes + u64((batch * heads + h) * 4)) * LOG2E
+                            )
                             x -= steepness * f32(abs(query + diagonal - key))
-                        p = ptx.ex2(x + added * LOG2E - ptx.load_global_f32(lse_at + q_at * u64(4)) * LOG2E)
-                        other_b = grad + q_at * u64(dv_left * 4) if of_keys else v + k_at * u64(dv_left * 4)
+                        p = ptx.ex2(
+                            x + added * LOG2E - ptx.load_global_f32(lse_at + q_at * u64(4)) * LOG2E
+                        )
+                        other_b = (
+                            grad + q_at * u64(dv_left * 4)
+                            if of_keys
+                            else v + k_at * u64(dv_left * 4)
+                        )
                         g = dot_b(b, other_b, dv_left, lane)
                         row = cuda.local.array(dv_parts, f32)
                         load_b(row, grad + q_at * u64(dv_left * 4), dv_left, lane)
-                        ds = p * (g - dot_b(row, out + q_at * u64(dv_left * 4), dv_left, lane)) * slope
-                        add_a(sum_a, ds, (q + q_at * u64(d_left * 4)) if of_keys else (k + k_at * u64(d_left * 4)), d_left, lane)
+                        ds = (
+                            p
+                            * (g - dot_b(row, out + q_at * u64(dv_left * 4), dv_left, lane))
+                            * slope
+                        )
+                        add_a(
+                            sum_a,
+                            ds,
+                            (q + q_at * u64(d_left * 4))
+                            if of_keys
+                            else (k + k_at * u64(d_left * 4)),
+                            d_left,
+                            lane,
+                        )
                         if of_keys:
                             add_b(sum_b, p, other_b, dv_left, lane)
             store_a(sum_a, out_a + at * u64(d_left * 4), scale, d_left, lane)

@@ -1,4 +1,5 @@
 """What the backward passes need of a row, made once: LSE in units of log2, and D = rowsum(dO * O), summed in one order."""
+
 from __future__ import annotations
 
 import math
@@ -10,7 +11,7 @@ from .flash_float import LOG2E
 from .pieces import NEG_INF
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-LANES, ROWS = 8, 16                                    # lanes per row, rows per block
+LANES, ROWS = 8, 16  # lanes per row, rows per block
 INFINITE, NAN = f32(math.inf), f32(math.nan)
 
 # pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2);  strides in bytes: batch, head, row of dO and O
@@ -40,22 +41,35 @@ def backward_rows(dv: int, dtype: str = "float16") -> Source:
         for i in range(turns):
             at = (lane + LANES * i) * 16
             if row < queries and at < bytes_left:
-                ptx.load_global_v4(x, 0, grad + u64(batch * strides[0] + head * strides[1] + row * strides[2] + at))
-                ptx.load_global_v4(y, 0, out + u64(batch * strides[3] + head * strides[4] + row * strides[5] + at))
+                ptx.load_global_v4(
+                    x, 0, grad + u64(batch * strides[0] + head * strides[1] + row * strides[2] + at)
+                )
+                ptx.load_global_v4(
+                    y, 0, out + u64(batch * strides[3] + head * strides[4] + row * strides[5] + at)
+                )
                 for n in range(4):
                     if is_half:
                         ptx.unpack_half(u, 0, x[n])
                         ptx.unpack_half(w, 0, y[n])
-                    else:                              # a bfloat16 is the upper half of a float32
-                        u[0], u[1] = ptx.from_bits(x[n] << u32(16)), ptx.from_bits(x[n] & u32(0xFFFF0000))
-                        w[0], w[1] = ptx.from_bits(y[n] << u32(16)), ptx.from_bits(y[n] & u32(0xFFFF0000))
+                    else:  # a bfloat16 is the upper half of a float32
+                        u[0], u[1] = (
+                            ptx.from_bits(x[n] << u32(16)),
+                            ptx.from_bits(x[n] & u32(0xFFFF0000)),
+                        )
+                        w[0], w[1] = (
+                            ptx.from_bits(y[n] << u32(16)),
+                            ptx.from_bits(y[n] & u32(0xFFFF0000)),
+                        )
                     total = ptx.fma(u[1], w[1], ptx.fma(u[0], w[0], total))
         for n in range(3):
             total += ptx.shuffle_xor(total, u32(1 << n))
         if lane == 0 and row < padded:
             lse = INFINITE
             if row < queries:
-                lse = ptx.load_global_f32(lse_at + u64(((batch * heads + head) * queries + row) * 4)) * LOG2E
+                lse = (
+                    ptx.load_global_f32(lse_at + u64(((batch * heads + head) * queries + row) * 4))
+                    * LOG2E
+                )
                 if lse == NEG_INF:
                     lse = INFINITE
                 if total - total != f32(0):

@@ -3,6 +3,7 @@
 A `cudaMemcpyAsync` does not convert (the T4 document, "Memory Layout"): the tokens are uploaded as they are and converted here. One
 warp takes a token of a KV head; the last block to finish moves the sequence's length on, so nothing else has to be told.
 """
+
 from __future__ import annotations
 
 import math
@@ -10,7 +11,16 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import EXPONENT, NO_SCALE, SCALE_LIMIT, THREADS, WARPS, make_page_of, remainder, warp_max_i32
+from .decode_pieces import (
+    EXPONENT,
+    NO_SCALE,
+    SCALE_LIMIT,
+    THREADS,
+    WARPS,
+    make_page_of,
+    remainder,
+    warp_max_i32,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 NAN, LARGEST = f32(math.nan), f32(3.4028234663852886e38)
@@ -24,8 +34,15 @@ BLOCK = 128
 SIGNATURE = types.void(types.UniTuple(u64, 10), types.UniTuple(i64, 6), types.UniTuple(i32, 10))
 
 
-def decode_append(d: int, dv: int, source: str, dtype: str, paged: bool = False, smooth: bool = False,
-                  turing: bool = False) -> Source:
+def decode_append(
+    d: int,
+    dv: int,
+    source: str,
+    dtype: str,
+    paged: bool = False,
+    smooth: bool = False,
+    turing: bool = False,
+) -> Source:
     """The kernel for channels d and dv: `source` (float32, float16 or bfloat16 tokens) to `dtype` ("int8" or a 16-bit float).
 
     INT8 has the bits of `quantization.quantize(granularity="row")`. A token that is not finite is stored as zeros with a key scale
@@ -44,7 +61,9 @@ def decode_append(d: int, dv: int, source: str, dtype: str, paged: bool = False,
     def append(pointers, bytes_of, sizes):
         key, value, counts, tables, lengths, tickets, k, v, scales, offset = pointers
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of
-        tokens, kv_heads, channels, columns, k_stored, v_stored, width, shift, sinks, ring_slots = sizes
+        tokens, kv_heads, channels, columns, k_stored, v_stored, width, shift, sinks, ring_slots = (
+            sizes
+        )
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         g, b = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
@@ -75,7 +94,10 @@ def decode_append(d: int, dv: int, source: str, dtype: str, paged: bool = False,
                     else:
                         x[t] = ptx.half_to_float(ptx.load_global_u16(key + at * u64(2)))
                     if smoothed:
-                        moved = ptx.sub(x[t], ptx.load_global_f32(offset + (head * u64(channels) + u64(c)) * u64(4)))
+                        moved = ptx.sub(
+                            x[t],
+                            ptx.load_global_f32(offset + (head * u64(channels) + u64(c)) * u64(4)),
+                        )
                         if abs(x[t]) <= LARGEST:
                             moved = ptx.fmin(ptx.fmax(moved, -LARGEST), LARGEST)
                         x[t] = moved
@@ -109,31 +131,47 @@ def decode_append(d: int, dv: int, source: str, dtype: str, paged: bool = False,
                         ptx.store_global_u8(k_at + u64(inside) * u64(k_stored) + u64(c), u32(n))
                     if c < columns:
                         n = ptx.to_int(ptx.mul(y[t], factor_v)) if good else i32(0)
-                        ptx.store_global_u8(v_at + u64(inside - within) * u64(columns) + u64(c * span + within), u32(n))
+                        ptx.store_global_u8(
+                            v_at + u64(inside - within) * u64(columns) + u64(c * span + within),
+                            u32(n),
+                        )
                 if lane == 0:
                     at = page * u64(s_page) + u64(g) * u64(s_head) + u64(inside * 4)
-                    ptx.store_global_f32(scales + at, ptx.fmin(scale_k, SCALE_LIMIT) if good else NAN)
-                    ptx.store_global_f32(scales + at + (u64(s_head) >> u64(1)), scale_v if good else f32(1))
+                    ptx.store_global_f32(
+                        scales + at, ptx.fmin(scale_k, SCALE_LIMIT) if good else NAN
+                    )
+                    ptx.store_global_f32(
+                        scales + at + (u64(s_head) >> u64(1)), scale_v if good else f32(1)
+                    )
             else:
                 # what rounds to infinity is not finite either
                 finite = i32(1)
                 for t in range(turns):
-                    bits_k, bits_v = pack(x[t], f32(0)) & u32(0x7FFF), pack(y[t], f32(0)) & u32(0x7FFF)
+                    bits_k, bits_v = (
+                        pack(x[t], f32(0)) & u32(0x7FFF),
+                        pack(y[t], f32(0)) & u32(0x7FFF),
+                    )
                     if bits_k >= u32(infinite) or bits_v >= u32(infinite):
                         finite = i32(0)
                 good = warp_max_i32(i32(1) - finite) == 0
                 for t in range(turns):
                     c = lane + 32 * t
                     if c < k_stored:
-                        ptx.store_global_u16(k_at + (u64(inside) * u64(k_stored) + u64(c)) * u64(2),
-                                             pack(x[t], f32(0)) & u32(0xFFFF) if good else u32(nan_bits))
+                        ptx.store_global_u16(
+                            k_at + (u64(inside) * u64(k_stored) + u64(c)) * u64(2),
+                            pack(x[t], f32(0)) & u32(0xFFFF) if good else u32(nan_bits),
+                        )
                     if c < v_stored:
-                        ptx.store_global_u16(v_at + (u64(inside) * u64(v_stored) + u64(c)) * u64(2),
-                                             pack(y[t], f32(0)) & u32(0xFFFF) if good else u32(0))
+                        ptx.store_global_u16(
+                            v_at + (u64(inside) * u64(v_stored) + u64(c)) * u64(2),
+                            pack(y[t], f32(0)) & u32(0xFFFF) if good else u32(0),
+                        )
         cuda.syncthreads()
         if thread == 0:
             blocks = i32(cuda.gridDim.x * cuda.gridDim.y)
-            if ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1:     # all others have read the length
+            if (
+                ptx.atomic_add(tickets + u64(b * 4), i32(1)) == blocks - 1
+            ):  # all others have read the length
                 ptx.atomic_add(tickets + u64(b * 4), -blocks)
                 ptx.atomic_add(lengths + u64(b * 4), count)
 

@@ -3,6 +3,7 @@
 The T4 document's reduce step is O = sum_i exp(LSE_i - max) O_i (`Decode architecture`, "Split-K Parallelism"). The division by
 sum_i exp(LSE_i - max) is missing there; without it the result is several times too large.
 """
+
 from __future__ import annotations
 
 from ... import fixedpoint as fx
@@ -49,10 +50,12 @@ def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
         for h in range(2):
             top[h], total[h] = ptx.load_global_f32(m_part + state + u64(32 * h)), f32(-0.0)
         for e in range(4):
-            sums[e] = f32(-0.0)                        # -0 + x is x, also for x = -0
+            sums[e] = f32(-0.0)  # -0 + x is x, also for x = -0
         for i in range(1, splits):
             for h in range(2):
-                top[h] = ptx.fmax(top[h], ptx.load_global_f32(m_part + state + u64(i * tile_rows * 4 + 32 * h)))
+                top[h] = ptx.fmax(
+                    top[h], ptx.load_global_f32(m_part + state + u64(i * tile_rows * 4 + 32 * h))
+                )
         for i in range(splits):
             for h in range(2):
                 at = state + u64(i * tile_rows * 4 + 32 * h)
@@ -73,7 +76,9 @@ def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
                 for e in range(2):
                     c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
                     if c < columns:
-                        ptx.store_global_f32(out + u64((head * rows + r) * columns + c) * u64(4),
-                                             ptx.mul(sums[2 * h + e], reciprocal))
+                        ptx.store_global_f32(
+                            out + u64((head * rows + r) * columns + c) * u64(4),
+                            ptx.mul(sums[2 * h + e], reciprocal),
+                        )
 
     return Source(combine, SIGNATURE, THREADS)

@@ -9,6 +9,7 @@ next values while the next scores are made, so memory never waits for the whole 
 warps and nothing is rescaled; a block whose rows leave the range in which the weights are exact does its split once more with the
 running maximum.
 """
+
 from __future__ import annotations
 
 import math
@@ -16,13 +17,26 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
-from .decode_pieces import NOTHING, THREADS, WARPS, make_load_keys, make_part_of, make_query_rows, make_store, remainder, visible
+from .decode_pieces import (
+    NOTHING,
+    THREADS,
+    WARPS,
+    make_load_keys,
+    make_part_of,
+    make_query_rows,
+    make_store,
+    remainder,
+    visible,
+)
 from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-BLOCK_K = 64                                       # keys of a tile: 16 per warp
-HUGE = f32(2.0**121)                               # float32 does not hold sums of such scores
-UNIFIED_ABOVE, UNIFIED_BELOW = f32(15), f32(10)    # octaves around the constant that float16 weights hold with 11 bits
+BLOCK_K = 64  # keys of a tile: 16 per warp
+HUGE = f32(2.0**121)  # float32 does not hold sums of such scores
+UNIFIED_ABOVE, UNIFIED_BELOW = (
+    f32(15),
+    f32(10),
+)  # octaves around the constant that float16 weights hold with 11 bits
 NAN = f32(math.nan)
 
 # pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l
@@ -30,11 +44,22 @@ NAN = f32(math.nan)
 # sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, of a stored value, pages of a sequence in the table,
 #        log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e), the unified maximum in octaves
-SIGNATURE = types.void(types.UniTuple(u64, 8), types.UniTuple(i64, 4), types.UniTuple(i32, 13), types.UniTuple(f32, 2))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 8), types.UniTuple(i64, 4), types.UniTuple(i32, 13), types.UniTuple(f32, 2)
+)
 
 
-def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", direct: bool = True, paged: bool = False,
-                 ring: bool = False, unified: bool = False, turing: bool = False) -> Source:
+def decode_float(
+    d: int,
+    dv: int,
+    row_tiles: int = 1,
+    dtype: str = "float16",
+    direct: bool = True,
+    paged: bool = False,
+    ring: bool = False,
+    unified: bool = False,
+    turing: bool = False,
+) -> Source:
     """The kernel for padded head sizes d and dv, multiples of 32.
 
     Parameters
@@ -49,7 +74,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
     k_steps, value_tiles, tile_rows = d // 16, dv // 8 // WARPS, 16 * row_tiles
     d_bytes, dv_bytes = d * 2, dv * 2
     n_s, n_o, n_p, n_rows = 8 * row_tiles, 4 * value_tiles * row_tiles, 8 * row_tiles, 2 * row_tiles
-    keep_q = row_tiles == 1 and d <= 128               # Q's fragments stay in registers where there is room
+    keep_q = row_tiles == 1 and d <= 128  # Q's fragments stay in registers where there is room
     n_qf = 4 * k_steps if keep_q else 4
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
@@ -65,7 +90,21 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers
         k_page, k_head, v_page, v_head = bytes_of
-        queries, rows, kv_heads, splits, channels, columns, k_row, v_row, width, shift, window, sinks, ring_slots = sizes
+        (
+            queries,
+            rows,
+            kv_heads,
+            splits,
+            channels,
+            columns,
+            k_row,
+            v_row,
+            width,
+            shift,
+            window,
+            sinks,
+            ring_slots,
+        ) = sizes
         scale, phi = factors
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
@@ -79,7 +118,9 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        b, g, head, first_row, length, newest, begin, stop = part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots)
+        b, g, head, first_row, length, newest, begin, stop = part_of(
+            task, rows, kv_heads, splits, lengths, sinks, ring_slots
+        )
         k = k + u64(g) * u64(k_head)
         v = v + u64(g) * u64(v_head)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
@@ -87,11 +128,21 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
             load_k(sk, k, u64(k_page), table, shift, begin, stop, k_row, thread)
             if not turing:
                 ptx.cp_async_commit()
-        query_rows(sq, s_factor, q + u64(head) * u64(rows * channels * 4), first_row, rows, channels, scale, warp, lane)
+        query_rows(
+            sq,
+            s_factor,
+            q + u64(head) * u64(rows * channels * 4),
+            first_row,
+            rows,
+            channels,
+            scale,
+            warp,
+            lane,
+        )
         cuda.syncthreads()
 
         row_factor = cuda.local.array(n_rows, f32)
-        at = cuda.local.array(n_rows, i32)             # position of a row's token
+        at = cuda.local.array(n_rows, i32)  # position of a row's token
         m = cuda.local.array(n_rows, f32)
         l = cuda.local.array(n_rows, f32)
         top = cuda.local.array(n_rows, f32)
@@ -105,7 +156,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
             r = first_row + (lane >> 2) + 8 * i
             row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
             at[i] = length - queries + remainder(r, queries)
-        low = length - queries                         # the first position of any row
+        low = length - queries  # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
         k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
         k_chunk = u32(((lane >> 3) & 1) ^ ((k_row_of >> shift_k) & xor_k))
@@ -114,8 +165,10 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
         p_chunk = u32((lane >> 4) ^ (a_row & 7))
         if keep_q:
             for step in range(k_steps):
-                ptx.ldmatrix(qf, 4 * step, sq + u32(a_row * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4)))
-        constant = unified                             # whether this pass takes phi for the maximum
+                ptx.ldmatrix(
+                    qf, 4 * step, sq + u32(a_row * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4))
+                )
+        constant = unified  # whether this pass takes phi for the maximum
         again = True
         while again:
             again = False
@@ -127,7 +180,7 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
             while start < stop:
                 if not turing:
                     wait_all()
-                cuda.syncthreads()                     # the keys are there, and everyone is done with the last values and weights
+                cuda.syncthreads()  # the keys are there, and everyone is done with the last values and weights
                 load_v(sv, v, u64(v_page), table, shift, start, stop, v_row, thread)
                 if not turing:
                     ptx.cp_async_commit()
@@ -140,7 +193,13 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                     for t in range(row_tiles):
                         qi = 4 * step if keep_q else 0
                         if not keep_q:
-                            ptx.ldmatrix(qf, 0, sq + u32((16 * t + a_row) * d_bytes) + ((q_chunk ^ u32(2 * step)) << u32(4)))
+                            ptx.ldmatrix(
+                                qf,
+                                0,
+                                sq
+                                + u32((16 * t + a_row) * d_bytes)
+                                + ((q_chunk ^ u32(2 * step)) << u32(4)),
+                            )
                         if turing:
                             mma8(s, 8 * t, qf, qi, kb, 0)
                             mma8(s, 8 * t, qf, qi + 2, kb, 1)
@@ -161,7 +220,9 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                             x = s[at_s] * row_factor[i]
                             if not abs(x) < HUGE:
                                 x = NAN
-                            if not whole and not visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring):
+                            if not whole and not visible(
+                                j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                            ):
                                 x = NEG_INF
                             s[at_s] = x
                             largest = ptx.fmax(largest, x)
@@ -170,8 +231,10 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                     else:
                         largest = quad_max(largest)
                         if lane & 3 == 0:
-                            ptx.store_shared_f32(s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), largest)
-                cuda.syncthreads()                     # everyone is done with these keys
+                            ptx.store_shared_f32(
+                                s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), largest
+                            )
+                cuda.syncthreads()  # everyone is done with these keys
                 if start + block_k < stop:
                     load_k(sk, k, u64(k_page), table, shift, start + block_k, stop, k_row, thread)
                 if not turing:
@@ -183,8 +246,12 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                     if not constant:
                         largest = m[i]
                         for w in range(WARPS):
-                            largest = ptx.fmax(largest, ptx.load_shared_f32(
-                                s_max + u32((w * tile_rows + (lane >> 2) + 8 * i) * 4)))
+                            largest = ptx.fmax(
+                                largest,
+                                ptx.load_shared_f32(
+                                    s_max + u32((w * tile_rows + (lane >> 2) + 8 * i) * 4)
+                                ),
+                            )
                         alpha[i] = ptx.ex2(m[i] - largest)
                         m[i] = largest
                     total = f32(0)
@@ -194,13 +261,16 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                         p0, p1 = ptx.ex2(s[at_s] - m[i]), ptx.ex2(s[at_s + 1] - m[i])
                         total += p0 + p1
                         chunk = u32((2 * warp + n) ^ (r & 7))
-                        ptx.store_shared(sp + u32(r * 128) + (chunk << u32(4)) + u32(4 * (lane & 3)), pack(p0, p1))
+                        ptx.store_shared(
+                            sp + u32(r * 128) + (chunk << u32(4)) + u32(4 * (lane & 3)),
+                            pack(p0, p1),
+                        )
                     total = quad_sum(total)
                     if lane & 3 == 0:
                         ptx.store_shared_f32(s_sum + u32((warp * tile_rows + r) * 4), total)
                 if not turing:
                     wait_but_one()
-                cuda.syncthreads()                     # values and weights are there
+                cuda.syncthreads()  # values and weights are there
 
                 for i in range(n_rows):
                     r = (lane >> 2) + 8 * i
@@ -215,22 +285,54 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                         for e in range(2):
                             o[4 * (t * value_tiles + n) + e] *= alpha[2 * t]
                             o[4 * (t * value_tiles + n) + 2 + e] *= alpha[2 * t + 1]
-                for half in range(2):                  # 32 keys
+                for half in range(2):  # 32 keys
                     for t in range(row_tiles):
                         for step in range(2):
-                            ptx.ldmatrix(p, 8 * t + 4 * step, sp + u32((16 * t + a_row) * 128)
-                                         + ((p_chunk ^ u32(4 * half + 2 * step)) << u32(4)))
+                            ptx.ldmatrix(
+                                p,
+                                8 * t + 4 * step,
+                                sp
+                                + u32((16 * t + a_row) * 128)
+                                + ((p_chunk ^ u32(4 * half + 2 * step)) << u32(4)),
+                            )
                     v_row_of = 32 * half + lane
                     v_xor = (v_row_of >> shift_v) & xor_v
                     for n in range(value_tiles):
-                        ptx.ldmatrix_trans(kb, 0, sv + u32(v_row_of * dv_bytes) + (u32((warp * value_tiles + n) ^ v_xor) << u32(4)))
+                        ptx.ldmatrix_trans(
+                            kb,
+                            0,
+                            sv
+                            + u32(v_row_of * dv_bytes)
+                            + (u32((warp * value_tiles + n) ^ v_xor) << u32(4)),
+                        )
                         for t in range(row_tiles):
                             for step in range(2):
                                 if turing:
-                                    mma8(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step, kb, 2 * step)
-                                    mma8(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step + 2, kb, 2 * step + 1)
+                                    mma8(
+                                        o,
+                                        4 * (t * value_tiles + n),
+                                        p,
+                                        8 * t + 4 * step,
+                                        kb,
+                                        2 * step,
+                                    )
+                                    mma8(
+                                        o,
+                                        4 * (t * value_tiles + n),
+                                        p,
+                                        8 * t + 4 * step + 2,
+                                        kb,
+                                        2 * step + 1,
+                                    )
                                 else:
-                                    mma(o, 4 * (t * value_tiles + n), p, 8 * t + 4 * step, kb, 2 * step)
+                                    mma(
+                                        o,
+                                        4 * (t * value_tiles + n),
+                                        p,
+                                        8 * t + 4 * step,
+                                        kb,
+                                        2 * step,
+                                    )
                 start += block_k
 
             if constant:
@@ -238,9 +340,11 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
                 bad = f32(0)
                 for i in range(n_rows):
                     largest = quad_max(top[i])
-                    if largest > phi + UNIFIED_ABOVE or (largest > NOTHING and largest < phi - UNIFIED_BELOW):
+                    if largest > phi + UNIFIED_ABOVE or (
+                        largest > NOTHING and largest < phi - UNIFIED_BELOW
+                    ):
                         bad = f32(1)
-                for n in range(3):                     # over the eight rows of the warp's lanes; quads agree
+                for n in range(3):  # over the eight rows of the warp's lanes; quads agree
                     bad = ptx.fmax(bad, ptx.shuffle_xor(bad, u32(4 << n)))
                 if lane == 0:
                     ptx.store_shared_f32(s_max + u32(warp * 4), bad)
@@ -257,4 +361,10 @@ def decode_float(d: int, dv: int, row_tiles: int = 1, dtype: str = "float16", di
 
     # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers would spill
     blocks = 3 if row_tiles == 1 and max(d, dv) <= 64 and not unified else 1
-    return Source(decode, SIGNATURE, THREADS, q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size, blocks=blocks)
+    return Source(
+        decode,
+        SIGNATURE,
+        THREADS,
+        q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size,
+        blocks=blocks,
+    )

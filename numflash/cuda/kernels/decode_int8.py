@@ -5,6 +5,7 @@ each value's scale folded in, sums of a key block are exact, and every float ope
 warps of a block share the work: `decode_pieces`. The values lie transposed (channel after channel), because the second product
 wants four consecutive keys in a register.
 """
+
 from __future__ import annotations
 
 import math
@@ -30,7 +31,7 @@ from .int8_softmax import HIDDEN, MIN_OCTAVE, T_LIMIT, power, weight_p16
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-BAD = 1 << 20                                      # in a sum of weights: a token was seen that was not finite
+BAD = 1 << 20  # in a sum of weights: a token was seen that was not finite
 VALUE_UNIT = f32(fx.VALUE_UNIT)
 NAN = f32(math.nan)
 
@@ -39,10 +40,19 @@ NAN = f32(math.nan)
 # sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
 #        page, window, sinks, ring
 # factors: scale * log2(e) * 256
-SIGNATURE = types.void(types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1)
+)
 
 
-def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged: bool = False, ring: bool = False) -> Source:
+def decode_int8(
+    d: int,
+    dv: int,
+    row_tiles: int = 1,
+    direct: bool = True,
+    paged: bool = False,
+    ring: bool = False,
+) -> Source:
     """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32).
 
     Parameters
@@ -63,12 +73,31 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
     store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
-    q_size, k_size, v_size, p_size, row_size = tile_rows * d, block_k * d, dv * block_k, tile_rows * 128, tile_rows * 4
+    q_size, k_size, v_size, p_size, row_size = (
+        tile_rows * d,
+        block_k * d,
+        dv * block_k,
+        tile_rows * 128,
+        tile_rows * 4,
+    )
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of
-        queries, rows, kv_heads, splits, channels, columns, k_row, width, shift, window, sinks, ring_slots = sizes
+        (
+            queries,
+            rows,
+            kv_heads,
+            splits,
+            channels,
+            columns,
+            k_row,
+            width,
+            shift,
+            window,
+            sinks,
+            ring_slots,
+        ) = sizes
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
@@ -76,13 +105,17 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         sk = sq + u32(q_size)
         sv = sk + u32(k_size)
         sp = sv + u32(v_size)
-        s_scales = sp + u32(p_size)                    # scales of the tile's keys, then of its values; the next tile's behind them
+        s_scales = sp + u32(
+            p_size
+        )  # scales of the tile's keys, then of its values; the next tile's behind them
         s_factor = s_scales + u32(block_k * 16)
         s_max = s_factor + u32(row_size)
         s_sum = s_max + u32(WARPS * row_size)
 
         task = i32(cuda.blockIdx.x)
-        b, g, head, first_row, length, newest, start, stop = part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots)
+        b, g, head, first_row, length, newest, start, stop = part_of(
+            task, rows, kv_heads, splits, lengths, sinks, ring_slots
+        )
         k = k + u64(g) * u64(k_head)
         v = v + u64(g) * u64(v_head)
         scale_at = scale_at + u64(g) * u64(s_head)
@@ -90,13 +123,25 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
         if start < stop:
             load_k(sk, k, u64(k_page), table, shift, start, stop, k_row, thread)
-            load_scales(s_scales, scale_at, values_at, u64(s_page), table, shift, start, stop, thread)
+            load_scales(
+                s_scales, scale_at, values_at, u64(s_page), table, shift, start, stop, thread
+            )
             ptx.cp_async_commit()
-        query_rows(sq, s_factor, q + u64(head) * u64(rows * channels * 4), first_row, rows, channels, factors[0], warp, lane)
+        query_rows(
+            sq,
+            s_factor,
+            q + u64(head) * u64(rows * channels * 4),
+            first_row,
+            rows,
+            channels,
+            factors[0],
+            warp,
+            lane,
+        )
         cuda.syncthreads()
 
         cq = cuda.local.array(n_rows, f32)
-        at = cuda.local.array(n_rows, i32)             # position of a row's token
+        at = cuda.local.array(n_rows, i32)  # position of a row's token
         m = cuda.local.array(n_rows, i32)
         l = cuda.local.array(n_rows, f32)
         bad = cuda.local.array(n_rows, i32)
@@ -118,7 +163,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
             m[i], l[i], bad[i] = i32(MIN_OCTAVE), f32(0), i32(0)
         for i in range(n_o):
             o[i] = f32(0)
-        low = length - queries                         # the first position of any row
+        low = length - queries  # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
         k_at = sk + u32((32 * warp + k_row_of) * d)
         k_chunk = u32(((lane >> 3) & 1) ^ ((k_row_of >> shift_k) & xor_k))
@@ -128,7 +173,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
         stage = i32(0)
         while start < stop:
             wait_all()
-            cuda.syncthreads()                         # the keys are there, and everyone is done with the last values and weights
+            cuda.syncthreads()  # the keys are there, and everyone is done with the last values and weights
             load_v(sv, v, u64(v_page), table, shift, start, stop, columns, thread)
             ptx.cp_async_commit()
             scales = s_scales + u32(stage * (block_k * 8))
@@ -138,9 +183,15 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                 s[i] = i32(0)
             for step in range(k_steps):
                 for n in range(2):
-                    ptx.ldmatrix(kb, 0, k_at + u32(16 * n * d) + ((k_chunk ^ u32(2 * step)) << u32(4)))
+                    ptx.ldmatrix(
+                        kb, 0, k_at + u32(16 * n * d) + ((k_chunk ^ u32(2 * step)) << u32(4))
+                    )
                     for t in range(row_tiles):
-                        ptx.ldmatrix(qf, 0, sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4)))
+                        ptx.ldmatrix(
+                            qf,
+                            0,
+                            sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4)),
+                        )
                         mma_s(s, 16 * t + 8 * n, qf, 0, kb, 0)
                         mma_s(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
 
@@ -149,11 +200,15 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
             for i in range(n_rows):
                 largest, spoiled = i32(HIDDEN), i32(0)
                 for n in range(4):
-                    ptx.load_shared_f32_v2(two, 0, scales + u32((32 * warp + 8 * n + 2 * (lane & 3)) * 4))
+                    ptx.load_shared_f32_v2(
+                        two, 0, scales + u32((32 * warp + 8 * n + 2 * (lane & 3)) * 4)
+                    )
                     for e in range(2):
                         at_s = 16 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                         j = start + 32 * warp + 8 * n + 2 * (lane & 3) + e
-                        seen = whole or visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
+                        seen = whole or visible(
+                            j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                        )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
                         t = i32(HIDDEN)
                         if seen and x == x:
@@ -166,35 +221,54 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                 largest = ptx.imax(largest, ptx.shuffle_xor_i32(largest, u32(1)))
                 largest = ptx.imax(largest, ptx.shuffle_xor_i32(largest, u32(2)))
                 if lane & 3 == 0:
-                    ptx.store_shared(s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), u32(largest))
+                    ptx.store_shared(
+                        s_max + u32((warp * tile_rows + (lane >> 2) + 8 * i) * 4), u32(largest)
+                    )
 
-            cuda.syncthreads()                         # everyone is done with these keys, and the maxima are there
+            cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
             stage ^= 1
             if start + block_k < stop:
                 load_k(sk, k, u64(k_page), table, shift, start + block_k, stop, k_row, thread)
-                load_scales(s_scales + u32(stage * (block_k * 8)), scale_at, values_at, u64(s_page), table, shift, start + block_k,
-                            stop, thread)
+                load_scales(
+                    s_scales + u32(stage * (block_k * 8)),
+                    scale_at,
+                    values_at,
+                    u64(s_page),
+                    table,
+                    shift,
+                    start + block_k,
+                    stop,
+                    thread,
+                )
             ptx.cp_async_commit()
 
             # the largest scale of a value in the block, and this thread's keys' shares of it
             v_max = f32(0)
             for n in range(4):
                 if start + lane + 32 * n < stop:
-                    v_max = ptx.fmax(v_max, ptx.load_shared_f32(scales + u32((block_k + lane + 32 * n) * 4)))
+                    v_max = ptx.fmax(
+                        v_max, ptx.load_shared_f32(scales + u32((block_k + lane + 32 * n) * 4))
+                    )
             for n in range(5):
                 v_max = ptx.fmax(v_max, ptx.shuffle_xor(v_max, u32(1 << n)))
             per_unit = ptx.div(f32(65536), v_max)
             for n in range(4):
-                ptx.load_shared_f32_v2(two, 0, scales + u32((block_k + 32 * warp + 8 * n + 2 * (lane & 3)) * 4))
+                ptx.load_shared_f32_v2(
+                    two, 0, scales + u32((block_k + 32 * warp + 8 * n + 2 * (lane & 3)) * 4)
+                )
                 for e in range(2):
-                    ratio[2 * n + e] = ptx.umin(u32(ptx.to_int(ptx.mul(two[e], per_unit))), u32(65535))
+                    ratio[2 * n + e] = ptx.umin(
+                        u32(ptx.to_int(ptx.mul(two[e], per_unit))), u32(65535)
+                    )
 
             # the block's octave, weights at that octave, and the whole octaves by which the sums so far shrink
             for i in range(n_rows):
                 r = (lane >> 2) + 8 * i
                 largest = i32(HIDDEN)
                 for w in range(WARPS):
-                    largest = ptx.imax(largest, ptx.load_shared_s32(s_max + u32((w * tile_rows + r) * 4)))
+                    largest = ptx.imax(
+                        largest, ptx.load_shared_s32(s_max + u32((w * tile_rows + r) * 4))
+                    )
                 octave = i32(MIN_OCTAVE) if largest == HIDDEN else i32((largest + 255) >> 8)
                 total = bad[i]
                 for n in range(4):
@@ -204,9 +278,14 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                         if t != HIDDEN:
                             x = weight_p16(t, octave)
                             total = i32(total + i32((x + u32(128)) >> u32(8)))
-                            pair |= ((((x * ratio[2 * n + e]) >> u32(16)) + u32(128)) >> u32(8)) << u32(8 * e)
+                            pair |= (
+                                (((x * ratio[2 * n + e]) >> u32(16)) + u32(128)) >> u32(8)
+                            ) << u32(8 * e)
                     chunk = u32((2 * warp + (n >> 1)) ^ (r & 7))
-                    ptx.store_shared_u16(sp + u32(r * 128) + (chunk << u32(4)) + u32(8 * (n & 1) + 2 * (lane & 3)), pair)
+                    ptx.store_shared_u16(
+                        sp + u32(r * 128) + (chunk << u32(4)) + u32(8 * (n & 1) + 2 * (lane & 3)),
+                        pair,
+                    )
                 total = i32(total + ptx.shuffle_xor_i32(total, u32(1)))
                 total = i32(total + ptx.shuffle_xor_i32(total, u32(2)))
                 if lane & 3 == 0:
@@ -216,7 +295,7 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                 weight[i] = f32(0) if largest == HIDDEN else power(i32(new - octave))
                 m[i] = new
             wait_but_one()
-            cuda.syncthreads()                         # values, weights and their sums are there
+            cuda.syncthreads()  # values, weights and their sums are there
 
             unit_of_v = ptx.mul(v_max, VALUE_UNIT)
             for i in range(n_rows):
@@ -224,31 +303,51 @@ def decode_int8(d: int, dv: int, row_tiles: int = 1, direct: bool = True, paged:
                 total = i32(0)
                 for w in range(WARPS):
                     total = i32(total + ptx.load_shared_s32(s_sum + u32((w * tile_rows + r) * 4)))
-                l[i] = ptx.add(ptx.mul(l[i], alpha[i]), ptx.mul(ptx.to_float(i32(total & (BAD - 1))), weight[i]))
+                l[i] = ptx.add(
+                    ptx.mul(l[i], alpha[i]),
+                    ptx.mul(ptx.to_float(i32(total & (BAD - 1))), weight[i]),
+                )
                 if total >= BAD:
-                    l[i] = NAN                         # and stays so
+                    l[i] = NAN  # and stays so
                 weight[i] = ptx.mul(weight[i], unit_of_v)
 
             # O = O * alpha + (P . V) * weight for this warp's channels: the product exact, each float operation rounded once
             for t in range(row_tiles):
                 for step in range(4):
-                    ptx.ldmatrix(p, 4 * step, sp + u32((16 * t + a_row) * 128) + ((p_chunk ^ u32(2 * step)) << u32(4)))
+                    ptx.ldmatrix(
+                        p,
+                        4 * step,
+                        sp + u32((16 * t + a_row) * 128) + ((p_chunk ^ u32(2 * step)) << u32(4)),
+                    )
                 for n in range(value_tiles):
                     for e in range(4):
                         acc[e] = i32(0)
-                    for half in range(2):              # four 8 x 16-byte matrices: 8 channels, 64 keys
+                    for half in range(2):  # four 8 x 16-byte matrices: 8 channels, 64 keys
                         channel = (warp * value_tiles + n) * 8 + (lane & 7)
-                        ptx.ldmatrix(kb, 0, sv + u32(channel * block_k) + (u32((4 * half + (lane >> 3)) ^ (lane & 7)) << u32(4)))
+                        ptx.ldmatrix(
+                            kb,
+                            0,
+                            sv
+                            + u32(channel * block_k)
+                            + (u32((4 * half + (lane >> 3)) ^ (lane & 7)) << u32(4)),
+                        )
                         mma_p(acc, 0, p, 8 * half, kb, 0)
                         mma_p(acc, 0, p, 8 * half + 4, kb, 2)
                     at_o = 4 * (t * value_tiles + n)
                     for e in range(4):
                         i = 2 * t + (e >> 1)
-                        o[at_o + e] = ptx.add(ptx.mul(o[at_o + e], alpha[i]), ptx.mul(ptx.to_float(acc[e]), weight[i]))
+                        o[at_o + e] = ptx.add(
+                            ptx.mul(o[at_o + e], alpha[i]), ptx.mul(ptx.to_float(acc[e]), weight[i])
+                        )
             start += block_k
 
         for i in range(n_rows):
             top[i] = ptx.to_float(m[i])
         store(out, m_out, l_out, o, top, l, task, head, first_row, rows, columns, warp, lane)
 
-    return Source(decode, SIGNATURE, THREADS, q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size)
+    return Source(
+        decode,
+        SIGNATURE,
+        THREADS,
+        q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
+    )

@@ -5,6 +5,7 @@ the keys. Its four warps divide the keys of a tile among them for the scores, an
 and V goes once from memory to shared memory and once from there to registers; maxima, weights and their sums cross between the
 warps through shared memory.
 """
+
 from __future__ import annotations
 
 import math
@@ -18,10 +19,13 @@ from .pieces import swizzle_of
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 4
 THREADS = 32 * WARPS
-LANE_KEYS = 16                                     # slots of a page come in pieces of at least this: 16 bytes of INT8 values
+LANE_KEYS = 16  # slots of a page come in pieces of at least this: 16 bytes of INT8 values
 EXPONENT = 0x7F800000
-NO_SCALE, SCALE_LIMIT = f32(2.0**-100), f32(2.0**100)          # as `quantization` and `reference.combined_scale`
-NOTHING = f32(-3e38)                               # maximum of a float row that has seen no key
+NO_SCALE, SCALE_LIMIT = (
+    f32(2.0**-100),
+    f32(2.0**100),
+)  # as `quantization` and `reference.combined_scale`
+NOTHING = f32(-3e38)  # maximum of a float row that has seen no key
 NAN = f32(math.nan)
 
 
@@ -61,17 +65,22 @@ def make_part_of(tile_rows: int, ring: bool) -> Any:
             slots = min(length, sinks + ring_slots)
             if length > slots:
                 newest = sinks + remainder(length - 1 - sinks, ring_slots)
-        share = divided(((slots + KEY_BLOCK - 1) >> block_shift) + splits - 1, splits) << block_shift
+        share = (
+            divided(((slots + KEY_BLOCK - 1) >> block_shift) + splits - 1, splits) << block_shift
+        )
         begin = split * share
         return b, g, head, first_row, length, newest, begin, min(begin + share, slots)
+
     return part_of
 
 
 def make_page_of(paged: bool) -> Any:
     """page_of(table, slot, shift): the page of a slot; `table` is the address of the sequence's page numbers, or its only page."""
+
     @device_function
     def page_of(table, slot, shift):
         return u64(ptx.load_global_s32(table + u64((slot >> shift) * 4))) if paged else table
+
     return page_of
 
 
@@ -101,7 +110,12 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
                 address = data
                 if there:
                     inside = slot & ((i32(1) << shift) - 1)
-                    address = data + page_of(table, slot, shift) * page_bytes + u64(inside) * u64(bytes_left) + u64(c << 4)
+                    address = (
+                        data
+                        + page_of(table, slot, shift) * page_bytes
+                        + u64(inside) * u64(bytes_left)
+                        + u64(c << 4)
+                    )
                 if asynchronous:
                     ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
                 else:
@@ -110,6 +124,7 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
                     if there:
                         ptx.load_global_v4(four, 0, address)
                     ptx.store_shared_v4(place, four, 0)
+
     return load_keys
 
 
@@ -138,9 +153,14 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
             if there:
                 inside = slot & ((i32(1) << shift) - 1)
                 within = inside & (span - 1)
-                address = (data + page_of(table, slot, shift) * page_bytes + u64(inside - within) * u64(channels_left)
-                           + u64(channel * span + within))
+                address = (
+                    data
+                    + page_of(table, slot, shift) * page_bytes
+                    + u64(inside - within) * u64(channels_left)
+                    + u64(channel * span + within)
+                )
             ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
+
     return load_channels
 
 
@@ -159,9 +179,14 @@ def make_load_scales(block_k: int, paged: bool) -> Any:
             address = data
             if there:
                 inside = slot & ((i32(1) << shift) - 1)
-                address = (data + page_of(table, slot, shift) * page_bytes + u64(inside * 4)
-                           + (u64(0) if thread < block_k // 4 else values_at))
+                address = (
+                    data
+                    + page_of(table, slot, shift) * page_bytes
+                    + u64(inside * 4)
+                    + (u64(0) if thread < block_k // 4 else values_at)
+                )
             ptx.cp_async_zfill(to + u32(thread * 16), 0, address, u32(16) if there else u32(0))
+
     return load_scales
 
 
@@ -218,7 +243,9 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                         channel = (i * 32 + lane) * per_lane + e
                         y = f32(0)
                         if first + r < rows and channel < channels:
-                            y = ptx.load_global_f32(q + (u64(first + r) * u64(channels) + u64(channel)) * u64(4))
+                            y = ptx.load_global_f32(
+                                q + (u64(first + r) * u64(channels) + u64(channel)) * u64(4)
+                            )
                         x[i * per_lane + e] = y
                         top = ptx.imax(top, i32(ptx.bits(y) & u32(0x7FFFFFFF)))
                 top = warp_max_i32(top)
@@ -231,22 +258,31 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                     scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
                 else:
                     power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
-                    factor, scale = ptx.from_bits(u32(254 - power) << u32(23)), c * ptx.from_bits(u32(power) << u32(23))
+                    factor, scale = (
+                        ptx.from_bits(u32(254 - power) << u32(23)),
+                        c * ptx.from_bits(u32(power) << u32(23)),
+                    )
                 for i in range(words):
                     word = u32(0)
                     if good:
                         if exact:
                             for e in range(4):
-                                word |= (u32(ptx.to_int(ptx.mul(x[4 * i + e], factor))) & u32(255)) << u32(8 * e)
+                                word |= (
+                                    u32(ptx.to_int(ptx.mul(x[4 * i + e], factor))) & u32(255)
+                                ) << u32(8 * e)
                         else:
                             word = pack(x[2 * i] * factor, x[2 * i + 1] * factor)
                     place = (i * 32 + lane) * 4
                     if place < row_bytes:
                         chunk = (place >> 4) ^ ((r >> swizzle) & xor)
-                        ptx.store_shared(to + u32(r * row_bytes + (chunk << 4) + (place & 15)), word)
+                        ptx.store_shared(
+                            to + u32(r * row_bytes + (chunk << 4) + (place & 15)), word
+                        )
                 if lane == 0:
                     ptx.store_shared_f32(factors + u32(r * 4), scale if good else NAN)
+
         return query_rows
+
     return make
 
 
@@ -278,11 +314,14 @@ def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> An
                         for e in range(2):
                             c = 8 * (warp * value_tiles + n) + 2 * (lane & 3) + e
                             if r < rows and c < columns:
-                                ptx.store_global_f32(out + (u64(head * rows + r) * u64(columns) + u64(c)) * u64(4),
-                                                     ptx.mul(o[at + 2 * half + e], reciprocal))
+                                ptx.store_global_f32(
+                                    out + (u64(head * rows + r) * u64(columns) + u64(c)) * u64(4),
+                                    ptx.mul(o[at + 2 * half + e], reciprocal),
+                                )
                 else:
                     for e in range(4):
                         four[e] = ptx.bits(o[at + e])
                     place = ((task * row_tiles + t) * WARPS + warp) * value_tiles + n
                     ptx.store_global_v4(out + u64(place * 32 + lane) * u64(16), four, 0)
+
     return store

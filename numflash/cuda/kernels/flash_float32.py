@@ -2,6 +2,7 @@
 
 A lane holds the columns c with c % 32 = lane. Keys that a row does not see are never read, so what they hold cannot matter.
 """
+
 from __future__ import annotations
 
 from ...tiling import tiling
@@ -16,7 +17,9 @@ WARPS = tiling("sm_80", "float32").block_q
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of the mask, then of the bias
 # sizes: queries, keys, d, dv, query heads, left, right;  factors: scale * log2(e), softcap * log2(e)
-SIGNATURE = types.void(types.UniTuple(u64, 11), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 11), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
+)
 
 
 @device_function
@@ -26,8 +29,16 @@ def warp_sum(x):
     return x
 
 
-def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: bool = False, softcap: bool = False,
-                  alibi: bool = False, sinks: bool = False) -> Source:
+def flash_float32(
+    d: int,
+    dv: int,
+    group: int = 1,
+    mask: bool = False,
+    bias: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    sinks: bool = False,
+) -> Source:
     """The kernel for head sizes up to d and dv, multiples of 32."""
     d_parts, dv_parts = d // 32, dv // 32
 
@@ -36,14 +47,22 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        row, head, batch = i32(cuda.blockIdx.x) * WARPS + warp, i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
+        row, head, batch = (
+            i32(cuda.blockIdx.x) * WARPS + warp,
+            i32(cuda.blockIdx.y),
+            i32(cuda.blockIdx.z),
+        )
         if row < queries:
             at = u64((batch * heads + head) * queries + row)
             kv = u64((batch * (heads // group) + head // group) * key_count)
             q_row, o = cuda.local.array(d_parts, f32), cuda.local.array(dv_parts, f32)
             for i in range(d_parts):
                 c = lane + 32 * i
-                q_row[i] = ptx.load_global_f32(q + (at * u64(d_left) + u64(c)) * u64(4)) if c < d_left else f32(0)
+                q_row[i] = (
+                    ptx.load_global_f32(q + (at * u64(d_left) + u64(c)) * u64(4))
+                    if c < d_left
+                    else f32(0)
+                )
             for i in range(dv_parts):
                 o[i] = f32(0)
             place = row + ptx.load_global_s32(diagonals + u64(batch * 4))
@@ -55,19 +74,39 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
             for j in range(max(place - left, 0), min(keys, place + right + 1)):
                 seen = True
                 if mask:
-                    seen = ptx.load_global_u8(mask_at + u64(batch * strides[0] + head * strides[1] + row * strides[2]
-                                                            + j * strides[3])) != u32(0)
+                    seen = ptx.load_global_u8(
+                        mask_at
+                        + u64(
+                            batch * strides[0]
+                            + head * strides[1]
+                            + row * strides[2]
+                            + j * strides[3]
+                        )
+                    ) != u32(0)
                 added = f32(0)
                 if bias:
-                    added = ptx.load_global_f32(bias_at + u64(batch * strides[4] + head * strides[5] + row * strides[6]
-                                                              + j * strides[7]))
+                    added = ptx.load_global_f32(
+                        bias_at
+                        + u64(
+                            batch * strides[4]
+                            + head * strides[5]
+                            + row * strides[6]
+                            + j * strides[7]
+                        )
+                    )
                     seen = seen and added != NEG_INF
                 if seen:
                     s = f32(0)
                     for i in range(d_parts):
                         c = lane + 32 * i
                         if c < d_left:
-                            s = ptx.fma(q_row[i], ptx.load_global_f32(k + ((kv + u64(j)) * u64(d_left) + u64(c)) * u64(4)), s)
+                            s = ptx.fma(
+                                q_row[i],
+                                ptx.load_global_f32(
+                                    k + ((kv + u64(j)) * u64(d_left) + u64(c)) * u64(4)
+                                ),
+                                s,
+                            )
                     s = warp_sum(s) * scale
                     if softcap:
                         s = cap * tanh_accurate(ptx.div(s, cap))
@@ -82,7 +121,9 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
                     for i in range(dv_parts):
                         c = lane + 32 * i
                         if c < dv_left:
-                            x = ptx.load_global_f32(v + ((kv + u64(j)) * u64(dv_left) + u64(c)) * u64(4))
+                            x = ptx.load_global_f32(
+                                v + ((kv + u64(j)) * u64(dv_left) + u64(c)) * u64(4)
+                            )
                             o[i] = ptx.fma(p, x, o[i] * alpha)
                     m = top
             share = f32(1)
@@ -92,8 +133,12 @@ def flash_float32(d: int, dv: int, group: int = 1, mask: bool = False, bias: boo
             for i in range(dv_parts):
                 c = lane + 32 * i
                 if c < dv_left:
-                    ptx.store_global_f32(o_out + (at * u64(dv_left) + u64(c)) * u64(4), o[i] * share)
+                    ptx.store_global_f32(
+                        o_out + (at * u64(dv_left) + u64(c)) * u64(4), o[i] * share
+                    )
             if lane == 0:
-                ptx.store_global_f32(lse_out + at * u64(4), NEG_INF if l == f32(0) else (m + ptx.lg2(l)) * LN2)
+                ptx.store_global_f32(
+                    lse_out + at * u64(4), NEG_INF if l == f32(0) else (m + ptx.lg2(l)) * LN2
+                )
 
     return Source(flash, SIGNATURE, 32 * WARPS)

@@ -5,6 +5,7 @@ other two own 64 query rows each and compute with asynchronous products. Full an
 the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two
 issue their products in turns (section 3.1).
 """
+
 from __future__ import annotations
 
 import functools
@@ -14,23 +15,45 @@ from ...tiling import tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
-from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, ahead, descriptor, make_issue_scores
-from .pieces import LOG2E, NEG_INF, join_sink, load_slopes, make_adjust, make_hide, make_tile_range, quad_max, quad_sum
+from .hopper import (
+    DESCRIPTOR,
+    FEWER,
+    MORE,
+    PANEL_BYTES,
+    THREADS,
+    ahead,
+    descriptor,
+    make_issue_scores,
+)
+from .pieces import (
+    LOG2E,
+    NEG_INF,
+    join_sink,
+    load_slopes,
+    make_adjust,
+    make_hide,
+    make_tile_range,
+    quad_max,
+    quad_sum,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
-STAGES, PANEL = 2, PANEL_BYTES // 2        # columns of a panel
+STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes, sinks
 # strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
 # sizes: queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
-SIGNATURE = types.void(types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
+)
 
 
 @functools.cache
 def make_softmax(key_tiles: int):
     """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
+
     @device_function
     def softmax(s, m, l, alpha, scale):
         for r in range(2):
@@ -47,12 +70,26 @@ def make_softmax(key_tiles: int):
                 s[4 * n + 2 * r + 1] = ptx.ex2(ptx.fma(s[4 * n + 2 * r + 1], scale, -safe))
                 total += s[4 * n + 2 * r] + s[4 * n + 2 * r + 1]
             l[r] = total
+
     return softmax
 
 
-def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: int = 1, packed: int = 1,
-                 band: bool = False, mask: str = "", softcap: bool = False, alibi: bool = False, transform: bool = False,
-                 sinks: bool = False, overlap: bool = True, ping_pong: bool = False) -> Source:
+def flash_hopper(
+    d: int,
+    dv: int,
+    block_k: int,
+    dtype: str = "float16",
+    group: int = 1,
+    packed: int = 1,
+    band: bool = False,
+    mask: str = "",
+    softcap: bool = False,
+    alibi: bool = False,
+    transform: bool = False,
+    sinks: bool = False,
+    overlap: bool = True,
+    ping_pong: bool = False,
+) -> Source:
     """The kernel for head sizes d and dv, multiples of 64; `packed`, a power of two, divides `group`; options as for `flash_float`.
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
@@ -60,18 +97,20 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
     key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
-    q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES      # bytes of one panel of a tile
+    q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
     q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
     o_size = dv_panels * q_panel
     first_tile = 1024 + max(q_size, o_size)
     pair = k_size + v_size
-    value_descriptor = DESCRIPTOR | (k_panel >> 4 << 16)               # values are MN-major: the leading stride spans a panel
+    value_descriptor = DESCRIPTOR | (
+        k_panel >> 4 << 16
+    )  # values are MN-major: the leading stride spans a panel
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     transform = transform or softcap or alibi or mask == "float"
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
-    wide = dv > 128                            # registers are short: fewer scores at a time, slopes read again for every tile
+    wide = dv > 128  # registers are short: fewer scores at a time, slopes read again for every tile
     adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if wide else 4)
     tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
     options = transform or bool(mask)
@@ -133,18 +172,32 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
         whole_low, whole_high, diagonal, queries, keys = limits
         here = i32(t * block_k + 2 * (lane & 3))
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        describe(query, head, ptx.fresh(row), first_head)                    # not in registers from tile to tile
+        describe(query, head, ptx.fresh(row), first_head)  # not in registers from tile to tile
         if alibi and wide:
             load_slopes(slope, slopes, ptx.block_z() * heads, head)
         if options:
-            adjust(s, here, query, head, slope, (ptx.block_z(), diagonal), (queries, keys), factors, mask_at, strides[3:])
+            adjust(
+                s,
+                here,
+                query,
+                head,
+                slope,
+                (ptx.block_z(), diagonal),
+                (queries, keys),
+                factors,
+                mask_at,
+                strides[3:],
+            )
         if t * block_k < whole_low or (t + 1) * block_k > whole_high:
             low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
             for r in range(2):
                 low[r], high[r] = i32(0), keys
                 if band:
                     middle = i32(query[r] + diagonal)
-                    low[r], high[r] = i32(middle - sides[0]), i32(min(keys, i32(middle + sides[1] + 1)))
+                    low[r], high[r] = (
+                        i32(middle - sides[0]),
+                        i32(min(keys, i32(middle + sides[1] + 1))),
+                    )
             hide(s, here, low, high)
         softmax(s, m, l, alpha, f32(1) if transform else factors[0])
 
@@ -157,19 +210,25 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
         lane, warpgroup = thread & 31, thread >> 7
         first_head, batch = i32(cuda.blockIdx.y) * packed, i32(cuda.blockIdx.z)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        full_q, full, empty = base, base + u32(16), base + u32(64)     # full and empty: 16 bytes per stage, keys then values
+        full_q, full, empty = (
+            base,
+            base + u32(16),
+            base + u32(64),
+        )  # full and empty: 16 bytes per stage, keys then values
         sq, ring = base + u32(1024), base + u32(first_tile)
         first = i32(cuda.blockIdx.x) * BLOCK_Q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles, whole_low, whole_high = tile_range(first, queries * packed, keys, diagonal, left, right)
+        tile, tiles, whole_low, whole_high = tile_range(
+            first, queries * packed, keys, diagonal, left, right
+        )
         if thread == 0:
             ptx.mbarrier_init(full_q, u32(1))
             for i in range(2 * STAGES):
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(empty + u32(8 * i), u32(256))
             ptx.fence_mbarrier_init()
-            for i in range(3):                                       # the maps lie in global memory, written before this launch
+            for i in range(3):  # the maps lie in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:
@@ -177,8 +236,16 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
             if thread == 0:
                 ptx.mbarrier_expect(full_q, u32(q_size))
                 for h in range(d_panels):
-                    ptx.tma_load_5d(sq + u32(h * q_panel), maps, i32(h * PANEL), i32(0), first // packed, first_head // packed,
-                                    batch, full_q)
+                    ptx.tma_load_5d(
+                        sq + u32(h * q_panel),
+                        maps,
+                        i32(h * PANEL),
+                        i32(0),
+                        first // packed,
+                        first_head // packed,
+                        batch,
+                        full_q,
+                    )
                 n = i32(0)
                 for t in range(tile, tiles):
                     stage, parity = u32(n & 1), u32(((n >> 1) & 1) ^ 1)
@@ -186,19 +253,45 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     ptx.mbarrier_wait(empty + stage * u32(16), parity)
                     ptx.mbarrier_expect(bar, u32(k_size))
                     for h in range(d_panels):
-                        ptx.tma_load_4d(at + u32(h * k_panel), maps + u64(128), i32(h * PANEL), i32(t * block_k),
-                                        first_head // group, batch, bar)
+                        ptx.tma_load_4d(
+                            at + u32(h * k_panel),
+                            maps + u64(128),
+                            i32(h * PANEL),
+                            i32(t * block_k),
+                            first_head // group,
+                            batch,
+                            bar,
+                        )
                     ptx.mbarrier_wait(empty + stage * u32(16) + u32(8), parity)
                     ptx.mbarrier_expect(bar + u32(8), u32(v_size))
                     for h in range(dv_panels):
-                        ptx.tma_load_4d(at + u32(k_size + h * k_panel), maps + u64(256), i32(h * PANEL), i32(t * block_k),
-                                        first_head // group, batch, bar + u32(8))
+                        ptx.tma_load_4d(
+                            at + u32(k_size + h * k_panel),
+                            maps + u64(256),
+                            i32(h * PANEL),
+                            i32(t * block_k),
+                            first_head // group,
+                            batch,
+                            bar + u32(8),
+                        )
                     n += 1
         else:
             MORE()
-            s, o, p = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
-            m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
-            query, head, slope = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32)
+            s, o, p = (
+                cuda.local.array(n_s, f32),
+                cuda.local.array(n_o, f32),
+                cuda.local.array(n_p, u32),
+            )
+            m, l, alpha = (
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+            )
+            query, head, slope = (
+                cuda.local.array(2, i32),
+                cuda.local.array(2, i32),
+                cuda.local.array(2, f32),
+            )
             for i in range(n_o):
                 o[i] = f32(0)
             warp = (thread >> 5) & 3
@@ -209,9 +302,12 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                 slope[r] = f32(0)
             if alibi and not wide:
                 load_slopes(slope, slopes, batch * heads, head)
-            turn, other = u32(2 + warpgroup), u32(5 - warpgroup)       # named barriers; 1 and 2 are the warpgroups' own
+            turn, other = (
+                u32(2 + warpgroup),
+                u32(5 - warpgroup),
+            )  # named barriers; 1 and 2 are the warpgroups' own
             if ping_pong and warpgroup == 2 and tile < tiles:
-                ptx.barrier_arrive(other, u32(256))                    # the first turn is warpgroup 1's
+                ptx.barrier_arrive(other, u32(256))  # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
             rows, sides = (row, first_head, slope, slopes, heads), (left, right)
@@ -226,14 +322,20 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty)
-                    soften(s, m, l, alpha, tile, lane, rows, limits, sides, factors, mask_at, strides)
+                    soften(
+                        s, m, l, alpha, tile, lane, rows, limits, sides, factors, mask_at, strides
+                    )
                     weights(p, s)
-                for t in range(tile + 1, tiles):                     # last tile's P . V runs beside this tile's Q . K^T
+                for t in range(
+                    tile + 1, tiles
+                ):  # last tile's P . V runs beside this tile's Q . K^T
                     n += 1
                     before = u32((n - 1) & 1)
                     begin(s, o, dq, n, full, ring, turn)
                     ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
-                    outputs(o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size)))
+                    outputs(
+                        o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size))
+                    )
                     ptx.wgmma_commit()
                     if ping_pong:
                         ptx.barrier_arrive(other, u32(256))
@@ -264,22 +366,36 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                     n += 1
 
             if ping_pong and warpgroup == 1 and tile < tiles:
-                ptx.barrier(turn, u32(256))                          # what the other's last arrival is waiting for
-            ptx.barrier(u32(warpgroup), u32(128))                # the four warps have all read their part of Q's tile
+                ptx.barrier(turn, u32(256))  # what the other's last arrival is waiting for
+            ptx.barrier(
+                u32(warpgroup), u32(128)
+            )  # the four warps have all read their part of Q's tile
             mine, batch = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128), ptx.block_z()
             for r in range(2):
                 l[r] = quad_sum(l[r])
                 top, share = NEG_INF if l[r] == f32(0) else m[r] * scale, f32(1)
                 if sinks and query[r] < queries:
-                    top, l[r], share = join_sink(top, l[r], ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E)
+                    top, l[r], share = join_sink(
+                        top, l[r], ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E
+                    )
                 share = f32(0) if l[r] == f32(0) else share * ptx.rcp(l[r])
                 inner = i32((lane >> 2) + 8 * r)
                 if lane & 3 == 0 and query[r] < queries:
                     lse = (top + ptx.lg2(l[r])) * LN2
-                    ptx.store_global_f32(lse_out + u64(((batch * heads + head[r]) * queries + query[r]) * 4), lse)
+                    ptx.store_global_f32(
+                        lse_out + u64(((batch * heads + head[r]) * queries + query[r]) * 4), lse
+                    )
                 for c in range(value_tiles):
-                    place = mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4) + (lane & 3) * 4)
-                    ptx.store_shared_f32(place, ptx.from_bits(pack(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share)))
+                    place = mine + u32(
+                        (c >> 3) * q_panel
+                        + inner * 128
+                        + (((c & 7) ^ (inner & 7)) << 4)
+                        + (lane & 3) * 4
+                    )
+                    ptx.store_shared_f32(
+                        place,
+                        ptx.from_bits(pack(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share)),
+                    )
             cuda.syncwarp()
             four = cuda.local.array(4, u32)
             o_at = o_out + u64(batch * strides[0])
@@ -289,8 +405,15 @@ def flash_hopper(d: int, dv: int, block_k: int, dtype: str = "float16", group: i
                 mine_row = first + (warpgroup - 1) * 64 + warp * 16 + inner
                 i = mine_row // packed
                 if i < queries and c * 16 < dv_left:
-                    ptx.load_shared_v4(four, 0, mine + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4)))
+                    ptx.load_shared_v4(
+                        four,
+                        0,
+                        mine
+                        + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4)),
+                    )
                     h = first_head + mine_row - i * packed
-                    ptx.store_global_v4(o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0)
+                    ptx.store_global_v4(
+                        o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0
+                    )
 
     return Source(flash, SIGNATURE, THREADS, first_tile + STAGES * pair + 1024)

@@ -12,6 +12,7 @@ With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 pro
 a low part, of which the low times low is left out (2**-20 of the whole at most). There the values lie as they come, and the
 quad's two keys are the two halves of k.
 """
+
 from __future__ import annotations
 
 import functools
@@ -39,7 +40,10 @@ from .pieces import make_copy, make_load_rows, make_load_tile, make_tile_range, 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill
 renew, renew_both = ptx.register_fence(1, i32), ptx.register_fence(2, i32)
-FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
+FLOAT_KEYS, PADDING = (
+    32,
+    16,
+)  # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
 
 # pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole blocks), value scale, diagonal,
 # key_lengths, mask, bias, slopes, shift
@@ -47,7 +51,9 @@ FLOAT_KEYS, PADDING = 32, 16           # pv "fp32": keys of V in shared memory a
 # sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v and out (a multiple of 4), query heads,
 # left, right
 # factors: softcap in Q8.8
-SIGNATURE = types.void(types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1)
+)
 
 
 def permuted_keys(keys: int) -> np.ndarray:
@@ -73,13 +79,17 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
         for n in range(value_tiles):
             for i in range(4):
                 acc[i] = i32(0)
-            for step in range(steps):                  # four 8 x 16-byte matrices: 8 channels, 64 keys
+            for step in range(steps):  # four 8 x 16-byte matrices: 8 channels, 64 keys
                 chunk = u32((4 * step + (lane >> 3)) ^ (lane & 7))
                 ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (chunk << u32(4)))
                 product(acc, 0, p, 8 * step, b, 0)
                 product(acc, 0, p, 8 * step + 4, b, 2)
             for i in range(4):
-                o[4 * n + i] = ptx.add(ptx.mul(o[4 * n + i], alpha[i >> 1]), ptx.mul(ptx.to_float(acc[i]), share[i >> 1]))
+                o[4 * n + i] = ptx.add(
+                    ptx.mul(o[4 * n + i], alpha[i >> 1]),
+                    ptx.mul(ptx.to_float(acc[i]), share[i >> 1]),
+                )
+
     return add_values
 
 
@@ -93,7 +103,12 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
     row_bytes, key_tiles, n_a = dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
     pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
     turns, even = (pieces + threads - 1) // threads, pieces % threads == 0
-    copy, wait_all, unit, high = make_copy(True), ptx.cp_async_wait[0], f32(1 / ONE_Q16), u32(0xFFFFE000)
+    copy, wait_all, unit, high = (
+        make_copy(True),
+        ptx.cp_async_wait[0],
+        f32(1 / ONE_Q16),
+        u32(0xFFFFE000),
+    )
     take = make_take(n_a)
 
     @device_function
@@ -108,32 +123,40 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
         for part in range(KEY_BLOCK // FLOAT_KEYS):
             start = first + part * FLOAT_KEYS
             renew(loader, 0)
-            cuda.syncthreads()                         # the last part is done with
+            cuda.syncthreads()  # the last part is done with
             for i in range(turns):
                 piece = loader[0] + i * threads
                 r = piece // chunks
                 c = piece - r * chunks
                 if even or piece < pieces:
-                    copy(sv + u32(r * row_bytes + (c << 4)), 0, v + u64(start + r) * u64(channels * 4) + u64(c << 4),
-                         start + r < keys and (c << 2) < channels)
+                    copy(
+                        sv + u32(r * row_bytes + (c << 4)),
+                        0,
+                        v + u64(start + r) * u64(channels * 4) + u64(c << 4),
+                        start + r < keys and (c << 2) < channels,
+                    )
             ptx.cp_async_commit()
             wait_all()
             cuda.syncthreads()
             if paired:
                 take(s, given + u32(part * (n_a * 128)))
             for t in range(key_tiles):
-                for i in range(4):                     # rows g, g + 8 with key 2 q, then the same with key 2 q + 1
+                for i in range(4):  # rows g, g + 8 with key 2 q, then the same with key 2 q + 1
                     w = ptx.mul(ptx.to_float(s[4 * t + 2 * (i & 1) + (i >> 1)]), unit)
                     a_high[4 * t + i] = ptx.bits(w) & high
                     a_low[4 * t + i] = ptx.bits(ptx.sub(w, ptx.from_bits(ptx.bits(w) & high)))
             if not paired:
-                for i in range(n_rest):                # the next part's weights come to the front: registers have no index
+                for i in range(
+                    n_rest
+                ):  # the next part's weights come to the front: registers have no index
                     s[i] = s[i + n_a]
             for n in range(value_tiles):
                 for i in range(4):
                     acc[i] = f32(0)
                 for t in range(key_tiles):
-                    at = sv + u32((8 * t + 2 * (lane & 3)) * row_bytes + (begin + 8 * n + (lane >> 2)) * 4)
+                    at = sv + u32(
+                        (8 * t + 2 * (lane & 3)) * row_bytes + (begin + 8 * n + (lane >> 2)) * 4
+                    )
                     for i in range(2):
                         x = ptx.load_shared_f32(at + u32(i * row_bytes))
                         b_high[i] = ptx.bits(x) & high
@@ -143,11 +166,24 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
                     ptx.mma_tf32(acc, 0, a_high, 4 * t, b_high, 0)
                 for i in range(4):
                     o[4 * n + i] = ptx.fma(acc[i], share[i >> 1], o[4 * n + i])
+
     return add_values
 
 
-def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False, mask: bool = False, bias: bool = False,
-               softcap: bool = False, alibi: bool = False, wide: bool = False, turing: bool = False, halves: int = 1) -> Source:
+def flash_int8(
+    d: int,
+    dv: int,
+    block_q: int,
+    group: int = 1,
+    band: bool = False,
+    mask: bool = False,
+    bias: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    wide: bool = False,
+    turing: bool = False,
+    halves: int = 1,
+) -> Source:
     """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8, or of 16 with two halves).
 
     wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V takes K's place;  halves : warps
@@ -155,10 +191,17 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
     """
     block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
     own_keys, own_channels = block_k // halves, dv // halves
-    k_steps, key_tiles, own_tiles, value_tiles = d // 32, block_k // 8, own_keys // 8, own_channels // 8
+    k_steps, key_tiles, own_tiles, value_tiles = (
+        d // 32,
+        block_k // 8,
+        own_keys // 8,
+        own_channels // 8,
+    )
     n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else key_tiles
     shift_k, xor_k = swizzle_of(d)
-    own_weights = own_tiles * (4 if wide else 1)       # registers, whose contents cross through K's place
+    own_weights = own_tiles * (
+        4 if wide else 1
+    )  # registers, whose contents cross through K's place
     q_size, k_size = block_q * d, max(block_k * d, paired * threads * 4 * own_weights)
     v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
     v_at = q_size if turing else q_size + k_size
@@ -169,21 +212,52 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    log2_scores, weigh = make_log2_scores(own_tiles, mask, bias, softcap, alibi), make_weigh(own_tiles, wide)
+    log2_scores, weigh = (
+        make_log2_scores(own_tiles, mask, bias, softcap, alibi),
+        make_weigh(own_tiles, wide),
+    )
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
-    describe_rows, write_rows = make_describe_rows(group, band, softcap, alibi), make_write_rows(value_tiles)
+    describe_rows, write_rows = (
+        make_describe_rows(group, band, softcap, alibi),
+        make_write_rows(value_tiles),
+    )
     tile_range = make_tile_range(block_q, block_k, group, band)
-    add_bytes, add_floats = make_byte_values(value_tiles, turing), make_float_values(dv, value_tiles, threads, bool(paired))
+    add_bytes, add_floats = (
+        make_byte_values(value_tiles, turing),
+        make_float_values(dv, value_tiles, threads, bool(paired)),
+    )
 
     def flash(pointers, strides, sizes, factors):
-        q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
+        (
+            q,
+            k,
+            v,
+            out,
+            m_out,
+            l_out,
+            cq_at,
+            ck,
+            v_scale,
+            diagonals,
+            lengths,
+            mask_at,
+            bias_at,
+            slopes,
+            shifts,
+        ) = pointers
         queries, key_count, d_left, stored, channels, heads, left, right = sizes
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warp = i32(thread & 31), i32(thread >> 5)             # i32 again and again: an int64 takes two registers (P5)
-        rows_of, half = i32(warp >> paired), i32(warp & paired)     # which 16 rows; which keys of a block, and channels
+        lane, warp = (
+            i32(thread & 31),
+            i32(thread >> 5),
+        )  # i32 again and again: an int64 takes two registers (P5)
+        rows_of, half = (
+            i32(warp >> paired),
+            i32(warp & paired),
+        )  # which 16 rows; which keys of a block, and channels
         kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
@@ -195,13 +269,28 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
         top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        l, alpha, share = (
+            cuda.local.array(2, f32),
+            cuda.local.array(2, f32),
+            cuda.local.array(2, f32),
+        )
         for r in range(2):
             l[r], m[r] = f32(0), i32(MIN_OCTAVE)
         tables = sq + u32(table_at) + u32((lane >> 2) * 16)
-        table, beside = tables + u32(warp * (16 * ROW_BYTES)), tables + u32((warp ^ 1) * (16 * ROW_BYTES))
-        describe_rows(sq + u32(table_at + warp * (16 * ROW_BYTES)), i32(first + rows_of * 16), (batch, i32(kv_head * group)),
-                      (queries, heads, left, right), keys, diagonal, (cq_at, slopes, shifts), lane)
+        table, beside = (
+            tables + u32(warp * (16 * ROW_BYTES)),
+            tables + u32((warp ^ 1) * (16 * ROW_BYTES)),
+        )
+        describe_rows(
+            sq + u32(table_at + warp * (16 * ROW_BYTES)),
+            i32(first + rows_of * 16),
+            (batch, i32(kv_head * group)),
+            (queries, heads, left, right),
+            keys,
+            diagonal,
+            (cq_at, slopes, shifts),
+            lane,
+        )
 
         load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
         s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
@@ -212,20 +301,40 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
         k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))
         k_at, k_chunk = sk + u32(k_row * d), u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        loader = cuda.local.array(2, i32)              # this thread's number; the heads
+        loader = cuda.local.array(2, i32)  # this thread's number; the heads
         loader[0], loader[1] = thread, kv
         # without a band the end is the number of keys, which is a register anyway
         start, stop = i32(tile * block_k), i32(tiles * block_k) if band else keys
         while start < stop:
             renew_both(loader, 0)
             heads_before = u64(loader[1])
-            v_of_heads = v + heads_before * (u64(key_count) * u64(channels * 4) if wide else u64(channels * stored))
-            load_k(sk, k + (heads_before * u64(key_count) + u64(start)) * u64(d_left), i64(d_left), i32(keys - start), d_left,
-                   loader[0])
+            v_of_heads = v + heads_before * (
+                u64(key_count) * u64(channels * 4) if wide else u64(channels * stored)
+            )
+            load_k(
+                sk,
+                k + (heads_before * u64(key_count) + u64(start)) * u64(d_left),
+                i64(d_left),
+                i32(keys - start),
+                d_left,
+                loader[0],
+            )
             if not turing and not wide:
-                load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), loader[0])
+                load_v(
+                    sv,
+                    v_of_heads + u64(start),
+                    i64(stored),
+                    channels,
+                    i32(stored - start),
+                    loader[0],
+                )
             if loader[0] < block_k // 4:
-                copy(sc + u32(loader[0] * 16), 0, ck + (heads_before * u64(stored) + u64(start + 4 * loader[0])) * u64(4), True)
+                copy(
+                    sc + u32(loader[0] * 16),
+                    0,
+                    ck + (heads_before * u64(stored) + u64(start + 4 * loader[0])) * u64(4),
+                    True,
+                )
             if not turing:
                 ptx.cp_async_commit()
                 wait_all()
@@ -237,15 +346,30 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
             for step in range(k_steps):
                 ptx.ldmatrix(a, 0, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
                 for n in range(own_tiles // 2):
-                    ptx.ldmatrix(b, 0, k_at + u32(n * 16 * d) + ((k_chunk ^ u32(2 * step)) << u32(4)))
+                    ptx.ldmatrix(
+                        b, 0, k_at + u32(n * 16 * d) + ((k_chunk ^ u32(2 * step)) << u32(4))
+                    )
                     product(s, 8 * n, a, 0, b, 0)
                     product(s, 8 * n + 4, a, 0, b, 2)
-            if turing and not paired:                  # K's tile is done with: V comes in its place
+            if turing and not paired:  # K's tile is done with: V comes in its place
                 cuda.syncthreads()
-                load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread)
+                load_v(
+                    sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread
+                )
 
-            ahead = i32(half * own_keys + 2 * (lane & 3))              # the thread's first key in the block
-            log2_scores(s, top, table, i32(start + ahead), sc + u32(4 * ahead), cap, (batch, diagonal), mask_at, bias_at, strides)
+            ahead = i32(half * own_keys + 2 * (lane & 3))  # the thread's first key in the block
+            log2_scores(
+                s,
+                top,
+                table,
+                i32(start + ahead),
+                sc + u32(4 * ahead),
+                cap,
+                (batch, diagonal),
+                mask_at,
+                bias_at,
+                strides,
+            )
             if paired:
                 join_maxima(top, table, beside, lane)
             weigh(s, p, top)
@@ -256,7 +380,14 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
                     take(p, given)
                 if turing:
                     cuda.syncthreads()
-                    load_v(sv, v_of_heads + u64(start), i64(stored), channels, i32(stored - start), thread)
+                    load_v(
+                        sv,
+                        v_of_heads + u64(start),
+                        i64(stored),
+                        channels,
+                        i32(stored - start),
+                        thread,
+                    )
             find_shares(top, m, alpha, share)
             if wide and paired:
                 sum_given(given, total)
@@ -266,13 +397,35 @@ def flash_int8(d: int, dv: int, block_q: int, group: int = 1, band: bool = False
             if turing:
                 cuda.syncthreads()
             if wide:
-                add_floats(o, s, given, alpha, share, sv, v_of_heads, start, keys, channels, i32(half * own_channels), thread)
+                add_floats(
+                    o,
+                    s,
+                    given,
+                    alpha,
+                    share,
+                    sv,
+                    v_of_heads,
+                    start,
+                    keys,
+                    channels,
+                    i32(half * own_channels),
+                    thread,
+                )
             else:
                 add_bytes(o, p, alpha, share, sv + u32(half * (own_channels * block_k)), lane)
             cuda.syncthreads()
             start = i32(start + block_k)
 
-        write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
-                   (out, m_out, l_out, v_scale), i32(half * own_channels), lane)
+        write_rows(
+            o,
+            m,
+            l,
+            table,
+            (batch, kv_head),
+            (queries, heads, i32(heads // group), channels),
+            (out, m_out, l_out, v_scale),
+            i32(half * own_channels),
+            lane,
+        )
 
     return Source(flash, SIGNATURE, threads, table_at + halves * block_q * ROW_BYTES)

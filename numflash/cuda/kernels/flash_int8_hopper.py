@@ -11,6 +11,7 @@ permutation of the keys makes the accumulator of Q . K^T the operand of P . V (`
 
 Heads that share keys are packed into the rows, as many as a power of two divides the group: a map of rank 5 brings them so.
 """
+
 from __future__ import annotations
 
 from ...tiling import KEY_BLOCK, tiling
@@ -19,7 +20,14 @@ from .._target import cuda, device_function, types
 from ..compile import Source
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
-from .int8_softmax import MIN_OCTAVE, find_shares, make_add_weights, make_log2_scores, make_sum_weights, make_weigh
+from .int8_softmax import (
+    MIN_OCTAVE,
+    find_shares,
+    make_add_weights,
+    make_log2_scores,
+    make_sum_weights,
+    make_weigh,
+)
 from .pieces import make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -29,20 +37,33 @@ MAPS = 4
 # pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal, key_lengths, mask, bias, slopes, shift
 # strides in bytes of the mask, then of the bias: batch, head, query, key
 # sizes: queries, channels of v and out (a multiple of 4), query heads, left, right;  factors: softcap in Q8.8
-SIGNATURE = types.void(types.UniTuple(u64, 12), types.UniTuple(i64, 8), types.UniTuple(i32, 5), types.UniTuple(f32, 1))
+SIGNATURE = types.void(
+    types.UniTuple(u64, 12), types.UniTuple(i64, 8), types.UniTuple(i32, 5), types.UniTuple(f32, 1)
+)
 
 
-def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bool = False, mask: bool = False, bias: bool = False,
-                      softcap: bool = False, alibi: bool = False) -> Source:
+def flash_int8_hopper(
+    d: int,
+    dv: int,
+    group: int = 1,
+    packed: int = 1,
+    band: bool = False,
+    mask: bool = False,
+    bias: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+) -> Source:
     """The kernel for padded head sizes d and dv (multiples of 32); `packed`, a power of two, divides `group`."""
     block_k = KEY_BLOCK
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
-    columns = 32 if dv > 128 or dv % 64 else 64                # of one product P . V: its sums are registers, beside the scores
+    columns = (
+        32 if dv > 128 or dv % 64 else 64
+    )  # of one product P . V: its sums are registers, beside the scores
     parts, n_acc = dv // columns, columns // 2
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 8
     panels = -(-d // PANEL_BYTES)
     stages = 4 if max(d, dv) <= 128 else 2
-    overlap = dv <= 128                        # beyond, there are no registers for scores beside sums
+    overlap = dv <= 128  # beyond, there are no registers for scores beside sums
     turn = stages.bit_length() - 1
     q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES
     k_size, v_size, scale_size = panels * k_panel, dv * block_k, block_k * 4
@@ -55,8 +76,14 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
-    describe_rows, write_rows = make_describe_rows(packed, band, softcap, alibi), make_write_rows(value_tiles)
-    log2_scores, weigh = make_log2_scores(key_tiles, mask, bias, softcap, alibi), make_weigh(key_tiles, False)
+    describe_rows, write_rows = (
+        make_describe_rows(packed, band, softcap, alibi),
+        make_write_rows(value_tiles),
+    )
+    log2_scores, weigh = (
+        make_log2_scores(key_tiles, mask, bias, softcap, alibi),
+        make_weigh(key_tiles, False),
+    )
     sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
 
     @device_function
@@ -69,7 +96,20 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
         issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
 
     def flash(pointers, strides, sizes, factors):
-        maps, out, m_out, l_out, cq_at, v_scale, diagonals, lengths, mask_at, bias_at, slopes, shifts = pointers
+        (
+            maps,
+            out,
+            m_out,
+            l_out,
+            cq_at,
+            v_scale,
+            diagonals,
+            lengths,
+            mask_at,
+            bias_at,
+            slopes,
+            shifts,
+        ) = pointers
         queries, channels, heads, left, right = sizes
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
@@ -78,7 +118,11 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
         pack, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv_head = i32(pack * packed // group)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        full_q, full, empty = base, base + u32(16), base + u32(64)             # full and empty: 8 bytes per stage
+        full_q, full, empty = (
+            base,
+            base + u32(16),
+            base + u32(64),
+        )  # full and empty: 8 bytes per stage
         sq, ring, sc = base + u32(1024), base + u32(ring_at), base + u32(scales_at)
         first = i32(i32(cuda.blockIdx.x) * BLOCK_Q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
@@ -90,7 +134,7 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(empty + u32(8 * i), u32(256))
             ptx.fence_mbarrier_init()
-            for i in range(MAPS):                                    # the maps lie in global memory, written before this launch
+            for i in range(MAPS):  # the maps lie in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:
@@ -98,33 +142,86 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
             if thread == 0:
                 ptx.mbarrier_expect(full_q, u32(panels * q_panel))
                 for h in range(panels):
-                    ptx.tma_load_5d(sq + u32(h * q_panel), maps, i32(h * PANEL_BYTES), i32(0), first // packed, pack, batch, full_q)
+                    ptx.tma_load_5d(
+                        sq + u32(h * q_panel),
+                        maps,
+                        i32(h * PANEL_BYTES),
+                        i32(0),
+                        first // packed,
+                        pack,
+                        batch,
+                        full_q,
+                    )
                 n = i32(0)
                 while tile < tiles:
                     stage, parity = u32(n & (stages - 1)), u32(((n >> turn) & 1) ^ 1)
-                    at, bar, start = ring + stage * u32(stage_size), full + stage * u32(8), i32(tile * block_k)
+                    at, bar, start = (
+                        ring + stage * u32(stage_size),
+                        full + stage * u32(8),
+                        i32(tile * block_k),
+                    )
                     ptx.mbarrier_wait(empty + stage * u32(8), parity)
                     ptx.mbarrier_expect(bar, u32(stage_size + scale_size))
                     for h in range(panels):
-                        ptx.tma_load_4d(at + u32(h * k_panel), maps + u64(128), i32(h * PANEL_BYTES), start, kv_head, batch, bar)
-                    ptx.tma_load_4d(sc + stage * u32(scale_size), maps + u64(384), start, i32(0), kv_head, batch, bar)
-                    ptx.tma_load_4d(at + u32(k_size), maps + u64(256), start, i32(0), kv_head, batch, bar)
+                        ptx.tma_load_4d(
+                            at + u32(h * k_panel),
+                            maps + u64(128),
+                            i32(h * PANEL_BYTES),
+                            start,
+                            kv_head,
+                            batch,
+                            bar,
+                        )
+                    ptx.tma_load_4d(
+                        sc + stage * u32(scale_size),
+                        maps + u64(384),
+                        start,
+                        i32(0),
+                        kv_head,
+                        batch,
+                        bar,
+                    )
+                    ptx.tma_load_4d(
+                        at + u32(k_size), maps + u64(256), start, i32(0), kv_head, batch, bar
+                    )
                     n = i32(n + 1)
                     tile = i32(tile + 1)
         else:
             MORE()
-            s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
+            s, o, p = (
+                cuda.local.array(n_s, i32),
+                cuda.local.array(n_o, f32),
+                cuda.local.array(n_p, u32),
+            )
             acc = cuda.local.array(n_acc, i32)
-            m, top, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-            l, alpha, share = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+            m, top, total = (
+                cuda.local.array(2, i32),
+                cuda.local.array(2, i32),
+                cuda.local.array(2, i32),
+            )
+            l, alpha, share = (
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+            )
             for i in range(n_o):
                 o[i] = f32(0)
             for r in range(2):
                 l[r], m[r] = f32(0), i32(MIN_OCTAVE)
-            mine = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16)                    # the warp's first row in the tile
+            mine = i32(
+                (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
+            )  # the warp's first row in the tile
             table = base + u32(table_at) + u32(mine * ROW_BYTES)
-            describe_rows(table, i32(first + mine), (batch, i32(pack * packed)), (queries, heads, left, right), keys, diagonal,
-                          (cq_at, slopes, shifts), lane)
+            describe_rows(
+                table,
+                i32(first + mine),
+                (batch, i32(pack * packed)),
+                (queries, heads, left, right),
+                keys,
+                diagonal,
+                (cq_at, slopes, shifts),
+                lane,
+            )
             table += u32((lane >> 2) * 16)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
@@ -137,8 +234,18 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                 fence_s(s, 0)
                 stage = u32(n & (stages - 1))
                 start = i32(tile * block_k)
-                log2_scores(s, top, table, i32(start + 2 * (lane & 3)), sc + stage * u32(scale_size) + u32(8 * (lane & 3)), cap,
-                            (batch, diagonal), mask_at, bias_at, strides)
+                log2_scores(
+                    s,
+                    top,
+                    table,
+                    i32(start + 2 * (lane & 3)),
+                    sc + stage * u32(scale_size) + u32(8 * (lane & 3)),
+                    cap,
+                    (batch, diagonal),
+                    mask_at,
+                    bias_at,
+                    strides,
+                )
                 weigh(s, p, top)
                 find_shares(top, m, alpha, share)
                 sum_weights(p, total)
@@ -148,10 +255,19 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                     fence_acc(acc, 0)
                     ptx.wgmma_fence()
                     for step in range(p_steps):
-                        multiply_v(acc, 0, p, 4 * step, dv_at + u64(2 * step + part * (columns * block_k >> 4)), i32(step != 0))
+                        multiply_v(
+                            acc,
+                            0,
+                            p,
+                            4 * step,
+                            dv_at + u64(2 * step + part * (columns * block_k >> 4)),
+                            i32(step != 0),
+                        )
                     ptx.wgmma_commit()
                     if overlap and part + 1 == parts:
-                        if tile + 1 < tiles:                         # the next block's scores beside the last sums of this one
+                        if (
+                            tile + 1 < tiles
+                        ):  # the next block's scores beside the last sums of this one
                             begin_scores(s, dq, i32(n + 1), full, ring)
                         ptx.wgmma_commit()
                         wait_one()
@@ -159,15 +275,26 @@ def flash_int8_hopper(d: int, dv: int, group: int = 1, packed: int = 1, band: bo
                         wait_none()
                     fence_acc(acc, 0)
                     for i in range(n_acc):
-                        o[part * n_acc + i] = ptx.add(ptx.mul(o[part * n_acc + i], alpha[(i >> 1) & 1]),
-                                                      ptx.mul(ptx.to_float(acc[i]), share[(i >> 1) & 1]))
+                        o[part * n_acc + i] = ptx.add(
+                            ptx.mul(o[part * n_acc + i], alpha[(i >> 1) & 1]),
+                            ptx.mul(ptx.to_float(acc[i]), share[(i >> 1) & 1]),
+                        )
                 ptx.mbarrier_arrive(empty + stage * u32(8))
                 n = i32(n + 1)
                 tile = i32(tile + 1)
                 if not overlap and tile < tiles:
                     begin_scores(s, dq, n, full, ring)
                     ptx.wgmma_commit()
-            write_rows(o, m, l, table, (batch, kv_head), (queries, heads, i32(heads // group), channels),
-                       (out, m_out, l_out, v_scale), i32(0), lane)
+            write_rows(
+                o,
+                m,
+                l,
+                table,
+                (batch, kv_head),
+                (queries, heads, i32(heads // group), channels),
+                (out, m_out, l_out, v_scale),
+                i32(0),
+                lane,
+            )
 
     return Source(flash, SIGNATURE, THREADS, table_at + BLOCK_Q * ROW_BYTES + 1024)

@@ -1,4 +1,5 @@
 """What the Hopper kernels share: matrix descriptors, and a product whose operands lie in swizzled panels."""
+
 from __future__ import annotations
 
 import functools
@@ -8,10 +9,16 @@ from .. import ptx
 from .._target import device_function, types
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
-THREADS, PANEL_BYTES = 384, 128            # a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
+THREADS, PANEL_BYTES = (
+    384,
+    128,
+)  # a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
 DESCRIPTOR = (1 << 62) | (64 << 32)
-MORE, FEWER = ptx.setmaxnreg_inc[240], ptx.setmaxnreg_dec[24]        # 65536 registers: 128 x 24 + 256 x 240
+MORE, FEWER = (
+    ptx.setmaxnreg_inc[240],
+    ptx.setmaxnreg_dec[24],
+)  # 65536 registers: 128 x 24 + 256 x 240
 
 
 @device_function
@@ -32,9 +39,17 @@ def ahead(d, pieces):
 @functools.cache
 def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
     """issue_scores(s, dq, dk): issues S = Q . K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes."""
+
     @device_function
     def issue_scores(s, dq, dk):
         for step in range(steps):
-            panel, inside = step >> 2, (step & 3) * 2            # 32 bytes further in a panel of four steps
-            multiply(s, 0, ahead(dq, inside + panel * (q_panel >> 4)), ahead(dk, inside + panel * (k_panel >> 4)), i32(step != 0))
+            panel, inside = step >> 2, (step & 3) * 2  # 32 bytes further in a panel of four steps
+            multiply(
+                s,
+                0,
+                ahead(dq, inside + panel * (q_panel >> 4)),
+                ahead(dk, inside + panel * (k_panel >> 4)),
+                i32(step != 0),
+            )
+
     return issue_scores

@@ -5,6 +5,7 @@ too many. A pair of warps holds half of both, and computes nothing twice. What i
 largest score of each row, since the weights of a block refer to one octave, and the weights themselves: a lane holds the same rows
 and the same places among 64 keys as its counterpart, so registers cross as they are.
 """
+
 from __future__ import annotations
 
 import functools
@@ -15,7 +16,7 @@ from .._target import cuda, device_function, types
 from .int8_rows import PART
 
 i32, u32 = types.int32, types.uint32
-TOP = PART + 12                    # place of a row's largest score in the table
+TOP = PART + 12  # place of a row's largest score in the table
 
 
 @device_function
@@ -49,6 +50,7 @@ def make_give(own: int) -> Any:
             ptx.store_shared_v4(at + u32((warp * vectors + i) * 512), w, 4 * i)
         ptx.barrier(u32(1 + (warp >> 1)), u32(64))
         return u32(at + u32((warp & -2) * (vectors * 512)))
+
     return give
 
 
@@ -61,6 +63,7 @@ def make_take(registers: int) -> Any:
     def take(w, at):
         for i in range(vectors):
             ptx.load_shared_v4(w, 4 * i, at + u32(512 * i))
+
     return take
 
 
@@ -78,4 +81,5 @@ def make_sum_given(registers: int) -> Any:
             ptx.load_shared_v4(four, 0, at + u32(512 * i))
             for r in range(2):
                 total[r] = i32(total[r] + i32(four[2 * r] + four[2 * r + 1]))
+
     return sum_given

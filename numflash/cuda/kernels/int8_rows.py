@@ -4,6 +4,7 @@ What a tile of scores needs to know of its rows lies in shared memory, two times
 kept in registers through the products it would push other things onto the stack. Row r of the problem is query r // group of head
 r % group of the heads that are packed together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
 """
+
 from __future__ import annotations
 
 import functools
@@ -13,8 +14,11 @@ from .. import ptx
 from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-UNROLLED = 16              # tiles: a loop over more would be left as one, and the fragment in memory
-ROW_BYTES, PART = 32, 256   # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
+UNROLLED = 16  # tiles: a loop over more would be left as one, and the fragment in memory
+ROW_BYTES, PART = (
+    32,
+    256,
+)  # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
 
 
 @functools.cache
@@ -24,6 +28,7 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
     `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries, query heads, left, right),
     `tables` the addresses of cq, slopes and shifts. A row sees the keys low <= j < high; one that does not exist sees none.
     """
+
     @device_function
     def describe_rows(table, row, place, sizes, keys, diagonal, tables, lane):
         batch, first_head = place
@@ -39,7 +44,10 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
                 at = u64(u32(i32(i32(batch * heads + head) * queries + query))) * u64(4)
                 high = i32(keys)
                 if band:
-                    low, high = i32(query + diagonal - left), i32(min(keys, query + diagonal + right + 1))
+                    low, high = (
+                        i32(query + diagonal - left),
+                        i32(min(keys, query + diagonal + right + 1)),
+                    )
                 cq = ptx.load_global_f32(cq_at + at)
                 if alibi:
                     slope = ptx.load_global_f32(slopes + u64((batch * heads + head) * 4))
@@ -50,31 +58,40 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
             four[0], four[1], four[2], four[3] = u32(query), u32(head), ptx.bits(slope), u32(0)
             ptx.store_shared_v4(table + u32(PART + lane * 16), four, 0)
         cuda.syncwarp()
+
     return describe_rows
 
 
 @functools.cache
 def make_write_tiles(first: int, stop: int) -> Any:
     """The part of `write_rows` for the tiles of 8 channels from `first` to `stop`."""
+
     @device_function
     def write_tiles(o, l, inverse, scales, to, channels, exists, odd, begin, lane):
         scale, four = cuda.local.array(2, f32), cuda.local.array(4, u32)
         for n in range(first, stop):
             c = i32(begin + 8 * n + 2 * (lane & 3))
             for e in range(2):
-                scale[e] = ptx.load_global_f32(scales + u64((c + e) * 4)) if c < channels else f32(0)
+                scale[e] = (
+                    ptx.load_global_f32(scales + u64((c + e) * 4)) if c < channels else f32(0)
+                )
             for r in range(2):
                 for e in range(2):
                     x = o[4 * n + 2 * r + e]
-                    o[4 * n + 2 * r + e] = f32(0) if l[r] == f32(0) else ptx.mul(ptx.mul(x, inverse[r]), scale[e])
+                    o[4 * n + 2 * r + e] = (
+                        f32(0) if l[r] == f32(0) else ptx.mul(ptx.mul(x, inverse[r]), scale[e])
+                    )
             for e in range(2):
-                kept, sent = (o[4 * n + 2 + e], o[4 * n + e]) if odd else (o[4 * n + e], o[4 * n + 2 + e])
+                kept, sent = (
+                    (o[4 * n + 2 + e], o[4 * n + e]) if odd else (o[4 * n + e], o[4 * n + 2 + e])
+                )
                 came = ptx.shuffle_xor(sent, u32(1))
                 four[e] = ptx.bits(came if odd else kept)
                 four[2 + e] = ptx.bits(kept if odd else came)
             start = i32(begin + 8 * n + 4 * ((lane & 3) >> 1))
             if exists and start < channels:
                 ptx.store_global_v4(to + u64(start * 4), four, 0)
+
     return write_tiles
 
 
@@ -86,7 +103,10 @@ def make_write_rows(value_tiles: int) -> Any:
     a multiple of 4), `outputs` the addresses of out, m, l and the value scales, `begin` the first channel of `o`. Lanes in pairs
     swap halves, the even one keeps the first row: 16 bytes are written at a time.
     """
-    write_tiles, write_more = make_write_tiles(0, min(value_tiles, UNROLLED)), make_write_tiles(UNROLLED, value_tiles)
+    write_tiles, write_more = (
+        make_write_tiles(0, min(value_tiles, UNROLLED)),
+        make_write_tiles(UNROLLED, value_tiles),
+    )
 
     @device_function
     def write_rows(o, m, l, mine, place, sizes, outputs, begin, lane):
@@ -100,13 +120,21 @@ def make_write_rows(value_tiles: int) -> Any:
         for r in range(2):
             ptx.load_shared_v4(four, 0, mine + u32(PART + 128 * r))
             query, head = i32(four[0]), i32(four[1])
-            number[r], there[r] = u64(u32(i32(i32(batch * heads + head) * queries + query))), query < queries
+            number[r], there[r] = (
+                u64(u32(i32(i32(batch * heads + head) * queries + query))),
+                query < queries,
+            )
             inverse[r] = ptx.rcp(l[r])
             if lane & 3 == 0 and begin == 0 and there[r]:
                 ptx.store_global(m_out + number[r] * u64(4), u32(m[r]))
                 ptx.store_global_f32(l_out + number[r] * u64(4), l[r])
         to = out + (number[1] if odd else number[0]) * u64(channels * 4)
-        write_tiles(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane)
+        write_tiles(
+            o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane
+        )
         if value_tiles > UNROLLED:
-            write_more(o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane)
+            write_more(
+                o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane
+            )
+
     return write_rows

@@ -4,6 +4,7 @@ A thread holds two rows of the scores, 8 keys apart in tiles: element 4 n + 2 r 
 exactly rounded float operations are used, each named with its rounding so that nothing is contracted: the bits are those of
 `reference.integer_model`. Selections instead of branches keep a warp together.
 """
+
 from __future__ import annotations
 
 import functools
@@ -18,12 +19,19 @@ from .int8_rows import PART
 from .pieces import NEG_INF, softcap_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-HIDDEN, SPOILED = -(1 << 31), (1 << 31) - 1       # t of a hidden key, and of a score that is no number: beyond every other
+HIDDEN, SPOILED = (
+    -(1 << 31),
+    (1 << 31) - 1,
+)  # t of a hidden key, and of a score that is no number: beyond every other
 MIN_OCTAVE, T_LIMIT = fx.MIN_OCTAVE, f32(fx.T_LIMIT)
 P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
 Q_A, Q_B, ONE_Q16 = int(fx.Q_A), int(fx.Q_B), int(fx.ONE_Q16)
 LOG2E_Q8 = f32(fx.LOG2E_Q8)
-SECOND_BYTES, LOW_HALVES, ONES = u32(0x51), u32(0x5410), u32(0x01010101)         # of prmt: bytes 1 and 5; 0, 1, 4 and 5
+SECOND_BYTES, LOW_HALVES, ONES = (
+    u32(0x51),
+    u32(0x5410),
+    u32(0x01010101),
+)  # of prmt: bytes 1 and 5; 0, 1, 4 and 5
 
 
 @device_function
@@ -97,14 +105,24 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
     address of that key's ck, `place` = (batch, diagonal).
     """
     general, n_s = softcap or alibi or bias, 4 * key_tiles
-    options = general or mask          # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
+    options = (
+        general or mask
+    )  # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
 
     @device_function
     def log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides):
         batch, diagonal = place
-        scales, done, four = cuda.local.array(2, f32), cuda.local.array(4, i32), cuda.local.array(4, u32)
+        scales, done, four = (
+            cuda.local.array(2, f32),
+            cuda.local.array(4, i32),
+            cuda.local.array(4, u32),
+        )
         start, stop = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        query, head, slope = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32)
+        query, head, slope = (
+            cuda.local.array(2, i32),
+            cuda.local.array(2, i32),
+            cuda.local.array(2, f32),
+        )
         cq, shift = cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):
             ptx.load_shared_v4(four, 0, table + u32(128 * r))
@@ -123,18 +141,34 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                     seen = (ahead >= start[r]) & (ahead < stop[r])
                     number = x == x
                     j = i32(first + ahead)
-                    if general:                      # beyond the limit nothing changes, but infinities would make NaN
+                    if general:  # beyond the limit nothing changes, but infinities would make NaN
                         x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
                     if softcap:
                         x = softcap_exact(ptx.add(x, shift[r]), cap)
                     if alibi:
-                        x = ptx.sub(x, ptx.mul(slope[r], ptx.to_float(i32(abs(query[r] + diagonal - j)))))
+                        x = ptx.sub(
+                            x, ptx.mul(slope[r], ptx.to_float(i32(abs(query[r] + diagonal - j))))
+                        )
                     if mask and seen:
-                        seen = ptx.load_global_u8(mask_at + u64(batch * strides[0] + head[r] * strides[1] + query[r] * strides[2]
-                                                                + j * strides[3])) != u32(0)
+                        seen = ptx.load_global_u8(
+                            mask_at
+                            + u64(
+                                batch * strides[0]
+                                + head[r] * strides[1]
+                                + query[r] * strides[2]
+                                + j * strides[3]
+                            )
+                        ) != u32(0)
                     if bias and seen:
-                        y = ptx.load_global_f32(bias_at + u64(batch * strides[4] + head[r] * strides[5] + query[r] * strides[6]
-                                                              + j * strides[7]))
+                        y = ptx.load_global_f32(
+                            bias_at
+                            + u64(
+                                batch * strides[4]
+                                + head[r] * strides[5]
+                                + query[r] * strides[6]
+                                + j * strides[7]
+                            )
+                        )
                         x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
                         seen = y != NEG_INF
                     t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
@@ -151,6 +185,7 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                     s[n_s - 4 + i] = done[i]
         for r in range(2):
             top[r] = quad_imax(top[r])
+
     return log2_scores
 
 
@@ -168,7 +203,7 @@ def make_weigh(key_tiles: int, wide: bool) -> Any:
         octave = cuda.local.array(2, i32)
         for r in range(2):
             octave[r] = octave_of(top[r])
-        for n in range(pairs):                         # two tiles: four bytes of a row
+        for n in range(pairs):  # two tiles: four bytes of a row
             for r in range(2):
                 at, second = 8 * n + 2 * r, 8 * n + 2 * r + 4
                 if wide:
@@ -176,9 +211,18 @@ def make_weigh(key_tiles: int, wide: bool) -> Any:
                         s[at + i] = i32(weight_q16(s[at + i], octave[r]))
                         s[second + i] = i32(weight_q16(s[second + i], octave[r]))
                 else:
-                    low = ptx.prmt(rounded_p16(s[at], octave[r]), rounded_p16(s[at + 1], octave[r]), SECOND_BYTES)
-                    high = ptx.prmt(rounded_p16(s[second], octave[r]), rounded_p16(s[second + 1], octave[r]), SECOND_BYTES)
+                    low = ptx.prmt(
+                        rounded_p16(s[at], octave[r]),
+                        rounded_p16(s[at + 1], octave[r]),
+                        SECOND_BYTES,
+                    )
+                    high = ptx.prmt(
+                        rounded_p16(s[second], octave[r]),
+                        rounded_p16(s[second + 1], octave[r]),
+                        SECOND_BYTES,
+                    )
                     p[2 * n + r] = ptx.prmt(low, high, LOW_HALVES)
+
     return weigh
 
 
@@ -196,6 +240,7 @@ def find_shares(top, m, alpha, share):
 @functools.cache
 def make_sum_weights(registers: int, wide: bool) -> Any:
     """sum_weights(w, total): sums of each row's weights in so many registers of `p`, or with `wide` of `s`."""
+
     @device_function
     def sum_weights(w, total):
         for r in range(2):
@@ -205,6 +250,7 @@ def make_sum_weights(registers: int, wide: bool) -> Any:
                 total[(i >> 1) & 1] = i32(total[(i >> 1) & 1] + i32(w[i]))
             else:
                 total[i & 1] = ptx.dot4(w[i], ONES, total[i & 1])
+
     return sum_weights
 
 
@@ -222,5 +268,10 @@ def make_add_weights(wide: bool) -> Any:
             x = ptx.to_float(quad_isum(total[r]))
             if wide:
                 x = ptx.mul(x, unit)
-            l[r] = f32(np.nan) if top[r] == SPOILED else ptx.add(ptx.mul(l[r], alpha[r]), ptx.mul(x, share[r]))
+            l[r] = (
+                f32(np.nan)
+                if top[r] == SPOILED
+                else ptx.add(ptx.mul(l[r], alpha[r]), ptx.mul(x, share[r]))
+            )
+
     return add_weights

@@ -2,6 +2,7 @@
 
 The makers are cached: a tile of keys and one of values of the same shape are loaded by one function, compiled once.
 """
+
 from __future__ import annotations
 
 import functools
@@ -14,8 +15,13 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
-LOG2E, TWO_LOG2E = f32(math.log2(math.e)), f32(2 * math.log2(math.e))          # numbers: in a kernel `math` would run, in float64
-CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2))
+LOG2E, TWO_LOG2E = (
+    f32(math.log2(math.e)),
+    f32(2 * math.log2(math.e)),
+)  # numbers: in a kernel `math` would run, in float64
+CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
+    f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2)
+)
 CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
 
@@ -41,6 +47,7 @@ def make_read(row_bytes: int, turned: bool = False) -> Any:
     @device_function
     def read(d, place, at, chunk, n, ahead):
         load(d, place, at + ((chunk ^ u32(n & xor)) << u32(4)), i32(((n & ~xor) << 4) + ahead))
+
     return read
 
 
@@ -50,6 +57,7 @@ def make_copy(asynchronous: bool) -> Any:
 
     `ahead`, a constant after unrolling, is added to `place` by the instruction itself: a register less for each copy of a loop.
     """
+
     @device_function
     def copy_later(place, ahead, address, there):
         ptx.cp_async_zfill(place, ahead, address, u32(16) if there else u32(0))
@@ -62,6 +70,7 @@ def make_copy(asynchronous: bool) -> Any:
         if there:
             ptx.load_global_v4(four, 0, address)
         ptx.store_shared_v4(place + u32(ahead), four, 0)
+
     return copy_later if asynchronous else copy_now
 
 
@@ -78,7 +87,7 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
     turns = (pieces + threads - 1) // threads
     even = pieces % threads == 0
     copy = make_copy(asynchronous)
-    step = threads // chunks                           # rows per turn, where a thread stays in one column
+    step = threads // chunks  # rows per turn, where a thread stays in one column
 
     @device_function
     def load_tile(to, source, stride, rows_left, bytes_left, thread):
@@ -87,8 +96,12 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
             r = i32(piece // chunks)
             c = i32(piece - r * chunks)
             if even or piece < pieces:
-                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), 0, source + u64(r) * u64(stride) + u64(c << 4),
-                     r < rows_left and (c << 4) < bytes_left)
+                copy(
+                    to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)),
+                    0,
+                    source + u64(r) * u64(stride) + u64(c << 4),
+                    r < rows_left and (c << 4) < bytes_left,
+                )
 
     @device_function
     def load_tile_by_steps(to, source, stride, rows_left, bytes_left, thread):
@@ -98,14 +111,26 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
         address = source + u64(r) * u64(stride) + u64(c << 4)
         left = i32(rows_left - r) if (c << 4) < bytes_left else i32(0)
         for i in range(turns):
-            copy(place ^ u32((((i * step) >> shift) & xor) << 4), i32(i * step * row_bytes), address, i32(i * step) < left)
+            copy(
+                place ^ u32((((i * step) >> shift) & xor) << 4),
+                i32(i * step * row_bytes),
+                address,
+                i32(i * step) < left,
+            )
             address += u64(step) * u64(stride)
+
     # the column is the thread's own in every turn; with r < step, a power of two, r + i * step is their XOR, and so is its swizzle
-    return load_tile_by_steps if even and threads % chunks == 0 and step & (step - 1) == 0 else load_tile
+    return (
+        load_tile_by_steps
+        if even and threads % chunks == 0 and step & (step - 1) == 0
+        else load_tile
+    )
 
 
 @functools.cache
-def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchronous: bool = True) -> Any:
+def make_load_rows(
+    rows: int, row_bytes: int, threads: int, group: int, asynchronous: bool = True
+) -> Any:
     """As `load_tile` for queries: row r of the tile is query (first + r) // group of head (first + r) % group.
 
     Packing the heads that share keys into one tile fills it when there are few queries. load_rows(to, source, stride_head,
@@ -128,9 +153,16 @@ def make_load_rows(rows: int, row_bytes: int, threads: int, group: int, asynchro
                 row = i32(first + r)
                 query = i32(row // group)
                 head = i32(row - query * group)
-                copy(to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)), 0,
-                     source + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4),
-                     row < rows_total and (c << 4) < bytes_left)
+                copy(
+                    to + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)),
+                    0,
+                    source
+                    + u64(head) * u64(stride_head)
+                    + u64(query) * u64(stride_query)
+                    + u64(c << 4),
+                    row < rows_total and (c << 4) < bytes_left,
+                )
+
     return load_rows
 
 
@@ -153,8 +185,18 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
             if piece < pieces and row < rows_total and (c << 4) < bytes_left:
                 query = i32(row // group)
                 head = i32(row - query * group)
-                ptx.load_shared_v4(four, 0, source + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4)))
-                ptx.store_global_v4(to + u64(head) * u64(stride_head) + u64(query) * u64(stride_query) + u64(c << 4), four, 0)
+                ptx.load_shared_v4(
+                    four, 0, source + u32(r * row_bytes + ((c ^ ((r >> shift) & xor)) << 4))
+                )
+                ptx.store_global_v4(
+                    to
+                    + u64(head) * u64(stride_head)
+                    + u64(query) * u64(stride_query)
+                    + u64(c << 4),
+                    four,
+                    0,
+                )
+
     return store_rows
 
 
@@ -165,6 +207,7 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
     Returns the first tile of keys that any of them sees and the end of these tiles, then the first key that all of them see and
     the end of those.
     """
+
     @device_function
     def all_keys(first, rows, keys, diagonal, left, right):
         return i32(0), i32((keys + block_k - 1) // block_k), i32(0), i32(keys)
@@ -173,8 +216,17 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
     def a_band(first, rows, keys, diagonal, left, right):
         low = i32(first // group + diagonal)
         high = i32((min(first + block_q, rows) - 1) // group + diagonal)
-        end = min(i32((keys + block_k - 1) // block_k), i32((max(high + right + 1, 0) + block_k - 1) // block_k))
-        return i32(max(low - left, 0) // block_k), i32(end), i32(max(high - left, 0)), i32(min(keys, low + right + 1))
+        end = min(
+            i32((keys + block_k - 1) // block_k),
+            i32((max(high + right + 1, 0) + block_k - 1) // block_k),
+        )
+        return (
+            i32(max(low - left, 0) // block_k),
+            i32(end),
+            i32(max(high - left, 0)),
+            i32(min(keys, low + right + 1)),
+        )
+
     return a_band if band else all_keys
 
 
@@ -222,7 +274,9 @@ def add_bias(x, bias):
 
 
 @functools.cache
-def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4) -> Any:
+def make_adjust(
+    key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4
+) -> Any:
     """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides): options on a fragment of float scores.
 
     `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold one value for each of its two
@@ -243,10 +297,19 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
         row_at = cuda.local.array(2, u64)
         for r in range(2):
-            q[r] = ptx.fresh(query[r])                 # addresses in the mask are no registers that every tile keeps
+            q[r] = ptx.fresh(
+                query[r]
+            )  # addresses in the mask are no registers that every tile keeps
             if has_mask and turns > 1:
-                row_at[r] = ptx.fresh_address(mask_at + u64(batch * strides[0] + head[r] * strides[1] + q[r] * strides[2]
-                                                            + first * strides[3]))
+                row_at[r] = ptx.fresh_address(
+                    mask_at
+                    + u64(
+                        batch * strides[0]
+                        + head[r] * strides[1]
+                        + q[r] * strides[2]
+                        + first * strides[3]
+                    )
+                )
         for turn in range(turns):
             for n in range(part):
                 for e in range(4):
@@ -260,10 +323,16 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                         x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
                     if has_mask and q[e >> 1] < queries and j < keys:
                         if turns > 1:
-                            at = row_at[e >> 1] + u64((8 * (turn * part + n) + (e & 1)) * strides[3])
-                        else:                          # unrolled, sums with a row's address would all be in registers
-                            at = mask_at + u64(batch * strides[0] + head[e >> 1] * strides[1] + q[e >> 1] * strides[2]
-                                               + j * strides[3])
+                            at = row_at[e >> 1] + u64(
+                                (8 * (turn * part + n) + (e & 1)) * strides[3]
+                            )
+                        else:  # unrolled, sums with a row's address would all be in registers
+                            at = mask_at + u64(
+                                batch * strides[0]
+                                + head[e >> 1] * strides[1]
+                                + q[e >> 1] * strides[2]
+                                + j * strides[3]
+                            )
                         if float_mask:
                             x = add_bias(x, ptx.load_global_f32(at))
                         elif ptx.load_global_u8(at) == u32(0):
@@ -276,12 +345,14 @@ def make_adjust(key_tiles: int, transform: bool, softcap: bool, alibi: bool, mas
                     s[i] = s[i + n_part]
                 for i in range(n_part):
                     s[n_s - n_part + i] = done[i]
+
     return adjust
 
 
 @functools.cache
 def make_hide(key_tiles: int) -> Any:
     """hide(s, first, low, high): scores of keys outside [low, high) of each of the two rows become -inf."""
+
     @device_function
     def hide(s, first, low, high):
         for n in range(key_tiles):
@@ -289,6 +360,7 @@ def make_hide(key_tiles: int) -> Any:
                 j = first + 8 * n + (e & 1)
                 if j < low[e >> 1] or j >= high[e >> 1]:
                     s[4 * n + e] = NEG_INF
+
     return hide
 
 

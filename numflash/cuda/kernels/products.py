@@ -5,6 +5,7 @@ without leaving registers. An address in shared memory is (start of this lane's 
 column enters by XOR with an even chunk number, which leaves the lane's bit alone. The makers are cached: what two operands share
 is compiled once.
 """
+
 from __future__ import annotations
 
 import functools
@@ -18,7 +19,15 @@ i32, u32, f32 = types.int32, types.uint32, types.float32
 
 
 @functools.cache
-def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool, own_ahead: int = 0, other_ahead: int = 0) -> Any:
+def make_scores(
+    width: int,
+    columns: int,
+    dtype: str,
+    turing: bool,
+    keep: bool,
+    own_ahead: int = 0,
+    other_ahead: int = 0,
+) -> Any:
     """s (16 x columns) = own (16 x width) . other (columns x width)^T, rows of `width` 16-bit numbers.
 
     scores(s, own, own_at, own_chunk, other_at, other_chunk): `own` holds all fragments of the warp's rows if they are to be kept in
@@ -46,6 +55,7 @@ def make_scores(width: int, columns: int, dtype: str, turing: bool, keep: bool, 
                 else:
                     mma(s, 8 * n, own, a, b, 0)
                     mma(s, 8 * n + 4, own, a, b, 2)
+
     return scores
 
 
@@ -76,6 +86,7 @@ def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: in
                 else:
                     mma(sums, 8 * n, a, 0, b, 0)
                     mma(sums, 8 * n + 4, a, 0, b, 2)
+
     return add
 
 
@@ -98,6 +109,13 @@ def make_stage(width: int, dtype: str, turing: bool) -> Any:
             c1 = u32((n ^ (((row + 8) >> shift) & xor)) << 4)
             low = pack(sums[4 * n] * factor0, sums[4 * n + 1] * factor0)
             high = pack(sums[4 * n + 2] * factor1, sums[4 * n + 3] * factor1)
-            ptx.store_shared_f32(start + u32(row * row_bytes) + c0, ptx.from_bits(low if factor0 != f32(0) else u32(0)))
-            ptx.store_shared_f32(start + u32((row + 8) * row_bytes) + c1, ptx.from_bits(high if factor1 != f32(0) else u32(0)))
+            ptx.store_shared_f32(
+                start + u32(row * row_bytes) + c0,
+                ptx.from_bits(low if factor0 != f32(0) else u32(0)),
+            )
+            ptx.store_shared_f32(
+                start + u32((row + 8) * row_bytes) + c1,
+                ptx.from_bits(high if factor1 != f32(0) else u32(0)),
+            )
+
     return stage

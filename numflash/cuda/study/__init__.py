@@ -3,6 +3,7 @@
 `python -m numflash.cuda.study` builds every rung, runs it in the emulator, checks it against float64 and prints the table; where
 there is a card it times them too.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import NumflashError, UnsupportedError
-from ..forward import LOG2E, Launch
+from ..operands import LOG2E, Launch
 
 
 @dataclass(frozen=True)
@@ -29,32 +30,102 @@ class Rung:
 
 
 LADDER = (
-    Rung("1", "one thread per row", "The definition with an online softmax; every thread reads every key from global memory.",
-         "one_thread_per_row"),
-    Rung("2", "tiles in shared memory", "A key is read from global memory once per block of 64 rows, 16 bytes per thread.",
-         "shared_tiles"),
-    Rung("3", "tensor cores for Q.K^T", "Half of the arithmetic moves to m16n8k16 products; the weights "
-         "travel through shared memory.", "scores_only"),
-    Rung("4", "tensor cores for P.V too", "The accumulator of the scores is the operand of P.V: weights stay in registers "
-         "(FlashAttention-2). Rows of 128 bytes all start in the same bank, so ldmatrix takes 8 passes.", "both_products"),
-    Rung("5a", "padded rows", "16 bytes of padding per row spread the 8 rows of a matrix over the banks.", "both_products",
-         {"layout": "padded"}),
-    Rung("5b", "swizzled rows", "An XOR of the chunk number with the row does the same without the padding.", "both_products",
-         {"layout": "swizzled"}),
-    Rung("6", "double buffer", "The next tile comes by cp.async while this one is multiplied: one barrier per tile, no registers "
-         "in between.", "double_buffer"),
-    Rung("7a", "Q in registers", "Q's fragments are loaded once instead of once per tile and key.", "register_blocks"),
-    Rung("7b", "32 rows per warp", "Each fragment of K and V serves four products instead of two, and a block needs half as many "
-         "tiles for its rows; it costs registers.", "register_blocks", {"row_tiles": 2}),
-    Rung("7h", "float16 scores", "Beside 7a: scores accumulated in float16 take half the registers until they are widened for the "
-         "softmax, which saves next to none in all, and cost accuracy: the reason not to.", "register_blocks",
-         {"half_scores": True}, tolerance=8.0),
-    Rung("8", "TMA, wgmma, warp specialisation", "One thread feeds two warpgroups whose products read shared memory by themselves "
-         "(FlashAttention-3).", "flash_hopper", {"overlap": False}, "sm_90a"),
-    Rung("9a", "softmax beside the products", "The next tile's Q.K^T is issued before this tile's P.V is waited for.",
-         "flash_hopper", {"overlap": True}, "sm_90a"),
-    Rung("9b", "ping-pong", "Two named barriers make the warpgroups issue products in turns: one's softmax runs beside the other's "
-         "products.", "flash_hopper", {"overlap": True, "ping_pong": True}, "sm_90a"),
+    Rung(
+        "1",
+        "one thread per row",
+        "The definition with an online softmax; every thread reads every key from global memory.",
+        "one_thread_per_row",
+    ),
+    Rung(
+        "2",
+        "tiles in shared memory",
+        "A key is read from global memory once per block of 64 rows, 16 bytes per thread.",
+        "shared_tiles",
+    ),
+    Rung(
+        "3",
+        "tensor cores for Q.K^T",
+        "Half of the arithmetic moves to m16n8k16 products; the weights "
+        "travel through shared memory.",
+        "scores_only",
+    ),
+    Rung(
+        "4",
+        "tensor cores for P.V too",
+        "The accumulator of the scores is the operand of P.V: weights stay in registers "
+        "(FlashAttention-2). Rows of 128 bytes all start in the same bank, so ldmatrix takes 8 passes.",
+        "both_products",
+    ),
+    Rung(
+        "5a",
+        "padded rows",
+        "16 bytes of padding per row spread the 8 rows of a matrix over the banks.",
+        "both_products",
+        {"layout": "padded"},
+    ),
+    Rung(
+        "5b",
+        "swizzled rows",
+        "An XOR of the chunk number with the row does the same without the padding.",
+        "both_products",
+        {"layout": "swizzled"},
+    ),
+    Rung(
+        "6",
+        "double buffer",
+        "The next tile comes by cp.async while this one is multiplied: one barrier per tile, no registers "
+        "in between.",
+        "double_buffer",
+    ),
+    Rung(
+        "7a",
+        "Q in registers",
+        "Q's fragments are loaded once instead of once per tile and key.",
+        "register_blocks",
+    ),
+    Rung(
+        "7b",
+        "32 rows per warp",
+        "Each fragment of K and V serves four products instead of two, and a block needs half as many "
+        "tiles for its rows; it costs registers.",
+        "register_blocks",
+        {"row_tiles": 2},
+    ),
+    Rung(
+        "7h",
+        "float16 scores",
+        "Beside 7a: scores accumulated in float16 take half the registers until they are widened for the "
+        "softmax, which saves next to none in all, and cost accuracy: the reason not to.",
+        "register_blocks",
+        {"half_scores": True},
+        tolerance=8.0,
+    ),
+    Rung(
+        "8",
+        "TMA, wgmma, warp specialisation",
+        "One thread feeds two warpgroups whose products read shared memory by themselves "
+        "(FlashAttention-3).",
+        "flash_hopper",
+        {"overlap": False},
+        "sm_90a",
+    ),
+    Rung(
+        "9a",
+        "softmax beside the products",
+        "The next tile's Q.K^T is issued before this tile's P.V is waited for.",
+        "flash_hopper",
+        {"overlap": True},
+        "sm_90a",
+    ),
+    Rung(
+        "9b",
+        "ping-pong",
+        "Two named barriers make the warpgroups issue products in turns: one's softmax runs beside the other's "
+        "products.",
+        "flash_hopper",
+        {"overlap": True, "ping_pong": True},
+        "sm_90a",
+    ),
 )
 
 
@@ -62,28 +133,53 @@ def factory(rung: Rung) -> Callable:
     """The module-level function that builds the rung's kernel."""
     from ..kernels.flash_hopper import flash_hopper
     from . import scalar, tensor_cores
-    return flash_hopper if rung.factory == "flash_hopper" else getattr(scalar, rung.factory, None) or getattr(
-        tensor_cores, rung.factory)
+
+    return (
+        flash_hopper
+        if rung.factory == "flash_hopper"
+        else getattr(scalar, rung.factory, None) or getattr(tensor_cores, rung.factory)
+    )
 
 
-def launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray, arch: str | None = None) -> Launch:
+def launch(
+    rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray, arch: str | None = None
+) -> Launch:
     """The launch of a rung on float16 (L, D) arrays, L a multiple of 128; rungs 1 to 7 can be built for other architectures."""
     length, d = query.shape
     scale = np.float32(LOG2E / np.sqrt(d))
     out = np.zeros_like(query)
     if rung.arch == "sm_90a":
         from ..tensormap import TensorMap
+
         lse, place = np.zeros(length, np.float32), np.array([0, key.shape[0]], np.int32)
-        maps = [TensorMap(query[None, None, :, None], (1, 1, 128, 1, 64)),
-                *(TensorMap(x[None, None], (1, 1, 128, 64)) for x in (key, value))]
-        args: tuple = ((maps, out, lse, place[:1], place[1:], place, place, place), (0, 0, 2 * d, 0, 0, 0, 0),
-                       (length, 2 * d, 1, 0, 0), (scale, np.float32(0)))
-        return Launch(factory(rung), {"d": d, "dv": d, "block_k": 128, **rung.constants}, rung.arch, (length // 128, 1, 1), args,
-                      lambda: (out, lse))
+        maps = [
+            TensorMap(query[None, None, :, None], (1, 1, 128, 1, 64)),
+            *(TensorMap(x[None, None], (1, 1, 128, 64)) for x in (key, value)),
+        ]
+        args: tuple = (
+            (maps, out, lse, place[:1], place[1:], place, place, place),
+            (0, 0, 2 * d, 0, 0, 0, 0),
+            (length, 2 * d, 1, 0, 0),
+            (scale, np.float32(0)),
+        )
+        return Launch(
+            factory(rung),
+            {"d": d, "dv": d, "block_k": 128, **rung.constants},
+            rung.arch,
+            (length // 128, 1, 1),
+            args,
+            lambda: (out, lse),
+        )
     args = (query, key, value, out, key.shape[0], scale)
     rows = 64 * rung.constants.get("row_tiles", 1)
-    return Launch(factory(rung), {"d": d, **rung.constants}, arch or rung.arch, (length // rows, 1, 1), args,
-                  lambda: (out, np.zeros(0)))
+    return Launch(
+        factory(rung),
+        {"d": d, **rung.constants},
+        arch or rung.arch,
+        (length // rows, 1, 1),
+        args,
+        lambda: (out, np.zeros(0)),
+    )
 
 
 def problem(length: int, d: int, seed: int) -> tuple[np.ndarray, ...]:
@@ -103,15 +199,18 @@ def validated(rung: Rung, out: np.ndarray, expected: np.ndarray) -> float:
     return error
 
 
-def climb(length: int = 256, d: int = 64, seed: int = 0, rungs: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def climb(
+    length: int = 256, d: int = 64, seed: int = 0, rungs: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """Run the ladder, or some of its rungs, in the emulator: a row of figures per rung, in order, checked against float64 first.
 
     Registers, stack, spills and machine instructions come from the cubin where the binary utilities are installed, else None.
     Global memory is counted in the 32-byte sectors that each warp's access touches, before any cache.
     """
     from ..compile import compiled
-    from ..forward import emulated
+    from ..operands import emulated
     from ..sass import resources
+
     q, k, v, expected = problem(length, d, seed)
     rows = []
     for rung in LADDER:
@@ -123,18 +222,33 @@ def climb(length: int = 256, d: int = 64, seed: int = 0, rungs: Sequence[str] | 
         cubin = compiled(step.factory, step.arch, "cubin", **step.constants)
         try:
             made = resources(cubin.code)
-            machine: dict[str, Any] = {"registers": made.registers, "stack": made.stack,
-                                       "spills": made.count("LDL") + made.count("STL"),
-                                       "machine_instructions": sum(made.opcodes.values())}
+            machine: dict[str, Any] = {
+                "registers": made.registers,
+                "stack": made.stack,
+                "spills": made.count("LDL") + made.count("STL"),
+                "machine_instructions": sum(made.opcodes.values()),
+            }
         except UnsupportedError:
             machine = dict.fromkeys(("registers", "stack", "spills", "machine_instructions"))
-        rows.append({"rung": rung.number, "name": rung.name, "why": rung.why, "error": error, **machine,
-                     "shared_bytes": cubin.shared_bytes, "warp_instructions": sum(report.instructions.values()),
-                     "instructions": report.instructions, "tensor_operations": report.tensor_operations,
-                     "tensor_flops": report.tensor_flops, "barriers": report.barriers,
-                     "global_moved": 32 * (report.global_load_sectors + report.global_store_sectors),
-                     "shared_bytes_read": report.shared_loaded,
-                     "shared_wavefronts": report.shared_wavefronts, "shared_conflicts": report.shared_conflicts})
+        rows.append(
+            {
+                "rung": rung.number,
+                "name": rung.name,
+                "why": rung.why,
+                "error": error,
+                **machine,
+                "shared_bytes": cubin.shared_bytes,
+                "warp_instructions": sum(report.instructions.values()),
+                "instructions": report.instructions,
+                "tensor_operations": report.tensor_operations,
+                "tensor_flops": report.tensor_flops,
+                "barriers": report.barriers,
+                "global_moved": 32 * (report.global_load_sectors + report.global_store_sectors),
+                "shared_bytes_read": report.shared_loaded,
+                "shared_wavefronts": report.shared_wavefronts,
+                "shared_conflicts": report.shared_conflicts,
+            }
+        )
     return rows
 
 
@@ -144,7 +258,8 @@ def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[flo
     Rungs 8 and 9 run on Hopper only. The second figure asks for the L2 window that the L4 document names (`Device.prepared`).
     Raises UnsupportedError where there is no card.
     """
-    from ..launch import current_device, median_seconds
+    from ..device import current_device, median_seconds
+
     device = current_device()
     q, k, v, expected = problem(length, d, seed)
     found = {}
@@ -154,13 +269,22 @@ def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[flo
         step = launch(rung, q, k, v, device.arch)
         device.prepared(step, lambda work: work())
         validated(rung, step.finish()[0], expected)
-        plain, kept = (device.prepared(step, lambda work: median_seconds(device, work), persist=those) for those in ((), (k, v)))
+        plain, kept = (
+            device.prepared(step, lambda work: median_seconds(device, work), persist=those)
+            for those in ((), (k, v))
+        )
         found[rung.number] = plain, kept
     return found
 
 
-MIX = {"tensor": ("tensor",), "float": ("float",), "exp2, 1/x": ("special",), "memory, copies": ("memory", "asynchronous"),
-       "integer, moves": ("integer", "move", "conversion", "shuffle"), "control": ("control",)}
+MIX = {
+    "tensor": ("tensor",),
+    "float": ("float",),
+    "exp2, 1/x": ("special",),
+    "memory, copies": ("memory", "asynchronous"),
+    "integer, moves": ("integer", "move", "conversion", "shuffle"),
+    "control": ("control",),
+}
 
 
 def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]] | None = None) -> str:
@@ -168,20 +292,44 @@ def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]] | 
 
     Times are shown where a card measured them (`clock`).
     """
-    columns = {"rung": "rung", "name": "what changed", "registers": "registers", "stack": "stack B", "spills": "spills",
-               "shared_bytes": "shared B", "global_moved": "global B moved", "shared_bytes_read": "shared B read",
-               "shared_wavefronts": "wavefronts", "shared_conflicts": "of them conflicts"}
+    columns = {
+        "rung": "rung",
+        "name": "what changed",
+        "registers": "registers",
+        "stack": "stack B",
+        "spills": "spills",
+        "shared_bytes": "shared B",
+        "global_moved": "global B moved",
+        "shared_bytes_read": "shared B read",
+        "shared_wavefronts": "wavefronts",
+        "shared_conflicts": "of them conflicts",
+    }
     first = [["-" if row[c] is None else str(row[c]) for c in columns] for row in rows]
     heads = [*columns.values()]
     if seconds is not None:
         heads += ["us", "us with K, V in L2"]
         times = {rung: [f"{1e6 * t:.1f}" for t in pair] for rung, pair in seconds.items()}
         first = [line + times.get(line[0], ["-", "-"]) for line in first]
-    second = [[row["rung"], str(row["warp_instructions"]), str(row["tensor_operations"]),
-               *(f"{100 * sum(row['instructions'].get(x, 0) for x in group) / row['warp_instructions']:.1f} %"
-                 for group in MIX.values())] for row in rows]
-    return _markdown(heads, first) + "\n\n" + _markdown(["rung", "warp instr.", "tensor op.", *MIX], second)
+    second = [
+        [
+            row["rung"],
+            str(row["warp_instructions"]),
+            str(row["tensor_operations"]),
+            *(
+                f"{100 * sum(row['instructions'].get(x, 0) for x in group) / row['warp_instructions']:.1f} %"
+                for group in MIX.values()
+            ),
+        ]
+        for row in rows
+    ]
+    return (
+        _markdown(heads, first)
+        + "\n\n"
+        + _markdown(["rung", "warp instr.", "tensor op.", *MIX], second)
+    )
 
 
 def _markdown(heads: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows))
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *rows)
+    )

@@ -1,4 +1,5 @@
 """`python -m numflash.cuda.study`: climb the ladder in the emulator, time it where there is a card, and print its table."""
+
 from ...errors import UnsupportedError
 from . import climb, clock, table
 

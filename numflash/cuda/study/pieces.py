@@ -4,6 +4,7 @@ A lane's share of an m16n8 accumulator is two neighbouring columns of row lane /
 weights and outputs are such accumulators, 8 columns after 8 columns, so index 8 * n + 4 * tile + 2 * r + e of a fragment is row
 r (0 or 1), column 16 * n + 8 * tile + 2 * (lane % 4) + e. Tables: PTX 9.7.14.5.8.
 """
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +15,7 @@ from ..kernels.pieces import quad_max, quad_sum
 from .scalar import LOWEST
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-BLOCK, THREADS = 64, 128                                   # keys and queries per tile; four warps
+BLOCK, THREADS = 64, 128  # keys and queries per tile; four warps
 
 
 def layout_of(d: int, layout: str) -> tuple[int, int]:
@@ -40,6 +41,7 @@ def make_copy(d: int, layout: str = "naive", asynchronous: bool = False) -> Any:
             else:
                 ptx.load_global_v4(four, 0, source + u64(piece * 16))
                 ptx.store_shared_v4(place, four, 0)
+
     return copy
 
 
@@ -50,7 +52,10 @@ def make_load_queries(d: int, layout: str) -> Any:
     @device_function
     def load_queries(a, at, tile, row, step, lane):
         r = row + (lane & 15)
-        ptx.ldmatrix(a, at, tile + u32(r * row_bytes + (((2 * step + (lane >> 4)) ^ (r & xor)) << 4)))
+        ptx.ldmatrix(
+            a, at, tile + u32(r * row_bytes + (((2 * step + (lane >> 4)) ^ (r & xor)) << 4))
+        )
+
     return load_queries
 
 
@@ -61,7 +66,10 @@ def make_load_keys(d: int, layout: str) -> Any:
     @device_function
     def load_keys(b, tile, row, step, lane):
         r = row + ((lane >> 4) << 3) + (lane & 7)
-        ptx.ldmatrix(b, 0, tile + u32(r * row_bytes + (((2 * step + ((lane >> 3) & 1)) ^ (r & xor)) << 4)))
+        ptx.ldmatrix(
+            b, 0, tile + u32(r * row_bytes + (((2 * step + ((lane >> 3) & 1)) ^ (r & xor)) << 4))
+        )
+
     return load_keys
 
 
@@ -72,7 +80,10 @@ def make_load_values(d: int, layout: str) -> Any:
     @device_function
     def load_values(b, tile, row, n, lane):
         r = row + (lane & 15)
-        ptx.ldmatrix_trans(b, 0, tile + u32(r * row_bytes + (((2 * n + (lane >> 4)) ^ (r & xor)) << 4)))
+        ptx.ldmatrix_trans(
+            b, 0, tile + u32(r * row_bytes + (((2 * n + (lane >> 4)) ^ (r & xor)) << 4))
+        )
+
     return load_values
 
 
@@ -92,6 +103,7 @@ def make_scores(d: int, layout: str) -> Any:
                 load_keys(b, sk, 16 * n, step, lane)
                 mma(s, 8 * n, a, 0, b, 0)
                 mma(s, 8 * n + 4, a, 0, b, 2)
+
     return scores
 
 
@@ -113,9 +125,12 @@ def make_softmax(row_tiles: int = 1) -> Any:
                 total = l[i] * alpha[i]
                 for n in range(key_tiles):
                     s[first + 4 * n] = ptx.ex2(ptx.fma(s[first + 4 * n], scale, -(top * scale)))
-                    s[first + 4 * n + 1] = ptx.ex2(ptx.fma(s[first + 4 * n + 1], scale, -(top * scale)))
+                    s[first + 4 * n + 1] = ptx.ex2(
+                        ptx.fma(s[first + 4 * n + 1], scale, -(top * scale))
+                    )
                     total += s[first + 4 * n] + s[first + 4 * n + 1]
                 l[i] = total
+
     return softmax
 
 
@@ -140,17 +155,20 @@ def make_outputs(d: int, layout: str, row_tiles: int = 1) -> Any:
                 for tile in range(row_tiles):
                     mma(o, tile * n_o + 8 * n, a, 4 * tile, b, 0)
                     mma(o, tile * n_o + 8 * n + 4, a, 4 * tile, b, 2)
+
     return outputs
 
 
 def make_begin(d: int, row_tiles: int = 1) -> Any:
     """begin(o, m, l): nothing seen yet."""
+
     @device_function
     def begin(o, m, l):
         for i in range(row_tiles * d // 2):
             o[i] = f32(0)
         for i in range(2 * row_tiles):
             m[i], l[i] = LOWEST, f32(0)
+
     return begin
 
 
@@ -167,4 +185,5 @@ def make_finish(d: int, row_tiles: int = 1) -> Any:
                 for n in range(d // 8):
                     i = tile * n_o + 4 * n + 2 * r
                     ptx.store_global(at + u64(16 * n), pack(o[i] * share, o[i + 1] * share))
+
     return finish

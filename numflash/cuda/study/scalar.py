@@ -1,4 +1,5 @@
 """Rungs 1 and 2 of the ladder: attention without tensor cores, for one head of float16 (L, D) arrays, L a multiple of 64."""
+
 from __future__ import annotations
 
 from .. import ptx
@@ -7,12 +8,15 @@ from ..compile import Source
 
 u32, u64, f32, i32 = types.uint32, types.uint64, types.float32, types.int32
 HALVES = types.Array(types.float16, 2, "C")
-SIGNATURE = types.void(HALVES, HALVES, HALVES, HALVES, i32, f32)           # q, k, v, o, keys, scale * log2(e)
+SIGNATURE = types.void(
+    HALVES, HALVES, HALVES, HALVES, i32, f32
+)  # q, k, v, o, keys, scale * log2(e)
 LOWEST = f32(-1e30)
 
 
 def one_thread_per_row(d: int = 64) -> Source:
     """Rung 1, the smallest kernel that is right: each thread walks all keys for its own row, straight from global memory."""
+
     def kernel(q, k, v, o, keys, scale):
         row = cuda.grid(1)
         q_row, o_row = cuda.local.array(d, f32), cuda.local.array(d, f32)
@@ -32,6 +36,7 @@ def one_thread_per_row(d: int = 64) -> Source:
             m = top
         for c in range(d):
             o[row, c] = types.float16(o_row[c] / l)
+
     return Source(kernel, SIGNATURE, 64)
 
 
@@ -41,7 +46,7 @@ def shared_tiles(d: int = 64) -> Source:
     A key is read from global memory once per block instead of once per thread, and the maximum is taken over 16 scores before
     anything is rescaled. Two barriers per tile are enough.
     """
-    block, pairs, step = 64, d // 4, 16               # a thread holds half a row: d / 4 pairs of halves
+    block, pairs, step = 64, d // 4, 16  # a thread holds half a row: d / 4 pairs of halves
     half = d // 2
     pieces = block * d * 2 // 16 // 128
 
@@ -78,7 +83,9 @@ def shared_tiles(d: int = 64) -> Source:
                 for j in range(step):
                     total = f32(0)
                     for i in range(pairs // 4):
-                        ptx.load_shared_v4(four, 0, sk + u32((first + j) * d * 2 + side * d + i * 16))
+                        ptx.load_shared_v4(
+                            four, 0, sk + u32((first + j) * d * 2 + side * d + i * 16)
+                        )
                         for e in range(4):
                             ptx.unpack_half(x, 0, four[e])
                             total += q_row[8 * i + 2 * e] * x[0] + q_row[8 * i + 2 * e + 1] * x[1]
@@ -93,7 +100,9 @@ def shared_tiles(d: int = 64) -> Source:
                     p = ptx.ex2(s[j] - top)
                     l += p
                     for i in range(pairs // 4):
-                        ptx.load_shared_v4(four, 0, sv + u32((first + j) * d * 2 + side * d + i * 16))
+                        ptx.load_shared_v4(
+                            four, 0, sv + u32((first + j) * d * 2 + side * d + i * 16)
+                        )
                         for e in range(4):
                             ptx.unpack_half(x, 0, four[e])
                             o_row[8 * i + 2 * e] += p * x[0]
@@ -101,4 +110,5 @@ def shared_tiles(d: int = 64) -> Source:
         inverse = ptx.rcp(l)
         for c in range(half):
             o[row, side * half + c] = types.float16(o_row[c] * inverse)
+
     return Source(kernel, SIGNATURE, 128, 2 * block * d * 2)

@@ -2,6 +2,7 @@
 
 A block of four warps owns 64 queries, a warp 16 of them; 64 keys at a time. The parts are in `pieces`.
 """
+
 from __future__ import annotations
 
 from .. import ptx
@@ -29,7 +30,13 @@ i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 def scores_only(d: int = 64) -> Source:
     """Rung 3: only Q . K^T on tensor cores; the weights go through shared memory to a scalar P . V, two threads per row."""
     copy, scores, softmax = make_copy(d), make_scores(d, "naive"), make_softmax()
-    row_bytes, tile, half, n_s, line = d * 2, BLOCK * d * 2, d // 2, BLOCK // 2, (BLOCK + 1) * 4      # 64 weights and a factor
+    row_bytes, tile, half, n_s, line = (
+        d * 2,
+        BLOCK * d * 2,
+        d // 2,
+        BLOCK // 2,
+        (BLOCK + 1) * 4,
+    )  # 64 weights and a factor
 
     def kernel(q, k, v, o, keys, scale):
         shared = cuda.shared.array(0, u32)
@@ -37,7 +44,9 @@ def scores_only(d: int = 64) -> Source:
         lane, warp, side, first = t & 31, t >> 5, t & 1, i32(cuda.blockIdx.x) * BLOCK
         sq = ptx.shared_address(shared)
         sk, sv, sp = sq + u32(tile), sq + u32(2 * tile), sq + u32(3 * tile)
-        mine = sp + u32((warp * 16 + (lane >> 2)) * line)            # the upper of the two rows whose scores this lane holds
+        mine = sp + u32(
+            (warp * 16 + (lane >> 2)) * line
+        )  # the upper of the two rows whose scores this lane holds
         s, o_row = cuda.local.array(n_s, f32), cuda.local.array(half, f32)
         m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
         four, x = cuda.local.array(4, u32), cuda.local.array(2, f32)
@@ -56,7 +65,9 @@ def scores_only(d: int = 64) -> Source:
             for r in range(2):
                 for i in range(n_s // 2):
                     column = 8 * (i >> 1) + 2 * (lane & 3) + (i & 1)
-                    ptx.store_shared_f32(mine + u32(8 * r * line + column * 4), s[4 * (i >> 1) + 2 * r + (i & 1)])
+                    ptx.store_shared_f32(
+                        mine + u32(8 * r * line + column * 4), s[4 * (i >> 1) + 2 * r + (i & 1)]
+                    )
                 if lane & 3 == 0:
                     ptx.store_shared_f32(mine + u32(8 * r * line + BLOCK * 4), alpha[r])
             cuda.syncwarp()
@@ -81,12 +92,18 @@ def scores_only(d: int = 64) -> Source:
         inverse = ptx.rcp(ptx.load_shared_f32(sp + u32((t >> 1) * line)))
         for c in range(half):
             o[first + (t >> 1), side * half + c] = types.float16(o_row[c] * inverse)
+
     return Source(kernel, SIGNATURE, THREADS, 3 * tile + BLOCK * line)
 
 
 def both_products(d: int = 64, layout: str = "naive") -> Source:
     """Rungs 4 and 5: Q . K^T and P . V on tensor cores, the weights never leave registers (FlashAttention-2)."""
-    copy, scores, softmax, outputs = make_copy(d, layout), make_scores(d, layout), make_softmax(), make_outputs(d, layout)
+    copy, scores, softmax, outputs = (
+        make_copy(d, layout),
+        make_scores(d, layout),
+        make_softmax(),
+        make_outputs(d, layout),
+    )
     begin, finish = make_begin(d), make_finish(d)
     tile, n_s, n_o, d_bytes = BLOCK * layout_of(d, layout)[0], BLOCK // 2, d // 2, d * 2
 
@@ -101,21 +118,26 @@ def both_products(d: int = 64, layout: str = "naive") -> Source:
         begin(acc, m, l)
         copy(sq, ptx.global_address(q) + u64(first * d_bytes), t)
         for start in range(0, keys, BLOCK):
-            cuda.syncthreads()                             # everyone is done with the last tile
+            cuda.syncthreads()  # everyone is done with the last tile
             copy(sk, ptx.global_address(k) + u64(start * d_bytes), t)
             copy(sv, ptx.global_address(v) + u64(start * d_bytes), t)
-            cuda.syncthreads()                             # everyone's part of this one is there
+            cuda.syncthreads()  # everyone's part of this one is there
             scores(s, sq, sk, row, lane)
             softmax(s, m, l, alpha, scale)
             outputs(acc, s, alpha, sv, lane)
         finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+
     return Source(kernel, SIGNATURE, THREADS, 3 * tile)
 
 
 def double_buffer(d: int = 64) -> Source:
     """Rung 6: the next tile comes by cp.async into the other buffer while this one is worked on; one barrier per tile."""
-    copy, scores, softmax, outputs = (make_copy(d, "swizzled", True), make_scores(d, "swizzled"), make_softmax(),
-                                      make_outputs(d, "swizzled"))
+    copy, scores, softmax, outputs = (
+        make_copy(d, "swizzled", True),
+        make_scores(d, "swizzled"),
+        make_softmax(),
+        make_outputs(d, "swizzled"),
+    )
     begin, finish, wait_all = make_begin(d), make_finish(d), ptx.cp_async_wait[0]
     tile, n_s, n_o, d_bytes = BLOCK * d * 2, BLOCK // 2, d // 2, d * 2
 
@@ -124,7 +146,7 @@ def double_buffer(d: int = 64) -> Source:
         t = i32(cuda.threadIdx.x)
         lane, row, first = t & 31, (t >> 5) * 16, i32(cuda.blockIdx.x) * BLOCK
         sq = ptx.shared_address(shared)
-        sk, sv = sq + u32(tile), sq + u32(3 * tile)        # two of each
+        sk, sv = sq + u32(tile), sq + u32(3 * tile)  # two of each
         gk, gv = ptx.global_address(k), ptx.global_address(v)
         s, acc = cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
         m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
@@ -136,7 +158,7 @@ def double_buffer(d: int = 64) -> Source:
         stage = u32(0)
         for start in range(0, keys, BLOCK):
             wait_all()
-            cuda.syncthreads()                             # this tile is there for everyone, and everyone is done with the last
+            cuda.syncthreads()  # this tile is there for everyone, and everyone is done with the last
             ahead = stage ^ u32(tile)
             if start + BLOCK < keys:
                 copy(sk + ahead, gk + u64((start + BLOCK) * d_bytes), t)
@@ -147,6 +169,7 @@ def double_buffer(d: int = 64) -> Source:
             outputs(acc, s, alpha, sv + stage, lane)
             stage = ahead
         finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+
     return Source(kernel, SIGNATURE, THREADS, 5 * tile)
 
 
@@ -155,11 +178,25 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
 
     With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened afterwards.
     """
-    copy, load_queries, load_keys = make_copy(d, "swizzled", True), make_load_queries(d, "swizzled"), make_load_keys(d, "swizzled")
-    softmax, outputs, wait_all = make_softmax(row_tiles), make_outputs(d, "swizzled", row_tiles), ptx.cp_async_wait[0]
+    copy, load_queries, load_keys = (
+        make_copy(d, "swizzled", True),
+        make_load_queries(d, "swizzled"),
+        make_load_keys(d, "swizzled"),
+    )
+    softmax, outputs, wait_all = (
+        make_softmax(row_tiles),
+        make_outputs(d, "swizzled", row_tiles),
+        ptx.cp_async_wait[0],
+    )
     begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles)
     tile, k_steps, d_bytes, queries = BLOCK * d * 2, d // 16, d * 2, BLOCK * row_tiles
-    n_s, n_o, n_q, n_rows, tile_s = row_tiles * BLOCK // 2, row_tiles * d // 2, row_tiles * d // 4, 2 * row_tiles, BLOCK // 2
+    n_s, n_o, n_q, n_rows, tile_s = (
+        row_tiles * BLOCK // 2,
+        row_tiles * d // 2,
+        row_tiles * d // 4,
+        2 * row_tiles,
+        BLOCK // 2,
+    )
     n_h = n_s // 2
     mma, mma_half = ptx.mma["float16"], ptx.mma_f16_accumulate
 
@@ -197,8 +234,16 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
         sq = ptx.shared_address(shared)
         sk, sv = sq + u32(row_tiles * tile), sq + u32((row_tiles + 2) * tile)
         gq, gk, gv = ptx.global_address(q), ptx.global_address(k), ptx.global_address(v)
-        qf, s, acc = cuda.local.array(n_q, u32), cuda.local.array(n_s, f32), cuda.local.array(n_o, f32)
-        m, l, alpha = cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
+        qf, s, acc = (
+            cuda.local.array(n_q, u32),
+            cuda.local.array(n_s, f32),
+            cuda.local.array(n_o, f32),
+        )
+        m, l, alpha = (
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+            cuda.local.array(n_rows, f32),
+        )
         begin(acc, m, l)
         for r in range(row_tiles):
             copy(sq + u32(r * tile), gq + u64((first + r * BLOCK) * d_bytes), t)
@@ -227,4 +272,5 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
             outputs(acc, s, alpha, sv + stage, lane)
             stage = ahead
         finish(acc, l, ptx.global_address(o) + u64((first + row) * d_bytes), lane)
+
     return Source(kernel, SIGNATURE, THREADS, (row_tiles + 4) * tile)

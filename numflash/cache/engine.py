@@ -1,0 +1,123 @@
+"""The T4 document's decode engine: a state machine over a KV cache (`Decode architecture`, "API Usage Flow").
+
+    uninitialised -- init --> initialised -- load_qkv --> ready -- decode --> ready -- get_output --> output ready
+    output ready -- load_qkv --> ready          ready, output ready -- reset --> initialised
+    any but uninitialised -- cleanup --> uninitialised
+
+`step` is the document's one-call `decode`, which initialises by itself.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from ..errors import NumflashError
+from .kvcache import KVCache
+
+
+class State(Enum):
+    UNINITIALISED = "uninitialised"
+    INITIALISED = "initialised"
+    READY = "ready"
+    OUTPUT_READY = "output ready"
+
+
+class StateError(NumflashError, RuntimeError):
+    """A method was called in a state that does not allow it."""
+
+
+class DecodeEngine:
+    """Token-by-token attention of one model layer, with the document's states; keys and values stay in a `KVCache`.
+
+    Parameters
+    ----------
+    **options
+        Of `KVCache`, for `init`: batch, kv_heads, head_dim, max_length, dtype, ...
+
+    Attributes
+    ----------
+    state : State
+    cache : KVCache or None
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.state = State.UNINITIALISED
+        self.cache: KVCache | None = None
+        self._query: Any = None
+        self._output: Any = None
+        self._buffer = np.empty(0, np.float32)
+
+    def _allow(self, method: str, *states: State) -> None:
+        if self.state not in states:
+            raise StateError(
+                f"{method}: the engine is {self.state.value}; allowed: when {' or '.join(s.value for s in states)}"
+            )
+
+    def init(self) -> None:
+        """Allocate the cache."""
+        self._allow("init", State.UNINITIALISED)
+        self.cache = KVCache(**self.options)
+        self.state = State.INITIALISED
+
+    def load_qkv(self, query: Any, key: Any, value: Any) -> None:
+        """Append key and value (B, Hkv, n, D) and keep query (B, H, n, D) for the next `decode`."""
+        self._allow("load_qkv", State.INITIALISED, State.READY, State.OUTPUT_READY)
+        self._cache.append(key, value)
+        self._query, self._output, self.state = query, None, State.READY
+
+    def decode(self) -> None:
+        """Attention of the loaded query over the cache."""
+        self._allow("decode", State.READY)
+        self._output = self._cache.decode(self._query, out=self._out(self._query))
+
+    def _out(self, query: Any) -> np.ndarray | None:
+        """Where the output of a query goes."""
+        if not (isinstance(query, np.ndarray) and query.dtype == np.float32):
+            return None
+        shape = (*query.shape[:-1], self._cache.value_dim)
+        if self._buffer.shape != shape:
+            self._buffer = np.empty(shape, np.float32)
+        return self._buffer
+
+    def get_output(self) -> np.ndarray:
+        """The output (B, H, n, Dv) of the last `decode`.
+
+        For a float32 NumPy query it is the engine's own buffer, so that a step allocates nothing: the next `decode` writes over it.
+        """
+        self._allow("get_output", State.READY, State.OUTPUT_READY)
+        if self._output is None:
+            raise StateError(
+                "get_output: nothing was decoded since load_qkv; allowed: after decode"
+            )
+        self.state = State.OUTPUT_READY
+        return self._output
+
+    def reset(self) -> None:
+        """Empty the cache for a new generation; its memory stays."""
+        self._allow("reset", State.INITIALISED, State.READY, State.OUTPUT_READY)
+        self._cache.reset()
+        self._query, self._output, self.state = None, None, State.INITIALISED
+
+    def cleanup(self) -> None:
+        """Release everything."""
+        self._allow("cleanup", State.INITIALISED, State.READY, State.OUTPUT_READY)
+        self._cache.close()
+        self.cache, self._query, self._output, self.state = None, None, None, State.UNINITIALISED
+        self._buffer = np.empty(0, np.float32)
+
+    def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
+        """load_qkv, decode and get_output in one call, on a card one CUDA graph; initialises by itself."""
+        if self.state is State.UNINITIALISED:
+            self.init()
+        self._output = self._cache.step(query, key, value, out=self._out(query))
+        self._query, self.state = query, State.OUTPUT_READY
+        return self._output
+
+    @property
+    def _cache(self) -> KVCache:
+        assert self.cache is not None
+        return self.cache

@@ -1,0 +1,51 @@
+"""What a KV cache does outside its kernels, in float64: rows that float32 cannot hold, and the log-sum-exp."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..scores import log_sum_exp
+
+LOG2E = float(np.log2(np.e))
+
+
+def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
+    """The token in each of the `used` slots of a sequence of `length` tokens; those behind the sinks lie in a ring."""
+    slots = np.arange(used)
+    if used == length:
+        return slots
+    behind = length - 1 - sinks - (slots - sinks)
+    return np.where(slots < sinks, slots, length - 1 - behind % ring)
+
+
+def attend(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float
+) -> tuple[np.ndarray, float, float]:
+    """One row over the keys that it sees: out (Dv,), its maximum in octaves and its sum.
+
+    query (D,), key (S, D), value (S, Dv).
+    """
+    s = key.astype(np.float64) @ query.astype(np.float64) * factor
+    top = s.max()
+    p = np.exp(s - top)
+    return p @ value / p.sum(), top * LOG2E, p.sum()
+
+
+def natural_lse(
+    m: np.ndarray,
+    l: np.ndarray,
+    query: np.ndarray,
+    offset: np.ndarray | None,
+    factor: float,
+    one: int,
+) -> np.ndarray:
+    """lse (B, H, L) float32 of states m (octaves) and l (sums of weights of which `one` is 1).
+
+    offset (B, Hkv, D): channel means that were taken from the keys, or None; query (B, H, L, D) as it came.
+    """
+    shift = None
+    if offset is not None:
+        repeated = np.repeat(offset.astype(np.float64), query.shape[1] // offset.shape[1], 1)
+        shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), repeated) * factor
+    m, l = (x.reshape(query.shape[:3]) for x in (m, l))
+    return log_sum_exp(m.astype(np.float64), l, shift, one)

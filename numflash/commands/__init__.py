@@ -1,0 +1,4 @@
+"""The command line: one file for each command that is more than a few lines, and the parser in `cli`.
+
+Nothing imports it but `python -m numflash`. May import: everything.
+"""

@@ -1,0 +1,260 @@
+"""The command line: `numflash` or `python -m numflash`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .. import __version__
+from ..errors import NumflashError
+
+
+def demo(args: argparse.Namespace) -> Any:
+    if args.what == "ring":
+        from ..mpi import demo as ring
+
+        return ring.run(args.threads)
+    if args.what == "decode":
+        from . import demo_decode
+
+        return demo_decode.run(args.threads, args.dtype)
+    from . import demo as job
+
+    return job.run(args.threads)
+
+
+def info(args: argparse.Namespace) -> Any:
+    import llvmlite
+    import llvmlite.binding as llvm
+    import numba
+    import numpy
+
+    from ..jit import cache_files, target
+    from ..jit.threads import most
+    from ..tiling import Caches
+
+    caches = Caches.of_this_machine()
+    found = {
+        "numflash": __version__,
+        "python": sys.version.split()[0],
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "llvm": ".".join(map(str, llvm.llvm_version_info)),
+        "numpy": numpy.__version__,
+        "cpu": target.cpu_name(),
+        "isa": target.available(),
+        "threads": most(),
+        "caches": dict(caches.levels()),
+        "caches_from": caches.source,
+        "cache_files": len(cache_files.files()),
+        "cache": sorted({str(path.parent) for path in cache_files.files()}),
+    }
+    for name in ("torch", "ml_dtypes", "matplotlib", "rich"):
+        found[name] = _version(name)
+    if args.roof:
+        from ..measure import roofline
+
+        found["roof"] = [roofline.measure(n).as_dict() for n in sorted({1, most()})]
+    for key, value in found.items():
+        print(f"{key:<18} {value}")
+    return found
+
+
+def _version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def warmup(args: argparse.Namespace) -> Any:
+    from .warmup import run
+
+    return run()
+
+
+def bench(args: argparse.Namespace) -> Any:
+    from . import bench as job
+
+    if args.plot:
+        return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+    return job.run(
+        args.length,
+        args.head_dim,
+        args.iterations,
+        args.threads,
+        args.causal,
+        args.heads,
+        args.batch,
+    )
+
+
+def explain(args: argparse.Namespace) -> Any:
+    import numflash
+
+    shape = (args.batch, args.heads, args.length, args.head_dim)
+    found = numflash.explain(shape, precision=args.precision, is_causal=args.causal)
+    print(found)
+    result = found.as_dict()
+    if args.roof:
+        from ..measure import roofline
+
+        roof = roofline.measure(1)
+        rate, limit = found.roof(roof.int8 if args.precision == "int8" else roof.float32, roof.read)
+        print(
+            f"  roof: {rate / 1e9:.0f} GOP/s on one thread of this machine, set by {limit}: "
+            f"{1e3 * found.operations / rate:.3g} ms at best"
+        )
+        result |= {"roof": rate, "limited_by": limit}
+    return result
+
+
+def asm(args: argparse.Namespace) -> Any:
+    from ..machinecode import codegen
+
+    if args.list:
+        print("\n".join(codegen.KERNELS))
+        return sorted(codegen.KERNELS)
+    found = codegen.histogram(args.kernel, args.cpu, args.features)
+    for key, value in found.items():
+        print(f"{key:<18} {value}")
+    return found
+
+
+def estimate(args: argparse.Namespace) -> Any:
+    from ..machinecode import estimate as job
+
+    return job.run(args.cpu, args.instructions, args.head_dim)
+
+
+def cache(args: argparse.Namespace) -> Any:
+    from ..jit import cache_files
+
+    removed = cache_files.clear()
+    print(f"{removed} files of compiled kernels removed")
+    return {"removed": removed}
+
+
+def parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+    top = argparse.ArgumentParser(
+        prog="numflash", description="FlashAttention in pure Python, at hardware speed."
+    )
+    top.add_argument("--version", action="version", version=f"numflash {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(function: Callable, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
+        sub.set_defaults(function=function)
+        return sub
+
+    def shape(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "length",
+            nargs="?",
+            type=positive,
+            default=1024,
+            metavar="L",
+            help="queries and keys (default 1024)",
+        )
+        sub.add_argument("head_dim", nargs="?", type=positive, default=128, help="default 128")
+
+    def case(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--causal", action="store_true", help="row i sees keys 0 to i")
+        sub.add_argument("--heads", type=positive, default=1, help="default 1")
+        sub.add_argument("--batch", type=positive, default=1, help="default 1")
+
+    sub = command(demo, "real attention end to end: errors, speed, where the time goes, caches")
+    sub.add_argument(
+        "what",
+        nargs="?",
+        choices=["ring", "decode"],
+        help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; decode: generation with a cache",
+    )
+    sub.add_argument("--dtype", default="int8", help="storage of the KV cache of `demo decode`")
+    sub.add_argument("--threads", type=positive, default=1, help="default 1")
+    sub = command(info, "versions, instruction sets, caches")
+    sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
+    command(warmup, "compile every kernel ahead of its first call")
+    sub = command(bench, "the documents' benchmark: every contender checked, then timed")
+    shape(sub)
+    sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
+    sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
+    case(sub)
+    sub.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
+    )
+    sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
+    shape(sub)
+    case(sub)
+    sub.add_argument(
+        "--precision", default="int8", help="float32, bfloat16, float16 or int8 (default)"
+    )
+    sub.add_argument(
+        "--roof",
+        action="store_true",
+        help="also measure the peaks of this machine, and say which one limits",
+    )
+    sub = command(asm, "instructions in the hot loop of a kernel, for this CPU or another")
+    sub.add_argument("kernel", nargs="?", default="quantize-rows", help="a name from --list")
+    sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
+    sub.add_argument(
+        "--features", default="", help="LLVM's feature list for a named --cpu, as +sve,-sve2"
+    )
+    sub.add_argument("--list", action="store_true", help="names of the kernels")
+    sub = command(
+        estimate,
+        "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
+    )
+    sub.add_argument("--cpu", default="a64fx", help="LLVM's name of an AArch64 CPU (default a64fx)")
+    sub.add_argument(
+        "--head-dim", type=positive, default=128, help="of the instruction counts (default 128)"
+    )
+    sub.add_argument(
+        "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
+    )
+    sub = command(cache, "compiled kernels on disk")
+    sub.add_argument("action", choices=["clear"])
+    return top
+
+
+def positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: an integer, 1 or more")
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for an error that has a message, 2 for a wrong command line."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # P51: must be set before NumPy is loaded
+    args = parser().parse_args(argv)
+    try:
+        if args.json:
+            with contextlib.redirect_stdout(io.StringIO()):
+                result = args.function(args)
+            print(json.dumps(result, indent=1, default=str))
+        else:
+            args.function(args)
+    except BrokenPipeError:  # `numflash ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (NumflashError, ArithmeticError, MemoryError, OSError) as error:
+        print(f"numflash: {error}", file=sys.stderr)
+        return 1
+    return 0

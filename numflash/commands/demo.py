@@ -1,0 +1,160 @@
+"""The main job: attention on real activations, how exact, how fast, where the time goes, and what lies in which cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import tiling
+from ..cpu.isa.isas import VECTOR_ISAS
+from ..data import minilm
+from ..errors import UnsupportedError
+from ..jit import target
+from ..jit.threads import limit, most
+from ..measure import metrics, phases, roofline
+from ..measure.console import Progress, Table, count
+from ..measure.contenders import PEER, Case, compete, contenders
+
+LENGTHS, HEAD_DIMS = (1024, 4096), (64, 128)
+
+
+def accuracy_table(progress: Progress) -> Table:
+    table = Table(
+        "1. How exact: MiniLM-L6, layer 2, 12 heads x 512 tokens x 32, against float64",
+        ("precision", "cosine", "relative L1", "RMSE", "max abs", "worst row"),
+        note="worst row: the largest relative L1 of a single row; it is what a high cosine hides",
+    )
+    for name in metrics.VARIANTS:
+        progress.step(f"accuracy of {name}")
+        try:
+            e = metrics.accuracy(*minilm(), variants=[name])[name]
+        except UnsupportedError:
+            table.add(name, *["not here"] * 5, precision=name)
+            continue
+        table.add(
+            name,
+            f"{e.cosine:.6f}",
+            f"{e.relative_l1:.2e}",
+            f"{e.rmse:.2e}",
+            f"{e.max_abs:.2e}",
+            f"{e.worst_row:.2e}",
+            precision=name,
+            **e.as_dict(),
+        )
+    return table
+
+
+def speed_table(progress: Progress, roof: roofline.Roof) -> Table:
+    threads = roof.threads
+    table = Table(
+        f"2. How fast: {count(threads, 'thread')}, full attention, one head, median; operands quantised before",
+        ("contender", "L", "D", "ms", "GOP/s", "INT8 peak", "relative L1", f"x {PEER}"),
+    )
+    peer_seconds = {}
+    rows = []
+    for head_dim in HEAD_DIMS:
+        for length in LENGTHS:
+            case = Case(length, head_dim)
+            for contender in reversed(contenders()):  # the peer first
+                progress.step(f"{case}: {contender.name}")
+                result = compete(contender, case, threads, 3)
+                if result and contender.name == PEER:
+                    peer_seconds[case] = result.seconds
+                rows += [result] if result else []
+    for r in rows:
+        ratio = (
+            f"{peer_seconds[r.case] / r.seconds:.2f}" if r.case in peer_seconds else "no PyTorch"
+        )
+        share = f"{100 * r.rate / roof.int8:.0f} %" if "int8" in r.contender else ""
+        table.add(
+            r.contender,
+            str(r.case.length),
+            str(r.case.head_dim),
+            f"{1e3 * r.seconds:.2f}",
+            f"{r.rate / 1e9:.1f}",
+            share,
+            f"{r.errors.relative_l1:.1e}",
+            ratio,
+            **r.as_dict(),
+            int8_peak=roof.int8,
+        )
+    table.note = f"measured on this machine, {count(threads, 'thread')}: {roof}"
+    return table
+
+
+def gops(rate: float, peak: float) -> str:
+    return f"{rate / 1e9:.0f} GOP/s, {100 * rate / peak:.0f} % of peak"
+
+
+def phase_table(
+    progress: Progress, isa: str, int8_peak: float, length: int = 4096, head_dim: int = 128
+) -> Table:
+    table = Table(
+        f"3. Where the time goes: int8 on {isa}, L={length}, D={head_dim}, one thread",
+        ("part", "ms", "share", "rate"),
+    )
+    progress.step("parts of the kernel")
+    found = phases.measure(isa, length, head_dim, 3)
+    total, product = sum(found.values()), 2.0 * length**2 * head_dim
+    names = {"scores": "Q.K^T", "values": "P.V", "packing": "packing K and V"}
+    for part, seconds in found.items():
+        rate = (
+            gops(product / seconds, int8_peak)
+            if part in ("scores", "values")
+            else f"{length**2 / seconds / 1e9:.1f} G scores/s"
+        )
+        share = f"{100 * seconds / total:.1f} %"
+        table.add(
+            names.get(part, part), f"{1e3 * seconds:.3f}", share, rate, part=part, seconds=seconds
+        )
+    table.add(
+        "sum",
+        f"{1e3 * total:.3f}",
+        "100 %",
+        gops(2 * product / total, int8_peak),
+        part="sum",
+        seconds=total,
+    )
+    table.note = "each part is what it adds to the kernel without it"
+    return table
+
+
+def tiling_text(isa: str) -> str:
+    names = [f"{isa}-int8", "a64fx-fused-48x64"]
+    parts = ["4. What lies in which cache"]
+    for name in names:
+        t = tiling.TILINGS[name]
+        caches = tiling.CACHES["a64fx"] if "a64fx" in name else tiling.Caches.of_this_machine()
+        parts += [
+            t.explain(128, caches=caches),
+            *([f"  after {t.source}, which says 46 KB"] if t.source else []),
+        ]
+    return "\n".join(parts)
+
+
+def run(threads: int = 1) -> dict[str, Any]:
+    """Print the four tables as they come; returns them as data."""
+    with limit(threads):  # an impossible number is refused before anything runs
+        isa = target.available()[0]
+    with_phases = isa in VECTOR_ISAS
+    cases = len(LENGTHS) * len(HEAD_DIMS) * len(contenders())
+    with Progress("demo", len(metrics.VARIANTS) + 1 + cases + with_phases) as progress:
+        tables = [accuracy_table(progress)]
+        tables[0].show()
+        progress.step("measuring this machine")
+        roof = roofline.measure(threads)
+        tables.append(speed_table(progress, roof))
+        tables[1].show()
+        if with_phases:
+            single = roof if threads == 1 else roofline.measure(1)
+            tables.append(phase_table(progress, isa, single.int8))
+            tables[2].show()
+    text = tiling_text(isa)
+    print(text)
+    return {
+        "isa": isa,
+        "threads": threads,
+        "most_threads": most(),
+        "roof": roof.as_dict(),
+        "tables": {t.title: t.records for t in tables},
+        "tiling": text,
+    }

@@ -1,0 +1,230 @@
+"""Appending tokens to a KV cache: quantise or copy, and write each token into its lane of the decode layout, O(D) per token."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ...jit.compiler import bare, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK
+from .tiles import Tile
+
+F, I = np.float32, np.int32
+LARGEST = F(np.finfo(np.float32).max)
+INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+NO_SCALE = F(2.0**-100)  # as in `quantization`
+ROUND = F(1.5 * 2.0**23)
+SCALE_LIMIT = F(2.0**100)  # scores stay finite: see `reference.combined_scale`
+
+
+@bare
+def quantize_row(x, moved, out):
+    """`quantization.quantize(granularity="row")` of one row: returns its scale, NaN (and zeros) where x is not finite.
+
+    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row.
+    """
+    bits, moved_bits, top = x.view(np.int32), moved.view(np.int32), I(0)
+    for d in range(x.size):
+        moved_bits[d] = bits[d] & MAGNITUDE
+        top = max(top, moved_bits[d])
+    if top >= INFINITE:
+        out[:] = 0
+        return F(np.nan)
+    moved_bits[0] = top
+    largest = moved[0]
+    usable = largest > NO_SCALE
+    factor = F(127) / largest if usable else F(0)
+    for d in range(x.size):
+        out[d] = I((F(x[d] * factor) + ROUND) - ROUND)
+    out[x.size :] = 0
+    return largest / F(127) if usable else F(1)
+
+
+@bare
+def place(position, sinks, ring):
+    """The slot of a token; a division only where the ring has come round."""
+    behind = position - sinks
+    return position if behind < ring else sinks + behind % ring
+
+
+@bare
+def in_turn(body, count, args):
+    """The same as `over_tasks`, on this thread."""
+    for n in range(count):
+        body(n, *args)
+
+
+@functools.cache
+def _make_writers(tile: Tile):
+    panel, group, scales, exact = tile.panel, tile.group, tile.scales, tile.dtype == "int8"
+
+    @bare
+    def write_key(row, page, slot, columns, added):
+        """One token's channels, padded to whole groups, into its lane of the panel."""
+        inner, base = (
+            slot % KEY_BLOCK,
+            slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales),
+        )
+        lane = base + scales + inner // panel * panel * row.size + inner % panel * group
+        for e in range(0, row.size, group):
+            for r in range(group):
+                page[np.uintp(lane + e * panel + r)] = row[e + r] + added
+
+    @bare
+    def write_value(row, page, slot, channels, columns, added):
+        """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
+        inner = slot % KEY_BLOCK
+        block = (
+            slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
+            + KEY_BLOCK * channels
+            + scales
+        )
+        for c in range(0, columns, panel):
+            width = min(panel, columns - c)
+            base = block + c * KEY_BLOCK + inner // group * width * group + inner % group
+            for e in range(min(width, row.size - c)):
+                page[np.uintp(base + e * group)] = row[c + e] + added
+
+    @bare
+    def write_scales(k_scale, v_scale, page, slot, channels, columns):
+        """The scales of one token, before K and V of its block."""
+        inner, base = (
+            slot % KEY_BLOCK,
+            slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales),
+        )
+        both = page[base : base + scales].view(np.float32)
+        both[inner] = k_scale
+        if exact:
+            both[KEY_BLOCK + inner] = v_scale
+
+    return write_key, write_value, write_scales
+
+
+@functools.cache
+def make_append_int8(tile: Tile, parallel: bool):
+    """append(key, value, counts, pages, table, lengths, sizes, offset, work): key and value (B, Hkv, n, D) float32.
+
+    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `decode.Store`, one by one, because a named
+    tuple of them costs as much to pass as the append itself; sizes (4,) int64: sinks, ring, page size, columns; offset (B, Hkv, D)
+    float32; work (B * Hkv, 4, max(D in whole groups, Dv)) float32 scratch.
+    """
+    write_key, write_value, write_scales = _make_writers(tile)
+    for_each = over_tasks if parallel else in_turn
+    group, added, v_added = tile.group, I(tile.q_offset), I(tile.v_offset)
+
+    @bare
+    def append_head(key, value, count, pages, table, length, sizes, shift, work):
+        sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
+        d, dv = key.shape[1], value.shape[1]
+        moved, rest = work[0, : max(d, dv)], work[1, :d]
+        k_row, v_row = (
+            work[2].view(np.int32)[: (d + group - 1) // group * group],
+            work[3].view(np.int32)[:dv],
+        )
+        for i in range(count):
+            slot = place(length + i, sinks, ring)
+            page, inner = pages[table[slot // page_size]], slot % page_size
+            source = key[i]
+            for e in range(d):
+                x = F(source[e] - shift[e])
+                rest[e] = (
+                    x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
+                )
+            k_scale, v_scale = (
+                quantize_row(rest, moved, k_row),
+                quantize_row(value[i], moved, v_row),
+            )
+            if v_scale != v_scale or k_scale != k_scale:
+                k_scale, v_scale = F(np.nan), F(1)
+                k_row[:], v_row[:] = 0, 0
+            write_key(k_row, page, inner, columns, added)
+            write_value(v_row, page, inner, k_row.size, columns, v_added)
+            k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
+            write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
+
+    @bare
+    def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
+        b, g = n // key.shape[1], n % key.shape[1]
+        append_head(
+            key[b, g],
+            value[b, g],
+            counts[b],
+            pages[:, g],
+            table[b],
+            lengths[b],
+            sizes,
+            offset[b, g],
+            work[n],
+        )
+
+    @kernel
+    def append(key, value, counts, pages, table, lengths, sizes, offset, work):
+        for_each(
+            append_one,
+            key.shape[0] * key.shape[1],
+            (key, value, counts, pages, table, lengths, sizes, offset, work),
+        )
+        for b in range(counts.size):
+            lengths[b] += counts[b]
+
+    return append
+
+
+@functools.cache
+def make_append_float(tile: Tile, parallel: bool):
+    """append(key, value, counts, pages, table, lengths, sizes, zeros): as for INT8, but key and value have the storage's own type,
+    float32 or the bits of 16-bit floats as uint16.
+
+    zeros (max(D, Dv),) unsigned bits: what is stored for a token that is not finite.
+    """
+    write_key, write_value, write_scales = _make_writers(tile)
+    for_each = over_tasks if parallel else in_turn
+    bits = np.uint32 if tile.dtype == "float32" else np.uint16
+    exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
+
+    @bare
+    def finite(row):
+        for e in range(row.size):  # noqa: SIM110
+            if row[e] & exponent == exponent:
+                return False
+        return True
+
+    @bare
+    def append_head(key, value, count, pages, table, length, sizes, zeros):
+        sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
+        d, dv = key.shape[1], value.shape[1]
+        for i in range(count):
+            slot = place(length + i, sinks, ring)
+            page, inner = pages[table[slot // page_size]], slot % page_size
+            good = finite(key[i]) and finite(value[i])
+            write_key(key[i] if good else zeros[:d], page, inner, columns, 0)
+            write_value(value[i] if good else zeros[:dv], page, inner, d, columns, 0)
+            write_scales(F(1) if good else F(np.nan), F(1), page, inner, d, columns)
+
+    @bare
+    def append_one(n, key, value, counts, pages, table, lengths, sizes, zeros):
+        b, g = n // key.shape[1], n % key.shape[1]
+        append_head(
+            key[b, g].view(bits),
+            value[b, g].view(bits),
+            counts[b],
+            pages[:, g],
+            table[b],
+            lengths[b],
+            sizes,
+            zeros,
+        )
+
+    @kernel
+    def append(key, value, counts, pages, table, lengths, sizes, zeros):
+        for_each(
+            append_one,
+            key.shape[0] * key.shape[1],
+            (key, value, counts, pages, table, lengths, sizes, zeros),
+        )
+        for b in range(counts.size):
+            lengths[b] += counts[b]
+
+    return append

@@ -1,0 +1,522 @@
+"""Attention of a few new tokens over a KV cache: one pass over the keys of each KV head, in splits that are merged in order.
+
+Flash-Decoding (Dao et al. 2023) on the layout of `decode_tiles`. A task is one tile of query rows of one KV head and one split of
+its key blocks; it leaves an unnormalised output, its octave or maximum m and its sum l. The splits are merged in fixed order, and
+the division by the sum that the T4 document's reduce step leaves out comes last:
+
+    out = sum_i(2**(m_i - m) o_i) / sum_i(2**(m_i - m) l_i)
+
+In the INT8 pipeline every m is a whole octave, so nothing is rounded by the merge but the additions; `reference.integer_decode` is
+the definition, split for split and bit for bit.
+
+FlashDecoding++'s unified maximum is in `study.split_decode` only: with a constant in place of the maximum, and without the test
+for overflow that it then needs, float32 decode of 4096 keys is 0 to 1 % faster (Granite Rapids), because the maximum is a few
+instructions beside the memory's time, and O is rescaled only after it has grown by eight octaves.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from ...jit.compiler import bare, inline, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK
+from ..floats.float_tiles import row_exp, row_max
+from ..isa.vectors import address, apart, next_task
+from .append import quantize_row
+from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
+from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
+
+F, I = np.float32, np.int32
+INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+ROUND = F(1.5 * 2.0**23)
+UNSEEN = F(fx.MIN_OCTAVE)
+NOTHING = F(-3e38)  # maximum of a float row that has seen no key
+HUGE = I(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
+AGAIN = F(np.inf)  # maximum of a float row that is to be done again in float64
+GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
+FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
+
+
+class Store(NamedTuple):
+    """The cache: pages of keys and values, see `decode_tiles` for the layout inside a page and head.
+
+    data : (pages, Hkv, elements): scales, K and V block by block; the scale of a key is NaN where the token was not finite
+    table : (B, pages of a sequence) int32, the page of each `page size` slots;  lengths : (B,) int64 tokens
+    """
+
+    data: np.ndarray
+    table: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        return self.data.nbytes
+
+
+class Scratch(NamedTuple):
+    """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
+
+    q (W, rows, words) int32; work (W, 16, 128) int32, see `decode_tiles`; sums (W, 64, columns) float32, the output of a task;
+    line (W, D) float32; edges (W, rows, 5) int64; spoiled (W, rows) uint8;
+    o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether any row is to be done again
+    """
+
+    q: np.ndarray
+    work: np.ndarray
+    sums: np.ndarray
+    line: np.ndarray
+    edges: np.ndarray
+    spoiled: np.ndarray
+    o: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    counter: np.ndarray
+
+
+@bare
+def row_edges(position, window, sinks, ring, edges):
+    """Slots that a query at `position` sees: [0, e0), [e1, e2) and [e3, e4), in this order.
+
+    Tokens below `sinks` lie in their own slots, the others in a ring of `ring` slots behind them.
+    """
+    stop = position + 1
+    first = max(sinks, stop - window)
+    edges[0] = max(0, min(sinks, stop))
+    if stop <= first:
+        edges[1], edges[2], edges[3], edges[4] = sinks, sinks, sinks, sinks
+        return
+    a = sinks + (first - sinks) % ring
+    end = a + stop - first
+    if end <= sinks + ring:
+        edges[1], edges[2], edges[3], edges[4] = a, end, end, end
+    else:
+        edges[1], edges[2], edges[3], edges[4] = sinks, end - ring, a, sinks + ring
+
+
+@bare
+def coverage(edges, first, n):
+    """(any slot seen, all seen) of slots first .. first + n."""
+    stop = first + n
+    some = (
+        first < edges[0]
+        or (first < edges[2] and stop > edges[1])
+        or (first < edges[4] and stop > edges[3])
+    )
+    every = (
+        stop <= edges[0]
+        or (first >= edges[1] and stop <= edges[2])
+        or (first >= edges[3] and stop <= edges[4])
+    )
+    return some, every
+
+
+@bare
+def hide(edges, first, n, t, value):
+    """t[j] = value for the slots of first .. first + n that are not seen."""
+    a, z = max(0, edges[0] - first), min(n, edges[1] - first)
+    if a < z:
+        t[a:z] = value
+    a, z = max(0, edges[2] - first), min(n, edges[3] - first)
+    if a < z:
+        t[a:z] = value
+    a = max(0, edges[4] - first)
+    if a < n:
+        t[a:n] = value
+
+
+@bare
+def sees_bad(edges, first, scales):
+    """Whether a slot that is seen holds a token that was not finite."""
+    for j in range(scales.size):  # noqa: SIM110
+        if scales[j] != scales[j] and coverage(edges, first + j, 1)[0]:
+            return True
+    return False
+
+
+@bare
+def largest_bits(x):
+    """Bits of the largest magnitude of floats: ordered like the floats, NaN above all."""
+    bits, top = x.view(np.int32), I(0)
+    for j in range(bits.size):
+        top = max(top, I(bits[j] & MAGNITUDE))
+    return top
+
+
+@functools.cache
+def _make_block(tile: Tile, rows: int):
+    """The two products of one key block, block_scores and block_values. They take addresses, see `score_tile` and `value_tile`."""
+    score, nv = score_tile(tile, rows), tile.width(rows)
+    value, value_one = value_tile(tile, rows, nv), value_tile(tile, rows, 1)
+    lanes, panel, group, size, scales = tile.lanes, tile.panel, tile.group, tile.size, tile.scales
+    span = nv * lanes
+
+    @bare(forceinline=True)
+    def block_scores(place, n, q, words, work):
+        """work[:, :n] = scores of the first n keys of the block at `place`."""
+        keys = place + scales * size
+        for j in range(0, n, span):
+            score(
+                q,
+                words,
+                keys + (j // panel * panel * words + j % panel) * group * size,
+                place,
+                j,
+                work,
+            )
+
+    @bare(forceinline=True)
+    def block_values(place, n, words, work, o, columns):
+        """o += P.V of the first n keys of the block at `place`."""
+        values = place + (scales + KEY_BLOCK * words * group) * size
+        steps = (n + group - 1) // group
+        for c in range(0, columns, panel):
+            width = min(panel, columns - c)
+            x = 0
+            while x + span <= width:
+                value(
+                    work,
+                    values + (c * KEY_BLOCK + x * group) * size,
+                    width * group,
+                    steps,
+                    o,
+                    c + x,
+                    columns,
+                )
+                x += span
+            while x < width:
+                value_one(
+                    work,
+                    values + (c * KEY_BLOCK + x * group) * size,
+                    width * group,
+                    steps,
+                    o,
+                    c + x,
+                    columns,
+                )
+                x += lanes
+
+    return block_scores, block_values
+
+
+@functools.cache
+def _make_int8(tile: Tile, rows: int):
+    block_scores, block_values = _make_block(tile, rows)
+    ratios, octaves, shrink, weigh = (
+        make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
+    )
+    group, q_offset = tile.group, tile.q_offset
+    word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
+
+    @bare
+    def prepare(q, c, words, line, spoiled, r):
+        """Quantise one query row into words; returns (first value of its sums, its scale)."""
+        out = words.view(word)
+        s = quantize_row(q, line, out)
+        if s != s:
+            spoiled[r] = 1
+            return I(0), F(0)
+        total = I(0)
+        for e in range(out.size):
+            total = np.add(total, I(out[e]))
+        return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
+
+    @bare(forceinline=True)
+    def score_block(place, n, q, words, work):
+        """Scores of the first n keys; (whether a token is not finite, the unit of the weights)."""
+        some_bad, v_max = ratios(place, n, work)
+        block_scores(place, n, q, words, work)
+        return some_bad, F(v_max * F(fx.VALUE_UNIT))
+
+    @bare(forceinline=True)
+    def weigh_block(place, n, words, work, o, columns, unit):
+        """From scores to sums."""
+        if octaves(work):
+            shrink(work, o, columns)
+        weigh(work, unit)
+        block_values(place, n, words, work, o, columns)
+
+    @bare(forceinline=False)
+    def take_whole(place, blocks, step, q, words, work, o, columns):
+        """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite. A function of its own, of nothing
+        but addresses and sizes: they stay in registers."""
+        apart()
+        bad = False
+        for _ in range(blocks):
+            some_bad, unit = score_block(place, KEY_BLOCK, q, words, work)
+            weigh_block(place, KEY_BLOCK, words, work, o, columns, unit)
+            bad |= some_bad
+            place += step
+        return bad
+
+    @bare(forceinline=True)
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+        """Key blocks of one tile from element `base` of a page's head on, `step` apart: n slots, which are `first` on of the
+        sequence, or, where all rows see all of them, `blocks` whole ones."""
+        words, columns = q.shape[1], o.shape[1]
+        place, q_at, work_at, o_at = address(data) + base, address(q), address(work), address(o)
+        if inside and n == KEY_BLOCK:
+            if take_whole(place, blocks, step, q_at, words, work_at, o_at, columns):
+                spoiled[:real] = 1
+            return
+        some_bad, unit = score_block(place, n, q_at, words, work_at)
+        for r in range(real):
+            if some_bad and sees_bad(edges[r], first, data[base : base + n * 4].view(np.float32)):
+                spoiled[r] = 1
+            work[r, n:] = HIDDEN
+            hide(edges[r], first, n, work[r], I(HIDDEN))
+        weigh_block(place, n, words, work_at, o_at, columns, unit)
+
+    return prepare, take, UNSEEN
+
+
+@functools.cache
+def _make_float(tile: Tile, rows: int):
+    block_scores, block_values = _make_block(tile, rows)
+    vectors = FLOAT_VECTORS[tile.lanes]
+    top_of, weights = row_max(vectors), row_exp(vectors)
+    lanes, count, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.scales
+
+    @bare
+    def prepare(q, c, words, line, spoiled, r):
+        """Copy one query row; its scale is c."""
+        bits = q.view(np.int32)
+        for e in range(bits.size):
+            words[e] = bits[e]
+        if largest_bits(q) >= INFINITE:
+            spoiled[r] = 1
+            words[:] = 0
+        return I(0), c
+
+    @bare(forceinline=True)
+    def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o):
+        """One key block of one tile: n slots from element `base` of a page's head on, which are `first` on of the sequence."""
+        words, columns, k_scale, t = (
+            q.shape[1],
+            o.shape[1],
+            data[base : base + scales].view(np.float32),
+            work.view(np.float32),
+        )
+        place, work_at = address(k_scale), address(t)
+        sums, m, l = t[rows, :lanes], t[rows, M : M + ROWS], t[rows, L : L + ROWS]
+        some_bad = (
+            largest_bits(k_scale[:n]) > INFINITE
+        )  # before the products: memory is read in one straight line
+        block_scores(place, n, address(q), words, work_at)
+        for r in range(real):
+            row = t[r]
+            if some_bad and sees_bad(edges[r], first, k_scale[:n]):
+                spoiled[r] = 1
+            if largest_bits(row[:n]) > HUGE:
+                m[r] = AGAIN
+            if n < KEY_BLOCK:
+                row[n:] = F(-np.inf)
+            if not inside:
+                hide(edges[r], first, n, row, F(-np.inf))
+            top = top_of(t, r * KEY_BLOCK, count)
+            if top == F(-np.inf) or m[r] == AGAIN:
+                row[:] = F(0)
+                continue
+            if top > m[r] + GROWTH:
+                if l[r] != F(0):
+                    shrink, out = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
+                    for e in range(out.size):
+                        out[e] = out[e] * shrink
+                    l[r] = l[r] * shrink
+                m[r] = top
+            sums[:lanes] = F(0)
+            weights(t, r * KEY_BLOCK, count, m[r], t, r * KEY_BLOCK, sums, 0)
+            total = l[r]
+            for e in range(lanes):
+                total = F(total + sums[e])
+            l[r] = total
+        block_values(place, n, words, work_at, address(o), columns)
+
+    @bare(forceinline=True)
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+        """`take_block` of `blocks` blocks; of more than one where all are whole and seen by every row."""
+        for i in range(blocks):
+            take_block(
+                data,
+                base + i * step,
+                n,
+                first + i * KEY_BLOCK,
+                q,
+                work,
+                edges,
+                spoiled,
+                real,
+                inside,
+                o,
+            )
+
+    return prepare, take, NOTHING
+
+
+@functools.cache
+def make_decode(tile: Tile, rows: int, parallel: bool):
+    """The kernel for one storage, instruction set and number of rows of a query tile.
+
+    decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
+    """
+    exact, group, scales = tile.dtype == "int8", tile.group, tile.scales
+    one = F(1 / fx.VALUE_UNIT if exact else 1)
+    prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows)
+
+    @bare
+    def attend(q, c, store, s, w, task, sizes):
+        """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
+        queries, splits, window, sinks, ring, page_size, _ = sizes
+        n_kv, all_rows = store.data.shape[1], q.shape[2]
+        tiles = (all_rows + rows - 1) // rows
+        split, unit = task % splits, task // splits
+        row, n_head = unit % tiles * rows, unit // tiles
+        b, g = n_head // n_kv, n_head % n_kv
+        real = min(rows, all_rows - row)
+        words, edges, spoiled, work, o = (
+            s.q[w],
+            s.edges[w],
+            s.spoiled[w],
+            s.work[w],
+            s.sums[w, :rows],
+        )
+        start, floats = work[rows, START : START + ROWS], work[rows].view(np.float32)
+        cq, m, l = floats[CQ : CQ + ROWS], floats[M : M + ROWS], floats[L : L + ROWS]
+        length = store.lengths[b]
+        slots = min(length, sinks + ring)
+        blocks = (slots + KEY_BLOCK - 1) // KEY_BLOCK
+        share = (blocks + splits - 1) // splits
+        o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
+        for r in range(real, rows):
+            words[r], start[r], cq[r], work[r] = 0, 0, F(0), 0
+        for r in range(real):
+            start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
+            row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
+        every_from, every_to = edges[0, 1], edges[0, 2]  # slots that every row sees
+        for r in range(1, real):
+            every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
+        block, stop = split * share, min((split + 1) * share, blocks)
+        step = KEY_BLOCK * (words.shape[1] * group + o.shape[1]) + scales
+        while block < stop:
+            first = block * KEY_BLOCK
+            n, slot = min(KEY_BLOCK, slots - first), first % page_size
+            seen = inside = first >= every_from and first + n <= every_to
+            count = 1
+            if inside:  # as many whole blocks as lie side by side
+                count = max(
+                    1,
+                    min(min(stop, every_to // KEY_BLOCK) - block, (page_size - slot) // KEY_BLOCK),
+                )
+            else:
+                inside = True
+                for r in range(real):
+                    some, every = coverage(edges[r], first, n)
+                    seen |= some
+                    inside &= every
+            if seen:
+                page = store.data[store.table[b, first // page_size], g]
+                take(
+                    page,
+                    slot // KEY_BLOCK * step,
+                    count,
+                    step,
+                    n,
+                    first,
+                    words,
+                    work,
+                    edges,
+                    spoiled,
+                    real,
+                    inside,
+                    o,
+                )
+            block += count
+        for r in range(real):
+            if spoiled[r] and coverage(edges[r], 0, slots)[0]:
+                l[r] = F(np.nan)
+            s.m[task, r], s.l[task, r] = m[r], l[r]
+            own, part = o[r], s.o[task, r]
+            for e in range(own.size):
+                part[e] = own[e]
+
+    @bare
+    def finish(unit, q, store, s, sizes, out, m_out, l_out):
+        """Merge the splits of one tile in their order, and divide."""
+        splits = sizes[1]
+        n_kv, all_rows = store.data.shape[1], q.shape[2]
+        tiles = (all_rows + rows - 1) // rows
+        row, n_head = unit % tiles * rows, unit // tiles
+        b, g = n_head // n_kv, n_head % n_kv
+        base = unit * splits
+        for r in range(min(rows, all_rows - row)):
+            top = s.m[base, r]
+            for i in range(1, splits):
+                top = max(top, s.m[base + i, r])
+            sums, total = s.o[base, r], s.l[base, r]
+            for i in range(splits):
+                if splits > 1:
+                    share, part = (
+                        F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))),
+                        s.o[base + i, r],
+                    )
+                    if i == 0:
+                        total = F(total * share)
+                        for e in range(sums.size):
+                            sums[e] = F(sums[e] * share)
+                    else:
+                        total = F(total + F(s.l[base + i, r] * share))
+                        for e in range(sums.size):
+                            sums[e] = F(sums[e] + F(part[e] * share))
+            result = out[b, g, row + r]
+            if total == F(0):
+                result[:] = F(0)
+            else:
+                reciprocal = one / total
+                for e in range(result.size):
+                    result[e] = F(sums[e] * reciprocal)
+                if not exact and total == total and largest_bits(result) >= INFINITE:
+                    top = AGAIN
+            if top == AGAIN:
+                s.counter[1] = 1
+            m_out[b, g, row + r], l_out[b, g, row + r] = top, total
+
+    @inline
+    def take_tasks(worker, q, c, store, s, sizes, out, m_out, l_out):
+        """Tasks of one worker, as long as there are any."""
+        splits = sizes[1]
+        tasks = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows) * splits
+        while True:
+            task = next_task(s.counter)
+            if task >= tasks:
+                break
+            attend(q, c, store, s, worker, task, sizes)
+            if splits == 1:
+                finish(task, q, store, s, sizes, out, m_out, l_out)
+
+    @kernel
+    def decode(q, c, store, scratch, sizes, out, m_out, l_out):
+        """All rows of all KV heads of all sequences.
+
+        q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new token); c float32 scale * log2(e),
+        times 256 for INT8; sizes = (new tokens, splits, window, sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32;
+        m_out, l_out (B, Hkv, rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token that was not
+        finite, m AGAIN where float32 does not hold the row's scores or sums.
+        """
+        units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
+        scratch.counter[0], scratch.counter[1] = 0, 0
+        if parallel:
+            over_tasks(take_tasks, sizes[6], (q, c, store, scratch, sizes, out, m_out, l_out))
+            if sizes[1] > 1:
+                over_tasks(finish, units, (q, store, scratch, sizes, out, m_out, l_out))
+        else:
+            take_tasks(0, q, c, store, scratch, sizes, out, m_out, l_out)
+            if sizes[1] > 1:
+                for unit in range(units):
+                    finish(unit, q, store, scratch, sizes, out, m_out, l_out)
+
+    return decode

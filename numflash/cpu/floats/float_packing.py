@@ -1,0 +1,156 @@
+"""Packed operands of the floating-point kernels.
+
+K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels (the pair of one dot product).
+V, per head: [key][column] float32, in place where its rows are whole vectors; bfloat16 as [key pair][column][2 keys].
+Keys that no row can see are not packed, and columns are padded to whole vectors, both with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ...jit.compiler import inline, kernel
+from ...jit.memory import LINE, empty
+from ...jit.parallel import over_tasks
+from ..int8.packing import padded
+from ..isa.transpose import transpose
+from .float_tiles import FLOAT_ISAS
+
+U = np.uint32
+INFINITY = U(0x7F800000)
+MANY_ROWS = 2048  # so many queries pay for moving V to cache lines: fewer vectors of it are split
+
+
+def on_lines(x: np.ndarray) -> np.ndarray:
+    """A contiguous array that begins on a cache line: x itself where it does."""
+    if x.flags.c_contiguous and x.ctypes.data % LINE == 0:
+        return x
+    out = empty(x.shape, x.dtype)
+    out[...] = x
+    return out
+
+
+@inline
+def largest(words, group, top):
+    """Bits of the largest finite magnitude in a row of words, at least `top`; infinity and NaN do not count."""
+    for e in range(words.size):
+        if group == 1:
+            x = U(words[e] & U(0x7FFFFFFF))
+            top = max(top, x if x < INFINITY else U(0))
+        else:
+            x, y = U(words[e] & U(0x7FFF0000)), U(U(words[e] << U(16)) & U(0x7FFF0000))
+            top = max(top, max(x if x < INFINITY else U(0), y if y < INFINITY else U(0)))
+    return top
+
+
+@functools.cache
+def _pack_keys(lanes: int, panel: int, group: int):
+    square = transpose(lanes)
+
+    @inline
+    def pack_panel(task, k, stops, sizes, out, most):
+        nh, length, words = sizes
+        n, p = task // most.shape[1], task % most.shape[1]
+        first = p * panel
+        count = max(0, min(panel, stops[n // nh] - first))
+        source, target = (n * length + first) * words, task * panel * words
+        most[n, p] = largest(k[source : source + count * words], group, U(0))
+        whole, columns = count // lanes * lanes, words // lanes * lanes
+        for c in range(0, whole, lanes):
+            for e in range(0, columns, lanes):
+                square(k, source + c * words + e, words, out, target + e * panel + c, panel)
+            for e in range(columns, words):
+                for r in range(c, c + lanes):
+                    out[target + e * panel + r] = k[source + r * words + e]
+        for e in range(words):
+            for r in range(whole, panel):
+                out[target + e * panel + r] = k[source + r * words + e] if r < count else U(0)
+
+    @kernel
+    def pack_keys(k, stops, sizes, out, most):
+        """k (N * S * words,) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
+
+        N = B * Hkv; sizes = (Hkv, S, words); stops (B,) keys of each batch that can be seen.
+        """
+        over_tasks(pack_panel, most.size, (k, stops, sizes, out, most))
+
+    return pack_keys
+
+
+@inline
+def _pack_column(task, v, stops, out):
+    nh, dv, keys = v.shape[1], v.shape[3], out.shape[1]
+    n, j = task // keys, task % keys
+    row = out[n, j]
+    if j < stops[n // nh]:
+        row[:dv] = v[n // nh, n % nh, j]
+        row[dv:] = np.float32(0)
+    else:
+        row[:] = np.float32(0)
+
+
+@kernel
+def _pack_columns(v, stops, out):
+    """v (B, Hkv, S, Dv) float32 -> out (B * Hkv, keys, columns), padded with zeros."""
+    over_tasks(_pack_column, out.shape[0] * out.shape[1], (v, stops, out))
+
+
+@inline
+def _pack_pair(task, v, stops, out):
+    nh, dv, pairs = v.shape[1], v.shape[3], out.shape[1]
+    n, j = task // pairs, task % pairs * 2
+    row, stop = out[n, j // 2], stops[n // nh]
+    row[:] = U(0)
+    head = v[n // nh, n % nh]
+    if j + 1 < stop:
+        even, odd = head[j], head[j + 1]
+        for t in range(dv):
+            row[t] = U(U(even[t]) | U(U(odd[t]) << U(16)))
+    elif j < stop:
+        even = head[j]
+        for t in range(dv):
+            row[t] = U(even[t])
+
+
+@kernel
+def _pack_pairs(v, stops, out):
+    """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
+    over_tasks(_pack_pair, out.shape[0] * out.shape[1], (v, stops, out))
+
+
+def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen. Also the largest magnitude of each head."""
+    isa = FLOAT_ISAS[name]
+    if k.shape[3] % isa.step:
+        k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % isa.step)))
+    words = np.ascontiguousarray(k).view(U)
+    nb, nh, _, width = words.shape
+    panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
+    out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
+    _pack_keys(isa.lanes, isa.panel, isa.group)(
+        words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
+    )
+    operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
+    return operands, most.max(1).view(np.float32)
+
+
+def pack_values(
+    name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS
+) -> tuple[np.ndarray, int]:
+    """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is: (B * Hkv, ...) operands and columns of a row."""
+    isa = FLOAT_ISAS[name]
+    nb, nh, s, dv = v.shape
+    columns = padded(dv, isa.lanes)
+    if isa.group == 2:
+        out = empty((nb * nh, max(1, padded(int(stops.max(initial=0)), isa.step) // 2), columns), U)
+        _pack_pairs(np.ascontiguousarray(v), stops, out)
+        return out.view(np.uint16).reshape(nb * nh, -1), columns
+    if columns == dv:
+        return (
+            on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])
+        ).reshape(nb * nh, -1), columns
+    out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
+    _pack_columns(np.ascontiguousarray(v), stops, out)
+    return out.reshape(nb * nh, -1), columns

@@ -1,0 +1,4 @@
+"""The INT8 attention kernel: packing, register tiles, fixed-point softmax, and the fused loop in `flash_int8`.
+
+`portable` is the same algorithm in plain loops: read it first. May import: `cpu.isa`, `cpu.semantics`, `jit`, `tiling`.
+"""

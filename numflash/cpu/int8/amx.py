@@ -1,0 +1,457 @@
+"""Matrix tiles of Intel AMX (Sapphire Rapids and later): both products of the INT8 kernel, 32 rows x 32 columns at a time.
+
+AMX holds eight tiles of 16 rows x 64 bytes. One tdpbusd multiplies 16 rows of 64 bytes by 64 x 16 bytes and adds to 16 x 16 int32
+sums: 16,384 products in 16 cycles, 8 times what vpdpbusd does. Its right operand is what the packed K and V are already: rows of
+4-byte groups, one group for each column. Two by two tiles of sums share their operands: 4 loads for 4 products.
+
+The sums can only leave through memory, so a block has two steps: `multiply` and `save` put the sums of 32 x 32 into a scratch block
+in L1, `finish` does with vectors what `microkernels` do in registers. The two run on different units: where a next block follows,
+`multiply_beside` weaves its products into the `finish` of the last one.
+
+A process must ask Linux for the tiles once (`target.tiles_permitted`), a thread must configure them before it uses them.
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX";
+Linux kernel documentation, "Using XSTATE features in user space applications".
+"""
+
+from __future__ import annotations
+
+import functools
+
+import llvmlite.ir as ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...jit import target
+from ...jit.compiler import inline
+from ...tiling import KEY_BLOCK
+from ..isa.vectors import F32, I8, I32, I64, call, data, load, store
+from ..isa.vectors_x86 import AMX_INT8
+from . import score_changes
+
+ROWS, WIDTH = 16, 64  # of a tile: rows, and bytes of a row
+SIDE = 2  # tiles of sums: SIDE x SIDE at a time
+BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
+SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)  # what the eight tiles are for
+VOID, BYTES = ir.VoidType(), I8.as_pointer()
+LANES = AMX_INT8.lanes
+
+
+def _configuration() -> ir.Constant:
+    """Palette 1, all eight tiles of 16 rows x 64 bytes."""
+    text = bytearray(64)
+    text[0] = 1
+    for tile in range(8):
+        text[16 + 2 * tile], text[48 + tile] = WIDTH, ROWS
+    return ir.Constant(ir.ArrayType(I8, 64), text)
+
+
+@intrinsic
+def configure(typingctx):
+    """f(): this thread's tiles become 16 rows x 64 bytes."""
+
+    def codegen(context, b, sig, args):
+        target.guard("amx_int8", context.codegen())
+        call(
+            b,
+            "llvm.x86.ldtilecfg",
+            VOID,
+            b.bitcast(cgutils.global_constant(b, "amx.configuration", _configuration()), BYTES),
+        )
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def release(typingctx):
+    """f(): this thread's tiles are empty again, so that switching threads need not save them."""
+
+    def codegen(context, b, sig, args):
+        call(b, "llvm.x86.tilerelease", VOID)
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def _nothing(typingctx):
+    return types.void(), lambda context, b, sig, args: context.get_dummy_value()
+
+
+def tile_state(name: str):
+    """Intrinsics f() that a thread calls before and after its tiles of instruction set `name`: registers need nothing."""
+    return (configure, release) if name.startswith("amx") else (_nothing, _nothing)
+
+
+@intrinsic
+def peak_loop(typingctx, n, seed):
+    """f(n, seed): n times four products that do not wait for each other, and nothing else; returns the seed."""
+
+    def codegen(context, b, sig, args):
+        for tile in range(8):
+            call(b, "llvm.x86.tilezero", VOID, I8(tile))
+        with cgutils.for_range(b, args[0]):
+            for r in range(SIDE):
+                for c in range(SIDE):
+                    call(b, "llvm.x86.tdpbusd", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+        return args[1]
+
+    return types.int32(types.int64, types.int32), codegen
+
+
+PEAK_OPERATIONS = 2.0 * SIDE * SIDE * ROWS * ROWS * WIDTH  # of one turn
+
+
+@intrinsic
+def scratch_blocks(typingctx):
+    """f(): address of two blocks of sums on the stack of the caller."""
+
+    def codegen(context, b, sig, args):
+        with b.goto_entry_block():  # not cgutils.alloca_once, which clears it at every call
+            blocks = b.alloca(ir.ArrayType(I32, 2 * BLOCK * BLOCK))
+        blocks.align = WIDTH
+        return b.ptrtoint(blocks, I64)
+
+    return types.int64(), codegen
+
+
+def _block(b, scratch, number):
+    """Pointer to block `number` mod 2."""
+    return b.inttoptr(b.add(scratch, b.mul(b.and_(number, I64(1)), I64(4 * BLOCK * BLOCK))), BYTES)
+
+
+def _multiply(context, b, instruction, types_, args, step, between=lambda part: None):
+    """Adds step number `step` of A.B to the tiles of sums; `between` emits what should run beside each of the four products.
+
+    args: a, a_off, a_stride, b, b_off, b_stride as in `multiply`.
+    """
+    pa, pb = (b.gep(data(context, b, types_[n], args[n]), [args[n + 1]]) for n in (0, 3))
+    a_stride, b_stride = args[2], args[5]
+    left, right = (
+        b.gep(pa, [b.mul(step, I64(WIDTH))]),
+        b.gep(pb, [b.mul(b.mul(step, I64(ROWS)), b_stride)]),
+    )
+    for c in range(SIDE):
+        call(
+            b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), b.gep(right, [I64(c * WIDTH)]), b_stride
+        )
+    for r in range(SIDE):
+        call(
+            b,
+            "llvm.x86.tileloadd64",
+            VOID,
+            I8(LEFT[r]),
+            b.gep(left, [b.mul(a_stride, I64(r * ROWS))]),
+            a_stride,
+        )
+        for c in range(SIDE):
+            call(b, f"llvm.x86.{instruction}", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+            between(SIDE * r + c)
+
+
+def _clear(b):
+    for tile in (t for row in SUMS for t in row):
+        call(b, "llvm.x86.tilezero", VOID, I8(tile))
+
+
+@functools.cache
+def multiply(instruction: str):
+    """Intrinsic f(a, a_off, a_stride, b, b_off, b_stride, steps): the tiles of sums become A.B, over 64 * steps products each.
+
+    a: rows of bytes, `a_stride` apart; b: rows of 4-byte groups, `b_stride` bytes apart; instruction "tdpbssd" or "tdpbusd".
+    """
+
+    @intrinsic
+    def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps):
+        def codegen(context, b, sig, args):
+            target.guard("amx_int8", context.codegen())
+            _clear(b)
+            with cgutils.for_range(b, args[6]) as step:
+                _multiply(context, b, instruction, sig.args, args, step.index)
+            return context.get_dummy_value()
+
+        return types.void(a, a_off, a_stride, b, b_off, b_stride, steps), codegen
+
+    return run
+
+
+@functools.cache
+def multiply_beside(instruction: str, rows):
+    """Intrinsic f(*(as `multiply`), *(as `finish`)): both, the products of one block beside the last rows of another.
+
+    Each product takes 16 cycles of the matrix unit and one slot of the queue, so two rows of vector work follow it at once.
+    """
+
+    @intrinsic
+    def run(
+        typingctx,
+        a,
+        a_off,
+        a_stride,
+        b,
+        b_off,
+        b_stride,
+        steps,
+        scratch,
+        number,
+        s,
+        s_off,
+        t,
+        t_off,
+        x,
+        x_off,
+        x_stride,
+        changes,
+    ):
+        def codegen(context, b, sig, args):
+            target.guard("amx_int8", context.codegen())
+            row = rows(context, b, sig.args[7:], args[7:])
+            _clear(b)
+            mixed = b.select(b.icmp_signed("<", args[6], I64(BLOCK // 8)), args[6], I64(BLOCK // 8))
+            with cgutils.for_range(b, mixed) as step:
+                first = b.mul(step.index, I64(8))
+
+                def two_rows(part):
+                    for m in (2 * part, 2 * part + 1):
+                        row(b, b.add(first, I64(m)))
+
+                _multiply(context, b, instruction, sig.args, args, step.index, two_rows)
+            with cgutils.for_range_slice(b, mixed, args[6], I64(1), I64) as (step, _):
+                _multiply(context, b, instruction, sig.args, args, step)
+            with cgutils.for_range_slice(b, b.mul(mixed, I64(8)), I64(BLOCK), I64(1), I64) as (
+                m,
+                _,
+            ):
+                row(b, m)
+            return context.get_dummy_value()
+
+        return types.void(
+            a,
+            a_off,
+            a_stride,
+            b,
+            b_off,
+            b_stride,
+            steps,
+            scratch,
+            number,
+            s,
+            s_off,
+            t,
+            t_off,
+            x,
+            x_off,
+            x_stride,
+            changes,
+        ), codegen
+
+    return run
+
+
+@intrinsic
+def save(typingctx, scratch, number):
+    """f(scratch, number): the tiles of sums go to block `number` mod 2."""
+
+    def codegen(context, b, sig, args):
+        block = _block(b, *args)
+        for r in range(SIDE):
+            for c in range(SIDE):
+                where = b.gep(block, [I64((r * ROWS * SIDE + c) * WIDTH)])
+                call(b, "llvm.x86.tilestored64", VOID, I8(SUMS[r][c]), where, I64(SIDE * WIDTH))
+        return context.get_dummy_value()
+
+    return types.void(scratch, number), codegen
+
+
+@functools.cache
+def finish(rows):
+    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes): the 32 rows of a saved block, by `rows`."""
+
+    @intrinsic
+    def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes):
+        def codegen(context, b, sig, args):
+            row = rows(context, b, sig.args, args)
+            with cgutils.for_range(b, I64(BLOCK)) as m:
+                row(b, m.index)
+            return context.get_dummy_value()
+
+        return types.void(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes), codegen
+
+    return run
+
+
+def _sums(b, block, m):
+    """Row m of a block, as vectors of float32."""
+    words = (
+        load(b, block, b.add(b.mul(m, I64(SIDE)), I64(v)), AMX_INT8.vector(I32), WIDTH)
+        for v in range(SIDE)
+    )
+    return [b.sitofp(w, AMX_INT8.vector(F32)) for w in words]
+
+
+@functools.cache
+def score_rows(changed: bool = False, wide: bool = False):
+    """Rows of scores x as `microkernels.score_tile` or `finish` has them; s: scales of the keys, t: of the queries."""
+    isa = AMX_INT8
+
+    def rows(context, b, types_, args):
+        block, (ps, pt, px) = (
+            _block(b, args[0], args[1]),
+            (data(context, b, types_[n], args[n]) for n in (2, 4, 6)),
+        )
+        f32s = isa.vector(F32)
+        change = None
+        if changed:  # a tuple of one, empty where there is nothing to change
+            change = score_changes.changer(
+                context, b, isa, types_[9].types[0], b.extract_value(args[9], 0), wide
+            )
+        key_scale = [load(b, ps, b.add(args[3], I64(v * LANES)), f32s, 4) for v in range(SIDE)]
+
+        def row(b, m):
+            row_scale = isa.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
+            scores = [
+                b.fmul(b.fmul(x, k), row_scale)
+                for x, k in zip(_sums(b, block, m), key_scale, strict=True)
+            ]
+            where = b.add(args[7], b.mul(args[8], m))
+            if change:
+                change(scores, b.add(args[5], m), args[3], px, where)
+            else:
+                store(b, isa.to_int16(b, *scores), px, where, 2)
+
+        return row
+
+    return rows
+
+
+def value_rows(context, b, types_, args):
+    """Rows of O (x) grown as `microkernels.value_tile` does it; t: scales of the rows, s is not used."""
+    block, (pt, px) = (
+        _block(b, args[0], args[1]),
+        (data(context, b, types_[n], args[n]) for n in (4, 6)),
+    )
+    f32s = AMX_INT8.vector(F32)
+
+    def row(b, m):
+        scale = AMX_INT8.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
+        for v, x in enumerate(_sums(b, block, m)):
+            column = b.add(b.add(args[7], b.mul(args[8], m)), I64(v * LANES))
+            store(
+                b, AMX_INT8.generic(b, "fma", x, scale, load(b, px, column, f32s, 4)), px, column, 4
+            )
+
+    return row
+
+
+@functools.cache
+def score_block(changed: bool, wide: bool):
+    """As `blocks.score_block`."""
+    rows_of_x = score_rows(changed, wide)
+    first_block, both, last_block = (
+        multiply("tdpbssd"),
+        multiply_beside("tdpbssd", rows_of_x),
+        finish(rows_of_x),
+    )
+    panel = AMX_INT8.nv * LANES
+
+    @inline
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
+        scratch, side, steps = scratch_blocks(), columns // BLOCK, stride // WIDTH
+        blocks = (rows + BLOCK - 1) // BLOCK * side
+        first_block(q, 0, stride, k, first * stride, panel * 4, steps)
+        save(scratch, 0)
+        for n in range(1, blocks):
+            i, c, at, old = (
+                n // side * BLOCK,
+                n % side * BLOCK,
+                (n - 1) // side * BLOCK,
+                (n - 1) % side * BLOCK,
+            )
+            place = (first + c // panel * panel) * stride + c % panel * 4
+            both(
+                q,
+                i * stride,
+                stride,
+                k,
+                place,
+                panel * 4,
+                steps,
+                scratch,
+                n - 1,
+                ck,
+                first + old,
+                cq,
+                at,
+                x,
+                at * KEY_BLOCK + old,
+                KEY_BLOCK,
+                changes,
+            )
+            save(scratch, n)
+        at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
+        last_block(
+            scratch,
+            blocks - 1,
+            ck,
+            first + old,
+            cq,
+            at,
+            x,
+            at * KEY_BLOCK + old,
+            KEY_BLOCK,
+            changes,
+        )
+
+    return scores
+
+
+@functools.cache
+def value_block():
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first .. first + columns."""
+    first_block, both, last_block = (
+        multiply("tdpbusd"),
+        multiply_beside("tdpbusd", value_rows),
+        finish(value_rows),
+    )
+    chunk = AMX_INT8.nv * LANES
+
+    @inline
+    def values(p, v, first, columns, scale, total, rows, o):
+        scratch, width, steps = scratch_blocks(), o.shape[1], columns // WIDTH
+        side = width // BLOCK
+        blocks = (rows + BLOCK - 1) // BLOCK * side
+        first_block(p, 0, KEY_BLOCK, v, first * width, min(chunk, width) * 4, steps)
+        save(scratch, 0)
+        for n in range(1, blocks):
+            i, c, at, old = (
+                n // side * BLOCK,
+                n % side * BLOCK,
+                (n - 1) // side * BLOCK,
+                (n - 1) % side * BLOCK,
+            )
+            t = c // chunk * chunk
+            both(
+                p,
+                i * KEY_BLOCK,
+                KEY_BLOCK,
+                v,
+                first * width + t * KEY_BLOCK + (c - t) * 4,
+                min(chunk, width - t) * 4,
+                steps,
+                scratch,
+                n - 1,
+                scale,
+                0,
+                scale,
+                at,
+                o,
+                at * width + old,
+                width,
+                (),
+            )
+            save(scratch, n)
+        at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
+        last_block(scratch, blocks - 1, scale, 0, scale, at, o, at * width + old, width, ())
+
+    return values

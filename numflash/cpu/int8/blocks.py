@@ -1,0 +1,366 @@
+"""The two products of the INT8 kernel on a whole block: all rows of a query tile with one key block.
+
+Register tiles as in the A64FX documents, tallest first, smaller ones for the last rows and columns; on AMX, matrix tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from ...jit.compiler import bare, inline
+from ...tiling import KEY_BLOCK
+from ..floats import float_tiles
+from ..isa.isas import VECTOR_ISAS, lanes_of
+from . import amx, wide_rows
+from .microkernels import (
+    BESIDE,
+    ROWS,
+    WAITING_ROWS,
+    finish,
+    score_tile,
+    value_tile,
+    waiting_room,
+    waiting_tile,
+)
+
+
+@functools.cache
+def score_block(isa_name: str, changed: bool = False, wide: bool = False):
+    """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first .. first + columns.
+
+    Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`, float32 before rounding.
+    """
+    if isa_name == "amx_int8":
+        return amx.score_block(changed, wide)
+    if changed:
+        return _changed_score_block(isa_name, wide)
+    group, nv, lanes = VECTOR_ISAS[isa_name].group, VECTOR_ISAS[isa_name].nv, lanes_of(isa_name)
+    tile6, tile4, tile2 = (score_tile(isa_name, m) for m in ROWS)
+
+    @inline
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
+        groups, panel = stride // group, nv * lanes()
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i + 6 <= rows:
+                tile6(
+                    q,
+                    i * stride,
+                    stride,
+                    k,
+                    key * stride,
+                    groups,
+                    start,
+                    ck,
+                    key,
+                    cq,
+                    i,
+                    x,
+                    i * KEY_BLOCK + c,
+                    KEY_BLOCK,
+                )
+                i += 6
+            if rows - i == 4:
+                tile4(
+                    q,
+                    i * stride,
+                    stride,
+                    k,
+                    key * stride,
+                    groups,
+                    start,
+                    ck,
+                    key,
+                    cq,
+                    i,
+                    x,
+                    i * KEY_BLOCK + c,
+                    KEY_BLOCK,
+                )
+            elif rows - i == 2:
+                tile2(
+                    q,
+                    i * stride,
+                    stride,
+                    k,
+                    key * stride,
+                    groups,
+                    start,
+                    ck,
+                    key,
+                    cq,
+                    i,
+                    x,
+                    i * KEY_BLOCK + c,
+                    KEY_BLOCK,
+                )
+
+    return scores
+
+
+def _changed_score_block(isa_name: str, wide: bool):
+    """The same with changes: each tile waits in L1 and is changed beside the dot products of the next one; wide, after its own."""
+    group, nv, lanes, room_of = (
+        VECTOR_ISAS[isa_name].group,
+        VECTOR_ISAS[isa_name].nv,
+        lanes_of(isa_name),
+        waiting_room(isa_name),
+    )
+    tile4, tile2 = (waiting_tile(isa_name, m, not wide) for m in WAITING_ROWS)
+    change = finish(isa_name, wide)
+
+    @bare
+    def finish_rows(room, turn, x, changes, done, rows, i, c, first):
+        change(room, turn, x, i * KEY_BLOCK + c, KEY_BLOCK, changes, done, rows, i, first + c)
+
+    @inline
+    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+        room, turn, groups, panel = room_of(), 0, stride // group, nv * lanes()
+        waiting, i_old, c_old = 0, 0, 0  # rows of the tile that waits, and where it belongs
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i < rows:
+                beside, where = min(waiting, (groups - 1) // BESIDE), i_old * KEY_BLOCK + c_old
+                new = min(4, rows - i)
+                if new == 4:
+                    tile4(
+                        q,
+                        i * stride,
+                        stride,
+                        k,
+                        key * stride,
+                        groups,
+                        start,
+                        ck,
+                        key,
+                        cq,
+                        i,
+                        room,
+                        turn,
+                        x,
+                        where,
+                        KEY_BLOCK,
+                        changes,
+                        beside,
+                        i_old,
+                        first + c_old,
+                    )
+                else:
+                    tile2(
+                        q,
+                        i * stride,
+                        stride,
+                        k,
+                        key * stride,
+                        groups,
+                        start,
+                        ck,
+                        key,
+                        cq,
+                        i,
+                        room,
+                        turn,
+                        x,
+                        where,
+                        KEY_BLOCK,
+                        changes,
+                        beside,
+                        i_old,
+                        first + c_old,
+                    )
+                if beside < waiting:
+                    finish_rows(room, turn + 1, x, changes, beside, waiting, i_old, c_old, first)
+                waiting, i_old, c_old, i, turn = new, i, c, i + new, turn + 1
+        finish_rows(room, turn + 1, x, changes, 0, waiting, i_old, c_old, first)
+
+    @inline
+    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+        room, groups, panel = room_of(), stride // group, nv * lanes()
+        for c in range(0, columns, panel):
+            key, i = first + c, 0
+            while i < rows:
+                new = min(4, rows - i)
+                if new == 4:
+                    tile4(
+                        q,
+                        i * stride,
+                        stride,
+                        k,
+                        key * stride,
+                        groups,
+                        start,
+                        ck,
+                        key,
+                        cq,
+                        i,
+                        room,
+                        0,
+                    )
+                else:
+                    tile2(
+                        q,
+                        i * stride,
+                        stride,
+                        k,
+                        key * stride,
+                        groups,
+                        start,
+                        ck,
+                        key,
+                        cq,
+                        i,
+                        room,
+                        0,
+                    )
+                finish_rows(room, 0, x, changes, 0, new, i, c, first)
+                i += new
+
+    return wide_scores if wide else scores
+
+
+@functools.cache
+def value_block(isa_name: str, pv: str):
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first .. first + columns."""
+    if pv == "fp32":
+        return _float_value_block(isa_name)
+    if isa_name == "amx_int8":
+        return amx.value_block()
+    isa, vector_lanes = VECTOR_ISAS[isa_name], lanes_of(isa_name)
+    group, nv, nv_half = isa.group, isa.nv, max(1, isa.nv // 2)
+    tile6, tile4, tile2 = (value_tile(isa_name, m, nv) for m in ROWS)
+    half6, one6 = value_tile(isa_name, 6, nv_half), value_tile(isa_name, 6, 1)
+
+    @inline
+    def values(p, v, first, columns, scale, total, rows, o):
+        width, lanes, groups = o.shape[1], vector_lanes(), columns // group
+        t = 0
+        while t + nv * lanes <= width:
+            place, i = (first * width + t * KEY_BLOCK), 0
+            while i + 6 <= rows:
+                tile6(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    place,
+                    groups,
+                    scale,
+                    total,
+                    i,
+                    o,
+                    i * width + t,
+                    width,
+                )
+                i += 6
+            if rows - i == 4:
+                tile4(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    place,
+                    groups,
+                    scale,
+                    total,
+                    i,
+                    o,
+                    i * width + t,
+                    width,
+                )
+            elif rows - i == 2:
+                tile2(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    place,
+                    groups,
+                    scale,
+                    total,
+                    i,
+                    o,
+                    i * width + t,
+                    width,
+                )
+            t += nv * lanes
+        if nv_half > 1 and t + nv_half * lanes <= width:
+            place = first * width + t * KEY_BLOCK
+            for i in range(0, rows, 6):
+                half6(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    place,
+                    groups,
+                    scale,
+                    total,
+                    i,
+                    o,
+                    i * width + t,
+                    width,
+                )
+            t += nv_half * lanes
+        if t < width:
+            place = first * width + t * KEY_BLOCK
+            for i in range(0, rows, 6):
+                one6(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    place,
+                    groups,
+                    scale,
+                    total,
+                    i,
+                    o,
+                    i * width + t,
+                    width,
+                )
+
+    return values
+
+
+def _float_value_block(isa_name: str):
+    """The same in float32; V stands in rows as wide as O."""
+    isa = VECTOR_ISAS[isa_name]
+    nv, lanes = isa.nv, isa.lanes
+    tile6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[lanes], n) for n in (nv, 1))
+
+    @inline
+    def values(p, v, first, columns, scale, total, rows, o):
+        width = o.shape[1]
+        t = 0
+        while t + nv * lanes <= width:
+            for i in range(0, rows, 6):
+                tile6(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    first * width + t,
+                    width,
+                    columns,
+                    o,
+                    i * width + t,
+                    width,
+                )
+            t += nv * lanes
+        while t < width:
+            for i in range(0, rows, 6):
+                one6(
+                    p,
+                    i * KEY_BLOCK,
+                    KEY_BLOCK,
+                    v,
+                    first * width + t,
+                    width,
+                    columns,
+                    o,
+                    i * width + t,
+                    width,
+                )
+            t += lanes
+
+    return values

@@ -1,0 +1,331 @@
+"""The INT8 attention in plain loops: no intrinsics, every CPU that LLVM knows. Read this kernel first.
+
+It is the fused algorithm of `flash_int8` without its register tiles, and produces the same bits. Both products are dot products of
+two contiguous rows, the one form that LLVM turns into the machine's integer dot instructions by itself (SDOT and UDOT on AArch64,
+vpmaddwd on x86): Q.K^T along the channels, P.V along the keys of a block, for which V is stored transposed. On AArch64 a 4 x 4
+block of such products shares its operands in registers. On x86 LLVM multiplies pairs only where no operand is shared, and unrolls
+where it knows the length: there the products are taken one by one, of lengths that are constants.
+
+P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed dot product, and LLVM makes no
+UDOT of a block of unsigned products on Neoverse); 128 times the sum of V over the block is put back, exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from ...jit.compiler import inline, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK, tiling
+from ..isa.isas import shares_operands
+from ..isa.vectors import next_task
+from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
+from .packing import padded
+
+F, I, U16 = np.float32, np.int32, np.uint16
+BLOCK_Q = tiling("portable").block_q
+MR = NR = 4  # register block: 16 sums
+P_OFFSET = 128
+exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
+
+
+@inline
+def mac(s, a, b):
+    """s + a * b in int32: written with NumPy's functions, because the operators widen to int64 (P48)."""
+    return np.add(s, np.multiply(I(a), I(b)))
+
+
+@inline
+def dot_block(a, b, out):
+    """out[i, j] = a[i] . b[j] in int32 for a block of MR x NR contiguous rows."""
+    a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
+    b0, b1, b2, b3 = b[0], b[1], b[2], b[3]
+    s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = I(0)
+    s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = I(0)
+    for d in range(a0.size):
+        s00, s01, s02, s03 = (
+            mac(s00, a0[d], b0[d]),
+            mac(s01, a0[d], b1[d]),
+            mac(s02, a0[d], b2[d]),
+            mac(s03, a0[d], b3[d]),
+        )
+        s10, s11, s12, s13 = (
+            mac(s10, a1[d], b0[d]),
+            mac(s11, a1[d], b1[d]),
+            mac(s12, a1[d], b2[d]),
+            mac(s13, a1[d], b3[d]),
+        )
+        s20, s21, s22, s23 = (
+            mac(s20, a2[d], b0[d]),
+            mac(s21, a2[d], b1[d]),
+            mac(s22, a2[d], b2[d]),
+            mac(s23, a2[d], b3[d]),
+        )
+        s30, s31, s32, s33 = (
+            mac(s30, a3[d], b0[d]),
+            mac(s31, a3[d], b1[d]),
+            mac(s32, a3[d], b2[d]),
+            mac(s33, a3[d], b3[d]),
+        )
+    out[0, 0], out[0, 1], out[0, 2], out[0, 3] = s00, s01, s02, s03
+    out[1, 0], out[1, 1], out[1, 2], out[1, 3] = s10, s11, s12, s13
+    out[2, 0], out[2, 1], out[2, 2], out[2, 3] = s20, s21, s22, s23
+    out[3, 0], out[3, 1], out[3, 2], out[3, 3] = s30, s31, s32, s33
+
+
+def dot_rows(length: int):
+    """f(a, b, out): out[i, j] = a[i] . b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length."""
+
+    @inline
+    def dots(a, b, out):
+        for i in range(a.shape[0]):
+            row, sums = a[i], out[i]
+            for j in range(sums.size):
+                other, total = b[j], I(0)
+                for d in range(length or row.size):
+                    total = mac(total, row[d], other[d])
+                sums[j] = total
+
+    return dots
+
+
+dots_any, dots_64, dots_128 = dot_rows(0), dot_rows(64), dot_rows(128)
+
+
+@inline
+def product(a, b, out):
+    """out = A.B^T in int32: a (m, n), b (k, n) int8, m and k multiples of MR and NR, out (m, k)."""
+    if shares_operands():
+        for j in range(0, b.shape[0], NR):
+            for i in range(0, a.shape[0], MR):
+                dot_block(a[i : i + MR], b[j : j + NR], out[i : i + MR, j : j + NR])
+    elif a.shape[1] == 128:
+        dots_128(a, b, out)
+    elif a.shape[1] == 64:
+        dots_64(a, b, out)
+    else:
+        dots_any(a, b, out)
+
+
+@inline
+def score_block(q, k, ck, cq, x):
+    """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i]: q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units."""
+    s = np.empty(x.shape, np.int32)
+    product(q, k, s)
+    for i in range(q.shape[0]):
+        sums, row = s[i], x[i]
+        for j in range(row.size):
+            row[j] = min(max(F(F(F(sums[j]) * ck[j]) * cq[i]), -fx.T_LIMIT), fx.T_LIMIT)
+
+
+@inline
+def softmax_row(x, octave, p):
+    """p + 128 = round(255 * 2**(x - octave)), the weights of int16 Q8.8 scores relative to their octave; returns their sum."""
+    total = I(P_OFFSET * KEY_BLOCK)
+    for j in range(x.size):
+        p[j] = np.int8(exp2_p8(U16(np.subtract(octave, I(x[j])))) ^ np.uint8(P_OFFSET))
+    for j in range(x.size):
+        total = np.add(total, I(p[j]))
+    return total
+
+
+@inline
+def value_block(p, v, scale, o):
+    """o[i, t] += float32((p[i] + 128) . v[t]) * scale[i]: p (rows, keys) int8 weights minus 128, v (Dv, keys) int8."""
+    s, start = np.empty((p.shape[0], v.shape[0]), np.int32), np.empty(v.shape[0], np.int32)
+    for t in range(v.shape[0]):
+        column, total = v[t], I(0)
+        for j in range(column.size):
+            total = np.add(total, I(column[j]))
+        start[t] = np.multiply(I(P_OFFSET), total)
+    product(p, v, s)
+    for i in range(p.shape[0]):
+        sums, row = s[i], o[i]
+        for t in range(row.size):
+            row[t] = F(row[t] + F(F(np.add(start[t], sums[t])) * scale[i]))
+
+
+@inline
+def softmax_row_q16(x, octave, p):
+    """Weights p = exp2_quadratic(octave - x) in Q16.16, exact in float32; returns their sum."""
+    total = I(0)
+    for j in range(x.size):
+        p[j] = F(I(exp2_q16(np.uint32(np.subtract(octave, I(x[j]))))))
+    for j in range(x.size):
+        total = np.add(total, I(p[j]))
+    return total
+
+
+@inline
+def value_block_float(p, v, scale, o):
+    """o[i] += sum over j of p[i, j] * 2**-16 * scale[i] * v[j]: p (rows, keys), v (keys, Dv) float32."""
+    for i in range(p.shape[0]):
+        row, unit = o[i], F(scale[i] * F(1 / fx.ONE_Q16))
+        for j in range(v.shape[0]):
+            weight, source = F(p[i, j] * unit), v[j]
+            for t in range(source.size):
+                row[t] = F(row[t] + F(weight * source[t]))
+
+
+@inline
+def merge_row(octave, total, m, l, o):
+    """One row's block into its running state: (m, l, scale of the block); O shifts by whole octaves when the row's octave grows."""
+    if octave > m:
+        shrink = F(2.0) ** F(max(m - octave, -126))
+        if l != F(0):
+            for t in range(o.size):
+                o[t] = o[t] * shrink
+        m, l = octave, F(l * shrink)
+    scale = F(2.0) ** F(max(octave - m, -126)) if octave != UNSEEN else F(0)
+    return m, F(l + F(total * scale)), scale
+
+
+@inline
+def transpose_block(task, v, out):
+    n, block = task // out.shape[1], task % out.shape[1]
+    target, first = out[n, block], block * KEY_BLOCK
+    target[:] = 0
+    for j in range(min(KEY_BLOCK, v.shape[1] - first)):
+        source = v[n, first + j]
+        for t in range(source.size):
+            target[t, j] = source[t]
+
+
+@kernel
+def transpose_values(v, out):
+    """out (N, blocks, columns, keys of a block) = v (N, S, Dv) int8 transposed; what does not exist holds 0."""
+    over_tasks(transpose_block, out.shape[0] * out.shape[1], (v, out))
+
+
+def pad_keys(x: np.ndarray) -> np.ndarray:
+    """(N, S, ...) with zeros up to whole key blocks."""
+    n, s = x.shape[:2]
+    keys = padded(s, KEY_BLOCK)
+    return (
+        x if keys == s else np.concatenate([x, np.zeros((n, keys - s, *x.shape[2:]), x.dtype)], 1)
+    )
+
+
+def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
+    """V for `attend`: int8 (N, S, Dv) transposed by key block, or, with `bad`, float32 by key block.
+
+    bad : (N, S) bool, rows of V to store as zeros; given for float32 only.
+    """
+    n, s, dv = v.shape
+    blocks = padded(s, KEY_BLOCK) // KEY_BLOCK
+    if bad is not None:
+        return pad_keys(np.where(bad[..., None], F(0), v)).reshape(n, blocks, KEY_BLOCK, dv)
+    out = np.empty((n, blocks, padded(dv, NR), KEY_BLOCK), np.int8)
+    transpose_values(v, out)
+    return out
+
+
+@functools.cache
+def make_attend(pv: str):
+    """The kernel with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
+    integer = pv == "int8"
+    softmax, add_values = (
+        (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
+    )
+    weight, zero, unit = (
+        (np.int8, np.int8(-P_OFFSET), F(1)) if integer else (np.float32, F(0), F(1 / fx.ONE_Q16))
+    )
+
+    @inline
+    def work(_, q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """One worker: query tiles, as long as there are any."""
+        n_heads, length, d = q.shape
+        h_all, h_kv, _ = heads
+        tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
+        q_tile, cq_tile = np.zeros((BLOCK_Q, d), np.int8), np.zeros(BLOCK_Q, np.float32)
+        x, x16 = (
+            np.empty((BLOCK_Q, KEY_BLOCK), np.float32),
+            np.empty((BLOCK_Q, KEY_BLOCK), np.int16),
+        )
+        p, o = np.zeros((BLOCK_Q, KEY_BLOCK), weight), np.empty((BLOCK_Q, width), np.float32)
+        m, l, scale = (
+            np.empty(BLOCK_Q, np.int32),
+            np.empty(BLOCK_Q, np.float32),
+            np.zeros(BLOCK_Q, np.float32),
+        )
+        total, spoiled = np.zeros(BLOCK_Q, np.int32), np.zeros(BLOCK_Q, np.uint8)
+        while True:
+            task = next_task(counter)
+            if task >= n_heads * tiles:
+                break
+            n, row = (
+                task // tiles,
+                (tiles - 1 - task % tiles) * BLOCK_Q,
+            )  # the longest causal tiles first
+            b, h = n // h_all, n % h_all
+            n_kv = b * h_kv + h * h_kv // h_all
+            rows = min(BLOCK_Q, length - row)
+            block = (rows + MR - 1) // MR * MR
+            for i in range(rows):
+                source, target = q[n, row + i], q_tile[i]
+                for e in range(target.size):
+                    target[e] = source[e]
+                cq_tile[i] = cq[n, row + i]
+            m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
+            o[:] = F(0)
+            first, stop = s, 0
+            for i in range(rows):
+                lo, hi = row_range(semantics, b, row + i, s)
+                if hi > lo:
+                    first, stop = min(first, lo), max(stop, hi)
+            for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
+                score_block(
+                    q_tile[:block],
+                    k[n_kv, c : c + KEY_BLOCK],
+                    ck[n_kv, c : c + KEY_BLOCK],
+                    cq_tile,
+                    x,
+                )
+                for i in range(rows):
+                    lo, hi = row_range(semantics, b, row + i, s)
+                    a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)
+                    octave = I(UNSEEN)
+                    if a < z:
+                        if semantics.general:
+                            transform_row(semantics, b, h, row + i, c + a, x[i, a:z])
+                        octave, bad = narrow_row(x[i, a:z], x16[i, a:z])
+                        if bad:
+                            spoiled[i] = 1
+                    if octave == UNSEEN:
+                        p[i], total[i] = zero, I(0)
+                    else:
+                        x16[i, :a], x16[i, z:] = HIDDEN, HIDDEN
+                        total[i] = softmax(x16[i], I(0), p[i])
+                    m[i], l[i], scale[i] = merge_row(
+                        octave, F(F(total[i]) * unit), m[i], l[i], o[i]
+                    )
+                add_values(p[:block], v[n_kv, c // KEY_BLOCK], scale, o)
+            for i in range(rows):
+                if spoiled[i]:
+                    l[i] = F(np.nan)
+                result, r = out[n, row + i], F(1) / l[i]
+                if l[i] == F(0):
+                    result[:] = F(0)
+                else:
+                    for t in range(result.size):
+                        result[t] = F(F(o[i, t] * r) * v_scale[n_kv, t])
+                m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
+
+    @kernel
+    def attend(q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+        """All query tiles of all heads.
+
+        q (N, L, D) int8; cq (N, L) float32; k (Nkv, padded keys, D) int8; ck (Nkv, padded keys) float32, NaN for a key that was not
+        finite; v (Nkv, blocks, ...) from `arrange_values`; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers);
+        s keys; counter (1,) int64 zero; out (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
+        """
+        over_tasks(
+            work,
+            heads[2],
+            (q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out),
+        )
+
+    return attend

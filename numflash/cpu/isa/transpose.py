@@ -1,0 +1,125 @@
+"""What packing is made of: squares of words transposed, rows woven together, sums of packed keys, all in registers."""
+
+from __future__ import annotations
+
+import functools
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...jit import target
+from .isas import VECTOR_ISAS
+from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, store, vector
+
+
+@functools.cache
+def transpose(lanes: int, order: tuple[int, ...] = ()):
+    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of lanes x lanes words, in registers.
+
+    Offsets and strides are in words. Row r of the square is row order[r] of x, or row r.
+    """
+
+    @intrinsic
+    def square(typingctx, x, x_off, x_stride, out, out_off, out_stride):
+        def codegen(context, b, sig, a):
+            px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+            words = vector(I32, lanes)
+            rows = [
+                load(b, px, b.add(a[1], b.mul(a[2], ir.Constant(a[2].type, r))), words, 4, 1)
+                for r in order or range(lanes)
+            ]
+            step = lanes // 2
+            while step:  # swap the off-diagonal quarters, ever smaller
+                low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
+                high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
+                for r in range(lanes):
+                    if not r & step:
+                        x, y = rows[r], rows[r + step]
+                        rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
+                step //= 2
+            for r, x in enumerate(rows):
+                store(b, x, po, b.add(a[4], b.mul(a[5], ir.Constant(a[5].type, r))), 4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_off, x_stride, out, out_off, out_stride), codegen
+
+    return square
+
+
+@functools.cache
+def weave(lanes: int, group: int, offset: int):
+    """Intrinsic f(x, x_off, x_stride, out, out_off): `lanes` columns of `group` rows of int8, the rows' values side by side.
+
+    out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16 (group 2), in elements.
+    """
+
+    @intrinsic
+    def woven(typingctx, x, x_off, x_stride, out, out_off):
+        def codegen(context, b, sig, a):
+            px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+            rows = [
+                load(b, px, b.add(a[1], b.mul(a[2], I64(r))), vector(I8, lanes), 1)
+                for r in range(group)
+            ]
+            if group == 2:
+                rows = [b.sext(row, vector(I16, lanes)) for row in rows]
+            while len(rows) > 1:  # side by side, in one vector
+                rows = [
+                    shuffle(b, p, q, list(range(2 * p.type.count)))
+                    for p, q in zip(rows[::2], rows[1::2], strict=True)
+                ]
+            whole = shuffle(
+                b, rows[0], rows[0], [r * lanes + c for c in range(lanes) for r in range(group)]
+            )
+            if offset:
+                whole = b.add(whole, constant(whole.type, offset))
+            store(b, whole, po, a[4], 4 // group)
+            return context.get_dummy_value()
+
+        return types.void(x, x_off, x_stride, out, out_off), codegen
+
+    return woven
+
+
+@functools.cache
+def first_values(name: str):
+    """Intrinsic f(k, k_off, groups, start, start_off): what the sums of a packed panel's keys start from.
+
+    start[j] = -q_offset * (the sum of key j over its channels), int32: it takes the offset of Q out of the dot products.
+    """
+    isa = VECTOR_ISAS[name]
+
+    @intrinsic
+    def sums(typingctx, k, k_off, groups, start, start_off):
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            pk, ps, i32s = (
+                data(context, b, sig.args[0], a[0]),
+                data(context, b, sig.args[3], a[3]),
+                isa.vector(I32),
+            )
+            zero, offsets = (
+                isa.fill(b, i32s, 0),
+                b.bitcast(isa.fill(b, i32s, isa.q_offset * 0x01010101), isa.operand),
+            )
+
+            def add(g, sums):
+                column = b.add(a[1], b.mul(g, isa.elements(b, isa.group * isa.nv)))
+                return [
+                    isa.score_dot(
+                        b,
+                        x,
+                        offsets,
+                        load(b, pk, b.add(column, isa.elements(b, isa.group * v)), isa.operand, 1),
+                    )
+                    for v, x in enumerate(sums)
+                ]
+
+            for v, x in enumerate(repeat(b, I64(0), a[2], [zero] * isa.nv, add)):
+                store(b, b.sub(zero, x), ps, b.add(a[4], isa.elements(b, v)), 4)
+            return context.get_dummy_value()
+
+        return types.void(k, k_off, groups, start, start_off), codegen
+
+    return sums

@@ -1,0 +1,125 @@
+"""What an attention problem asks of the scores of one query row: which keys it sees and how they are transformed.
+
+Plain scalar loops, shared by the register-tile kernels and the portable one, in the order of the field: scale, softcap, ALiBi,
+bias, mask. Scores are float32 in Q8.8 units here (256 per octave); every operation rounds once, so that all kernels agree with
+`reference.transform` to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..jit.compiler import inline
+
+F, I = np.float32, np.int32
+HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
+UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
+
+
+class Semantics(NamedTuple):
+    """Which keys a row sees and what happens to its scores; arrays of one element where an option is off.
+
+    left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
+    general : masks, bias, softcap or slopes are to be looked at
+    extreme : INT8 scores may be too large to be rounded to int16 at once
+    """
+
+    left: int
+    right: int
+    diagonal: np.ndarray  # (B,) int64
+    key_lengths: np.ndarray  # (B,) int64
+    general: bool
+    mask: np.ndarray  # (B, H, L, S) uint8, contiguous; the first three sizes may be 1
+    bias: np.ndarray  # the same in float32
+    has_mask: bool
+    has_bias: bool
+    softcap: float  # float32, Q8.8 units, 0 = none
+    shift: (
+        np.ndarray
+    )  # (B, H, L) float32, in units of the softcap: what smoothing took from each score
+    slopes: np.ndarray  # (B, H) float32, Q8.8 units
+    extreme: bool = False
+
+
+class Dense(NamedTuple):
+    """A worker's flat views of dense mask and bias, and room for the last part of a row."""
+
+    mask: np.ndarray
+    bias: np.ndarray
+    mask_end: np.ndarray
+    bias_end: np.ndarray
+
+
+softcap = inline(fx.softcap)
+
+
+@inline
+def row_range(semantics, b, i, s):
+    """First visible key of row i and the key after the last one."""
+    centre = i + semantics.diagonal[b]
+    first = max(0, centre - semantics.left)
+    stop = min(semantics.key_lengths[b], s, centre + semantics.right + 1)
+    return first, max(first, stop)
+
+
+@inline
+def row_of(x, b, h, i):
+    """Offset of a row in a (B, H, L, S) array whose first three sizes may be 1, flat."""
+    nb, nh, length, s = x.shape
+    return ((min(b, nb - 1) * nh + min(h, nh - 1)) * length + min(i, length - 1)) * s
+
+
+@inline
+def step_of(x):
+    """Elements from one row of a (B, H, L, S) array to the next, 0 where all rows are one."""
+    return x.shape[3] if x.shape[2] > 1 else 0
+
+
+@inline
+def transform_row(semantics, b, h, i, first, x):
+    """Softcap, ALiBi, bias and mask on the float32 scores of one row from key `first` on, in the field's order.
+
+    Scores come in Q8.8 units, with softcap in units of it.
+    """
+    if semantics.softcap > F(0):
+        cap, shift = F(semantics.softcap), semantics.shift[b, h, i]
+        for j in range(x.size):
+            x[j] = softcap(F(x[j] + shift), cap)
+    if semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0):
+        slope, centre = semantics.slopes[b, h], i + semantics.diagonal[b] - first
+        for j in range(x.size):
+            x[j] = F(x[j] - F(slope * F(abs(centre - j))))
+    if semantics.has_bias:
+        at = row_of(semantics.bias, b, h, i) + first
+        bias = semantics.bias.reshape(semantics.bias.size)[at : at + x.size]
+        for j in range(x.size):
+            changed = F(x[j] + F(bias[j] * fx.LOG2E_Q8))
+            changed = fx.LOWEST if changed < fx.LOWEST else changed  # NaN stays
+            x[j] = changed if bias[j] != F(-np.inf) else F(-np.inf)
+    if semantics.has_mask:
+        at = row_of(semantics.mask, b, h, i) + first
+        mask = semantics.mask.reshape(semantics.mask.size)[at : at + x.size]
+        for j in range(x.size):
+            x[j] = x[j] if mask[j] else F(-np.inf)
+
+
+@inline
+def narrow_row(x, out):
+    """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, any NaN). -inf is hidden."""
+    top, spoiled = F(-np.inf), False
+    for j in range(x.size):
+        spoiled |= x[j] != x[j]
+        top = max(top, x[j])
+    if top == F(-np.inf) or spoiled:
+        out[: x.size] = HIDDEN
+        return I(UNSEEN), spoiled
+    octave = I(I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
+    base = I(octave << I(8))
+    for j in range(x.size):
+        t = I(np.rint(min(max(x[j], -fx.T_LIMIT), fx.T_LIMIT)))
+        t = max(I(t - base), I(HIDDEN))
+        out[j] = HIDDEN if x[j] == F(-np.inf) else np.int16(t)
+    return octave, False

@@ -1,0 +1,361 @@
+"""From a validated problem and the gradient of its output to the launches that give the gradients of query, key and value."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..interop import convert
+from ..validation import LARGEST_LSE, Problem
+from .compile import ARCHITECTURES
+from .device import EMULATED_ARCH, current_device
+from .kernels.backward import flash_backward
+from .kernels.backward_float32 import backward_float32
+from .kernels.backward_rows import ROWS, backward_rows
+from .kernels.flash_float32 import WARPS
+from .operands import (
+    LOG2E,
+    Launch,
+    aligned,
+    band,
+    key_places,
+    padded,
+    padded_rows,
+    resident_ids,
+    storage,
+    strides_of,
+)
+
+BLOCK = 64  # rows of statistics come in whole blocks, of the largest pass
+# rows that a block owns and columns per tile, the best first: what fits into shared memory is taken
+SHAPES = ((64, 64), (64, 32), (64, 16), (32, 32), (32, 16))
+Arrays = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The launches of one backward pass, in order, and where they leave dq, dk and dv."""
+
+    launches: tuple[Launch, ...]
+    gradients: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@functools.cache
+def shape_of(gradients: str, d: int, dv: int, arch: str, masked: bool = False) -> dict[str, Any]:
+    """rows, columns and chunk of a pass; the chunk is what leaves registers for everything else (tests/cuda/test_sass.py)."""
+    narrow = masked or (arch == "sm_75" and d + dv > 192)
+    for rows, columns in SHAPES:
+        shape: dict[str, Any] = {
+            "rows": rows,
+            "columns": columns,
+            "chunk": min(16 if narrow else 32, columns),
+        }
+        if (
+            flash_backward(gradients, d, dv, **shape, turing=arch == "sm_75").shared_bytes
+            <= ARCHITECTURES[arch][1]
+        ):
+            return shape
+    raise UnsupportedError(
+        f"head_dim: got {d} and {dv}; their tiles exceed the shared memory of {arch}"
+    )
+
+
+def passes(d: int, dv: int) -> tuple[str, ...]:
+    """The passes of the tile kernel: dK and dV apart where their sums do not fit into registers together."""
+    return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
+
+
+def _finite(
+    problem: Problem, grad: np.ndarray, lse: np.ndarray
+) -> tuple[Problem, np.ndarray, np.ndarray]:
+    """The problem without NaN and infinity in its operands, such that 0 * NaN never happens.
+
+    A row of query or gradient that is not finite gets LSE NaN, and a key whose row is not finite a bias of NaN: they spoil what
+    they see and what sees them, and nothing else.
+    """
+    bits = np.uint16(0x7F80 if problem.precision == "bfloat16" else 0x7C00)
+
+    def bad(x: np.ndarray) -> np.ndarray:
+        return (np.ascontiguousarray(x).view(np.uint16) & bits) == bits
+
+    q, k, v, do = (bad(x) for x in (problem.query, problem.key, problem.value, grad))
+    if not any(x.any() for x in (q, k, v, do)):
+        return problem, grad, lse
+    keys = np.repeat(k.any(-1) | v.any(-1), problem.shape[1] // problem.shape[2], 1)[:, :, None]
+    bias = problem.bias
+    if keys.any():
+        bias = np.where(keys, np.float32(np.nan), np.float32(0) if bias is None else bias)
+        bias = np.broadcast_to(bias, (*problem.shape[:2], problem.shape[3], problem.shape[4]))
+        if problem.bias is not None:
+            bias = np.where(problem.bias == -np.inf, problem.bias, bias)
+    lse = np.where(q.any(-1) | do.any(-1), np.float32(np.nan), lse)
+
+    def zeroed(x: np.ndarray, bad: np.ndarray) -> np.ndarray:
+        return np.where(bad, x.dtype.type(0), x)
+
+    return (
+        replace(
+            problem,
+            query=zeroed(problem.query, q),
+            key=zeroed(problem.key, k),
+            value=zeroed(problem.value, v),
+            bias=bias,
+        ),
+        zeroed(grad, do),
+        lse,
+    )
+
+
+def _operands(
+    problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.ndarray, results: Arrays | None
+) -> tuple[Problem, Arrays, Arrays]:
+    """The problem; q, k, v, dO, O, LSE; dq, dk, dv and the statistics: in host memory made fit, on the card taken as they are."""
+    nb, nh, _, length, *_ = problem.shape
+    if results is not None:
+        named = (
+            ("query", problem.query),
+            ("key", problem.key),
+            ("value", problem.value),
+            ("grad_out", grad),
+            ("out", out),
+        )
+        if not lse.flags.c_contiguous:
+            raise UnsupportedError("lse: not contiguous (B, H, L) on the card")
+        return problem, (*(aligned(n, x) for n, x in named), lse), results
+    problem, grad, lse = _finite(problem, grad, lse)
+    q, k, v, do, o = (
+        padded_rows(x) for x in (problem.query, problem.key, problem.value, grad, out)
+    )
+    stats = np.zeros(statistics_shape(problem), np.float32)
+    return (
+        problem,
+        (q, k, v, do, o, np.ascontiguousarray(lse, np.float32)),
+        (*(np.zeros_like(x) for x in (q, k, v)), stats),
+    )
+
+
+def statistics_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """Of the float32 array in which each row's LSE and D wait for the passes."""
+    nb, nh, _, length, *_ = problem.shape
+    return nb, nh, -(-length // BLOCK) * BLOCK, 2
+
+
+def plan(
+    problem: Problem,
+    grad: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    arch: str,
+    results: Arrays | None = None,
+) -> Backward:
+    """The launches for a problem on an architecture: `float_backward` or `float32_backward`."""
+    chosen = float32_backward if problem.precision == "float32" else float_backward
+    return chosen(problem, grad, out, lse, arch, results)
+
+
+def float32_backward(
+    problem: Problem,
+    grad: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    arch: str,
+    results: Arrays | None = None,
+) -> Backward:
+    """The launches for a float32 problem: arguments as for `float_backward`; on the card all arrays are contiguous."""
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    arrays = tuple(
+        np.asarray(x) for x in (problem.query, problem.key, problem.value, grad, out, lse)
+    )
+    if results is None:
+        arrays = tuple(np.ascontiguousarray(x, np.float32) for x in arrays)
+    elif not all(x.flags.c_contiguous for x in (*arrays, *results)):
+        raise UnsupportedError(
+            "query, key, value, grad_out, out, lse: not contiguous (B, H, L, D) on the card, which its float32 "
+            "kernel needs"
+        )
+    dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
+    _, left, right = band(problem)
+    mask, bias, slopes, nothing = (
+        problem.mask,
+        problem.bias,
+        problem.alibi_slopes,
+        np.zeros(1, np.float32),
+    )
+    mask_at, bias_at = (nothing if x is None else storage(x, results) for x in (mask, bias))
+    shared = (
+        *key_places(problem, s),
+        mask_at,
+        bias_at,
+        nothing if slopes is None else np.ascontiguousarray(slopes, np.float32),
+    )
+    numbers = (
+        (*strides_of(mask, results), *strides_of(bias, results)),
+        (length, s, d, dv, nh, left, right),
+        tuple(
+            np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
+        ),
+    )
+    constants = {
+        "d": padded(d),
+        "dv": padded(dv),
+        "group": nh // nkv,
+        "mask": mask is not None,
+        "bias": bias is not None,
+        "softcap": bool(problem.softcap),
+        "alibi": slopes is not None,
+    }
+    here = resident_ids(results, *arrays, dq, dk, dv_out, mask_at, bias_at)
+    launches = (
+        Launch(
+            backward_float32,
+            {"gradients": which, **constants},
+            arch,
+            (-(-rows // WARPS), heads, nb),
+            ((*arrays, *sums, *shared), *numbers),
+            lambda: None,
+            here,
+        )
+        for which, rows, heads, sums in (("kv", s, nkv, (dk, dv_out)), ("q", length, nh, (dq, dq)))
+    )
+    return Backward(tuple(x for x in launches if 0 not in x.grid), (dq, dk, dv_out))
+
+
+def float_backward(
+    problem: Problem,
+    grad: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    arch: str,
+    results: Arrays | None = None,
+) -> Backward:
+    """The launches for a float16 or bfloat16 problem.
+
+    Parameters
+    ----------
+    problem : of the forward pass
+    grad, out : (B, H, L, Dv) in the problem's storage;  lse : (B, H, L) float32, as the forward pass gave them
+    results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the card
+
+    Raises
+    ------
+    UnsupportedError
+        A head size without a kernel, bfloat16 on sm_75; arrays on the card that cannot be read as they lie.
+    """
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    if problem.precision == "bfloat16" and arch == "sm_75":
+        raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
+    wide, dv_wide = padded(d), padded(dv)
+    problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(
+        problem, grad, out, lse, results
+    )
+    has_band, left, right = band(problem)
+    mask = problem.mask if problem.bias is None else problem.bias
+    if problem.bias is not None and problem.mask is not None:
+        mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
+    stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
+    here, rows = (
+        resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored),
+        stats.shape[2],
+    )
+
+    def strides(*arrays: np.ndarray) -> tuple[int, ...]:
+        return tuple(int(n) for x in arrays for n in x.strides[:3])
+
+    def launch(
+        factory: Any, constants: dict[str, Any], grid: tuple[int, int, int], args: tuple
+    ) -> Launch:
+        return Launch(factory, constants, arch, grid, args, lambda: None, here)
+
+    launches = [
+        launch(
+            backward_rows,
+            {"dv": dv_wide, "dtype": problem.precision},
+            (rows // ROWS, nh, nb),
+            ((do, o, lse, stats), strides(do, o), (length, v.shape[-1] * 2, nh, rows)),
+        )
+    ]
+    slopes = (
+        np.zeros(1, np.float32)
+        if problem.alibi_slopes is None
+        else np.ascontiguousarray(problem.alibi_slopes, np.float32)
+    )
+    places, mask_strides = key_places(problem, s), strides_of(mask, results)
+    common = {
+        "d": wide,
+        "dv": dv_wide,
+        "dtype": problem.precision,
+        "group": nh // nkv,
+        "band": has_band,
+        "mask": "" if mask is None else "bool" if problem.bias is None else "float",
+        "softcap": bool(problem.softcap),
+        "alibi": problem.alibi_slopes is not None,
+        "turing": arch == "sm_75",
+    }
+    factors = tuple(
+        np.float32(x) for x in (problem.scale * LOG2E, problem.scale, problem.softcap * LOG2E)
+    )
+    for which in passes(wide, dv_wide):
+        shape = shape_of(which, wide, dv_wide, arch, mask is not None)
+        own, other, sums = (
+            ((q, do), (k, v), (dq, dq)) if which == "q" else ((k, v), (q, do), (dk, dv_out))
+        )
+        count, others, heads = (length, s, nh) if which == "q" else (s, length, nkv)
+        args = (
+            (*own, *other, *sums, stats, *places, stored, slopes),
+            (*strides(*own, *other, *sums), *mask_strides),
+            (count, others, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right, rows),
+            factors,
+        )
+        grid = (-(-count // shape["rows"]), heads, nb)
+        launches.append(launch(flash_backward, {"gradients": which, **shape, **common}, grid, args))
+    launches = [x for x in launches if 0 not in x.grid]
+    return Backward(tuple(launches), (dq[..., :d], dk[..., :d], dv_out[..., :dv]))
+
+
+def run(
+    problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.ndarray, emulator: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dq (B, H, L, D), dk (B, Hkv, S, D) and dv (B, Hkv, S, Dv) of a problem in host memory, in its storage.
+
+    Parameters
+    ----------
+    grad, out : (B, H, L, Dv) float arrays;  lse : (B, H, L) float32
+    emulator : bool
+        Run the kernels' PTX in the emulator instead of on a card.
+
+    Raises
+    ------
+    UnsupportedError
+        No driver or card, a precision or head size without a kernel, scores that float32 does not hold.
+    """
+    if (np.isfinite(lse) & (np.abs(lse) >= LARGEST_LSE)).any():
+        raise UnsupportedError(
+            f"lse: got {np.abs(lse[np.isfinite(lse)]).max()}; the CUDA backward kernels take it below "
+            f"{LARGEST_LSE:g}, where float32 still tells weights apart; impl 'cpu' takes any"
+        )
+    device = None if emulator else current_device()
+    grad, out = (convert(x, problem.precision) for x in (grad, out))
+    work = plan(problem, grad, out, lse, device.arch if device else EMULATED_ARCH)
+    if device is None:
+        return emulated(work)[0]
+    if work.launches:
+        device.prepared(work.launches, lambda work: work())
+    return work.gradients
+
+
+def emulated(
+    work: Backward, **options: Any
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], tuple[Any, ...]]:
+    """Run the launches in the emulator: (dq, dk, dv) and one report per launch."""
+    from .compile import compiled
+    from .emulator import emulate
+
+    reports = []
+    for launch in work.launches:
+        kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
+        reports.append(emulate(kernel, launch.grid, None, list(launch.args), **options))
+    return work.gradients, tuple(reports)

@@ -1,0 +1,117 @@
+"""A planned kernel launch, and how operands are described to it: padded rows, strides, the band of visible keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..tiling import CUDA_HEAD_DIMS
+from ..tiling import padded as smallest
+from ..validation import Problem
+
+NO_LIMIT = 1 << 29
+
+
+Results = tuple[np.ndarray, np.ndarray] | None
+
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. `args` holds tuples of arrays, which stand for their addresses, and of numbers."""
+
+    factory: Callable
+    constants: dict[str, Any]
+    arch: str
+    grid: tuple[int, int, int]
+    args: tuple
+    finish: Callable[[], Any]  # the results, once the kernel has run
+    resident: frozenset[int] = frozenset()  # ids of the arrays that lie on the card already
+
+
+def padded(d: int) -> int:
+    """The smallest head size that a kernel is built for and that holds d."""
+    return smallest(d, CUDA_HEAD_DIMS)
+
+
+def padded_rows(x: np.ndarray, multiple: int = 8) -> np.ndarray:
+    """Contiguous, with rows of a multiple of 16 bytes: the last axis is padded where it is not."""
+    d = x.shape[-1]
+    if d % multiple:
+        wide = np.zeros((*x.shape[:-1], -(-d // multiple) * multiple), x.dtype)
+        wide[..., :d] = x
+        return wide
+    return np.ascontiguousarray(x)
+
+
+def band(problem: Problem) -> tuple[bool, int, int]:
+    """Whether rows see only a band of keys, and its two sides."""
+    left, right = problem.left, problem.right
+    return (
+        left is not None or right is not None,
+        NO_LIMIT if left is None else min(left, NO_LIMIT),
+        NO_LIMIT if right is None else min(right, NO_LIMIT),
+    )
+
+
+def resident_ids(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
+    """Ids of the arrays that lie on the card: they stand for memory that is not theirs. One that owns its memory is the host's."""
+    return (
+        frozenset() if results is None else frozenset(id(x) for x in arrays if x.base is not None)
+    )
+
+
+def key_places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
+    """Diagonal and number of keys of each batch entry, as int32."""
+    return (
+        np.clip(problem.diagonal, -NO_LIMIT, NO_LIMIT).astype(np.int32),
+        np.minimum(problem.key_lengths, s).astype(np.int32),
+    )
+
+
+def storage(x: np.ndarray, results: tuple | None = None) -> np.ndarray:
+    """The memory behind a broadcast view: one element stands for every index along an axis of stride 0. On a card as it lies."""
+    part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
+    return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
+
+
+def strides_of(x: np.ndarray | None, results: tuple | None = None) -> tuple[int, ...]:
+    """Bytes from element to element of `storage`, 0 along the axes where one stands for all; zeros without an array."""
+    if x is None:
+        return (0, 0, 0, 0)
+    if results is not None:
+        return x.strides
+    sizes = [1 if n == 0 else size for n, size in zip(x.strides, x.shape, strict=True)]
+    return tuple(
+        0 if n == 0 else x.itemsize * int(np.prod(sizes[axis + 1 :]))
+        for axis, n in enumerate(x.strides)
+    )
+
+
+def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Run a launch in the emulator: out, lse and the report."""
+    from .compile import compiled
+    from .emulator import emulate
+
+    kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
+    report = emulate(kernel, launch.grid, None, list(launch.args), **options)
+    return (*launch.finish(), report)
+
+
+def aligned(name: str, x: np.ndarray) -> np.ndarray:
+    """x if the kernels can read its rows as they lie: contiguous rows at multiples of 16 bytes."""
+    steps = [n for n, size in zip(x.strides[:3], x.shape[:3], strict=True) if size > 1]
+    if (x.strides[3] != x.itemsize and x.shape[3] > 1) or any(
+        n % 16 for n in (*steps, x.ctypes.data, x.shape[3] * x.itemsize)
+    ):
+        raise UnsupportedError(
+            f"{name}: got strides {x.strides} bytes for shape {x.shape}; allowed on a card: contiguous rows at "
+            "multiples of 16 bytes"
+        )
+    return x

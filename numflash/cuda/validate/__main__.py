@@ -1,0 +1,5 @@
+import sys
+
+from .attention import main
+
+sys.exit(main())

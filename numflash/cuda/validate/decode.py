@@ -1,0 +1,189 @@
+"""The decode part of `python -m numflash.cuda.validate`: caches on the card against the emulator, then times against its memory.
+
+A step of a long cache is timed on the card alone (attention of one new token, its query resident) and divided into the bytes of
+keys, values and scales, which it reads once; beside it the rate of a device-to-device copy of the keys, reads and writes counted.
+A short step is timed whole, as one graph, by the host's clock: token up, append, attention, result down.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ...cache.kvcache import KVCache
+from ...errors import UnsupportedError
+from ..device import Device, DriverError, median_seconds
+
+B, H, G = 2, 14, 2
+LONG = {
+    "batch": 16,
+    "heads": 32,
+    "kv_heads": 8,
+    "length": 32768,
+    "d": 128,
+    "chunk": 2048,
+}  # of the timings
+# name, dtype, head size, tokens, new tokens, splits, options
+CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
+    *(
+        (f"{dtype} {n} tokens, D={d}", dtype, d, n, 1, 1 if n < 257 else 3, {})
+        for dtype in ("int8", "float16", "bfloat16")
+        for d, n in ((64, 1), (64, 17), (128, 128), (128, 129), (64, 300), (256, 300))
+    ),
+    *(
+        (f"{dtype} pages of 16", dtype, 64, 300, 1, 3, {"page_size": 16})
+        for dtype in ("int8", "float16")
+    ),
+    *((f"{dtype} three new tokens", dtype, 64, 140, 3, 2, {}) for dtype in ("int8", "float16")),
+    *(
+        (f"{dtype} ring", dtype, 64, 300, 1, 1, {"window": 20, "sinks": 3})
+        for dtype in ("int8", "float16")
+    ),
+    ("int8 smoothed", "int8", 64, 100, 1, 1, {"smooth": True}),
+    *(
+        (f"float16 unified maximum {phi}", "float16", 64, 100, 1, 1, {"unified_max": phi})
+        for phi in (0.0, 40.0)
+    ),
+)
+
+
+def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def refused(error: UnsupportedError) -> dict[str, Any]:
+    """What a row says of a case without a kernel (no failure) or that the driver refused (a failure)."""
+    failed = isinstance(error, DriverError)
+    return {"error" if failed else "skipped": str(error), "passed": not failed}
+
+
+def correctness(cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
+    """One row per case: equal bits with the emulator for INT8, else errors against it; the last token through `step`."""
+    for name, dtype, d, n, new, splits, options in cases:
+        row: dict[str, Any] = {"case": f"decode {name}"}
+        key, value, query = (
+            _draw((B, G, n + new, d), 0),
+            _draw((B, G, n + new, d), 1),
+            _draw((B, H, new, d), 2),
+        )
+        found = []
+        try:
+            for where in ("cuda", "cuda-emulator"):
+                cache = KVCache(B, G, d, n + 2 * new, dtype, device=where, **options)
+                cache.append(key[:, :, :n], value[:, :, :n])
+                token = [np.ascontiguousarray(x[:, :, n:]) for x in (key, value)]
+                found.append(
+                    (
+                        cache.step(query, *token, splits=splits),
+                        *cache.decode(query, splits=splits, return_lse=True),
+                        cache.read(0)[0],
+                    )
+                )
+                cache.close()
+        except UnsupportedError as problem:
+            yield row | refused(problem)
+            continue
+        if dtype == "int8":
+            equal = all(
+                np.array_equal(a.view(np.int32), b.view(np.int32))
+                for a, b in zip(*found, strict=True)
+            )
+            yield row | {"equal_bits": equal, "passed": equal}
+        else:
+            error = max(float(np.abs(a - b).max()) for a, b in zip(*found, strict=True))
+            # weights are rounded to 8 or 11 bits on both sides, sums are taken in another order
+            yield row | {
+                "largest_difference": error,
+                "passed": error <= (2e-2 if dtype == "bfloat16" else 3e-3),
+            }
+
+
+def long_cache(
+    device: Device,
+    dtype: str,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    d: int,
+    chunk: int,
+) -> dict[str, Any]:
+    """One new token of every sequence over a long cache, filled by `chunk` tokens at a time, and a copy of as many bytes."""
+    cache = KVCache(batch, kv_heads, d, length, dtype, device="cuda")
+    key, value, query = (
+        _draw((batch, kv_heads, chunk, d), 0),
+        _draw((batch, kv_heads, chunk, d), 1),
+        _draw((batch, heads, 1, d), 2),
+    )
+    for _ in range(0, length, chunk):
+        cache.append(key, value)
+    cache.decode(query)
+    plan, c = next(iter(cache._calls.values()))
+    card, store = cache._layout.card, cache._store
+    seconds = median_seconds(
+        device, lambda: plan.launch(plan.q, c, store, plan.out), stream=card.stream
+    )
+    read = store.nbytes
+    other = card.zeros(store.k.shape, store.k.dtype)
+    copying = median_seconds(device, lambda: card.copy(other, store.k), stream=card.stream)
+    rate, peak = read / seconds, 2 * store.k.nbytes / copying
+    cache.close()
+    return {
+        "kernel": f"decode {dtype}",
+        "B": batch,
+        "H": heads,
+        "Hkv": kv_heads,
+        "S": length,
+        "D": d,
+        "splits": plan.splits,
+        "seconds": seconds,
+        "bytes": read,
+        "bytes_per_second": rate,
+        "copy_bytes_per_second": peak,
+        "share_of_copy": rate / peak,
+    }
+
+
+def short_step(
+    dtype: str,
+    heads: int = 14,
+    kv_heads: int = 2,
+    length: int = 1024,
+    d: int = 64,
+    steps: int = 200,
+) -> dict[str, Any]:
+    """A whole step of one sequence as a graph: median seconds on the host."""
+    cache = KVCache(1, kv_heads, d, length + steps, dtype, device="cuda")
+    cache.append(
+        _draw((1, kv_heads, length - steps // 2, d), 0),
+        _draw((1, kv_heads, length - steps // 2, d), 1),
+    )
+    token, query, times = _draw((1, kv_heads, 1, d), 2), _draw((1, heads, 1, d), 3), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        cache.step(query, token, token, splits=4)
+        times.append(time.perf_counter() - start)
+    cache.close()
+    return {
+        "kernel": f"decode {dtype} step in a graph",
+        "B": 1,
+        "H": heads,
+        "Hkv": kv_heads,
+        "S": length,
+        "D": d,
+        "splits": 4,
+        "seconds": statistics.median(times[10:]),
+    }
+
+
+def timings(device: Device) -> Iterator[dict[str, Any]]:
+    """INT8 and float16 where the card has them: the long cache, then the short step."""
+    for dtype in ("int8", "float16"):
+        if dtype == "int8" and device.arch == "sm_75":
+            continue
+        yield long_cache(device, dtype, **LONG)
+        yield short_step(dtype)

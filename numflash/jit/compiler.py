@@ -1,0 +1,187 @@
+"""The one place for JIT options: `kernel`, `inline`, `bare` and `separate` are how numflash compiles a function."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+from numba.core import codegen, compiler
+from numba.core.registry import CPUDispatcher
+
+from ..errors import UnsupportedError
+from .disk_cache import cached, named, salt, separate_functions, symbols
+
+logger = logging.getLogger("numflash")
+
+if numba.config.DISABLE_JIT:
+    raise UnsupportedError(
+        "NUMBA_DISABLE_JIT is set: the kernels use instructions that only compiled code has; allowed: unset"
+    )
+
+# Threads come from `prange` alone: array expressions inside a worker must not become parallel loops of their own (they cost
+# compile time and run serially anyway).
+PRANGE_ONLY = {
+    "prange": True,
+    "comprehension": False,
+    "fusion": False,
+    "inplace_binop": False,
+    "numpy": False,
+    "reduction": False,
+    "setitem": False,
+    "stencil": False,
+}
+# Reassociation and contraction for float kernels. Never nnan/ninf: they break masked rows (P11).
+FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
+
+
+class _KernelCompiler(compiler.Compiler):
+    """Numba's, without garbage collection meanwhile: what it makes stays, and looking through that again and again is a sixth of
+    the time.
+    """
+
+    def compile_extra(self, func: Callable) -> Any:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile_extra(func)
+        finally:
+            if collects:
+                gc.enable()
+
+
+def kernel(
+    function: Callable | None = None,
+    *,
+    parallel: bool = False,
+    float_math: bool = False,
+    **options: Any,
+) -> Any:
+    """`numba.njit` as numflash uses it: no GIL, NumPy's division (P12), the package's cache.
+
+    Parameters
+    ----------
+    parallel : bool
+        Compile `prange` loops to threads.
+    float_math : bool
+        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised (P10, P11).
+    """
+    if function is None:
+        return functools.partial(kernel, parallel=parallel, float_math=float_math, **options)
+    options = {
+        "nogil": True,
+        "error_model": "numpy",
+        "no_cfunc_wrapper": True,
+        "parallel": dict(PRANGE_ONLY) if parallel else False,
+        "fastmath": set(FLOAT_MATH) if float_math else False,
+        **options,
+    }
+    return cached(numba.njit(pipeline_class=_KernelCompiler, **options)(named(function)), options)
+
+
+class _InlineLibrary(codegen.JITCodeLibrary):
+    """LLVM IR for callers to link; no machine code is made of it, which Numba does of every function."""
+
+    def _optimize_final_module(self) -> None:
+        """Callers do."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Its environment belongs to machine code."""
+
+
+class _TwiceOptimizedLibrary(_InlineLibrary):
+    _optimize_final_module = codegen.JITCodeLibrary._optimize_final_module
+
+
+class _InlineCompiler(compiler.Compiler):
+    _library = _InlineLibrary
+
+    def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typingctx, targetctx, self._library(targetctx.codegen(), "inline"), *rest)
+
+
+class _TwiceOptimizedCompiler(_InlineCompiler):
+    _library = _TwiceOptimizedLibrary
+
+
+def inline(
+    function: Callable | None = None,
+    *,
+    float_math: bool = False,
+    twice: bool = False,
+    **options: Any,
+) -> Any:
+    """A function that kernels call: compiled into its callers, never cached by itself; `float_math` as in `kernel`.
+
+    twice : bool
+        Optimise it by itself too. It costs as much again to compile, and makes a few long functions some 4 % faster.
+    """
+    if function is None:
+        return functools.partial(inline, float_math=float_math, twice=twice, **options)
+    if (
+        float_math
+    ):  # otherwise as in the kernel that calls: options that are not given are inherited
+        options["fastmath"] = set(FLOAT_MATH)
+    return numba.njit(
+        nogil=True,
+        error_model="numpy",
+        no_cfunc_wrapper=True,
+        no_cpython_wrapper=True,
+        pipeline_class=_TwiceOptimizedCompiler if twice else _InlineCompiler,
+        **options,
+    )(named(function))
+
+
+# The same without reference counts, for what runs per block of keys: each count is a locked instruction, which also holds back
+# every later read of memory. Takes and slices arrays, allocates none.
+bare = functools.partial(inline, _nrt=False)
+
+
+class _SeparateDispatcher(CPUDispatcher):
+    """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR into theirs."""
+
+    def add_overload(self, cres: Any) -> None:
+        super().add_overload(cres)
+        args, symbol, context = cres.fndesc.argtypes, cres.fndesc.llvm_func_name, self.targetctx
+        self.provide(args, symbol)
+        symbols[symbol] = salt(self), args, symbol
+        context.remove_user_function(cres.entry_point)
+        context.insert_user_function(cres.entry_point, cres.fndesc)
+
+    def provide(self, args: tuple[Any, ...], symbol: str) -> None:
+        """Make its code for these types known as `symbol`; compiled again since, it has another one itself."""
+        self.compile(args)
+        cres: Any = self.overloads[args]
+        llvm.add_symbol(symbol, cres.library.get_pointer_to_function(cres.fndesc.llvm_func_name))
+
+
+def separate(function: Callable | None = None, **options: Any) -> Any:
+    """A function that callers find by its symbol: compiled and cached by itself, once for all of them."""
+    if function is None:
+        return functools.partial(separate, **options)
+    options = {
+        "nopython": True,
+        "nogil": True,
+        "error_model": "numpy",
+        "no_cfunc_wrapper": True,
+        "no_cpython_wrapper": True,
+        **options,
+    }
+    dispatcher = cached(_SeparateDispatcher(named(function), {}, options, _KernelCompiler), options)
+    separate_functions[salt(dispatcher)] = dispatcher
+    return dispatcher

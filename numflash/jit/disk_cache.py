@@ -1,0 +1,211 @@
+"""Compiled kernels on disk: what identifies an entry, and how it is read and written.
+
+Numba's own cache looks only at the file of the function itself: an edited helper in another file, another option set of the same
+function, or a data file cut short by a full disk can each run the wrong code. `_PackageCache` closes all three: the stamp is a hash
+of the kernel's source file and of all files of the package that it imports, the key holds options and closure values, and each
+entry carries its own key and checksum; anything that does not match is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import linecache
+import logging
+import os
+import pickle
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba.core import caching
+from numba.core.runtime import rtsys
+
+logger = logging.getLogger("numflash")
+
+
+def _source(path: Path) -> str:
+    return "".join(linecache.getlines(str(path)))  # which also knows the cells of a notebook
+
+
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+)?import[ \t]+(\([^)]*\)|[^#\n]*)", re.MULTILINE
+)
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[Path]:
+    """The package's own files that a file imports, wherever in it the import stands."""
+    root = Path(__file__).parents[1]
+    found: set[str] = set()  # as text: a Path takes twenty times as long
+    for dots, module, names in _IMPORT.findall(_source(path)):  # parsing takes eight times as long
+        base = "/".join(
+            [str(path.parents[len(dots) - 1] if dots else root.parent), *module.split(".")]
+        ).rstrip("/")
+        found.add(base)
+        found.update(
+            f"{base}/{words[0].replace('.', '/')}"
+            for name in names.strip("()").split(",")
+            if (words := name.split())
+        )
+    files = (
+        name + end
+        for name in found
+        if name.startswith(str(root))
+        for end in (".py", "/__init__.py")
+    )
+    return frozenset(Path(file) for file in files if os.path.isfile(file))
+
+
+@functools.cache
+def source_digest(path: str) -> str:
+    """Hash of a source file and of all that it imports from the package, directly or not: the version of its kernels."""
+    seen: set[Path] = set()
+    waiting = {Path(path), Path(__file__)}
+    while waiting:
+        seen |= waiting
+        waiting = {file for found in map(_imports, waiting) for file in found} - seen
+    digest = hashlib.sha256()
+    for file in sorted(seen):
+        digest.update(f"{file.name}\n{_source(file)}\0".encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _announce() -> None:
+    logger.warning(
+        "compiling numflash kernels: the first call only, they are cached on disk (numflash warmup does it ahead)"
+    )
+
+
+def shown(options: dict[str, Any]) -> str:
+    return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
+
+
+EMPTY = types.CellType()  # of a name that is not bound yet
+
+
+def salt(value: Any) -> str:
+    """A closure value as text that is equal in every process (pickling a dispatcher is not)."""
+    if isinstance(value, (tuple, list)):
+        return "(" + ",".join(map(salt, value)) + ")"
+    function = getattr(
+        value, "py_func", getattr(value, "_defn", value)
+    )  # a dispatcher's or an intrinsic's own function
+    if hasattr(function, "_named"):  # its name says it all
+        return function.__qualname__ + shown(getattr(value, "targetoptions", {}))
+    if callable(function):
+        cells = getattr(function, "__closure__", None) or ()
+        inner = ",".join(salt(cell.cell_contents) for cell in cells if cell != EMPTY)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        return f"{getattr(function, '__module__', '')}.{name}[{inner}]{shown(getattr(value, 'targetoptions', {}))}"
+    if isinstance(value, np.ndarray):  # repr leaves out the middle of a long one
+        return f"{value.dtype.str}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
+    return repr(value)
+
+
+def named(function: Callable) -> Callable:
+    """Name a closure after all that it closes over.
+
+    Numba tells the closures of a factory apart by a number that every process counts anew. Two of them, compiled in different
+    processes and loaded from the cache into a third, would share a symbol, and one would run the other's code.
+    """
+    if function.__closure__ and not hasattr(function, "_named"):
+        function.__qualname__ += "." + hashlib.sha256(salt(function).encode()).hexdigest()[:16]
+        function._named = True  # type: ignore[attr-defined]
+    return function
+
+
+class _CheckedFile(caching.IndexDataCacheFile):
+    """Cache files whose entries prove that they are whole and belong to the key that asks."""
+
+    def save(self, key: Any, data: Any) -> None:
+        payload = pickle.dumps(data, protocol=-1)
+        super().save(key, (repr(key), hashlib.sha256(payload).digest(), payload))
+
+    def load(self, key: Any) -> Any:
+        try:
+            entry = super().load(key)
+            if entry is None:
+                return None
+            owner, checksum, payload = entry
+            if owner == repr(key) and checksum == hashlib.sha256(payload).digest():
+                return pickle.loads(payload)
+        except Exception as error:  # any damage at all: compile again
+            logger.info("ignoring a damaged cache entry: %s", error)
+        return None
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except Exception as error:
+            logger.info("ignoring a damaged cache index: %s", error)
+            return {}
+
+
+class _Entries(caching.CompileResultCacheImpl):
+    """What is cached of a kernel: Numba's, and the `separate` functions that must be there before it is loaded."""
+
+    def reduce(self, cres: Any) -> Any:
+        declared = (f.name for f in cres.library._final_module.functions if f.is_declaration)
+        return tuple(symbols[name] for name in declared if name in symbols), super().reduce(cres)
+
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        called, compiled = payload
+        for name, args, symbol in called:
+            separate_functions[name].provide(args, symbol)
+        return super().rebuild(target_context, compiled)
+
+
+class _PackageCache(caching.FunctionCache):
+    _impl_class = _Entries
+
+    def __init__(self, py_func: Callable, options: str) -> None:
+        super().__init__(py_func)
+        self._options = options
+        del self._cache_file  # Numba's own
+
+    @functools.cached_property
+    def _cache_file(
+        self,
+    ) -> (
+        _CheckedFile
+    ):  # which reads sources: for kernels that are called, not for all that are imported
+        return _CheckedFile(
+            self._cache_path,
+            self._impl.filename_base,
+            source_digest(self._py_func.__code__.co_filename),
+        )
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
+        # compiler does that by itself; machine code from the disk needs only the functions that allocate.
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            found = self._load_overload(sig, target_context)
+        if found is None:
+            _announce()
+        return found
+
+
+def cached(dispatcher: Any, options: dict[str, Any]) -> Any:
+    with contextlib.suppress(
+        RuntimeError
+    ):  # a function typed at the prompt has no file, and Numba nowhere to cache it
+        dispatcher._cache = _PackageCache(dispatcher.py_func, shown(options))
+    return dispatcher
+
+
+separate_functions: dict[str, Any] = {}
+
+
+symbols: dict[
+    str, tuple[str, tuple[Any, ...], str]
+] = {}  # (name in separate_functions, types, symbol) of each symbol

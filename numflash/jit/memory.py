@@ -1,0 +1,98 @@
+"""Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
+
+`zeros` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype and shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.imputils import impl_ret_borrowed
+from numba.extending import intrinsic
+from numba.np import arrayobj
+from numba.np.numpy_support import as_dtype
+
+LINE = 64
+LARGEST_KEPT = 31 << 20
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """np.empty, aligned."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + LINE, np.uint8)
+    return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % LINE)
+
+
+@functools.cache
+def keep(bits: int) -> None:
+    """Let the C library keep 2**bits bytes that a call frees, for the next one.
+
+    glibc gives the top of its heap back to the system once more is free than twice the largest block ever freed, and takes blocks
+    larger than that straight from the system: the pages of several large arrays are cleared anew at each call, 0.5 ms per MB on a
+    virtual machine. Freeing one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
+    M_MMAP_THRESHOLD; the most they move to is 32 MB).
+    """
+    np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
+
+
+@intrinsic
+def zeros(typingctx, shape, dtype):
+    """np.zeros(shape, dtype), aligned; shape is a tuple."""
+    kind = types.Array(dtype.dtype, len(shape), "C")
+    itemsize = as_dtype(kind.dtype).itemsize
+
+    def codegen(context, builder, signature, args):
+        sizes = [
+            context.cast(builder, n, source, types.intp)
+            for n, source in zip(
+                cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
+            )
+        ]
+        strides = [ir.Constant(cgutils.intp_t, itemsize)]
+        for n in sizes[:0:-1]:
+            strides.insert(0, builder.mul(strides[0], n))
+        size = builder.mul(strides[0], sizes[0])
+        meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
+        data = context.nrt.meminfo_data(builder, meminfo)
+        cgutils.memset(builder, data, size, 0)
+        out = arrayobj.make_array(kind)(context, builder)
+        element = context.get_data_type(kind.dtype).as_pointer()
+        arrayobj.populate_array(
+            out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
+        )
+        return out._getvalue()
+
+    return kind(shape, dtype), codegen
+
+
+@intrinsic
+def reinterpret(typingctx, x, dtype):
+    """x.view(dtype); elements of another size only where x is contiguous, and a row holds whole ones."""
+    kind = x.copy(dtype=dtype.dtype)
+    old, new = (as_dtype(t.dtype).itemsize for t in (x, kind))
+    if old != new and x.layout != "C":
+        return None
+
+    def codegen(context, builder, signature, args):
+        source, out = (
+            arrayobj.make_array(x)(context, builder, args[0]),
+            arrayobj.make_array(kind)(context, builder),
+        )
+        shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
+        if old != new:
+            shape[-1] = builder.udiv(
+                builder.mul(shape[-1], ir.Constant(cgutils.intp_t, old)),
+                ir.Constant(cgutils.intp_t, new),
+            )
+            strides[-1] = ir.Constant(cgutils.intp_t, new)
+        data = builder.bitcast(source.data, out.data.type)
+        arrayobj.populate_array(out, data, shape, strides, new, source.meminfo, source.parent)
+        return impl_ret_borrowed(context, builder, kind, out._getvalue())
+
+    return kind(x, dtype), codegen

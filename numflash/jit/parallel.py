@@ -1,0 +1,102 @@
+"""Tasks on Numba's threads: one `prange`, compiled once, for all kernels.
+
+A `prange` of its own costs a kernel most of a second to compile, whatever stands in it: Numba makes its body a function of its
+own, that a generalised ufunc, and that a call with one argument for every dimension of every array. Here the loop calls a task by
+its address; what it works on waits in the kernel's frame.
+
+    @inline
+    def task(n, x, out): ...                     # one of `count` tasks, n = 0 .. count - 1
+
+    @kernel
+    def run(x, out):
+        over_tasks(task, x.shape[0], (x, out))
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .compiler import separate
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+TASK = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (frame, number of the task)
+
+
+@intrinsic
+def _call(typingctx, task, frame, n):
+    """f(task, frame, n): the function at the address `task`, with its frame and the number of the task."""
+
+    def codegen(context, b, sig, args):
+        address, frame, n = args
+        b.call(b.inttoptr(address, TASK.as_pointer()), [b.inttoptr(frame, I8.as_pointer()), n])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@separate(parallel=True)
+def share(count, task, frame):
+    """All tasks of one kernel: each thread takes an equal run of them."""
+    for n in prange(count):
+        _call(task, frame, n)
+
+
+@intrinsic
+def over_tasks(typingctx, body, count, args):
+    """f(body, count, args): body(n, *args) for n = 0 .. count - 1, on Numba's threads; `body` is a jitted function.
+
+    Raises
+    ------
+    MemoryError
+        If a task failed: allocating its buffers is all that fails in them.
+    """
+    share_type = typingctx.resolve_value_type(share)
+    called = body.get_call_type(typingctx, (types.intp, *args), {})
+    shared = share_type.get_call_type(typingctx, (types.intp, types.intp, types.intp), {})
+
+    def codegen(context, b, sig, values):
+        frame_type = ir.LiteralStructType(
+            [I32, context.get_value_type(args)]
+        )  # whether a task failed; its arguments
+        frame = cgutils.alloca_once(b, frame_type)
+        b.store(ir.Constant(I32, 0), cgutils.gep_inbounds(b, frame, 0, 0))
+        b.store(values[2], cgutils.gep_inbounds(b, frame, 0, 1))
+
+        compiled = body.dispatcher.overloads[called.args]
+        context.add_linking_libs([compiled.library])
+        task = ir.Function(b.module, TASK, b.module.get_unique_name(f"{b.function.name}.task"))
+        task.linkage = "internal"
+        t = ir.IRBuilder(task.append_basic_block("entry"))
+        own = t.bitcast(task.args[0], frame_type.as_pointer())
+        operands = cgutils.unpack_tuple(t, t.load(cgutils.gep_inbounds(t, own, 0, 1)), len(args))
+        status, _ = context.call_conv.call_function(
+            t,
+            context.declare_function(b.module, compiled.fndesc),
+            called.return_type,
+            called.args,
+            [task.args[1], *operands],
+        )
+        with cgutils.if_unlikely(t, status.is_error):
+            t.store(ir.Constant(I32, 1), cgutils.gep_inbounds(t, own, 0, 0))
+        t.ret_void()
+
+        context.get_function(share_type, shared)(
+            b,
+            [
+                context.cast(b, values[1], sig.args[1], types.intp),
+                b.ptrtoint(task, I64),
+                b.ptrtoint(frame, I64),
+            ],
+        )
+        with cgutils.if_unlikely(
+            b, cgutils.is_not_null(b, b.load(cgutils.gep_inbounds(b, frame, 0, 0)))
+        ):
+            context.call_conv.return_user_exc(
+                b, MemoryError, ("a kernel could not allocate its buffers",)
+            )
+        return context.get_dummy_value()
+
+    return types.void(body, count, args), codegen

@@ -1,0 +1,419 @@
+"""Machine code of any Numba function for any CPU that LLVM knows, on this machine, without running it.
+
+The pip wheel of llvmlite holds LLVM's AArch64 and x86 back ends whatever the host is. Here Numba's own front end,
+type inference and pass pipeline run against a target machine of the caller's choice, so that a test on an x86 machine
+can read the very instructions an A64FX would execute, and an emulator can execute them.
+
+Nested ``@njit`` functions, ``@overload`` implementations and intrinsics are compiled for that CPU too, and nothing of
+it reaches the functions as they run on the host: typing and lowering happen in contexts of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+from numba.core import codegen, config, cpu, fastmathpass, sigutils, types, typing
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.runtime import nrtdynmod
+from numba.core.types import containers
+
+from ..errors import ArgumentError
+from ..jit.parallel import share
+from . import assembly
+
+AARCH64, X86_64 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
+_CPUS = {
+    AARCH64: "a64fx neoverse-v1 neoverse-v2 neoverse-n1 neoverse-n2 cortex-a72",
+    X86_64: "x86-64-v2 haswell skylake-avx512 icelake-server alderlake sapphirerapids znver2 znver3 znver4 znver5",
+}
+_SINCE = {
+    "neoverse-v2": 16,
+    "znver4": 16,
+    "znver5": 20,
+}  # LLVM release; an older one would abort over an unknown x86 CPU
+TRIPLES = {
+    name: triple
+    for triple, names in _CPUS.items()
+    for name in names.split()
+    if llvm.llvm_version_info[0] >= _SINCE.get(name, 0)
+}
+
+
+def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
+    """Argument types of the fused INT8 kernels; see `cpu.portable.make_attend` and `cpu.flash_int8.make_attend`."""
+    from ..cpu.int8.packing import PackedKeys
+    from ..cpu.semantics import Semantics
+
+    def array(dtype: str, ndim: int) -> Any:
+        return types.Array(getattr(types, dtype), ndim, "C")
+
+    integer, number, flag = types.int64, types.float32, types.boolean
+    semantics = containers.NamedTuple(
+        (
+            integer,
+            integer,
+            array("int64", 1),
+            array("int64", 1),
+            flag,
+            array("uint8", 4),
+            array("float32", 4),
+            flag,
+            flag,
+            number,
+            array("float32", 3),
+            array("float32", 2),
+            flag,
+        ),
+        Semantics,
+    )
+    if portable:
+        packed: tuple[Any, ...] = array("int8", 3), array("float32", 2), array("int8", 4)
+    else:
+        keys = containers.NamedTuple(
+            (array(operand, 2), array("int32", 2), array("float32", 2), array("uint8", 2)),
+            PackedKeys,
+        )
+        packed = keys, array(operand, 2)
+    return (
+        array("int8", 3),
+        array("float32", 2),
+        *packed,
+        array("float32", 2),
+        semantics,
+        containers.UniTuple(integer, 3),
+        integer,
+        array("int64", 1),
+        array("float32", 3),
+        array("int32", 2),
+        array("float32", 2),
+    )
+
+
+class Kernel(NamedTuple):
+    """A function that ships: where it is, the arguments if a factory makes it, its types, and CPUs it is meant for."""
+
+    module: str
+    name: str
+    arguments: tuple | None
+    signature: str | Callable[[], tuple[Any, ...]]
+    cpus: tuple[str, ...] = (
+        "host",
+        "a64fx",
+        "neoverse-v1",
+        "neoverse-v2",
+        "neoverse-n1",
+        "haswell",
+        "znver4",
+        "sapphirerapids",
+    )
+
+
+def _fused(isa: str, operand: str, *cpus: str) -> Kernel:
+    return Kernel(
+        "numflash.cpu.int8.flash_int8",
+        "make_attend",
+        (isa, "int8"),
+        functools.partial(_attend_types, False, operand),
+        cpus,
+    )
+
+
+_PORTABLE = "numflash.cpu.int8.portable"
+KERNELS = {
+    "quantize-rows": Kernel(
+        "numflash.quantization",
+        "_quantize_rows",
+        None,
+        "void(float32[:,:,::1], float32[:,::1], int64[::1], int64, int8[:,:,::1], float32[:,::1], "
+        "uint8[:,::1])",
+    ),
+    "portable": Kernel(_PORTABLE, "make_attend", ("int8",), functools.partial(_attend_types, True)),
+    "portable-scores": Kernel(
+        _PORTABLE,
+        "score_block",
+        None,
+        "void(int8[:,::1], int8[:,::1], float32[::1], float32[::1], float32[:,::1])",
+    ),
+    "portable-softmax": Kernel(
+        _PORTABLE, "softmax_row", None, "int32(int16[::1], int32, int8[::1])"
+    ),
+    "portable-values": Kernel(
+        _PORTABLE,
+        "value_block",
+        None,
+        "void(int8[:,::1], int8[:,::1], float32[::1], float32[:,::1])",
+    ),
+    "int8-amx_int8": _fused("amx_int8", "int8", "sapphirerapids"),
+    "int8-avx512_vnni": _fused("avx512_vnni", "int8", "znver4", "sapphirerapids"),
+    "int8-avx_vnni": _fused("avx_vnni", "int8", "alderlake", "znver4"),
+    "int8-avx2": _fused("avx2", "int16", "haswell", "znver4"),
+    "int8-sve": _fused("sve", "int8", "a64fx", "neoverse-v1", "neoverse-v2"),
+    "int8-neon_dot": _fused("neon_dot", "int8", "neoverse-n1", "neoverse-v1", "neoverse-v2"),
+}
+
+
+_FEATURES = re.compile(r"[+-][\w.-]+(,[+-][\w.-]+)*")
+
+
+class Target(NamedTuple):
+    """What code is made for: an LLVM triple, CPU name and feature list (``"+sve,-sve2"``, empty = the CPU's own)."""
+
+    triple: str
+    cpu: str
+    features: str = ""
+
+    @classmethod
+    def named(cls, name: str = "host", features: str = "") -> Target:
+        """The target of a CPU name; ``"host"`` is what Numba compiles for in this process."""
+        if features and not _FEATURES.fullmatch(features):  # LLVM ends the process (P49)
+            raise ArgumentError(f"features: got {features!r}; allowed: as '+sve,-sve2'")
+        if name == "host" and features:
+            raise ArgumentError(
+                f"features: got {features!r} for the host, whose code is as it runs; allowed: with a named cpu"
+            )
+        if name == "host":
+            host = cpu_target.target_context.codegen()
+            return cls(llvm.get_process_triple(), *host.magic_tuple()[1:3])
+        if name not in TRIPLES:
+            raise ArgumentError(
+                f"cpu: got {name!r}; allowed: 'host', {', '.join(map(repr, TRIPLES))}"
+            )
+        return cls(TRIPLES[name], name, features)
+
+
+class MachineCode(NamedTuple):
+    """Compiled code: assembly text, ELF object (not for the host's own run), and the entry's symbol name."""
+
+    target: Target
+    entry: str
+    assembly: str
+    object: bytes
+
+
+class _Codegen(codegen.AOTCPUCodegen):
+    """Numba's code generator with another target machine and no execution engine."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        super().__init__("numflash.machinecode.codegen", target.cpu)
+
+    def _init(self, llvm_module: Any) -> None:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        opt: Any = vars(config)["OPT"]
+        self._tm_features = self._target.features
+        # the options of Numba's JIT, so that the code is the one that would run
+        self._tm = llvm.Target.from_triple(self._target.triple).create_target_machine(
+            cpu=self._target.cpu,
+            features=self._target.features,
+            opt=int(opt),
+            reloc="default",
+            codemodel="jitdefault",
+            jit=True,
+        )
+        self._target_data = self._tm.target_data
+        self._data_layout = str(self._target_data)
+        self._loopvect, self._opt_level = (True, 3) if opt.is_opt_max else (False, 0)
+
+    def _create_empty_module(self, name: str) -> Any:
+        module = super()._create_empty_module(name)
+        module.triple = self._target.triple
+        return module
+
+    def _get_host_cpu_name(self) -> str:
+        return self._target.cpu
+
+    def _get_host_cpu_features(self) -> str:
+        return self._target.features
+
+
+class _TypingContext(typing.Context):
+    """Types every dispatcher as a fresh twin, so that no overload is shared with the host's functions."""
+
+    def __init__(self) -> None:
+        self._twins: dict[CPUDispatcher, CPUDispatcher] = {}
+        super().__init__()
+
+    def twin(self, function: CPUDispatcher) -> CPUDispatcher:
+        if function not in self._twins:
+            options = function.targetoptions
+            if (
+                function is share
+            ):  # Numba's threads are not what is read or emulated: one task after the other
+                options = {**options, "parallel": False}
+            self._twins[function] = CPUDispatcher(function.py_func, function.locals, options)
+        return self._twins[function]
+
+    def resolve_value_type(self, val: Any) -> Any:
+        return super().resolve_value_type(self.twin(val) if isinstance(val, CPUDispatcher) else val)
+
+
+class _TargetContext(cpu.CPUContext):
+    """Numba's CPU lowering, emitting into a `_Codegen`."""
+
+    aot_mode = True  # symbols instead of this process's addresses
+
+    def __init__(self, typingctx: typing.Context, target: Target) -> None:
+        self._target = target
+        super().__init__(typingctx)
+
+    def init(self) -> None:
+        self.is32bit = False
+        self._internal_codegen = _Codegen(self._target)
+
+    @functools.cached_property
+    def _runtime(self) -> Any:
+        return nrtdynmod.compile_nrt_functions(self)
+
+    def post_lowering(self, mod: Any, library: Any) -> None:
+        if self.fastmath:
+            fastmathpass.rewrite_module(mod, self.fastmath)
+        # not the host's runtime library: that one is IR already lowered for the host (llvm.x86.*)
+        library.add_linking_library(self._runtime)
+
+    def create_cpython_wrapper(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is called from Python."""
+
+    create_cfunc_wrapper = create_cpython_wrapper
+
+    def get_executable(self, library: Any, fndesc: Any, env: Any) -> Callable:
+        # Numba keys overloads by a built-in function; this one stands for code that cannot run here
+        return object().__sizeof__
+
+
+@functools.cache
+def _contexts(target: Target) -> tuple[_TypingContext, _TargetContext]:
+    typingctx = _TypingContext()
+    return typingctx, _TargetContext(typingctx, target)
+
+
+def code_generator(target: Target) -> Any:
+    """Numba's code generator for a target, as `cpu.target` asks one for its features."""
+    return _contexts(target)[1].codegen()
+
+
+@contextlib.contextmanager
+def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iterator[None]:
+    """Dispatchers made inside (Numba makes them for overloads) belong to these contexts."""
+    host = {
+        "_toplevel_typing_context": cpu_target.typing_context,
+        "_toplevel_target_context": cpu_target.target_context,
+    }
+    cpu_target.__dict__.update(
+        _toplevel_typing_context=typingctx, _toplevel_target_context=targetctx
+    )
+    try:
+        yield
+    finally:
+        cpu_target.__dict__.update(host)
+
+
+@global_compiler_lock
+def compile_for(function: Callable, signature: Any, target: Target) -> MachineCode:
+    """Compile `function` for `target` and return its machine code.
+
+    Parameters
+    ----------
+    function : ``@njit`` function (its options are kept, caching excepted) or plain function (default options)
+    signature : a Numba signature, ``"void(int8[:, ::1], int32[::1])"`` or a tuple of types
+    target : see `Target.named`
+
+    Raises
+    ------
+    numba.core.errors.NumbaError
+        As ``@njit`` would on that CPU, for instance when an operation needs a feature that the CPU lacks.
+    """
+    typingctx, targetctx = _contexts(target)
+    args, _ = sigutils.normalize_signature(signature)
+    with _as_cpu_target(typingctx, targetctx):
+        twin = typingctx.twin(
+            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function)
+        )
+        twin.compile(args)
+    overload: Any = twin.overloads[args]
+    library = overload.library
+    library._ensure_finalized()
+    machine, optimised = targetctx.codegen()._tm, library._final_module.as_bitcode()
+
+    def fresh() -> (
+        Any
+    ):  # making code changes the module: text and object must come from the same one
+        return llvm.parse_bitcode(optimised)
+
+    return MachineCode(
+        target,
+        overload.fndesc.llvm_func_name,
+        machine.emit_assembly(fresh()),
+        machine.emit_object(fresh()),
+    )
+
+
+@functools.cache
+def compile_kernel(kernel: str, cpu: str = "host", features: str = "") -> MachineCode:
+    """Machine code of one of `KERNELS` for a CPU by name.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown kernel or CPU.
+    """
+    if kernel not in KERNELS:
+        raise ArgumentError(f"kernel: got {kernel!r}; allowed: {', '.join(map(repr, KERNELS))}")
+    entry = KERNELS[kernel]
+    function = getattr(importlib.import_module(entry.module), entry.name)
+    if entry.arguments is not None:
+        function = function(*entry.arguments)
+    signature = entry.signature if isinstance(entry.signature, str) else entry.signature()
+    return compile_for(function, signature, Target.named(cpu, features))
+
+
+def histogram(kernel: str, cpu: str = "host", features: str = "") -> dict[str, Any]:
+    """What the hot loop of a kernel consists of on a CPU, as plain data (JSON-ready).
+
+    Parameters
+    ----------
+    kernel : a name in `KERNELS`
+    cpu : "host" or a name in `TRIPLES`
+    features : LLVM feature list that changes the CPU's own, for instance ``"-sve"``
+
+    Returns
+    -------
+    dict
+        As `report`.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown kernel or CPU, or a feature list that is none.
+    """
+    return {"kernel": kernel, **report(compile_kernel(kernel, cpu, features))}
+
+
+def report(code: MachineCode) -> dict[str, Any]:
+    """``cpu``, ``triple``, ``function`` (symbol), ``depth`` (of the hot loop), ``instructions`` (kind -> count), ``total``,
+    and the counts of what a hot loop should not hold: ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
+    """
+    loop = assembly.hot_loop(code.assembly)
+    unwanted = {
+        "integer_divisions": assembly.is_integer_division,
+        "float64": assembly.is_float64,
+        "lanes64": assembly.is_lanes64,
+        "calls": assembly.is_call,
+        "stack": assembly.is_stack,
+    }
+    return {
+        "cpu": code.target.cpu,
+        "triple": code.target.triple,
+        "function": loop.function,
+        "depth": loop.depth,
+        "instructions": assembly.histogram(loop.instructions),
+        "total": len(loop.instructions),
+        **{name: sum(map(test, loop.instructions)) for name, test in unwanted.items()},
+    }

@@ -1,0 +1,135 @@
+"""How far an output is from the exact one: always the same five figures, because each hides what another shows.
+
+Cosine similarity is near 1 for every usable kernel; the largest absolute error and the worst row are what users notice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import validation
+from ..api import solve
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop import import_array, widen
+
+# name of a row of the table -> what `attention` is asked for
+VARIANTS = {
+    "float32": {"precision": "float32"},
+    "bfloat16": {"precision": "bfloat16"},
+    "float16": {"precision": "float16"},
+    "int8": {"precision": "int8", "pv": "int8"},
+    "int8, pv fp32": {"precision": "int8", "pv": "fp32"},
+}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distance of `out` from `exact`.
+
+    Attributes
+    ----------
+    cosine : cosine similarity of the two as flat vectors
+    relative_l1 : sum |out - exact| / sum |exact|
+    rmse : root of the mean squared difference
+    max_abs : largest |out - exact|
+    worst_row : largest relative L1 error of a single row
+    """
+
+    cosine: float
+    relative_l1: float
+    rmse: float
+    max_abs: float
+    worst_row: float
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"cosine {self.cosine:.6f}  relative L1 {self.relative_l1:.5f}  RMSE {self.rmse:.3g}  "
+            f"max {self.max_abs:.3g}  worst row {self.worst_row:.4f}"
+        )
+
+
+def errors(out: Any, exact: Any) -> Errors:
+    """The five figures of `out` (..., Dv) against `exact` of the same shape, both as float64.
+
+    Rows that are zero in both count as exact.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+    """
+    a, b = (
+        widen(import_array(name, x).array).astype(np.float64)
+        for name, x in (("out", out), ("exact", exact))
+    )
+    if not a.ndim or a.shape != b.shape:
+        raise ArgumentError(
+            f"exact: got shape {b.shape}; allowed: that of out, {a.shape}, with one dimension or more"
+        )
+    if not a.size:
+        return Errors(1.0, 0.0, 0.0, 0.0, 0.0)
+    a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
+    gap = np.abs(a - b)
+    row_gap, row_size = gap.sum(1), np.abs(b).sum(1)
+    total = row_size.sum()
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        worst = np.where(row_gap == 0, 0, row_gap / row_size).max()
+        return Errors(
+            cosine=float((a * b).sum() / norms) if norms else float(not gap.any()),
+            relative_l1=float(row_gap.sum() / total)
+            if total
+            else float(np.inf if gap.any() else 0),
+            rmse=float(np.sqrt((gap**2).mean())),
+            max_abs=float(gap.max()),
+            worst_row=float(worst),
+        )
+
+
+def accuracy(
+    query: Any, key: Any, value: Any, *, impl: str = "auto", variants: Any = None, **options: Any
+) -> dict[str, Errors]:
+    """The error of every precision on the caller's own tensors, against float64.
+
+    Parameters
+    ----------
+    query, key, value : as `attention` takes them
+    impl : str
+        As `attention` takes it.
+    variants : names of `numflash.measure.metrics.VARIANTS`
+        All unless given: "float32", "bfloat16", "float16", "int8", "int8, pv fp32".
+    options
+        Everything else that `attention` takes, but precision, pv, return_lse.
+
+    Returns
+    -------
+    dict of Errors by variant
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+    from ..reference import oracle
+
+    validation.choice("impl", impl, validation.IMPLS)
+    validation.known("accuracy", options, (*validation.OPTIONS, "dropout_p", "layout"))
+    if not (variants is None or isinstance(variants, (list, tuple))):
+        raise ArgumentTypeError(
+            f"variants: got {variants!r}; allowed: a list of {', '.join(map(repr, VARIANTS))}"
+        )
+    names = (
+        tuple(VARIANTS)
+        if variants is None
+        else tuple(validation.choice("variants", v, tuple(VARIANTS)) for v in variants)
+    )
+    exact = oracle(validation.problem(query, key, value, convert_operands=False, **options))[0]
+    found = {}
+    for name in names:
+        problem = validation.problem(query, key, value, **{**options, **VARIANTS[name]})
+        found[name] = errors(solve(problem, impl)[0], exact)
+    return found

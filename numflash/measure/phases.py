@@ -1,0 +1,129 @@
+"""Where the time of the fused INT8 kernel goes: the same kernel with one part after the other switched on.
+
+The parts are those of `flash_int8`: scores (Q.K^T with its epilogue), softmax, rescaling (merge of m, l and O), values (P.V with
+its epilogue). Each is timed as what it adds, so the parts add up to the whole; packing is a kernel of its own anyway. Full
+attention on sizes that fill every tile; what edges and options cost shows in the whole kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..cpu.int8.amx import tile_state
+from ..cpu.int8.blocks import score_block, value_block
+from ..cpu.int8.packing import pack_keys, pack_values
+from ..cpu.int8.softmax import add_sums, grow_rows, octave_rows, weigh_rows
+from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..errors import ArgumentError
+from ..jit.compiler import kernel
+from ..jit.memory import empty, reinterpret, zeros
+from ..jit.threads import limit
+from ..quantization import quantize_problem
+from ..scores import combined_scale
+from ..tiling import KEY_BLOCK, tiling
+from ..validation import describe
+from .timing import median_time
+
+PARTS = ("scores", "softmax", "rescaling", "values")
+F, I = np.float32, np.int32
+
+
+@functools.cache
+def make_phases(isa_name: str, parts: int):
+    """Kernel f(q, cq, keys, packed_values, o) of the first `parts` of PARTS over every query tile and key block of one head.
+
+    q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q, width) float32.
+    """
+    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
+    scores, octaves, weigh = (
+        score_block(isa_name),
+        octave_rows(isa_name),
+        weigh_rows(isa_name, "int8"),
+    )
+    values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
+    block_q, vector_lanes = t.block_q, lanes_of(isa_name)
+    operand = np.uint8 if isa.group == 4 else np.int16
+    with_softmax, with_rescaling, with_values = parts > 1, parts > 2, parts > 3
+
+    @kernel
+    def run(q, cq, keys, packed_values, o):
+        begin()
+        stride, lanes = q.shape[1], vector_lanes()
+        x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
+        m, l, scale = (
+            np.zeros(block_q, np.int32),
+            np.zeros(block_q, np.float32),
+            np.ones(block_q, np.float32),
+        )
+        octave, total, scale_bits = (
+            np.zeros(block_q, np.int32),
+            np.zeros(block_q, np.int32),
+            reinterpret(scale, np.int32),
+        )
+        octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
+        k, start, ck, v = keys.data[0], keys.start[0], keys.scale[0], packed_values[0]
+        for row in range(0, q.shape[0] - block_q + 1, block_q):
+            tile, factor = q[row : row + block_q], cq[row : row + block_q]
+            m[:] = I(fx.MIN_OCTAVE)
+            l[:] = F(0)
+            o[:] = F(0)
+            for c in range(0, start.size, KEY_BLOCK):
+                scores(tile, stride, k, c, start, ck, factor, block_q, KEY_BLOCK, x)
+                if with_softmax:
+                    octaves(x, block_q, KEY_BLOCK, octave, octave_q8)
+                    weigh(x, block_q, KEY_BLOCK, octave_q8, scale, p, sums, total)
+                if with_rescaling:
+                    grow_rows(octave, block_q, m, l, scale, scale_bits, o)
+                    add_sums(total, block_q, F(1), scale, l)
+                if with_values:
+                    values(p, v, c, KEY_BLOCK, scale, total, block_q, o)
+        end()
+        return l[0] + x[0, 0]
+
+    return run
+
+
+def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, float]:
+    """Median seconds of packing and of every part, for full attention of one head on one thread.
+
+    Raises
+    ------
+    ArgumentError
+        `length` or `d` does not fill the tiles.
+    """
+    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
+    panel = isa.nv * running_lanes(isa_name)
+    if d % panel or length % KEY_BLOCK:
+        raise ArgumentError(
+            f"phases: got L = {length}, head_dim = {d}; allowed: multiples of {KEY_BLOCK} and {panel}"
+        )
+    rng = np.random.default_rng(0)
+    problem = quantize_problem(
+        describe(*(rng.standard_normal((1, 1, length, d), F) for _ in range(3)), precision="int8")
+    )
+    cq, ck = combined_scale(problem.query, problem.key, problem.scale)
+    k, v, scale = problem.key.data[0], problem.value.data[0], np.ascontiguousarray(ck[0])
+    q = (problem.query.data[0, 0].astype(np.int16) + isa.q_offset).astype(
+        np.uint8 if isa.group == 4 else np.int16
+    )
+    aligned = empty(q.shape, q.dtype)
+    aligned[:] = q
+    q = aligned
+    keys, values = pack_keys(isa_name, k, scale), pack_values(isa_name, v)
+    o = empty((t.block_q, d), F)
+    with limit(1):
+        found = {
+            "packing": median_time(
+                lambda: (pack_keys(isa_name, k, scale), pack_values(isa_name, v)), repeats
+            )
+        }
+        before = 0.0
+        for n, part in enumerate(PARTS, 1):
+            run = make_phases(isa_name, n)
+            now = median_time(lambda run=run: run(q, cq[0, 0], keys, values, o), repeats)  # type: ignore[misc]
+            now *= length / (length // t.block_q * t.block_q)  # the last rows fill no tile
+            found[part], before = now - before, now
+    return found

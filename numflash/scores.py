@@ -1,0 +1,78 @@
+"""Scales, shifts and log-sum-exps of the integer pipeline: what every INT8 launcher computes once per call.
+
+Scores in Q8.8 have 256 units per octave (one unit of log2). The oracle has its own version of each function in `reference`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from . import fixedpoint as fx
+from .quantization import QuantizedTensor
+from .validation import Problem
+
+F = np.float32
+LN2 = np.log(2.0)
+
+
+def largest(x: np.ndarray) -> float:
+    return float(
+        np.maximum.reduce(x, None, initial=0)
+    )  # x.max() takes twice as long where nothing is in the cache
+
+
+def score_unit(scale: float, softcap: float = 0.0) -> float:
+    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units of a softcap."""
+    return scale / softcap if softcap else scale * math.log2(math.e) * 256
+
+
+def combined_scale(
+    q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
+
+    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN. A key or query that was
+    not finite has scale NaN.
+    """
+    limit, unit = 2.0**100, score_unit(scale, softcap)
+    cq, ck = q.row_scale(), k.row_scale()
+    if max(largest(q.scale) * abs(unit), largest(k.scale)) < limit:
+        cq = cq * F(unit)
+    else:
+        with np.errstate(over="ignore"):
+            cq, ck = np.clip(cq * F(unit), F(-limit), F(limit)), np.minimum(ck, F(limit))
+    if q.nonfinite is not None:
+        cq = np.where(q.nonfinite, F(np.nan), cq)
+    if k.nonfinite is not None:
+        ck = np.where(k.nonfinite, F(np.nan), ck)
+    return cq.astype(F, copy=False), ck.astype(F, copy=False)
+
+
+def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing."""
+    if k.offset is None:
+        return None
+    offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
+    dots = np.einsum(
+        "bhld,bhd->bhl", q.data, offset[:, :, 0]
+    )  # no BLAS: its threads would keep spinning after the call
+    return dots * q.row_scale() * scale
+
+
+def cap_shift(problem: Problem) -> np.ndarray | None:
+    """(B, H, L) float32: `row_shift` in units of the softcap, which is what tanh would lack."""
+    shift = row_shift(problem.query, problem.key, problem.scale)
+    if shift is None:
+        return None
+    return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
+
+
+def log_sum_exp(
+    m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
+) -> np.ndarray:
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
+        return (lse if shift is None else lse + shift).astype(F)

@@ -1,0 +1,25 @@
+"""numflash as an attention implementation of Hugging Face transformers.
+
+>>> import torch, transformers, numflash.transformers
+>>> numflash.transformers.register()
+>>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+...                                   num_attention_heads=4, num_key_value_heads=2)
+>>> model = transformers.LlamaForCausalLM(config).eval()
+>>> tokens = torch.arange(20)[None]
+>>> with torch.no_grad():
+...     model.set_attn_implementation("eager")
+...     eager = model(tokens).logits
+...     model.set_attn_implementation("numflash")
+...     torch.allclose(model(tokens).logits, eager, atol=1e-5)
+True
+
+Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`. "numflash_int8" computes the attention in
+integers and is for inference. Both serve every model that asks transformers' attention interface: causal and bidirectional, grouped
+heads, padding on either side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
+
+What they cannot serve raises `ArgumentError`: dropout, attention weights as an output, the paged cache of continuous batching.
+"""
+
+from .attention import register
+
+__all__ = ["register"]

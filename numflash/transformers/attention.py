@@ -1,0 +1,165 @@
+"""The attention function of `numflash.transformers`: from transformers' interface to `numflash.torch.attention`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import masking_utils
+from transformers.utils import generic
+
+from ..errors import ArgumentError
+from ..torch.sdpa import attention
+
+IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precision
+
+
+def register() -> None:
+    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes. May be called again."""
+    for name, precision in IMPLEMENTATIONS.items():
+        transformers.AttentionInterface.register(
+            name, functools.partial(attend, precision=precision)
+        )
+        transformers.AttentionMaskInterface.register(name, mask)
+    _tell_from_flash_attention()
+
+
+def _tell_from_flash_attention() -> None:
+    """Let transformers not take our names for Dao's FlashAttention.
+
+    Since version 5 any name with "flash" in it is (`is_flash_attention_requested`): it would be looked for on the hub, packed
+    without padding, and refused a static cache. The function is imported by name all over, so it is replaced wherever it has
+    arrived; modules loaded later find the replacement.
+    """
+    name = "is_flash_attention_requested"
+    original = getattr(generic, name, None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    def requested(
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: Any = None,
+    ) -> bool:
+        asked = (
+            requested_attention_implementation if config is None else config._attn_implementation
+        )
+        return asked not in IMPLEMENTATIONS and original(
+            config, requested_attention_implementation, version
+        )
+
+    for path, module in list(sys.modules.items()):
+        if path.startswith("transformers") and vars(module).get(name) is original:
+            setattr(module, name, requested)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    precision: str | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool = False,
+    cache: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function.
+
+    Parameters
+    ----------
+    module : the layer; its `is_causal` decides where the argument does not
+    query : (B, H, L, D);  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
+    attention_mask : (B, 1 or H, L, S) bool or float, or None, with which a causal layer is causal from key 0 on
+    s_aux : (H,)
+        Sinks.
+    position_bias : float, broadcastable to (B, H, L, S), added to the scores
+    others
+        What the mask says already, as `sliding_window`, and what is no business of attention's.
+
+    Returns
+    -------
+    out : (B, L, H, Dv) contiguous tensor
+    None : there are no weights
+    """
+    for name, given, words in (
+        ("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
+        ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
+        ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'"),
+    ):
+        if given:
+            raise ArgumentError(
+                f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
+            )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    if position_bias is not None:
+        attention_mask = _biased(position_bias, attention_mask)
+    out = attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        causal,
+        scaling,
+        True,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        precision=precision,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _biased(bias: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """A float mask of a position bias and a mask of either kind."""
+    if attention_mask is None:
+        return bias
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, bias, -torch.inf)
+    return bias + attention_mask
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    mask_function: Any = masking_utils.causal_mask_function,
+    **options: Any,
+) -> Tensor | None:
+    """transformers' mask function: `sdpa_mask`, but that padding alone stays one row for all queries, a view with stride 0.
+
+    `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not looked at.
+    """
+    if mask_function is not masking_utils.bidirectional_mask_function or attention_mask is None:
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            attention_mask=attention_mask,
+            mask_function=mask_function,
+            **options,
+        )
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)[
+        :, kv_offset : kv_offset + kv_length
+    ]
+    if (
+        options.get("allow_is_bidirectional_skip")
+        and not torch.compiler.is_compiling()
+        and padding.all()
+    ):
+        return None
+    return padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
