@@ -61,7 +61,9 @@ def main(folder: str) -> None:
     """Print what is wrong and exit with status 1, or say how much was checked."""
     site = Path(folder).resolve()
     found = problems(site)
-    print("\n".join(found) or f"{len(list(site.rglob('*.html')))} pages: every link leads somewhere")
+    print(
+        "\n".join(found) or f"{len(list(site.rglob('*.html')))} pages: every link leads somewhere"
+    )
     raise SystemExit(bool(found))
 
 

@@ -19,13 +19,26 @@ NAV: list[tuple[str, list[str]]] = [
     ("Start", ["index.md", "performance.md", "reliability.md"]),
     (
         "Guides",
-        ["precision.md", "threads.md", "kvcache.md", "pytorch.md", "jax-cupy.md", "mpi.md", "aarch64.md", "cuda.md"],
+        [
+            "precision.md",
+            "threads.md",
+            "kvcache.md",
+            "pytorch.md",
+            "jax-cupy.md",
+            "mpi.md",
+            "aarch64.md",
+            "cuda.md",
+        ],
     ),
     ("Reference", ["reference/attention.md", "reference/kvcache.md", "reference/integrations.md"]),
     ("Course", []),
     ("Background", ["design.md", "pitfalls.md", "sources.md", "contributing.md", "changelog.md"]),
 ]
-FROM_ROOT = {"design.md": "DESIGN.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+FROM_ROOT = {
+    "design.md": "DESIGN.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 SHORT = {"reference/commands.md": "Commands"}
 
 
@@ -35,7 +48,7 @@ def chapters() -> list[Path]:
 
 
 def chapter_title(notebook: Path) -> str:
-    """ "03. INT8", from the first line of the chapter's source."""
+    """The title "03. INT8", from the first line of the chapter's source."""
     text = notebook.with_suffix(".py").read_text(encoding="utf-8")
     found = re.search(r"^# # (.*)$", text, re.MULTILINE)
     return found.group(1) if found else notebook.stem
@@ -43,7 +56,9 @@ def chapter_title(notebook: Path) -> str:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Build the navigation."""
-    pages = {str(p.relative_to(config.docs_dir).as_posix()) for p in Path(config.docs_dir).rglob("*.md")}
+    pages = {
+        str(p.relative_to(config.docs_dir).as_posix()) for p in Path(config.docs_dir).rglob("*.md")
+    }
     pages |= set(FROM_ROOT)
     named = {page for _, listed in NAV for page in listed}
     nav: list[dict[str, Any]] = []
