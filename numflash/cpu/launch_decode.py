@@ -15,7 +15,7 @@ from ..tiling import KEY_BLOCK, split_count
 from .decode.append import make_append_float, make_append_int8
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
-from .int8.packing import padded
+from .isa.isas import padded
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
