@@ -129,8 +129,9 @@ def reserved(memory: Memory, tokens: int) -> Memory:
 
 
 def selected(memory: Memory, index: np.ndarray) -> Memory:
-    """Sequences `index` of the cache, each as often as it is named: tables move, and tokens only where two
-    sequences would write to the same page.
+    """Sequences `index` of the cache, each as often as it is named.
+
+    Tables move, and tokens only where two sequences would write to the same page.
 
     Raises
     ------

@@ -16,38 +16,58 @@ class Store(Protocol):
     """
 
     @property
-    def table(self) -> np.ndarray: ...
+    def table(self) -> np.ndarray:
+        """Block table."""
+        ...
 
     @property
-    def lengths(self) -> np.ndarray: ...
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence."""
+        ...
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of keys, values and scales."""
+        ...
 
 
 class Layout(Protocol):
     """How tokens are stored: sizes of a cache, and access to its elements in slot order."""
 
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Heads of K and V."""
+        ...
 
     @property
-    def head_dim(self) -> int: ...
+    def head_dim(self) -> int:
+        """Channels of K."""
+        ...
 
     @property
-    def value_dim(self) -> int: ...
+    def value_dim(self) -> int:
+        """Channels of V."""
+        ...
 
     @property
-    def page_size(self) -> int: ...
+    def page_size(self) -> int:
+        """Slots of a page."""
+        ...
 
     @property
-    def window(self) -> int: ...
+    def window(self) -> int:
+        """Tokens that a row attends to; unlimited where there is no ring."""
+        ...
 
     @property
-    def sinks(self) -> int: ...
+    def sinks(self) -> int:
+        """First tokens that keep their slots."""
+        ...
 
     @property
-    def ring(self) -> int: ...
+    def ring(self) -> int:
+        """Slots of the ring; unlimited where there is none."""
+        ...
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(workers, key blocks of the longest sequence): what the number of splits depends on."""
@@ -108,16 +128,18 @@ class Plan(Protocol):
     l: np.ndarray
 
     @property
-    def shape(self) -> tuple[int, int, int, int]: ...
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, Hkv, rows, D) of the query."""
+        ...
 
     @property
     def queries(self) -> int:
         """New tokens; rows are (query head of the group, new token)."""
         ...
 
-    def __call__(
-        self, query: np.ndarray, c: np.float32, store: Any, out: np.ndarray
-    ) -> None: ...
+    def __call__(self, query: np.ndarray, c: np.float32, store: Any, out: np.ndarray) -> None:
+        """Attention of rows of this shape, scores times c; writes out (B, Hkv, rows, Dv), m and l."""
+        ...
 
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
@@ -127,9 +149,9 @@ class Plan(Protocol):
 class Append(Protocol):
     """A prepared append: writes tokens behind the lengths of a Store and raises these in one step."""
 
-    def __call__(
-        self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Any
-    ) -> None: ...
+    def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Any) -> None:
+        """Append the first `counts` (B,) of the tokens (B, Hkv, n, D) and (B, Hkv, n, Dv)."""
+        ...
 
 
 class Backend(Protocol):

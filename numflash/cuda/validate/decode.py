@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -123,8 +123,8 @@ def long_cache(
         cache.append(key, value)
     cache.decode(query)
     memory = cache._open()
-    plan, c = memory.calls.plan(query.shape, None, None, memory.longest)
-    card, store = memory.layout.card, memory.store
+    plan, c = cast(Any, memory.calls.plan)(query.shape, None, None, memory.longest)
+    card, store = cast(Any, memory.layout).card, cast(Any, memory.store)
     seconds = median_seconds(
         device, lambda: plan.launch(plan.q, c, store, plan.out), stream=card.stream
     )
