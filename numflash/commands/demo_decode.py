@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..cache.kvcache import DTYPES, KVCache
+from ..cache.kvcache import KVCache
+from ..cache.settings import DTYPES
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
@@ -48,6 +49,7 @@ class Layer:
         return rotate(q, first), rotate(k, first), v
 
     def remember(self, key: np.ndarray, value: np.ndarray, first: int) -> None:
+        """Keep tokens `first` onwards for `recompute`."""
         stop = first + key.shape[2]
         self.keys[:, :, first:stop], self.values[:, :, first:stop] = key, value
 

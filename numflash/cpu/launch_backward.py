@@ -9,7 +9,7 @@ import numpy as np
 
 from ..interop import widen
 from ..jit import guard, target
-from ..jit.compiler import inline, kernel
+from ..jit.compiler import bare, inline, kernel
 from ..jit.memory import fresh
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
@@ -28,13 +28,14 @@ INFINITY = np.uint32(0x7F800000)
 
 @inline
 def largest_bits(words):
+    """The largest magnitude of float32 `words`, as bits."""
     top = np.uint32(0)
     for e in range(words.size):
         top = max(top, np.uint32(words[e] & np.uint32(0x7FFFFFFF)))
     return top
 
 
-@inline
+@bare
 def _magnitude(row, words, out):
     out[row] = largest_bits(words[row])
 
@@ -45,7 +46,7 @@ def _magnitudes(words, out):
     over_tasks(_magnitude, words.shape[0], (words, out))
 
 
-@inline(float_math=True)
+@bare(float_math=True)
 def _row_dot(row, a, b, out):
     x, y, total = a[row], b[row], 0.0
     for e in range(x.size):

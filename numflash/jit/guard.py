@@ -33,8 +33,8 @@ ON = os.environ.get("NUMFLASH_GUARD", "") not in ("", "0")
 SYMBOL = "numflash_guard_allocate"  # what guarded kernels call for memory
 MARGIN = 1 << 16  # bytes of canaries on either side
 LINE = 64
-# Signalling NaNs as float32 and, in their upper halves, as bfloat16; large integers of both signs.
-FILLINGS = (np.uint32(0x7FA1A1A1), np.uint32(0xFFB2B2B2))
+# A signalling NaN and -6e18 as float32 and, by their upper halves, as bfloat16; large integers of both signs.
+FILLINGS = (np.uint32(0x7FA1A1A1), np.uint32(0xDEB2B2B2))
 Place = tuple[str, bool]  # (name of a buffer, True within it and False beyond its ends)
 
 
@@ -50,6 +50,7 @@ class Room:
 
     @property
     def address(self) -> int:
+        """Where the buffer itself begins."""
         return self.memory.ctypes.data + self.first
 
     def refill(self, different: Callable[[Place], int]) -> None:
@@ -100,10 +101,12 @@ _loose: deque[Room] = deque(maxlen=512)  # of kernels that are called in no sess
 
 
 def first_filling(_: Place) -> int:
+    """The first filling everywhere."""
     return 0
 
 
 def second_filling(_: Place) -> int:
+    """The second filling everywhere."""
     return 1
 
 

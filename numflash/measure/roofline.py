@@ -54,6 +54,7 @@ class Roof:
         )
 
     def as_dict(self) -> dict[str, float | str]:
+        """The same as a dictionary, for --json."""
         return asdict(self)
 
 

@@ -78,7 +78,7 @@ def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
 
 @pytest.mark.skipif("amx_int8" not in target.available(), reason="the machine has no AMX")
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-@pytest.mark.parametrize("instruction, dtype", [("tdpbssd", np.int8), ("tdpbusd", np.uint8)])
+@pytest.mark.parametrize(("instruction", "dtype"), [("tdpbssd", np.int8), ("tdpbusd", np.uint8)])
 def test_products_are_the_integer_products(steps, instruction, dtype):
     from numba import njit
 

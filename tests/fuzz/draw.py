@@ -131,7 +131,7 @@ def attention(rng: Random) -> dict:
     c["dtype"] = rng.choice(("float32", "float32", "float32", "float64", "float16", "bfloat16"))
     c["precision"] = rng.choice((None, None, "int8", "int8", "float32", "bfloat16", "float16"))
     if c["precision"] == "int8":
-        c["pv"] = rng.choice((None, "int8", "int8"))
+        c["pv"] = rng.choice((None, "int8", "fp32"))
     c["ndim"] = rng.choice((2, 3, 4, 4, 4)) if c["b"] == 1 else 4
     if c["ndim"] == 2:
         c["h"] = c["g"] = 1
@@ -146,7 +146,7 @@ def attention(rng: Random) -> dict:
 
 def quantised(rng: Random) -> dict:
     """attention_int8 on QuantizedTensors made here: any int8 data, -128 included, and scales of any size."""
-    c = {"kind": "quantised", **shapes(rng), "ndim": 4, "pv": rng.choice(("int8", "int8"))}
+    c = {"kind": "quantised", **shapes(rng), "ndim": 4, "pv": rng.choice(("int8", "fp32"))}
     c["granularity"] = [rng.choice(("row", "row", "block", "tensor")) for _ in "qk"]
     c["granularity"].append(
         rng.choice(

@@ -257,7 +257,8 @@ def value_tile(name: str, mr: int, nv: int):
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
     """body(offsets, state) -> state over all int16 vectors of `keys` scores: all at once, or two a turn where their number is
-    known only when the code runs."""
+    known only when the code runs.
+    """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
     entry, loop, done = b.block, b.append_basic_block("keys"), b.append_basic_block("keys.end")
