@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..arguments import choice, factor, flag, real
 from ..errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -25,7 +26,6 @@ from ..errors import (
 from ..interop import convert, to_float32, widen
 from ..quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK, MAX_HEAD_DIM
-from ..validation import choice, factor, flag, real
 from .arguments import floats, in_range, integer, output, token_counts
 from .exact import LOG2E, attend, natural_lse, positions
 from .pages import Pages
