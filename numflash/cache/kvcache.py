@@ -248,19 +248,29 @@ class KVCache:
         store, b = self._open(), self._sequence("sequence", sequence)
         if self.dtype != "int8":
             raise ArgumentError(f"quantized: dtype is {self.dtype!r}; allowed: only 'int8'")
-        pages, n = self._slots(b)
-        k_scale, v_scale = self._layout.scales(store, pages)[:, :, :n, None]
+        keys, values, scales = self._stored(store, b)
+        k_scale, v_scale = scales[..., None]
+        v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
         bad = np.isnan(k_scale[..., 0])
         key = QuantizedTensor(
-            self._layout.keys(store, pages)[:, :n],
+            keys,
             np.where(bad[..., None], F(1), k_scale),
             "row",
             self._offset[b, :, None].copy(),
             bad if bad.any() else None,
         )
-        return key, QuantizedTensor(
-            self._layout.values(store, pages)[:, :n], v_scale, "row", None, key.nonfinite
-        )
+        return key, QuantizedTensor(values, v_scale, "row", None, key.nonfinite)
+
+    def _stored(self, store: Any, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Stored elements of sequence b in slot order, (Hkv, slots, D) and (Hkv, slots, Dv), and scales (1 or 2, Hkv, slots)."""
+        pages, n = self._slots(b)
+        if not n:
+            empty = np.zeros((self.kv_heads, 0, self.head_dim + self.value_dim), self._layout.bits)
+            scales = np.zeros((1 + (self.dtype == "int8"), self.kv_heads, 0), F)
+            return empty[..., : self.head_dim], empty[..., self.head_dim :], scales
+        of = self._layout
+        keys, values = of.keys(store, pages)[:, :n], of.values(store, pages)[:, :n]
+        return keys, values, of.scales(store, pages)[..., :n]
 
     def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
@@ -271,13 +281,10 @@ class KVCache:
         if self.dtype == "int8":
             key, value = self.quantized(b)
             return key.dequantize(), value.dequantize()
-        pages, n = self._slots(b)
-        bad = np.isnan(self._layout.scales(store, pages)[0, :, :n, None])
+        *stored, scales = self._stored(store, b)
+        bad = np.isnan(scales[0, ..., None])
         name = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
-        found = (
-            x[:, :n].copy().view(name)
-            for x in (self._layout.keys(store, pages), self._layout.values(store, pages))
-        )
+        found = (x.copy().view(name) for x in stored)
         k, v = (np.where(bad, F(np.nan), widen(x).astype(F)) for x in found)
         return k, v
 
@@ -367,9 +374,10 @@ class KVCache:
 
     def _set_offset(self, key: np.ndarray, take: np.ndarray) -> None:
         for b in np.flatnonzero((self._store.lengths == 0) & (take >= SMOOTH_TOKENS)):
-            with np.errstate(all="ignore"):
-                mean = widen(key[b, :, : take[b]]).mean(1, dtype=np.float64).astype(F)
-            self._offset[b] = np.where(np.isfinite(mean), mean, F(0))
+            tokens = widen(key[b, :, : take[b]]).astype(np.float64)
+            finite = np.isfinite(tokens).all(2, keepdims=True)
+            total = np.where(finite, tokens, 0).sum(1)
+            self._offset[b] = total / np.maximum(finite.sum(1), 1)
 
     # ---- pages -------------------------------------------------------------------------------------------------------------
     def share(self, source: int, target: int, length: int | None = None) -> None:

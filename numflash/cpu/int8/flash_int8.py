@@ -36,7 +36,7 @@ from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
 from . import wide_rows
 from .amx import tile_state
-from .blocks import score_block, value_block
+from .blocks import score_block, value_block, value_rows
 from .score_changes import Changes, changes_from
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 
@@ -84,7 +84,7 @@ def make_attend(isa_name: str, pv: str):
     operand, unit_rows, edge_rows = (
         np.uint8 if isa.group == 4 else np.int16,
         isa.rows[-1],
-        max(EDGE_ROWS, isa.rows[-1]),
+        max(EDGE_ROWS, value_rows(isa_name, pv)),
     )
     octaves, weigh, unit = (
         octave_rows(isa_name),
