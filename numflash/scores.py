@@ -19,6 +19,7 @@ LOWEST = np.finfo(F).min
 
 
 def largest(x: np.ndarray) -> float:
+    """The largest element, 0 of an empty array."""
     return float(
         np.maximum.reduce(x, None, initial=0)
     )  # x.max() takes twice as long where nothing is in the cache

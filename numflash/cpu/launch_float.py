@@ -12,7 +12,7 @@ from ..validation import Problem
 from .floats.flash_float import make_attend
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import pack_keys, pack_values
-from .int8.packing import padded
+from .isa.isas import padded
 from .semantics import Semantics
 
 F = np.float32

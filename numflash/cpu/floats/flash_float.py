@@ -28,7 +28,7 @@ from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
-from ..int8.amx import tile_state
+from ..isa.amx_tiles import tile_state
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_range, step_of
 from . import float_tiles as tiles

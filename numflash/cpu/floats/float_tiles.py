@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..int8.microkernels import dot_loop
+from ..isa.dot_loop import dot_loop
 from ..isa.vectors import (
     F32,
     I8,
