@@ -16,6 +16,7 @@ from .errors import ArgumentError, UnsupportedError
 from .interop import Imported, convert, on_device
 from .jit.threads import refuse_after_fork
 from .options import COMMON, IMPLS, Options
+from .scores import lse_as_float32
 from .validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
@@ -67,7 +68,7 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         from . import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
-        return out.astype(np.float32), lse.astype(np.float32)
+        return out.astype(np.float32), lse_as_float32(lse)
     device = BACKENDS["cpu" if impl == "auto" else impl]
     if device == "cpu":
         refuse_after_fork()
