@@ -14,6 +14,7 @@ from . import merge, validation
 from .errors import ArgumentError, UnsupportedError
 from .interop import Imported, convert, import_array, on_device
 from .jit.threads import refuse_after_fork
+from .scores import lse_as_float32
 from .validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
@@ -34,7 +35,8 @@ def solve(
             np.full((b, h, length), -np.inf, np.float32),
         )
     else:
-        if problem.precision == "int8" and isinstance(problem.query, np.ndarray):
+        on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
+        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
             from .quantization import quantize_problem
 
             problem = quantize_problem(problem)
@@ -64,7 +66,7 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         from . import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
-        return out.astype(np.float32), lse.astype(np.float32)
+        return out.astype(np.float32), lse_as_float32(lse)
     device = BACKENDS["cpu" if impl == "auto" else impl]
     if device == "cpu":
         refuse_after_fork()

@@ -7,6 +7,7 @@ import numpy as np
 from ..scores import log_sum_exp
 
 LOG2E = float(np.log2(np.e))
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
@@ -28,6 +29,8 @@ def attend(
 ) -> tuple[np.ndarray, float, float]:
     """One row over the keys that it attends to: out (Dv,), its maximum in octaves and its sum.
 
+    A maximum below float32 is float32's lowest number.
+
     query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores.
     """
     s = key.astype(np.float64) @ query.astype(np.float64) * factor
@@ -36,7 +39,7 @@ def attend(
     s = s + bias
     top = s.max()
     p = np.exp(s - top)
-    return p @ value / p.sum(), top * LOG2E, p.sum()
+    return p @ value / p.sum(), max(top * LOG2E, LOWEST), p.sum()
 
 
 def natural_lse(

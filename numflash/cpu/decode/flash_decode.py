@@ -166,7 +166,7 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
     def prepare(q, c, words, line, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
         out = words.view(word)
-        s = quantize_row(q, line, out)
+        s = quantize_row(q, line, out, F(1))
         if s != s:
             spoiled[r] = 1
             return I(0), F(0)
@@ -285,7 +285,7 @@ def _make_float(tile: Tile, rows: int, changed: bool):
         block_scores(place, n, address(q), words, work_at)
         for r in range(real):
             row = t[r]
-            if largest_bits(row[:n]) > HUGE:
+            if largest_bits(row[:n]) > HUGE and (inside or coverage(edges[r], first, n)[0]):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
