@@ -55,7 +55,11 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(program(page), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "ignore", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"{page}:\n{done.stderr}"
 
@@ -102,7 +106,11 @@ def test_files_that_a_page_names_exist(page):
         pytest.skip("it speaks of the past")
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for name in re.findall(r"`((?:numflash|tests|tools|docs|notebooks|\.ci)/[\w./-]+)`", text):
-        assert (ROOT / name).exists(), f"{page.name}: {name}"
+        assert "NN_" in name or (ROOT / name).exists(), f"{page.name}: {name}"
+    for name in re.findall(
+        r"`((?:cpu|cuda|jit|cache|measure|machinecode|torch|mpi)/[\w./-]+)`", text
+    ):
+        assert "NAME" in name or (ROOT / "numflash" / name).exists(), f"{page.name}: {name}"
 
 
 PITFALL = re.compile(r"pitfalls\.md, \"([^\"]+)\"")
@@ -119,7 +127,9 @@ def test_comments_that_cite_a_pitfall_name_one():
     headings = set(re.findall(r"^### (.*)$", (ROOT / "docs/pitfalls.md").read_text(), re.M))
     for file in SOURCES:
         if file != Path(__file__):
-            for cited in PITFALL.findall(re.sub(r"\n\s*#?\s*", " ", file.read_text(encoding="utf-8"))):
+            for cited in PITFALL.findall(
+                re.sub(r"\n\s*#?\s*", " ", file.read_text(encoding="utf-8"))
+            ):
                 assert cited in headings, f"{file}: {cited}"
 
 

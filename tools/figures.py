@@ -310,7 +310,11 @@ def filled(page: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         text = BLOCKS[match[3]](found, page.name == "README.md")
-        return f"{match[1]}{text}{match[5]}" if match[2] == "value" else f"{match[1]}\n{text}\n{match[5]}"
+        return (
+            f"{match[1]}{text}{match[5]}"
+            if match[2] == "value"
+            else f"{match[1]}\n{text}\n{match[5]}"
+        )
 
     return MARKED.sub(block, page.read_text(encoding="utf-8"))
 
