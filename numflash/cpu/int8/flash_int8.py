@@ -36,7 +36,7 @@ from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
 from . import wide_rows
-from .blocks import score_block, value_block
+from .blocks import score_block, value_block, value_rows
 from .rows import (
     State,
     Tile,
@@ -108,7 +108,7 @@ def make_attend(isa_name: str, pv: str):
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     unit = F(1 if pv == "int8" else 1 / ONE_Q16)  # of a weight, in the sum l
     unit_rows = isa.rows[-1]
-    edge_rows = max(EDGE_ROWS, unit_rows)
+    edge_rows = max(EDGE_ROWS, value_rows(isa_name, pv))
     row_top = wide_rows.row_top(float_lanes)
     row_narrow = wide_rows.row_narrow(float_lanes)
     any_bias = wide_rows.any_bias(float_lanes)
