@@ -20,7 +20,7 @@ from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
 from .jit import guard
 from .jit.compiler import bare, inline, kernel
-from .jit.memory import reinterpret, scratch
+from .jit.memory import reinterpret, uncleared
 from .jit.parallel import over_tasks
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .tiling import KEY_BLOCK
@@ -162,7 +162,7 @@ def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfini
 @inline
 def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
     n, first = task // tasks, task % tasks * per_task
-    moved = scratch((x.shape[2],), np.float32, "a row without its offset")
+    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
         _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite)
 

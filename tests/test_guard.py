@@ -14,12 +14,12 @@ import numpy as np
 from numflash.errors import GuardError
 from numflash.jit import guard
 from numflash.jit.compiler import inline, kernel
-from numflash.jit.memory import fresh, scratch, zeros
+from numflash.jit.memory import fresh, uncleared, zeros
 from numflash.jit.parallel import over_tasks
 
 @inline
 def task(n, to, fault, out):
-    first, second = scratch((5,), np.int32, "the first"), zeros((7,), np.float32, "the second")
+    first, second = uncleared((5,), np.int32, "the first"), zeros((7,), np.float32, "the second")
     data = first[:0]                              # Numba checks no bounds
     for i in range(5 if fault != 1 else 4):
         first[i] = i

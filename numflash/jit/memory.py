@@ -1,6 +1,6 @@
 """Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
-`zeros`, `scratch` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype
+`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype
 and shape.
 """
 
@@ -90,7 +90,7 @@ def _allocator(clear: bool) -> Any:
 
         return kind(*map(types.unliteral, (shape, dtype, name))), codegen
 
-    allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "scratch"
+    allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "uncleared"
     return intrinsic(prefer_literal=True)(allocate)
 
 
@@ -107,7 +107,7 @@ def _guarded(context: Any, builder: Any, size: Any, name: str, fill: bool) -> An
 
 
 zeros = _allocator(clear=True)  # np.zeros((n, ...), dtype), aligned, and a name
-scratch = _allocator(clear=False)  # the same, not cleared
+uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic

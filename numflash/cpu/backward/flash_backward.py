@@ -29,7 +29,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, scratch
+from ...jit.memory import empty, uncleared
 from ...jit.parallel import over_tasks
 from ...tiling import Buffer
 from ...validation import Problem
@@ -498,7 +498,7 @@ def _turn_squares(rows, square, out):
 def _turn_block(task, x, out):
     n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
     # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
-    square = scratch((QUERIES, QUERIES), x.dtype, "square turned round")
+    square = uncleared((QUERIES, QUERIES), x.dtype, "square turned round")
     _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
 
 

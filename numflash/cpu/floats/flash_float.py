@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import reinterpret, scratch, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
@@ -369,8 +369,9 @@ def make_attend(name: str, precision: str):
                 for t in range(lanes):
                     total = total + l[i, t]
                 r = F(0) if total == F(0) else F(1) / total
+                seen = hi[i] > lo[i]  # else `sums` may be NaN: 0 * NaN of keys that other rows see
                 for t in range(dv):
-                    result[t] = sums[t] * r
+                    result[t] = sums[t] * r if seen else F(0)
                 words = reinterpret(result, np.uint32)
                 for t in range(dv):
                     bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
@@ -379,7 +380,7 @@ def make_attend(name: str, precision: str):
                 )
                 held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
                 held &= magnitude[i] <= limits[n_kv]
-                redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
+                redo[n, row + i] = seen and not (held and bits < np.uint32(0x7F800000))
                 if redo[n, row + i]:
                     counter[1] = 1
 
@@ -404,20 +405,20 @@ def make_attend(name: str, precision: str):
         """One worker."""
         stride = (q.shape[2] + step - 1) // step * step
         begin_tiles()
-        x = scratch((block_q * key_block,), np.float32, "float scores")
-        p = x if group == 1 else scratch((block_q * key_block,), operand, "bfloat16 weights")
+        x = uncleared((block_q * key_block,), np.float32, "float scores")
+        p = x if group == 1 else uncleared((block_q * key_block,), operand, "bfloat16 weights")
         room = Room(
             zeros((block_q, stride), operand, "float query tile"),
             x,
             p,
-            scratch((block_q, columns), np.float32, "float output tile"),
-            scratch((block_q, lanes), np.float32, "float sums of weights"),
-            scratch((block_q,), np.float32, "float maxima"),
-            scratch((block_q,), np.uint32, "float query magnitudes"),
-            scratch((2, block_q), np.int64, "float bounds of rows"),
-            scratch((3, block_q // mr), np.int64, "float bounds of groups"),
-            scratch((lanes,), np.uint8, "float last part of the mask"),
-            scratch((lanes,), np.float32, "float last part of the bias"),
+            uncleared((block_q, columns), np.float32, "float output tile"),
+            uncleared((block_q, lanes), np.float32, "float sums of weights"),
+            uncleared((block_q,), np.float32, "float maxima"),
+            uncleared((block_q,), np.uint32, "float query magnitudes"),
+            uncleared((2, block_q), np.int64, "float bounds of rows"),
+            uncleared((3, block_q // mr), np.int64, "float bounds of groups"),
+            uncleared((lanes,), np.uint8, "float last part of the mask"),
+            uncleared((lanes,), np.float32, "float last part of the bias"),
         )
         run_tiles(
             q,

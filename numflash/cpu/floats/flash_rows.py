@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline, kernel
-from ...jit.memory import scratch
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..isa.vectors import next_task
 from ..semantics import row_range
@@ -20,6 +20,7 @@ KEYS = 256  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LN2 = np.log(2.0)
+LARGEST = np.finfo(np.float32).max
 LOG2E = 1 / LN2
 
 
@@ -105,8 +106,8 @@ def make_attend_rows(double: bool):
         """One worker: some rows at a time, as long as there are any."""
         length, dv = q.shape[1], v.shape[2]
         h_all, h_kv, _ = heads
-        row = scratch((q.shape[2],), R, "query of a row")
-        scores, o = scratch((KEYS,), R, "scores of a row"), scratch((dv,), R, "output of a row")
+        row = uncleared((q.shape[2],), R, "query of a row")
+        scores, o = uncleared((KEYS,), R, "scores of a row"), uncleared((dv,), R, "output of a row")
         while True:
             task = next_task(counter)
             if task * ROWS >= todo.size:
@@ -156,7 +157,8 @@ def make_attend_rows(double: bool):
                 result = out[n, i]
                 for t in range(dv):
                     result[t] = F(0) if l == R(0) else F(o[t] / l)
-                lse[n, i] = F((m + np.log2(l)) * LN2) if l != R(0) else F(-np.inf)
+                # -inf is for rows that see nothing
+                lse[n, i] = F(max((m + np.log2(l)) * LN2, R(-LARGEST))) if l != R(0) else F(-np.inf)
 
     @kernel
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...interop import to_float32
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, reinterpret, scratch, zeros
+from ...jit.memory import empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
@@ -280,11 +280,11 @@ def make_quantize(isa_name: str, kind: str):
         d, dv, length = source.k.d, source.v.d, source.lengths[n // source.k.heads]
         columns = to.values.shape[1] // to.keys.start.shape[1]
         room = Room(
-            scratch((ROWS,), F, "scales of rows"),
-            scratch((ROWS,), F, "factors of rows"),
+            uncleared((ROWS,), F, "scales of rows"),
+            uncleared((ROWS,), F, "factors of rows"),
             zeros((max(d, dv),), F, "what is taken off Q"),
             zeros((d,), F, "means of K's channels"),
-            scratch((dv,), F, "factors of V's channels"),
+            uncleared((dv,), F, "factors of V's channels"),
             zeros((panel * ((d + step - 1) // step * step // group),), I, "quantised keys"),
             zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
         )
