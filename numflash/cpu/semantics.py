@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..jit.compiler import inline
+from .score_tiles import NO_TILES, ScoreTiles
 
 F, I = np.float32, np.int32
 HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
@@ -25,6 +26,7 @@ class Semantics(NamedTuple):
     left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
     general : masks, bias, softcap or slopes are to be looked at
     extreme : INT8 scores may be too large to be rounded to int16 at once
+    functions : score and mask functions, called before everything else happens to the scores
     """
 
     left: int
@@ -42,6 +44,7 @@ class Semantics(NamedTuple):
     )  # (B, H, L) float32, in units of the softcap: what smoothing took from each score
     slopes: np.ndarray  # (B, H) float32, Q8.8 units
     extreme: bool = False
+    functions: ScoreTiles = NO_TILES
 
 
 class Dense(NamedTuple):

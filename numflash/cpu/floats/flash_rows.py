@@ -13,6 +13,7 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.parallel import over_tasks
 from ..isa.vectors import next_task
+from ..score_tiles import batch_of, call_tile
 from ..semantics import row_range
 
 KEYS = 256  # scores of a row kept at a time
@@ -125,6 +126,9 @@ def make_attend_rows(double: bool):
                         continue
                     for j in range(p.size):
                         p[j] = dot(row, keys[first + j]) * R(scale)
+                    functions = semantics.functions
+                    if functions.masked != 0:
+                        call_tile(functions.masked, functions.masked_frame, p, 0, 0, 1, p.size, batch_of(functions, b), h, i, first, R(LN2), R(LOG2E))
                     if semantics.softcap > F(0):
                         soften(semantics, p)
                     if semantics.general:
