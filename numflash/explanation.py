@@ -45,6 +45,7 @@ class Explanation:
 
     @property
     def intensity(self) -> float:
+        """Operations per byte of main memory."""
         return self.operations / max(1, self.traffic)
 
     def roof(self, peak: float, bandwidth: float) -> tuple[float, str]:
@@ -53,6 +54,7 @@ class Explanation:
         return (peak, "compute") if peak <= memory else (memory, "memory")
 
     def as_dict(self) -> dict[str, Any]:
+        """The same as a dictionary, for --json."""
         d, dv = self.shape[5], self.shape[6]
         names = ("batch", "heads", "kv_heads", "length", "keys", "head_dim", "value_dim")
         return {

@@ -64,10 +64,12 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
         return self.data.shape
 
     @property
     def nbytes(self) -> int:
+        """Bytes of data and scales."""
         return sum(
             x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None
         )

@@ -18,6 +18,7 @@ LN2 = np.log(2.0)
 
 
 def largest(x: np.ndarray) -> float:
+    """The largest element, 0 of an empty array."""
     return float(
         np.maximum.reduce(x, None, initial=0)
     )  # x.max() takes twice as long where nothing is in the cache

@@ -127,6 +127,7 @@ def known(function: str, options: Iterable[str], taken: Collection[str]) -> None
 
 
 def flag(name: str, value: Any) -> bool:
+    """A bool, or ArgumentTypeError."""
     if not isinstance(value, (bool, np.bool_)):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: True or False")
     return bool(value)
@@ -453,6 +454,7 @@ def gradient_operands(
 
 
 def is_plain(x: Any, dtype: type) -> bool:
+    """Whether x is an unmasked NumPy array of this dtype."""
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray) and x.dtype == dtype
 
 
@@ -568,6 +570,7 @@ def cumulative(name: str, x: Any, total: int) -> np.ndarray:
 
 
 def shorten(array: np.ndarray) -> str:
+    """An array as text short enough for a message."""
     return np.array2string(array, threshold=8)
 
 

@@ -48,6 +48,7 @@ class Layer:
         return rotate(q, first), rotate(k, first), v
 
     def remember(self, key: np.ndarray, value: np.ndarray, first: int) -> None:
+        """Keep tokens `first` onwards for `recompute`."""
         stop = first + key.shape[2]
         self.keys[:, :, first:stop], self.values[:, :, first:stop] = key, value
 

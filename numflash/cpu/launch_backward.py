@@ -27,6 +27,7 @@ INFINITY = np.uint32(0x7F800000)
 
 @inline
 def largest_bits(words):
+    """The largest magnitude of float32 `words`, as bits."""
     top = np.uint32(0)
     for e in range(words.size):
         top = max(top, np.uint32(words[e] & np.uint32(0x7FFFFFFF)))

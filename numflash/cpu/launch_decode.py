@@ -15,7 +15,7 @@ from ..tiling import KEY_BLOCK, split_count
 from .decode.append import make_append_float, make_append_int8
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
-from .int8.packing import padded
+from .isa.isas import padded
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
@@ -29,8 +29,10 @@ PAGE = 4096  # bytes that hardware prefetches within
 
 
 def zeros(shape: tuple[int, ...], dtype: type, align: int = LINE, offset: int = 0) -> np.ndarray:
-    """np.zeros at the start of a cache line (a vector that straddles two lines costs two reads), or `offset` bytes behind a
-    multiple of `align`."""
+    """np.zeros, `offset` bytes behind a multiple of `align`: by default at the start of a cache line.
+
+    A vector that straddles two lines costs two reads.
+    """
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + align, np.uint8)
     start = (offset - raw.ctypes.data) % align
@@ -52,14 +54,17 @@ class Layout:
 
     @property
     def channels(self) -> int:
+        """Channels of K as stored: a multiple of the dot product's group."""
         return padded(self.head_dim, self.tile.group)
 
     @property
     def columns(self) -> int:
+        """Channels of V as stored: a multiple of the vector's lanes."""
         return padded(self.value_dim, self.tile.lanes)
 
     @property
     def block(self) -> int:
+        """Elements of a stored block of KEY_BLOCK tokens of one head, K and V."""
         return self.tile.block(self.channels, self.columns)
 
     @property
@@ -96,6 +101,7 @@ class Layout:
         return writable(np.ascontiguousarray(convert(x, self.tile.dtype))).view(self.bits)
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
+        """Zeroed memory for `pages` pages and a table of `table_width` pages per sequence."""
         return Store(
             zeros((pages, self.kv_heads, self.page_size // KEY_BLOCK * self.block), self.bits),
             zeros((batch, table_width), np.int32),
@@ -172,6 +178,7 @@ class Append:
     def __call__(
         self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
     ) -> None:
+        """Append `counts` tokens per sequence to the store."""
         rest = self.rest
         if not rest:  # put together once: a token's append is 2 us in all
             rest = self.rest = (*store, self.sizes, *self.buffers)
@@ -227,6 +234,7 @@ class Plan:
         return np.argwhere(self.m == AGAIN) if self.scratch.counter[1] else NOTHING_TO_REDO
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        """Decode `query` over the store into `out`; `c` scales the scores to units of log2."""
         if self.sizes[6] == 1:
             self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)
         else:

@@ -12,9 +12,8 @@ from ..validation import Problem
 from .floats.flash_float import make_attend
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import pack_keys, pack_values
-from .int8.packing import padded
-from .score_tiles import NO_TILES, ScoreTiles
-from .semantics import Semantics
+from .isa.isas import padded
+from .semantics import NO_TILES, ScoreTiles, Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)

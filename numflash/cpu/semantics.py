@@ -13,11 +13,32 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..jit.compiler import inline
-from .score_tiles import NO_TILES, ScoreTiles
 
 F, I = np.float32, np.int32
 HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
 UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
+
+
+class ScoreTiles(NamedTuple):
+    """The functions of a problem; addresses are 0 where there is nothing to call.
+
+    unmasked, masked : address and frame of the functions for blocks that all rows see, and for others
+    states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
+    rows, keys : of a block
+    batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the same
+    """
+
+    unmasked: int
+    unmasked_frame: int
+    masked: int
+    masked_frame: int
+    states: np.ndarray
+    rows: int
+    keys: int
+    batch: np.ndarray
+
+
+NO_TILES = ScoreTiles(0, 0, 0, 0, np.zeros((0, 0, 0, 0), np.uint8), 1, 1, np.zeros(0, np.int64))
 
 
 class Semantics(NamedTuple):

@@ -123,8 +123,10 @@ def attention(
     precision: str | None,
     **options: Any,
 ) -> Any:
-    """`numflash.attention` for device arrays. A mask lies on the card, bool or float32; sinks there (float32) or on the host, as
-    everything else that is small (lengths, slopes).
+    """`numflash.attention` for device arrays.
+
+    A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host, like all small arguments
+    (lengths, slopes).
     """
     from . import launch
 

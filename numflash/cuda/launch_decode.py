@@ -95,6 +95,7 @@ class Layout:
 
     @property
     def exact(self) -> bool:
+        """Whether products and sums are exact integers."""
         return self.dtype == "int8"
 
     @property
@@ -256,6 +257,7 @@ class Append:
     def __call__(
         self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
     ) -> None:
+        """Append `counts` tokens per sequence to the store."""
         card = self.layout.card
         if not key.size:
             return
@@ -427,6 +429,7 @@ class Plan:
             )
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        """Decode `query` over the store into `out`; `c` scales the scores to units of log2."""
         card = self.layout.card
         if not out.size:
             return

@@ -82,8 +82,9 @@ class Emulated:
 
 
 class Card:
-    """The first card, with buffers and two streams of its own: one for copies to it, one for kernels (the T4 document, "Detailed
-    Processing Flow").
+    """The first card, with its own buffers and two streams: one for copies to it, one for kernels.
+
+    After "Detailed Processing Flow" of the T4 architecture (docs/sources.md).
 
     The streams wait for each other by events, on the card: kernels for the copies made before them, copies for the kernels before
     them, which may still be reading the buffers. The host waits only in `synchronise` and `download`.

@@ -23,7 +23,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..cpu.score_tiles import function_type
+from ..cpu.isa.score_calls import function_type
 from .graph import COMPARISONS, Node
 from .lanes import F32, F64, I1, I8, I32, I64, Lanes
 from .program import Program, Table
@@ -64,7 +64,20 @@ class _Tile:
     def __init__(self, program: Program, form: Form, function: ir.Function) -> None:
         self.program, self.form = program, form
         self.b = ir.IRBuilder(function.append_basic_block("entry"))
-        names = ("frame", "x", "slope", "stride", "rows", "count", "b", "h", "q", "k", "scale", "unit")
+        names = (
+            "frame",
+            "x",
+            "slope",
+            "stride",
+            "rows",
+            "count",
+            "b",
+            "h",
+            "q",
+            "k",
+            "scale",
+            "unit",
+        )
         self.args = dict(zip(names, function.args, strict=True))
         for name, x in self.args.items():
             x.name = name
@@ -98,8 +111,12 @@ class _Tile:
                 done = b.mul(whole, I64(self.form.lanes))
                 rest = b.sub(args["count"], done)
                 with b.if_then(b.icmp_signed(">", rest, I64(0))):
-                    lanes = ir.Constant(ir.VectorType(I32, self.form.lanes), list(range(self.form.lanes)))
-                    self._vector(start, done, b.icmp_signed("<", lanes, self.many.splat(b.trunc(rest, I32))))
+                    lanes = ir.Constant(
+                        ir.VectorType(I32, self.form.lanes), list(range(self.form.lanes))
+                    )
+                    self._vector(
+                        start, done, b.icmp_signed("<", lanes, self.many.splat(b.trunc(rest, I32)))
+                    )
         b.ret_void()
 
     def _index(self, x: Any) -> Any:
@@ -159,7 +176,9 @@ class _Tile:
         wide = self.b.bitcast(pointer, kind.as_pointer())
         if self.mask is None:
             return self.b.load(wide, align=_size(element))
-        return self._call("masked.load", kind, wide, I32(_size(element)), self.mask, ir.Constant(kind, None))
+        return self._call(
+            "masked.load", kind, wide, I32(_size(element)), self.mask, ir.Constant(kind, None)
+        )
 
     def _store(self, x: Any, pointer: Any) -> None:
         if self.form.lanes == 1:
@@ -169,22 +188,32 @@ class _Tile:
         if self.mask is None:
             self.b.store(x, wide, align=_size(x.type.element))
         else:
-            self._call("masked.store", ir.VoidType(), x, wide, I32(_size(x.type.element)), self.mask)
+            self._call(
+                "masked.store", ir.VoidType(), x, wide, I32(_size(x.type.element)), self.mask
+            )
 
     def _gather(self, pointers: Any, element: ir.Type) -> Any:
         kind = self.many.of(element)
         mask = self.many.fill(I1, 1) if self.mask is None else self.mask
-        return self._call("masked.gather", kind, pointers, I32(_size(element)), mask, ir.Constant(kind, None))
+        return self._call(
+            "masked.gather", kind, pointers, I32(_size(element)), mask, ir.Constant(kind, None)
+        )
 
     def _call(self, name: str, result: ir.Type, *args: Any) -> Any:
         """llvm.<name> with the suffix of its vector of values and of its pointers."""
-        values = next(x.type for x in (*args, _Typed(result)) if isinstance(x.type, ir.VectorType) and x.type.element != I1)
+        values = next(
+            x.type
+            for x in (*args, _Typed(result))
+            if isinstance(x.type, ir.VectorType) and x.type.element != I1
+        )
         if name == "masked.gather":
             values = result
         suffix = f"v{values.count}{_letter(values.element)}"
         pointers = f"v{values.count}p0" if name == "masked.gather" else "p0"
         kind = ir.FunctionType(result, [x.type for x in args])
-        found = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.{name}.{suffix}.{pointers}")
+        found = cgutils.get_or_insert_function(
+            self.b.module, kind, f"llvm.{name}.{suffix}.{pointers}"
+        )
         return self.b.call(found, args)
 
     # nodes
@@ -198,7 +227,9 @@ class _Tile:
         if x.op == self.lane_index:
             first = self._index(self.b.add(self.args[x.op], self.column))
             steps = list(range(self.form.lanes))
-            return self.b.add(lanes.splat(first), ir.Constant(lanes.of(self.whole), steps if lanes.n > 1 else 0))
+            return self.b.add(
+                lanes.splat(first), ir.Constant(lanes.of(self.whole), steps if lanes.n > 1 else 0)
+            )
         if x.op == "score":
             return lanes.mul(self.raw, lanes.splat(self.args["scale"]))
         if x.op == "const":
@@ -233,7 +264,11 @@ class _Tile:
                 return b.icmp_signed("!=", x, lanes.integer(0))
             return b.fcmp_unordered("!=", x, lanes.number(0.0))
         if source == "b":
-            yes, no = (lanes.integer(1), lanes.integer(0)) if kind == "i" else (lanes.number(1.0), lanes.number(0.0))
+            yes, no = (
+                (lanes.integer(1), lanes.integer(0))
+                if kind == "i"
+                else (lanes.number(1.0), lanes.number(0.0))
+            )
             return b.select(x, yes, no)
         if kind == "f":
             return b.sitofp(x, lanes.of(self.real))
@@ -264,7 +299,7 @@ class _Tile:
         if op == "abs":
             return lanes.magnitude(args[0])
         if op in ("min", "max"):
-            return lanes.smaller(*args, "<" if op == "min" else ">")
+            return lanes.extreme(args[0], args[1], "<" if op == "min" else ">")
         if op in ("floordiv", "mod"):
             whole = lanes.intrinsic("floor", b.fdiv(*args))
             return whole if op == "floordiv" else b.fsub(args[0], b.fmul(whole, args[1]))
@@ -291,7 +326,11 @@ class _Tile:
         value = divisor.data if divisor.op == "const" else 0
         if value > 0 and value & (value - 1) == 0:
             bits = value.bit_length() - 1
-            return b.ashr(x, lanes.integer(bits)) if op == "floordiv" else b.and_(x, lanes.integer(value - 1))
+            return (
+                b.ashr(x, lanes.integer(bits))
+                if op == "floordiv"
+                else b.and_(x, lanes.integer(value - 1))
+            )
         zero, one = lanes.integer(0), lanes.integer(1)
         by_zero = b.icmp_signed("==", y, zero)
         by_minus = b.icmp_signed("==", y, lanes.integer(-1))  # the smallest number / -1 would trap
@@ -314,7 +353,9 @@ class _Tile:
         if scalar or self.form.lanes == 1:
             at = self._scalar_offset(x, table, range(len(x.args)), self.values)
             lanes = self.one if scalar else self.many
-            return self._converted(lanes, table.dtype, self.b.load(self.b.gep(base, [at]), align=_size(element)))
+            return self._converted(
+                lanes, table.dtype, self.b.load(self.b.gep(base, [at]), align=_size(element))
+            )
         return self._converted(self.many, table.dtype, self._load_vector(x, table, base, element))
 
     def _load_vector(self, x: Node, table: Table, base: Any, element: ir.Type) -> Any:
@@ -335,11 +376,15 @@ class _Tile:
                 return b.shuffle_vector(found, ir.Constant(found.type, ir.Undefined), order)
         offset = None
         for axis in moving:
-            index = self._inside(self.many, self.get(x.args[axis]), x, axis, self.sizes[x.data][axis])
+            index = self._inside(
+                self.many, self.get(x.args[axis]), x, axis, self.sizes[x.data][axis]
+            )
             index = self._offset_type(index, table)
             if not (axis == last and table.dense):
                 stride = self.strides[x.data][axis]
-                index = b.mul(index, self.many.splat(stride if not table.small else b.trunc(stride, I32)))
+                index = b.mul(
+                    index, self.many.splat(stride if not table.small else b.trunc(stride, I32))
+                )
             offset = index if offset is None else b.add(offset, index)
         return self._gather(self._pointers(start, offset), element)
 
@@ -364,7 +409,9 @@ class _Tile:
         """Elements from the array's first one, by the indices of some axes."""
         total: Any = I64(0)
         for axis in axes:
-            index = self._inside(self.one, values[x.args[axis].number], x, axis, self.sizes[x.data][axis])
+            index = self._inside(
+                self.one, values[x.args[axis].number], x, axis, self.sizes[x.data][axis]
+            )
             index = index if index.type == I64 else self.b.sext(index, I64)
             total = self.b.add(total, self.b.mul(index, self.strides[x.data][axis]))
         return total

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cpu.score_tiles import NO_TILES, ScoreTiles
+from ..cpu.semantics import NO_TILES, ScoreTiles
+from .evaluate import evaluate
 from .machine import Tile, tile
 from .prepared import Prepared
 from .program import Program
@@ -59,6 +60,24 @@ class Fused:
             keys=self.block[1],
             batch=NO_TILES.batch if self.batch is None else self.batch,
         )
+
+    def evaluate(
+        self, scores: np.ndarray, b: int, h: int, rows: slice
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The changed scores of some rows in float64, -inf where hidden, and their slopes, by NumPy."""
+        prepared, arguments = self.prepared, {"score": scores, "b": b, "h": h}
+        if self.batch is not None:
+            arguments["b"] = self.batch[b]
+        arguments["q"] = np.arange(rows.start, rows.stop)[:, None]
+        arguments["k"] = np.arange(scores.shape[1])
+        slope = None
+        if prepared.score is not None:
+            changed = (prepared.score, prepared.slope)
+            scores, slope = evaluate(prepared.graph, changed, arguments)
+        if prepared.mask is not None:
+            (seen,) = evaluate(prepared.graph, (prepared.mask,), arguments)
+            scores = np.where(seen, scores, -np.inf)
+        return scores, slope
 
     def _pair(self, shape: Shape, double: bool) -> Pair:
         plans, key = self.prepared.plans, ("forward", shape, double)

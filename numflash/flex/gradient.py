@@ -87,7 +87,9 @@ class _Rules:
         if self.d[1] is self.zero:
             lower = self.op("pow", u, self.minus(v, self.one))
             return self.times(self.times(v, lower), self.d[0])
-        grown = self.plus(self.times(self.d[1], self.op("log", u)), self.op("div", self.times(v, self.d[0]), u))
+        grown = self.plus(
+            self.times(self.d[1], self.op("log", u)), self.op("div", self.times(v, self.d[0]), u)
+        )
         return self.times(self.x, grown)
 
     def tanh(self) -> Node:

@@ -8,7 +8,7 @@ a float, `//` and `%` round down.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def _shift_amount(n: Any) -> Any:
 
 # operation -> (rule for the result's kind, NumPy function); rules: "arith" the widest operand's,
 # at least an integer; "float"; "compare" boolean; "logic" boolean of booleans, else integer
-OPERATIONS = {
+OPERATIONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "add": ("arith", np.add),
     "sub": ("arith", np.subtract),
     "mul": ("arith", np.multiply),
@@ -93,7 +93,7 @@ class Node:
     number : place in the graph; operands come before what uses them
     """
 
-    __slots__ = ("op", "args", "kind", "data", "uses", "number")
+    __slots__ = ("args", "data", "kind", "number", "op", "uses")
 
     def __init__(self, op: str, args: tuple[Node, ...], kind: str, data: Any, number: int) -> None:
         self.op, self.args, self.kind, self.data, self.number = op, args, kind, data, number
@@ -147,7 +147,9 @@ class Graph:
             if known is owner:
                 return number
         if x.dtype.kind not in "biuf" and x.dtype.name != "bfloat16":
-            raise Untraceable(f"an array of dtype {x.dtype} cannot be indexed; allowed: bool, integers, floats")
+            raise Untraceable(
+                f"an array of dtype {x.dtype} cannot be indexed; allowed: bool, integers, floats"
+            )
         if x.size == 0:
             raise Untraceable(f"an empty array of shape {x.shape} cannot be indexed")
         self.arrays.append(x)
@@ -229,13 +231,13 @@ class Graph:
             return self.constant(wide[kind](value).item())
         one = args[-1].data if args[-1].op == "const" else None
         if one is not None and len(args) == 2:
-            if op in ("add", "sub") and one == 0 or op in ("mul", "div") and one == 1:
+            if (op in ("add", "sub") and one == 0) or (op in ("mul", "div") and one == 1):
                 return args[0]
             if kind == "b" and op in ("and", "or"):
                 return args[0] if bool(one) == (op == "and") else args[1]
         if args[0].op == "const" and len(args) == 2:
             first = args[0].data
-            if op == "add" and first == 0 or op == "mul" and first == 1:
+            if (op == "add" and first == 0) or (op == "mul" and first == 1):
                 return args[1]
             if kind == "b" and op in ("and", "or"):
                 return args[1] if bool(first) == (op == "and") else args[0]

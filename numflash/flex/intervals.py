@@ -55,7 +55,11 @@ class Intervals:
     """
 
     def __init__(
-        self, graph: Graph, ranges: dict[str, Interval], contents: bool = True, axes: dict[str, Axis] | None = None
+        self,
+        graph: Graph,
+        ranges: dict[str, Interval],
+        contents: bool = True,
+        axes: dict[str, Axis] | None = None,
     ) -> None:
         self.graph, self.ranges, self.contents, self.axes = graph, ranges, contents, axes or {}
         self.known: dict[int, Interval] = {}
@@ -109,10 +113,14 @@ class Intervals:
         if x.op in ("neg", "abs", "min", "max", *ROUNDINGS):
             return Interval(low, high, nan)
         if x.op not in MONOTONE:
-            nan = nan or not all(np.isfinite(y.low).all() and np.isfinite(y.high).all() for y in operands)
+            nan = nan or not all(
+                np.isfinite(y.low).all() and np.isfinite(y.high).all() for y in operands
+            )
         exact = x.op in ("add", "sub", "mul", "div")
         relative, absolute = WIDER["round" if exact else "function"]
-        return Interval(low - np.abs(low) * relative - absolute, high + np.abs(high) * relative + absolute, nan)
+        return Interval(
+            low - np.abs(low) * relative - absolute, high + np.abs(high) * relative + absolute, nan
+        )
 
     def _load(self, x: Node) -> Interval:
         array = self.graph.arrays[x.data]
@@ -130,11 +138,17 @@ class Intervals:
             return Interval(value, value)
         for place, y in enumerate(x.args):
             others = [z for n, z in enumerate(index) if n != place]
-            if y.op in self.axes and all(z.point for z in others) and array.shape[place] >= self.axes[y.op].stop:
+            if (
+                y.op in self.axes
+                and all(z.point for z in others)
+                and array.shape[place] >= self.axes[y.op].stop
+            ):
                 return self._blocks_of(array, place, self.axes[y.op], index)
         return Interval(_exact(array.min()), _exact(array.max()))
 
-    def _blocks_of(self, array: np.ndarray, place: int, axis: Axis, index: list[Interval]) -> Interval:
+    def _blocks_of(
+        self, array: np.ndarray, place: int, axis: Axis, index: list[Interval]
+    ) -> Interval:
         """Bounds within each block of one index, where all others are known."""
         array = np.moveaxis(array, place, -1)[..., : axis.stop]
         shape = [1] * 4
@@ -153,15 +167,25 @@ class Intervals:
             return Interval(sure * 1.0, ((y.low != 0) | (y.high != 0) | y.nan) * 1.0)
         if x.kind == "i" and x.args[0].kind == "f":
             low, high = (np.clip(np.trunc(z), -INT32, INT32 - 1) for z in (y.low, y.high))
-            return Interval(np.minimum(low, 0), np.maximum(high, 0)) if y.nan else Interval(low, high)
+            return (
+                Interval(np.minimum(low, 0), np.maximum(high, 0)) if y.nan else Interval(low, high)
+            )
         if x.kind == "f":
             relative = WIDER["round"][0]
             return Interval(y.low - np.abs(y.low) * relative, y.high + np.abs(y.high) * relative)
         return y
 
     def _where(self, condition: Interval, x: Interval, y: Interval) -> Interval:
-        low = np.where(condition.low >= 1, x.low, np.where(condition.high <= 0, y.low, np.minimum(x.low, y.low)))
-        high = np.where(condition.low >= 1, x.high, np.where(condition.high <= 0, y.high, np.maximum(x.high, y.high)))
+        low = np.where(
+            condition.low >= 1,
+            x.low,
+            np.where(condition.high <= 0, y.low, np.minimum(x.low, y.low)),
+        )
+        high = np.where(
+            condition.low >= 1,
+            x.high,
+            np.where(condition.high <= 0, y.high, np.maximum(x.high, y.high)),
+        )
         return Interval(low, high, x.nan or y.nan)
 
     def _compare(self, op: str, x: Interval, y: Interval) -> Interval:
@@ -237,7 +261,8 @@ class Intervals:
             return Interval(0.0, y.high - 1)
         same = np.floor_divide(x.low, y.low) == np.floor_divide(x.high, y.low)
         return Interval(
-            np.where(same, np.mod(x.low, y.low), 0.0), np.where(same, np.mod(x.high, y.low), y.low - 1)
+            np.where(same, np.mod(x.low, y.low), 0.0),
+            np.where(same, np.mod(x.high, y.low), y.low - 1),
         )
 
     def _i_shl(self, x: Interval, y: Interval) -> Interval:

@@ -21,13 +21,17 @@ I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32, F64 = ir.FloatType(), ir.DoubleType()
 CONTRACT = ("contract",)
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
-MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
+MAGIC = (
+    12582912.0  # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
+)
 HALF_PI = (1.5703125, 4.8351287841796875e-4, 3.1385571899730712e-7)  # its first bits, the next, ...
 SIN = (-1 / 6 + 1.1e-8, 8.3321608736e-3, -1.9515295891e-4)
 COS = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
 ATANH = (2 / 3, 2 / 5, 2 / 7, 0.2222222)
 ERF_FAR = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-ERF_NEAR = tuple(2 / math.sqrt(math.pi) * c for c in (1, -1 / 3, 1 / 10, -1 / 42, 1 / 216, -1 / 1320))
+ERF_NEAR = tuple(
+    2 / math.sqrt(math.pi) * c for c in (1, -1 / 3, 1 / 10, -1 / 42, 1 / 216, -1 / 1320)
+)
 
 
 @dataclass
@@ -64,14 +68,18 @@ class Lanes:
             return self.fill(x.type, x.constant)
         undefined = ir.Constant(self.of(x.type), ir.Undefined)
         first = self.b.insert_element(undefined, x, I32(0))
-        return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.n), [0] * self.n))
+        return self.b.shuffle_vector(
+            first, undefined, ir.Constant(ir.VectorType(I32, self.n), [0] * self.n)
+        )
 
     def intrinsic(self, name: str, *args: Any) -> Any:
         """llvm.<name> of values of one type, result of the same type."""
         element = "f32" if self.real == F32 else "f64"
         suffix = element if self.n == 1 else f"v{self.n}{element}"
         kind = ir.FunctionType(args[0].type, [x.type for x in args])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, f"llvm.{name}.{suffix}"), args)
+        return self.b.call(
+            cgutils.get_or_insert_function(self.b.module, kind, f"llvm.{name}.{suffix}"), args
+        )
 
     def library(self, name: str, *args: Any) -> Any:
         """A function of the C library; float64, one value at a time."""
@@ -107,7 +115,7 @@ class Lanes:
     def at_most(self, x: Any, bound: float) -> Any:
         return self.b.select(self.b.fcmp_ordered(">", x, self.number(bound)), self.number(bound), x)
 
-    def smaller(self, x: Any, y: Any, test: str = "<") -> Any:
+    def extreme(self, x: Any, y: Any, test: str = "<") -> Any:
         """min(x, y) of floats, or max with test ">"; NaN if either is."""
         b = self.b
         found = b.select(b.fcmp_ordered(test, x, y), x, y)
@@ -193,7 +201,10 @@ class Lanes:
         k = b.add(self.to_integer(k), self.fill(I32, quarter))
         z = self.mul(r, r)
         sin = self.add(r, self.mul(self.mul(r, z), self.polynomial(SIN, z)))
-        cos = self.add(self.sub(self.number(1.0), self.times(z, 0.5)), self.mul(self.mul(z, z), self.polynomial(COS, z)))
+        cos = self.add(
+            self.sub(self.number(1.0), self.times(z, 0.5)),
+            self.mul(self.mul(z, z), self.polynomial(COS, z)),
+        )
         odd = b.icmp_signed("!=", b.and_(k, self.fill(I32, 1)), self.fill(I32, 0))
         back = b.icmp_signed("!=", b.and_(k, self.fill(I32, 2)), self.fill(I32, 0))
         y = self.at_most(self.at_least(b.select(odd, cos, sin), -1.0), 1.0)
@@ -213,7 +224,11 @@ class Lanes:
         far = self.intrinsic("copysign", b.fsub(self.number(1.0), far), x)
         near = self.mul(x, self.polynomial(ERF_NEAR, w))
         found = b.select(b.fcmp_ordered("<", a, self.number(0.5)), near, far)
-        return b.select(b.fcmp_ordered("==", a, self.number(math.inf)), self.intrinsic("copysign", self.number(1.0), x), found)
+        return b.select(
+            b.fcmp_ordered("==", a, self.number(math.inf)),
+            self.intrinsic("copysign", self.number(1.0), x),
+            found,
+        )
 
     def rsqrt(self, x: Any) -> Any:
         return self.b.fdiv(self.number(1.0), self.intrinsic("sqrt", x))

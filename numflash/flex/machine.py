@@ -84,9 +84,15 @@ def machine_code(program: Program, form: Form) -> Machine:
 
 def _from_disk(program: Program, form: Form) -> Machine:
     codegen = cpu_target.target_context.codegen()
-    version = source_digest(__file__), numba.__version__, llvmlite.__version__, codegen.magic_tuple()
+    version = (
+        source_digest(__file__),
+        numba.__version__,
+        llvmlite.__version__,
+        codegen.magic_tuple(),
+    )
     name = hashlib.sha256(repr((program.text, form, version)).encode()).hexdigest()
-    path = _folder() and Path(_folder()) / f"flex-{name}.nbc"
+    folder = _folder()
+    path = None if folder is None else Path(folder) / f"flex-{name}.nbc"
     if path:
         with contextlib.suppress(OSError):
             found = _read(path.read_bytes())

@@ -56,12 +56,20 @@ class BlockMask:
         if array.dtype != np.bool_:
             raise ArgumentTypeError(f"mask: got dtype {array.dtype}; allowed: bool")
         if not 2 <= array.ndim <= 4:
-            raise ArgumentError(f"mask: got shape {array.shape}; allowed: 2 to 4 dimensions, (B, H, L, S)")
+            raise ArgumentError(
+                f"mask: got shape {array.shape}; allowed: 2 to 4 dimensions, (B, H, L, S)"
+            )
         dense = np.array(array.reshape((1,) * (4 - array.ndim) + array.shape))
         nb, nh, length, s = dense.shape
         rows, keys = block = block_size(BLOCK_SIZE)
-        seen = np.add.reduceat(np.add.reduceat(dense, np.arange(0, s, keys), -1, dtype=np.int64), np.arange(0, length, rows), -2)
-        size = np.minimum(rows, length - np.arange(0, length, rows))[:, None] * np.minimum(keys, s - np.arange(0, s, keys))
+        seen = np.add.reduceat(
+            np.add.reduceat(dense, np.arange(0, s, keys), -1, dtype=np.int64),
+            np.arange(0, length, rows),
+            -2,
+        )
+        size = np.minimum(rows, length - np.arange(0, length, rows))[:, None] * np.minimum(
+            keys, s - np.arange(0, s, keys)
+        )
         states = np.where(seen == 0, EMPTY, np.where(seen == size, FULL, PARTIAL))
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -94,20 +102,22 @@ class BlockMask:
         rows, keys = block = block_size(BLOCK_SIZE)
         indices = import_array("kv_indices", kv_indices).array
         if indices.ndim != 4:
-            raise ArgumentError(f"kv_indices: got shape {indices.shape}; allowed: (B, H, blocks of L, blocks of S)")
-        states = np.zeros(indices.shape, np.uint8)
+            raise ArgumentError(
+                f"kv_indices: got shape {indices.shape}; allowed: (B, H, blocks of L, blocks of S)"
+            )
+        states: Any = np.zeros(indices.shape, np.uint8)
         _fill(states, "kv", kv_num_blocks, indices, PARTIAL)
         if full_kv_num_blocks is not None:
             full = import_array("full_kv_indices", full_kv_indices).array
             _fill(states, "full_kv", full_kv_num_blocks, full, FULL)
         lengths = seq_lengths or (states.shape[2] * rows, states.shape[3] * keys)
-        counts = -(-lengths[0] // rows), -(-lengths[1] // keys)
-        if counts != states.shape[2:]:
+        nb, nh, *blocks = states.shape
+        if [-(-lengths[0] // rows), -(-lengths[1] // keys)] != blocks:
             raise ArgumentError(
-                f"seq_lengths: got {tuple(lengths)}; allowed: what {states.shape[2:]} blocks of {block} cover"
+                f"seq_lengths: got {tuple(lengths)}; allowed: what {blocks} blocks of {block} cover"
             )
         function = mask_mod or _everything
-        return cls(function, states, tuple(lengths), block, states.shape[:2])
+        return cls(function, states, (lengths[0], lengths[1]), block, (nb, nh))
 
     def sparsity(self) -> float:
         """The part of all blocks that is empty, in percent."""
@@ -161,8 +171,18 @@ class BlockMask:
         ax = plt.gca() if ax is None else ax
         states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
         extent = (0, self.seq_lengths[1], self.seq_lengths[0], 0)
-        ax.imshow(states, cmap="Blues", vmin=0, vmax=2, extent=extent, aspect="auto", interpolation="nearest")
-        ax.set(xlabel="key", ylabel="query", title=f"{self.sparsity():.0f} % of the blocks are empty")
+        ax.imshow(
+            states,
+            cmap="Blues",
+            vmin=0,
+            vmax=2,
+            extent=extent,
+            aspect="auto",
+            interpolation="nearest",
+        )
+        ax.set(
+            xlabel="key", ylabel="query", title=f"{self.sparsity():.0f} % of the blocks are empty"
+        )
         return ax
 
 
@@ -178,21 +198,31 @@ def _shade(cell: np.ndarray) -> int:
 def _fill(states: np.ndarray, name: str, counts: Any, indices: np.ndarray, value: int) -> None:
     counts = import_array(f"{name}_num_blocks", counts).array
     if counts.shape != states.shape[:3] or indices.shape[:3] != states.shape[:3]:
-        raise ArgumentError(f"{name}_num_blocks: got shape {counts.shape}; allowed: {states.shape[:3]}")
+        raise ArgumentError(
+            f"{name}_num_blocks: got shape {counts.shape}; allowed: {states.shape[:3]}"
+        )
     if counts.min(initial=0) < 0 or counts.max(initial=0) > indices.shape[3]:
-        raise ArgumentError(f"{name}_num_blocks: got {counts.max()}; allowed: 0 to {indices.shape[3]}")
+        raise ArgumentError(
+            f"{name}_num_blocks: got {counts.max()}; allowed: 0 to {indices.shape[3]}"
+        )
     b, h, q, place = np.nonzero(np.arange(indices.shape[3]) < counts[..., None])
     chosen = indices[b, h, q, place]
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < states.shape[3]):
-        raise ArgumentError(f"{name}_indices: got {chosen.max()}; allowed: 0 to {states.shape[3] - 1}")
+        raise ArgumentError(
+            f"{name}_indices: got {chosen.max()}; allowed: 0 to {states.shape[3] - 1}"
+        )
     states[b, h, q, chosen] = value
 
 
 def block_size(given: Any) -> tuple[int, int]:
     """(queries, keys) of a block from BLOCK_SIZE."""
     pair = given if isinstance(given, (tuple, list)) else (given, given)
-    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in pair):
-        raise ArgumentError(f"BLOCK_SIZE: got {given!r}; allowed: a positive integer, or two of them")
+    if len(pair) != 2 or any(
+        isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in pair
+    ):
+        raise ArgumentError(
+            f"BLOCK_SIZE: got {given!r}; allowed: a positive integer, or two of them"
+        )
     return int(pair[0]), int(pair[1])
 
 
@@ -234,9 +264,9 @@ def create_block_mask(
     ArgumentError
         A size that is not allowed, or a captured array that is too short for an index.
     """
-    nb, nh, length, s = sizes = tuple(
-        _size(name, n) for name, n in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN))
-    )
+    nb, nh = _size("B", B), _size("H", H)
+    length, s = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    sizes = nb, nh, length, s
     block = block_size(BLOCK_SIZE)
     prepared = prepare(None, mask_mod)
     prepared.check(sizes)
@@ -272,4 +302,6 @@ def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
 def _check(mask_mods: tuple[Any, ...]) -> None:
     for n, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
-            raise ArgumentTypeError(f"mask_mods[{n}]: got {type(mask_mod).__name__}; allowed: a function")
+            raise ArgumentTypeError(
+                f"mask_mods[{n}]: got {type(mask_mod).__name__}; allowed: a function"
+            )

@@ -43,7 +43,9 @@ class Prepared:
         if mask_mod is not None:
             found = record("mask_mod", self.graph, mask_mod, self.graph.indices, capture)
             if found.kind == "f":
-                raise ArgumentTypeError("mask_mod: got a function that returns a float; allowed: a boolean")
+                raise ArgumentTypeError(
+                    "mask_mod: got a function that returns a float; allowed: a boolean"
+                )
             self.mask = self.graph.cast(found, "b")
         if any(id(owner) not in capture.arrays for owner in self.graph.owners):
             capture.steady = False  # an array that the function makes
@@ -59,7 +61,9 @@ class Prepared:
             try:
                 found = derivative(self.graph, score)
             except Untraceable as error:
-                raise ArgumentTypeError(f"score_mod: {error}; allowed: differentiable operations") from None
+                raise ArgumentTypeError(
+                    f"score_mod: {error}; allowed: differentiable operations"
+                ) from None
             self._slope = found
         return self._slope
 
@@ -85,9 +89,7 @@ class Prepared:
                         f"allowed: at least {shape[INDICES.index(y.op)]} elements there"
                     )
 
-    def block_states(
-        self, shape: tuple[int, int, int, int], block: tuple[int, int]
-    ) -> np.ndarray:
+    def block_states(self, shape: tuple[int, int, int, int], block: tuple[int, int]) -> np.ndarray:
         """(B or 1, H or 1, blocks of L, blocks of S) uint8: EMPTY, PARTIAL or FULL, as intervals tell.
 
         EMPTY and FULL are certain. B and H are 1 where the mask does not depend on them.
@@ -96,7 +98,9 @@ class Prepared:
         nb, nh, length, s = shape
         nb, nh = (n if name in self.mask.uses else 1 for n, name in ((nb, "b"), (nh, "h")))
         ranges, axes = {}, {}
-        for axis, (name, size, step) in enumerate(zip(INDICES, (nb, nh, length, s), (1, 1, *block), strict=True)):
+        for axis, (name, size, step) in enumerate(
+            zip(INDICES, (nb, nh, length, s), (1, 1, *block), strict=True)
+        ):
             starts = np.arange(0, size, step)
             along = [1] * 4
             along[axis] = len(starts)
@@ -106,7 +110,9 @@ class Prepared:
             axes[name] = Axis(starts, size, axis)
         found = Intervals(self.graph, ranges, axes=axes).of(self.mask)
         counts = nb, nh, -(-length // block[0]), -(-s // block[1])
-        states = np.where(np.asarray(found.low) >= 1, FULL, np.where(np.asarray(found.high) <= 0, EMPTY, PARTIAL))
+        states = np.where(
+            np.asarray(found.low) >= 1, FULL, np.where(np.asarray(found.high) <= 0, EMPTY, PARTIAL)
+        )
         return np.broadcast_to(states, counts).astype(np.uint8)
 
 

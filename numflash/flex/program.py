@@ -1,5 +1,6 @@
-"""A graph in the form that is compiled: a list of instructions whose text does not depend on the
-contents or sizes of captured arrays, nor on most constants; those are read from a frame.
+"""A graph in the form that is compiled: a list of instructions and the frame that they read.
+
+Its text does not depend on the contents or sizes of captured arrays, nor on most constants.
 
 The frame is an int64 array: for each captured array its address, then size and stride (elements)
 of each dimension; then the constants, floats as the bits of a float64.
@@ -83,18 +84,27 @@ class Program:
                 at += 1 + 2 * self.arrays[x.data].ndim
         literals = {x.args[1].number for x in self.nodes if x.op in STEPS}
         for x in self.nodes:
-            if x.op == "const" and x.kind != "b" and x.number not in literals and not _literal(x.data):
+            if (
+                x.op == "const"
+                and x.kind != "b"
+                and x.number not in literals
+                and not _literal(x.data)
+            ):
                 self.parameters[x.number] = at
                 at += 1
         self.size = at
-        ranges = {name: Interval(0.0, max(0.0, n - 1.0)) for name, n in zip(INDICES, shape, strict=True)}
+        ranges = {
+            name: Interval(0.0, max(0.0, n - 1.0)) for name, n in zip(INDICES, shape, strict=True)
+        }
         whole = Intervals(graph, ranges)
         for root in roots:
             whole.of(root)
         self.wide = whole.overflow
         self.bounds = self._index_bounds(ranges)
         self.places = {x.number: n for n, x in enumerate(self.nodes)}
-        ends = " ".join("-" if x is None else str(self.places[x.number]) for x in self.roots_by_name)
+        ends = " ".join(
+            "-" if x is None else str(self.places[x.number]) for x in self.roots_by_name
+        )
         self.text = "\n".join([f"wide {self.wide}", *map(self._line, self.nodes), f"roots {ends}"])
 
     def _index_bounds(self, ranges: dict[str, Interval]) -> dict[tuple[int, int], Bounds]:
@@ -153,6 +163,9 @@ def _readable(array: np.ndarray) -> np.ndarray:
 
 
 def _table(number: int, array: np.ndarray, at: int) -> Table:
-    reach = sum(abs(stride) // array.itemsize * (n - 1) for stride, n in zip(array.strides, array.shape, strict=True))
+    reach = sum(
+        abs(stride) // array.itemsize * (n - 1)
+        for stride, n in zip(array.strides, array.shape, strict=True)
+    )
     dense = array.ndim > 0 and (array.strides[-1] == array.itemsize or array.shape[-1] == 1)
     return Table(number, array.dtype.name, array.ndim, dense, reach < 1 << 30, at)

@@ -25,7 +25,7 @@ CONTROL = (
 
 
 def kind_of(dtype: Any) -> str:
-    """ "b", "i" or "f" of a NumPy or PyTorch dtype, or of a Python type."""
+    """The kind ("b", "i" or "f") of a NumPy or PyTorch dtype, or of a Python type."""
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
     if name.startswith("bool"):
         return "b"
@@ -49,7 +49,9 @@ class Values:
         return apply(self.graph, function.__name__, args, options)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
         owner = next(x for x in flatten(args) if isinstance(x, Values))
         return apply(owner.graph, function.__name__, args, options or {})
 
@@ -70,7 +72,9 @@ class Values:
         raise Untraceable("int() of a traced value: write .astype(int) or .to(torch.int32)")
 
     def __float__(self) -> float:
-        raise Untraceable("the math module and float() need numbers: use NumPy's or PyTorch's functions")
+        raise Untraceable(
+            "the math module and float() need numbers: use NumPy's or PyTorch's functions"
+        )
 
     def __index__(self) -> int:
         raise Untraceable(
@@ -185,7 +189,7 @@ class Several(Values):
 class Row(Values):
     """A captured array, indexed by traced values in some of its dimensions."""
 
-    __slots__ = ("graph", "array", "owner", "index")
+    __slots__ = ("array", "graph", "index", "owner")
 
     def __init__(self, graph: Graph, array: np.ndarray, owner: Any, index: tuple[Any, ...]) -> None:
         self.graph, self.array, self.owner, self.index = graph, array, owner, index
@@ -239,7 +243,9 @@ def indexed(graph: Graph, array: np.ndarray, owner: Any, index: tuple[Any, ...])
         if x.kind == "f":
             raise Untraceable("a float as index: cast it to an integer first")
         if x.op == "const" and not -array.shape[axis] <= int(x.data) < array.shape[axis]:
-            raise Untraceable(f"index {x.data} is outside of axis {axis} with size {array.shape[axis]}")
+            raise Untraceable(
+                f"index {x.data} is outside of axis {axis} with size {array.shape[axis]}"
+            )
         nodes.append(graph.cast(x, "i"))
     if len(nodes) < array.ndim:
         return Row(graph, array, owner, tuple(nodes))
@@ -247,6 +253,7 @@ def indexed(graph: Graph, array: np.ndarray, owner: Any, index: tuple[Any, ...])
 
 
 def flatten(xs: Iterable[Any]) -> Iterable[Any]:
+    """All that tuples, lists and dictionaries hold."""
     for x in xs:
         if isinstance(x, (tuple, list)):
             yield from flatten(x)
@@ -273,16 +280,22 @@ def host_array(x: Any) -> np.ndarray | None:
     return x.numpy()
 
 
-def scalar(graph: Graph, x: Any) -> Scalar:
+def scalar(graph: Graph, x: Any) -> Any:
     """A number, traced or not, or an array without dimensions, as a traced one."""
     if isinstance(x, Scalar):
         return x
     if isinstance(x, Row):
-        return Scalar(graph, graph.load(graph.array(x.array, x.owner), x.index)) if not x.shape else _one(x)
+        return (
+            Scalar(graph, graph.load(graph.array(x.array, x.owner), x.index))
+            if not x.shape
+            else _one(x)
+        )
     array = host_array(x)
     if array is not None:
         if array.ndim:
-            raise Untraceable(f"an array of shape {array.shape} where one number is needed: index it")
+            raise Untraceable(
+                f"an array of shape {array.shape} where one number is needed: index it"
+            )
         return Scalar(graph, graph.load(graph.array(array, x), ()))
     if isinstance(x, Several):
         return _one(x)
@@ -313,7 +326,15 @@ FUNCTIONS = {
     "ne": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "equal": "eq", "not_equal": "ne",
 }  # fmt: skip
-CASTS = {"float": "f", "double": "f", "half": "f", "bfloat16": "f", "int": "i", "long": "i", "bool": "b"}
+CASTS = {
+    "float": "f",
+    "double": "f",
+    "half": "f",
+    "bfloat16": "f",
+    "int": "i",
+    "long": "i",
+    "bool": "b",
+}
 UNCHANGED = (
     "item", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "detach", "clone",
     "cpu", "copy", "expand", "expand_as", "alias", "ravel", "positive",
@@ -357,7 +378,9 @@ def _long(x: Any) -> bool:
     return array is not None and array.ndim > 0
 
 
-def _elementwise(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Several:
+def _elementwise(
+    graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> Several:
     columns, size = [], 1
     for x in args:
         array = host_array(x)
@@ -376,7 +399,9 @@ def _elementwise(graph: Graph, name: str, args: tuple[Any, ...], options: dict[s
     if any(len(x) not in (1, size) for x in lists):
         raise Untraceable(f"rows of unlike lengths: {[len(x) for x in lists]}")
     filled = [x * size if len(x) == 1 else x for x in lists]
-    return Several(graph, [apply(graph, name, items, options) for items in zip(*filled, strict=True)])
+    return Several(
+        graph, [apply(graph, name, items, options) for items in zip(*filled, strict=True)]
+    )
 
 
 def reduce_values(graph: Graph, name: str, x: Any) -> Any:
@@ -384,9 +409,18 @@ def reduce_values(graph: Graph, name: str, x: Any) -> Any:
     if isinstance(x, Row):
         x = x.values()
     if isinstance(x, Several):
-        op = {"any": "or", "all": "and", "amin": "min", "amax": "max", "prod": "mul", "mean": "sum"}.get(name, name)
+        op = {
+            "any": "or",
+            "all": "and",
+            "amin": "min",
+            "amax": "max",
+            "prod": "mul",
+            "mean": "sum",
+        }.get(name, name)
         items = [y.cast("b") for y in x.items] if name in ("any", "all") else x.items
-        total = functools.reduce(lambda u, v: apply(graph, {"sum": "add"}.get(op, op), (u, v), {}), items)
+        total: Any = functools.reduce(
+            lambda u, v: apply(graph, {"sum": "add"}.get(op, op), (u, v), {}), items
+        )
         return total / len(items) if name == "mean" else total
     found = scalar(graph, x)
     return found.cast("b") if name in ("any", "all") else found
@@ -396,9 +430,12 @@ def _where(graph: Graph, condition: Any, x: Any, y: Any, **_: Any) -> Scalar:
     return Scalar(graph, graph.where(*(scalar(graph, z).node for z in (condition, x, y))))
 
 
-def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Scalar:
+def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Any:
     low, high = (*bounds, None, None)[:2]
-    low, high = named.get("min", named.get("a_min", low)), named.get("max", named.get("a_max", high))
+    low, high = (
+        named.get("min", named.get("a_min", low)),
+        named.get("max", named.get("a_max", high)),
+    )
     for op, bound in (("max", low), ("min", high)):
         if bound is not None:
             x = apply(graph, op, (x, bound), {})
@@ -406,9 +443,12 @@ def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Scalar:
 
 
 def _to(graph: Graph, x: Any, *args: Any, **options: Any) -> Scalar:
-    wanted = [y for y in (*args, options.get("dtype")) if y is not None and not isinstance(y, (bool, Values))]
-    dtypes = [y for y in wanted if not isinstance(y, str) and not hasattr(y, "index") or y in ("f", "i")]
-    dtypes = [y for y in dtypes if type(y).__name__ != "device"]
+    wanted = [
+        y
+        for y in (*args, options.get("dtype"))
+        if y is not None and not isinstance(y, (bool, Values))
+    ]
+    dtypes = [y for y in wanted if not isinstance(y, str) and type(y).__name__ != "device"]
     return scalar(graph, x).cast(kind_of(dtypes[0])) if dtypes else scalar(graph, x)
 
 
@@ -445,7 +485,8 @@ def _gelu(graph: Graph, x: Any, approximate: str = "none") -> Any:
 
 
 def _softplus(graph: Graph, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    y = scalar(graph, x) * beta
+    y: Any = scalar(graph, x)
+    y = y * beta
     tail = _log1p(graph, apply(graph, "exp", (-abs(y),), {}))
     return (apply(graph, "max", (y, 0.0), {}) + tail) / beta
 
@@ -460,7 +501,9 @@ def _log1p(graph: Graph, x: Any) -> Any:
 def _expm1(graph: Graph, x: Any) -> Any:
     x = scalar(graph, x).cast("f")
     half = apply(graph, "tanh", (_clamp(graph, x, -1.0, 1.0) * 0.5,), {})
-    return _where(graph, abs(x) < 1.0, 2.0 * half / (1.0 - half), apply(graph, "exp", (x,), {}) - 1.0)
+    return _where(
+        graph, abs(x) < 1.0, 2.0 * half / (1.0 - half), apply(graph, "exp", (x,), {}) - 1.0
+    )
 
 
 def _sign(graph: Graph, x: Any) -> Any:

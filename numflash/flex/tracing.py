@@ -26,7 +26,7 @@ LIBRARIES = ("numpy", "torch", "numba", "builtins")
 class Captured(np.ndarray):
     """A captured array inside the function: NumPy's in all, but for traced indices."""
 
-    graph: Graph
+    graph: Any
     owner: Any
 
     def __array_finalize__(self, source: Any) -> None:
@@ -90,9 +90,16 @@ class Capture:
         if _is_tensor(value):
             self.arrays.add(id(value))
             return value
-        if isinstance(value, (bool, int, float, complex, str, bytes, type, np.generic, types.ModuleType)) or value is None:
+        if (
+            isinstance(
+                value, (bool, int, float, complex, str, bytes, type, np.generic, types.ModuleType)
+            )
+            or value is None
+        ):
             return value
-        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith(LIBRARIES):
+        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith(
+            LIBRARIES
+        ):
             return value
         self.steady = False  # an object whose attributes may change
         return value
@@ -112,7 +119,9 @@ class Capture:
         if type(value).__module__.startswith(LIBRARIES):
             return value
         copy = object.__new__(type(value))
-        copy.__dict__.update({k: self.swap(v) if isinstance(v, np.ndarray) else v for k, v in value.__dict__.items()})
+        copy.__dict__.update(
+            {k: self.swap(v) if isinstance(v, np.ndarray) else v for k, v in value.__dict__.items()}
+        )
         return copy
 
     def function(self, f: types.FunctionType) -> Any:
@@ -160,7 +169,9 @@ def _mode_class() -> type:
             super().__init__()
             self.graph = graph
 
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), options: Any = None
+        ) -> Any:
             options = options or {}
             if any(isinstance(x, Values) for x in flatten([*args, *options.values()])):
                 return apply(self.graph, function.__name__, args, options)
@@ -169,7 +180,9 @@ def _mode_class() -> type:
     return Recording
 
 
-def record(name: str, graph: Graph, function: Callable, arguments: list[Node], capture: Capture) -> Node:
+def record(
+    name: str, graph: Graph, function: Callable, arguments: list[Node], capture: Capture
+) -> Node:
     """Call a function with traced arguments; its result as a node.
 
     Raises
@@ -184,8 +197,9 @@ def record(name: str, graph: Graph, function: Callable, arguments: list[Node], c
     else:
         capture.steady = False
         swapped = capture.object(function)
-        if isinstance(getattr(type(function), "__call__", None), types.FunctionType):
-            swapped = types.MethodType(capture.swap(type(function).__call__), swapped)
+        method = type(function).__call__
+        if isinstance(method, types.FunctionType):
+            swapped = types.MethodType(capture.swap(method), swapped)
     given = [Scalar(graph, x) for x in arguments]
     try:
         if "torch" in sys.modules:

@@ -83,6 +83,7 @@ def _announce() -> None:
 
 
 def shown(options: dict[str, Any]) -> str:
+    """JIT options as text that is equal in every process."""
     return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
 
 
@@ -196,6 +197,7 @@ class _PackageCache(caching.FunctionCache):
 
 
 def cached(dispatcher: Any, options: dict[str, Any]) -> Any:
+    """Give a dispatcher the package's disk cache."""
     with contextlib.suppress(
         RuntimeError
     ):  # a function typed at the prompt has no file, and Numba nowhere to cache it

@@ -53,6 +53,7 @@ class Case:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any, Any]:
+        """query, key, value: (B, H, L, D) float32, the same in every run."""
         rng = np.random.default_rng(self.length)
         shape = (self.batch, self.heads, self.length, self.head_dim)
         q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
@@ -60,6 +61,7 @@ class Case:
 
     @functools.cached_property
     def exact(self) -> np.ndarray:
+        """The last CHECKED_ROWS rows in float64."""
         q, k, v = self.arrays
         tail = q[:, :, -CHECKED_ROWS:]
         return reference.oracle(
@@ -67,6 +69,7 @@ class Case:
         )[0]
 
     def check(self, out: np.ndarray) -> Errors:
+        """Errors of an output's last rows."""
         return errors(np.asarray(out, np.float64)[:, :, -CHECKED_ROWS:], self.exact)
 
 
@@ -168,6 +171,8 @@ def on_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Result:
+    """A checked contender's median time."""
+
     contender: str
     case: Case
     threads: int
@@ -176,9 +181,11 @@ class Result:
 
     @property
     def rate(self) -> float:
+        """Operations per second."""
         return self.case.operations / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
+        """The same as a dictionary, for --json."""
         return {
             "contender": self.contender,
             "length": self.case.length,

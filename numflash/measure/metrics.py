@@ -45,6 +45,7 @@ class Errors:
     worst_row: float
 
     def as_dict(self) -> dict[str, float]:
+        """The same as a dictionary, for --json."""
         return asdict(self)
 
     def __str__(self) -> str:

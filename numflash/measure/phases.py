@@ -12,10 +12,10 @@ import functools
 import numpy as np
 
 from .. import fixedpoint as fx
-from ..cpu.int8.amx import tile_state
 from ..cpu.int8.blocks import score_block, value_block
 from ..cpu.int8.packing import pack_keys, pack_values
 from ..cpu.int8.softmax import add_sums, grow_rows, octave_rows, weigh_rows
+from ..cpu.isa.amx_tiles import tile_state
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..errors import ArgumentError
 from ..jit.compiler import kernel

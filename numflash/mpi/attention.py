@@ -236,6 +236,7 @@ def all_gather_attention(
 
 
 def gather_work(comm: Any, job: Job, report: Report) -> None:
+    """Compute this rank's rows after one all-gather of keys and values."""
     from mpi4py import MPI
 
     start, keys, form = time.perf_counter(), job.plan.keys, job.form

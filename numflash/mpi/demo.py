@@ -26,6 +26,7 @@ REPEATS = 5
 
 
 def draw(length: int) -> list[np.ndarray]:
+    """Random q, k, v of the demo's heads."""
     rng = np.random.default_rng(length)
     return [
         rng.standard_normal((1, h, length, HEAD_DIM), np.float32)
@@ -34,6 +35,7 @@ def draw(length: int) -> list[np.ndarray]:
 
 
 def exact_table(comm: Any, progress: Progress | None) -> Table:
+    """Errors of every call and split against float64 on one rank."""
     table = Table(
         f"1. How exact: causal, L={CHECKED} over {count(comm.size, 'rank')}, against float64 on one",
         ("call", "split", "precision", "relative L1", "max abs"),
@@ -73,6 +75,7 @@ def exact_table(comm: Any, progress: Progress | None) -> Table:
 
 
 def balance_table() -> Table:
+    """How unevenly consecutive shards share causal work."""
     table = Table(
         "2. Causal work of the busiest rank over the mean",
         ("ranks", "plain", "zigzag"),
@@ -198,6 +201,7 @@ def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: st
 
 
 def model_table(rates: dict[str, float], threads: int) -> Table:
+    """From how many tokens per rank on the exchange takes less time than the kernel."""
     table = Table(
         f"4. Tokens per rank from which the exchange hides, {HEADS} heads x {HEAD_DIM}, no mask",
         ("link", "precision", "kernel GOP/s", "bytes per token", "tokens per rank"),
@@ -223,6 +227,7 @@ def model_table(rates: dict[str, float], threads: int) -> Table:
 
 
 def step(progress: Progress | None, what: str) -> None:
+    """Report progress on the rank that shows it."""
     if progress:
         progress.step(what)
 

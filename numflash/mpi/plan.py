@@ -38,8 +38,10 @@ class Plan:
     rank: int
 
     def itinerary(self) -> Callable[[int, int], tuple[Range, ...]]:
-        """(owner, step) -> of each chunk of the owner, the keys that some rank `step` places or further round the ring from the
-        owner sees; an empty range where none does. The first key lies on a key block of its chunk.
+        """(owner, step) -> the range of keys to send of each of the owner's chunks.
+
+        These are the keys that some rank, `step` or more places further round the ring, attends to; the range is empty where no
+        rank does. The first key is the start of a key block of its chunk.
         """
         n, p = self.keys.ranks, self.problem
         q, k = edges(self.queries), edges(self.keys)
@@ -77,7 +79,7 @@ class Plan:
         return ranges
 
     def pieces(self) -> list[tuple[slice, int]]:
-        """This rank's query chunks: its own rows, and the place of the first one in the whole sequence."""
+        """Query chunks of this rank: its own rows, and the place of the first one in the whole sequence."""
         found, at = [], 0
         for start, stop in self.queries.chunks[self.rank]:
             found.append((slice(at, at + stop - start), start))

@@ -73,7 +73,7 @@ def has_the_bits_of_the_model(run, pv):
         np.testing.assert_array_equal(got_lse, lse, err_msg=name)
 
 
-@pytest.mark.parametrize("isa, pv", KERNELS)
+@pytest.mark.parametrize(("isa", "pv"), KERNELS)
 def test_bits_of_the_integer_model(isa, pv):
     has_the_bits_of_the_model(lambda problem: launch.run(problem, isa), pv)
 

@@ -36,7 +36,7 @@ from ...validation import Problem
 from ..floats import float_tiles as tiles
 from ..floats.float_packing import on_lines, pack_keys
 from ..floats.float_tiles import FLOAT_ISAS, MR, exp2, for_vectors, score_tile, value_tile
-from ..int8.packing import padded
+from ..isa.isas import padded
 from ..isa.transpose import transpose
 from ..isa.vectors import constant, data, load, next_task, store
 from ..launch_float import LOG2E, NO_LIMIT

@@ -244,7 +244,8 @@ def _make_int8(tile: Tile, rows: int):
     @bare(forceinline=False)
     def take_whole(place, blocks, step, q, words, work, o, columns):
         """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite. A function of its own, of nothing
-        but addresses and sizes: they stay in registers."""
+        but addresses and sizes: they stay in registers.
+        """
         apart()
         bad = False
         for _ in range(blocks):
@@ -257,7 +258,8 @@ def _make_int8(tile: Tile, rows: int):
     @bare(forceinline=True)
     def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
         """Key blocks of one tile from element `base` of a page's head on, `step` apart: n slots, which are `first` on of the
-        sequence, or, where all rows see all of them, `blocks` whole ones."""
+        sequence, or, where all rows see all of them, `blocks` whole ones.
+        """
         words, columns = q.shape[1], o.shape[1]
         place, q_at, work_at, o_at = address(data) + base, address(q), address(work), address(o)
         if inside and n == KEY_BLOCK:

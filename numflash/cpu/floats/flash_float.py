@@ -28,9 +28,9 @@ from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
-from ..int8.amx import tile_state
+from ..isa.amx_tiles import tile_state
+from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
 from ..isa.vectors import next_task
-from ..score_tiles import batch_of, call_tile, must_mask, trimmed
 from ..semantics import Dense, row_of, row_range, step_of
 from . import float_tiles as tiles
 from .float_packing import largest
@@ -85,7 +85,7 @@ def make_attend(name: str, precision: str):
         tiles.row_weights(name),
         tiles.row_scale(name),
     )
-    softcap = tiles.row_softcap(name)
+    softcap, softcap_seen = tiles.row_softcap(name), tiles.row_softcap(name, hidden=True)
     alibi, add_bias, apply_mask, found = (
         tiles.row_alibi(name),
         tiles.row_bias(name),
@@ -209,7 +209,10 @@ def make_attend(name: str, precision: str):
                     scale(x, at, count, c)
                     factor = F(1)
                 if cap > F(0):
-                    softcap(x, at, some, cap)
+                    if semantics.functions.masked != 0:
+                        softcap_seen(x, at, some, cap)
+                    else:
+                        softcap(x, at, some, cap)
                 if slope != F(0):
                     alibi(x, at, some, slope, centre + i)
                 if semantics.has_bias:
@@ -344,7 +347,21 @@ def make_attend(name: str, precision: str):
                             address, frame = functions.unmasked, functions.unmasked_frame
                         if address != 0:
                             at = g * key_block + a - block
-                            call_tile(address, frame, x, at, key_block, rows, z - a, batch_of(functions, b), h, row + g, a, F(c * F(LN2)), F(LOG2E))
+                            call_tile(
+                                address,
+                                frame,
+                                x,
+                                at,
+                                key_block,
+                                rows,
+                                z - a,
+                                batch_of(functions, b),
+                                h,
+                                row + g,
+                                a,
+                                F(c * F(LN2)),
+                                F(LOG2E),
+                            )
                             factor_all = F(1)
                     if semantics.general or most > a or least < z or (z - a) % unit:
                         edge_rows(

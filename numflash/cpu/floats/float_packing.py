@@ -14,7 +14,7 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import LINE, empty
 from ...jit.parallel import over_tasks
-from ..int8.packing import padded
+from ..isa.isas import padded
 from ..isa.transpose import transpose
 from .float_tiles import FLOAT_ISAS
 

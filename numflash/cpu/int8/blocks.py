@@ -10,10 +10,10 @@ import functools
 from ...jit.compiler import bare, inline
 from ...tiling import KEY_BLOCK
 from ..floats import float_tiles
+from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from . import amx, wide_rows
 from .microkernels import (
-    BESIDE,
     ROWS,
     WAITING_ROWS,
     finish,

@@ -31,11 +31,11 @@ from ...jit.memory import reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
+from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, Dense, row_of, row_range, step_of
 from . import wide_rows
-from .amx import tile_state
 from .blocks import score_block, value_block
 from .score_changes import Changes, changes_from
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows

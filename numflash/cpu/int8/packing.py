@@ -16,7 +16,7 @@ from ...jit.compiler import inline, kernel
 from ...jit.memory import LINE, empty, reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
-from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.transpose import first_values, transpose, weave
 
 SQUARE = 8  # words transposed at a time; every panel is a multiple of it
@@ -33,10 +33,6 @@ class PackedKeys(NamedTuple):
     start: np.ndarray
     scale: np.ndarray
     wide: np.ndarray
-
-
-def padded(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
 
 
 @functools.cache

@@ -20,10 +20,9 @@ from ... import fixedpoint as fx
 from ...jit.compiler import inline, kernel
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
-from ..isa.isas import shares_operands
+from ..isa.isas import padded, shares_operands
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
-from .packing import padded
 
 F, I, U16 = np.float32, np.int32, np.uint16
 BLOCK_Q = tiling("portable").block_q

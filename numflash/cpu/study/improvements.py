@@ -28,8 +28,8 @@ from ...tiling import KEY_BLOCK, tiling
 from ...validation import Problem, problem
 from ..floats.float_packing import pack_values as pack_pairs
 from ..floats.float_tiles import FLOAT_ISAS, value_tile
-from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values, padded
-from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values
+from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from .fused import HALF_WIDTH, make_fused
 
 F, I = np.float32, np.int32

@@ -20,9 +20,9 @@ from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
 from ..int8 import blocks, microkernels
-from ..int8.amx import tile_state
-from ..int8.packing import PackedKeys, pack_keys, pack_values, padded
-from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..int8.packing import PackedKeys, pack_keys, pack_values
+from ..isa.amx_tiles import tile_state
+from ..isa.isas import VECTOR_ISAS, lanes_of, padded, running_lanes
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN
 

@@ -7,39 +7,15 @@ states tell which blocks of queries and keys no row of them sees (0), where the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..jit.compiler import bare
-from .isa.vectors import F32, I8, I64, data
+from ...jit.compiler import bare
+from .vectors import F32, I8, I64, data
 
 FULL = np.uint8(2)
-
-
-class ScoreTiles(NamedTuple):
-    """The functions of a problem; addresses are 0 where there is nothing to call.
-
-    unmasked, masked : address and frame of the functions for blocks that all rows see, and for others
-    states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
-    rows, keys : of a block
-    batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the same
-    """
-
-    unmasked: int
-    unmasked_frame: int
-    masked: int
-    masked_frame: int
-    states: np.ndarray
-    rows: int
-    keys: int
-    batch: np.ndarray
-
-
-NO_TILES = ScoreTiles(0, 0, 0, 0, np.zeros((0, 0, 0, 0), np.uint8), 1, 1, np.zeros(0, np.int64))
 
 
 def function_type(real: ir.Type) -> ir.FunctionType:
@@ -79,7 +55,9 @@ def call_slopes(
     typingctx, address, frame, x, at, slope, slope_at, stride, rows, count, b, h, q, k, scale, unit
 ):
     """The same of a gradient tile: slope[slope_at ...] becomes d score_mod / d score."""
-    sig = types.void(types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype)
+    sig = types.void(
+        types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype
+    )
 
     def codegen(context, builder, sig, a):
         return _call(context, builder, sig, a[0], a[1], (2, a[2], a[3]), (4, a[4], a[5]), a[6:])
