@@ -34,7 +34,8 @@ def solve(
             np.full((b, h, length), -np.inf, np.float32),
         )
     else:
-        if problem.precision == "int8" and isinstance(problem.query, np.ndarray):
+        on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
+        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
             from .quantization import quantize_problem
 
             problem = quantize_problem(problem)

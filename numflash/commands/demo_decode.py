@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..cache.kvcache import DTYPES, KVCache
+from ..cache.kvcache import KVCache
+from ..cache.settings import DTYPES
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors

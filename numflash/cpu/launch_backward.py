@@ -9,7 +9,7 @@ import numpy as np
 
 from ..interop import widen
 from ..jit import target
-from ..jit.compiler import inline, kernel
+from ..jit.compiler import bare, inline, kernel
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
 from ..validation import LARGEST_LSE, Problem
@@ -34,7 +34,7 @@ def largest_bits(words):
     return top
 
 
-@inline
+@bare
 def _magnitude(row, words, out):
     out[row] = largest_bits(words[row])
 
@@ -45,7 +45,7 @@ def _magnitudes(words, out):
     over_tasks(_magnitude, words.shape[0], (words, out))
 
 
-@inline(float_math=True)
+@bare(float_math=True)
 def _row_dot(row, a, b, out):
     x, y, total = a[row], b[row], 0.0
     for e in range(x.size):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
@@ -16,6 +17,9 @@ from .decode.append import make_append_float, make_append_int8
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
 from .isa.isas import padded
+
+if TYPE_CHECKING:
+    from ..cache.settings import Settings
 
 F = np.float32
 MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
@@ -90,9 +94,26 @@ class Layout:
             split_count(batch * self.kv_heads * -(-rows // ROWS), blocks, workers) if blocks else 1
         )
 
-    def copy_page(self, store: Store, source: int, target: int) -> None:
-        """Copy all of a page."""
-        store.data[target] = store.data[source]
+    def copy_pages(
+        self, store: Store, pages: np.ndarray, to: Store, targets: np.ndarray, slots: int
+    ) -> None:
+        """Copy the first `slots` slots of pages of one store to pages of another, or of the same."""
+        used = -(-slots // KEY_BLOCK) * self.block
+        for page, target_page in zip(pages, targets, strict=True):
+            to.data[target_page, :, :used] = store.data[page, :, :used]
+
+    @property
+    def indirect(self) -> bool:
+        """Whether the kernels find a sequence by the table, with pages or without."""
+        return True
+
+    def resized(self, page_size: int) -> Layout:
+        """The same layout with pages of another size."""
+        return replace(self, page_size=page_size)
+
+    def rebound(self, store: Store, table: np.ndarray, lengths: np.ndarray) -> Store:
+        """A store with the same memory under another table and other lengths."""
+        return Store(store.data, table, lengths)
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
         """New tokens as the append kernels take them, contiguous: float32, or the bits of 16-bit storage."""
@@ -110,21 +131,25 @@ class Layout:
 
     def blocks(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, blocks, elements of a block) of the pages, in slot order."""
-        x = store.data[pages].reshape(len(pages), self.kv_heads, -1, self.block)
-        return x.transpose(1, 0, 2, 3).reshape(self.kv_heads, -1, self.block)
+        count = self.page_size // KEY_BLOCK
+        x = store.data[pages].reshape(len(pages), self.kv_heads, count, self.block)
+        return x.transpose(1, 0, 2, 3).reshape(self.kv_heads, len(pages) * count, self.block)
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values."""
         x = np.ascontiguousarray(self.blocks(store, pages)[..., : self.tile.scales]).view(F)
-        x = x.reshape(self.kv_heads, x.shape[1], -1, KEY_BLOCK).transpose(2, 0, 1, 3)
-        return x.reshape(-1, self.kv_heads, x.shape[2] * KEY_BLOCK)
+        kinds = 2 if self.tile.dtype == "int8" else 1
+        x = x.reshape(self.kv_heads, x.shape[1], kinds, KEY_BLOCK).transpose(2, 0, 1, 3)
+        return x.reshape(kinds, self.kv_heads, x.shape[2] * KEY_BLOCK)
 
     def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
         t = self.tile
         x = self.blocks(store, pages)[..., t.scales : t.scales + KEY_BLOCK * self.channels]
-        x = x.reshape(self.kv_heads, -1, self.channels // t.group, t.panel, t.group)
-        x = x.swapaxes(2, 3).reshape(self.kv_heads, -1, self.channels)[..., : self.head_dim]
+        panels = x.shape[1] * KEY_BLOCK // t.panel
+        x = x.reshape(self.kv_heads, panels, self.channels // t.group, t.panel, t.group)
+        x = x.swapaxes(2, 3).reshape(self.kv_heads, panels * t.panel, self.channels)
+        x = x[..., : self.head_dim]
         return (x.view(np.uint8) - np.uint8(t.q_offset)).view(np.int8) if t.dtype == "int8" else x
 
     def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
@@ -134,27 +159,61 @@ class Layout:
         chunks = []
         for c in range(0, self.columns, t.panel):
             width = min(t.panel, self.columns - c)
-            x = blocks[..., c * KEY_BLOCK : (c + width) * KEY_BLOCK].reshape(
-                *blocks.shape[:2], -1, width, t.group
-            )
-            chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, -1, width))
+            x = blocks[..., c * KEY_BLOCK : (c + width) * KEY_BLOCK]
+            x = x.reshape(*blocks.shape[:2], KEY_BLOCK // t.group, width, t.group)
+            slots = blocks.shape[1] * KEY_BLOCK
+            chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, slots, width))
         x = np.concatenate(chunks, 2)[..., : self.value_dim]
         return (x.view(np.uint8) - np.uint8(t.v_offset)).view(np.int8) if t.dtype == "int8" else x
 
+    def write(
+        self,
+        store: Store,
+        pages: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        scales: np.ndarray,
+    ) -> None:
+        """Store whole pages of elements: key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots)."""
+        t, heads, blocks = self.tile, self.kv_heads, key.shape[1] // KEY_BLOCK
+        x = np.zeros((heads, blocks, self.block), self.bits)
+        factors = scales.reshape(-1, heads, blocks, KEY_BLOCK).transpose(1, 2, 0, 3)
+        x[..., : t.scales] = (
+            np.ascontiguousarray(factors).reshape(heads, blocks, -1).view(self.bits)
+        )
+        k: np.ndarray = np.zeros((heads, key.shape[1], self.channels), self.bits)
+        k[..., : self.head_dim] = key
+        v: np.ndarray = np.zeros((heads, key.shape[1], self.columns), self.bits)
+        v[..., : self.value_dim] = value
+        if t.dtype == "int8":
+            k = (k.view(np.uint8) + np.uint8(t.q_offset)).view(np.int8)
+            moved = v[..., : self.value_dim].view(np.uint8) + np.uint8(t.v_offset)
+            v[..., : self.value_dim] = moved.view(np.int8)
+        k = k.reshape(heads, -1, t.panel, self.channels // t.group, t.group).swapaxes(2, 3)
+        x[..., t.scales : t.scales + KEY_BLOCK * self.channels] = k.reshape(heads, blocks, -1)
+        values = x[..., t.scales + KEY_BLOCK * self.channels :]
+        for c in range(0, self.columns, t.panel):
+            width = min(t.panel, self.columns - c)
+            chunk = v[..., c : c + width].reshape(heads, blocks, -1, t.group, width)
+            chunk = chunk.transpose(0, 1, 2, 4, 3).reshape(heads, blocks, -1)
+            values[..., c * KEY_BLOCK : (c + width) * KEY_BLOCK] = chunk
+        store.data[pages] = (
+            x.reshape(heads, len(pages), -1).transpose(1, 0, 2).reshape(len(pages), heads, -1)
+        )
 
-def make_layout(
-    dtype: str,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    page_size: int,
-    paged: bool,
-    isa: str | None,
-    **ring: int,
-) -> Layout:
-    """The layout for the best instruction set of the target, or for `isa`."""
+
+def make_layout(settings: Settings) -> Layout:
+    """The layout for the best instruction set of the target, or for the one of the settings."""
+    ring: dict[str, int] = {}
+    if settings.window is not None and settings.ring is not None:
+        ring = {"window": settings.window, "sinks": settings.sinks, "ring": settings.ring}
     return Layout(
-        tile(target.require(isa), dtype), kv_heads, head_dim, value_dim, page_size, **ring
+        tile(target.require(settings.isa), settings.dtype),
+        settings.kv_heads,
+        settings.head_dim,
+        settings.value_dim,
+        settings.page_size,
+        **ring,
     )
 
 
@@ -173,15 +232,16 @@ class Append:
             )
         else:
             self.buffers = (zeros((longest,), layout.bits),)
-        self.rest: tuple[np.ndarray, ...] = ()
+        self.rest: tuple[Store | None, tuple[np.ndarray, ...]] = (None, ())
 
     def __call__(
         self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
     ) -> None:
         """Append `counts` tokens per sequence to the store."""
-        rest = self.rest
-        if not rest:  # put together once: a token's append is 2 us in all
-            rest = self.rest = (*store, self.sizes, *self.buffers)
+        known, rest = self.rest
+        if known is not store:  # put together once: a token's append is 2 us in all
+            rest = (*store, self.sizes, *self.buffers)
+            self.rest = store, rest
         if key.size + value.size < PARALLEL_CHANNELS:
             self.serial(key, value, counts, *rest)
         else:
@@ -228,6 +288,11 @@ class Plan:
             zeros((2,), np.int64),
         )
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
+
+    @property
+    def queries(self) -> int:
+        """New tokens; rows are (query head of the group, new token)."""
+        return self.sizes[0]
 
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""

@@ -93,7 +93,7 @@ def test_errors():
         lambda: cache.lengths,
         lambda: cache.nbytes,
     ):
-        with pytest.raises(NumflashError, match="after close"):
+        with pytest.raises(NumflashError, match="is closed"):
             use()
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import empty
 from ...jit.parallel import over_tasks
 from ...tiling import Buffer
@@ -478,14 +478,10 @@ def _rows(x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None) -
     return out
 
 
-@inline
-def _turn_block(task, x, out):
-    (length, s), blocks = x.shape[1:], out.shape[1]
-    n, block = task // blocks, task % blocks
-    rows = x[n, block * QUERIES : min((block + 1) * QUERIES, length)]
-    square = np.empty(
-        (QUERIES, QUERIES), x.dtype
-    )  # rows of x are often a power of two apart: one set of L1
+@bare
+def _turn_squares(rows, square, out):
+    """out (S, QUERIES) = rows (up to QUERIES, S) turned round."""
+    s = rows.shape[1]
     for first in range(0, s, QUERIES):
         count = min(QUERIES, s - first)
         for r in range(rows.shape[0]):
@@ -493,9 +489,17 @@ def _turn_block(task, x, out):
             for j in range(count):
                 square[j, r] = source[j]
         for j in range(count):
-            source, target = square[j], out[n, block, first + j]
+            source, target = square[j], out[first + j]
             for r in range(rows.shape[0]):
                 target[r] = source[r]
+
+
+@inline
+def _turn_block(task, x, out):
+    n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
+    # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
+    square = np.empty((QUERIES, QUERIES), x.dtype)
+    _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
 
 
 @kernel

@@ -17,7 +17,7 @@ import functools
 import numpy as np
 
 from ... import fixedpoint as fx
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded, shares_operands
@@ -182,7 +182,7 @@ def merge_row(octave, total, m, l, o):
     return m, F(l + F(total * scale)), scale
 
 
-@inline
+@bare
 def transpose_block(task, v, out):
     n, block = task // out.shape[1], task % out.shape[1]
     target, first = out[n, block], block * KEY_BLOCK
