@@ -61,7 +61,7 @@ class Values:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in FUNCTIONS or name in SPECIAL:
+        if name in FUNCTIONS or name in SPECIAL or name in REDUCTIONS:
             return functools.partial(_method, self, name)
         raise Untraceable(f"`.{name}` of a traced value cannot be recorded")
 
