@@ -14,6 +14,7 @@ from . import merge, validation
 from .errors import ArgumentError, UnsupportedError
 from .interop import Imported, convert, import_array, on_device
 from .jit.threads import refuse_after_fork
+from .scores import lse_as_float32
 from .validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
@@ -65,7 +66,7 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         from . import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
-        return out.astype(np.float32), lse.astype(np.float32)
+        return out.astype(np.float32), lse_as_float32(lse)
     device = BACKENDS["cpu" if impl == "auto" else impl]
     if device == "cpu":
         refuse_after_fork()

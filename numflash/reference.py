@@ -325,10 +325,14 @@ def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndar
 def log_sum_exp(
     m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
 ) -> np.ndarray:
-    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; `one` is the weight 1.0.
+
+    -inf where l is 0, and only there: below float32's range, the lowest finite number.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
-        return (lse if shift is None else lse + shift).astype(F)
+        lse = lse if shift is None else lse + shift
+        return np.where(l == 0, -np.inf, np.maximum(lse, np.finfo(F).min)).astype(F)
 
 
 def integer_decode(
@@ -382,7 +386,8 @@ def integer_decode(
                 octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE)
                 y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
                 p = np.where(hidden, 0, fx.exp2_p8(y))
-                v_scale = v.scale[g, cols, 0]
+                held = v.data[g, cols].any(-1)  # rows of zeros have no say in the block's scale
+                v_scale = np.where(held, v.scale[g, cols, 0], F(fx.ZERO_VALUE_SCALE))
                 v_max = v_scale.max()
                 ratio = np.minimum(np.rint(v_scale * (F(65536) / v_max)), 65535).astype(np.uint32)
                 w = (((fx.exp2_p16(y).astype(np.uint32) * ratio) >> 16) + 128) >> 8

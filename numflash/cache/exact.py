@@ -7,6 +7,7 @@ import numpy as np
 from ..scores import log_sum_exp
 
 LOG2E = float(np.log2(np.e))
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
@@ -21,14 +22,14 @@ def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
 def attend(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float
 ) -> tuple[np.ndarray, float, float]:
-    """One row over the keys that it sees: out (Dv,), its maximum in octaves and its sum.
+    """One row over the keys that it sees: out (Dv,), its maximum in octaves and its sum; one beyond float32 is its lowest number.
 
     query (D,), key (S, D), value (S, Dv).
     """
     s = key.astype(np.float64) @ query.astype(np.float64) * factor
     top = s.max()
     p = np.exp(s - top)
-    return p @ value / p.sum(), top * LOG2E, p.sum()
+    return p @ value / p.sum(), max(top * LOG2E, LOWEST), p.sum()
 
 
 def natural_lse(

@@ -330,9 +330,10 @@ class KVCache(Sequences):
 
 
 def _channel_means(key: np.ndarray) -> np.ndarray | np.float32:
-    """(Hkv, D) float32 means of keys (Hkv, n, D) that are subtracted from all keys of the sequence."""
+    """(Hkv, D) float32 means of the finite keys of (Hkv, n, D), subtracted from all keys of the sequence."""
     if key.shape[1] < SMOOTH_TOKENS:
         return F(0)
-    with np.errstate(all="ignore"):
-        mean = widen(key).mean(1, dtype=np.float64).astype(F)
-    return np.where(np.isfinite(mean), mean, F(0))
+    tokens = widen(key).astype(np.float64)
+    finite = np.isfinite(tokens).all(2, keepdims=True)
+    total = np.where(finite, tokens, 0).sum(1)
+    return (total / np.maximum(finite.sum(1), 1)).astype(F)

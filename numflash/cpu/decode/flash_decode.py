@@ -217,7 +217,7 @@ def _make_int8(tile: Tile, rows: int):
     def prepare(q, c, words, line, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
         out = words.view(word)
-        s = quantize_row(q, line, out)
+        s = quantize_row(q, line, out, F(1))
         if s != s:
             spoiled[r] = 1
             return I(0), F(0)
@@ -314,7 +314,7 @@ def _make_float(tile: Tile, rows: int):
             row = t[r]
             if some_bad and sees_bad(edges[r], first, k_scale[:n]):
                 spoiled[r] = 1
-            if largest_bits(row[:n]) > HUGE:
+            if largest_bits(row[:n]) > HUGE and (inside or coverage(edges[r], first, n)[0]):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
