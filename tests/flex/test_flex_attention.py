@@ -128,7 +128,8 @@ def test_captured_arrays_and_numbers_are_read_anew():
     def biased(score, b, h, q, k):
         return score * held["factor"] + factor * table[k]
 
-    for factor in (1.0, 0.5):
+    for value in (1.0, 0.5):
+        factor = value
         for held["factor"] in (1.0, 0.25):
             table[:50] -= 1.0  # in place
             found = numflash.flex_attention(q, k, v, biased, return_lse=True)
