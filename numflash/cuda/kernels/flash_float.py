@@ -23,6 +23,7 @@ from .pieces import (
     make_hide,
     make_load_rows,
     make_load_tile,
+    make_row_block,
     make_store_rows,
     make_tile_range,
     quad_max,
@@ -92,9 +93,10 @@ def flash_float(
         make_scores(d, block_k, dtype, turing, keep_q),
         make_add(dv, block_k, dtype, turing),
     )
-    stage_rows, tile_range = (
+    stage_rows, tile_range, row_block = (
         make_stage(dv, dtype, turing),
         make_tile_range(block_q, block_k, group, band),
+        make_row_block(band),
     )
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
@@ -118,7 +120,7 @@ def flash_float(
         q = q + u64(batch * strides[0] + kv_head * group * strides[1])
 
         # rows of this block, the tiles of keys that any of them sees, and the keys that all of them see
-        rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
+        rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)
