@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
-
 # public name -> module that defines it
 _PUBLIC = {
     "attention": "api",
@@ -20,17 +18,38 @@ _PUBLIC = {
     "quantize_qkv": "quantization",
     "QuantizedTensor": "quantization",
     "KVCache": "cache.kvcache",
+    "flex_attention": "flex.attention",
+    "create_block_mask": "flex.masks",
+    "BlockMask": "flex.masks",
+    "and_masks": "flex.masks",
+    "or_masks": "flex.masks",
 }
 __all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name == "__version__":
+        found = _version()
+    elif name in _PUBLIC:
+        found = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
+    else:
         raise AttributeError(f"module 'numflash' has no attribute {name!r}")
-    found = globals()[name] = getattr(
-        importlib.import_module(f".{_PUBLIC[name]}", __name__), name
-    )  # asked for once only
+    globals()[name] = found  # the next access does not come here
     return found
+
+
+def _version() -> str:
+    """The version of the installed package; in a source tree that is not installed, the one in pyproject.toml."""
+    from importlib import metadata
+    from pathlib import Path
+
+    try:
+        return metadata.version("numflash")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parent.parent / "pyproject.toml"
+        lines = project.read_text(encoding="utf-8").splitlines() if project.is_file() else []
+        found = [line.split('"')[1] for line in lines if line.startswith("version = ")]
+        return found[0] if found else "unknown"
 
 
 def __dir__() -> list[str]:

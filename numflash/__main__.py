@@ -1,3 +1,5 @@
+"""`python -m numflash`: the command line."""
+
 import sys
 
 from .commands.cli import main

@@ -18,8 +18,9 @@ import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
-from .jit.compiler import inline, kernel
-from .jit.memory import reinterpret, zeros
+from .jit import guard
+from .jit.compiler import bare, inline, kernel
+from .jit.memory import reinterpret, uncleared
 from .jit.parallel import over_tasks
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .tiling import KEY_BLOCK
@@ -64,10 +65,12 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
         return self.data.shape
 
     @property
     def nbytes(self) -> int:
+        """Bytes of data and scales."""
         return sum(
             x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None
         )
@@ -97,7 +100,7 @@ class QuantizedTensor:
         return x
 
 
-@inline
+@bare
 def _chunk_statistics(task, x, lengths, sums, peaks):
     chunks = sums.shape[1]
     n, c = task // chunks, task % chunks
@@ -123,40 +126,45 @@ def _channel_statistics(x, lengths, sums, peaks):
     over_tasks(_chunk_statistics, x.shape[0] * sums.shape[1], (x, lengths, sums, peaks))
 
 
+@bare
+def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite):
+    """Rows of one block of head n; moved (D,) float32: scratch."""
+    raw, shift, moved_bits = reinterpret(x[n], np.int32), offset[n], reinterpret(moved, np.int32)
+    i0, i1 = b * block, min((b + 1) * block, lengths[n])
+    peak = I(0)
+    for i in range(i0, i1):
+        row, row_bits = x[n, i], raw[i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+            moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
+        if top < INFINITE:
+            for d in range(row.size):
+                peak = max(peak, I(moved_bits[d] & MAGNITUDE))
+        else:
+            nonfinite[n, i] = 1
+    if i1 > i0 and peak > I(0):
+        moved_bits[0] = peak
+    else:
+        moved[0] = F(0)
+    largest = moved[0]
+    usable = largest > NO_SCALE
+    scale[n, b] = largest / F(127) if usable else F(1)
+    factor = F(127) / largest if usable else F(0)
+    for i in range(i0, i1):
+        if nonfinite[n, i] == 0:
+            row, out = x[n, i], data[n, i]
+            for d in range(row.size):
+                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                out[d] = np.int8(I((t + ROUND) - ROUND))
+
+
 @inline
 def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
     n, first = task // tasks, task % tasks * per_task
-    raw, shift = reinterpret(x[n], np.int32), offset[n]
-    moved = zeros((shift.size,), np.float32)
-    moved_bits = reinterpret(moved, np.int32)
+    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
-        i0, i1 = b * block, min((b + 1) * block, lengths[n])
-        peak = I(0)
-        for i in range(i0, i1):
-            row, row_bits = x[n, i], raw[i]
-            top = I(0)
-            for d in range(row.size):
-                top = max(top, I(row_bits[d] & MAGNITUDE))
-                moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
-            if top < INFINITE:
-                for d in range(row.size):
-                    peak = max(peak, I(moved_bits[d] & MAGNITUDE))
-            else:
-                nonfinite[n, i] = 1
-        if i1 > i0 and peak > I(0):
-            moved_bits[0] = peak
-        else:
-            moved[0] = F(0)
-        largest = moved[0]
-        usable = largest > NO_SCALE
-        scale[n, b] = largest / F(127) if usable else F(1)
-        factor = F(127) / largest if usable else F(0)
-        for i in range(i0, i1):
-            if nonfinite[n, i] == 0:
-                row, out = x[n, i], data[n, i]
-                for d in range(row.size):
-                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
-                    out[d] = np.int8(I((t + ROUND) - ROUND))
+        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite)
 
 
 @kernel
@@ -171,7 +179,7 @@ def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
     )
 
 
-@inline
+@bare
 def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite):
     n, c = task // chunks, task % chunks
     bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
@@ -205,6 +213,7 @@ def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
 
+@guard.guarded
 @one_at_a_time()
 def quantize_heads(
     x: np.ndarray,

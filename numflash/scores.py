@@ -15,9 +15,12 @@ from .validation import Problem
 
 F = np.float32
 LN2 = np.log(2.0)
+LOWEST = np.finfo(F).min
+LIMIT = 2.0**100  # combined scales are cut here
 
 
 def largest(x: np.ndarray) -> float:
+    """The largest element, 0 of an empty array."""
     return float(
         np.maximum.reduce(x, None, initial=0)
     )  # x.max() takes twice as long where nothing is in the cache
@@ -36,13 +39,13 @@ def combined_scale(
     cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN. A key or query that was
     not finite has scale NaN.
     """
-    limit, unit = 2.0**100, score_unit(scale, softcap)
+    unit = score_unit(scale, softcap)
     cq, ck = q.row_scale(), k.row_scale()
-    if max(largest(q.scale) * abs(unit), largest(k.scale)) < limit:
+    if max(largest(q.scale) * abs(unit), largest(k.scale)) < LIMIT:
         cq = cq * F(unit)
     else:
         with np.errstate(over="ignore"):
-            cq, ck = np.clip(cq * F(unit), F(-limit), F(limit)), np.minimum(ck, F(limit))
+            cq, ck = np.clip(cq * F(unit), F(-LIMIT), F(LIMIT)), np.minimum(ck, F(LIMIT))
     if q.nonfinite is not None:
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:
@@ -50,11 +53,14 @@ def combined_scale(
     return cq.astype(F, copy=False), ck.astype(F, copy=False)
 
 
-def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
-    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing."""
-    if k.offset is None:
+def row_shift(q: QuantizedTensor, offset: np.ndarray | None, scale: float) -> np.ndarray | None:
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing.
+
+    offset : (B, Hkv, 1, D) float32, what was taken off the keys, or None
+    """
+    if offset is None:
         return None
-    offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
+    offset = np.repeat(offset.astype(np.float64), q.data.shape[1] // offset.shape[1], 1)
     dots = np.einsum(
         "bhld,bhd->bhl", q.data, offset[:, :, 0]
     )  # no BLAS: its threads would keep spinning after the call
@@ -63,16 +69,25 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
 
 def cap_shift(problem: Problem) -> np.ndarray | None:
     """(B, H, L) float32: `row_shift` in units of the softcap, which is what tanh would lack."""
-    shift = row_shift(problem.query, problem.key, problem.scale)
+    shift = row_shift(problem.query, problem.key.offset, problem.scale)
     if shift is None:
         return None
     return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
 
 
+def lse_as_float32(lse: np.ndarray) -> np.ndarray:
+    """A float64 LSE as float32: +inf beyond its range, but never -inf, which only rows without keys have."""
+    with np.errstate(over="ignore"):
+        return np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST)).astype(np.float32)
+
+
 def log_sum_exp(
     m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
 ) -> np.ndarray:
-    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; `one` is the weight 1.0.
+
+    -inf where l is 0, and only there: below float32's range, the lowest finite number.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
-        return (lse if shift is None else lse + shift).astype(F)
+        return lse_as_float32(lse if shift is None else lse + shift)

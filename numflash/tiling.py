@@ -53,6 +53,7 @@ class Buffer:
     copies: int = 1
 
     def nbytes(self, sizes: dict[str, int]) -> int:
+        """Bytes of all copies, for the named sizes of a problem."""
         rows, cols = (sizes[x] if isinstance(x, str) else x for x in (self.rows, self.cols))
         return rows * cols * _SIZES[self.dtype] * self.copies
 
@@ -187,6 +188,7 @@ class Caches:
     names: tuple[str, str, str] = ("L1", "L2", "L3")
 
     def levels(self) -> Iterator[tuple[str, int]]:
+        """Name and size of each level that exists."""
         return ((n, s) for n, s in zip(self.names, (self.l1, self.l2, self.l3), strict=True) if s)
 
     @classmethod

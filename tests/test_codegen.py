@@ -84,7 +84,7 @@ def report(function, signature, cpu):
 @loops_become_dot_products
 @pytest.mark.parametrize("function", [dot, calls_dot, dot.py_func])
 @pytest.mark.parametrize(
-    "cpu, kind",
+    ("cpu", "kind"),
     [
         ("a64fx", "sdot z.s"),
         ("neoverse-v2", "sdot"),
@@ -210,7 +210,7 @@ def test_every_named_kernel_has_a_histogram(kernel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernel, cpu, dots",
+    ("kernel", "cpu", "dots"),
     [
         ("int8-amx_int8", "sapphirerapids", 4),
         ("int8-avx512_vnni", "znver4", 24),
@@ -279,7 +279,7 @@ g:
 
 
 @pytest.mark.parametrize(
-    "text, depth, total, kinds",
+    ("text", "depth", "total", "kinds"),
     [
         (ARM, 2, 9, {"sdot z.s": 1, "mla z.d": 1, "b.ne": 1, "udiv": 1}),
         (X86, 1, 7, {"vpdpbusd zmm": 1, "vpmovsxbq zmm": 1, "idivl": 1}),

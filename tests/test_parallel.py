@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 import pytest
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from numflash.jit.compiler import inline, kernel
 from numflash.jit.memory import zeros
@@ -53,3 +59,37 @@ def test_a_task_that_fails_is_an_error(failing):
     assert (np.delete(out, failing) == 1).sum() >= 1 and out[failing] == 0
     take_rooms(1, failing, out)
     assert (out == 1).all()
+
+
+@intrinsic
+def owner(typingctx, x):
+    """Address of what counts the references of an array."""
+
+    def codegen(context, builder, signature, args):
+        array = arrayobj.make_array(x)(context, builder, args[0])
+        return builder.ptrtoint(array.meminfo, ir.IntType(64))
+
+    return types.intp(x), codegen
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    rest: tuple
+
+
+@inline
+def own(n, pair, out):
+    out[n, 0], out[n, 1], out[n, 2] = owner(pair.x[n]), owner(pair.rest[0][n:]), owner(out[n])
+
+
+@kernel
+def owners(x, out):
+    over_tasks(own, out.shape[0], (Pair(x, (x, 1)), out))
+    return owner(x[0])
+
+
+def test_tasks_count_no_references():
+    """A locked instruction for each slice of a shared array made quantising on two threads three times as slow as on one."""
+    out = np.full((3, 3), -1, np.int64)
+    assert owners(np.ones((3, 2)), out) != 0
+    assert not out.any()

@@ -43,6 +43,7 @@ def run(source: Path) -> NotebookNode:
 
 
 def main(numbers: list[str]) -> None:
+    """Make the chapters with these numbers, or all."""
     for source in sorted(FOLDER.glob("[0-9][0-9]_*.py")):
         if not numbers or source.name[:2] in numbers:
             text = jupytext.writes(run(source), fmt="ipynb") + "\n"

@@ -20,6 +20,7 @@ BEYOND = {
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
+    """An integer from `low` to `high`; ArgumentTypeError or ArgumentError names the argument."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"{name}: got {value!r}; allowed: an integer")
     number = int(value)

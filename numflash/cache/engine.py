@@ -19,6 +19,8 @@ from .kvcache import KVCache
 
 
 class State(Enum):
+    """Where the engine is between two calls."""
+
     UNINITIALISED = "uninitialised"
     INITIALISED = "initialised"
     READY = "ready"

@@ -1,4 +1,9 @@
-"""Pages of a KV cache: which sequence owns which, which are shared, which are free."""
+"""Pages of a KV cache: which sequence owns which, which are shared, which are free.
+
+Nothing is stored but the block table and the lengths: the pages of a sequence are the first entries of
+its row, as many as its length needs. So ownership changes in the same step as the lengths, and entries
+beyond the length are scratch that an interrupted call may leave behind.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +12,102 @@ import numpy as np
 from ..errors import CacheFullError
 
 
-class Pages:
-    """A pool of `count` pages of `size` slots for sequences that take them as they grow.
+def page_counts(lengths: np.ndarray, size: int) -> np.ndarray:
+    """(B,) pages that sequences of these lengths need."""
+    return -(-lengths // size)
 
-    Attributes
-    ----------
-    table : (B, pages of a sequence) int32, the page of each `size` slots; written here, read by the kernels
-    paged : False where every sequence owns its only page for good
+
+def page_users(table: np.ndarray, lengths: np.ndarray, size: int, pages: int) -> np.ndarray:
+    """(pages,) how many sequences use each page of the pool."""
+    held = np.arange(table.shape[1]) < page_counts(lengths, size)[:, None]
+    return np.bincount(table[held], minlength=pages)
+
+
+def free_pages(table: np.ndarray, lengths: np.ndarray, size: int, pages: int) -> np.ndarray:
+    """The pages that no sequence uses, in ascending order."""
+    return np.flatnonzero(page_users(table, lengths, size, pages) == 0)
+
+
+def grow(table: np.ndarray, lengths: np.ndarray, take: np.ndarray, size: int, pages: int) -> None:
+    """Enter pages for `take` more tokens of each sequence into the table, or raise and enter none.
+
+    The sequences own them once the lengths have been raised.
+
+    Raises
+    ------
+    CacheFullError
     """
+    before, after = page_counts(lengths, size), page_counts(lengths + take, size)
+    need = after - before
+    total = int(need.sum())
+    if not total:
+        return
+    free = free_pages(table, lengths, size, pages)
+    if total > free.size:
+        raise CacheFullError(
+            f"append: {total} more pages of {size} tokens are needed; free are {free.size} of {pages}"
+        )
+    start = 0
+    for b in np.flatnonzero(need):
+        table[b, before[b] : after[b]] = free[start : start + need[b]]
+        start += int(need[b])
 
-    def __init__(self, count: int, size: int, table: np.ndarray, paged: bool) -> None:
-        self.count, self.size, self.table, self.paged = count, size, table, paged
-        self._owned: list[list[int]] = [[] for _ in range(table.shape[0])]
-        self._users = np.zeros(count, np.int64)
-        self.free = list(range(count - 1, -1, -1))
-        if not paged:
-            table[:, 0] = np.arange(table.shape[0])
 
-    def _own(self, b: int, page: int) -> None:
-        self.table[b, len(self._owned[b])] = page
-        self._owned[b].append(page)
-        self._users[page] += 1
+def gather(
+    table: np.ndarray, lengths: np.ndarray, index: np.ndarray, size: int, pages: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences `index` of a cache in a new table: the table, and the pages to copy and their copies.
 
-    def grow(self, lengths: np.ndarray, take: np.ndarray) -> None:
-        """Give every sequence the pages for `take` more tokens, or raise CacheFullError and give none."""
-        need = [
-            -(-(int(n) + int(t)) // self.size) - len(mine)
-            for n, t, mine in zip(lengths, take, self._owned, strict=True)
-        ]
-        if sum(x for x in need if x > 0) > len(self.free):
-            raise CacheFullError(
-                f"append: {sum(x for x in need if x > 0)} more pages of {self.size} tokens are needed; "
-                f"free are {len(self.free)} of {self.count}"
-            )
-        for b, more in enumerate(need):
-            for _ in range(more):
-                self._own(b, self.free.pop())
+    Full pages are shared: no append writes to them. A partial last page belongs to one sequence, so
+    every further taker gets a copy in a free page.
 
-    def share(self, source: int, target: int, length: int) -> tuple[int, int] | None:
-        """Let an empty sequence own the pages of another's first `length` tokens; returns (page, its copy) if one is partial.
+    Raises
+    ------
+    CacheFullError
+        The copies of partial pages need more pages than are free.
+    """
+    chosen = table[index]
+    partial = lengths[index] % size > 0
+    first = np.zeros(index.size, bool)
+    first[np.unique(index, return_index=True)[1]] = True
+    rows = np.flatnonzero(partial & ~first)
+    columns = lengths[index[rows]] // size
+    source = chosen[rows, columns]
+    free = free_pages(table, lengths, size, pages)
+    if rows.size > free.size:
+        raise CacheFullError(
+            f"reorder: {rows.size} more pages of {size} tokens are needed; free are {free.size} of {pages}"
+        )
+    copies = free[: rows.size]
+    chosen[rows, columns] = copies
+    return chosen, source, copies
 
-        Full pages are never written again, so only the last, partial one needs a copy.
-        """
-        whole, rest = divmod(length, self.size)
-        if rest and not self.free:
-            raise CacheFullError(f"share: one more page is needed; free are 0 of {self.count}")
-        for page in self._owned[source][:whole]:
-            self._own(target, page)
-        if not rest:
-            return None
-        self._own(target, self.free.pop())
-        return self._owned[source][whole], self._owned[target][whole]
 
-    def release(self, b: int) -> None:
-        """Give back the pages of a sequence that nobody else uses."""
-        for page in self._owned[b]:
-            self._users[page] -= 1
-            if not self._users[page]:
-                self.free.append(page)
-        self._owned[b] = []
+def share(
+    table: np.ndarray,
+    lengths: np.ndarray,
+    source: int,
+    target: int,
+    length: int,
+    size: int,
+    pages: int,
+) -> tuple[int, int] | None:
+    """Enter the pages of a sequence's first `length` tokens into the row of an empty one.
+
+    Returns (page, its copy) if the last of them is partial: only that one needs a copy.
+
+    Raises
+    ------
+    CacheFullError
+    """
+    whole, rest = divmod(length, size)
+    row = table[source, : whole + (rest > 0)].copy()
+    copied = None
+    if rest:
+        free = free_pages(table, lengths, size, pages)
+        if not free.size:
+            raise CacheFullError(f"share: one more page is needed; free are 0 of {pages}")
+        copied = int(row[-1]), int(free[0])
+        row[-1] = free[0]
+    table[target, : row.size] = row
+    return copied

@@ -18,6 +18,7 @@ LENGTHS, HEAD_DIMS = (1024, 4096), (64, 128)
 
 
 def accuracy_table(progress: Progress) -> Table:
+    """Errors of every precision on real activations."""
     table = Table(
         "1. How exact: MiniLM-L6, layer 2, 12 heads x 512 tokens x 32, against float64",
         ("precision", "cosine", "relative L1", "RMSE", "max abs", "worst row"),
@@ -44,6 +45,7 @@ def accuracy_table(progress: Progress) -> Table:
 
 
 def speed_table(progress: Progress, roof: roofline.Roof) -> Table:
+    """Times of every contender, each checked first."""
     threads = roof.threads
     table = Table(
         f"2. How fast: {count(threads, 'thread')}, full attention, one head, median; operands quantised before",
@@ -82,12 +84,14 @@ def speed_table(progress: Progress, roof: roofline.Roof) -> Table:
 
 
 def gops(rate: float, peak: float) -> str:
+    """A rate in GOP/s, and its share of a peak."""
     return f"{rate / 1e9:.0f} GOP/s, {100 * rate / peak:.0f} % of peak"
 
 
 def phase_table(
     progress: Progress, isa: str, int8_peak: float, length: int = 4096, head_dim: int = 128
 ) -> Table:
+    """Times of the parts of the fused INT8 kernel."""
     table = Table(
         f"3. Where the time goes: int8 on {isa}, L={length}, D={head_dim}, one thread",
         ("part", "ms", "share", "rate"),
@@ -119,6 +123,7 @@ def phase_table(
 
 
 def tiling_text(isa: str) -> str:
+    """The tiling of this machine's kernel and of the A64FX document's, with their sizes."""
     names = [f"{isa}-int8", "a64fx-fused-48x64"]
     parts = ["4. What lies in which cache"]
     for name in names:

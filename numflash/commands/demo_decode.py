@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..cache.kvcache import DTYPES, KVCache
+from ..arguments import choice
+from ..cache.kvcache import KVCache
+from ..cache.settings import DTYPES
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
-from ..validation import choice
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 24, 14, 2, 64
 HIDDEN = HEADS * HEAD_DIM
@@ -48,6 +49,7 @@ class Layer:
         return rotate(q, first), rotate(k, first), v
 
     def remember(self, key: np.ndarray, value: np.ndarray, first: int) -> None:
+        """Keep tokens `first` onwards for `recompute`."""
         stop = first + key.shape[2]
         self.keys[:, :, first:stop], self.values[:, :, first:stop] = key, value
 

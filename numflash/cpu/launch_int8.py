@@ -1,30 +1,62 @@
-"""From a validated problem to the INT8 kernels: packing, options as arrays, and the log-sum-exp."""
+"""From a validated problem to the INT8 kernels: operands, options as arrays, threads, and the log-sum-exp.
+
+Operands come from float arrays in one pass (`int8.quantize`), or are quantised already, by the caller or the general way, and
+only packed here.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
 from .. import fixedpoint as fx
-from ..scores import cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
+from ..jit.memory import fresh
+from ..quantization import QuantizedTensor, quantize_problem
+from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
 from .int8 import flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
+from .int8.quantize import quantize
 from .launch_float import NO_LIMIT, Results, compact, heads
 from .semantics import Semantics
 
 F = np.float32
+MOST = 2.0**30  # scores from here on are not rounded to int32 at once
 
 
-def semantics(problem: Problem, extreme: bool) -> Semantics:
-    """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave)."""
+class Operands(NamedTuple):
+    """What the kernels take, for N query heads and Nkv KV heads.
+
+    query : (N, L, D) int8;  query_scale : (N, L) float32, in Q8.8 or units of the softcap
+    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  value_scale : (Nkv, Dv) float32
+    most : no score is larger than this
+    cap_shift, row_shift : functions f() of `scores`, for options that need them
+    """
+
+    query: np.ndarray
+    query_scale: np.ndarray
+    keys: Any
+    values: np.ndarray
+    value_scale: np.ndarray
+    most: float
+    cap_shift: Callable[[], np.ndarray | None]
+    row_shift: Callable[[], np.ndarray | None]
+
+
+def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
+    """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave).
+
+    extreme : scores may be too large to be rounded to int16 at once;  shift : `scores.cap_shift` where there is a softcap
+    """
     nb, nh, _, length, _, _, _ = problem.shape
     has_mask, has_bias, slopes = (
         problem.mask is not None,
         problem.bias is not None,
         problem.alibi_slopes,
     )
-    shift = cap_shift(problem) if problem.softcap else None
     return Semantics(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,
@@ -44,53 +76,94 @@ def semantics(problem: Problem, extreme: bool) -> Semantics:
     )
 
 
-def run(
-    problem: Problem, isa: str, results: Results = None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """`precision="int8"` on the CPU; query, key and value are QuantizedTensors. Returns out and lse, both float32.
+def most_of(problem: Problem, query_scale: float, key_scale: float) -> float:
+    """A bound of all scores, from the largest scales."""
+    unit = abs(score_unit(problem.scale, problem.softcap))
+    return unit * query_scale * key_scale * 128 * 128 * problem.shape[5]
 
-    out is the first of `results` if these are given.
-    """
-    nb, nh, nkv, length, s, d, dv = problem.shape
+
+def from_floats(problem: Problem, isa: str) -> Operands | None:
+    """Operands of float arrays, in one pass; None where only the general way is right."""
+    unit = score_unit(problem.scale, problem.softcap)
+    if isa == "portable" or abs(unit) >= LIMIT:
+        return None
+    found = quantize(problem, isa, unit)
+    if found is None or found[1] * abs(unit) >= LIMIT:
+        return None
+    to, query_scale, key_scale = found
+    b, h, hkv, length, _, d, _ = problem.shape
+
+    def shift() -> np.ndarray | None:
+        query = QuantizedTensor(
+            to.q.reshape(b, h, length, d), to.q_scale.reshape(b, h, length, 1), "row"
+        )
+        return row_shift(query, to.offset.reshape(b, hkv, 1, d), problem.scale)
+
+    most = most_of(problem, query_scale, key_scale)
+    # with a softcap nothing is taken off the keys
+    return Operands(to.q, to.cq, to.keys, to.values, to.v_scale, most, lambda: None, shift)
+
+
+def from_integers(problem: Problem, isa: str) -> Operands:
+    """Operands of QuantizedTensors, packed."""
     q, k, v = problem.query, problem.key, problem.value
+    nkv, dv = problem.shape[2], problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
     bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
-    most = (
-        abs(score_unit(problem.scale, problem.softcap))
-        * largest(q.scale)
-        * largest(k.scale)
-        * 128
-        * 128
-        * d
-    )
-    options = semantics(problem, most >= 2.0**30)
-    n = nb * nh
-    shaped = np.empty((nb, nh, length, dv), F) if results is None else results[0]
-    out = shaped.reshape(n, length, dv)
-    m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
-    v_scale = np.ones((nb * nkv, dv), F) if precise else heads(v.scale)[:, 0]
-    rest = v_scale, options, (nh, nkv, numba.get_num_threads()), s, np.zeros(1, np.int64), out, m, l
     if isa == "portable":
+        keys: Any = portable.pad_keys(heads(k.data)), portable.pad_keys(heads(ck))
         values = (
             portable.arrange_values(heads(v), heads(bad))
             if precise
             else portable.arrange_values(heads(v.data))
         )
-        keys = portable.pad_keys(heads(k.data)), portable.pad_keys(heads(ck))
-        portable.make_attend(problem.pv)(heads(q.data), heads(cq), *keys, values, *rest)
     else:
+        keys = pack_keys(isa, heads(k.data), heads(ck))
         values = (
             float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
         )
-        flash_int8.make_attend(isa, problem.pv)(
-            heads(q.data), heads(cq), pack_keys(isa, heads(k.data), heads(ck)), values, *rest
-        )
+    v_scale = np.ones((q.shape[0] * nkv, dv), F) if precise else heads(v.scale)[:, 0]
+    return Operands(
+        heads(q.data),
+        heads(cq),
+        keys,
+        values,
+        v_scale,
+        most_of(problem, largest(q.scale), largest(k.scale)),
+        lambda: cap_shift(problem),
+        lambda: row_shift(q, k.offset, problem.scale),
+    )
+
+
+def run(
+    problem: Problem, isa: str, results: Results = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """`precision="int8"` on the CPU. Returns out and lse, both float32; out is the first of `results` if these are given.
+
+    problem : its query, key and value are QuantizedTensors, or all three are float arrays
+    """
+    x = from_floats(problem, isa) if isinstance(problem.query, np.ndarray) else None
+    if x is None:
+        if isinstance(problem.query, np.ndarray):
+            problem = quantize_problem(problem)
+        x = from_integers(problem, isa)
+    nb, nh, nkv, length, s, _, dv = problem.shape
+    options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
+    n = nb * nh
+    shaped = fresh((nb, nh, length, dv), F) if results is None else results[0]
+    out = shaped.reshape(n, length, dv)
+    m, l = fresh((n, length), np.int32), fresh((n, length), F)
+    sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
+    rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
+    if isa == "portable":
+        portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
+    else:
+        flash_int8.make_attend(isa, problem.pv)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift = None if problem.softcap else row_shift(q, k, problem.scale)
-    return shaped, log_sum_exp(
-        m.reshape(nb, nh, length), l.reshape(nb, nh, length), shift, 1 if precise else fx.P_ONE
-    )
+    shift, one = None if problem.softcap else x.row_shift(), 1 if problem.pv == "fp32" else fx.P_ONE
+    rows = nb, nh, length
+    return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

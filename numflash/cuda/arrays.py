@@ -16,6 +16,7 @@ import numpy as np
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop import Memory, on_device
+from ..options import Options
 from .device import device_at
 from .driver import device_of, open_driver
 
@@ -116,29 +117,18 @@ def _remote(
     return Remote(array, dtype, empty, int(stream))
 
 
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    layout: str,
-    return_lse: bool,
-    precision: str | None,
-    **options: Any,
-) -> Any:
-    """`numflash.attention` for device arrays. A mask lies on the card, bool or float32; sinks there (float32) or on the host, as
-    everything else that is small (lengths, slopes).
+def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
+    """`numflash.attention` for device arrays.
+
+    A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host, like all small arguments
+    (lengths, slopes).
     """
     from . import launch
 
-    if options.get("attn_mask") is not None:
-        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
-    sinks, there = options.get("sinks"), None
+    sinks, there, layout = options.sinks, None, options.layout
     if sinks is not None and on_device(sinks):
-        options["sinks"] = None
-    taken, problem = _described(
-        query, key, value, layout, precision, return_lse=return_lse, **options
-    )
+        options = replace(options, sinks=None)
+    taken, problem = _described(query, key, value, options)
     own, ndim = taken[0].dtype, taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
     if sinks is not None and problem.sinks is None:
@@ -149,7 +139,7 @@ def attention(
             )
         problem = replace(problem, sinks=there)
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
-    device = device_at(_named(taken, options, there))
+    device = device_at(_named(taken, problem, there))
     out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
     results = take("out", out).array, take("lse", lse).array
     if layout == "blhd":
@@ -158,7 +148,7 @@ def attention(
         device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
     if ndim < 4:
         out, lse = out.reshape(shape[4 - ndim :]), lse.reshape((b, h, length)[4 - ndim :])
-    if not return_lse:
+    if not options.return_lse:
         return out
     if layout == "blhd":
         if not hasattr(lse, "swapaxes"):
@@ -176,10 +166,7 @@ def attention_backward(
     value: Any,
     out: Any,
     lse: Any,
-    *,
-    layout: str,
-    precision: str | None,
-    **options: Any,
+    options: Options,
 ) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays; a mask lies there too, the rows' statistics get memory of the query's kind.
 
@@ -187,9 +174,8 @@ def attention_backward(
     """
     from . import launch_backward
 
-    if options.get("attn_mask") is not None:
-        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
-    taken, problem = _described(query, key, value, layout, precision, **{**options, "sinks": None})
+    taken, problem = _described(query, key, value, replace(options, sinks=None))
+    layout = options.layout
     lead = taken[0].array.shape[:-1]
     given = []
     for name, x, shape, dtype in (
@@ -211,7 +197,7 @@ def attention_backward(
     )
     rows = validation.tensor("lse", given[2][..., None], layout)[..., 0]
     beside = zip(("grad_out", "out", "lse"), given, strict=True)
-    device = device_at([*_named(taken, options), *beside])
+    device = device_at([*_named(taken, problem), *beside])
     found = [x.empty(x.array.shape, x.dtype) for x in taken]
     stats = taken[0].empty(launch_backward.statistics_shape(problem), "float32")
     results = [
@@ -227,11 +213,12 @@ def attention_backward(
 
 
 def _named(
-    taken: list[Remote], options: dict[str, Any], sinks: np.ndarray | None = None
+    taken: list[Remote], problem: validation.Problem, sinks: np.ndarray | None = None
 ) -> list[tuple[str, np.ndarray]]:
     """The arrays on the card with their arguments' names."""
     found = [(n, x.array) for n, x in zip(("query", "key", "value"), taken, strict=True)]
-    more = (("attn_mask", options.get("attn_mask")), ("sinks", sinks))
+    mask = problem.bias if problem.mask is None else problem.mask
+    more = (("attn_mask", mask), ("sinks", sinks))
     return found + [(name, x) for name, x in more if x is not None]
 
 
@@ -241,12 +228,15 @@ def dense(x: Any) -> Any:
 
 
 def _described(
-    query: Any, key: Any, value: Any, layout: str, precision: str | None, **options: Any
+    query: Any, key: Any, value: Any, options: Options
 ) -> tuple[list[Remote], validation.Problem]:
-    """The operands as they lie on the card, and the problem."""
+    """The operands and the mask as they are stored on the card, and the problem."""
+    mask, precision = options.attn_mask, options.precision
+    if mask is not None:
+        mask = take("attn_mask", mask, ("bool", "float32")).array
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
     own, ndim = taken[0].dtype, taken[0].array.ndim
-    if layout == "blhd" and ndim != 4:
+    if options.layout == "blhd" and ndim != 4:
         raise ArgumentError(
             f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4"
         )
@@ -254,6 +244,5 @@ def _described(
         raise UnsupportedError(
             f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own"
         )
-    return taken, validation.problem(
-        taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options
-    )
+    options = replace(options, attn_mask=mask, precision=own)
+    return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, options)

@@ -82,6 +82,7 @@ class Compiled:
 
     @property
     def ptx(self) -> str:
+        """The text of the PTX."""
         return self.code.decode()
 
 

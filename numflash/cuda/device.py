@@ -81,6 +81,7 @@ class Kernel:
         return self._local.block
 
     def __call__(self, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+        """Launch with device pointers and numbers as arguments."""
         block = getattr(self._local, "block", None) or self._block()
         for slot, value in zip(block[0], arguments, strict=True):
             slot.value = value

@@ -6,9 +6,10 @@ and sends them only after it has changed them itself (a new page, `share`, `rese
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from .kernels.decode_float import decode_float
 from .kernels.decode_int8 import decode_int8
 from .kernels.decode_pieces import LANE_KEYS, WARPS
 from .resident import Card, Emulated
+
+if TYPE_CHECKING:
+    from ..cache.settings import Settings
 
 F = np.float32
 MIN_PAGE = LANE_KEYS
@@ -71,10 +75,24 @@ class Store:
                 self.card.upload(there, here.astype(there.dtype, copy=False))
                 self.sent[n] = here.copy()
 
+    def growing(self) -> None:
+        """An append kernel is about to raise the card's lengths: unless `grown` follows, they are sent again."""
+        self.sent[1] = np.full_like(self.lengths, -1)
+
     def grown(self, counts: np.ndarray) -> None:
-        """The append kernel has moved the lengths on."""
+        """The append kernel has raised the card's lengths."""
         self.lengths += counts
-        self.sent[1] += counts
+        self.sent[1] = self.lengths.copy()
+
+    def rebound(self, table: np.ndarray, lengths: np.ndarray) -> Store:
+        """The same memory under another table and other lengths."""
+        if table.shape != self.table.shape:
+            new = Store(self.card, self.k, self.v, self.scales, *table.shape)
+        else:
+            new = copy.copy(self)
+            new.sent = list(self.sent)
+        new.table, new.lengths = table, lengths
+        return new
 
 
 @dataclass(frozen=True)
@@ -95,6 +113,7 @@ class Layout:
 
     @property
     def exact(self) -> bool:
+        """Whether products and sums are exact integers."""
         return self.dtype == "int8"
 
     @property
@@ -184,11 +203,68 @@ class Layout:
             table_width,
         )
 
-    def copy_page(self, store: Store, source: int, target: int) -> None:
-        """Copy all of a page."""
-        for x in (store.k, store.v, store.scales):
-            if x.size:
-                self.card.copy(x[target], x[source])
+    @property
+    def indirect(self) -> bool:
+        """Whether the kernels find a sequence by the table: without pages, sequence b has page b."""
+        return self.paged
+
+    def resized(self, page_size: int) -> Layout:
+        """The same layout with pages of another size."""
+        return replace(self, page_size=page_size)
+
+    def rebound(self, store: Store, table: np.ndarray, lengths: np.ndarray) -> Store:
+        """A store with the same memory under another table and other lengths."""
+        return store.rebound(table, lengths)
+
+    def copy_pages(
+        self, store: Store, pages: np.ndarray, to: Store, targets: np.ndarray, slots: int
+    ) -> None:
+        """Copy pages of one store to pages of another, or of the same; of pages of another size what fits."""
+        arrays = [(store.k, to.k), (store.v, to.v)]
+        if self.exact:
+            arrays.append((store.scales, to.scales))
+        for source, target in zip(pages, targets, strict=True):
+            for here, there in arrays:
+                if here.shape[1:] == there.shape[1:]:
+                    self.card.copy(there[target], here[source])
+                else:
+                    self._copy_heads(here[source], there[target])
+
+    def _copy_heads(self, here: np.ndarray, there: np.ndarray) -> None:
+        """Slot by slot from the first on; (Hkv, slots, ...), scales (Hkv, 2, slots)."""
+        for head in range(self.kv_heads):
+            rows = [(here[head], there[head])]
+            if here.ndim == 3 and here.dtype == F:
+                rows = [(here[head, n], there[head, n]) for n in (0, 1)]
+            for x, y in rows:
+                n = min(x.shape[0], y.shape[0])
+                self.card.copy(y[:n], x[:n])
+
+    def write(
+        self,
+        store: Store,
+        pages: np.ndarray,
+        key: np.ndarray,
+        value: np.ndarray,
+        scales: np.ndarray,
+    ) -> None:
+        """Store whole pages of elements: key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots)."""
+        size, span = self.page_size, min(self.page_size, BLOCK)
+        k = np.zeros((*key.shape[:2], self.k_stored), self.bits)
+        v = np.zeros((*value.shape[:2], self.v_stored), self.bits)
+        k[..., : self.head_dim], v[..., : self.value_dim] = key, value
+        if not self.exact:
+            k[np.isnan(scales[0])] = 0x7FC0 if self.dtype == "bfloat16" else 0x7E00
+        for n, page in enumerate(pages):
+            part = slice(n * size, (n + 1) * size)
+            v_page = v[:, part]
+            if self.exact:
+                v_page = v_page.reshape(self.kv_heads, -1, span, self.v_stored).swapaxes(-1, -2)
+                self.card.upload(
+                    store.scales[page], np.ascontiguousarray(scales[:, :, part].swapaxes(0, 1))
+                )
+            self.card.upload(store.k[page], np.ascontiguousarray(k[:, part]))
+            self.card.upload(store.v[page], np.ascontiguousarray(v_page))
 
     # ---- reading back ------------------------------------------------------------------------------------------------------
     def _pages(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
@@ -219,27 +295,32 @@ class Layout:
         return np.where(self.keys(store, pages)[None, ..., 0] == nan, F(np.nan), F(1))
 
 
-def make_layout(
-    dtype: str,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    page_size: int,
-    paged: bool,
-    device: str,
-    **options: Any,
-) -> Layout:
+def make_layout(settings: Settings) -> Layout:
     """The layout on the first card, or for "cuda-emulator" in the emulator."""
-    card = Emulated() if device == "cuda-emulator" else Card()
+    card = Emulated() if settings.device == "cuda-emulator" else Card()
+    dtype = settings.dtype
     if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
         allowed = "float16" if card.arch == "sm_75" else "int8, float16, bfloat16"
         raise UnsupportedError(
             f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {allowed}"
         )
-    for name, n in (("head_dim", head_dim), ("value_dim", value_dim)):
+    for name, n in (("head_dim", settings.head_dim), ("value_dim", settings.value_dim)):
         if n > HEAD_DIMS[-1]:
             raise UnsupportedError(f"{name}: got {n}; the CUDA kernels take 1 to {HEAD_DIMS[-1]}")
-    return Layout(card, dtype, kv_heads, head_dim, value_dim, page_size, paged, **options)
+    ring: dict[str, int] = {}
+    if settings.window is not None and settings.ring is not None:
+        ring = {"window": settings.window, "sinks": settings.sinks, "ring": settings.ring}
+    return Layout(
+        card,
+        dtype,
+        settings.kv_heads,
+        settings.head_dim,
+        settings.value_dim,
+        settings.page_size,
+        settings.paged,
+        **ring,
+        unified=settings.unified_max,
+    )
 
 
 class Append:
@@ -256,6 +337,7 @@ class Append:
     def __call__(
         self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Store
     ) -> None:
+        """Append `counts` tokens per sequence to the store."""
         card = self.layout.card
         if not key.size:
             return
@@ -270,6 +352,7 @@ class Append:
             self._buffers = card.zeros(key.shape, key.dtype), card.zeros(value.shape, value.dtype)
         for to, x in zip(self._buffers, (key, value), strict=True):
             card.upload(to, x)
+        store.growing()
         self.launch(self._buffers, store)
         store.grown(counts)
 
@@ -338,8 +421,19 @@ class Plan:
     """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
     def __init__(
-        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+        self,
+        layout: Layout,
+        batch: int,
+        group: int,
+        queries: int,
+        splits: int,
+        workers: int,
+        changed: bool,
     ) -> None:
+        if changed:
+            raise UnsupportedError(
+                "softcap, alibi_slopes, mask: got one with a cache on a card; allowed: on the CPU, or sinks"
+            )
         card, rows = layout.card, group * queries
         d, dv = layout.padded
         tiles = layout.row_tiles(rows)
@@ -374,6 +468,11 @@ class Plan:
         self.parts = tuple(card.zeros((tasks, 16 * tiles, *last), F) for last in ((dv,), (), ()))
         self.m, self.l = np.zeros(self.shape[:3], F), np.zeros(self.shape[:3], F)
         self.spoiled = np.zeros((0, 3), np.intp)
+
+    @property
+    def queries(self) -> int:
+        """New tokens; rows are (query head of the group, new token)."""
+        return self.sizes[0]
 
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
@@ -427,6 +526,7 @@ class Plan:
             )
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
+        """Decode `query` over the store into `out`; `c` scales the scores to units of log2."""
         card = self.layout.card
         if not out.size:
             return
@@ -480,16 +580,21 @@ class Step:
         query: np.ndarray,
         counts: np.ndarray,
         out: np.ndarray,
+        store: Store,
     ) -> None:
-        """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n; float32."""
+        """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n; float32.
+
+        store : with the memory that the step was made for.
+        """
         card = self.plan.layout.card
-        self.append.prepare(counts, self.store)
+        self.append.prepare(counts, store)
         for to, x in zip(self.tokens, (key, value, query), strict=True):
             to[...] = x
         if self._graph is None:
             self._graph = card.capture(self._enqueue)
+        store.growing()
         self._graph()
-        self.store.grown(counts)
+        store.grown(counts)
         card.synchronise()
         for to, x in zip((out, self.plan.m, self.plan.l), self.results, strict=True):
             to[...] = x

@@ -226,7 +226,7 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     shift = (
         cap_shift(problem)
         if problem.softcap
-        else row_shift(problem.query, problem.key, problem.scale)
+        else row_shift(problem.query, problem.key.offset, problem.scale)
     )
     q, k = padded_rows(problem.query.data, 16), padded_rows(problem.key.data, 16)
     stored = -(-s // KEY_BLOCK) * KEY_BLOCK

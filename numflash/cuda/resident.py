@@ -85,7 +85,7 @@ class Emulated:
 class Card:
     """The card of the thread's current context, or the first one, with buffers and two streams of its own.
 
-    One stream is for copies to it, one for kernels (the T4 document, "Detailed Processing Flow").
+    One stream is for copies to it, one for kernels, after "Detailed Processing Flow" of the T4 architecture (docs/sources.md).
 
     The streams wait for each other by events, on the card: kernels for the copies made before them, copies for the kernels before
     them, which may still be reading the buffers. The host waits only in `synchronise` and `download`.

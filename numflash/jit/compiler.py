@@ -40,8 +40,9 @@ FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
 class _KernelCompiler(compiler.Compiler):
-    """Numba's, without garbage collection meanwhile: what it makes stays, and looking through that again and again is a sixth of
-    the time.
+    """Numba's compiler with the garbage collector switched off.
+
+    The objects that a compilation makes stay alive; walking over them again and again takes a sixth of the time.
     """
 
     def compile_extra(self, func: Callable) -> Any:

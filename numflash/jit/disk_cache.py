@@ -25,6 +25,8 @@ import numpy as np
 from numba.core import caching
 from numba.core.runtime import rtsys
 
+from . import guard
+
 logger = logging.getLogger("numflash")
 
 
@@ -83,6 +85,7 @@ def _announce() -> None:
 
 
 def shown(options: dict[str, Any]) -> str:
+    """JIT options as text that is equal in every process."""
     return repr(sorted((k, sorted(v) if isinstance(v, set) else v) for k, v in options.items()))
 
 
@@ -182,7 +185,7 @@ class _PackageCache(caching.FunctionCache):
         )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func))
+        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func), guard.ON)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
@@ -196,6 +199,7 @@ class _PackageCache(caching.FunctionCache):
 
 
 def cached(dispatcher: Any, options: dict[str, Any]) -> Any:
+    """Give a dispatcher the package's disk cache."""
     with contextlib.suppress(
         RuntimeError
     ):  # a function typed at the prompt has no file, and Numba nowhere to cache it

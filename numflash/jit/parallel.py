@@ -37,11 +37,54 @@ def _call(typingctx, task, frame, n):
     return types.void(types.intp, types.intp, types.intp), codegen
 
 
+@intrinsic
+def threads_now(typingctx):
+    """f(): Numba's number of threads. Numba's own function holds an address, so that its callers cannot be cached on disk."""
+
+    def codegen(context, b, sig, args):
+        kind = ir.FunctionType(I64, [])  # declared as Numba does; in C it returns an int
+        function = cgutils.get_or_insert_function(b.module, kind, "get_num_threads")
+        return b.sext(b.trunc(b.call(function, []), I32), I64)
+
+    return types.intp(), codegen
+
+
+@intrinsic
+def use_threads(typingctx, n):
+    """f(n): from here on n threads, from 1 to as many as Numba started with; not cached either by Numba's own function."""
+
+    def codegen(context, b, sig, args):
+        kind = ir.FunctionType(ir.VoidType(), [I32])
+        function = cgutils.get_or_insert_function(b.module, kind, "set_num_threads")
+        b.call(function, [b.trunc(args[0], I32)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
 @separate(parallel=True)
 def share(count, task, frame):
-    """All tasks of one kernel: each thread takes an equal run of them."""
-    for n in prange(count):
-        _call(task, frame, n)
+    """All tasks of one kernel: each thread takes an equal run of them. One thread alone wakes no others."""
+    if count == 1 or threads_now() == 1:
+        for n in range(count):
+            _call(task, frame, n)
+    else:
+        for n in prange(count):
+            _call(task, frame, n)
+
+
+def _borrowed(b, value, kind):
+    """The same value, whose arrays have no owner: reference counts of shared arrays would be locked instructions in every thread.
+
+    The caller of the tasks owns the arrays until all tasks are done.
+    """
+    if isinstance(kind, types.Array):
+        for field in (0, 1):  # meminfo and parent
+            value = b.insert_value(value, ir.Constant(value.type.elements[field], None), field)
+    elif isinstance(kind, types.BaseTuple):
+        for i, element in enumerate(kind):
+            value = b.insert_value(value, _borrowed(b, b.extract_value(value, i), element), i)
+    return value
 
 
 @intrinsic
@@ -71,7 +114,11 @@ def over_tasks(typingctx, body, count, args):
         task.linkage = "internal"
         t = ir.IRBuilder(task.append_basic_block("entry"))
         own = t.bitcast(task.args[0], frame_type.as_pointer())
-        operands = cgutils.unpack_tuple(t, t.load(cgutils.gep_inbounds(t, own, 0, 1)), len(args))
+        frame_args = t.load(cgutils.gep_inbounds(t, own, 0, 1))
+        operands = [
+            _borrowed(t, x, kind)
+            for x, kind in zip(cgutils.unpack_tuple(t, frame_args, len(args)), args, strict=True)
+        ]
         status, _ = context.call_conv.call_function(
             t,
             context.declare_function(b.module, compiled.fndesc),

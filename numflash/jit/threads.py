@@ -38,8 +38,10 @@ _kernels = threading.RLock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Around parallel kernels: concurrent callers wait where Numba's threads are its own work queue, which is not thread-safe
-    and ends the process (P27); OpenMP and TBB need no waiting.
+    """Serialise callers of parallel kernels where the threading layer is Numba's work queue.
+
+    The work queue is not thread-safe and ends the process (docs/pitfalls.md, "The workqueue layer ends the process"); OpenMP and
+    TBB need no lock.
     """
     try:
         layer = numba.threading_layer()

@@ -88,8 +88,9 @@ def loops(assembly: str) -> list[Loop]:
 
 
 def hot_loop(assembly: str) -> Loop:
-    """The innermost loop of a product's register tile, the densest in integer dot products; or else the loop with the most vector
-    instructions: the unrolled main loop, not its remainders.
+    """The innermost loop of a product's register tile: the loop with the highest share of integer dot products.
+
+    Without any, the loop with the most vector instructions: the unrolled main loop, not its remainders.
 
     Raises
     ------

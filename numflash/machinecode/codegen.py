@@ -397,8 +397,10 @@ def histogram(kernel: str, cpu: str = "host", features: str = "") -> dict[str, A
 
 
 def report(code: MachineCode) -> dict[str, Any]:
-    """``cpu``, ``triple``, ``function`` (symbol), ``depth`` (of the hot loop), ``instructions`` (kind -> count), ``total``,
-    and the counts of what a hot loop should not hold: ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
+    """What the hot loop of a kernel consists of.
+
+    Keys: ``cpu``, ``triple``, ``function`` (symbol), ``depth`` (of the hot loop), ``instructions`` (kind -> count), ``total``, and
+    counts of what a hot loop should not hold: ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
     """
     loop = assembly.hot_loop(code.assembly)
     unwanted = {

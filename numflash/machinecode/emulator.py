@@ -125,6 +125,7 @@ class Emulated:
 
     @property
     def externals(self) -> list[str]:
+        """Names of the functions that the code calls and does not define."""
         return list(self._stubs)
 
     def _load(self, elf: Any) -> None:

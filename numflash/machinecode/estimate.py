@@ -17,6 +17,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..cpu.int8 import microkernels, packing, portable
+from ..cpu.isa.dot_loop import dot_loop
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..cpu.isa.vectors import I32, I64, data, store
 from ..errors import ArgumentError, UnsupportedError
@@ -56,7 +57,7 @@ def sums_tile(isa_name: str) -> Any:
             target.guard(isa_name, context.codegen())
             pq, pk, po = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 4))
             start = [isa.fill(b, isa.vector(I32), 0)] * 6 * isa.nv
-            rows = microkernels.dot_loop(
+            rows = dot_loop(
                 b, isa, isa.score_dot, pq, I64(0), a[1], pk, I64(0), a[3], start, 6, isa.nv
             )
             for n, x in enumerate(x for row in rows for x in row):

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def count(n: int, word: str) -> str:
-    """ "1 thread", "2 threads"."""
+    """A number with its word: "1 thread", "2 threads"."""
     return f"{n} {word}{'s' * (n != 1)}"
 
 
@@ -26,10 +26,12 @@ class Table:
     note: str = ""
 
     def add(self, *cells: str, **record: Any) -> None:
+        """Add a row, and what --json shows of it."""
         self.rows.append(cells)
         self.records.append(record)
 
     def plain(self) -> str:
+        """The table as aligned plain text."""
         widths = [
             max(len(row[i]) for row in [self.columns, *self.rows]) for i in range(len(self.columns))
         ]
@@ -47,6 +49,7 @@ class Table:
         return "\n".join(parts + ([self.note] if self.note else []))
 
     def show(self) -> None:
+        """Print it: by rich on a terminal, as plain text elsewhere."""
         if not find_spec("rich") or not sys.stdout.isatty():
             print(self.plain(), end="\n\n")
             return

@@ -20,6 +20,7 @@ from ..cpu.study import reference_float32
 from ..errors import UnsupportedError
 from ..jit import target
 from ..jit.threads import limit
+from ..options import Options
 from .metrics import Errors, errors
 from .timing import median_time
 
@@ -53,6 +54,7 @@ class Case:
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any, Any]:
+        """query, key, value: (B, H, L, D) float32, the same in every run."""
         rng = np.random.default_rng(self.length)
         shape = (self.batch, self.heads, self.length, self.head_dim)
         q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
@@ -60,13 +62,15 @@ class Case:
 
     @functools.cached_property
     def exact(self) -> np.ndarray:
+        """The last CHECKED_ROWS rows in float64."""
         q, k, v = self.arrays
         tail = q[:, :, -CHECKED_ROWS:]
         return reference.oracle(
-            validation.problem(tail, k, v, is_causal=self.causal, alignment="lower_right")
+            validation.problem(tail, k, v, Options(is_causal=self.causal, alignment="lower_right"))
         )[0]
 
     def check(self, out: np.ndarray) -> Errors:
+        """Errors of an output's last rows."""
         return errors(np.asarray(out, np.float64)[:, :, -CHECKED_ROWS:], self.exact)
 
 
@@ -80,14 +84,16 @@ class Contender:
 
 
 def _float32(case: Case) -> validation.Problem:
-    return validation.problem(*case.arrays, is_causal=case.causal, precision="float32")
+    return validation.problem(*case.arrays, Options(is_causal=case.causal, precision="float32"))
 
 
 def _int8(isa: str, pv: str = "int8") -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
         from ..cpu import launch
 
-        problem = validation.problem(*case.arrays, is_causal=case.causal, precision="int8", pv=pv)
+        problem = validation.problem(
+            *case.arrays, Options(is_causal=case.causal, precision="int8", pv=pv)
+        )
         quantised = quantization.quantize_problem(problem)
         return lambda: launch.run(quantised, isa=isa)[0]
 
@@ -96,7 +102,9 @@ def _int8(isa: str, pv: str = "int8") -> Callable[[Case], Callable[[], Any]]:
 
 def _whole(precision: str) -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
-        problem = validation.problem(*case.arrays, is_causal=case.causal, precision=precision)
+        problem = validation.problem(
+            *case.arrays, Options(is_causal=case.causal, precision=precision)
+        )
         return lambda: solve(problem, "cpu")[0]
 
     return prepare
@@ -168,6 +176,8 @@ def on_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Result:
+    """A checked contender's median time."""
+
     contender: str
     case: Case
     threads: int
@@ -176,9 +186,11 @@ class Result:
 
     @property
     def rate(self) -> float:
+        """Operations per second."""
         return self.case.operations / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
+        """The same as a dictionary, for --json."""
         return {
             "contender": self.contender,
             "length": self.case.length,

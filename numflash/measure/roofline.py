@@ -16,7 +16,7 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic
 
-from ..cpu.int8 import amx
+from ..cpu.isa import amx_tiles
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..cpu.isa.vectors import F32, I32, I64, Vectors, repeat
 from ..jit import target
@@ -54,6 +54,7 @@ class Roof:
         )
 
     def as_dict(self) -> dict[str, float | str]:
+        """The same as a dictionary, for --json."""
         return asdict(self)
 
 
@@ -137,7 +138,7 @@ def _on_workers(chain: Callable) -> Callable:
 @functools.cache
 def _matrix_int8_peak() -> tuple[Callable, float]:
     """Matrix tiles: products of registers."""
-    configure, loop, release = amx.configure, amx.peak_loop, amx.release
+    configure, loop, release = amx_tiles.configure, amx_tiles.peak_loop, amx_tiles.release
 
     @kernel(parallel=True)
     def run(workers, n, seed, out):
@@ -146,7 +147,7 @@ def _matrix_int8_peak() -> tuple[Callable, float]:
             out[np.intp(w)] = loop(np.int64(n // 8), seed)
             release()
 
-    return run, amx.PEAK_OPERATIONS / 8
+    return run, amx_tiles.PEAK_OPERATIONS / 8
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from .. import api, reference, validation
 from ..jit.threads import limit
 from ..measure.console import Progress, Table, count
 from ..measure.metrics import errors
+from ..options import Options
 from .agreement import mpi
 from .attention import DEFAULTS, all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring
@@ -26,6 +27,7 @@ REPEATS = 5
 
 
 def draw(length: int) -> list[np.ndarray]:
+    """Random q, k, v of the demo's heads."""
     rng = np.random.default_rng(length)
     return [
         rng.standard_normal((1, h, length, HEAD_DIM), np.float32)
@@ -34,6 +36,7 @@ def draw(length: int) -> list[np.ndarray]:
 
 
 def exact_table(comm: Any, progress: Progress | None) -> Table:
+    """Errors of every call and split against float64 on one rank."""
     table = Table(
         f"1. How exact: causal, L={CHECKED} over {count(comm.size, 'rank')}, against float64 on one",
         ("call", "split", "precision", "relative L1", "max abs"),
@@ -41,7 +44,9 @@ def exact_table(comm: Any, progress: Progress | None) -> Table:
     arrays = draw(CHECKED)
     q, k, v = arrays
     want = (
-        reference.oracle(validation.problem(q, k, v, is_causal=True))[0] if comm.rank == 0 else None
+        reference.oracle(validation.problem(q, k, v, Options(is_causal=True)))[0]
+        if comm.rank == 0
+        else None
     )
     for name, call in (("ring", ring_attention), ("all-gather", all_gather_attention)):
         for kind in ("plain", "zigzag"):
@@ -73,6 +78,7 @@ def exact_table(comm: Any, progress: Progress | None) -> Table:
 
 
 def balance_table() -> Table:
+    """How unevenly consecutive shards share causal work."""
     table = Table(
         "2. Causal work of the busiest rank over the mean",
         ("ranks", "plain", "zigzag"),
@@ -198,6 +204,7 @@ def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: st
 
 
 def model_table(rates: dict[str, float], threads: int) -> Table:
+    """From how many tokens per rank on the exchange takes less time than the kernel."""
     table = Table(
         f"4. Tokens per rank from which the exchange hides, {HEADS} heads x {HEAD_DIM}, no mask",
         ("link", "precision", "kernel GOP/s", "bytes per token", "tokens per rank"),
@@ -223,6 +230,7 @@ def model_table(rates: dict[str, float], threads: int) -> Table:
 
 
 def step(progress: Progress | None, what: str) -> None:
+    """Report progress on the rank that shows it."""
     if progress:
         progress.step(what)
 

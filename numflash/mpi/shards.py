@@ -34,6 +34,7 @@ class Format:
     fields: tuple[Field, ...]
 
     def nbytes(self, ranges: Sequence[Range]) -> int:
+        """Bytes of a message with these ranges of tokens."""
         row = sum(f.dtype.itemsize * f.width for f in self.fields)
         return self.lead[0] * self.lead[1] * row * sum(b - a for a, b in ranges)
 
@@ -44,6 +45,7 @@ class Format:
 
     @classmethod
     def of(cls, problem: Problem) -> Format:
+        """The fields that a problem's keys and values travel in."""
         d, dv = problem.shape[5:]
         if problem.precision == "int8":
             kinds = [
@@ -158,6 +160,7 @@ class Statistics:
 
     @classmethod
     def join(cls, parts: Sequence[Statistics]) -> Statistics:
+        """Statistics of all tokens from those of the parts."""
         return cls(np.sum([p.sums for p in parts], 0), np.max([p.peaks for p in parts], 0))
 
 

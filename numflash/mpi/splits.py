@@ -66,6 +66,7 @@ class Split:
 
     @property
     def ranks(self) -> int:
+        """Ranks of the split."""
         return len(self.chunks)
 
     @property
@@ -75,6 +76,7 @@ class Split:
 
     @property
     def length(self) -> int:
+        """Tokens of the whole sequence."""
         return sum(self.lengths)
 
     def indices(self, rank: int) -> np.ndarray:
@@ -95,7 +97,7 @@ class Split:
 
 
 def named_split(name: str, lengths: Sequence[int]) -> Split:
-    """ "plain" or "zigzag" for shards of these lengths."""
+    """The split called "plain" or "zigzag", for shards of these lengths."""
     return (
         Split.of_lengths(lengths) if name == "plain" else Split.zigzag(sum(lengths), len(lengths))
     )

@@ -32,7 +32,7 @@ def one_thread(make, *arguments):
     return numba.njit(make(*arguments, False).py_func, error_model="numpy")
 
 
-@pytest.mark.parametrize("isa, cpu", MACHINES)
+@pytest.mark.parametrize(("isa", "cpu"), MACHINES)
 def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
     def emulated(make):
         def made(*arguments):
@@ -68,7 +68,7 @@ def products(isa, keys):
 
 
 @pytest.mark.parametrize(
-    "isa, cpu",
+    ("isa", "cpu"),
     [
         ("sve", "a64fx"),
         ("neon_dot", "neoverse-n1"),
@@ -76,7 +76,7 @@ def products(isa, keys):
         ("neon_dot", "neoverse-v2"),
     ],
 )
-@pytest.mark.parametrize("keys, dot", [(True, "sdot"), (False, "udot")])
+@pytest.mark.parametrize(("keys", "dot"), [(True, "sdot"), (False, "udot")])
 def test_hot_loops_are_dot_products(isa, cpu, keys, dot):
     loop = assembly.hot_loop(Emulated(*products(isa, keys), cpu).code.assembly)
     counts = assembly.histogram(loop.instructions)

@@ -83,7 +83,7 @@ def test_vector_length(bits):
     assert Emulated(register_bytes, "int64()", vector_bits=bits)() == bits // 8
 
 
-@pytest.mark.parametrize("cpu, bits", [t for t in TARGETS if t[0] in TRIPLES])
+@pytest.mark.parametrize(("cpu", "bits"), [t for t in TARGETS if t[0] in TRIPLES])
 @pytest.mark.parametrize("n", [0, 1, 15, 64, 65, 257, 1000])
 def test_dot_product_is_exact(cpu, bits, n):
     rng = np.random.default_rng(n)

@@ -16,7 +16,7 @@ needs_mca = pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-
 
 
 @pytest.mark.parametrize(
-    "isa, cpu, bits",
+    ("isa", "cpu", "bits"),
     [("sve", "a64fx", 128), ("sve", "a64fx", 512), ("neon_dot", "neoverse-n1", 128)],
 )
 @pytest.mark.parametrize("d", [64, 128])
@@ -71,7 +71,9 @@ def test_the_model_of_the_a64fx(capsys):
 
 @needs_mca
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu, limit", [("neoverse-v1", 1), ("neoverse-v2", 1), ("neoverse-n1", 2)])
+@pytest.mark.parametrize(
+    ("cpu", "limit"), [("neoverse-v1", 1), ("neoverse-v2", 1), ("neoverse-n1", 2)]
+)
 def test_other_cpus(cpu, limit, capsys):
     try:
         found = estimate.run(cpu)

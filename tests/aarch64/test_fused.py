@@ -23,7 +23,7 @@ def one_thread(isa, pv):
 
 
 @pytest.mark.parametrize(
-    "isa, cpu, bits, pv",
+    ("isa", "cpu", "bits", "pv"),
     [
         ("sve", "a64fx", 512, "int8"),
         ("sve", "a64fx", 256, "int8"),

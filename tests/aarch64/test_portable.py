@@ -104,7 +104,7 @@ MACHINES = [
 ]
 
 
-@pytest.mark.parametrize("cpu, bits", MACHINES)
+@pytest.mark.parametrize(("cpu", "bits"), MACHINES)
 @pytest.mark.parametrize("d", [1, 20, 64, 128])
 def test_scores(emulated, cpu, bits, d):
     rng = np.random.default_rng(d)
@@ -118,7 +118,7 @@ def test_scores(emulated, cpu, bits, d):
     assert np.array_equal(x, (exact * ck) * cq[:, None])
 
 
-@pytest.mark.parametrize("cpu, bits", MACHINES)
+@pytest.mark.parametrize(("cpu", "bits"), MACHINES)
 def test_softmax(emulated, cpu, bits):
     rng = np.random.default_rng(0)
     softmax = emulated(
@@ -138,7 +138,7 @@ def test_softmax(emulated, cpu, bits):
         )
 
 
-@pytest.mark.parametrize("cpu, bits", MACHINES)
+@pytest.mark.parametrize(("cpu", "bits"), MACHINES)
 @pytest.mark.parametrize("extreme", [False, True])
 def test_values(emulated, cpu, bits, extreme):
     rng = np.random.default_rng(1)

@@ -34,7 +34,7 @@ OTHERS = [
     ("neon_dot", "neoverse-v1", 128),
 ]
 on_every_machine = pytest.mark.parametrize(
-    "isa, cpu, bits",
+    ("isa", "cpu", "bits"),
     [*MACHINES, *(pytest.param(*m, marks=pytest.mark.slow) for m in OTHERS if m[1] in TRIPLES)],
 )
 STRIDE, F = KEY_BLOCK, np.float32
@@ -213,7 +213,7 @@ def packed_keys(isa, k, bits):
 
 @on_every_machine
 @pytest.mark.parametrize("mr", microkernels.ROWS)
-@pytest.mark.parametrize("d, extreme", [(4, False), (64, False), (128, True)])
+@pytest.mark.parametrize(("d", "extreme"), [(4, False), (64, False), (128, True)])
 def test_score_tile(isa, cpu, bits, mr, d, extreme):
     rng = np.random.default_rng(d)
     panel = VECTOR_ISAS[isa].nv * bits // 32
@@ -238,7 +238,7 @@ def test_score_tile(isa, cpu, bits, mr, d, extreme):
 @on_every_machine
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    "cap, slope, has_bias, has_mask, base, d",
+    ("cap", "slope", "has_bias", "has_mask", "base", "d"),
     [
         (0, 0, False, False, 0, 4),
         (7386, 0, False, False, 0, 32),
@@ -332,7 +332,7 @@ def test_wide_scores_are_cut_and_keep_nan(isa, cpu, bits):
 
 @on_every_machine
 @pytest.mark.parametrize(
-    "mr, nv", [(6, 4), (4, 4), (2, 4), (6, 2), (6, 1)]
+    ("mr", "nv"), [(6, 4), (4, 4), (2, 4), (6, 2), (6, 1)]
 )  # those that the kernel uses
 @pytest.mark.parametrize("extreme", [False, True])
 def test_value_tile(isa, cpu, bits, mr, nv, extreme):
@@ -431,7 +431,7 @@ def test_softmax_stays_in_narrow_lanes(isa, cpu, bits):
 
 
 @pytest.mark.parametrize(
-    "isa, cpu, feature",
+    ("isa", "cpu", "feature"),
     [
         ("sve", "neoverse-n1", "sve"),
         ("neon_dot", "a64fx", "dotprod"),

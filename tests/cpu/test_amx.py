@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from numflash.cpu.int8 import amx
+from numflash.cpu.isa.amx_tiles import configure, release
 from numflash.errors import UnsupportedError
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen
@@ -16,7 +17,7 @@ def code():
     if CPU not in codegen.TRIPLES:
         pytest.skip(f"this LLVM does not know {CPU}")
     multiply, both = amx.multiply("tdpbssd"), amx.multiply_beside("tdpbssd", amx.score_rows())
-    configure, save, scratch, release = amx.configure, amx.save, amx.scratch_blocks, amx.release
+    save, scratch = amx.save, amx.scratch_blocks
 
     from numba import njit
 
@@ -59,7 +60,6 @@ def test_a_target_without_tiles_refuses():
         pytest.skip("this LLVM does not know znver4")
     from numba import njit
 
-    configure = amx.configure
     with pytest.raises(Exception, match=r"amx_int8.*amx-tile"):
         codegen.compile_for(njit(lambda: configure()), "void()", codegen.Target.named("znver4"))
 
@@ -78,7 +78,7 @@ def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
 
 @pytest.mark.skipif("amx_int8" not in target.available(), reason="the machine has no AMX")
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-@pytest.mark.parametrize("instruction, dtype", [("tdpbssd", np.int8), ("tdpbusd", np.uint8)])
+@pytest.mark.parametrize(("instruction", "dtype"), [("tdpbssd", np.int8), ("tdpbusd", np.uint8)])
 def test_products_are_the_integer_products(steps, instruction, dtype):
     from numba import njit
 
@@ -92,7 +92,7 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
     ones = np.ones(32, np.float32)
     out = empty((32, 32), np.float32)
     multiply, save, finish = amx.multiply(instruction), amx.save, amx.finish(amx.value_rows)
-    configure, scratch, release = amx.configure, amx.scratch_blocks, amx.release
+    scratch = amx.scratch_blocks
 
     @njit
     def run(a, b, s, t, o):

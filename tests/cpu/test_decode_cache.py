@@ -5,9 +5,9 @@ import pytest
 from decode_cases import TOLERANCE, B, D, G, H, expected, filled, relative, tokens
 from oracles import draw, naive
 
+from numflash.cache import pages
 from numflash.cache.exact import positions
 from numflash.cache.kvcache import KVCache
-from numflash.cache.pages import Pages
 from numflash.errors import CacheFullError
 from numflash.tiling import split_count
 
@@ -110,19 +110,18 @@ def test_which_token_lies_in_which_slot(sinks, ring):
 
 
 def test_whole_pages_are_shared_from_a_pool_that_is_used_up():
-    pool = Pages(2, 128, np.zeros((2, 3), np.int32), True)
-    pool.grow(np.zeros(2, np.int64), np.array([256, 0]))
-    assert (
-        pool.share(0, 1, 256) is None
-        and not pool.free
-        and pool.table[1, :2].tolist() == pool.table[0, :2].tolist()
-    )
-    pool.release(1)
-    assert not pool.free
+    table, lengths = np.zeros((2, 3), np.int32), np.zeros(2, np.int64)
+    pages.grow(table, lengths, np.array([256, 0]), 128, 2)
+    lengths[0] = 256
+    assert pages.share(table, lengths, 0, 1, 256, 128, 2) is None
+    lengths[1] = 256
+    assert table[1, :2].tolist() == table[0, :2].tolist()
+    lengths[1] = 0
+    assert not pages.free_pages(table, lengths, 128, 2).size
     with pytest.raises(CacheFullError, match="share: one more page"):
-        pool.share(0, 1, 200)
-    pool.release(0)
-    assert len(pool.free) == 2
+        pages.share(table, lengths, 0, 1, 200, 128, 2)
+    lengths[0] = 0
+    assert pages.free_pages(table, lengths, 128, 2).size == 2
 
 
 def test_shared_prefix():

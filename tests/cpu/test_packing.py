@@ -32,7 +32,7 @@ def filled(x, *shape):
 
 
 @here
-@pytest.mark.parametrize("s, d", SHAPES)
+@pytest.mark.parametrize(("s", "d"), SHAPES)
 def test_keys(isa, s, d):
     rng, kind, lanes = np.random.default_rng(s * 1000 + d), VECTOR_ISAS[isa], running_lanes(isa)
     k = rng.integers(-128, 128, (3, s, d), dtype=np.int8)
@@ -57,7 +57,7 @@ def test_keys(isa, s, d):
 
 
 @here
-@pytest.mark.parametrize("s, dv", SHAPES)
+@pytest.mark.parametrize(("s", "dv"), SHAPES)
 def test_values(isa, s, dv):
     rng, kind, lanes = np.random.default_rng(s * 1000 + dv), VECTOR_ISAS[isa], running_lanes(isa)
     v = rng.integers(-128, 128, (3, s, dv), dtype=np.int8)

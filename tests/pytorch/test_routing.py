@@ -17,7 +17,7 @@ def test_use_nests_and_ends():
         with nt.use(precision="int8") as inner:
             SDPA(Q, K, V)
         SDPA(Q, K, V)
-        with pytest.raises(ZeroDivisionError), nt.use() as failed:
+        with pytest.raises(ZeroDivisionError), nt.use() as failed:  # noqa: PT012
             SDPA(Q, K, V)
             1 / 0  # noqa: B018
         SDPA(Q, K, V)

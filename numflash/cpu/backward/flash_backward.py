@@ -28,15 +28,15 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit.compiler import inline, kernel
-from ...jit.memory import empty
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import empty, uncleared
 from ...jit.parallel import over_tasks
 from ...tiling import Buffer
 from ...validation import Problem
 from ..floats import float_tiles as tiles
 from ..floats.float_packing import on_lines, pack_keys
 from ..floats.float_tiles import FLOAT_ISAS, MR, exp2, for_vectors, score_tile, value_tile
-from ..int8.packing import padded
+from ..isa.isas import padded
 from ..isa.transpose import transpose
 from ..isa.vectors import constant, data, load, next_task, store
 from ..launch_float import LOG2E, NO_LIMIT
@@ -478,14 +478,10 @@ def _rows(x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None) -
     return out
 
 
-@inline
-def _turn_block(task, x, out):
-    (length, s), blocks = x.shape[1:], out.shape[1]
-    n, block = task // blocks, task % blocks
-    rows = x[n, block * QUERIES : min((block + 1) * QUERIES, length)]
-    square = np.empty(
-        (QUERIES, QUERIES), x.dtype
-    )  # rows of x are often a power of two apart: one set of L1
+@bare
+def _turn_squares(rows, square, out):
+    """out (S, QUERIES) = rows (up to QUERIES, S) turned round."""
+    s = rows.shape[1]
     for first in range(0, s, QUERIES):
         count = min(QUERIES, s - first)
         for r in range(rows.shape[0]):
@@ -493,9 +489,17 @@ def _turn_block(task, x, out):
             for j in range(count):
                 square[j, r] = source[j]
         for j in range(count):
-            source, target = square[j], out[n, block, first + j]
+            source, target = square[j], out[first + j]
             for r in range(rows.shape[0]):
                 target[r] = source[r]
+
+
+@inline
+def _turn_block(task, x, out):
+    n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
+    # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
+    square = uncleared((QUERIES, QUERIES), x.dtype, "square turned round")
+    _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
 
 
 @kernel
@@ -565,10 +569,10 @@ def run(
     row_lse[:, :length], row_delta[:, :length] = lse, np.where(hidden[0], 0, delta)
     workers = numba.get_num_threads()
     scratch = Scratch(
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, (QUERIES + MR) * KEYS), F),
-        empty((workers, QUERIES), F),
+        empty((workers, KEYS * QUERIES), F, "backward weights"),
+        empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
+        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients turned round"),
+        empty((workers, QUERIES), F, "backward sums"),
     )
     splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))
     dq = np.zeros((splits, n, wide + MR, q_rows.shape[2]), F)

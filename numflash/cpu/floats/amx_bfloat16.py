@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
-from ..int8.amx import LEFT, RIGHT, ROWS, SIDE, SUMS, VOID, WIDTH
+from ..isa.amx_tiles import LEFT, RIGHT, ROWS, SIDE, SUMS, VOID, WIDTH
 from ..isa.vectors import I8, I64, call, data
 
 PAIRS = 32  # bfloat16 of a tile's row: products of one step

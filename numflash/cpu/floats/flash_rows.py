@@ -11,7 +11,9 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline, kernel
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
+from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import row_range
 
@@ -19,6 +21,7 @@ KEYS = 256  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LN2 = np.log(2.0)
+LARGEST = np.finfo(np.float32).max
 LOG2E = 1 / LN2
 
 
@@ -32,7 +35,8 @@ def row_functions(double: bool):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
         for j in range(s.size):
-            s[j] = cap * R(np.tanh(s[j] / cap))
+            if semantics.functions.masked == 0 or s[j] != R(-np.inf):
+                s[j] = cap * R(np.tanh(s[j] / cap))
 
     @inline
     def change(semantics, b, h, i, first, s):
@@ -104,7 +108,8 @@ def make_attend_rows(double: bool):
         """One worker: some rows at a time, as long as there are any."""
         length, dv = q.shape[1], v.shape[2]
         h_all, h_kv, _ = heads
-        row, scores, o = np.empty(q.shape[2], R), np.empty(KEYS, R), np.empty(dv, R)
+        row = uncleared((q.shape[2],), R, "query of a row")
+        scores, o = uncleared((KEYS,), R, "scores of a row"), uncleared((dv,), R, "output of a row")
         while True:
             task = next_task(counter)
             if task * ROWS >= todo.size:
@@ -125,6 +130,23 @@ def make_attend_rows(double: bool):
                         continue
                     for j in range(p.size):
                         p[j] = dot(row, keys[first + j]) * R(scale)
+                    functions = semantics.functions
+                    if functions.masked != 0:
+                        call_tile(
+                            functions.masked,
+                            functions.masked_frame,
+                            p,
+                            0,
+                            0,
+                            1,
+                            p.size,
+                            batch_of(functions, b),
+                            h,
+                            i,
+                            first,
+                            R(LN2),
+                            R(LOG2E),
+                        )
                     if semantics.softcap > F(0):
                         soften(semantics, p)
                     if semantics.general:
@@ -154,7 +176,8 @@ def make_attend_rows(double: bool):
                 result = out[n, i]
                 for t in range(dv):
                     result[t] = F(0) if l == R(0) else F(o[t] / l)
-                lse[n, i] = F((m + np.log2(l)) * LN2) if l != R(0) else F(-np.inf)
+                # -inf is for rows that see nothing
+                lse[n, i] = F(max((m + np.log2(l)) * LN2, R(-LARGEST))) if l != R(0) else F(-np.inf)
 
     @kernel
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):

@@ -11,10 +11,10 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, kernel
 from ...jit.memory import LINE, empty
 from ...jit.parallel import over_tasks
-from ..int8.packing import padded
+from ..isa.isas import padded
 from ..isa.transpose import transpose
 from .float_tiles import FLOAT_ISAS
 
@@ -32,7 +32,7 @@ def on_lines(x: np.ndarray) -> np.ndarray:
     return out
 
 
-@inline
+@bare
 def largest(words, group, top):
     """Bits of the largest finite magnitude in a row of words, at least `top`; infinity and NaN do not count."""
     for e in range(words.size):
@@ -49,7 +49,7 @@ def largest(words, group, top):
 def _pack_keys(lanes: int, panel: int, group: int):
     square = transpose(lanes)
 
-    @inline
+    @bare
     def pack_panel(task, k, stops, sizes, out, most):
         nh, length, words = sizes
         n, p = task // most.shape[1], task % most.shape[1]
@@ -79,13 +79,15 @@ def _pack_keys(lanes: int, panel: int, group: int):
     return pack_keys
 
 
-@inline
+@bare
 def _pack_column(task, v, stops, out):
     nh, dv, keys = v.shape[1], v.shape[3], out.shape[1]
     n, j = task // keys, task % keys
     row = out[n, j]
     if j < stops[n // nh]:
-        row[:dv] = v[n // nh, n % nh, j]
+        source = v[n // nh, n % nh, j]
+        for t in range(dv):
+            row[t] = source[t]
         row[dv:] = np.float32(0)
     else:
         row[:] = np.float32(0)
@@ -97,7 +99,7 @@ def _pack_columns(v, stops, out):
     over_tasks(_pack_column, out.shape[0] * out.shape[1], (v, stops, out))
 
 
-@inline
+@bare
 def _pack_pair(task, v, stops, out):
     nh, dv, pairs = v.shape[1], v.shape[3], out.shape[1]
     n, j = task // pairs, task % pairs * 2

@@ -23,73 +23,12 @@ from numba.extending import intrinsic
 
 from ...fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
 from ...jit import target
+from ..isa.dot_loop import dot_loop
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
 from . import score_changes
 
 ROWS, WAITING_ROWS = (6, 4, 2), (4, 2)
-BESIDE = 3  # steps of dot products for each piece of other work between them
-
-
-def dot_loop(
-    b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None
-):
-    """mr x nv register accumulators over `groups` >= 1 steps: yields the nv final values of each row.
-
-    The last step stands outside the loop, row by row, so that what the caller does with a row runs beside the dot products of
-    the next rows. A is addressed in elements of one operand (4 / group bytes: 1 for group 4, 2 for group 2); rows of B are
-    `b_stride` elements apart, or as wide as the tile.
-
-    beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which there must be enough
-    """
-    width = 4 // isa.group  # bytes of an element
-
-    def step(g, sums):
-        row = b.add(
-            b_off, b.mul(g, isa.elements(b, isa.group * nv) if b_stride is None else b_stride)
-        )
-        columns = [
-            load(b, pb, b.add(row, isa.elements(b, isa.group * v)), isa.operand, width, 1)
-            for v in range(nv)
-        ]
-        column = b.add(a_off, b.mul(g, I64(isa.group)))
-        for m in range(mr):
-            word = load(b, pa, b.add(column, b.mul(a_stride, I64(m))), I32, width, 1)
-            x = b.bitcast(isa.splat(b, word, isa.vector(I32)), isa.operand)
-            yield [dot(b, sums[m * nv + v], x, columns[v]) for v in range(nv)]
-
-    def repeat(first, stop, old, body):
-        """body(n, values) -> values, for n from `first` to `stop`; the values after them."""
-        entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
-        b.cbranch(b.icmp_signed("<", first, stop), loop, done)
-        b.position_at_end(loop)
-        n, now = b.phi(I64), [b.phi(x.type) for x in old]
-        new = body(n, now)
-        following, end = b.add(n, I64(1)), b.block
-        b.cbranch(b.icmp_signed("<", following, stop), loop, done)
-        b.position_at_end(done)
-        final = [b.phi(x.type) for x in old]
-        for phi, x, y in zip(
-            [n, *now, *final], [first, *old, *old], [following, *new, *new], strict=True
-        ):
-            phi.add_incoming(x, entry)
-            phi.add_incoming(y, end)
-        return final
-
-    def following(g, sums):
-        return [x for row in step(g, sums) for x in row]
-
-    def turn(n, sums):
-        emit(n)
-        for g in range(BESIDE):
-            sums = following(b.add(b.mul(n, I64(BESIDE)), I64(g)), sums)
-        return sums
-
-    last, first, sums = b.sub(groups, I64(1)), I64(0), init
-    if beside:
-        count, emit = beside
-        first, sums = b.mul(count, I64(BESIDE)), repeat(I64(0), count, sums, turn)
-    yield from step(last, repeat(first, last, sums, following))
 
 
 def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
@@ -318,7 +257,8 @@ def value_tile(name: str, mr: int, nv: int):
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
     """body(offsets, state) -> state over all int16 vectors of `keys` scores: all at once, or two a turn where their number is
-    known only when the code runs."""
+    known only when the code runs.
+    """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
     entry, loop, done = b.block, b.append_basic_block("keys"), b.append_basic_block("keys.end")

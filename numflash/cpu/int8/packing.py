@@ -3,6 +3,8 @@
 K, per head: [panel][channel group][key in panel][channels of the group], `panel` keys side by side. The keys of a panel stand in
 `Isa.key_order`, so that narrowing two int32 vectors to int16 brings the scores out in natural order without a shuffle.
 V, per head: [key block][column chunk][key group][column][keys of the group]; chunks of nv * lanes columns, then narrower ones.
+
+Here K and V are int8 already. `quantize` packs them from floats, with the same two functions: `panel_packer` and `block_weaver`.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import inline, kernel
+from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import LINE, empty, reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
-from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.transpose import first_values, transpose, weave
 
 SQUARE = 8  # words transposed at a time; every panel is a multiple of it
+TASK_KEYS = 4 * KEY_BLOCK  # keys that one task packs
 
 
 class PackedKeys(NamedTuple):
@@ -35,107 +38,176 @@ class PackedKeys(NamedTuple):
     wide: np.ndarray
 
 
-def padded(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
+@functools.cache
+def panel_packer(name: str, lanes: int):
+    """f(words, base, groups, data, start, n, first): panel `first` of head n, from rows of `groups` words.
+
+    words : int32; the row of the panel's first key begins at word `base`;  data, start : as in `PackedKeys`
+    """
+    isa = VECTOR_ISAS[name]
+    panel, order = isa.nv * lanes, isa.key_order(lanes)
+    beside = tuple(order[:SQUARE].tolist())  # the keys of every square, from its first one on
+    square, offset = transpose(SQUARE, beside), isa.q_offset
+    start_of = offset and first_values(name)
+
+    @bare
+    def pack(words, base, groups, data, start, n, first):
+        keys = start.shape[1]
+        out, to = reinterpret(data, np.int32), (n * keys + first) * groups
+        flat = out.reshape(out.size)
+        whole = groups // SQUARE * SQUARE
+        for c in range(0, panel, SQUARE):
+            for g in range(0, whole, SQUARE):
+                source = base + order[c] * groups + g
+                square(words, source, groups, flat, to + g * panel + c, panel)
+        for c in range(panel):
+            for g in range(whole, groups):
+                flat[to + g * panel + c] = words[base + order[c] * groups + g]
+        if offset:
+            start_of(flat, 4 * to, groups, start, n * keys + first)
+        else:
+            for c in range(first, first + panel):
+                start[n, c] = 0
+
+    return pack
+
+
+@functools.cache
+def block_weaver(name: str, lanes: int):
+    """f(v, base, stride, columns, data, n, block): one key block of head n, from int8 rows `stride` apart, the first at `base`."""
+    isa = VECTOR_ISAS[name]
+    chunk, group, woven = isa.nv * lanes, isa.group, weave(lanes, isa.group, isa.v_offset)
+
+    @bare
+    def chunk_width(left):
+        """Columns of the next chunk: whole, then two vectors, then one."""
+        if left >= chunk:
+            return chunk
+        return 2 * lanes if left >= 2 * lanes else lanes
+
+    @bare
+    def weave_groups(v, base, stride, columns, data, n, block, first, stop):
+        """The groups of keys from `first` on; v begins with the first of them."""
+        out = n * data.shape[1] + block * KEY_BLOCK * columns
+        for g in range(first, stop):
+            t, row = 0, base + (g - first) * group * stride
+            while t < columns:
+                width = chunk_width(columns - t)
+                place = out + t * KEY_BLOCK + g * width * group
+                for c in range(0, width, lanes):
+                    woven(v, row + t + c, stride, data, place + c * group)
+                t += width
+
+    return weave_groups
 
 
 @functools.cache
 def _pack_keys(name: str, lanes: int):
     isa = VECTOR_ISAS[name]
     panel, group, order = isa.nv * lanes, isa.group, isa.key_order(lanes)
-    beside = tuple(order[:SQUARE].tolist())  # the keys of every square, from its first one on
-    operand, offset, start_of = (
-        np.int8 if group == 4 else np.int16,
-        isa.q_offset,
-        isa.q_offset and first_values(name),
-    )
-    square = transpose(SQUARE, beside)
+    operand = np.int8 if group == 4 else np.int16
+    pack_panel = panel_packer(name, lanes)
 
-    @inline
-    def pack_panel(task, k, words, scale, groups, panels, data, start, packed_scale, wide):
+    @bare
+    def copy_rows(k, n, first, rows, size):
+        """The keys from `first` on as rows of `size` operands; what K lacks is 0."""
         length, d = k.shape[1:]
-        n, p = task // panels, task % panels
-        first, size = p * panel, groups * group
-        source, base = (
-            words,
-            (n * length + first) * groups,
-        )  # straight from K, where its rows are whole words
-        if not words.size or first + panel > length:
-            rows = zeros((panel * size,), operand)
-            for c in range(min(panel, length - first)):
-                for e in range(d):
-                    rows[c * size + e] = k[n, first + c, e]
-            source, base = reinterpret(rows, np.int32), 0
-        out = reinterpret(data[n, first * size : (first + panel) * size], np.int32)
-        whole = groups // SQUARE * SQUARE
-        for c in range(0, panel, SQUARE):
-            for g in range(0, whole, SQUARE):
-                square(source, base + order[c] * groups + g, groups, out, g * panel + c, panel)
-        for c in range(panel):
-            for g in range(whole, groups):
-                out[g * panel + c] = source[base + order[c] * groups + g]
+        rows[:] = 0
+        for c in range(min(panel, length - first)):
+            for e in range(d):
+                rows[c * size + e] = k[n, first + c, e]
+
+    @bare
+    def pack_scales(scale, n, first, keys):
+        length = scale.shape[1]
         for c in range(panel):
             j = first + order[c]
-            packed_scale[n, first + c] = scale[n, j] if j < length else np.float32(0)
-        for c in range(first, first + panel):
-            if packed_scale[n, c] != packed_scale[n, c]:
-                wide[n, first // KEY_BLOCK] = 1
-        if offset:
-            start_of(out, 0, groups, start, n * start.shape[1] + first)
-        else:
-            start[n, first : first + panel] = 0
+            keys.scale[n, first + c] = scale[n, j] if j < length else np.float32(0)
+            if keys.scale[n, first + c] != keys.scale[n, first + c]:
+                keys.wide[n, first // KEY_BLOCK] = 1
+
+    @bare
+    def pack_task(n, first, stop, k, words, scale, groups, rows, keys):
+        length = k.shape[1]
+        for p in range(first, stop, panel):
+            if words.size and p + panel <= length:  # straight from K: its rows are whole words
+                pack_panel(words, (n * length + p) * groups, groups, keys.data, keys.start, n, p)
+            else:
+                copy_rows(k, n, p, rows, groups * group)
+                pack_panel(reinterpret(rows, np.int32), 0, groups, keys.data, keys.start, n, p)
+            pack_scales(scale, n, p, keys)
+
+    @inline
+    def task(number, k, words, scale, groups, tasks, keys):
+        n, first = number // tasks, number % tasks * TASK_KEYS
+        rows = zeros((panel * groups * group,), operand, "keys of a panel")
+        stop = min(first + TASK_KEYS, keys.start.shape[1])
+        pack_task(n, first, stop, k, words, scale, groups, rows, keys)
 
     @kernel
-    def pack_keys(k, words, scale, data, start, packed_scale, wide):
-        groups, panels = data.shape[1] // start.shape[1] // group, start.shape[1] // panel
-        over_tasks(
-            pack_panel,
-            k.shape[0] * panels,
-            (k, words, scale, groups, panels, data, start, packed_scale, wide),
+    def pack_keys(k, words, scale, keys):
+        all_keys = keys.start.shape[1]
+        groups, tasks = (
+            keys.data.shape[1] // all_keys // group,
+            (all_keys + TASK_KEYS - 1) // TASK_KEYS,
         )
+        over_tasks(task, k.shape[0] * tasks, (k, words, scale, groups, tasks, keys))
 
     return pack_keys
 
 
 @functools.cache
 def _pack_values(name: str, lanes: int):
-    isa = VECTOR_ISAS[name]
-    chunk, group, woven = isa.nv * lanes, isa.group, weave(lanes, isa.group, isa.v_offset)
+    group, weave_groups = VECTOR_ISAS[name].group, block_weaver(name, lanes)
 
-    @inline
-    def pack_block(task, v, blocks, columns, data):
+    @bare
+    def pack_block(n, block, v, rows, columns, data):
         length, dv = v.shape[1:]
-        n, block = task // blocks, task % blocks
-        rows = zeros((group, columns), np.int8)  # keys and columns that V lacks are zeros
-        out = data[n, block * KEY_BLOCK * columns : (block + 1) * KEY_BLOCK * columns]
+        stride = dv
         for g in range(KEY_BLOCK // group):
             j = block * KEY_BLOCK + g * group
-            whole = dv == columns and j + group <= length
-            if not whole:
-                for r in range(group):
-                    for c in range(dv):
-                        rows[r, c] = v[n, j + r, c] if j + r < length else 0
-            t = 0
-            while t < columns:
-                width = min(chunk, columns - t)
-                if width < chunk and width >= 2 * lanes:
-                    width = 2 * lanes
-                elif width < chunk:
-                    width = lanes
-                place = t * KEY_BLOCK + g * width * group
-                for c in range(0, width, lanes):
-                    if whole:
-                        woven(v, (n * length + j) * dv + t + c, dv, out, place + c * group)
-                    else:
-                        woven(rows, t + c, columns, out, place + c * group)
-                t += width
+            if dv == columns and j + group <= length:
+                flat = v.reshape(v.size)
+                weave_groups(flat, (n * length + j) * dv, stride, columns, data, n, block, g, g + 1)
+                continue
+            for r in range(group):  # keys and columns that V lacks are zeros
+                for c in range(dv):
+                    rows[r * columns + c] = v[n, j + r, c] if j + r < length else 0
+            weave_groups(rows, 0, columns, columns, data, n, block, g, g + 1)
+
+    @inline
+    def task(number, v, tasks, columns, data):
+        n, first = number // tasks, number % tasks * (TASK_KEYS // KEY_BLOCK)
+        rows = zeros((group * columns,), np.int8, "values of a group of keys")
+        blocks = data.shape[1] // (KEY_BLOCK * columns)
+        for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
+            pack_block(n, block, v, rows, columns, data)
 
     @kernel
     def pack_values(v, data, columns):
-        blocks = data.shape[1] // (KEY_BLOCK * columns)
-        over_tasks(pack_block, v.shape[0] * blocks, (v, blocks, columns, data))
+        tasks = (data.shape[1] // columns + TASK_KEYS - 1) // TASK_KEYS
+        over_tasks(task, v.shape[0] * tasks, (v, tasks, columns, data))
 
     return pack_values
+
+
+def empty_keys(isa_name: str, n: int, s: int, d: int, lanes: int) -> PackedKeys:
+    """Room for s keys of d channels of n heads."""
+    isa = VECTOR_ISAS[isa_name]
+    keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
+    return PackedKeys(
+        empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16),
+        empty((n, keys), np.int32),
+        empty((n, keys), np.float32),
+        np.zeros((n, keys // KEY_BLOCK), np.uint8),
+    )
+
+
+def empty_values(isa_name: str, n: int, s: int, dv: int, lanes: int) -> np.ndarray:
+    """Room for s values of dv channels of n heads: (n, padded keys * columns)."""
+    isa = VECTOR_ISAS[isa_name]
+    size = padded(s, KEY_BLOCK) * padded(dv, isa.unit * lanes)
+    return empty((n, size), np.int8 if isa.group == 4 else np.int16)
 
 
 def pack_keys(
@@ -144,27 +216,19 @@ def pack_keys(
     """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
     isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
     n, s, d = k.shape
-    keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
-    packed = PackedKeys(
-        empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16),
-        empty((n, keys), np.int32),
-        empty((n, keys), np.float32),
-        np.zeros((n, keys // KEY_BLOCK), np.uint8),
-    )
-    words = (
-        k.reshape(-1).view(np.int32) if isa.group == 4 and channels == d else np.empty(0, np.int32)
-    )
-    _pack_keys(isa_name, lanes)(k, words, scale, *packed)
+    packed = empty_keys(isa_name, n, s, d, lanes)
+    whole = isa.group == 4 and d % isa.step == 0
+    words = k.reshape(-1).view(np.int32) if whole else np.empty(0, np.int32)
+    _pack_keys(isa_name, lanes)(k, words, scale, packed)
     return packed
 
 
 def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.ndarray:
     """Pack v (N, S, Dv) int8, plus the offset of the instruction set: (N, padded keys * columns)."""
-    isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
+    lanes = lanes or running_lanes(isa_name)
     n, s, dv = v.shape
-    columns = padded(dv, isa.unit * lanes)
-    data = empty((n, padded(s, KEY_BLOCK) * columns), np.int8 if isa.group == 4 else np.int16)
-    _pack_values(isa_name, lanes)(v, data, columns)
+    data = empty_values(isa_name, n, s, dv, lanes)
+    _pack_values(isa_name, lanes)(v, data, data.shape[1] // padded(s, KEY_BLOCK))
     return data
 
 

@@ -67,3 +67,8 @@ def shares_operands(typingctx):
         )
 
     return types.boolean(), codegen
+
+
+def padded(n: int, unit: int) -> int:
+    """n rounded up to a multiple of `unit`."""
+    return -(-n // unit) * unit

@@ -1,6 +1,6 @@
 """Register tiles of any shape: mr rows times nv vectors of sums, to see what the shape is worth.
 
-The products are those of `microkernels.dot_loop`; what ships is 6 x 4 (6 x 2 where there are 16 registers).
+The products are those of `isa.dot_loop`; what ships is 6 x 4 (6 x 2 where there are 16 registers).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from ...jit import target
 from ...jit.compiler import kernel
-from ..int8.microkernels import dot_loop
+from ..isa.dot_loop import dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..isa.vectors import I32, I64, data, store
 

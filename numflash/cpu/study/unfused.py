@@ -24,9 +24,9 @@ from ...errors import ArgumentError, UnsupportedError
 from ...jit import target
 from ...jit.compiler import inline, kernel
 from ...tiling import TILINGS
-from ..int8.microkernels import dot_loop
-from ..int8.packing import PackedKeys, pack_keys, padded
-from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..int8.packing import PackedKeys, pack_keys
+from ..isa.dot_loop import dot_loop
+from ..isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..isa.vectors import I32, data, load, store
 
 F, I, U = np.float32, np.int32, np.uint32

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from .. import ptx
-from .._target import cuda, types
+from .._target import cuda, device_function, types
 from ..compile import Source
 from .pieces import (
     LOG2E,
@@ -23,10 +23,11 @@ from .pieces import (
     make_hide,
     make_load_rows,
     make_load_tile,
+    make_rescale,
     make_row_block,
+    make_softmax,
     make_store_rows,
     make_tile_range,
-    quad_max,
     quad_sum,
     swizzle_of,
 )
@@ -70,13 +71,12 @@ def flash_float(
     turing : sm_75
     sinks : exp(sink) of the head joins each row's sum
     """
-    _warps, threads = block_q // 16, block_q * 2
+    threads = block_q * 2
     k_steps, key_tiles, value_tiles = d // 16, block_k // 8, dv // 8
     n_s, n_o, n_q = key_tiles * 4, value_tiles * 4, k_steps * 4
     d_bytes, dv_bytes = d * 2, dv * 2
-    keep_q = d < (
-        96 if mask else 128
-    )  # Q's fragments stay in registers where there is room (the ladder's rung 7)
+    # Q's fragments stay in registers where there is room (the ladder's rung 7)
+    keep_q = d < (96 if mask else 128)
     n_qf = n_q if keep_q else 4
     wide = max(d, dv) > 128  # no register is left: slopes are read again for every tile
     shift_k, xor_k = swizzle_of(d_bytes)
@@ -84,30 +84,63 @@ def flash_float(
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     transform = transform or softcap or alibi or mask == "float"
-    options, adjust = (
-        transform or bool(mask),
-        make_adjust(key_tiles, transform, softcap, alibi, mask),
-    )
-    hide = make_hide(key_tiles)
-    scores, add = (
-        make_scores(d, block_k, dtype, turing, keep_q),
-        make_add(dv, block_k, dtype, turing),
-    )
-    stage_rows, tile_range, row_block = (
-        make_stage(dv, dtype, turing),
-        make_tile_range(block_q, block_k, group, band),
-        make_row_block(band),
-    )
+    options = transform or bool(mask)
+
+    tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
+    scores = make_scores(d, block_k, dtype, turing, keep_q)
+    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask)
+    hide = make_hide(key_tiles)
+    softmax = make_softmax(key_tiles)
+    rescale = make_rescale(value_tiles)
+    add_values = make_add(dv, block_k, dtype, turing)
+    stage_rows = make_stage(dv, dtype, turing)
     store_o = make_store_rows(dv_bytes, group)
     wait_all = ptx.cp_async_wait[0]
 
+    @device_function
+    def load_tile(sk, sv, k, v, steps, left, stage, start, keys, thread):
+        """Copy keys and values `start` to `start + block_k` into buffer `stage` of shared memory."""
+        k_step, v_step = steps
+        d_left, dv_left = left
+        k_tile, v_tile = k + u64(start) * u64(k_step), v + u64(start) * u64(v_step)
+        load_k(sk + u32(stage * k_size), k_tile, k_step, keys - start, d_left, thread)
+        load_v(sv + u32(stage * v_size), v_tile, v_step, keys - start, dv_left, thread)
+
+    @device_function
+    def find_rows(query, head, low, high, row, kv_head, keys, diagonal, left, right):
+        """Query, head and visible keys [low, high) of the two rows that this thread holds."""
+        for r in range(2):
+            query[r] = i32((row + 8 * r) // group)
+            head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))
+            low[r], high[r] = i32(0), keys
+            if band:
+                low[r] = i32(query[r] + diagonal - left)
+                high[r] = i32(min(keys, query[r] + diagonal + right + 1))
+
+    @device_function
+    def finish_rows(m, l, alpha, factor, sinks_at, lse_at, query, head, first, queries, lane):
+        """alpha = 1 / l of each row, and its LSE to memory. A row that saw nothing is 0, its LSE -inf (or the sink)."""
+        for r in range(2):
+            total = quad_sum(l[r])
+            top = NEG_INF if total == f32(0) else m[r] * factor
+            scale = f32(1)
+            if sinks and query[r] < queries:
+                sink = ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E
+                top, total, scale = join_sink(top, total, sink)
+            alpha[r] = f32(0) if total == f32(0) else scale * ptx.rcp(total)
+            if lane & 3 == 0 and query[r] < queries:
+                at = lse_at + u64(((first + head[r]) * queries + query[r]) * 4)
+                ptx.store_global_f32(at, (top + ptx.lg2(total)) * LN2)
+
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, slopes, sinks_at = pointers
+        q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers
+        q_batch, q_head, q_step, k_batch, k_head, k_step = strides[:6]
+        v_batch, v_head, v_step, o_batch, o_head, o_step = strides[6:12]
         queries, d_left, dv_left, heads, left, right = sizes
-        scale = factors[0]
+        factor = f32(1) if transform else factors[0]  # `adjust` has scaled the scores already
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
@@ -115,9 +148,10 @@ def flash_float(
         sq = ptx.shared_address(shared)
         sk = sq + u32(q_size)
         sv = sk + u32(stages * k_size)
-        k = k + u64(batch * strides[3] + kv_head * strides[4])
-        v = v + u64(batch * strides[6] + kv_head * strides[7])
-        q = q + u64(batch * strides[0] + kv_head * group * strides[1])
+        q = q + u64(batch * q_batch + kv_head * group * q_head)
+        k = k + u64(batch * k_batch + kv_head * k_head)
+        v = v + u64(batch * v_batch + kv_head * v_head)
+        steps, bytes_left = (k_step, v_step), (d_left, dv_left)
 
         # rows of this block, the tiles of keys that any of them sees, and the keys that all of them see
         rows, first = i32(queries * group), i32(row_block() * block_q)
@@ -125,56 +159,32 @@ def flash_float(
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)
 
-        # query and key range of the two rows that this thread holds
-        row = i32(first + warp * 16 + (lane >> 2))
-        query, head, slope = (
-            cuda.local.array(2, i32),
-            cuda.local.array(2, i32),
-            cuda.local.array(2, f32),
-        )
+        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        for r in range(2):
-            query[r] = i32((row + 8 * r) // group)
-            head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))
-            slope[r], low[r], high[r] = f32(0), i32(0), keys
-            if band:
-                low[r], high[r] = (
-                    i32(query[r] + diagonal - left),
-                    i32(min(keys, query[r] + diagonal + right + 1)),
-                )
-
+        row = i32(first + warp * 16 + (lane >> 2))
+        find_rows(query, head, low, high, row, kv_head, keys, diagonal, left, right)
+        slope = cuda.local.array(2, f32)
+        slope[0], slope[1] = f32(0), f32(0)
         if alibi and not wide:
             load_slopes(slope, slopes, batch * heads, head)
 
-        load_q(sq, q, strides[1], strides[2], first, rows, d_left, thread)
-        if not turing and tile < tiles:
-            load_k(
-                sk,
-                k + u64(tile * block_k) * u64(strides[5]),
-                strides[5],
-                keys - tile * block_k,
-                d_left,
-                thread,
-            )
-            load_v(
-                sv,
-                v + u64(tile * block_k) * u64(strides[8]),
-                strides[8],
-                keys - tile * block_k,
-                dv_left,
-                thread,
-            )
+        load_q(sq, q, q_head, q_step, first, rows, d_left, thread)
         if not turing:
+            if tile < tiles:
+                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), tile * block_k, keys, thread)
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
 
-        qf = cuda.local.array(n_qf, u32)  # A fragments of Q
-        s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x block_k per warp
-        o = cuda.local.array(n_o, f32)  # output: 16 x dv per warp
+        # the state of the two rows: running maximum, running sum, and the output so far
+        m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+        o = cuda.local.array(n_o, f32)  # 16 x dv per warp
+        for r in range(2):
+            m[r], l[r] = NEG_INF, f32(0)
         for i in range(n_o):
             o[i] = f32(0)
-        m0, m1, l0, l1 = NEG_INF, NEG_INF, f32(0), f32(0)
+        qf = cuda.local.array(n_qf, u32)  # A fragments of Q
+        s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x block_k per warp
         # ldmatrix addresses of this lane; the column enters by XOR with an even chunk number, which leaves the lane's bit alone
         q_row = warp * 16 + (lane & 15)
         q_at = sq + u32(q_row * d_bytes)
@@ -186,137 +196,52 @@ def flash_float(
         if keep_q:
             for step in range(k_steps):
                 ptx.ldmatrix(qf, step * 4, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
+
         stage = i32(0)
         while tile < tiles:
             start = tile * block_k
             if turing:
-                load_k(
-                    sk, k + u64(start) * u64(strides[5]), strides[5], keys - start, d_left, thread
-                )
-                load_v(
-                    sv, v + u64(start) * u64(strides[8]), strides[8], keys - start, dv_left, thread
-                )
+                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), start, keys, thread)
                 cuda.syncthreads()
             else:
                 wait_all()
-                cuda.syncthreads()  # everyone's part of this tile is there, and the last tile is done with
+                cuda.syncthreads()  # this tile has arrived; all warps have finished the previous one
                 if tile + 1 < tiles:
                     ahead = start + block_k
-                    load_k(
-                        sk + u32((stage ^ 1) * k_size),
-                        k + u64(ahead) * u64(strides[5]),
-                        strides[5],
-                        keys - ahead,
-                        d_left,
-                        thread,
-                    )
-                    load_v(
-                        sv + u32((stage ^ 1) * v_size),
-                        v + u64(ahead) * u64(strides[8]),
-                        strides[8],
-                        keys - ahead,
-                        dv_left,
-                        thread,
-                    )
+                    load_tile(sk, sv, k, v, steps, bytes_left, stage ^ 1, ahead, keys, thread)
                 ptx.cp_async_commit()
 
             scores(s, qf, q_at, q_chunk, sk + u32(stage * k_size) + u32(k_row * d_bytes), k_chunk)
-            here = i32(start + 2 * (lane & 3))
+            key = i32(start + 2 * (lane & 3))  # of this thread's first score
             if alibi and wide:
                 load_slopes(slope, slopes, batch * heads, head)
             if options:
-                adjust(
-                    s,
-                    here,
-                    query,
-                    head,
-                    slope,
-                    (batch, diagonal),
-                    (queries, keys),
-                    factors,
-                    mask_at,
-                    strides[12:],
-                )
+                place, ends = (batch, diagonal), (queries, keys)
+                adjust(s, key, query, head, slope, place, ends, factors, mask_at, strides[12:])
             if start < whole_low or start + block_k > whole_high:
-                hide(s, here, low, high)
+                hide(s, key, low, high)
+            softmax(s, m, l, alpha, factor)
+            rescale(o, alpha)
+            add_values(o, s, sv + u32(stage * v_size) + u32(v_row * dv_bytes), v_chunk)
 
-            # online softmax: the new maximum, and what it does to the sums so far
-            x0, x1 = m0, m1
-            for n in range(key_tiles):
-                x0 = ptx.fmax(x0, ptx.fmax(s[4 * n], s[4 * n + 1]))
-                x1 = ptx.fmax(x1, ptx.fmax(s[4 * n + 2], s[4 * n + 3]))
-            x0, x1 = quad_max(x0), quad_max(x1)
-            factor = f32(1) if transform else scale
-            safe0 = (
-                f32(0) if x0 == NEG_INF else x0 * factor
-            )  # nothing seen yet: keeps -inf - -inf away
-            safe1 = f32(0) if x1 == NEG_INF else x1 * factor
-            alpha0, alpha1 = ptx.ex2(m0 * factor - safe0), ptx.ex2(m1 * factor - safe1)
-            m0, m1 = x0, x1
-            l0, l1 = l0 * alpha0, l1 * alpha1
-            for n in range(key_tiles):
-                for e in range(2):
-                    s[4 * n + e] = ptx.ex2(ptx.fma(s[4 * n + e], factor, -safe0))
-                    s[4 * n + 2 + e] = ptx.ex2(ptx.fma(s[4 * n + 2 + e], factor, -safe1))
-                l0 += s[4 * n] + s[4 * n + 1]
-                l1 += s[4 * n + 2] + s[4 * n + 3]
-            for n in range(value_tiles):
-                for e in range(2):
-                    o[4 * n + e] *= alpha0
-                    o[4 * n + 2 + e] *= alpha1
-
-            add(o, s, sv + u32(stage * v_size) + u32(v_row * dv_bytes), v_chunk)
             if turing:
                 cuda.syncthreads()
             else:
                 stage ^= 1
             tile += 1
 
-        # one division per row; a row that saw nothing is 0, its LSE -inf (or the sink)
-        factor = f32(1) if transform else scale
-        l0, l1 = quad_sum(l0), quad_sum(l1)
-        x0 = NEG_INF if l0 == f32(0) else m0 * factor
-        x1 = NEG_INF if l1 == f32(0) else m1 * factor
-        r0, r1 = f32(1), f32(1)
-        if sinks:
-            if query[0] < queries:
-                x0, l0, r0 = join_sink(
-                    x0, l0, ptx.load_global_f32(sinks_at + u64(head[0] * 4)) * LOG2E
-                )
-            if query[1] < queries:
-                x1, l1, r1 = join_sink(
-                    x1, l1, ptx.load_global_f32(sinks_at + u64(head[1] * 4)) * LOG2E
-                )
-        r0 = f32(0) if l0 == f32(0) else r0 * ptx.rcp(l0)
-        r1 = f32(0) if l1 == f32(0) else r1 * ptx.rcp(l1)
-        if lane & 3 == 0:
-            if query[0] < queries:
-                ptx.store_global_f32(
-                    lse_out + u64(((batch * heads + head[0]) * queries + query[0]) * 4),
-                    (x0 + ptx.lg2(l0)) * LN2,
-                )
-            if query[1] < queries:
-                ptx.store_global_f32(
-                    lse_out + u64(((batch * heads + head[1]) * queries + query[1]) * 4),
-                    (x1 + ptx.lg2(l1)) * LN2,
-                )
+        finish_rows(
+            m, l, alpha, factor, sinks_at, lse_at, query, head, batch * heads, queries, lane
+        )
         # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
         if dv > d:
             cuda.syncthreads()
         else:
             cuda.syncwarp()
         mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
-        stage_rows(o, mine, r0, r1, lane)
+        stage_rows(o, mine, alpha[0], alpha[1], lane)
         cuda.syncwarp()
-        store_o(
-            mine,
-            o_out + u64(batch * strides[9] + kv_head * group * strides[10]),
-            strides[10],
-            strides[11],
-            first + warp * 16,
-            rows,
-            dv_left,
-            lane,
-        )
+        to = o_out + u64(batch * o_batch + kv_head * group * o_head)
+        store_o(mine, to, o_head, o_step, first + warp * 16, rows, dv_left, lane)
 
     return Source(flash, SIGNATURE, threads, q_size + stages * (k_size + v_size))

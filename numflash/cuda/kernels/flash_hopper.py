@@ -8,7 +8,6 @@ issue their products in turns (section 3.1).
 
 from __future__ import annotations
 
-import functools
 import math
 
 from ...tiling import tiling
@@ -33,8 +32,8 @@ from .pieces import (
     make_adjust,
     make_hide,
     make_row_block,
+    make_softmax,
     make_tile_range,
-    quad_max,
     quad_sum,
 )
 
@@ -49,30 +48,6 @@ STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 SIGNATURE = types.void(
     types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
 )
-
-
-@functools.cache
-def make_softmax(key_tiles: int):
-    """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
-
-    @device_function
-    def softmax(s, m, l, alpha, scale):
-        for r in range(2):
-            x = m[r]
-            for n in range(key_tiles):
-                x = ptx.fmax(x, ptx.fmax(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]))
-            x = quad_max(x)
-            safe = f32(0) if x == NEG_INF else x * scale
-            alpha[r] = ptx.ex2(m[r] * scale - safe)
-            m[r] = x
-            total = l[r] * alpha[r]
-            for n in range(key_tiles):
-                s[4 * n + 2 * r] = ptx.ex2(ptx.fma(s[4 * n + 2 * r], scale, -safe))
-                s[4 * n + 2 * r + 1] = ptx.ex2(ptx.fma(s[4 * n + 2 * r + 1], scale, -safe))
-                total += s[4 * n + 2 * r] + s[4 * n + 2 * r + 1]
-            l[r] = total
-
-    return softmax
 
 
 def flash_hopper(

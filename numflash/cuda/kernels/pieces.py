@@ -261,6 +261,43 @@ def quad_sum(x):
     return x + ptx.shuffle_xor(x, u32(2))
 
 
+@functools.cache
+def make_softmax(key_tiles: int):
+    """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
+
+    @device_function
+    def softmax(s, m, l, alpha, scale):
+        for r in range(2):
+            x = m[r]
+            for n in range(key_tiles):
+                x = ptx.fmax(x, ptx.fmax(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]))
+            x = quad_max(x)
+            safe = f32(0) if x == NEG_INF else x * scale
+            alpha[r] = ptx.ex2(m[r] * scale - safe)
+            m[r] = x
+            total = l[r] * alpha[r]
+            for n in range(key_tiles):
+                s[4 * n + 2 * r] = ptx.ex2(ptx.fma(s[4 * n + 2 * r], scale, -safe))
+                s[4 * n + 2 * r + 1] = ptx.ex2(ptx.fma(s[4 * n + 2 * r + 1], scale, -safe))
+                total += s[4 * n + 2 * r] + s[4 * n + 2 * r + 1]
+            l[r] = total
+
+    return softmax
+
+
+@functools.cache
+def make_rescale(value_tiles: int) -> Any:
+    """rescale(o, alpha): the outputs of a thread's two rows, each times its row's factor."""
+
+    @device_function
+    def rescale(o, alpha):
+        for n in range(value_tiles):
+            for e in range(4):
+                o[4 * n + e] *= alpha[e >> 1]
+
+    return rescale
+
+
 @device_function
 def load_slopes(slope, slopes, first, head):
     """ALiBi's slopes of a thread's two rows, in units of log2; `first` is the place of the batch's first head."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -123,8 +123,9 @@ def long_cache(
     for _ in range(0, length, chunk):
         cache.append(key, value)
     cache.decode(query)
-    plan, c = next(iter(cache._calls.values()))
-    card, store = cache._layout.card, cache._store
+    memory = cache._open()
+    plan, c = cast(Any, memory.calls.plan)(query.shape, None, None, memory.longest)
+    card, store = cast(Any, memory.layout).card, cast(Any, memory.store)
     seconds = median_seconds(
         device, lambda: plan.launch(plan.q, c, store, plan.out), stream=card.stream
     )

@@ -1,0 +1,109 @@
+"""Decode calls prepared for one cache: which plan serves a query, and the rows that a plan gives back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..arguments import factor
+from ..errors import ArgumentError
+from .arguments import integer
+from .exact import LOG2E
+from .protocols import Backend, Layout, Plan
+from .settings import Settings
+
+F = np.float32
+MOST_CALLS = 64  # prepared calls kept; a generation with varied shapes does not collect buffers
+
+
+class Calls:
+    """Plans for one layout and batch, made when first needed.
+
+    Attributes
+    ----------
+    shapes : shapes of key and value that `append` has accepted: their tokens
+    steps : captured steps on a card, by plan and factor
+    """
+
+    def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
+        self.backend, self.layout, self.settings, self.batch = backend, layout, settings, batch
+        self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
+        self.steps: dict[tuple[Plan, float], Any] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
+
+    def plan(
+        self,
+        shape: tuple[int, ...],
+        scale: Any,
+        splits: Any,
+        longest: int,
+        changed: bool = False,
+    ) -> tuple[Plan, np.float32]:
+        """The prepared call for a query of this shape, and the factor of its scores.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+        """
+        workers, blocks = self.layout.call(longest, self.batch)
+        call = shape, scale, splits, workers, blocks, changed
+        try:
+            return self._calls[call]
+        except TypeError:  # an array of one number, or what is refused now
+            return self._make(*call)
+        except KeyError:
+            made = self._make(*call)
+        if len(self._calls) > MOST_CALLS:
+            self.forget()
+        self._calls[call] = made
+        return made
+
+    def forget(self) -> None:
+        """Drop the prepared calls and their buffers."""
+        for prepared in (self._plans, self._calls, self.steps):
+            prepared.clear()
+
+    def _make(
+        self,
+        shape: tuple[int, ...],
+        scale: Any,
+        splits: Any,
+        workers: int,
+        blocks: int,
+        changed: bool,
+    ) -> tuple[Plan, np.float32]:
+        self._check(shape)
+        c, group = self.factor(scale), shape[1] // self.settings.kv_heads
+        if splits is None:
+            splits = self.layout.splits(self.batch, group * shape[2], workers, blocks)
+        else:
+            splits = integer("splits", splits, 1, 1 << 16)
+        plan = self._plans.get((shape, splits, workers, changed))
+        if plan is None:
+            sizes = self.batch, group, shape[2], splits, workers
+            plan = self.backend.Plan(self.layout, *sizes, changed)
+            self._plans[shape, splits, workers, changed] = plan
+        return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype == "int8" else 1))
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        kv_heads, head_dim, window = (
+            self.settings.kv_heads,
+            self.settings.head_dim,
+            self.settings.window,
+        )
+        good = len(shape) == 4 and shape[0] == self.batch and shape[3] == head_dim
+        if not good or shape[1] < 1 or shape[1] % kv_heads or shape[2] < 1:
+            raise ArgumentError(
+                f"query: got shape {shape}; allowed: ({self.batch}, heads, tokens, {head_dim}) with heads a "
+                f"multiple of {kv_heads} and one token or more"
+            )
+        if window is not None and shape[2] > self.layout.ring - window + 1:
+            most = self.layout.ring - window + 1
+            raise ArgumentError(f"query: got {shape[2]} tokens; allowed: {most} with this window")
+
+    def factor(self, scale: Any) -> float:
+        """The factor of Q.K^T."""
+        return self.settings.head_dim**-0.5 if scale is None else factor("scale", scale)

@@ -1,0 +1,152 @@
+"""Reading a cache back: the stored numbers, the floats they stand for, and all of it as arrays on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..errors import ArgumentError, CacheFullError
+from ..interop import widen
+from ..quantization import QuantizedTensor
+from .memory import Memory
+
+F = np.float32
+STORED = {"int8": np.int8, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+BITS = {"int8": np.int8, "float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+STATE_VERSION = 1
+
+
+def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What sequence b holds as it is stored, in slot order.
+
+    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for "int8", else (1, Hkv, slots).
+    """
+    layout, store, settings = memory.layout, memory.store, memory.settings
+    pages, n = memory.slots(b)
+    if not n:  # the layouts reshape by the sizes of what is there
+        heads, d, exact = settings.kv_heads, settings.head_dim, settings.dtype == "int8"
+        both = np.zeros((heads, 0, d + settings.value_dim), BITS[settings.dtype])
+        return both[..., :d], both[..., d:], np.zeros((1 + exact, heads, 0), F)
+    keys, values = layout.keys(store, pages)[:, :n], layout.values(store, pages)[:, :n]
+    return keys, values, layout.scales(store, pages)[:, :, :n]
+
+
+def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Keys and values of sequence b as dtype "int8" stores them, in slot order."""
+    keys, values, scales = stored(memory, b)
+    k_scale, v_scale = scales[..., None]
+    v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
+    bad = np.isnan(k_scale[..., 0])
+    offset, marked = memory.offset[b, :, None].copy(), bad if bad.any() else None
+    k_scale = np.where(bad[..., None], F(1), k_scale)
+    key = QuantizedTensor(keys, k_scale, "row", offset, marked)
+    return key, QuantizedTensor(values, v_scale, "row", None, marked)
+
+
+def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of sequence b as float32, in slot order; NaN where a token was not finite."""
+    if memory.settings.dtype == "int8":
+        key, value = quantized(memory, b)
+        return key.dequantize(), value.dequantize()
+    *elements, scales = stored(memory, b)
+    bad = np.isnan(scales[0, ..., None])
+    found = (x.copy().view(STORED[memory.settings.dtype]) for x in elements)
+    k, v = (np.where(bad, F(np.nan), widen(x).astype(F)) for x in found)
+    return k, v
+
+
+def state(memory: Memory) -> dict[str, np.ndarray]:
+    """All sequences as arrays, for `restore`: independent of device, instruction set and pages."""
+    found: dict[str, np.ndarray] = {
+        "version": np.array(STATE_VERSION),
+        "lengths": memory.store.lengths.copy(),
+        "offset": memory.offset.copy(),
+        "oldest": memory.oldest.copy(),
+    }
+    for b in range(memory.batch):
+        for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
+            found[f"{name}{b}"] = np.ascontiguousarray(x)
+    return found
+
+
+def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
+    """Write the tokens of a `state` into an empty memory; returns the lengths to be set.
+
+    Raises
+    ------
+    ArgumentError, CacheFullError
+        What was given is no state, or of a cache of another shape or dtype. Nothing counts as written then.
+    """
+    lengths = _lengths(memory, given)
+    arrays = [_tokens(memory, given, b, int(lengths[b])) for b in range(memory.batch)]
+    if memory.settings.paged:
+        memory.grow(lengths)
+    size = memory.layout.page_size
+    for b, (key, value, scales) in enumerate(arrays):
+        slots = key.shape[1]
+        pages = memory.store.table[b, : -(-slots // size)]
+        pad = len(pages) * size - slots
+        memory.layout.write(
+            memory.store,
+            pages,
+            np.pad(key, ((0, 0), (0, pad), (0, 0))),
+            np.pad(value, ((0, 0), (0, pad), (0, 0))),
+            np.pad(scales, ((0, 0), (0, 0), (0, pad))),
+        )
+    memory.offset[...], memory.oldest[...] = given["offset"], given["oldest"]
+    return lengths
+
+
+def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:
+    """The lengths of a state, after its version and its common arrays have been checked."""
+    missing = {"version", "lengths", "offset", "oldest"} - set(given)
+    if missing:
+        raise ArgumentError(
+            f"state: got no {sorted(missing)[0]!r}; allowed: what KVCache.state() returns"
+        )
+    if int(given["version"]) != STATE_VERSION:
+        raise ArgumentError(f"state: got version {given['version']}; allowed: {STATE_VERSION}")
+    lengths = np.asarray(given["lengths"])
+    if lengths.shape != (memory.batch,) or lengths.dtype != np.int64 or (lengths < 0).any():
+        raise ArgumentError(
+            f"state: got lengths of {lengths.shape}; allowed: {memory.batch} sequences"
+        )
+    offset = np.asarray(given["offset"])
+    if offset.shape != memory.offset.shape or offset.dtype != F:
+        raise ArgumentError(
+            f"state: got channel means of shape {offset.shape}; allowed: {memory.offset.shape}"
+        )
+    if memory.settings.window is None and lengths.max(initial=0) > memory.settings.max_length:
+        raise CacheFullError(
+            f"state: got {lengths.max()} tokens; allowed: {memory.settings.max_length} in all"
+        )
+    return lengths
+
+
+def _tokens(
+    memory: Memory, given: dict[str, Any], b: int, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys, values and scales of one sequence of a state."""
+    settings, layout = memory.settings, memory.layout
+    used = min(length, layout.sinks + layout.ring)
+    exact = settings.dtype == "int8"
+    bits = np.dtype(BITS[settings.dtype])
+    wanted = {
+        f"key{b}": ((settings.kv_heads, used, settings.head_dim), bits),
+        f"value{b}": ((settings.kv_heads, used, settings.value_dim), bits),
+        f"scale{b}": ((2 if exact else 1, settings.kv_heads, used), np.dtype(F)),
+    }
+    for name, (shape, dtype) in wanted.items():
+        x = given.get(name)
+        if not isinstance(x, np.ndarray) or x.shape != shape or x.dtype != dtype:
+            got = (
+                "nothing" if x is None else f"{getattr(x, 'dtype', type(x))} of shape {np.shape(x)}"
+            )
+            raise ArgumentError(
+                f"state: got {got} for {name!r}; allowed: {dtype} of shape {shape}, as a cache of dtype "
+                f"{settings.dtype!r} with these sizes has it"
+            )
+    key, value, scale = (given[name] for name in wanted)
+    return key, value, scale

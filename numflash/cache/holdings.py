@@ -1,0 +1,131 @@
+"""What a KV cache holds: its sizes, and reading it back."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from ..errors import ArgumentError, NumflashError, UnsupportedError
+from ..quantization import QuantizedTensor
+from . import contents
+from .arguments import integer
+from .memory import Memory
+from .settings import Settings
+
+
+class Holdings:
+    """The state of a cache: its fixed settings, and the `Memory` that every change replaces."""
+
+    def __init__(self, settings: Settings, memory: Memory) -> None:
+        self.device, self.dtype = settings.device, settings.dtype
+        self.kv_heads = settings.kv_heads
+        self.head_dim, self.value_dim = settings.head_dim, settings.value_dim
+        self.window, self.sinks, self.smooth = settings.window, settings.sinks, settings.smooth
+        self._memory: Memory | None = memory
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self._open().batch
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a sequence can hold; a ring has no limit."""
+        return self._open().settings.max_length
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page; without pages, all slots of a sequence."""
+        return self._open().settings.page_size
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool; without pages, one for each sequence."""
+        return self._open().pages
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) int64: tokens of each sequence; a copy."""
+        return self._open().store.lengths.copy()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values and scales."""
+        return int(self._open().store.nbytes)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the pool that no sequence uses; 0 without pages."""
+        memory = self._open()
+        return memory.free_pages() if memory.settings.paged else 0
+
+    @property
+    def emulator(self) -> Any:
+        """With device "cuda-emulator" its counters, `cuda.resident.Emulated`.
+
+        Raises
+        ------
+        UnsupportedError
+            On another device, which counts nothing.
+        """
+        if self.device != "cuda-emulator":
+            raise UnsupportedError(
+                f"emulator: got a cache on {self.device!r}, which has none; allowed: device 'cuda-emulator'"
+            )
+        return cast(Any, self._open().layout).card
+
+    def _open(self) -> Memory:
+        if self._memory is None:
+            raise NumflashError("KVCache: the cache is closed; create a new one")
+        return self._memory
+
+    def _sequence(self, memory: Memory, name: str, b: Any) -> int:
+        if not memory.batch:
+            raise ArgumentError(f"{name}: got {b!r}; the cache holds no sequence")
+        return integer(name, b, 0, memory.batch - 1)
+
+    def quantized(self, sequence: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Keys and values of one sequence as dtype "int8" stores them, (Hkv, slots, D) and (Hkv, slots, Dv).
+
+        In slot order. A token that was not finite has zeros and is marked `nonfinite`.
+        """
+        memory = self._open()
+        b = self._sequence(memory, "sequence", sequence)
+        if self.dtype != "int8":
+            raise ArgumentError(f"quantized: dtype is {self.dtype!r}; allowed: only 'int8'")
+        return contents.quantized(memory, b)
+
+    def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
+
+        Slots are positions, except in a ring, whose tokens behind the sinks start over. Tokens that were
+        not finite are NaN.
+        """
+        memory = self._open()
+        return contents.read(memory, self._sequence(memory, "sequence", sequence))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that the cache stores as arrays on the host, for `load_state` and `np.savez`.
+
+        The same for every device, instruction set and page size.
+        """
+        return contents.state(self._open())
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Fill an empty cache with the `state` of one of the same sizes, dtype, window and sinks.
+
+        Raises
+        ------
+        ArgumentError
+            The cache is not empty, or the state does not fit. The cache stays empty then.
+        CacheFullError
+        """
+        memory = self._open()
+        if memory.longest:
+            raise ArgumentError("load_state: the cache holds tokens; reset it first")
+        memory.store.lengths[:] = contents.restore(memory, state)
+
+    def close(self) -> None:
+        """Release the memory; every later use raises."""
+        self._memory = None

@@ -1,0 +1,144 @@
+"""Operations on whole sequences of a KV cache: room, length, order, sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from . import pages as paging
+from .arguments import integer
+from .holdings import Holdings
+from .memory import copied, reserved, selected, truncated
+from .settings import MAX_LENGTH
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Sequences(Holdings):
+    """Each of these changes takes effect in one step: an interrupted call has done all of it or nothing."""
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens in every sequence; what is stored stays. A ring needs no room.
+
+        New memory is allocated and the tokens are copied, so double the size rather than adding a little.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+        """
+        memory = self._open()
+        tokens = integer("tokens", tokens, 1, MAX_LENGTH)
+        if self.window is None and tokens > memory.settings.max_length:
+            self._memory = reserved(memory, tokens)
+
+    def truncate(self, lengths: Any) -> None:
+        """Keep the first `lengths` tokens of each sequence: an integer for all, or one for each.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            Also for a ring that has dropped tokens which the last remaining one attends to; it keeps 64
+            tokens or more beyond its window.
+        CacheFullError
+            A page shared with another sequence has to be copied, and the pool has none left.
+        """
+        memory = self._open()
+        held = memory.store.lengths
+        given = np.asarray(lengths)
+        if given.ndim == 0:
+            given = np.full(memory.batch, given)
+        if given.shape != held.shape or given.dtype.kind not in "iu":
+            raise ArgumentError(
+                f"lengths: got {lengths!r}; allowed: an integer or {memory.batch} integers"
+            )
+        if ((given < 0) | (given > held)).any():
+            raise ArgumentError(f"lengths: got {given.tolist()}; allowed: 0 to {held.tolist()}")
+        if (given != held).any():
+            self._memory = truncated(memory, given.astype(np.int64))
+
+    def reorder(self, index: Any) -> None:
+        """Make sequence i of the cache a copy of the present sequence `index[i]`; n indices leave n sequences.
+
+        For beam search and for dropping finished sequences. In a cache with pages the tables move and
+        only partly filled pages are copied; otherwise a sequence named twice is copied.
+
+        Raises
+        ------
+        ArgumentError
+        CacheFullError
+            A pool of a given size has no page left for a copy.
+        """
+        memory = self._open()
+        given = np.asarray(index)
+        good = (
+            given.ndim == 1 and given.dtype.kind in "iu" and given.size <= memory.backend.MAX_BATCH
+        )
+        if not good or (given.size and (given.min() < 0 or given.max() >= memory.batch)):
+            raise ArgumentError(
+                f"index: got {index!r}; allowed: integers from 0 to {memory.batch - 1}"
+            )
+        self._memory = selected(memory, given.astype(np.intp))
+
+    def repeat(self, n: int) -> None:
+        """Make n copies of every sequence, next to each other: `reorder([0] * n + [1] * n + ...)`."""
+        memory = self._open()
+        n = integer("n", n, 1, memory.backend.MAX_BATCH)
+        self.reorder(np.arange(memory.batch).repeat(n))
+
+    def copy(self) -> Self:
+        """A cache of its own with the same content."""
+        memory = self._open()
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._memory = copied(memory)
+        return new
+
+    def share(self, source: int, target: int, length: int | None = None) -> None:
+        """Let an empty sequence start with the first `length` tokens of another (all unless given).
+
+        Full pages are shared and read-only from then on (no append ever writes to a full page); the
+        tokens of the last, partial page are copied.
+
+        Raises
+        ------
+        CacheFullError, ArgumentError, ArgumentTypeError
+        """
+        memory = self._open()
+        store = memory.store
+        if not memory.settings.paged:
+            raise ArgumentError("share: the cache has no pages; allowed: a cache with page_size")
+        a, b = self._sequence(memory, "source", source), self._sequence(memory, "target", target)
+        if a == b or store.lengths[b]:
+            raise ArgumentError(
+                f"target: got {b}; allowed: an empty sequence other than the source"
+            )
+        held = int(store.lengths[a])
+        n = held if length is None else integer("length", length, 0, held)
+        page = paging.share(
+            store.table, store.lengths, a, b, n, memory.layout.page_size, memory.pages
+        )
+        if page is not None:
+            memory.layout.copy_pages(store, [page[0]], store, [page[1]], memory.layout.page_size)
+        memory.offset[b] = memory.offset[a]
+        store.lengths[b] = n
+
+    def reset(self, sequences: Any = None) -> None:
+        """Empty the given sequences (all unless given) and return their pages; memory stays allocated."""
+        memory = self._open()
+        if sequences is None:
+            sequences = range(memory.batch)
+        elif isinstance(sequences, Integral):
+            sequences = [sequences]
+        elif not (
+            isinstance(sequences, Sequence)
+            or (isinstance(sequences, np.ndarray) and sequences.ndim)
+        ):
+            raise ArgumentTypeError(f"sequences: got {sequences!r}; allowed: an integer or several")
+        chosen = [self._sequence(memory, "sequences", b) for b in sequences]
+        memory.store.lengths[chosen] = 0
+        memory.oldest[chosen] = 0

@@ -1,0 +1,359 @@
+"""Float query, key and value to the operands of the INT8 kernel, in one pass: the fast way of `quantization.quantize_problem`.
+
+One task takes one KV head, so that its rows are still in the cache when they are read again:
+
+    statistics   sum and largest magnitude of every channel of K and V, CHUNK rows at a time
+    means        the mean of K is taken off its rows; V gets one scale for each channel
+    keys         panel by panel: scales, int8 rows in L1, packed from there
+    values       block by block likewise
+    queries      int8 rows and scales of the query heads that belong to this KV head
+
+Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the statistics of all come first.
+The results are those of `quantize_problem`, to the bit, for input whose magnitudes stay below `quantize_rows.PLAIN`. Otherwise
+(infinity, NaN, huge numbers, heads narrower than a vector) `quantize` returns None, and the caller goes the general way.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from ...interop import to_float32
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import empty, reinterpret, uncleared, zeros
+from ...jit.parallel import over_tasks
+from ...quantization import CHUNK, NO_SCALE
+from ...tiling import KEY_BLOCK
+from ...validation import Problem
+from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..isa.vectors import address
+from .packing import (
+    PackedKeys,
+    block_weaver,
+    empty_keys,
+    empty_values,
+    panel_packer,
+)
+from .quantize_rows import LANES, PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
+
+F, I = np.float32, np.int32
+PLAIN_BITS = int(F(PLAIN).view(I))
+EVEN = 4  # tasks for each thread from which on an uneven number of them is even enough
+
+
+class Rows(NamedTuple):
+    """Where the rows of a (B, H, L, D) array are: address of the first; bytes from one batch, head and row to the next; sizes."""
+
+    start: int
+    batch: int
+    head: int
+    row: int
+    heads: int
+    length: int
+    d: int
+
+
+class Source(NamedTuple):
+    """What is quantised.
+
+    lengths : (B,) keys that count;  smooth : take the mean off K;  unit : float32, what turns scales of Q into cq
+    """
+
+    q: Rows
+    k: Rows
+    v: Rows
+    lengths: np.ndarray
+    smooth: bool
+    unit: float
+
+
+class Operands(NamedTuple):
+    """What the INT8 kernel works on, of N query heads and Nkv KV heads.
+
+    q : (N, L, D) int8;  q_scale, cq : (N, L) float32, the scales, and these times `Source.unit`
+    keys, values : as packed;  v_scale : (Nkv, Dv) float32;  offset : (Nkv, D) float32, the mean of K or zeros
+    """
+
+    q: np.ndarray
+    q_scale: np.ndarray
+    cq: np.ndarray
+    keys: PackedKeys
+    values: np.ndarray
+    v_scale: np.ndarray
+    offset: np.ndarray
+
+
+class Found(NamedTuple):
+    """Of every KV head and chunk: channel sums of K, channel peaks of K and V as bits; the largest magnitude and scales of all."""
+
+    sums: np.ndarray  # (Nkv, chunks, D) float32
+    k_peaks: np.ndarray  # (Nkv, chunks, D) int32
+    v_peaks: np.ndarray  # (Nkv, chunks, Dv) int32
+    top: np.ndarray  # (Nkv, chunks, 2) int32: of K and V, of Q
+    scales: np.ndarray  # (Nkv, chunks, 2) float32: of Q, of K
+
+
+class Room(NamedTuple):
+    """What a task needs besides."""
+
+    scales: np.ndarray  # (ROWS,) float32
+    factors: np.ndarray  # (ROWS,) float32
+    zero: np.ndarray  # (max(D, Dv),) float32, zeros: what is taken off Q
+    mean: np.ndarray  # (D,) float32
+    v_factor: np.ndarray  # (Dv,) float32
+    panel: np.ndarray  # int32, the rows of a panel of keys
+    block: np.ndarray  # int8, the rows of a block of values
+
+
+@bare
+def row_at(x, n, i):
+    """Address of row i of head n, heads of all batches counted through."""
+    return x.start + n // x.heads * x.batch + n % x.heads * x.head + i * x.row
+
+
+@bare
+def largest_of(x):
+    top = I(0)
+    for e in range(x.size):
+        top = max(top, x[e])
+    return top
+
+
+@bare
+def take_mean(sums, count, mean):
+    """mean = the sums of all chunks / count."""
+    for e in range(mean.size):
+        total = 0.0
+        for c in range(sums.shape[0]):
+            total += sums[c, e]
+        mean[e] = F(F(total) / F(max(count, 1)))
+
+
+@bare
+def channel_scales(peaks, scale, factor):
+    """scale = peak / 127 and factor = 127 / peak of every channel, 1 and 0 where there is nothing."""
+    bits = reinterpret(factor, I)
+    for e in range(scale.size):
+        bits[e] = I(0)
+        for c in range(peaks.shape[0]):
+            bits[e] = max(bits[e], peaks[c, e])
+        peak = factor[e]
+        usable = peak > NO_SCALE
+        scale[e] = peak / F(127) if usable else F(1)
+        factor[e] = F(127) / peak if usable else F(0)
+
+
+@functools.cache
+def query_rows(kind: str):
+    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale): rows first .. stop of query head n."""
+    scales, to_int8 = row_scales(kind), quantize_rows(kind, False)
+
+    @bare
+    def run(x, n, first, stop, unit, to, room):
+        top, largest, d = I(0), F(0), x.d
+        for i in range(first, stop, ROWS):
+            count, here = min(ROWS, stop - i), row_at(x, n, i)
+            zero, factors = address(room.zero), address(room.factors)
+            found = scales(here, x.row, count, d, zero, address(room.scales), factors)
+            out = address(to.q) + (n * x.length + i) * d
+            to_int8(here, x.row, count, d, zero, factors, out, d)
+            top = max(top, found)
+            for r in range(count):
+                scale = room.scales[r]
+                to.q_scale[n, i + r], to.cq[n, i + r] = scale, F(scale * unit)
+                largest = max(largest, scale)
+        return top, largest
+
+    return run
+
+
+@functools.cache
+def key_panels(isa_name: str, kind: str):
+    """f(x, n, first, stop, length, keys, room) -> largest scale: keys first .. stop of head n; those from `length` on are zeros."""
+    isa, lanes = VECTOR_ISAS[isa_name], running_lanes(isa_name)
+    panel, group = isa.nv * lanes, isa.group
+    column_of = np.argsort(isa.key_order(lanes))  # where each key of a panel stands
+    scales, to_operand = row_scales(kind), quantize_rows(kind, False, 32 // group)
+    pack_panel = panel_packer(isa_name, lanes)
+
+    @bare
+    def run(x, n, first, stop, length, keys, room):
+        words = room.panel.size // panel
+        largest = F(0)
+        for p in range(first, stop, panel):
+            real = max(0, min(panel, length - p))
+            if real < panel:
+                room.panel[:] = I(0)
+            for c in range(0, real, ROWS):
+                count, here = min(ROWS, real - c), row_at(x, n, p + c)
+                mean, factors = address(room.mean), address(room.factors)
+                scales(here, x.row, count, x.d, mean, address(room.scales), factors)
+                out = address(room.panel) + c * words * 4
+                to_operand(here, x.row, count, x.d, mean, factors, out, words * 4)
+                for r in range(count):
+                    keys.scale[n, p + column_of[c + r]] = room.scales[r]
+                    largest = max(largest, room.scales[r])
+            for c in range(real, panel):
+                keys.scale[n, p + column_of[c]] = F(1) if p + c < x.length else F(0)
+            pack_panel(room.panel, 0, words, keys.data, keys.start, n, p)
+        return largest
+
+    return run
+
+
+@functools.cache
+def value_blocks(isa_name: str, kind: str):
+    """f(x, n, first, stop, length, values, room): values first .. stop of head n; those from `length` on are zeros."""
+    lanes, group = running_lanes(isa_name), VECTOR_ISAS[isa_name].group
+    to_int8, weave_groups = quantize_rows(kind, True), block_weaver(isa_name, lanes)
+
+    @bare
+    def run(x, n, first, stop, length, values, room):
+        columns = room.block.size // KEY_BLOCK
+        for j in range(first, stop, KEY_BLOCK):
+            real = max(0, min(KEY_BLOCK, length - j))
+            if real < KEY_BLOCK:
+                room.block[:] = np.int8(0)
+            for i in range(0, real, ROWS):
+                count, here = min(ROWS, real - i), row_at(x, n, j + i)
+                out = address(room.block) + i * columns
+                to_int8(here, x.row, count, x.d, 0, address(room.v_factor), out, columns)
+            block, groups = j // KEY_BLOCK, KEY_BLOCK // group
+            weave_groups(room.block, 0, columns, columns, values, n, block, 0, groups)
+
+    return run
+
+
+@functools.cache
+def make_quantize(isa_name: str, kind: str):
+    """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K); to: `Operands` to be written.
+
+    kind : "float32" or "bfloat16", what the rows of Q, K and V hold
+    """
+    isa, lanes = VECTOR_ISAS[isa_name], running_lanes(isa_name)
+    panel, group, step = isa.nv * lanes, isa.group, isa.step
+    statistics, queries = channel_statistics(kind), query_rows(kind)
+    keys, values = key_panels(isa_name, kind), value_blocks(isa_name, kind)
+
+    @bare
+    def look(n, c, length, source, found, room):
+        """Statistics of chunk c of KV head n."""
+        k, v, first = source.k, source.v, c * CHUNK
+        count = max(0, min(CHUNK, length - first))
+        sums, peaks, unused = found.sums[n, c], found.k_peaks[n, c], room.v_factor
+        statistics(row_at(k, n, first), k.row, count, k.d, address(sums), address(peaks))
+        found.top[n, c, 0] = largest_of(peaks)
+        peaks = found.v_peaks[n, c]
+        statistics(row_at(v, n, first), v.row, count, v.d, address(unused), address(peaks))
+        found.top[n, c, 0] = max(found.top[n, c, 0], largest_of(peaks))
+
+    @bare
+    def finish_statistics(n, length, source, to, found, room):
+        """Mean and channel scales of KV head n."""
+        if source.smooth:
+            take_mean(found.sums[n], length, room.mean)
+        channel_scales(found.v_peaks[n], to.v_scale[n], room.v_factor)
+        for e in range(room.mean.size):
+            to.offset[n, e] = room.mean[e]
+
+    @bare
+    def write(n, c, length, source, to, found, room):
+        """Operands of chunk c of KV head n, and of the query heads that it serves."""
+        first = c * CHUNK
+        stop = min(first + CHUNK, to.keys.start.shape[1])
+        found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
+        values(source.v, n, first, stop, length, to.values, room)
+        top, largest, serves = I(0), F(0), source.q.heads // source.k.heads
+        stop = min(first + CHUNK, source.q.length)
+        for g in range(n * serves, (n + 1) * serves):
+            bits, scale = queries(source.q, g, first, stop, source.unit, to, room)
+            top, largest = max(top, bits), max(largest, scale)
+        found.top[n, c, 1], found.scales[n, c, 0] = top, largest
+
+    @inline
+    def task(number, steps, parts, source, to, found):
+        chunks = found.sums.shape[1]
+        n, part, share = number // parts, number % parts, chunks // parts
+        d, dv, length = source.k.d, source.v.d, source.lengths[n // source.k.heads]
+        columns = to.values.shape[1] // to.keys.start.shape[1]
+        room = Room(
+            uncleared((ROWS,), F, "scales of rows"),
+            uncleared((ROWS,), F, "factors of rows"),
+            zeros((max(d, dv),), F, "what is taken off Q"),
+            zeros((d,), F, "means of K's channels"),
+            uncleared((dv,), F, "factors of V's channels"),
+            zeros((panel * ((d + step - 1) // step * step // group),), I, "quantised keys"),
+            zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
+        )
+        if steps[0]:
+            for c in range(part * share, (part + 1) * share):
+                look(n, c, length, source, found, room)
+        if steps[1]:
+            finish_statistics(n, length, source, to, found, room)
+            for c in range(part * share, (part + 1) * share):
+                write(n, c, length, source, to, found, room)
+
+    @kernel
+    def quantize(source, workers, to):
+        heads, all_keys = to.keys.start.shape
+        chunks = (max(all_keys, source.q.length) + CHUNK - 1) // CHUNK
+        found = Found(
+            zeros((heads, chunks, source.k.d), F, "sums of K's channels"),
+            zeros((heads, chunks, source.k.d), I, "peaks of K's channels"),
+            zeros((heads, chunks, source.v.d), I, "peaks of V's channels"),
+            zeros((heads, chunks, 2), I, "largest bits"),
+            zeros((heads, chunks, 2), F, "largest scales"),
+        )
+        whole_heads = heads % workers == 0 or heads >= EVEN * workers
+        parts = 1 if whole_heads else chunks
+        for n in range(1 if whole_heads else 2):
+            steps = (n == 0, n == 1 or whole_heads)
+            over_tasks(task, heads * parts, (steps, parts, source, to, found))
+        top, q_scale, k_scale = I(0), F(0), F(0)
+        for n in range(heads):
+            for c in range(chunks):
+                top = max(top, max(found.top[n, c, 0], found.top[n, c, 1]))
+                q_scale = max(q_scale, found.scales[n, c, 0])
+                k_scale = max(k_scale, found.scales[n, c, 1])
+        return top, q_scale, k_scale
+
+    return quantize
+
+
+def rows_of(x: np.ndarray) -> tuple[np.ndarray, Rows]:
+    """x (B, H, L, D), copied only where its rows are not contiguous, and where its rows are."""
+    if x.dtype not in (F, np.uint16):
+        x = to_float32(x)
+    if x.strides[3] != x.itemsize or not x.flags.aligned:
+        x = np.ascontiguousarray(x)
+    b, h, row, _ = x.strides
+    _, heads, length, d = x.shape
+    return x, Rows(x.__array_interface__["data"][0], b, h, row, heads, length, d)
+
+
+def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, float, float] | None:
+    """Operands of a problem of float arrays, and the largest scales of Q and K; None where only the general way is right.
+
+    unit : what turns scales of the query into cq: `scores.score_unit`
+    """
+    nb, nh, nkv, length, s, d, dv = problem.shape
+    if min(d, dv) < LANES or problem.pv == "fp32":
+        return None
+    kept, (q, k, v) = zip(*map(rows_of, (problem.query, problem.key, problem.value)), strict=True)
+    lanes, n, heads = running_lanes(isa_name), nb * nh, nb * nkv
+    to = Operands(
+        empty((n, length, d), np.int8),
+        empty((n, length), F),
+        empty((n, length), F),
+        empty_keys(isa_name, heads, s, d, lanes),
+        empty_values(isa_name, heads, s, dv, lanes),
+        empty((heads, dv), F),
+        empty((heads, d), F),
+    )
+    source = Source(q, k, v, problem.key_lengths, problem.softcap == 0, F(unit))
+    kind = "bfloat16" if kept[0].dtype == np.uint16 else "float32"
+    top, q_scale, k_scale = make_quantize(isa_name, kind)(source, numba.get_num_threads(), to)
+    return None if top >= PLAIN_BITS else (to, q_scale, k_scale)

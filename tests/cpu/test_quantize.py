@@ -1,0 +1,119 @@
+"""The one-pass quantiser against the general way: `quantize_problem`, then packing. All operands are compared for equality."""
+
+import numba
+import numpy as np
+import pytest
+from oracles import draw, qkv
+
+import numflash
+from numflash import reference
+from numflash.cpu import launch_int8
+from numflash.cpu.int8 import quantize
+from numflash.cpu.isa.isas import VECTOR_ISAS
+from numflash.jit import target, threads
+from numflash.options import Options
+from numflash.quantization import quantize_problem
+from numflash.validation import problem
+
+ISAS = [isa for isa in target.available() if isa in VECTOR_ISAS]
+SHAPES = {
+    "whole tiles": {"h": 4, "l": 128, "s": 128, "d": 64},
+    "tails": {"h": 2, "l": 33, "s": 257, "d": 17, "dv": 130},
+    "chunks": {"h": 3, "l": 1100, "s": 2100, "d": 80, "dv": 33},
+    "grouped heads": {"h": 6, "hkv": 2, "l": 50, "s": 140, "d": 100, "dv": 72},
+    "one row": {"h": 1, "l": 1, "s": 1, "d": 16},
+}
+
+
+def operands(x):
+    """The arrays of `launch_int8.Operands`, by name."""
+    keys = {f"keys.{name}": a for name, a in x.keys._asdict().items()}
+    return {
+        "query": x.query,
+        "query_scale": x.query_scale,
+        "values": x.values,
+        "value_scale": x.value_scale,
+        **keys,
+    }
+
+
+def check(p, isa):
+    got = launch_int8.from_floats(p, isa)
+    general = quantize_problem(p)
+    for name, want in operands(launch_int8.from_integers(general, isa)).items():
+        np.testing.assert_array_equal(operands(got)[name], want, err_msg=name)
+    assert got.most <= launch_int8.from_integers(general, isa).most
+    if general.key.offset is not None:
+        want = reference.row_shift(general.query, general.key, p.scale)
+        np.testing.assert_array_equal(got.row_shift(), want)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_operands_are_those_of_the_general_way(isa, shape):
+    arrays = list(qkv(**SHAPES[shape]))
+    arrays[0][0, 0, 0] = 0  # nothing in a query, a key and a channel
+    arrays[1][0, 0, -1] = 0
+    arrays[2][..., 3] = 0
+    check(problem(*arrays, Options(enable_gqa=True, precision="int8")), isa)
+
+
+def test_threads_change_no_bit():
+    """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
+    arrays, most = qkv(**SHAPES["chunks"]), min(2, numba.config.NUMBA_NUM_THREADS)
+    with threads.limit(most):
+        check(problem(*arrays, Options(precision="int8")), ISAS[0])
+
+
+@pytest.mark.parametrize("options", [{"key_lengths": [190, 0]}, {"softcap": 2.0}])
+def test_padding_and_softcap(options):
+    check(problem(*qkv(b=2, l=40, s=200, d=32), Options(precision="int8", **options)), ISAS[0])
+
+
+def test_strides_and_bfloat16():
+    import ml_dtypes
+
+    arrays = [x.swapaxes(1, 2).copy() for x in qkv(b=2, l=40, s=70, d=32)]
+    check(problem(*arrays, Options(precision="int8", layout="blhd")), ISAS[0])
+    short = [x.astype(ml_dtypes.bfloat16) for x in arrays]
+    check(problem(*short, Options(precision="int8", layout="blhd")), ISAS[0])
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_is_not_plain_goes_the_general_way(which, value):
+    arrays = qkv(l=20, s=150, d=32)
+    arrays[which][0, 1, 7, 5] = value
+    p = problem(*arrays, Options(precision="int8", return_lse=True))
+    assert launch_int8.from_floats(p, ISAS[0]) is None
+    out, lse = launch_int8.run(p, ISAS[0])
+    want, want_lse = reference.integer_model(quantize_problem(p))
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want_lse)
+
+
+def test_padding_may_hold_anything():
+    arrays = qkv(b=2, l=20, s=150, d=32)
+    for x in arrays[1:]:
+        x[:, :, 140:] = np.nan
+    check(problem(*arrays, Options(precision="int8", key_lengths=[140, 3])), ISAS[0])
+
+
+@pytest.mark.parametrize("d", [3, 16])
+def test_attention_of_floats_is_attention_of_its_operands(d):
+    arrays = qkv(l=70, s=200, d=d)
+    got = numflash.attention(*arrays, precision="int8", is_causal=True)
+    want = numflash.attention_int8(*numflash.quantize_qkv(*arrays), is_causal=True)
+    np.testing.assert_array_equal(got, want)
+    assert quantize.LANES == 16
+
+
+def test_a_scale_without_bound_goes_the_general_way():
+    arrays = [
+        x * np.float32(2.0**80)
+        for x in (draw((1, 1, 5, 16)), draw((1, 1, 5, 16), 1), draw((1, 1, 5, 16), 2))
+    ]
+    assert (
+        launch_int8.from_floats(problem(*arrays, Options(precision="int8", scale=1e29)), ISAS[0])
+        is None
+    )
