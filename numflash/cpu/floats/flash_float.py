@@ -29,6 +29,7 @@ from ...jit.memory import reinterpret, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
+from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_range, step_of
 from . import float_tiles as tiles
@@ -40,6 +41,7 @@ HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)  # a row whose maximum lies below is done again
 LN2 = np.log(2.0)
+LOG2E = 1 / LN2
 inlined = bare(forceinline=True)  # where options go in: a call would copy them all
 
 
@@ -83,7 +85,7 @@ def make_attend(name: str, precision: str):
         tiles.row_weights(name),
         tiles.row_scale(name),
     )
-    softcap = tiles.row_softcap(name)
+    softcap, softcap_seen = tiles.row_softcap(name), tiles.row_softcap(name, hidden=True)
     alibi, add_bias, apply_mask, found = (
         tiles.row_alibi(name),
         tiles.row_bias(name),
@@ -207,7 +209,10 @@ def make_attend(name: str, precision: str):
                     scale(x, at, count, c)
                     factor = F(1)
                 if cap > F(0):
-                    softcap(x, at, some, cap)
+                    if semantics.functions.masked != 0:
+                        softcap_seen(x, at, some, cap)
+                    else:
+                        softcap(x, at, some, cap)
                 if slope != F(0):
                     alibi(x, at, some, slope, centre + i)
                 if semantics.has_bias:
@@ -260,6 +265,7 @@ def make_attend(name: str, precision: str):
         dv = out.shape[2]
         h_all, h_kv, _ = heads
         tiles = (length + block_q - 1) // block_q
+        functions = semantics.functions
         shifted = semantics.has_bias or semantics.slopes.size > 0
         q_tile, x, p, o, l, m, worst, bounds, spans, mask_end, bias_end = room
         stride, magnitude = q_tile.shape[1], reinterpret(worst, np.float32)
@@ -306,6 +312,9 @@ def make_attend(name: str, precision: str):
                         if hi[i] > lo[i]:
                             left, right = min(left, lo[i]), max(right, hi[i])
                     a, z = max(left // unit * unit, block), min(right, block + key_block)
+                    if functions.states.size > 0 and a < z:
+                        last = row + g + rows - 1
+                        a, z = trimmed(functions, b, h, row + g, last, a, z, unit)
                     if semantics.has_mask:
                         a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
                     start[g // mr], end[g // mr], skip[g // mr] = (
@@ -331,6 +340,29 @@ def make_attend(name: str, precision: str):
                     )  # keys that all rows of the group see
                     for i in range(g, g + rows):
                         most, least = max(most, lo[i]), min(least, hi[i])
+                    factor_all = c
+                    if functions.masked != 0:
+                        address, frame = functions.masked, functions.masked_frame
+                        if not must_mask(functions, b, h, row + g, row + g + rows - 1, a, z):
+                            address, frame = functions.unmasked, functions.unmasked_frame
+                        if address != 0:
+                            at = g * key_block + a - block
+                            call_tile(
+                                address,
+                                frame,
+                                x,
+                                at,
+                                key_block,
+                                rows,
+                                z - a,
+                                batch_of(functions, b),
+                                h,
+                                row + g,
+                                a,
+                                F(c * F(LN2)),
+                                F(LOG2E),
+                            )
+                            factor_all = F(1)
                     if semantics.general or most > a or least < z or (z - a) % unit:
                         edge_rows(
                             semantics,
@@ -345,7 +377,7 @@ def make_attend(name: str, precision: str):
                             block,
                             lo,
                             hi,
-                            c,
+                            factor_all,
                             x,
                             p,
                             m,
@@ -355,9 +387,9 @@ def make_attend(name: str, precision: str):
                     else:
                         count = (z - a) // lanes
                         for i in range(g, g + rows):
-                            at, factor = i * key_block + a - block, c
-                            if exceeds(x, at, count, c, F(m[i] + GROWTH)):
-                                scale(x, at, count, c)
+                            at, factor = i * key_block + a - block, factor_all
+                            if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
+                                scale(x, at, count, factor)
                                 factor = F(1)
                                 grow_row(x, at, count, m, l, o, i)
                             weights(x, at, count, factor, m[i], p, at, l, i * lanes)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...jit.compiler import inline, kernel
 from ...jit.parallel import over_tasks
+from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import row_range
 
@@ -33,7 +34,8 @@ def row_functions(double: bool):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
         for j in range(s.size):
-            s[j] = cap * R(np.tanh(s[j] / cap))
+            if semantics.functions.masked == 0 or s[j] != R(-np.inf):
+                s[j] = cap * R(np.tanh(s[j] / cap))
 
     @inline
     def change(semantics, b, h, i, first, s):
@@ -126,6 +128,23 @@ def make_attend_rows(double: bool):
                         continue
                     for j in range(p.size):
                         p[j] = dot(row, keys[first + j]) * R(scale)
+                    functions = semantics.functions
+                    if functions.masked != 0:
+                        call_tile(
+                            functions.masked,
+                            functions.masked_frame,
+                            p,
+                            0,
+                            0,
+                            1,
+                            p.size,
+                            batch_of(functions, b),
+                            h,
+                            i,
+                            first,
+                            R(LN2),
+                            R(LOG2E),
+                        )
                     if semantics.softcap > F(0):
                         soften(semantics, p)
                     if semantics.general:
