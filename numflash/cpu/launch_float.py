@@ -7,6 +7,7 @@ import numpy as np
 
 from ..interop import widen
 from ..jit import target
+from ..jit.memory import fresh
 from ..tiling import Tiling, tiling
 from ..validation import Problem
 from .floats.flash_float import make_attend
@@ -123,11 +124,7 @@ def run_rows(
 def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L) float32 to be written: the caller's, or new ones."""
     nb, nh, _, length, _, _, dv = problem.shape
-    return (
-        (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F))
-        if given is None
-        else given
-    )
+    return (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F)) if given is None else given
 
 
 def run(

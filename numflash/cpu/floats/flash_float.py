@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import reinterpret, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
@@ -437,20 +437,20 @@ def make_attend(name: str, precision: str):
         """One worker."""
         stride = (q.shape[2] + step - 1) // step * step
         begin_tiles()
-        x = zeros((block_q * key_block,), np.float32)
-        p = x if group == 1 else zeros((block_q * key_block,), operand)
+        x = uncleared((block_q * key_block,), np.float32, "float scores")
+        p = x if group == 1 else uncleared((block_q * key_block,), operand, "bfloat16 weights")
         room = Room(
-            zeros((block_q, stride), operand),
+            zeros((block_q, stride), operand, "float query tile"),
             x,
             p,
-            zeros((block_q, columns), np.float32),
-            zeros((block_q, lanes), np.float32),
-            zeros((block_q,), np.float32),
-            zeros((block_q,), np.uint32),
-            zeros((2, block_q), np.int64),
-            zeros((3, block_q // mr), np.int64),
-            zeros((lanes,), np.uint8),
-            zeros((lanes,), np.float32),
+            uncleared((block_q, columns), np.float32, "float output tile"),
+            uncleared((block_q, lanes), np.float32, "float sums of weights"),
+            uncleared((block_q,), np.float32, "float maxima"),
+            uncleared((block_q,), np.uint32, "float query magnitudes"),
+            uncleared((2, block_q), np.int64, "float bounds of rows"),
+            uncleared((3, block_q // mr), np.int64, "float bounds of groups"),
+            uncleared((lanes,), np.uint8, "float last part of the mask"),
+            uncleared((lanes,), np.float32, "float last part of the bias"),
         )
         run_tiles(
             q,

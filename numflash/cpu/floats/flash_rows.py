@@ -11,6 +11,7 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline, kernel
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
@@ -107,7 +108,8 @@ def make_attend_rows(double: bool):
         """One worker: some rows at a time, as long as there are any."""
         length, dv = q.shape[1], v.shape[2]
         h_all, h_kv, _ = heads
-        row, scores, o = np.empty(q.shape[2], R), np.empty(KEYS, R), np.empty(dv, R)
+        row = uncleared((q.shape[2],), R, "query of a row")
+        scores, o = uncleared((KEYS,), R, "scores of a row"), uncleared((dv,), R, "output of a row")
         while True:
             task = next_task(counter)
             if task * ROWS >= todo.size:
