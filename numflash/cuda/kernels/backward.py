@@ -169,7 +169,7 @@ def flash_backward(
             (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
         )
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
-        first = i32(row_block() * rows)  # what is not cast has 64 bits, two registers each
+        first = i32(row_block() * rows)  # without the cast this is int64: two registers
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
         whole_low, whole_high = (
             i32(0),
