@@ -6,7 +6,7 @@ Nothing here is fast, and no kernel imports it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +58,13 @@ def _scores(problem, b, h, rows, q, k):
     """Scores of some rows in float64, -inf where hidden, and what softcap makes of a small change of them (None without it)."""
     slope = None
     scores = (q @ k.T) * problem.scale
+    if problem.functions is not None:
+        scores, slope = problem.functions.evaluate(scores, b, h, rows)
     if problem.softcap:
         tanh = np.tanh(scores / problem.softcap)
-        scores, slope = problem.softcap * tanh, 1 - tanh * tanh
+        hidden = scores == -np.inf if problem.functions is not None else False
+        scores = np.where(hidden, -np.inf, problem.softcap * tanh)
+        slope = (1 - tanh * tanh) * (1 if slope is None else slope)
     if problem.alibi_slopes is not None:
         i, j = (
             np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b],
@@ -200,7 +204,7 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
     offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
     dots = np.einsum(
         "bhld,bhd->bhl", q.data, offset[:, :, 0]
-    )  # no BLAS: its threads would go on spinning (P51)
+    )  # no BLAS: its threads keep spinning (docs/pitfalls.md, "BLAS threads keep spinning")
     return dots * q.row_scale() * scale
 
 
@@ -331,6 +335,26 @@ def log_sum_exp(
         return np.where(l == 0, -np.inf, np.maximum(lse, np.finfo(F).min)).astype(F)
 
 
+def decode_change(
+    softcap: float, slopes: np.ndarray | None, shift: np.ndarray | None, away: np.ndarray
+) -> Callable[[int, slice, np.ndarray], np.ndarray]:
+    """Soft cap and ALiBi for `integer_decode`.
+
+    slopes (H,) or None; shift (H, L) float32, what smoothing took from the scores in units of the soft cap; away (L, S) distances.
+    """
+
+    def change(h: int, cols: slice, x: np.ndarray) -> np.ndarray:
+        if softcap:
+            cap = F(softcap) * fx.LOG2E_Q8
+            x = x * (F(1) / cap)
+            x = fx.softcap(x if shift is None else x + shift[h][:, None], cap)
+        if slopes is not None:
+            x = x - F(slopes[h]) * fx.LOG2E_Q8 * away[:, cols].astype(F)
+        return x
+
+    return change
+
+
 def integer_decode(
     q: QuantizedTensor,
     k: QuantizedTensor,
@@ -338,6 +362,7 @@ def integer_decode(
     scale: float,
     seen: np.ndarray,
     splits: int = 1,
+    change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The definition of INT8 decode over one sequence of a KV cache: out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
 
@@ -345,6 +370,8 @@ def integer_decode(
     belongs to its token: relative to the largest one v_max of the key block, a uint16 fraction, it is folded into the weight before
     the one rounding to uint8. The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each from a
     fresh state; the states are merged in order, by powers of two. Outputs are summed up times `fixedpoint.VALUE_UNIT`.
+
+    change : f(head, keys, scores), as `decode_change` makes it, of rounded Q8.8 scores (L, keys) float32; rounded again.
     """
     (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
     out, ms, ls = (
@@ -374,9 +401,11 @@ def integer_decode(
                     x = (s * np.where(bad[g, cols], F(0), ck[g, cols])) * np.where(
                         np.isnan(cq[h]), F(0), cq[h]
                     )[:, None]
-                t = np.where(
-                    hidden, HIDDEN, np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
-                )
+                t = np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT))
+                if change is not None:
+                    x = change(h, cols, t.astype(np.int32).astype(F))
+                    t = np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT))
+                t = np.where(hidden, HIDDEN, t.astype(np.int32))
                 top = t.max(1)
                 some = top != HIDDEN
                 octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE)

@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command(info, "versions, instruction sets, caches")
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
     command(warmup, "compile every kernel ahead of its first call")
-    sub = command(bench, "the documents' benchmark: every contender checked, then timed")
+    sub = command(bench, "a benchmark: every contender checked against float64, then timed")
     shape(sub)
     sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
     sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
@@ -251,7 +251,9 @@ def positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for an error that has a message, 2 for a wrong command line."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # P51: must be set before NumPy is loaded
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # before NumPy is loaded: its BLAS threads would keep spinning
     args = parser().parse_args(argv)
     try:
         if args.json:

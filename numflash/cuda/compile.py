@@ -57,7 +57,7 @@ class Source:
     max_registers : ceiling for ptxas, or None
     blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers accordingly
     cluster : blocks along x that run together and reach each other's shared memory (sm_90 and later; not in the emulator)
-    fastmath : Numba's all-or-nothing switch (P39); the shipped kernels leave it off and name their approximations
+    fastmath : all or nothing, so the shipped kernels leave it off and use approximate instructions by name
     """
 
     function: Callable

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 F = np.float32
 MIN_PAGE = LANE_KEYS
-SHORT_CONTEXT = 256  # keys up to which one block does a KV head: the T4 document's threshold
+SHORT_CONTEXT = (
+    256  # keys up to which one block does a KV head: the threshold of the T4 architecture
+)
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels' registers
 UNLIMITED = (
     1 << 30
@@ -421,8 +423,19 @@ class Plan:
     """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
     def __init__(
-        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+        self,
+        layout: Layout,
+        batch: int,
+        group: int,
+        queries: int,
+        splits: int,
+        workers: int,
+        changed: bool,
     ) -> None:
+        if changed:
+            raise UnsupportedError(
+                "softcap, alibi_slopes, mask: got one with a cache on a card; allowed: on the CPU, or sinks"
+            )
         card, rows = layout.card, group * queries
         d, dv = layout.padded
         tiles = layout.row_tiles(rows)

@@ -36,7 +36,8 @@ PRANGE_ONLY = {
     "setitem": False,
     "stencil": False,
 }
-# Reassociation and contraction for float kernels. Never nnan/ninf: they break masked rows (P11).
+# Reassociation and contraction for float kernels. Never nnan or ninf:
+# docs/pitfalls.md, "Full fast math breaks masked rows".
 FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
@@ -63,14 +64,14 @@ def kernel(
     float_math: bool = False,
     **options: Any,
 ) -> Any:
-    """`numba.njit` as numflash uses it: no GIL, NumPy's division (P12), the package's cache.
+    """`numba.njit` as numflash uses it: no GIL, NumPy's division (no check for zero), the package's cache.
 
     Parameters
     ----------
     parallel : bool
         Compile `prange` loops to threads.
     float_math : bool
-        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised (P10, P11).
+        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised.
     """
     if function is None:
         return functools.partial(kernel, parallel=parallel, float_math=float_math, **options)

@@ -27,6 +27,7 @@ import numpy as np
 from numba.core import caching
 from numba.core.runtime import rtsys
 
+from . import guard
 from .trust import read, trusted_folder
 
 logger = logging.getLogger("numflash")
@@ -252,7 +253,7 @@ class _PackageCache(caching.FunctionCache):
         )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func))
+        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func), guard.ON)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
