@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..arguments import factor
 from ..errors import ArgumentError
-from ..validation import factor
 from .arguments import integer
 from .exact import LOG2E
 from .protocols import Backend, Layout, Plan

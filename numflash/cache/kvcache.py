@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arguments import choice, flag
 from ..errors import ArgumentError, CacheFullError, UnsupportedError
 from ..interop import convert, to_float32, widen
-from ..validation import choice, flag
 from .arguments import floats, in_range, integer, output, token_counts
 from .decode_options import NOTHING, Changes, check_changes, per_head, with_sinks
 from .decoding import cap_shift, lse_of, redo

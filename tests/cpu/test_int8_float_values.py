@@ -9,6 +9,7 @@ from numflash.cpu import launch
 from numflash.cpu.int8.blocks import value_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import target
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.tiling import tiling
 from numflash.validation import problem
@@ -46,7 +47,8 @@ def test_float_values_are_those_of_the_integer_model(isa):
             if given.pop("only", s) != s:
                 continue
             p = problem(
-                *qkv(l=l, s=s, d=d, dv=dv), precision="int8", pv="fp32", return_lse=True, **given
+                *qkv(l=l, s=s, d=d, dv=dv),
+                Options(precision="int8", pv="fp32", return_lse=True, **given),
             )
             p = quantize_problem(p)
             out, lse = launch.run(p, isa)

@@ -8,6 +8,7 @@ import numflash
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
 from numflash.jit import target
+from numflash.options import Options
 from numflash.validation import problem
 
 F = np.float32
@@ -27,7 +28,10 @@ def test_rows_that_see_nothing_beside_rows_that_see_nan(precision, isa, bad):
     v[0, :, 0, 3] = bad
     out, lse = launch.run(
         problem(
-            q, k, v, is_causal=True, alignment="lower_right", precision=precision, return_lse=True
+            q,
+            k,
+            v,
+            Options(is_causal=True, alignment="lower_right", precision=precision, return_lse=True),
         ),
         isa,
     )

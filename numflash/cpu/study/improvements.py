@@ -1,6 +1,6 @@
-"""The eight improvements that the fused A64FX document proposes, each measured on its own and together, beside its predicted gain.
+"""The eight improvements that the A64FX summary (docs/sources.md) proposes, measured singly and together.
 
-Fused FlashAttention V2, "Further Improvement Possibilities (8 Strategies)". The starting point is that document's kernel in this
+Its section is "Further Improvement Possibilities (8 Strategies)". The starting point is its kernel in this
 package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one thread, every head with its own K and V.
 `measure()` returns the table as data; `python -m numflash.cpu.study.improvements` prints it.
 """
@@ -22,6 +22,7 @@ from ...jit import target
 from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import median_time
+from ...options import Options
 from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
 from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
@@ -39,7 +40,7 @@ ISAS = (
     "avx_vnni",
     "avx2",
     "neon_dot",
-)  # register tiles of 6 rows and fixed length: the document's shape
+)  # register tiles of 6 rows and fixed length: the summary's shape
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,11 @@ def prepare(
         raise UnsupportedError(
             f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}"
         )
-    forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
+    forward = problem(
+        query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="float32")
+    )
     quantised = quantize_problem(
-        problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8")
+        problem(query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="int8"))
     )
     nb, nh, nkv, length, s, d, dv = forward.shape
     instructions, rows = VECTOR_ISAS[isa], tiling(isa).block_q
@@ -246,7 +249,7 @@ def _tile_loop(name: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Gain:
-    """One improvement: seconds before and after, the document's predicted gain (low, high), and what was compared."""
+    """One improvement: seconds before and after, the predicted gain (low, high), and what was compared."""
 
     name: str
     predicted: tuple[float, float]
