@@ -86,16 +86,16 @@ clean:
 	@touch $@
 
 .venv/lint: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[lint]'
 	@touch $@
 
 .venv/docs: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 .venv/bench: .venv/ready
 	@mkdir -p .benchmarks
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,plot]'
 	@touch $@
 
 .venv/notebooks: .venv/ready

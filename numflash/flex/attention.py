@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from .. import api, validation
+from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import import_array, on_device
+from ..interop import on_device
+from ..options import IMPLS, NAMES, Options
 from .fused import Fused
 from .masks import BlockMask
 from .prepared import prepare
 
 ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
-OPTIONS = (
-    "attn_mask", "is_causal", "window", "alignment", "key_lengths", "softcap", "alibi_slopes",
-    "sinks", "precision", "pv", "layout",
-)  # fmt: skip
+OPTIONS = tuple(
+    name for name in NAMES if name not in ("dropout_p", "scale", "enable_gqa", "return_lse")
+)
 
 
 def fuse(
@@ -97,31 +98,21 @@ def flex_attention(
     UnsupportedError
         precision "int8", or an `impl` that has no functions.
     """
-    validation.known("flex_attention", options, OPTIONS)
-    validation.choice("impl", impl, validation.IMPLS)
+    known("flex_attention", options, OPTIONS)
+    choice("impl", impl, IMPLS)
     if impl.startswith("cuda") or on_device(query):
         raise UnsupportedError(
             "flex_attention: there is no CUDA kernel; allowed: host arrays and impl 'cpu'"
         )
-    layout = options.pop("layout", "bhld")
-    problem = validation.problem(
-        query,
-        key,
-        value,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        return_lse=return_lse,
-        layout=layout,
-        **options,
-    )
+    asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
+    taken = validation.import_operands(query, key, value)
+    problem = validation.problem_of(taken, asked)
     if problem.precision == "int8":
         raise UnsupportedError(
             "flex_attention: precision 'int8' is not supported; allowed: the float precisions"
         )
     nb, nh, _, length, s, _, _ = problem.shape
     problem = replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
-    taken = import_array("query", query)
-    ndim = taken.array.ndim
-    out, lse = api.solve(problem, impl)
-    restored = api._restore(out, ndim, layout), api._restore(lse, ndim, layout)
-    return api._deliver(*restored, taken, return_lse)
+    ndim = taken[0].array.ndim
+    out, lse = (api._restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
+    return api._deliver(out, lse, taken[0], return_lse)

@@ -1,16 +1,13 @@
 """What the code generator may use: CPU name and features of Numba's target, and the instruction sets that follow.
 
 The decision is made from the target that Numba compiles for, not from the CPU that runs: `NUMBA_CPU_NAME` and
-`NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM (P49), so every
+`NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM, so every
 register-tile kernel is guarded by `require`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import platform
-import sys
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -18,6 +15,7 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from ..errors import ArgumentError, UnsupportedError
+from .system import tiles_permitted
 
 Needs = dict[str, tuple[str, ...]]
 
@@ -125,21 +123,13 @@ def missing(isa: str, isas: Needs = ISAS, codegen: Any = None) -> list[str]:
     return _lacking(isas[isa], codegen)
 
 
-@functools.cache
-def tiles_permitted() -> bool:
-    """Ask Linux to let this process use AMX tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, tile data). False where it refuses."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
-
-
 def _granted(isa: str) -> bool:
     """Whether the operating system lets this process use an instruction set that the target has."""
     return not isa.startswith("amx") or tiles_permitted()
 
 
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
-    """Refuse to emit an operation that LLVM would abort the process over (P49)."""
+    """Raise instead of emitting an operation that the target lacks: LLVM would abort the process."""
     lacking = missing(isa, isas, codegen)
     if lacking:
         raise UnsupportedError(

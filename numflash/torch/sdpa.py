@@ -104,7 +104,7 @@ def _threads() -> Iterator[None]:
     finally:
         if (
             torch.get_num_threads() != wanted
-        ):  # P29: Numba's first parallel kernel changes PyTorch's number
+        ):  # Numba's first parallel kernel changes PyTorch's number
             torch.set_num_threads(wanted)
 
 

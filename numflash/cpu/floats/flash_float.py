@@ -184,7 +184,7 @@ def make_attend(name: str, precision: str):
         """Weights of a group's rows that do not see all keys of first .. stop as they are.
 
         Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no slice made, row by row: each
-        costs two atomic operations on a counter (P26).
+        costs two atomic operations on a counter.
         """
         n = stop - first
         count, whole, rest = (n + unit - 1) // unit * (unit // lanes), n // lanes, n % lanes

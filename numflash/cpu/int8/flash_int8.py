@@ -1,6 +1,6 @@
 """The fused INT8 attention: integer Q.K^T, fixed-point online softmax and integer P.V, one query tile at a time.
 
-This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") with the integer pipeline of
+The plan is that of the A64FX summary (docs/sources.md), with the integer pipeline of
 `reference.integer_model`, whose bits it produces. One source for every instruction set: the register tiles come from
 `microkernels`. Per query tile of `block_q` rows:
 

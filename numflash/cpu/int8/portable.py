@@ -34,7 +34,7 @@ exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 
 @inline
 def mac(s, a, b):
-    """s + a * b in int32: written with NumPy's functions, because the operators widen to int64 (P48)."""
+    """s + a * b in int32: written with NumPy's functions, because the operators widen to int64."""
     return np.add(s, np.multiply(I(a), I(b)))
 
 
