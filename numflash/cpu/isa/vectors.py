@@ -160,7 +160,10 @@ class Isa(Vectors):
     unit : the columns of V and O are filled up to a multiple of so many vectors
     q_offset : added to Q before the dot product, taken out by the value that each key's sum starts from
     v_offset : added to V before the dot product, taken out by the value that each row's sum starts from
+    tiled : K and V are packed as matrix tiles: see `int8.packing`
     """
+
+    tiled = False
 
     group: int
     nv: int
