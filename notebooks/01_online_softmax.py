@@ -10,6 +10,7 @@ import numpy as np
 import numflash
 from numflash.course.lessons import check, figure, table
 from numflash.cpu.study import ladder
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.reference import integer_model, integer_steps
 from numflash.validation import describe
@@ -105,7 +106,7 @@ for merged in (merge(state_of(*first), state_of(*second)), merge(state_of(*secon
 length, d = 512, 64
 query, key, value = (rng.standard_normal((1, 1, length, d), np.float32) for _ in range(3))
 key[0, 0, 300:310] += 0.5 * query[0, 0, 7]                 # ten keys that row 7 will find interesting
-problem = quantize_problem(describe(query, key, value, precision="int8"))
+problem = quantize_problem(describe(query, key, value, Options(), "int8"))
 steps = list(integer_steps(problem, 0, 0))
 row = 7
 table(["keys", "largest score, octaves", "block's octave", "m", "weights: largest, sum", "l"],

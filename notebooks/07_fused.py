@@ -13,6 +13,7 @@ from numflash.cpu import launch
 from numflash.cpu.study import ladder, ladder_int8, unfused_times
 from numflash.jit.threads import limit
 from numflash.measure import phases
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.tiling import tiling
 from numflash.validation import describe
@@ -36,7 +37,7 @@ print(peak)
 unfused, fused = (ladder.prepare(name, query, key, value) for name in ("unfused", "fused"))
 assert np.array_equal(unfused(), fused())
 seconds = {"unfused": rounds(unfused), "fused": rounds(fused)}
-problem = quantize_problem(describe(*(x[None, None] for x in (query, key, value)), precision="int8"))
+problem = quantize_problem(describe(*(x[None, None] for x in (query, key, value)), Options(), "int8"))
 with limit(1):
     seconds["shipped"] = rounds(lambda: launch.run(problem, isa))
 room = {name: 3 * (length**2 if name == "unfused" else tiling(isa).block_q * 128) / 2**20 for name in seconds}

@@ -19,6 +19,7 @@ from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import launch, launch_backward, operands
 from numflash.cuda.emulator import tensor
 from numflash.cuda.validate import attention as validate
+from numflash.options import Options
 
 rng = np.random.default_rng(0)
 device = card()
@@ -106,7 +107,7 @@ check("products", products, model, (256, 256, 64), (64, 128, 128))
 
 # %%
 def problem_of(q, k, v, causal=False):
-    return validation.problem(q, k, v, is_causal=causal)
+    return validation.problem(q, k, v, Options(is_causal=causal))
 
 
 def gradients(do, q, k, v, out, lse, causal=False, **options):

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from . import merge, validation
+from .arguments import choice, known
 from .errors import ArgumentError, UnsupportedError
-from .interop import Imported, convert, import_array, on_device
+from .interop import Imported, convert, on_device
 from .jit.threads import refuse_after_fork
+from .options import COMMON, IMPLS, Options
+from .scores import lse_as_float32
 from .validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
@@ -65,7 +68,7 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         from . import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
-        return out.astype(np.float32), lse.astype(np.float32)
+        return out.astype(np.float32), lse_as_float32(lse)
     device = BACKENDS["cpu" if impl == "auto" else impl]
     if device == "cpu":
         refuse_after_fork()
@@ -179,54 +182,37 @@ def attention(
     UnsupportedError
         What `impl` names cannot run here.
     """
-    validation.choice("impl", impl, validation.IMPLS)
-    if impl in ("auto", "cuda") and on_device(query):
-        from .cuda import arrays
-
-        return arrays.attention(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            window=window,
-            alignment=alignment,
-            key_lengths=key_lengths,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            precision=precision,
-            pv=pv,
-            layout=layout,
-            return_lse=return_lse,
-        )
-    problem = validation.problem(
-        query,
-        key,
-        value,
+    options = Options(
         attn_mask,
         dropout_p,
         is_causal,
         scale,
         enable_gqa,
-        window=window,
-        alignment=alignment,
-        key_lengths=key_lengths,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        precision=precision,
-        pv=pv,
-        layout=layout,
-        return_lse=return_lse,
+        window,
+        alignment,
+        key_lengths,
+        softcap,
+        alibi_slopes,
+        sinks,
+        precision,
+        pv,
+        layout,
+        return_lse,
     )
-    taken = import_array("query", query)
-    ndim = taken.array.ndim
-    out, lse = solve(problem, impl)
-    return _deliver(_restore(out, ndim, layout), _restore(lse, ndim, layout), taken, return_lse)
+    return attend(query, key, value, options, impl)
+
+
+def attend(query: Any, key: Any, value: Any, options: Options, impl: str) -> Any:
+    """`attention` with its options checked."""
+    choice("impl", impl, IMPLS)
+    if impl in ("auto", "cuda") and on_device(query):
+        from .cuda import arrays
+
+        return arrays.attention(query, key, value, options)
+    taken = validation.import_operands(query, key, value)
+    problem = validation.problem_of(taken, options)
+    out, lse = (_restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
+    return _deliver(out, lse, taken[0], options.return_lse)
 
 
 def attention_backward(
@@ -288,60 +274,39 @@ def attention_backward(
     UnsupportedError
         precision "int8", an `impl` without gradients, or what cannot run here.
     """
-    validation.choice("impl", impl, validation.IMPLS)
-    if impl in ("auto", "cuda") and on_device(query):
-        from .cuda import arrays
-
-        return arrays.attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            window=window,
-            alignment=alignment,
-            key_lengths=key_lengths,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            precision=precision,
-            layout=layout,
-        )
-    problem = validation.problem(
-        query,
-        key,
-        value,
+    options = Options(
         attn_mask,
         dropout_p,
         is_causal,
         scale,
         enable_gqa,
-        window=window,
-        alignment=alignment,
-        key_lengths=key_lengths,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        precision=precision,
+        window,
+        alignment,
+        key_lengths,
+        softcap,
+        alibi_slopes,
+        sinks,
+        precision,
         layout=layout,
     )
-    taken = [
-        import_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    ]
-    ndim = taken[0].array.ndim
-    operands = validation.gradient_operands(
-        problem, taken[0].array.shape, grad_out, out, lse, layout
-    )
-    found = solve_backward(problem, operands, impl)
+    return differentiate((grad_out, query, key, value, out, lse), options, impl)
+
+
+def differentiate(arrays: tuple[Any, ...], options: Options, impl: str) -> tuple[Any, Any, Any]:
+    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse."""
+    grad_out, query, key, value, out, lse = arrays
+    choice("impl", impl, IMPLS)
+    if impl in ("auto", "cuda") and on_device(query):
+        from .cuda.arrays import attention_backward
+
+        return attention_backward(grad_out, query, key, value, out, lse, options)
+    taken, layout = validation.import_operands(query, key, value), options.layout
+    problem = validation.problem_of(taken, options)
+    shape = taken[0].array.shape
+    operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
     dq, dk, dv = (
-        _deliver(_restore(x, ndim, layout), None, t, False)
-        for x, t in zip(found, taken, strict=True)
+        _deliver(_restore(x, len(shape), layout), None, t, False)
+        for x, t in zip(solve_backward(problem, operands, impl), taken, strict=True)
     )
     return dq, dk, dv
 
@@ -400,8 +365,9 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
-    validation.choice("impl", impl, validation.IMPLS)
-    problem = validation.quantized_problem(query, key, value, **options)
+    choice("impl", impl, IMPLS)
+    known("attention_int8", options, (*COMMON, "pv", "return_lse"))
+    problem = validation.quantized_problem(query, key, value, Options(**options))
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
     return (
@@ -409,6 +375,19 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
         if problem.return_lse
         else _restore(out, ndim, "bhld")
     )
+
+
+VARLEN_OPTIONS = (
+    "scale",
+    "enable_gqa",
+    "window",
+    "alignment",
+    "softcap",
+    "alibi_slopes",
+    "sinks",
+    "precision",
+    "pv",
+)
 
 
 def attention_varlen(
@@ -442,43 +421,26 @@ def attention_varlen(
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
-    validation.known(
-        "attention_varlen",
-        options,
-        (
-            "scale",
-            "enable_gqa",
-            "window",
-            "alignment",
-            "softcap",
-            "alibi_slopes",
-            "sinks",
-            "precision",
-            "pv",
-        ),
-    )
-    validation.choice("impl", impl, validation.IMPLS)
-    taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
-    for name, x in taken.items():
+    known("attention_varlen", options, VARLEN_OPTIONS)
+    choice("impl", impl, IMPLS)
+    asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
+    operands = validation.import_operands(query, key, value)
+    for name, x in zip(("query", "key", "value"), operands, strict=True):
         if x.array.ndim != 3:
             raise ArgumentError(
                 f"{name}: got shape {x.array.shape}; allowed: three dimensions, (total, H, D)"
             )
-    cu_q = validation.cumulative("cu_seqlens_q", cu_seqlens_q, taken["query"].array.shape[0])
-    cu_k = validation.cumulative("cu_seqlens_k", cu_seqlens_k, taken["key"].array.shape[0])
+    shape = operands[0].array.shape
+    cu_q = validation.cumulative("cu_seqlens_q", cu_seqlens_q, shape[0])
+    cu_k = validation.cumulative("cu_seqlens_k", cu_seqlens_k, operands[1].array.shape[0])
     if len(cu_q) != len(cu_k):
         raise ArgumentError(
             f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}"
         )
-    whole = validation.problem(
-        query, key, value, is_causal=is_causal, return_lse=return_lse, layout="blhd", **options
-    )
-    shape = taken["query"].array.shape
+    whole = validation.problem_of(operands, asked)
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
-    for problem, chosen in validation.sequences(
-        whole, cu_q, cu_k, options.get("alignment", "upper_left")
-    ):
+    for problem, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
         part, part_lse = solve(problem, impl)
         part = convert(part, "float32")
         for i, n in enumerate(chosen):
@@ -486,7 +448,7 @@ def attention_varlen(
             out[rows] = part[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
             if part_lse is not None:
                 lse[rows] = part_lse[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
-    return _deliver(out, lse, taken["query"], return_lse)
+    return _deliver(out, lse, operands[0], return_lse)
 
 
 def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:

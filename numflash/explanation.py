@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from . import validation
+from .arguments import choice, known
 from .errors import ArgumentError
 from .jit import target
+from .options import IMPLS, NAMES, Options
 from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
@@ -137,12 +139,9 @@ def explain_problem(
     query: Any, key: Any = None, value: Any = None, *, impl: str = "auto", **options: Any
 ) -> Explanation:
     """`numflash.explain`."""
-    validation.choice("impl", impl, validation.IMPLS)
-    validation.known(
-        "explain",
-        options,
-        (*validation.OPTIONS, "dropout_p", "precision", "pv", "layout", "return_lse"),
-    )
+    choice("impl", impl, IMPLS)
+    known("explain", options, NAMES)
+    asked = Options(**options)
 
     def operand(name: str, x: Any) -> Any:
         return shaped(name, x) if isinstance(x, tuple) else x
@@ -150,7 +149,8 @@ def explain_problem(
     query = operand("query", query)
     key = query if key is None else operand("key", key)
     value = key if value is None else operand("value", value)
-    problem = validation.problem(query, key, value, convert_operands=False, **options)
+    operands = validation.import_operands(query, key, value)
+    problem = validation.problem_of(operands, asked, convert_operands=False)
     b, h, hkv, length, s, d, dv = problem.shape
     if impl in ("cuda", "cuda-emulator"):
         from .cuda.device import EMULATED_ARCH, current_device

@@ -26,6 +26,9 @@ MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
 VALUE_UNIT = (
     2.0**-40
 )  # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
+ZERO_VALUE_SCALE = (
+    2.0**-110
+)  # of a cached value of zeros: below every other one, so it never is a block's largest
 
 # 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative error 0.27 %.
 # It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.

@@ -16,10 +16,13 @@ from .interop import convert, import_array, widen
 
 def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Shares of a and b in the sum, and the LSE of the sum; rows where both are -inf get shares 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         top = np.maximum(lse_a, lse_b)
         shift = np.where(top == -np.inf, 0, top).astype(top.dtype)
-        a, b = np.exp(lse_a - shift), np.exp(lse_b - shift)
+        # an LSE of +inf is a sum beyond float32: it outweighs finite ones, and two of them weigh the same
+        a, b = (
+            np.where((x == top) & (top == np.inf), 1, np.exp(x - shift)) for x in (lse_a, lse_b)
+        )
         total = a + b
         return (
             np.where(total == 0, 0, a / total).astype(top.dtype),
@@ -74,9 +77,9 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
 def join(out: np.ndarray, share: np.ndarray) -> np.ndarray:
     """out * share per row; a share of 0 hides whatever the row holds."""
-    return np.where(share[..., None] == 0, 0, out * share[..., None]).astype(
-        np.result_type(out, share)
-    )
+    with np.errstate(invalid="ignore", over="ignore"):  # inf * 0 is computed, and not taken
+        weighted = out * share[..., None]
+    return np.where(share[..., None] == 0, 0, weighted).astype(np.result_type(out, share))
 
 
 def apply_sinks(

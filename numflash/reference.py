@@ -6,7 +6,7 @@ Nothing here is fast, and no kernel imports it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -321,10 +321,34 @@ def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndar
 def log_sum_exp(
     m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
 ) -> np.ndarray:
-    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; `one` is the weight 1.0.
+
+    -inf where l is 0, and only there: below float32's range, the lowest finite number.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
-        return (lse if shift is None else lse + shift).astype(F)
+        lse = lse if shift is None else lse + shift
+        return np.where(l == 0, -np.inf, np.maximum(lse, np.finfo(F).min)).astype(F)
+
+
+def decode_change(
+    softcap: float, slopes: np.ndarray | None, shift: np.ndarray | None, away: np.ndarray
+) -> Callable[[int, slice, np.ndarray], np.ndarray]:
+    """Soft cap and ALiBi for `integer_decode`.
+
+    slopes (H,) or None; shift (H, L) float32, what smoothing took from the scores in units of the soft cap; away (L, S) distances.
+    """
+
+    def change(h: int, cols: slice, x: np.ndarray) -> np.ndarray:
+        if softcap:
+            cap = F(softcap) * fx.LOG2E_Q8
+            x = x * (F(1) / cap)
+            x = fx.softcap(x if shift is None else x + shift[h][:, None], cap)
+        if slopes is not None:
+            x = x - F(slopes[h]) * fx.LOG2E_Q8 * away[:, cols].astype(F)
+        return x
+
+    return change
 
 
 def integer_decode(
@@ -334,6 +358,7 @@ def integer_decode(
     scale: float,
     seen: np.ndarray,
     splits: int = 1,
+    change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The definition of INT8 decode over one sequence of a KV cache: out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
 
@@ -341,6 +366,8 @@ def integer_decode(
     belongs to its token: relative to the largest one v_max of the key block, a uint16 fraction, it is folded into the weight before
     the one rounding to uint8. The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each from a
     fresh state; the states are merged in order, by powers of two. Outputs are summed up times `fixedpoint.VALUE_UNIT`.
+
+    change : f(head, keys, scores), as `decode_change` makes it, of rounded Q8.8 scores (L, keys) float32; rounded again.
     """
     (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
     out, ms, ls = (
@@ -370,15 +397,18 @@ def integer_decode(
                     x = (s * np.where(bad[g, cols], F(0), ck[g, cols])) * np.where(
                         np.isnan(cq[h]), F(0), cq[h]
                     )[:, None]
-                t = np.where(
-                    hidden, HIDDEN, np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
-                )
+                t = np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT))
+                if change is not None:
+                    x = change(h, cols, t.astype(np.int32).astype(F))
+                    t = np.rint(np.clip(x, -fx.T_LIMIT, fx.T_LIMIT))
+                t = np.where(hidden, HIDDEN, t.astype(np.int32))
                 top = t.max(1)
                 some = top != HIDDEN
                 octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE)
                 y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
                 p = np.where(hidden, 0, fx.exp2_p8(y))
-                v_scale = v.scale[g, cols, 0]
+                held = v.data[g, cols].any(-1)  # rows of zeros have no say in the block's scale
+                v_scale = np.where(held, v.scale[g, cols, 0], F(fx.ZERO_VALUE_SCALE))
                 v_max = v_scale.max()
                 ratio = np.minimum(np.rint(v_scale * (F(65536) / v_max)), 65535).astype(np.uint32)
                 w = (((fx.exp2_p16(y).astype(np.uint32) * ratio) >> 16) + 128) >> 8

@@ -15,6 +15,7 @@ from .validation import Problem
 
 F = np.float32
 LN2 = np.log(2.0)
+LOWEST = np.finfo(F).min
 LIMIT = 2.0**100  # combined scales are cut here
 
 
@@ -74,10 +75,19 @@ def cap_shift(problem: Problem) -> np.ndarray | None:
     return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
 
 
+def lse_as_float32(lse: np.ndarray) -> np.ndarray:
+    """A float64 LSE as float32: +inf beyond its range, but never -inf, which only rows without keys have."""
+    with np.errstate(over="ignore"):
+        return np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST)).astype(np.float32)
+
+
 def log_sum_exp(
     m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
 ) -> np.ndarray:
-    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; -inf where l is 0; `one` is the weight 1.0."""
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; `one` is the weight 1.0.
+
+    -inf where l is 0, and only there: below float32's range, the lowest finite number.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
-        return (lse if shift is None else lse + shift).astype(F)
+        return lse_as_float32(lse if shift is None else lse + shift)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from .arguments import choice
 from .errors import ArgumentError, ArgumentTypeError
-from .interop import convert, import_array, widen, writable
+from .interop import Imported, convert, import_array, widen, writable
+from .options import DEFAULT, Options
 from .quantization import QuantizedTensor
 from .tiling import MAX_HEAD_DIM
 
@@ -76,89 +78,12 @@ class Problem:
 
 # ---- builders ------------------------------------------------------------------------------------------------------------------
 LARGEST_PER_HEAD, LARGEST_INT8_CAP = 1e20, 1e4
-SMALLEST_FACTOR, LARGEST_FACTOR = (
-    1e-30,
-    1e30,
-)  # scale and softcap: their products with units and reciprocals stay in float32
-PRECISIONS = ("float32", "bfloat16", "float16", "int8")
-PV = ("int8", "fp32")
-LAYOUTS = ("bhld", "blhd")
-ALIGNMENTS = ("upper_left", "lower_right")
-IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")
 OWN_PRECISION = {
     "float32": "float32",
     "float64": "float32",
     "float16": "float16",
     "bfloat16": "bfloat16",
 }
-
-
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """`value` if it is one of the allowed names."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ArgumentError(f"{name}: got {value!r}; allowed: {', '.join(map(repr, allowed))}")
-    return value
-
-
-OPTIONS = (
-    "attn_mask",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-    "window",
-    "alignment",
-    "key_lengths",
-    "softcap",
-    "alibi_slopes",
-    "sinks",
-)
-
-
-def known(function: str, options: Iterable[str], taken: Collection[str]) -> None:
-    """Refuse keywords that the public function does not take; else a function inside it would be blamed for them."""
-    for name in options:
-        if name not in taken:
-            raise ArgumentTypeError(
-                f"{name}: {function} does not take it; allowed: {', '.join(taken)}"
-            )
-
-
-def flag(name: str, value: Any) -> bool:
-    """A bool, or ArgumentTypeError."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: True or False")
-    return bool(value)
-
-
-def real(name: str, value: Any, low: float = -np.inf) -> float:
-    """A finite number of at least `low`."""
-    if type(value) is float and low <= value < np.inf and value > -np.inf:
-        return value
-    if (
-        isinstance(value, (bool, np.bool_, str))
-        or np.ndim(value)
-        or not isinstance(value, (Real, np.ndarray))
-    ):
-        raise ArgumentTypeError(f"{name}: got {value!r}; allowed: a number")
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond float64
-        number = np.inf
-    if not (np.isfinite(number) and number >= low):
-        raise ArgumentError(
-            f"{name}: got {number}; allowed: finite{'' if low == -np.inf else f', at least {low:g}'}"
-        )
-    return number
-
-
-def factor(name: str, value: Any, low: float = -np.inf) -> float:
-    """A number of at least `low` that float32 holds, and its reciprocal too, whatever units the kernels multiply it by; or 0."""
-    number = real(name, value, low)
-    if number and not SMALLEST_FACTOR <= abs(number) <= LARGEST_FACTOR:
-        raise ArgumentError(
-            f"{name}: got {number:g}; allowed: 0, or magnitudes from {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g}"
-        )
-    return number
 
 
 def tensor(name: str, x: np.ndarray, layout: str) -> np.ndarray:
@@ -252,25 +177,6 @@ def split_mask(
     return (array, None) if array.dtype.kind == "b" else (None, array)
 
 
-def limits(window: Any, is_causal: bool, reach: int) -> tuple[int | None, int | None]:
-    """`window` and `is_causal` as (left, right), at most `reach`: from there on a side sees everything."""
-    if window is None:
-        window = (None, None)
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentTypeError(
-            f"window: got {window!r}; allowed: (left, right), None on a side for no limit"
-        )
-    for side in window:
-        if side is None:
-            continue
-        if isinstance(side, bool) or not isinstance(side, Integral):
-            raise ArgumentTypeError(f"window: got {window!r}; allowed: integers or None")
-        if side < 0:
-            raise ArgumentError(f"window: got {window!r}; allowed: 0 or more, None for no limit")
-    left, right = (None if side is None else min(int(side), reach) for side in window)
-    return left, 0 if is_causal else right
-
-
 def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
     """(B,) int64 counts between 0 and `most`."""
     if x is None:
@@ -285,83 +191,61 @@ def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def describe(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    attn_mask: Any = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window: Any = None,
-    alignment: str = "upper_left",
-    key_lengths: Any = None,
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    precision: str,
-    pv: str | None = None,
-    return_lse: bool = False,
-) -> Problem:
-    """The Problem of 4-D operands whose shapes are checked; every other argument is checked here."""
+def describe(query: Any, key: Any, value: Any, options: Options, precision: str) -> Problem:
+    """The Problem of 4-D operands whose shapes are checked: what of the options depends on shapes or precision is checked here."""
     (b, h, l, d), s = query.shape, key.shape[2]
-    softcap = factor("softcap", softcap, 0.0)
-    if precision == "int8" and softcap > LARGEST_INT8_CAP:
+    if precision == "int8" and options.softcap > LARGEST_INT8_CAP:
         raise ArgumentError(
-            f"softcap: got {softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
+            f"softcap: got {options.softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
             "the error of its tanh would show"
         )
-    choice("alignment", alignment, ALIGNMENTS)
-    if pv is not None:
-        choice("pv", pv, PV)
-        if precision != "int8":
-            raise ArgumentError(
-                f"pv: got {pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
-            )
-    left, right = limits(window, flag("is_causal", is_causal), l + s)
-    counts = lengths("key_lengths", key_lengths, b, s)
-    mask, bias = split_mask(attn_mask, (b, h, l, s))
-    if alibi_slopes is not None:
-        slopes = per_head("alibi_slopes", alibi_slopes, ((h,), (b, h)), "(H,) or (B, H)")
-        alibi_slopes = writable(np.broadcast_to(slopes, (b, h)))
+    if options.pv is not None and precision != "int8":
+        raise ArgumentError(
+            f"pv: got {options.pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
+        )
+    left, right = options.limits(l + s)
+    counts = lengths("key_lengths", options.key_lengths, b, s)
+    mask, bias = split_mask(options.attn_mask, (b, h, l, s))
+    slopes, sinks = options.alibi_slopes, options.sinks
+    if slopes is not None:
+        slopes = per_head("alibi_slopes", slopes, ((h,), (b, h)), "(H,) or (B, H)")
+        slopes = writable(np.broadcast_to(slopes, (b, h)))
     if sinks is not None:
         sinks = per_head("sinks", sinks, ((h,),), "(H,)")
     return Problem(
         query=query,
         key=key,
         value=value,
-        scale=1.0 / math.sqrt(d) if scale is None else factor("scale", scale),
+        scale=1.0 / math.sqrt(d) if options.scale is None else options.scale,
         left=left,
         right=right,
-        diagonal=counts - l if alignment == "lower_right" else np.zeros(b, np.int64),
+        diagonal=counts - l if options.alignment == "lower_right" else np.zeros(b, np.int64),
         key_lengths=counts,
         mask=mask,
         bias=bias,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
+        softcap=options.softcap,
+        alibi_slopes=slopes,
         sinks=sinks,
         precision=precision,
-        pv=pv or "int8",
-        return_lse=flag("return_lse", return_lse),
+        pv=options.pv or "int8",
+        return_lse=options.return_lse,
     )
 
 
-def problem(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    precision: str | None = None,
-    layout: str = "bhld",
-    convert_operands: bool = True,
-    **options: Any,
+def import_operands(query: Any, key: Any, value: Any) -> tuple[Imported, Imported, Imported]:
+    """The three arrays of a call, taken in once."""
+    return import_array("query", query), import_array("key", key), import_array("value", value)
+
+
+def problem(query: Any, key: Any, value: Any, options: Options = DEFAULT) -> Problem:
+    """Check the arguments of `numflash.attention` and describe them; see `problem_of`."""
+    return problem_of(import_operands(query, key, value), options)
+
+
+def problem_of(
+    operands: tuple[Imported, Imported, Imported], options: Options, convert_operands: bool = True
 ) -> Problem:
-    """Check the arguments of `numflash.attention` and describe them.
+    """The same for arrays that are taken in.
 
     The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of bfloat16); for "int8", or
     without `convert_operands`, they stay as they came: for `quantize_problem`, or for the oracle.
@@ -371,12 +255,10 @@ def problem(
     ArgumentError, ArgumentTypeError
         Naming the argument, what came and what is allowed.
     """
-    taken = {n: import_array(n, x) for n, x in (("query", query), ("key", key), ("value", value))}
-    choice("layout", layout, LAYOUTS)
-    if precision is not None:
-        choice("precision", precision, PRECISIONS)
-    tensor("query", taken["query"].array, layout)
-    dtype = taken["query"].dtype
+    taken = dict(zip(("query", "key", "value"), operands, strict=True))
+    precision, layout = options.precision, options.layout
+    tensor("query", operands[0].array, layout)
+    dtype = operands[0].dtype
     for name, x in taken.items():
         if x.dtype not in OWN_PRECISION and not (x.dtype == "uint16" and precision == "bfloat16"):
             raise ArgumentTypeError(
@@ -390,23 +272,12 @@ def problem(
                 f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions"
             )
     precision = precision or OWN_PRECISION[dtype]
-    if real("dropout_p", dropout_p) != 0:
-        raise ArgumentError(f"dropout_p: got {dropout_p}; allowed: 0.0 only")
     q, k, v = (tensor(n, x.array, layout) for n, x in taken.items())
-    check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
+    check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
     if convert_operands and precision != "int8":
         q, k, v = (convert(x, precision) for x in (q, k, v))
     q, k, v = (writable(x) for x in (q, k, v))
-    return describe(
-        q,
-        k,
-        v,
-        attn_mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-        precision=precision,
-        **options,
-    )
+    return describe(q, k, v, options, precision)
 
 
 LARGEST_LSE = (
@@ -526,12 +397,9 @@ def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTen
     )
 
 
-def quantized_problem(
-    query: Any, key: Any, value: Any, enable_gqa: bool = False, **options: Any
-) -> Problem:
+def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAULT) -> Problem:
     """Check the arguments of `numflash.attention_int8` and describe them."""
-    known("attention_int8", options, (*OPTIONS, "pv", "return_lse"))
-    pv = choice("pv", options.get("pv") or "int8", PV)
+    pv = options.pv or "int8"
     q, k = (
         quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key))
     )
@@ -545,10 +413,10 @@ def quantized_problem(
             raise ArgumentError(
                 f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
             )
-    check_shapes(q.shape, k.shape, v.shape, flag("enable_gqa", enable_gqa))
+    check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
     if pv == "int8" and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
-    return describe(q, k, v.dequantize() if pv == "fp32" else v, precision="int8", **options)
+    return describe(q, k, v.dequantize() if pv == "fp32" else v, options, "int8")
 
 
 def cumulative(name: str, x: Any, total: int) -> np.ndarray:

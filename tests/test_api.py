@@ -16,6 +16,7 @@ from numflash import validation
 from numflash.data import minilm
 from numflash.errors import UnsupportedError
 from numflash.measure.metrics import errors
+from numflash.options import Options
 
 LIMIT = {"float32": 1e-5, "int8": 0.03}
 IMPLS = [("reference", "float32"), ("reference", "int8"), ("cpu", "float32"), ("cpu", "int8")]
@@ -179,7 +180,7 @@ def test_varlen_of_equal_lengths_that_lie_apart():
     parts = [
         problem.shape[0]
         for problem, _ in validation.sequences(
-            validation.problem(q, k, v, layout="blhd"), cu, cu, "upper_left"
+            validation.problem(q, k, v, Options(layout="blhd")), cu, cu, "upper_left"
         )
     ]
     assert parts == [1, 2]

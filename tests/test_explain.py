@@ -9,6 +9,7 @@ import numflash
 from numflash import reference, validation
 from numflash.errors import ArgumentError
 from numflash.explanation import visible_share
+from numflash.options import Options
 
 OPTIONS = [
     {},
@@ -31,7 +32,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize("options", OPTIONS + WINDOWS)
 def test_visible_share_is_what_the_oracle_sees(options):
-    problem = validation.problem(*qkv(b=2, l=7, s=11, d=4), **options)
+    problem = validation.problem(*qkv(b=2, l=7, s=11, d=4), Options(**options))
     seen = np.mean([reference.visible(problem, b, 0) for b in range(2)])
     assert visible_share(problem) == pytest.approx(seen)
 

@@ -42,7 +42,9 @@ def test_every_notebook_has_a_source():
 
 
 def test_the_readme_lists_the_notebooks_in_order():
-    listed = re.findall(r"\(notebooks/(\w+)\.ipynb\)", (FOLDER.parent / "README.md").read_text())
+    listed = re.findall(
+        r"\(../notebooks/(\w+)\.ipynb\)", (FOLDER.parent / "docs" / "course.md").read_text()
+    )
     assert listed == [p.stem for p in SOURCES]
 
 

@@ -7,6 +7,7 @@ from oracles import draw, qkv
 
 import numflash
 from numflash import validation
+from numflash.options import Options
 from numflash.quantization import GRANULARITIES, quantize_problem
 
 
@@ -95,7 +96,9 @@ def test_padding_changes_no_scale():
     q, k, v = qkv(b=2, h=2, l=4, s=40, d=16)
     long = [np.concatenate([x, np.full_like(x[:, :, :9], 1e6)], 2) for x in (k, v)]
     short, padded = (
-        quantize_problem(validation.problem(q, *kv, precision="int8", key_lengths=[40, 13]))
+        quantize_problem(
+            validation.problem(q, *kv, Options(precision="int8", key_lengths=[40, 13]))
+        )
         for kv in ((k, v), long)
     )
     np.testing.assert_array_equal(short.value.scale, padded.value.scale)
@@ -106,18 +109,18 @@ def test_padding_changes_no_scale():
 
 def test_quantize_problem_is_quantize_qkv():
     q, k, v = qkv(b=2, h=4, l=9, s=30, d=16, hkv=2)
-    p = quantize_problem(validation.problem(q, k, v, enable_gqa=True, precision="int8"))
+    p = quantize_problem(validation.problem(q, k, v, Options(enable_gqa=True, precision="int8")))
     for mine, other in zip((p.query, p.key, p.value), numflash.quantize_qkv(q, k, v), strict=True):
         np.testing.assert_array_equal(mine.data, other.data)
         np.testing.assert_array_equal(mine.scale, other.scale)
     assert (
         quantize_problem(
-            validation.problem(q, k, v, enable_gqa=True, precision="int8", softcap=3.0)
+            validation.problem(q, k, v, Options(enable_gqa=True, precision="int8", softcap=3.0))
         ).key.offset
         is None
     )
     wide = quantize_problem(
-        validation.problem(q, k, v, enable_gqa=True, precision="int8", pv="fp32")
+        validation.problem(q, k, v, Options(enable_gqa=True, precision="int8", pv="fp32"))
     ).value
     np.testing.assert_array_equal(wide, v)
 

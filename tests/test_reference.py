@@ -10,13 +10,14 @@ import numflash
 from numflash import fixedpoint as fx
 from numflash import reference, validation
 from numflash.measure.metrics import errors
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 INF = np.float32(np.inf)
 
 
 def solve(*arrays, **options):
-    problem = validation.problem(*arrays, **options)
+    problem = validation.problem(*arrays, Options(**options))
     return reference.solve(quantize_problem(problem) if problem.precision == "int8" else problem)
 
 
@@ -159,7 +160,9 @@ def test_steps_are_what_the_model_adds_up(l, s):
     """The steps hold invariants that a reader can check: weights, sums and octaves of each block."""
     arrays = qkv(h=1, l=l, s=s, d=16)
     problem = quantize_problem(
-        validation.problem(*arrays, precision="int8", is_causal=True, alignment="lower_right")
+        validation.problem(
+            *arrays, Options(precision="int8", is_causal=True, alignment="lower_right")
+        )
     )
     stop, m = 0, np.full(l, fx.MIN_OCTAVE)
     for step in reference.integer_steps(problem, 0, 0):

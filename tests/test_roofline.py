@@ -9,6 +9,7 @@ from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import target, threads
 from numflash.machinecode import codegen
 from numflash.measure import phases, roofline
+from numflash.options import Options
 
 
 def test_roof_is_plausible():
@@ -57,7 +58,7 @@ def test_phases_compute_the_attention(isa):
     from numflash.tiling import tiling
 
     arrays = qkv(h=1, l=128, s=256, d=64)
-    problem = quantize_problem(validation.problem(*arrays, precision="int8"))
+    problem = quantize_problem(validation.problem(*arrays, Options(precision="int8")))
     isa_data, block_q = VECTOR_ISAS[isa], tiling(isa).block_q
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     keys = phases.pack_keys(isa, problem.key.data[0], np.ascontiguousarray(ck[0]))
@@ -84,7 +85,7 @@ def test_float32_reference(causal, workers):
     if workers > threads.most():
         pytest.skip("one core")
     q, k, v = qkv(b=2, h=4, hkv=2, l=30, s=41, d=24, dv=10)
-    problem = validation.problem(q, k, v, is_causal=causal, enable_gqa=True)
+    problem = validation.problem(q, k, v, Options(is_causal=causal, enable_gqa=True))
     np.testing.assert_allclose(
         reference_float32.run(problem, workers), naive(q, k, v, is_causal=causal)[0], atol=1e-5
     )
@@ -101,7 +102,7 @@ def test_float32_reference_refuses_the_rest():
         {"window": (None, 2)},
     ):
         with pytest.raises(UnsupportedError):
-            reference_float32.run(validation.problem(q, k, v, **options))
+            reference_float32.run(validation.problem(q, k, v, Options(**options)))
 
 
 def test_thread_limit():

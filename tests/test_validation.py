@@ -1,5 +1,8 @@
 """Every bad argument gives one exception that names it, says what came and what is allowed."""
 
+import dataclasses
+import inspect
+
 import numpy as np
 import pytest
 from oracles import draw, naive, naive_gradients, qkv
@@ -7,6 +10,7 @@ from oracles import draw, naive, naive_gradients, qkv
 import numflash
 from numflash import validation
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
+from numflash.options import DEFAULT, NAMES, Options
 
 Q, K, V = qkv(b=2, h=4, l=5, s=7, d=8, hkv=4)
 
@@ -307,7 +311,10 @@ class TestProblem:
 
     def test_no_copies_of_float32_operands(self):
         p = validation.problem(
-            Q.transpose(0, 2, 1, 3), K.transpose(0, 2, 1, 3), V.transpose(0, 2, 1, 3), layout="blhd"
+            Q.transpose(0, 2, 1, 3),
+            K.transpose(0, 2, 1, 3),
+            V.transpose(0, 2, 1, 3),
+            Options(layout="blhd"),
         )
         assert np.shares_memory(p.query, Q) and p.query.strides == Q.strides
 
@@ -317,7 +324,7 @@ class TestProblem:
             *(np.zeros(shape, np.float32) for shape in ((4, 1, 7), (2, 1, 1, 7), ())),
         )
         for mask in masks:
-            p = validation.problem(Q, K, V, mask)
+            p = validation.problem(Q, K, V, Options(mask))
             seen = p.mask if mask.dtype == bool else p.bias
             assert seen.shape == (2, 4, 5, 7) and np.shares_memory(seen, mask)
             assert (p.mask is None) != (p.bias is None)
@@ -325,24 +332,24 @@ class TestProblem:
     def test_read_only_inputs_are_typed_like_others(self):
         q = Q.copy()
         q.flags.writeable = False
-        p = validation.problem(q, K, V, np.broadcast_to(np.float32(0), (5, 7)))
+        p = validation.problem(q, K, V, Options(np.broadcast_to(np.float32(0), (5, 7))))
         assert p.query.flags.writeable and p.bias.flags.writeable and np.shares_memory(p.query, q)
 
     def test_causal_is_a_window(self):
         assert (lambda p: (p.left, p.right))(
-            validation.problem(Q, K, V, is_causal=True, window=(3, 9))
+            validation.problem(Q, K, V, Options(is_causal=True, window=(3, 9)))
         ) == (3, 0)
         assert (lambda p: (p.left, p.right))(
-            validation.problem(Q, K, V, window=(10**30, None))
+            validation.problem(Q, K, V, Options(window=(10**30, None)))
         ) == (12, None)
 
     def test_diagonal(self):
-        p = validation.problem(Q, K, V, alignment="lower_right", key_lengths=[7, 2])
+        p = validation.problem(Q, K, V, Options(alignment="lower_right", key_lengths=[7, 2]))
         assert p.diagonal.tolist() == [2, -3] and p.diagonal.dtype == np.int64
 
     @pytest.mark.parametrize("layout", ["bhld", "blhd"])
     def test_promotion(self, layout):
-        assert validation.problem(Q[0, 0], K[0, 0], V[0, 0], layout=layout).shape == (
+        assert validation.problem(Q[0, 0], K[0, 0], V[0, 0], Options(layout=layout)).shape == (
             1,
             1,
             1,
@@ -352,7 +359,7 @@ class TestProblem:
             8,
         )
         q, k, v = (x[0] if layout == "bhld" else x[0].swapaxes(0, 1) for x in (Q, K, V))
-        p = validation.problem(q, k, v, layout=layout)
+        p = validation.problem(q, k, v, Options(layout=layout))
         assert p.shape == (1, 4, 4, 5, 7, 8, 8) and (p.query == Q[:1]).all()
 
     def test_storage_of_each_precision(self):
@@ -362,15 +369,27 @@ class TestProblem:
             ("bfloat16", np.uint16),
             ("int8", np.float64),
         ):
-            p = validation.problem(*(x.astype(np.float64) for x in (Q, K, V)), precision=precision)
+            p = validation.problem(
+                *(x.astype(np.float64) for x in (Q, K, V)), Options(precision=precision)
+            )
             assert p.query.dtype == p.key.dtype == p.value.dtype == dtype
 
     def test_alibi_per_head_or_per_batch_and_head(self):
         slopes = np.arange(4)
         for given in (slopes, np.stack([slopes, slopes])):
-            p = validation.problem(Q, K, V, alibi_slopes=given)
+            p = validation.problem(Q, K, V, Options(alibi_slopes=given))
             assert (
                 p.alibi_slopes.dtype == np.float32
                 and (p.alibi_slopes == slopes).all()
                 and p.alibi_slopes.shape == (2, 4)
             )
+
+
+def test_options_are_those_of_attention_and_frozen():
+    """In the same order, with the same defaults: `attention` hands them over by position."""
+    taken = list(inspect.signature(numflash.attention).parameters.values())[3:-1]
+    assert [p.name for p in taken] == list(NAMES)
+    for p in taken:
+        assert getattr(DEFAULT, p.name) == ((None, None) if p.name == "window" else p.default)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DEFAULT.scale = 2.0

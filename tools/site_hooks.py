@@ -31,7 +31,7 @@ NAV: list[tuple[str, list[str]]] = [
         ],
     ),
     ("Reference", ["reference/attention.md", "reference/kvcache.md", "reference/integrations.md"]),
-    ("Course", []),
+    ("Course", ["course.md"]),
     ("Background", ["design.md", "pitfalls.md", "sources.md", "contributing.md", "changelog.md"]),
 ]
 FROM_ROOT = {
@@ -69,7 +69,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         elif section == "Reference":
             entries += sorted(page for page in pages - named if page.startswith("reference/"))
         elif section == "Course":
-            entries += [page for page in sorted(pages - named) if page.startswith("course/")]
             entries += [{chapter_title(book): f"course/{book.name}"} for book in chapters()]
         nav.append({section: entries})
     config.nav = nav
@@ -85,6 +84,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_relinked(text)))
     return files
+
+
+def on_nav(nav: Any, files: Files, **_: Any) -> None:
+    """Say again where the notebooks are: mkdocs-jupyter's own kind of file forgets it."""
+    for file in files:
+        if file.src_uri.endswith(".ipynb"):
+            file.abs_src_path = str(ROOT / "notebooks" / Path(file.src_uri).name)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links out of docs/ lead to the pages made from those files; in the repository they lead to the files."""
+    for page, source in FROM_ROOT.items():
+        markdown = markdown.replace(f"](../{source}", f"]({page}")
+    return markdown.replace("](../notebooks/", "](course/")
 
 
 def _relinked(text: str) -> str:

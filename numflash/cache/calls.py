@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..arguments import factor
 from ..errors import ArgumentError
-from ..validation import factor
 from .arguments import integer
 from .exact import LOG2E
 from .protocols import Backend, Layout, Plan
@@ -35,7 +35,12 @@ class Calls:
         self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
 
     def plan(
-        self, shape: tuple[int, ...], scale: Any, splits: Any, longest: int
+        self,
+        shape: tuple[int, ...],
+        scale: Any,
+        splits: Any,
+        longest: int,
+        changed: bool = False,
     ) -> tuple[Plan, np.float32]:
         """The prepared call for a query of this shape, and the factor of its scores.
 
@@ -44,7 +49,7 @@ class Calls:
         ArgumentError, ArgumentTypeError
         """
         workers, blocks = self.layout.call(longest, self.batch)
-        call = shape, scale, splits, workers, blocks
+        call = shape, scale, splits, workers, blocks, changed
         try:
             return self._calls[call]
         except TypeError:  # an array of one number, or what is refused now
@@ -62,7 +67,13 @@ class Calls:
             prepared.clear()
 
     def _make(
-        self, shape: tuple[int, ...], scale: Any, splits: Any, workers: int, blocks: int
+        self,
+        shape: tuple[int, ...],
+        scale: Any,
+        splits: Any,
+        workers: int,
+        blocks: int,
+        changed: bool,
     ) -> tuple[Plan, np.float32]:
         self._check(shape)
         c, group = self.factor(scale), shape[1] // self.settings.kv_heads
@@ -70,10 +81,11 @@ class Calls:
             splits = self.layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
             splits = integer("splits", splits, 1, 1 << 16)
-        plan = self._plans.get((shape, splits, workers))
+        plan = self._plans.get((shape, splits, workers, changed))
         if plan is None:
-            plan = self.backend.Plan(self.layout, self.batch, group, shape[2], splits, workers)
-            self._plans[shape, splits, workers] = plan
+            sizes = self.batch, group, shape[2], splits, workers
+            plan = self.backend.Plan(self.layout, *sizes, changed)
+            self._plans[shape, splits, workers, changed] = plan
         return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype == "int8" else 1))
 
     def _check(self, shape: tuple[int, ...]) -> None:

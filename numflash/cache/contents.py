@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import fixedpoint as fx
 from ..errors import ArgumentError, CacheFullError
 from ..interop import widen
 from ..quantization import QuantizedTensor
@@ -13,34 +14,45 @@ from .memory import Memory
 
 F = np.float32
 STORED = {"int8": np.int8, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+BITS = {"int8": np.int8, "float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 STATE_VERSION = 1
+
+
+def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What sequence b holds as it is stored, in slot order.
+
+    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for "int8", else (1, Hkv, slots).
+    """
+    layout, store, settings = memory.layout, memory.store, memory.settings
+    pages, n = memory.slots(b)
+    if not n:  # the layouts reshape by the sizes of what is there
+        heads, d, exact = settings.kv_heads, settings.head_dim, settings.dtype == "int8"
+        both = np.zeros((heads, 0, d + settings.value_dim), BITS[settings.dtype])
+        return both[..., :d], both[..., d:], np.zeros((1 + exact, heads, 0), F)
+    keys, values = layout.keys(store, pages)[:, :n], layout.values(store, pages)[:, :n]
+    return keys, values, layout.scales(store, pages)[:, :, :n]
 
 
 def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Keys and values of sequence b as dtype "int8" stores them, in slot order."""
-    layout, store = memory.layout, memory.store
-    pages, n = memory.slots(b)
-    k_scale, v_scale = layout.scales(store, pages)[:, :, :n, None]
+    keys, values, scales = stored(memory, b)
+    k_scale, v_scale = scales[..., None]
+    v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
     bad = np.isnan(k_scale[..., 0])
     offset, marked = memory.offset[b, :, None].copy(), bad if bad.any() else None
     k_scale = np.where(bad[..., None], F(1), k_scale)
-    key = QuantizedTensor(layout.keys(store, pages)[:, :n], k_scale, "row", offset, marked)
-    return key, QuantizedTensor(layout.values(store, pages)[:, :n], v_scale, "row", None, marked)
+    key = QuantizedTensor(keys, k_scale, "row", offset, marked)
+    return key, QuantizedTensor(values, v_scale, "row", None, marked)
 
 
 def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of sequence b as float32, in slot order; NaN where a token was not finite."""
-    layout, store = memory.layout, memory.store
     if memory.settings.dtype == "int8":
         key, value = quantized(memory, b)
         return key.dequantize(), value.dequantize()
-    pages, n = memory.slots(b)
-    bad = np.isnan(layout.scales(store, pages)[0, :, :n, None])
-    stored = STORED[memory.settings.dtype]
-    found = (
-        x[:, :n].copy().view(stored)
-        for x in (layout.keys(store, pages), layout.values(store, pages))
-    )
+    *elements, scales = stored(memory, b)
+    bad = np.isnan(scales[0, ..., None])
+    found = (x.copy().view(STORED[memory.settings.dtype]) for x in elements)
     k, v = (np.where(bad, F(np.nan), widen(x).astype(F)) for x in found)
     return k, v
 
@@ -53,12 +65,9 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
         "offset": memory.offset.copy(),
         "oldest": memory.oldest.copy(),
     }
-    layout, store = memory.layout, memory.store
     for b in range(memory.batch):
-        pages, n = memory.slots(b)
-        for name, x in (("key", layout.keys(store, pages)), ("value", layout.values(store, pages))):
-            found[f"{name}{b}"] = np.ascontiguousarray(x[:, :n])
-        found[f"scale{b}"] = np.ascontiguousarray(layout.scales(store, pages)[:, :, :n])
+        for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
+            found[f"{name}{b}"] = np.ascontiguousarray(x)
     return found
 
 
@@ -123,9 +132,7 @@ def _tokens(
     settings, layout = memory.settings, memory.layout
     used = min(length, layout.sinks + layout.ring)
     exact = settings.dtype == "int8"
-    bits = {"int8": np.dtype(np.int8), "float32": np.dtype(np.uint32)}.get(
-        settings.dtype, np.dtype(np.uint16)
-    )
+    bits = np.dtype(BITS[settings.dtype])
     wanted = {
         f"key{b}": ((settings.kv_heads, used, settings.head_dim), bits),
         f"value{b}": ((settings.kv_heads, used, settings.value_dim), bits),

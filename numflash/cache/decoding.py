@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from .contents import read
+from .decode_options import Changes
 from .exact import attend, natural_lse, positions
 from .memory import Memory
 from .protocols import Plan
@@ -15,7 +16,14 @@ from .protocols import Plan
 F = np.float32
 
 
-def redo(memory: Memory, plan: Plan, query: np.ndarray, scale: Any, out: np.ndarray) -> None:
+def redo(
+    memory: Memory,
+    plan: Plan,
+    query: np.ndarray,
+    scale: Any,
+    out: np.ndarray,
+    changes: Changes,
+) -> None:
     """Compute rows again in float64 whose scores or sums float32 cannot hold.
 
     query (B, Hkv, rows, D), out (B, Hkv, rows, Dv) float32.
@@ -25,24 +33,45 @@ def redo(memory: Memory, plan: Plan, query: np.ndarray, scale: Any, out: np.ndar
         key, value = read(memory, int(b))
         queries, length = plan.queries, int(memory.store.lengths[b])
         held = positions(length, memory.slots(b)[1], layout.sinks, layout.ring)
-        at = length - queries + int(r) % queries
+        new = int(r) % queries
+        at = length - queries + new
         seen = held <= at
         if window is not None:
             seen &= (held > at - window) | (held < layout.sinks)
+        if changes.mask is not None:
+            seen &= (held < length - queries) | changes.mask[b, new][
+                np.maximum(held - length + queries, 0)
+            ]
+        head = g * (plan.shape[2] // queries) + r // queries
+        slope = 0.0 if changes.slopes is None else float(changes.slopes[head])
         with np.errstate(over="ignore"):
             out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(
-                query[b, g, r], key[g, seen], value[g, seen], memory.calls.factor(scale)
+                query[b, g, r],
+                key[g, seen],
+                value[g, seen],
+                memory.calls.factor(scale),
+                changes.softcap,
+                -slope * np.abs(at - held[seen]),
             )
 
 
-def lse_of(memory: Memory, plan: Plan, query: np.ndarray, scale: Any) -> np.ndarray:
+def lse_of(
+    memory: Memory, plan: Plan, query: np.ndarray, scale: Any, changes: Changes
+) -> np.ndarray:
     """lse (B, H, L) float32, natural log, of the plan's last call."""
+    shifted = memory.settings.smooth and not changes.softcap  # else the kernel has added it
     one = fx.P_ONE if memory.settings.dtype == "int8" else 1
     return natural_lse(
-        plan.m,
-        plan.l,
-        query,
-        memory.offset if memory.settings.smooth else None,
-        memory.calls.factor(scale),
-        one,
+        plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one
     )
+
+
+def cap_shift(query: np.ndarray, offset: np.ndarray, scale: float, softcap: float) -> np.ndarray:
+    """(B, H, L) float32: what `smooth` took from every score of a row, in units of the soft cap.
+
+    query (B, H, L, D) float32, offset (B, Hkv, D).
+    """
+    repeated = np.repeat(offset.astype(np.float64), query.shape[1] // offset.shape[1], 1)
+    shift = np.einsum("bhld,bhd->bhl", query.astype(np.float64), repeated) * (scale / softcap)
+    limit = float(fx.T_LIMIT)
+    return np.clip(shift, -limit, limit).astype(F)

@@ -7,6 +7,7 @@ import numpy as np
 from ..scores import log_sum_exp
 
 LOG2E = float(np.log2(np.e))
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
@@ -19,16 +20,26 @@ def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
 
 
 def attend(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, factor: float
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    factor: float,
+    softcap: float,
+    bias: np.ndarray,
 ) -> tuple[np.ndarray, float, float]:
-    """One row over the keys that it sees: out (Dv,), its maximum in octaves and its sum.
+    """One row over the keys that it attends to: out (Dv,), its maximum in octaves and its sum.
 
-    query (D,), key (S, D), value (S, Dv).
+    A maximum below float32 is float32's lowest number.
+
+    query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores.
     """
     s = key.astype(np.float64) @ query.astype(np.float64) * factor
+    if softcap:
+        s = softcap * np.tanh(s / softcap)
+    s = s + bias
     top = s.max()
     p = np.exp(s - top)
-    return p @ value / p.sum(), top * LOG2E, p.sum()
+    return p @ value / p.sum(), max(top * LOG2E, LOWEST), p.sum()
 
 
 def natural_lse(

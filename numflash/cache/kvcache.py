@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arguments import choice, flag
 from ..errors import ArgumentError, CacheFullError, UnsupportedError
 from ..interop import convert, to_float32, widen
-from ..validation import choice, flag
 from .arguments import floats, in_range, integer, output, token_counts
-from .decoding import lse_of, redo
+from .decode_options import NOTHING, Changes, check_changes, per_head, with_sinks
+from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
-from .protocols import Backend
+from .protocols import Backend, Plan
 from .sequences import Sequences
 from .settings import DEVICES, Settings, check_settings
 
@@ -218,6 +219,10 @@ class KVCache(Sequences):
         splits: int | None = None,
         out: np.ndarray | None = None,
         return_lse: bool = False,
+        softcap: float = 0.0,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        mask: Any = None,
     ) -> Any:
         """Attention of the last L tokens of every sequence, which have been appended, over the whole cache.
 
@@ -235,6 +240,16 @@ class KVCache(Sequences):
         out : (B, H, L, Dv) float32, contiguous, or None
             Where to write, also over the query; a new array unless given.
         return_lse : bool
+        softcap : float
+            Scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes : (H,) floats or None
+            slope * distance is subtracted from the scores.
+        sinks : (H,) floats or None
+            As `numflash.attention` takes them: the score of one more key per head, of value 0. (The sinks
+            of a ring are tokens.)
+        mask : (L, L) or (B, L, L) bool or None
+            Which new tokens a new token attends to, besides the rule above: trees of speculated tokens.
+            Earlier tokens are attended to by all.
 
         Returns
         -------
@@ -244,23 +259,53 @@ class KVCache(Sequences):
         Raises
         ------
         ArgumentError, ArgumentTypeError
+        UnsupportedError
+            softcap, alibi_slopes or mask on a card.
         """
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
-        plan, c = memory.calls.plan(shape, scale, splits, memory.longest)
+        changed = alibi_slopes is not None or mask is not None or softcap != 0
+        plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
+        changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
+        if sinks is not None:
+            sinks = per_head("sinks", sinks, shape[1])
         wanted = (*shape[:-1], self.value_dim)
         result = np.empty(wanted, F) if out is None else output(out, wanted)
         if out is not None and np.may_share_memory(out, query):
             query = query.copy()  # it is read again after `out` is written
-        rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
-        plan(rows, c, memory.store, results)
-        redo(memory, plan, rows, scale, results)
+        self._attend(memory, plan, c, query, scale, result, changes)
+        lse = None
+        if return_lse or sinks is not None:
+            lse = lse_of(memory, plan, query, scale, changes)
+            if sinks is not None:
+                result[...], lse = with_sinks(result, lse, sinks)
         exported: Any = result
         if taken is not None and out is None:
             dtype = taken.dtype if taken.dtype in ("float16", "bfloat16") else "float32"
             exported = taken.export(convert(result, dtype), dtype)
-        return (exported, lse_of(memory, plan, query, scale)) if return_lse else exported
+        return (exported, lse) if return_lse else exported
+
+    def _attend(
+        self,
+        memory: Memory,
+        plan: Plan,
+        c: np.float32,
+        query: np.ndarray,
+        scale: Any,
+        result: np.ndarray,
+        changes: Changes,
+    ) -> None:
+        """Run a plan on a query (B, H, L, D) and write the result (B, H, L, Dv)."""
+        rows = query.reshape(plan.shape)
+        results = result.reshape((*plan.shape[:3], self.value_dim))
+        if changes.any:
+            shift = None
+            if self.smooth and changes.softcap:
+                shift = cap_shift(query, memory.offset, memory.calls.factor(scale), changes.softcap)
+            plan.change(changes, shift)
+        plan(rows, c, memory.store, results)
+        redo(memory, plan, rows, scale, results, changes)
 
     @staticmethod
     def _query(query: Any) -> tuple[np.ndarray, Any]:
@@ -325,14 +370,15 @@ class KVCache(Sequences):
             captured = calls.steps[plan, float(c)] = step
         rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
         captured(key, value, rows, take, results, memory.store)
-        redo(memory, plan, rows, scale, results)
+        redo(memory, plan, rows, scale, results, NOTHING)
         return result
 
 
 def _channel_means(key: np.ndarray) -> np.ndarray | np.float32:
-    """(Hkv, D) float32 means of keys (Hkv, n, D) that are subtracted from all keys of the sequence."""
+    """(Hkv, D) float32 means of the finite keys of (Hkv, n, D), subtracted from all keys of the sequence."""
     if key.shape[1] < SMOOTH_TOKENS:
         return F(0)
-    with np.errstate(all="ignore"):
-        mean = widen(key).mean(1, dtype=np.float64).astype(F)
-    return np.where(np.isfinite(mean), mean, F(0))
+    tokens = widen(key).astype(np.float64)
+    finite = np.isfinite(tokens).all(2, keepdims=True)
+    total = np.where(finite, tokens, 0).sum(1)
+    return (total / np.maximum(finite.sum(1), 1)).astype(F)

@@ -141,6 +141,10 @@ class Plan(Protocol):
         """Attention of rows of this shape, scores times c; writes out (B, Hkv, rows, Dv), m and l."""
         ...
 
+    def change(self, changes: Any, shift: np.ndarray | None) -> None:
+        """Set the options of the next call of a plan made for them, `decode_options.Changes`."""
+        ...
+
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
         ...

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..arguments import choice, flag, real
 from ..errors import ArgumentError, UnsupportedError
 from ..tiling import KEY_BLOCK, MAX_HEAD_DIM
-from ..validation import choice, flag, real
 from .arguments import integer
 from .exact import LOG2E
 from .protocols import Backend

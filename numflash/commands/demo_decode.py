@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
+from ..arguments import choice
 from ..cache.kvcache import KVCache
 from ..cache.settings import DTYPES
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
-from ..validation import choice
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 24, 14, 2, 64
 HIDDEN = HEADS * HEAD_DIM

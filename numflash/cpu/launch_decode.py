@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
+from ..fixedpoint import LOG2E_Q8
 from ..interop import convert, to_float32, writable
 from ..jit import target
 from ..jit.memory import LINE
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK, split_count
 from .decode.append import make_append_float, make_append_int8
+from .decode.changes import ChangedScratch
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
 from .isa.isas import padded
 
 if TYPE_CHECKING:
+    from ..cache.decode_options import Changes
     from ..cache.settings import Settings
 
 F = np.float32
@@ -254,7 +257,14 @@ class Plan:
     """One decode call prepared: its kernel, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
     def __init__(
-        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+        self,
+        layout: Layout,
+        batch: int,
+        group: int,
+        queries: int,
+        splits: int,
+        workers: int,
+        changed: bool,
     ) -> None:
         all_rows = group * queries
         tiles = -(-all_rows // ROWS)
@@ -262,7 +272,7 @@ class Plan:
         t = layout.tile
         units = batch * layout.kv_heads * tiles
         tasks, w = max(1, units * splits), workers
-        self.kernel = make_decode(t, rows, workers > 1)
+        self.kernel = make_decode(t, rows, changed, workers > 1)
         self.sizes = (
             queries,
             splits,
@@ -275,7 +285,7 @@ class Plan:
         self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
         # What a worker writes block by block has pages of its own: prefetching beyond its end takes lines from another worker.
         # The two share few sets of the first-level cache.
-        self.scratch = Scratch(
+        self.scratch: Scratch | ChangedScratch = Scratch(
             zeros((w, rows, layout.channels // t.group), np.int32),
             zeros((w, 16, KEY_BLOCK), np.int32, PAGE),
             zeros((w, 64, layout.columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4),
@@ -288,6 +298,26 @@ class Plan:
             zeros((2,), np.int64),
         )
         self.m, self.l = zeros(self.shape[:3], F), zeros(self.shape[:3], F)
+        self.unit = LOG2E_Q8 if t.dtype == "int8" else F(LOG2E_Q8 / 256)
+
+    def change(self, changes: Changes, shift: np.ndarray | None) -> None:
+        """Set the options of the next calls; shift (B, H, L) float32 in units of the soft cap, or None."""
+        batch, kv_heads, rows, _ = self.shape
+        cap = np.zeros(2, F)
+        if changes.softcap:
+            cap[0] = F(changes.softcap) * self.unit
+            cap[1] = F(1) / cap[0]
+        moved = np.zeros((batch, kv_heads, rows), F) if shift is None else shift
+        slopes: np.ndarray = np.zeros((0, 0), F)
+        if changes.slopes is not None:
+            slopes = (changes.slopes * self.unit).reshape(kv_heads, -1)
+        mask: np.ndarray = np.zeros((0, 0, 0), np.uint8)
+        if changes.mask is not None:
+            mask = changes.mask.view(np.uint8)
+        plain = Scratch(*self.scratch[: len(Scratch._fields)])
+        self.scratch = ChangedScratch(
+            *plain, cap, moved.reshape(batch, kv_heads, rows), slopes, mask
+        )
 
     @property
     def queries(self) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop import Memory, on_device
+from ..options import Options
 from .device import current_device
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -113,16 +114,7 @@ def _remote(
     return Remote(array, dtype, empty, int(stream))
 
 
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *,
-    layout: str,
-    return_lse: bool,
-    precision: str | None,
-    **options: Any,
-) -> Any:
+def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
     """`numflash.attention` for device arrays.
 
     A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host, like all small arguments
@@ -130,14 +122,10 @@ def attention(
     """
     from . import launch
 
-    if options.get("attn_mask") is not None:
-        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
-    sinks = options.get("sinks")
+    sinks, layout = options.sinks, options.layout
     if sinks is not None and on_device(sinks):
-        options["sinks"] = None
-    taken, problem = _described(
-        query, key, value, layout, precision, return_lse=return_lse, **options
-    )
+        options = replace(options, sinks=None)
+    taken, problem = _described(query, key, value, options)
     own, ndim = taken[0].dtype, taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
     if sinks is not None and problem.sinks is None:
@@ -157,7 +145,7 @@ def attention(
         device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
     if ndim < 4:
         out, lse = out.reshape(shape[4 - ndim :]), lse.reshape((b, h, length)[4 - ndim :])
-    if not return_lse:
+    if not options.return_lse:
         return out
     if layout == "blhd":
         if not hasattr(lse, "swapaxes"):
@@ -175,10 +163,7 @@ def attention_backward(
     value: Any,
     out: Any,
     lse: Any,
-    *,
-    layout: str,
-    precision: str | None,
-    **options: Any,
+    options: Options,
 ) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays; a mask lies there too, the rows' statistics get memory of the query's kind.
 
@@ -186,9 +171,8 @@ def attention_backward(
     """
     from . import launch_backward
 
-    if options.get("attn_mask") is not None:
-        options["attn_mask"] = take("attn_mask", options["attn_mask"], ("bool", "float32")).array
-    taken, problem = _described(query, key, value, layout, precision, **{**options, "sinks": None})
+    taken, problem = _described(query, key, value, replace(options, sinks=None))
+    layout = options.layout
     lead = taken[0].array.shape[:-1]
     given = []
     for name, x, shape, dtype in (
@@ -230,12 +214,15 @@ def dense(x: Any) -> Any:
 
 
 def _described(
-    query: Any, key: Any, value: Any, layout: str, precision: str | None, **options: Any
+    query: Any, key: Any, value: Any, options: Options
 ) -> tuple[list[Remote], validation.Problem]:
-    """The operands as they lie on the card, and the problem."""
+    """The operands and the mask as they are stored on the card, and the problem."""
+    mask, precision = options.attn_mask, options.precision
+    if mask is not None:
+        mask = take("attn_mask", mask, ("bool", "float32")).array
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
     own, ndim = taken[0].dtype, taken[0].array.ndim
-    if layout == "blhd" and ndim != 4:
+    if options.layout == "blhd" and ndim != 4:
         raise ArgumentError(
             f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4"
         )
@@ -243,6 +230,5 @@ def _described(
         raise UnsupportedError(
             f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own"
         )
-    return taken, validation.problem(
-        taken[0].array, taken[1].array, taken[2].array, layout=layout, precision=own, **options
-    )
+    options = replace(options, attn_mask=mask, precision=own)
+    return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, options)

@@ -421,8 +421,19 @@ class Plan:
     """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
 
     def __init__(
-        self, layout: Layout, batch: int, group: int, queries: int, splits: int, workers: int
+        self,
+        layout: Layout,
+        batch: int,
+        group: int,
+        queries: int,
+        splits: int,
+        workers: int,
+        changed: bool,
     ) -> None:
+        if changed:
+            raise UnsupportedError(
+                "softcap, alibi_slopes, mask: got one with a cache on a card; allowed: on the CPU, or sinks"
+            )
         card, rows = layout.card, group * queries
         d, dv = layout.padded
         tiles = layout.row_tiles(rows)

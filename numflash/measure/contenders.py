@@ -20,6 +20,7 @@ from ..cpu.study import reference_float32
 from ..errors import UnsupportedError
 from ..jit import target
 from ..jit.threads import limit
+from ..options import Options
 from .metrics import Errors, errors
 from .timing import median_time
 
@@ -65,7 +66,7 @@ class Case:
         q, k, v = self.arrays
         tail = q[:, :, -CHECKED_ROWS:]
         return reference.oracle(
-            validation.problem(tail, k, v, is_causal=self.causal, alignment="lower_right")
+            validation.problem(tail, k, v, Options(is_causal=self.causal, alignment="lower_right"))
         )[0]
 
     def check(self, out: np.ndarray) -> Errors:
@@ -83,14 +84,16 @@ class Contender:
 
 
 def _float32(case: Case) -> validation.Problem:
-    return validation.problem(*case.arrays, is_causal=case.causal, precision="float32")
+    return validation.problem(*case.arrays, Options(is_causal=case.causal, precision="float32"))
 
 
 def _int8(isa: str, pv: str = "int8") -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
         from ..cpu import launch
 
-        problem = validation.problem(*case.arrays, is_causal=case.causal, precision="int8", pv=pv)
+        problem = validation.problem(
+            *case.arrays, Options(is_causal=case.causal, precision="int8", pv=pv)
+        )
         quantised = quantization.quantize_problem(problem)
         return lambda: launch.run(quantised, isa=isa)[0]
 
@@ -99,7 +102,9 @@ def _int8(isa: str, pv: str = "int8") -> Callable[[Case], Callable[[], Any]]:
 
 def _whole(precision: str) -> Callable[[Case], Callable[[], Any]]:
     def prepare(case: Case) -> Callable[[], Any]:
-        problem = validation.problem(*case.arrays, is_causal=case.causal, precision=precision)
+        problem = validation.problem(
+            *case.arrays, Options(is_causal=case.causal, precision=precision)
+        )
         return lambda: solve(problem, "cpu")[0]
 
     return prepare

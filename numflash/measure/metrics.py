@@ -5,18 +5,20 @@ Cosine similarity is near 1 for every usable kernel; the largest absolute error 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .. import validation
 from ..api import solve
+from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop import import_array, widen
+from ..options import COMMON, IMPLS, Options
 
 # name of a row of the table -> what `attention` is asked for
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "bfloat16": {"precision": "bfloat16"},
     "float16": {"precision": "float16"},
@@ -117,8 +119,9 @@ def accuracy(
     """
     from ..reference import oracle
 
-    validation.choice("impl", impl, validation.IMPLS)
-    validation.known("accuracy", options, (*validation.OPTIONS, "dropout_p", "layout"))
+    choice("impl", impl, IMPLS)
+    known("accuracy", options, (*COMMON, "dropout_p", "layout"))
+    asked = Options(**options)
     if not (variants is None or isinstance(variants, (list, tuple))):
         raise ArgumentTypeError(
             f"variants: got {variants!r}; allowed: a list of {', '.join(map(repr, VARIANTS))}"
@@ -126,11 +129,12 @@ def accuracy(
     names = (
         tuple(VARIANTS)
         if variants is None
-        else tuple(validation.choice("variants", v, tuple(VARIANTS)) for v in variants)
+        else tuple(choice("variants", v, tuple(VARIANTS)) for v in variants)
     )
-    exact = oracle(validation.problem(query, key, value, convert_operands=False, **options))[0]
+    operands = validation.import_operands(query, key, value)
+    exact = oracle(validation.problem_of(operands, asked, convert_operands=False))[0]
     found = {}
     for name in names:
-        problem = validation.problem(query, key, value, **{**options, **VARIANTS[name]})
+        problem = validation.problem_of(operands, replace(asked, **VARIANTS[name]))
         found[name] = errors(solve(problem, impl)[0], exact)
     return found

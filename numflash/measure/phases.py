@@ -21,6 +21,7 @@ from ..errors import ArgumentError
 from ..jit.compiler import kernel
 from ..jit.memory import empty, reinterpret, zeros
 from ..jit.threads import limit
+from ..options import Options
 from ..quantization import quantize_problem
 from ..scores import combined_scale
 from ..tiling import KEY_BLOCK, tiling
@@ -101,9 +102,8 @@ def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, f
             f"phases: got L = {length}, head_dim = {d}; allowed: multiples of {KEY_BLOCK} and {panel}"
         )
     rng = np.random.default_rng(0)
-    problem = quantize_problem(
-        describe(*(rng.standard_normal((1, 1, length, d), F) for _ in range(3)), precision="int8")
-    )
+    q, k, v = (rng.standard_normal((1, 1, length, d), F) for _ in range(3))
+    problem = quantize_problem(describe(q, k, v, Options(), "int8"))
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     k, v, scale = problem.key.data[0], problem.value.data[0], np.ascontiguousarray(ck[0])
     q = (problem.query.data[0, 0].astype(np.int16) + isa.q_offset).astype(

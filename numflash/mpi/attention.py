@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import validation
 from ..api import _deliver, _restore, solve
+from ..arguments import known
 from ..interop import convert, import_array, widen
 from ..merge import apply_sinks, join, weights
 from ..quantization import QuantizedTensor, quantize_heads
@@ -129,8 +129,10 @@ def run(
     started = time.perf_counter()
     report = Report() if report is None else report
     vars(report).update(vars(Report()))
-    plan = make_plan(communicator(comm), query, key, value, **options)
-    job = prepare(comm, plan, options["impl"])
+    given = dict(options)
+    split, split_kv, impl = (given.pop(name) for name in ("split", "split_kv", "impl"))
+    plan = make_plan(communicator(comm), query, key, value, split, split_kv, impl, given)
+    job = prepare(comm, plan, impl)
     report.setup = time.perf_counter() - started
     work(comm, job, report)
     out, lse = job.finish(comm)
@@ -231,7 +233,7 @@ def all_gather_attention(
     options
         Every other keyword of `ring_attention`.
     """
-    validation.known("all_gather_attention", options, DEFAULTS)
+    known("all_gather_attention", options, DEFAULTS)
     return run(comm, query, key, value, gather_work, report, {**DEFAULTS, **options})
 
 

@@ -12,6 +12,7 @@ from .. import api, reference, validation
 from ..jit.threads import limit
 from ..measure.console import Progress, Table, count
 from ..measure.metrics import errors
+from ..options import Options
 from .agreement import mpi
 from .attention import DEFAULTS, all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring
@@ -43,7 +44,9 @@ def exact_table(comm: Any, progress: Progress | None) -> Table:
     arrays = draw(CHECKED)
     q, k, v = arrays
     want = (
-        reference.oracle(validation.problem(q, k, v, is_causal=True))[0] if comm.rank == 0 else None
+        reference.oracle(validation.problem(q, k, v, Options(is_causal=True)))[0]
+        if comm.rank == 0
+        else None
     )
     for name, call in (("ring", ring_attention), ("all-gather", all_gather_attention)):
         for kind in ("plain", "zigzag"):

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import validation
+from ..arguments import choice
 from ..errors import ArgumentError
+from ..options import IMPLS, Options
 from ..quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
@@ -134,42 +136,29 @@ def make_plan(
     query: Any,
     key: Any,
     value: Any,
-    *,
     split: Any,
     split_kv: Any,
-    is_causal: Any,
-    window: Any,
-    alignment: Any,
-    key_lengths: Any,
     impl: Any,
-    layout: Any,
-    **options: Any,
+    given: dict[str, Any],
 ) -> Plan:
-    """Check every rank's arguments, and that they fit together, before anything is exchanged but these descriptions."""
-    local: list[Problem] = []
+    """Check every rank's arguments, and that they fit together, before anything is exchanged but these descriptions.
+
+    given : options as `Options` takes them, not checked yet: an error belongs to all ranks
+    """
+    local: list[tuple[Problem, Options]] = []
 
     def describe() -> tuple[dict[str, Any], int, int]:
-        validation.choice("impl", impl, validation.IMPLS)
+        choice("impl", impl, IMPLS)
         for name, x in (("split", split), ("split_kv", split_kv)):
             if not isinstance(x, Split) and not (x is None and name == "split_kv"):
-                validation.choice(name, x, SPLITS)
-        p = validation.problem(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            window=window,
-            alignment=alignment,
-            layout=layout,
-            **options,
-        )
+                choice(name, x, SPLITS)
+        options = Options(**given)
+        p = validation.problem(query, key, value, replace(options, key_lengths=None))
         b, h, hkv, l, s, d, dv = p.shape
-        counts = (
-            None
-            if key_lengths is None
-            else validation.lengths("key_lengths", key_lengths, b, FAR).tolist()
-        )
-        local.append(p)
+        counts = options.key_lengths
+        if counts is not None:
+            counts = validation.lengths("key_lengths", counts, b, FAR).tolist()
+        local.append((p, options))
         slopes, sinks = (None if x is None else x.tolist() for x in (p.alibi_slopes, p.sinks))
         return (
             {
@@ -182,9 +171,9 @@ def make_plan(
                 "precision": p.precision,
                 "pv": p.pv,
                 "scale": p.scale,
-                "is_causal": bool(is_causal),
-                "window": None if window is None else tuple(window),
-                "alignment": alignment,
+                "is_causal": options.is_causal,
+                "window": options.window,
+                "alignment": options.alignment,
                 "key_lengths": counts,
                 "softcap": p.softcap,
                 "alibi_slopes": slopes,
@@ -203,10 +192,13 @@ def make_plan(
     queries = whole_split("split", split, [l for _, l, _ in everyone])
     other, name = (split, "split") if split_kv is None else (split_kv, "split_kv")
     keys = whole_split(name, other, [s for _, _, s in everyone])
-    p, b = local[0], local[0].shape[0]
-    left, right = validation.limits(window, is_causal, queries.length + keys.length)
-    counts = validation.lengths("key_lengths", key_lengths, b, keys.length)
-    diagonal = counts - queries.length if alignment == "lower_right" else np.zeros(b, np.int64)
+    p, options = local[0]
+    b = p.shape[0]
+    left, right = options.limits(queries.length + keys.length)
+    counts = validation.lengths("key_lengths", options.key_lengths, b, keys.length)
+    diagonal = np.zeros(b, np.int64)
+    if options.alignment == "lower_right":
+        diagonal = counts - queries.length
     return Plan(
         replace(p, left=left, right=right, diagonal=diagonal, key_lengths=counts),
         queries,

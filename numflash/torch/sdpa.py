@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from .. import api, validation
+from ..arguments import choice
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from ..interop import Memory
 from ..jit import threads
-from ..validation import Problem
+from ..options import IMPLS, Options
 
 logger = logging.getLogger("numflash")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,18 +82,15 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     )
 
 
-def _options(values: tuple, key: Tensor) -> dict[str, Any]:
-    """The operator's options as `numflash.attention` takes them."""
-    options = dict(zip(OPTIONS, values, strict=True))
-    sides = options.pop("left"), options.pop("right")
-    options["window"] = None if sides == (None, None) else sides
-    if (
-        options["key_lengths"] is None and options["alignment"] == "upper_left"
-    ):  # else the diagonal would move with them
-        lengths = _key_lengths(options["attn_mask"], key.shape[0], key.shape[2])
-        if lengths is not None:
-            options["key_lengths"], options["attn_mask"] = lengths, None
-    return options
+def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
+    """The operator's options as `numflash.attention` takes them, and which implementation is asked for."""
+    given = dict(zip(OPTIONS, values, strict=True))
+    window, impl = (given.pop("left"), given.pop("right")), given.pop("impl")
+    if given["key_lengths"] is None and given["alignment"] == "upper_left":
+        lengths = _key_lengths(given["attn_mask"], key.shape[0], key.shape[2])
+        if lengths is not None:  # with another alignment the diagonal would move with them
+            given["key_lengths"], given["attn_mask"] = lengths, None
+    return Options(**given, window=window, return_lse=True), choice("impl", impl, IMPLS)
 
 
 @contextmanager
@@ -113,24 +112,16 @@ def _array(x: Tensor) -> np.ndarray:
     return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
 
 
-def _problem(
-    options: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Problem, str]:
-    """What a kernel is to do with CPU tensors, and by which implementation."""
-    impl = validation.choice("impl", options.pop("impl"), validation.IMPLS)
-    return validation.problem(query, key, value, **options, return_lse=True), impl
-
-
 @torch.library.custom_op(
     "numflash::attention", mutates_args=(), schema=_schema("query key value", 2)
 )
 def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors; in memory of PyTorch's."""
-    taken = _options(options, key)
+    asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     if query.is_cuda:  # asks PyTorch for memory, and for the current stream
-        return api.attention(query, key, value, **taken, return_lse=True)
-    problem, impl = _problem(taken, query, key, value)
+        return api.attend(query, key, value, asked, impl)
+    problem = validation.problem(query, key, value, asked)
     out, lse = _results(query, value)
     written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     with _threads():
@@ -164,17 +155,15 @@ def _attention_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, shaped like them; in memory of PyTorch's."""
-    taken = _options(options, key)
-    del taken["pv"]  # of "int8" only, which has no gradient
+    asked, impl = _options(options, key)
+    asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
     grad_out, query, key, value, out, lse = (
         x.detach() for x in (grad_out, query, key, value, out, lse)
     )
-    if query.is_cuda:
-        grad_out = (
-            grad_out.contiguous()
-        )  # a sum's gradient is one number expanded, which no card's kernel reads
-        return api.attention_backward(grad_out, query, key, value, out, lse, **taken)
-    problem, impl = _problem(taken, query, key, value)
+    if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
+        arrays = (grad_out.contiguous(), query, key, value, out, lse)
+        return api.differentiate(arrays, asked, impl)
+    problem = validation.problem(query, key, value, asked)
     operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
     found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
     with _threads():

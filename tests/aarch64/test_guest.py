@@ -14,6 +14,7 @@ from numflash.cpu import launch
 from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
 from numflash.jit import target
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +66,9 @@ def has_the_bits_of_the_model(run, pv):
         if name == "mask":  # a query that is not finite: NaN, where vectors convert NaN to 0, too
             arrays[0][0, 0, 5, 3] = np.nan
         problem = quantize_problem(
-            validation.problem(*arrays, precision="int8", pv=pv, return_lse=True, **options)
+            validation.problem(
+                *arrays, Options(precision="int8", pv=pv, return_lse=True, **options)
+            )
         )
         out, lse = reference.integer_model(problem)
         got, got_lse = run(problem)

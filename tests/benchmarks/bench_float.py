@@ -13,6 +13,7 @@ import pytest
 
 from numflash import attention, interop, reference, validation
 from numflash.measure.contenders import on_threads
+from numflash.options import Options
 
 CASES = {
     f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)
@@ -111,7 +112,9 @@ def checked(precision, case, prepare):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, h, length, d), np.float32) for _ in range(3))
     call = prepare(precision, q, k, v, causal)
-    tail = validation.problem(q[:, :, -64:], k, v, is_causal=causal, alignment="lower_right")
+    tail = validation.problem(
+        q[:, :, -64:], k, v, Options(is_causal=causal, alignment="lower_right")
+    )
     want = reference.oracle(tail)[0]
     assert np.abs(call()[:, :, -64:] - want).max() <= BUDGET[precision] * np.abs(want).max(), (
         prepare.__name__

@@ -7,6 +7,7 @@ import numpy as np
 from oracles import TAILS, draw, qkv
 
 from numflash import quantize, validation
+from numflash.options import Options
 from numflash.quantization import QuantizedTensor, quantize_problem
 
 DIMS = (1, 3, 16, 33, 64, 80, 128, 72, 40, 100, 24, 256)
@@ -55,13 +56,13 @@ def raw(q, k, v, q_scale=0.01, k_scale=0.01, **options):
         v[None, None].astype(np.int8), np.full((1, 1, 1, v.shape[1]), 0.02, np.float32), "channel"
     )
     return validation.quantized_problem(
-        rows(q, q_scale), rows(k, k_scale), value, return_lse=True, **options
+        rows(q, q_scale), rows(k, k_scale), value, Options(return_lse=True, **options)
     )
 
 
 def int8(arrays, **options):
     return quantize_problem(
-        validation.problem(*arrays, precision="int8", return_lse=True, **options)
+        validation.problem(*arrays, Options(precision="int8", return_lse=True, **options))
     )
 
 
@@ -132,7 +133,7 @@ def extreme():
             quantize(arrays[0]),
             quantize(arrays[1], "block", True),
             quantize(arrays[2], "tensor"),
-            return_lse=True,
+            Options(return_lse=True),
         ),
     )
 

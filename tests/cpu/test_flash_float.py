@@ -13,6 +13,7 @@ from numflash.cpu import launch_float
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop import to_bfloat16, widen
 from numflash.jit import target
+from numflash.options import Options
 
 F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)
@@ -25,7 +26,7 @@ ULP = {"float32": 2.0**-23, "float16": 2.0**-23, "bfloat16": 2.0**-8}
 def make(query, key, value, precision="float32", attn_mask=None, **options):
     with np.errstate(invalid="ignore", over="ignore"):
         return validation.problem(
-            query, key, value, attn_mask, enable_gqa=True, precision=precision, **options
+            query, key, value, Options(attn_mask, enable_gqa=True, precision=precision, **options)
         )
 
 

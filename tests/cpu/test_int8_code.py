@@ -9,6 +9,7 @@ from numflash.cpu.int8 import flash_int8
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 DOT = {
@@ -29,7 +30,9 @@ ISA = next(
 def code():
     if ISA not in VECTOR_ISAS:
         pytest.skip("the target has no register tiles")
-    launch.run(quantize_problem(validation.problem(*qkv(l=5, d=64), precision="int8")), ISA)
+    launch.run(
+        quantize_problem(validation.problem(*qkv(l=5, d=64), Options(precision="int8"))), ISA
+    )
     attend = flash_int8.make_attend(ISA, "int8")
     return codegen.compile_for(
         attend, attend.nopython_signatures[0].args, codegen.Target.named("host")

@@ -11,6 +11,7 @@ from numflash.cpu import launch_int8
 from numflash.cpu.int8 import quantize
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import target, threads
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.validation import problem
 
@@ -54,28 +55,28 @@ def test_operands_are_those_of_the_general_way(isa, shape):
     arrays[0][0, 0, 0] = 0  # nothing in a query, a key and a channel
     arrays[1][0, 0, -1] = 0
     arrays[2][..., 3] = 0
-    check(problem(*arrays, enable_gqa=True, precision="int8"), isa)
+    check(problem(*arrays, Options(enable_gqa=True, precision="int8")), isa)
 
 
 def test_threads_change_no_bit():
     """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
     arrays, most = qkv(**SHAPES["chunks"]), min(2, numba.config.NUMBA_NUM_THREADS)
     with threads.limit(most):
-        check(problem(*arrays, precision="int8"), ISAS[0])
+        check(problem(*arrays, Options(precision="int8")), ISAS[0])
 
 
 @pytest.mark.parametrize("options", [{"key_lengths": [190, 0]}, {"softcap": 2.0}])
 def test_padding_and_softcap(options):
-    check(problem(*qkv(b=2, l=40, s=200, d=32), precision="int8", **options), ISAS[0])
+    check(problem(*qkv(b=2, l=40, s=200, d=32), Options(precision="int8", **options)), ISAS[0])
 
 
 def test_strides_and_bfloat16():
     import ml_dtypes
 
     arrays = [x.swapaxes(1, 2).copy() for x in qkv(b=2, l=40, s=70, d=32)]
-    check(problem(*arrays, precision="int8", layout="blhd"), ISAS[0])
+    check(problem(*arrays, Options(precision="int8", layout="blhd")), ISAS[0])
     short = [x.astype(ml_dtypes.bfloat16) for x in arrays]
-    check(problem(*short, precision="int8", layout="blhd"), ISAS[0])
+    check(problem(*short, Options(precision="int8", layout="blhd")), ISAS[0])
 
 
 @pytest.mark.parametrize("which", range(3))
@@ -83,7 +84,7 @@ def test_strides_and_bfloat16():
 def test_what_is_not_plain_goes_the_general_way(which, value):
     arrays = qkv(l=20, s=150, d=32)
     arrays[which][0, 1, 7, 5] = value
-    p = problem(*arrays, precision="int8", return_lse=True)
+    p = problem(*arrays, Options(precision="int8", return_lse=True))
     assert launch_int8.from_floats(p, ISAS[0]) is None
     out, lse = launch_int8.run(p, ISAS[0])
     want, want_lse = reference.integer_model(quantize_problem(p))
@@ -95,7 +96,7 @@ def test_padding_may_hold_anything():
     arrays = qkv(b=2, l=20, s=150, d=32)
     for x in arrays[1:]:
         x[:, :, 140:] = np.nan
-    check(problem(*arrays, precision="int8", key_lengths=[140, 3]), ISAS[0])
+    check(problem(*arrays, Options(precision="int8", key_lengths=[140, 3])), ISAS[0])
 
 
 @pytest.mark.parametrize("d", [3, 16])
@@ -112,4 +113,7 @@ def test_a_scale_without_bound_goes_the_general_way():
         x * np.float32(2.0**80)
         for x in (draw((1, 1, 5, 16)), draw((1, 1, 5, 16), 1), draw((1, 1, 5, 16), 2))
     ]
-    assert launch_int8.from_floats(problem(*arrays, precision="int8", scale=1e29), ISAS[0]) is None
+    assert (
+        launch_int8.from_floats(problem(*arrays, Options(precision="int8", scale=1e29)), ISAS[0])
+        is None
+    )

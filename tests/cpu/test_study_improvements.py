@@ -8,6 +8,7 @@ from numflash import quantize, reference, validation
 from numflash.cpu.study import improvements
 from numflash.errors import UnsupportedError
 from numflash.jit import target
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 F = np.float32
@@ -22,7 +23,7 @@ KINDS = [
 def integer_model(operands, **options):
     return reference.integer_model(
         quantize_problem(
-            validation.problem(*operands, enable_gqa=True, precision="int8", **options)
+            validation.problem(*operands, Options(enable_gqa=True, precision="int8", **options))
         )
     )[0]
 

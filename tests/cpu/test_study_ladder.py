@@ -8,6 +8,7 @@ from numflash.cpu.study import ladder
 from numflash.errors import ArgumentError
 from numflash.jit import target
 from numflash.jit.threads import most
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.reference import integer_model
 from numflash.validation import describe
@@ -35,7 +36,7 @@ def test_float_rungs_with_large_and_small_scores(name, size):
 
 
 def agree(name, isa, q, k, v):
-    problem = quantize_problem(describe(q, k, v, is_causal=name == "causal", precision="int8"))
+    problem = quantize_problem(describe(q, k, v, Options(is_causal=name == "causal"), "int8"))
     workers = min(2, most()) if name in ("parallel", "causal") else 1
     out = ladder.prepare(name, q[0, 0], k[0, 0], v[0, 0], workers, isa)()
     np.testing.assert_array_equal(out, integer_model(problem)[0][0, 0])

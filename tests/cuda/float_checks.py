@@ -5,6 +5,7 @@ import numpy as np
 import oracles
 
 from numflash import validation
+from numflash.options import Options
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 OPTIONS = {
@@ -26,7 +27,7 @@ LOWEST_LSE = np.finfo(np.float32).min * np.log(
 
 def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
     return validation.problem(
-        q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}
+        q, k, v, Options(attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options})
     )
 
 

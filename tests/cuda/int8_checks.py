@@ -4,6 +4,7 @@ import numpy as np
 
 from numflash import reference, validation
 from numflash.cuda import launch_forward, operands
+from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 OPTIONS = {
@@ -23,7 +24,7 @@ OPTIONS = {
 def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
     return quantize_problem(
         validation.problem(
-            q, k, v, attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options}
+            q, k, v, Options(attn_mask, 0.0, is_causal, scale, True, **{**OPTIONS, **options})
         )
     )
 

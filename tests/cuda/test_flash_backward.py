@@ -17,6 +17,7 @@ from numflash import validation
 from numflash.cuda import arrays, launch_backward
 from numflash.cuda.validate import attention as validate
 from numflash.errors import UnsupportedError
+from numflash.options import Options
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PLAIN = {
@@ -108,7 +109,10 @@ def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, **options):
         given.pop(n, x) for n, x in (("attn_mask", None), ("is_causal", False), ("scale", None))
     )
     problem = validation.problem(
-        q, k, v, mask, 0.0, causal, scale, True, precision=kind.name, return_lse=True, **given
+        q,
+        k,
+        v,
+        Options(mask, 0.0, causal, scale, True, precision=kind.name, return_lse=True, **given),
     )
     bits = np.uint16 if kind.name == "bfloat16" else np.float16
     work = launch_backward.float_backward(

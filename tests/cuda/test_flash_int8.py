@@ -18,6 +18,7 @@ from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.pieces import softcap_exact
 from numflash.errors import UnsupportedError
+from numflash.options import Options
 from numflash.quantization import QuantizedTensor
 
 
@@ -100,7 +101,8 @@ def test_all_of_int8(arch):
     query, key = operand(70, (1, 1, 70, 1), "row"), operand(150, (1, 1, 150, 1), "row")
     value = operand(150, (1, 1, 1, 64), "channel")
     same_bits_of(
-        validation.quantized_problem(query, key, value, is_causal=True, return_lse=True), arch
+        validation.quantized_problem(query, key, value, Options(is_causal=True, return_lse=True)),
+        arch,
     )
 
 

@@ -188,7 +188,7 @@ def test_shapes_on_a_card_are_known_without_one():
 
 
 def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
-    """A stand-in for a CUDA tensor reaches `numflash.attention` itself, and no CPU thread is set for it."""
+    """A stand-in for a CUDA tensor reaches what is behind `numflash.attention` itself, and no CPU thread is set for it."""
 
     class OnCard:
         is_cuda, shape = True, (1, 1, 4, 16)
@@ -197,15 +197,9 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
             return self
 
     q, seen = OnCard(), []
-    monkeypatch.setattr(
-        sdpa.api, "attention", lambda *tensors, **options: seen.append((tensors, options))
-    )
+    monkeypatch.setattr(sdpa.api, "attend", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(sdpa.threads, "limit", None)
     sdpa._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
-    ((tensors, options),) = seen
-    assert (
-        all(x is q for x in tensors)
-        and options["window"] == (3, None)
-        and options["return_lse"]
-        and options["impl"] == "auto"
-    )
+    ((*tensors, options, impl),) = seen
+    assert all(x is q for x in tensors) and impl == "auto"
+    assert options.window == (3, None) and options.return_lse

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from ...fixedpoint import ZERO_VALUE_SCALE
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
@@ -16,14 +17,16 @@ LARGEST = F(np.finfo(np.float32).max)
 INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
 NO_SCALE = F(2.0**-100)  # as in `quantization`
 ROUND = F(1.5 * 2.0**23)
+NO_VALUE = F(ZERO_VALUE_SCALE)
 SCALE_LIMIT = F(2.0**100)  # scores stay finite: see `reference.combined_scale`
 
 
 @bare
-def quantize_row(x, moved, out):
+def quantize_row(x, moved, out, scale_of_zeros):
     """`quantization.quantize(granularity="row")` of one row: returns its scale, NaN (and zeros) where x is not finite.
 
-    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row.
+    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row. A row of zeros has no scale
+    of its own, but `scale_of_zeros`.
     """
     bits, moved_bits, top = x.view(np.int32), moved.view(np.int32), I(0)
     for d in range(x.size):
@@ -39,7 +42,7 @@ def quantize_row(x, moved, out):
     for d in range(x.size):
         out[d] = I((F(x[d] * factor) + ROUND) - ROUND)
     out[x.size :] = 0
-    return largest / F(127) if usable else F(1)
+    return largest / F(127) if usable else scale_of_zeros
 
 
 @bare
@@ -133,11 +136,11 @@ def make_append_int8(tile: Tile, parallel: bool):
                     x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
                 )
             k_scale, v_scale = (
-                quantize_row(rest, moved, k_row),
-                quantize_row(value[i], moved, v_row),
+                quantize_row(rest, moved, k_row, F(1)),
+                quantize_row(value[i], moved, v_row, NO_VALUE),
             )
             if v_scale != v_scale or k_scale != k_scale:
-                k_scale, v_scale = F(np.nan), F(1)
+                k_scale, v_scale = F(np.nan), NO_VALUE
                 k_row[:], v_row[:] = 0, 0
             write_key(k_row, page, inner, columns, added)
             write_value(v_row, page, inner, k_row.size, columns, v_added)

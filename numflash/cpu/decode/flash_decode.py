@@ -28,6 +28,15 @@ from ...tiling import KEY_BLOCK
 from ..floats.float_tiles import row_exp, row_max
 from ..isa.vectors import address, apart, next_task
 from .append import quantize_row
+from .changes import (
+    Rows,
+    attends_to_bad,
+    change_floats,
+    change_ints,
+    hide_masked,
+    row_options,
+)
+from .slots import coverage, hide, row_edges, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
 from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
 
@@ -77,66 +86,6 @@ class Scratch(NamedTuple):
     m: np.ndarray
     l: np.ndarray
     counter: np.ndarray
-
-
-@bare
-def row_edges(position, window, sinks, ring, edges):
-    """Slots that a query at `position` sees: [0, e0), [e1, e2) and [e3, e4), in this order.
-
-    Tokens below `sinks` lie in their own slots, the others in a ring of `ring` slots behind them.
-    """
-    stop = position + 1
-    first = max(sinks, stop - window)
-    edges[0] = max(0, min(sinks, stop))
-    if stop <= first:
-        edges[1], edges[2], edges[3], edges[4] = sinks, sinks, sinks, sinks
-        return
-    a = sinks + (first - sinks) % ring
-    end = a + stop - first
-    if end <= sinks + ring:
-        edges[1], edges[2], edges[3], edges[4] = a, end, end, end
-    else:
-        edges[1], edges[2], edges[3], edges[4] = sinks, end - ring, a, sinks + ring
-
-
-@bare
-def coverage(edges, first, n):
-    """(any slot seen, all seen) of slots first .. first + n."""
-    stop = first + n
-    some = (
-        first < edges[0]
-        or (first < edges[2] and stop > edges[1])
-        or (first < edges[4] and stop > edges[3])
-    )
-    every = (
-        stop <= edges[0]
-        or (first >= edges[1] and stop <= edges[2])
-        or (first >= edges[3] and stop <= edges[4])
-    )
-    return some, every
-
-
-@bare
-def hide(edges, first, n, t, value):
-    """t[j] = value for the slots of first .. first + n that are not seen."""
-    a, z = max(0, edges[0] - first), min(n, edges[1] - first)
-    if a < z:
-        t[a:z] = value
-    a, z = max(0, edges[2] - first), min(n, edges[3] - first)
-    if a < z:
-        t[a:z] = value
-    a = max(0, edges[4] - first)
-    if a < n:
-        t[a:n] = value
-
-
-@bare
-def sees_bad(edges, first, scales):
-    """Whether a slot that is seen holds a token that was not finite."""
-    for j in range(scales.size):  # noqa: SIM110
-        if scales[j] != scales[j] and coverage(edges, first + j, 1)[0]:
-            return True
-    return False
 
 
 @bare
@@ -205,7 +154,7 @@ def _make_block(tile: Tile, rows: int):
 
 
 @functools.cache
-def _make_int8(tile: Tile, rows: int):
+def _make_int8(tile: Tile, rows: int, changed: bool):
     block_scores, block_values = _make_block(tile, rows)
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
@@ -217,7 +166,7 @@ def _make_int8(tile: Tile, rows: int):
     def prepare(q, c, words, line, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
         out = words.view(word)
-        s = quantize_row(q, line, out)
+        s = quantize_row(q, line, out, F(1))
         if s != s:
             spoiled[r] = 1
             return I(0), F(0)
@@ -256,7 +205,7 @@ def _make_int8(tile: Tile, rows: int):
         return bad
 
     @bare(forceinline=True)
-    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at):
         """Key blocks of one tile from element `base` of a page's head on, `step` apart: n slots, which are `first` on of the
         sequence, or, where all rows see all of them, `blocks` whole ones.
         """
@@ -274,11 +223,35 @@ def _make_int8(tile: Tile, rows: int):
             hide(edges[r], first, n, work[r], I(HIDDEN))
         weigh_block(place, n, words, work_at, o_at, columns, unit)
 
-    return prepare, take, UNSEEN
+    @bare(forceinline=True)
+    def take_changed(
+        data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at
+    ):
+        """`take` with the options of `changes`, block by block."""
+        words, columns = q.shape[1], o.shape[1]
+        q_at, work_at, o_at = address(q), address(work), address(o)
+        for i in range(blocks):
+            begin, slot = base + i * step, first + i * KEY_BLOCK
+            some_bad, unit = score_block(address(data) + begin, n, q_at, words, work_at)
+            k_scale = data[begin : begin + n * 4].view(np.float32)
+            for r in range(real):
+                if some_bad and attends_to_bad(edges[r], slot, k_scale, s, at, r):
+                    spoiled[r] = 1
+                work[r, n:] = HIDDEN
+                position, cap, inverse, shift, slope = row_options(s, at, r)
+                change_ints(
+                    work[r, :n], HIDDEN, slot, position, at.length, at.sinks, at.ring,
+                    cap, inverse, shift, slope,
+                )  # fmt: skip
+                hide(edges[r], slot, n, work[r], I(HIDDEN))
+                hide_masked(work[r, :n], I(HIDDEN), slot, s, at, r)
+            weigh_block(address(data) + begin, n, words, work_at, o_at, columns, unit)
+
+    return prepare, take_changed if changed else take, UNSEEN
 
 
 @functools.cache
-def _make_float(tile: Tile, rows: int):
+def _make_float(tile: Tile, rows: int, changed: bool):
     block_scores, block_values = _make_block(tile, rows)
     vectors = FLOAT_VECTORS[tile.lanes]
     top_of, weights = row_max(vectors), row_exp(vectors)
@@ -296,7 +269,7 @@ def _make_float(tile: Tile, rows: int):
         return I(0), c
 
     @bare(forceinline=True)
-    def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o):
+    def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o, s, at):
         """One key block of one tile: n slots from element `base` of a page's head on, which are `first` on of the sequence."""
         words, columns, k_scale, t = (
             q.shape[1],
@@ -312,12 +285,21 @@ def _make_float(tile: Tile, rows: int):
         block_scores(place, n, address(q), words, work_at)
         for r in range(real):
             row = t[r]
-            if some_bad and sees_bad(edges[r], first, k_scale[:n]):
-                spoiled[r] = 1
-            if largest_bits(row[:n]) > HUGE:
+            if largest_bits(row[:n]) > HUGE and (inside or coverage(edges[r], first, n)[0]):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
+            if changed:
+                if some_bad and attends_to_bad(edges[r], first, k_scale[:n], s, at, r):
+                    spoiled[r] = 1
+                position, cap, inverse, shift, slope = row_options(s, at, r)
+                change_floats(
+                    row[:n], first, position, at.length, at.sinks, at.ring,
+                    cap, inverse, shift, slope,
+                )  # fmt: skip
+                hide_masked(row[:n], F(-np.inf), first, s, at, r)
+            elif some_bad and sees_bad(edges[r], first, k_scale[:n]):
+                spoiled[r] = 1
             if not inside:
                 hide(edges[r], first, n, row, F(-np.inf))
             top = top_of(t, r * KEY_BLOCK, count)
@@ -340,7 +322,7 @@ def _make_float(tile: Tile, rows: int):
         block_values(place, n, words, work_at, address(o), columns)
 
     @bare(forceinline=True)
-    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o):
+    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at):
         """`take_block` of `blocks` blocks; of more than one where all are whole and seen by every row."""
         for i in range(blocks):
             take_block(
@@ -355,20 +337,24 @@ def _make_float(tile: Tile, rows: int):
                 real,
                 inside,
                 o,
+                s,
+                at,
             )
 
     return prepare, take, NOTHING
 
 
 @functools.cache
-def make_decode(tile: Tile, rows: int, parallel: bool):
+def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     """The kernel for one storage, instruction set and number of rows of a query tile.
+
+    changed : with the options of `changes`; the scratch is a `ChangedScratch` then.
 
     decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
     """
     exact, group, scales = tile.dtype == "int8", tile.group, tile.scales
     one = F(1 / fx.VALUE_UNIT if exact else 1)
-    prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows)
+    prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows, changed)
 
     @bare
     def attend(q, c, store, s, w, task, sizes):
@@ -404,6 +390,7 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
             every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
         block, stop = split * share, min((split + 1) * share, blocks)
         step = KEY_BLOCK * (words.shape[1] * group + o.shape[1]) + scales
+        at = Rows(b, g, row, queries, length, sinks, ring)
         while block < stop:
             first = block * KEY_BLOCK
             n, slot = min(KEY_BLOCK, slots - first), first % page_size
@@ -436,6 +423,8 @@ def make_decode(tile: Tile, rows: int, parallel: bool):
                     real,
                     inside,
                     o,
+                    s,
+                    at,
                 )
             block += count
         for r in range(real):

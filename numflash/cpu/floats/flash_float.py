@@ -369,8 +369,9 @@ def make_attend(name: str, precision: str):
                 for t in range(lanes):
                     total = total + l[i, t]
                 r = F(0) if total == F(0) else F(1) / total
+                seen = hi[i] > lo[i]  # else `sums` may be NaN: 0 * NaN of keys that other rows see
                 for t in range(dv):
-                    result[t] = sums[t] * r
+                    result[t] = sums[t] * r if seen else F(0)
                 words = reinterpret(result, np.uint32)
                 for t in range(dv):
                     bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
@@ -379,7 +380,7 @@ def make_attend(name: str, precision: str):
                 )
                 held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
                 held &= magnitude[i] <= limits[n_kv]
-                redo[n, row + i] = hi[i] > lo[i] and not (held and bits < np.uint32(0x7F800000))
+                redo[n, row + i] = seen and not (held and bits < np.uint32(0x7F800000))
                 if redo[n, row + i]:
                     counter[1] = 1
 

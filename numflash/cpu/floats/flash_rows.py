@@ -19,6 +19,7 @@ KEYS = 256  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
 F = np.float32
 LN2 = np.log(2.0)
+LARGEST = np.finfo(np.float32).max
 LOG2E = 1 / LN2
 
 
@@ -154,7 +155,8 @@ def make_attend_rows(double: bool):
                 result = out[n, i]
                 for t in range(dv):
                     result[t] = F(0) if l == R(0) else F(o[t] / l)
-                lse[n, i] = F((m + np.log2(l)) * LN2) if l != R(0) else F(-np.inf)
+                # -inf is for rows that see nothing
+                lse[n, i] = F(max((m + np.log2(l)) * LN2, R(-LARGEST))) if l != R(0) else F(-np.inf)
 
     @kernel
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from ...jit.compiler import bare, inline
-from ...tiling import KEY_BLOCK
+from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
 from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
@@ -216,6 +216,16 @@ def _changed_score_block(isa_name: str, wide: bool):
                 i += new
 
     return wide_scores if wide else scores
+
+
+def value_rows(isa_name: str, pv: str) -> int:
+    """Rows that `value_block` takes at a time: it also writes the rows up to the next multiple of them.
+
+    Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold whole multiples.
+    """
+    rows = max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
+    assert tiling(isa_name).block_q % rows == 0, (isa_name, pv)
+    return rows
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from ...jit import target
 from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import median_time
+from ...options import Options
 from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
 from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
@@ -99,9 +100,11 @@ def prepare(
         raise UnsupportedError(
             f"isa: the target {target.cpu_name()!r} has no such tiles; allowed: {', '.join(map(repr, ISAS))}"
         )
-    forward = problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="float32")
+    forward = problem(
+        query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="float32")
+    )
     quantised = quantize_problem(
-        problem(query, key, value, is_causal=is_causal, enable_gqa=True, precision="int8")
+        problem(query, key, value, Options(is_causal=is_causal, enable_gqa=True, precision="int8"))
     )
     nb, nh, nkv, length, s, d, dv = forward.shape
     instructions, rows = VECTOR_ISAS[isa], tiling(isa).block_q

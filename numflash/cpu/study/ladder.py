@@ -17,6 +17,7 @@ from ...jit import target
 from ...jit.threads import limit, one_at_a_time
 from ...measure.metrics import errors
 from ...measure.timing import median_time
+from ...options import Options
 from . import ladder_float, ladder_int8
 
 F = np.float32
@@ -165,7 +166,7 @@ def climb(
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((length, d), F) for _ in range(3))
     exact = {
-        causal: reference.oracle(validation.problem(q, k, v, is_causal=causal))[0][0, 0]
+        causal: reference.oracle(validation.problem(q, k, v, Options(is_causal=causal)))[0][0, 0]
         for causal in (False, True)
     }
     for rung in LADDER:

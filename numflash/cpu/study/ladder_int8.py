@@ -15,6 +15,7 @@ from numba import prange
 from ...errors import ArgumentError
 from ...jit.compiler import inline, kernel
 from ...jit.memory import empty, zeros
+from ...options import Options
 from ...quantization import quantize_problem
 from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
@@ -54,9 +55,8 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
     if not key.shape[0]:
         raise ArgumentError("key: got 0 keys; allowed: 1 or more on the ladder")
     isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
-    problem = quantize_problem(
-        describe(*(x[None, None] for x in (query, key, value)), precision="int8")
-    )
+    q, k, v = (x[None, None] for x in (query, key, value))
+    problem = quantize_problem(describe(q, k, v, Options(), "int8"))
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     k, v = problem.key.data[0], problem.value.data[0]
     rows = [

@@ -14,6 +14,7 @@ from ..compile import Source
 from .decode_pieces import (
     EXPONENT,
     NO_SCALE,
+    NO_VALUE,
     SCALE_LIMIT,
     THREADS,
     WARPS,
@@ -117,7 +118,7 @@ def decode_append(
             if exact:
                 good = top_k < EXPONENT and top_v < EXPONENT
                 largest_k, largest_v = ptx.from_bits(u32(top_k)), ptx.from_bits(u32(top_v))
-                factor_k, factor_v, scale_k, scale_v = f32(0), f32(0), f32(1), f32(1)
+                factor_k, factor_v, scale_k, scale_v = f32(0), f32(0), f32(1), NO_VALUE
                 if largest_k > NO_SCALE:
                     factor_k, scale_k = ptx.div(f32(127), largest_k), ptx.div(largest_k, f32(127))
                 if largest_v > NO_SCALE:
@@ -141,7 +142,7 @@ def decode_append(
                         scales + at, ptx.fmin(scale_k, SCALE_LIMIT) if good else NAN
                     )
                     ptx.store_global_f32(
-                        scales + at + (u64(s_head) >> u64(1)), scale_v if good else f32(1)
+                        scales + at + (u64(s_head) >> u64(1)), scale_v if good else NO_VALUE
                     )
             else:
                 # what rounds to infinity is not finite either

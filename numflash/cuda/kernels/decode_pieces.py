@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...fixedpoint import ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
@@ -25,6 +26,7 @@ NO_SCALE, SCALE_LIMIT = (
     f32(2.0**-100),
     f32(2.0**100),
 )  # as `quantization` and `reference.combined_scale`
+NO_VALUE = f32(ZERO_VALUE_SCALE)
 NOTHING = f32(-3e38)  # maximum of a float row that has seen no key
 NAN = f32(math.nan)
 

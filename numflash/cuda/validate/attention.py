@@ -32,6 +32,7 @@ import numpy as np
 from ... import __version__, reference, validation
 from ...errors import UnsupportedError
 from ...interop import convert, widen
+from ...options import Options
 from ...quantization import quantize_problem
 from .. import launch, launch_backward
 from ..compile import ARCHITECTURES, compiled
@@ -135,7 +136,7 @@ def problem_of(
     )
     given = {**PLAIN, "precision": precision, **options}
     causal = given.pop("is_causal", False)
-    problem = validation.problem(q, k, v, None, 0.0, causal, None, True, **given)
+    problem = validation.problem(q, k, v, Options(None, 0.0, causal, None, True, **given))
     return quantize_problem(problem) if precision == "int8" else problem
 
 

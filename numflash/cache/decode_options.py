@@ -1,0 +1,86 @@
+"""What decode does to scores besides scaling them: soft cap, ALiBi, the mask of the new tokens, sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..merge import apply_sinks
+from ..validation import real
+from .arguments import floats
+
+F = np.float32
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of scores inside the kernel.
+
+    softcap : 0 for none, natural units
+    slopes : (H,) float32 or None
+    mask : (B, L, L) bool or None: whether new token i attends to new token j
+    """
+
+    softcap: float = 0.0
+    slopes: np.ndarray | None = None
+    mask: np.ndarray | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether the kernel has anything to change."""
+        return bool(self.softcap) or self.slopes is not None or self.mask is not None
+
+
+NOTHING = Changes()
+
+
+def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, ...]) -> Changes:
+    """The options of a decode call for a query of this shape, (B, H, L, D).
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+    """
+    if softcap == 0 and alibi_slopes is None and mask is None:
+        return NOTHING
+    softcap = float(real("softcap", softcap))
+    if not 0 <= softcap < np.inf:
+        raise ArgumentError(f"softcap: got {softcap}; allowed: 0 (none) or a positive number")
+    slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes, shape[1])
+    return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
+
+
+def per_head(name: str, x: Any, heads: int) -> np.ndarray:
+    """(H,) float32, finite."""
+    array = np.asarray(floats(name, x).array)
+    if array.shape != (heads,):
+        raise ArgumentError(
+            f"{name}: got shape {array.shape}; allowed: ({heads},), one number for each query head"
+        )
+    array = np.ascontiguousarray(array, F)
+    if not np.isfinite(array).all():
+        raise ArgumentError(f"{name}: got a number that is not finite; allowed: finite numbers")
+    return array
+
+
+def _mask(mask: Any, batch: int, new: int) -> np.ndarray:
+    array = np.asarray(mask)
+    if array.dtype != bool:
+        raise ArgumentTypeError(
+            f"mask: got dtype {array.dtype}; allowed: bool, True where a new token attends"
+        )
+    if array.shape not in ((new, new), (batch, new, new)):
+        raise ArgumentError(
+            f"mask: got shape {array.shape}; allowed: ({new}, {new}) or ({batch}, {new}, {new})"
+        )
+    return np.array(np.broadcast_to(array, (batch, new, new)), order="C")
+
+
+def with_sinks(
+    out: np.ndarray, lse: np.ndarray, sinks: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and LSE with one more key per head, of score `sinks` (H,) and value 0."""
+    return apply_sinks(out, lse, sinks)

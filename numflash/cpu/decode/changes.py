@@ -1,0 +1,143 @@
+"""What options make of decode's scores between the products and the softmax: soft cap, ALiBi, the mask of the new tokens.
+
+Scores are in octaves, INT8 scores in units of 1/256 octave (Q8.8); every operation rounds once, so INT8 has the bits of
+`reference.integer_decode` here too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from ...jit.compiler import bare
+from .append import place
+from .slots import coverage
+
+F, I = np.float32, np.int32
+softcap = bare(fx.softcap)
+
+
+class ChangedScratch(NamedTuple):
+    """`flash_decode.Scratch` and the options of a call.
+
+    cap : (2,) float32, the cap in the unit of the scores and its reciprocal; 0 for none
+    shift : (B, Hkv, rows) float32, added to the scores in units of the cap
+    slopes : (Hkv, group) float32 in the unit of the scores; (0, 0) for none
+    mask : (B, L, L) uint8, 0 where a new token does not attend to a new token; (0, 0, 0) for none
+    """
+
+    q: np.ndarray
+    work: np.ndarray
+    sums: np.ndarray
+    line: np.ndarray
+    edges: np.ndarray
+    spoiled: np.ndarray
+    o: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    counter: np.ndarray
+    cap: np.ndarray
+    shift: np.ndarray
+    slopes: np.ndarray
+    mask: np.ndarray
+
+
+@bare
+def token_in(slot, length, sinks, ring):
+    """The token in a slot of a sequence of `length` tokens; the inverse of `append.place`."""
+    if slot < sinks or length <= sinks + ring:
+        return slot
+    return length - 1 - (length - 1 - slot) % ring
+
+
+@bare
+def change_floats(x, first, position, length, sinks, ring, cap, inverse, shift, slope):
+    """Soft cap and ALiBi of one row's float scores x of slots from `first` on; the row's token is at `position`."""
+    if cap > F(0):
+        for j in range(x.size):
+            x[j] = softcap(F(F(x[j] * inverse) + shift), cap)
+    if slope != F(0):
+        for j in range(x.size):
+            away = abs(position - token_in(first + j, length, sinks, ring))
+            x[j] = F(x[j] - F(slope * F(away)))
+
+
+@bare
+def change_ints(t, hidden, first, position, length, sinks, ring, cap, inverse, shift, slope):
+    """The same of int32 Q8.8 scores, rounded again; `hidden` stays."""
+    for j in range(t.size):
+        x = F(t[j])
+        if cap > F(0):
+            x = softcap(F(F(x * inverse) + shift), cap)
+        if slope != F(0):
+            away = abs(position - token_in(first + j, length, sinks, ring))
+            x = F(x - F(slope * F(away)))
+        x = min(max(x, -fx.T_LIMIT), fx.T_LIMIT)
+        t[j] = t[j] if t[j] == hidden else I(np.rint(x))
+
+
+@bare
+def hide_new(x, value, first, mask, start, sinks, ring):
+    """x[j] = value for the slots from `first` on that hold new tokens which the row does not attend to.
+
+    mask : (L,) of the new tokens, the first of which is token `start`
+    """
+    if ring > start + mask.size and first + x.size <= start:
+        return
+    for n in range(mask.size):
+        if mask[n] == 0 and start + n >= 0:
+            slot = place(start + n, sinks, ring) - first
+            if 0 <= slot < x.size:
+                x[slot] = value
+
+
+@bare
+def is_masked(slot, mask, start, length, sinks, ring):
+    """Whether a slot holds a new token that the row does not attend to."""
+    new = token_in(slot, length, sinks, ring) - start
+    return new >= 0 and mask[new] == 0
+
+
+class Rows(NamedTuple):
+    """Where the rows of a tile belong: sequence, KV head, the first row in it; and the sizes of the sequence."""
+
+    b: int
+    g: int
+    row: int
+    queries: int
+    length: int
+    sinks: int
+    ring: int
+
+
+@bare
+def row_options(s, at, r):
+    """(position, cap, 1 / cap, shift, slope) of row r of a tile, from a `ChangedScratch`."""
+    row = at.row + r
+    slope = s.slopes[at.g, row // at.queries] if s.slopes.size > 0 else F(0)
+    position = at.length - at.queries + row % at.queries
+    return position, s.cap[0], s.cap[1], s.shift[at.b, at.g, row], slope
+
+
+@bare
+def hide_masked(x, value, first, s, at, r):
+    """x[j] = value for the slots from `first` on that the mask of the new tokens hides from row r."""
+    if s.mask.size > 0:
+        mask = s.mask[at.b, (at.row + r) % at.queries]
+        hide_new(x, value, first, mask, at.length - at.queries, at.sinks, at.ring)
+
+
+@bare
+def attends_to_bad(edges, first, scales, s, at, r):
+    """`sees_bad`, except for tokens that the mask hides."""
+    start = at.length - at.queries
+    for j in range(scales.size):
+        if scales[j] != scales[j] and coverage(edges, first + j, 1)[0]:
+            if s.mask.size == 0:
+                return True
+            mask = s.mask[at.b, (at.row + r) % at.queries]
+            if not is_masked(first + j, mask, start, at.length, at.sinks, at.ring):
+                return True
+    return False

@@ -1,0 +1,207 @@
+"""One tile of query rows against one block of keys: what is known of both, and which scores each row may use.
+
+A tile holds `real` rows of the problem, padded to `rows`: whole register tiles. Row i sees the keys lo[i] <= j < hi[i]; both bounds
+are non-decreasing, so the rows that see a key are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...jit.compiler import bare
+from ...tiling import KEY_BLOCK
+from ..semantics import HIDDEN, UNSEEN
+from .score_changes import Changes
+from .softmax import HALF
+
+F, I = np.float32, np.int32
+FARTHEST = F(2.0**29)  # most that is taken off scores before they become int16: within fx.T_LIMIT
+
+
+class Tile(NamedTuple):
+    """The query rows of one tile."""
+
+    q: np.ndarray  # (block_q, channels) operands of the dot products
+    scale: (
+        np.ndarray
+    )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
+    lo: np.ndarray  # (block_q,) int64 first key that a row sees
+    hi: np.ndarray  # (block_q,) int64 the key after the last one that it sees
+    live: np.ndarray  # (block_q,) uint8 whether a row sees some key of the present block
+    rows: int
+    real: int
+
+
+class State(NamedTuple):
+    """The online softmax of a tile: m, l and o over the blocks so far; the rest is of the present block."""
+
+    m: np.ndarray  # (block_q,) int32 running maximum, whole octaves
+    l: np.ndarray  # (block_q,) float32 running sum of the weights
+    o: np.ndarray  # (block_q, columns) float32 running output
+    octave: np.ndarray  # (block_q,) int32 the block's own maximum, or UNSEEN
+    octave_q8: np.ndarray  # (block_q,) int16 the same in Q8.8, relative to `base`
+    base: np.ndarray  # (block_q,) int32 Q8.8, what ALiBi takes off a whole block of scores
+    own: np.ndarray  # (block_q,) int32 octave of wide scores
+    total: np.ndarray  # (block_q,) int32 sum of the block's weights
+    scale: np.ndarray  # (block_q,) float32 2**(octave - m)
+    scale_bits: np.ndarray  # the same memory as int32
+    spoiled: np.ndarray  # (block_q,) uint8 whether a row saw a score that is NaN
+
+
+class Span(NamedTuple):
+    """Keys of a tile: some row sees `first` to `stop`, every row sees `shared` to `shared_stop`."""
+
+    first: int
+    stop: int
+    shared: int
+    shared_stop: int
+
+
+class Block(NamedTuple):
+    """A block of keys: `columns` of them from `first` on, of which `real` exist; `inside` if every row sees them all."""
+
+    first: int
+    columns: int
+    real: int
+    inside: bool
+
+
+@bare
+def key_span(tile, s):
+    """The keys that some row of the tile sees, and those that every row sees."""
+    first, stop, shared, shared_stop = s, 0, 0, s
+    for i in range(tile.real):
+        shared, shared_stop = max(shared, tile.lo[i]), min(shared_stop, tile.hi[i])
+        if tile.hi[i] > tile.lo[i]:
+            first, stop = min(first, tile.lo[i]), max(stop, tile.hi[i])
+    return Span(first, stop, shared, shared_stop)
+
+
+@bare
+def block_at(span, first, s):
+    """The block of keys from `first` on; the last one may be half as wide."""
+    columns = HALF if span.stop - first <= HALF else KEY_BLOCK
+    inside = span.shared <= first and first + columns <= span.shared_stop
+    return Block(first, columns, min(columns, s - first), inside)
+
+
+@bare
+def mark_live(tile, block):
+    """Which rows see some key of the block."""
+    lo, hi, stop = tile.lo, tile.hi, block.first + block.columns
+    for i in range(tile.real):
+        tile.live[i] = block.inside | ((lo[i] < stop) & (hi[i] > block.first) & (hi[i] > lo[i]))
+
+
+@bare
+def unit_range(tile, first, columns, unit_rows):
+    """The rows that see some of `columns` keys from `first` on, in whole units of a register tile."""
+    i, end = 0, tile.rows
+    while i < end and tile.hi[min(i + unit_rows, tile.real) - 1] <= first:
+        i += unit_rows
+    while i < end and tile.lo[end - unit_rows] >= first + columns:
+        end -= unit_rows
+    return i, end
+
+
+@bare
+def hide_edges(x, tile, block):
+    """Scores of keys that a row does not see: weight 0. Every score is looked at, in vectors of int16."""
+    for i in range(tile.real):
+        if tile.live[i]:
+            row = x[i]
+            first = np.int16(min(max(tile.lo[i] - block.first, 0), KEY_BLOCK))
+            stop = np.int16(min(max(tile.hi[i] - block.first, 0), KEY_BLOCK))
+            for j in range(block.columns):
+                row[j] = row[j] if (np.int16(j) >= first) & (np.int16(j) < stop) else HIDDEN
+
+
+@bare
+def unsee(tile, octave):
+    """Rows that see nothing of the block have no octave in it."""
+    for i in range(tile.real):
+        octave[i] = octave[i] if tile.live[i] else I(UNSEEN)
+
+
+@bare
+def blank_rows(p, tile, columns, total):
+    """Rows that see nothing of the block have weights 0."""
+    for i in range(tile.real):
+        if not tile.live[i]:
+            for j in range(columns):
+                p[i, j] = 0
+            total[i] = I(0)
+
+
+@bare
+def copy_end(changes, block, end):
+    """Bias and mask of the last keys, to where `end` has them: vectors may read a whole block there."""
+    first = block.first
+    for i in range(changes.last + 1):
+        if changes.has_bias:
+            at = changes.bias_at + i * changes.bias_step + first
+            to = end.bias_at + i * end.bias_step + first
+            for j in range(block.real):
+                end.bias[to + j] = changes.bias[at + j]
+        if changes.has_mask:
+            at = changes.mask_at + i * changes.mask_step + first
+            to = end.mask_at + i * end.mask_step + first
+            for j in range(block.real):
+                end.mask[to + j] = changes.mask[at + j]
+
+
+@bare
+def lower_base(changes, block):
+    """The base of each row: less than ALiBi takes off its nearest key of the block, in whole octaves."""
+    last = block.first + block.columns - 1
+    for i in range(changes.last + 1):
+        away = max(block.first - changes.centre - i, changes.centre + i - last, 0)
+        off = min(max(F(changes.numbers[1] * F(away)), F(0)), FARTHEST)
+        changes.base[i] = np.negative(I(I(off) & I(-256)))
+
+
+@bare
+def padded_changes(changes, bias, mask, at):
+    """The same options for the last keys, whose bias and mask `copy_end` puts into `bias` and `mask` at offset `at`."""
+    return Changes(
+        changes.has_cap,
+        changes.has_slope,
+        changes.has_bias,
+        changes.has_mask,
+        changes.shift,
+        changes.numbers,
+        changes.centre,
+        changes.base,
+        bias,
+        at,
+        KEY_BLOCK,
+        mask,
+        at,
+        KEY_BLOCK,
+        changes.last,
+    )
+
+
+@bare
+def store_rows(tile, state, n, row, v_scale, out, m_out, l_out):
+    """out = O / l * v_scale, and m and l of each row; a row that saw nothing gives 0."""
+    for i in range(tile.real):
+        l = F(np.nan) if state.spoiled[i] else state.l[i]
+        result, unscaled, reciprocal = out[n, row + i], state.o[i], F(1) / l
+        if l == F(0):
+            result[:] = F(0)
+        else:
+            for t in range(result.size):
+                result[t] = F(F(unscaled[t] * reciprocal) * v_scale[t])
+        m_out[n, row + i], l_out[n, row + i] = state.m[i], l
+
+
+@bare
+def query_nonfinite(tile):
+    """Whether some query row is not finite: its scale is NaN."""
+    found = False
+    for i in range(tile.real):
+        found |= tile.scale[i] != tile.scale[i]
+    return found

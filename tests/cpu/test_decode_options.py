@@ -1,0 +1,148 @@
+"""Decode with a soft cap, ALiBi, sinks and masks of the new tokens: float64 for floats, the integer model for INT8."""
+
+import numpy as np
+import pytest
+from decode_cases import TOLERANCE, B, D, G, H, filled, relative, tokens
+from oracles import draw, naive
+
+from numflash import quantization, reference
+from numflash.cache.decoding import cap_shift
+from numflash.cache.exact import positions
+from numflash.cache.kvcache import KVCache
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+SLOPES = np.array([0.5, 0.25, 0.03, 2.0], np.float32)
+SINKS = np.array([-1.0, 0.0, 2.0, 5.0], np.float32)
+TREE = np.array(
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool
+)  # 0 -> 1; 0 -> 2 -> 3
+CASES = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "sinks": {"sinks": SINKS},
+    "tree": {"mask": TREE},
+    "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "sinks": SINKS, "mask": TREE},
+}
+
+
+def oracle(query, key, value, mask=None, window=None, **options):
+    n, s = query.shape[2], key.shape[2]
+    seen = np.arange(s)[None] <= np.arange(n)[:, None] + s - n
+    if window:
+        seen &= np.arange(s)[None] > np.arange(n)[:, None] + s - n - window
+    if mask is not None:
+        seen[:, s - n :] &= mask
+    options = {**options, "alignment": "lower_right"}
+    return naive(query, key, value, seen, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(dtype, case):
+    options = CASES[case]
+    for n in (4, 140, 300):
+        cache, key, value = filled(n, dtype=dtype, page_size=128 if n == 300 else None)
+        query = draw((B, H, 4, D), 5)
+        out, lse = cache.decode(query, splits=2, return_lse=True, **options)
+        exact, exact_lse = oracle(query, key, value, **options)
+        assert relative(out, exact) <= (2e-5 if dtype == "float32" else 0.03)
+        np.testing.assert_allclose(lse, exact_lse, atol=0.03 if dtype == "int8" else 3e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_in_a_ring(dtype):
+    cache = KVCache(B, G, D, 1, dtype, window=100)
+    key, value = tokens(300)
+    query = draw((B, H, 4, D), 5)
+    for n in (290, 300):
+        cache.append(*(x[:, :, 0 if n == 290 else 290 : n].copy() for x in (key, value)))
+        out = cache.decode(query, **CASES["all"])
+        exact, _ = oracle(query, key[:, :, :n], value[:, :, :n], window=100, **CASES["all"])
+        assert relative(out, exact) <= (2e-5 if dtype == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_int8_has_the_bits_of_the_model(smooth, splits):
+    cache, _, _ = filled(300, 3, smooth=smooth)
+    query = draw((B, H, 4, D), 9)
+    out = cache.decode(query, splits=splits, softcap=3.0, alibi_slopes=SLOPES, mask=TREE)
+    seen = np.arange(300)[None] <= np.arange(4)[:, None] + 296
+    away = np.abs(np.arange(300)[None] - np.arange(4)[:, None] - 296)
+    seen[:, 296:] &= TREE
+    shift = (
+        cap_shift(query, cache._open().offset, D**-0.5, 3.0)
+        if smooth
+        else np.zeros((B, H, 4), np.float32)
+    )
+    for b in range(B):
+        change = reference.decode_change(3.0, SLOPES, shift[b], away)
+        q = quantization.quantize(query[b])
+        k, v = cache.quantized(b)
+        exact, _, _ = reference.integer_decode(q, k, v, D**-0.5, seen, splits, change)
+        np.testing.assert_array_equal(out[b], exact)
+
+
+def test_a_masked_token_that_is_not_finite_is_not_attended_to():
+    for dtype in ("float32", "int8"):
+        cache, _, _ = filled(130, dtype=dtype)
+        key, value = tokens(4, 3)
+        value[:, :, 2] = np.nan
+        cache.append(key, value)
+        out = cache.decode(draw((B, H, 4, D), 1), mask=TREE)
+        assert np.isfinite(out[:, :, :2]).all() and np.isnan(out[:, :, 2:]).all()
+
+
+def test_scores_beyond_float32_are_computed_again():
+    cache, key, value = filled(20, dtype="float32")
+    query = draw((B, H, 4, D), 5) * np.float32(1e37)
+    out = cache.decode(query, softcap=2.0, mask=TREE)
+    exact, _ = oracle(query, key, value, softcap=2.0, mask=TREE)
+    assert relative(out, exact) < 2e-5
+
+
+def test_rows_without_keys_and_16_bits():
+    cache = KVCache(1, G, D, 300, "bfloat16")
+    cache.append(*(x[:1] for x in tokens(2)))
+    out = cache.decode(draw((1, H, 4, D), 2), mask=TREE, softcap=4.0)
+    assert not out[:, :, :2].any() and out[:, :, 2:].any()
+    cache, key, value = filled(140, dtype="bfloat16")
+    query = draw((B, H, 4, D), 5)
+    out = cache.decode(query, **CASES["all"])
+    assert relative(out, oracle(query, key, value, **CASES["all"])[0]) <= TOLERANCE["bfloat16"]
+
+
+def test_bad_options():
+    cache, _, _ = filled(20)
+    query = draw((B, H, 4, D))
+    for options, error in (
+        ({"softcap": -1.0}, ArgumentError),
+        ({"softcap": np.inf}, ArgumentError),
+        ({"softcap": "x"}, ArgumentTypeError),
+        ({"alibi_slopes": SLOPES[:2]}, ArgumentError),
+        ({"alibi_slopes": SLOPES * np.nan}, ArgumentError),
+        ({"sinks": SINKS[None]}, ArgumentError),
+        ({"mask": TREE[:2]}, ArgumentError),
+        ({"mask": TREE.astype(float)}, ArgumentTypeError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            cache.decode(query, **options)
+
+
+def test_on_a_card():
+    pytest.importorskip("numba_cuda")
+    cache, key, value = filled(20, dtype="int8", device="cuda-emulator")
+    query = draw((B, H, 1, D), 5)
+    out = cache.decode(query, sinks=SINKS)
+    assert relative(out, oracle(query, key, value, sinks=SINKS)[0]) < 0.03
+    with pytest.raises(UnsupportedError, match="softcap"):
+        cache.decode(query, softcap=3.0)
+
+
+def test_positions_of_a_ring_are_the_kernels():
+    """`token_in` of the kernels against `positions`."""
+    from numflash.cpu.decode.changes import token_in
+
+    for length in (5, 30, 63):
+        held = positions(length, min(length, 24), 4, 20)
+        assert [token_in.py_func(j, length, 4, 20) for j in range(held.size)] == held.tolist()

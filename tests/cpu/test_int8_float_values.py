@@ -1,0 +1,63 @@
+"""INT8 scores with float values (pv="fp32"): the weights of the integer model, sums in each kernel's own order."""
+
+import numpy as np
+import pytest
+from oracles import draw, qkv
+
+from numflash import reference
+from numflash.cpu import launch
+from numflash.cpu.int8.blocks import value_rows
+from numflash.cpu.isa.isas import VECTOR_ISAS
+from numflash.jit import target
+from numflash.options import Options
+from numflash.quantization import quantize_problem
+from numflash.tiling import tiling
+from numflash.validation import problem
+
+ISAS = target.available()
+# queries around the heights of register tiles (6, 32) and query tiles (24, 48, 96), keys that are cut off in a block
+SHAPES = [
+    (70, 70, 64, None),
+    (96, 96, 16, None),
+    (33, 130, 16, 33),
+    (7, 65, 5, 1),
+    (100, 40, 16, 24),
+]
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (9, 4)},
+    "mask": {"attn_mask": draw((1, 1, 1, 40), 5) > 0, "only": 40},
+    "lengths": {"key_lengths": [37], "alignment": "lower_right", "is_causal": True},
+}
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=[] if isa in (ISAS[0], "portable") else pytest.mark.slow)
+        for isa in ISAS
+    ],
+)
+def test_float_values_are_those_of_the_integer_model(isa):
+    """A part of a block that is no multiple of the tile's rows counts rows twice, and writes beyond the last one."""
+    for l, s, d, dv in SHAPES:
+        for options in OPTIONS.values():
+            given = dict(options)
+            if given.pop("only", s) != s:
+                continue
+            p = problem(
+                *qkv(l=l, s=s, d=d, dv=dv),
+                Options(precision="int8", pv="fp32", return_lse=True, **given),
+            )
+            p = quantize_problem(p)
+            out, lse = launch.run(p, isa)
+            exact, exact_lse = reference.integer_model(p)
+            np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(lse, exact_lse)
+
+
+@pytest.mark.parametrize("isa", VECTOR_ISAS)
+@pytest.mark.parametrize("pv", ["int8", "fp32"])
+def test_query_tiles_are_whole_parts(isa, pv):
+    assert tiling(isa).block_q % value_rows(isa, pv) == 0

@@ -1,0 +1,94 @@
+"""Scores beyond float32 in merges, sinks and the log-sum-exp, and an overflow that would cancel."""
+
+import warnings
+
+import numpy as np
+import pytest
+from oracles import draw
+
+import numflash
+from numflash import merge
+
+F = np.float32
+LARGEST = np.finfo(F).max
+
+
+def full(x, *shape):
+    return np.full(shape, x, F)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
+def test_sinks_beside_scores_that_overflow(precision, impl):
+    q, v = full(1e38, 1, 1, 3, 4), draw((1, 1, 3, 4))
+    out, lse = numflash.attention(
+        q, q, v, sinks=[0.0], precision=precision, impl=impl, return_lse=True
+    )
+    np.testing.assert_allclose(out, np.broadcast_to(v.mean(2, keepdims=True), v.shape), atol=0.02)
+    assert (lse > 1e4).all()
+
+
+@pytest.mark.parametrize("dtype", [F, np.float64])
+def test_merging_with_an_infinite_lse(dtype):
+    """An LSE of +inf is a sum that float32 does not hold: it outweighs every finite one, and equals another."""
+    a, b = np.ones((4, 2), dtype), np.full((4, 2), 3, dtype)
+    la, lb = (
+        np.array([np.inf, 0, np.inf, -np.inf], dtype),
+        np.array([0, np.inf, np.inf, np.inf], dtype),
+    )
+    out, lse = numflash.merge_states(a, la, b, lb)
+    assert out[:, 0].tolist() == [1, 3, 2, 3] and (lse == np.inf).all()
+    out, lse = numflash.merge_states(
+        a, np.array([np.nan, 0, 0, 0], dtype), b, np.array([np.inf, np.nan, 0, 0], dtype)
+    )
+    assert np.isnan(out[:2]).all() and np.isnan(lse[:2]).all() and (out[2:] == 2).all()
+
+
+def test_no_warning_leaves_a_merge():
+    value = draw((1, 1, 3, 4))
+    value[0, 0, 1, 2] = np.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = numflash.attention(full(100, 1, 1, 3, 4), full(1, 1, 1, 3, 4), value, sinks=[1000.0])
+        assert not out.any(), "the sink takes all"
+        merge.join(np.array([[np.inf, np.nan]], F), np.array([0.0], F))
+        merge.weights(np.array([np.inf, -np.inf, np.nan], F), np.array([np.inf, -np.inf, 0], F))
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
+def test_a_row_that_sees_keys_has_an_lse_above_minus_infinity(precision, impl):
+    """-inf is for rows that see nothing: a merge drops them."""
+    q, v = full(1e38, 1, 1, 3, 4), draw((1, 1, 5, 4))
+    for key in (
+        full(-1e38, 1, 1, 5, 4),
+        np.concatenate([full(-1e38, 1, 1, 4, 4), full(-3e38, 1, 1, 1, 4)], 2),
+    ):
+        out, lse = numflash.attention(q, key, v, precision=precision, impl=impl, return_lse=True)
+        assert (lse == -LARGEST).all() or (np.isfinite(lse).all() and (lse < -1e5).all())
+        merged, _ = numflash.merge_states(out, lse, np.zeros_like(out), np.full_like(lse, -np.inf))
+        np.testing.assert_array_equal(merged, out)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32"])
+def test_the_same_of_a_cache(dtype):
+    cache = numflash.KVCache(1, 1, 4, 300, dtype, smooth=dtype == "int8")
+    cache.append(full(-1e38, 1, 1, 20, 4), draw((1, 1, 20, 4)))
+    out, lse = cache.decode(full(1e38, 1, 1, 1, 4), return_lse=True)
+    assert np.isfinite(lse).all() and lse[0, 0, 0] < -1e5 and out.any()
+
+
+def test_an_overflow_that_would_cancel_is_noticed():
+    """Partial sums of q.k reach -inf and stay there: the key would get weight 0 in a row that is finite."""
+    big = F(1.8e19)
+    q = full(0, 1, 1, 7, 64)
+    q[..., :8] = big
+    k = draw((1, 1, 33, 64)) * F(1e-19)
+    k[0, 0, 5] = 0
+    k[0, 0, 5, :4], k[0, 0, 5, 4:8] = -big, big
+    v = draw((1, 1, 33, 64))
+    for impl in ("cpu", "portable"):
+        out = numflash.attention(q, k, v, impl=impl)
+        np.testing.assert_allclose(
+            out, numflash.attention(q, k, v, impl="reference"), rtol=1e-4, atol=1e-5
+        )
