@@ -16,9 +16,10 @@ from .. import fixedpoint as fx
 from ..quantization import QuantizedTensor, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
-from .int8 import flash_int8, portable
+from .int8 import amx_stream, flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
 from .int8.quantize import quantize
+from .isa.isas import VECTOR_ISAS
 from .launch_float import NO_LIMIT, Results, compact, heads
 from .semantics import Semantics
 
@@ -156,6 +157,9 @@ def run(
     out = shaped.reshape(n, length, dv)
     m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
     sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
+    if isa != "portable":
+        streams = VECTOR_ISAS[isa].tiled and problem.pv == "int8"
+        sizes = (*sizes, amx_stream.address_of(problem.shape[5], dv) if streams else 0)
     rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
