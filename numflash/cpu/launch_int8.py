@@ -138,6 +138,13 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     )
 
 
+def stream_of(problem: Problem, isa: str) -> int:
+    """The address of the woven stream for these head sizes, or 0 where there is none."""
+    if not VECTOR_ISAS[isa].tiled or problem.pv == "fp32":
+        return 0
+    return amx_stream.address_of(problem.shape[5], problem.shape[6])
+
+
 def run(
     problem: Problem, isa: str, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -158,8 +165,7 @@ def run(
     m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
     sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
     if isa != "portable":
-        streams = VECTOR_ISAS[isa].tiled and problem.pv == "int8"
-        sizes = (*sizes, amx_stream.address_of(problem.shape[5], dv) if streams else 0)
+        sizes = (*sizes, stream_of(problem, isa))  # type: ignore[assignment]
     rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
