@@ -7,13 +7,14 @@ import numpy as np
 
 from ..interop import widen
 from ..jit import target
+from ..jit.memory import fresh
 from ..tiling import Tiling, tiling
 from ..validation import Problem
 from .floats.flash_float import make_attend
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import pack_keys, pack_values
 from .isa.isas import padded
-from .semantics import Semantics
+from .semantics import NO_TILES, ScoreTiles, Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
@@ -33,8 +34,11 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(once).view(dtype)
 
 
-def semantics(problem: Problem) -> Semantics:
-    """The options as the float kernels take them: scores in units of log2, dense masks as bytes."""
+def semantics(problem: Problem, double: bool = False) -> Semantics:
+    """The options as the float kernels take them: scores in units of log2, dense masks as bytes.
+
+    double : score functions are those of float64
+    """
     has_mask, has_bias, slopes = (
         problem.mask is not None,
         problem.bias is not None,
@@ -53,7 +57,16 @@ def semantics(problem: Problem) -> Semantics:
         F(problem.softcap * LOG2E),
         np.zeros((0, 0, 0), F),
         np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+        functions=functions_of(problem, double),
     )
+
+
+def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The score and mask functions as kernels call them."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.tiles((nb, nh, length, s), double)
 
 
 def seen_keys(problem: Problem) -> np.ndarray:
@@ -111,11 +124,7 @@ def run_rows(
 def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L) float32 to be written: the caller's, or new ones."""
     nb, nh, _, length, _, _, dv = problem.shape
-    return (
-        (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F))
-        if given is None
-        else given
-    )
+    return (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F)) if given is None else given
 
 
 def run(
@@ -167,5 +176,7 @@ def run(
             redo,
         )
     if counter[1]:
+        if problem.functions is not None:
+            options = semantics(problem, double=True)
         run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
     return whole

@@ -1,6 +1,7 @@
 """Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
-`zeros` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype and shape.
+`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype
+and shape.
 """
 
 from __future__ import annotations
@@ -18,15 +19,28 @@ from numba.extending import intrinsic
 from numba.np import arrayobj
 from numba.np.numpy_support import as_dtype
 
+from . import guard
+
 LINE = 64
 LARGEST_KEPT = 31 << 20
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """np.empty, aligned."""
+def empty(shape: tuple[int, ...], dtype: Any, name: str = "") -> np.ndarray:
+    """np.empty, aligned; `name` is for `guard`, the caller's unless given."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    if guard.ON:
+        return guard.array(name or guard.caller(), shape, dtype, size, fill=True)
     room = np.empty(size + LINE, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % LINE)
+
+
+def _fresh(shape: Any, dtype: Any) -> np.ndarray:
+    """np.empty, guarded."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return guard.array(guard.caller(), shape, dtype, size, fill=True)
+
+
+fresh = _fresh if guard.ON else np.empty  # what a kernel writes all of
 
 
 @functools.cache
@@ -41,34 +55,59 @@ def keep(bits: int) -> None:
     np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
 
 
-@intrinsic
-def zeros(typingctx, shape, dtype):
-    """np.zeros(shape, dtype), aligned; shape is a tuple."""
-    kind = types.Array(dtype.dtype, len(shape), "C")
-    itemsize = as_dtype(kind.dtype).itemsize
+def _allocator(clear: bool) -> Any:
+    """Intrinsic f(shape, dtype, name) -> aligned array; shape is a tuple, name a literal that `guard` speaks of."""
 
-    def codegen(context, builder, signature, args):
-        sizes = [
-            context.cast(builder, n, source, types.intp)
-            for n, source in zip(
-                cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
+    def allocate(typingctx, shape, dtype, name):
+        kind = types.Array(dtype.dtype, len(shape), "C")
+        itemsize = as_dtype(kind.dtype).itemsize
+        shown = f"{getattr(name, 'literal_value', 'scratch')}: {kind.dtype}"
+
+        def codegen(context, builder, signature, args):
+            sizes = [
+                context.cast(builder, n, source, types.intp)
+                for n, source in zip(
+                    cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
+                )
+            ]
+            strides = [ir.Constant(cgutils.intp_t, itemsize)]
+            for n in sizes[:0:-1]:
+                strides.insert(0, builder.mul(strides[0], n))
+            size = builder.mul(strides[0], sizes[0])
+            if guard.ON:
+                meminfo, data = None, _guarded(context, builder, size, shown, not clear)
+            else:
+                meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
+                data = context.nrt.meminfo_data(builder, meminfo)
+                if clear:
+                    cgutils.memset(builder, data, size, 0)
+            out = arrayobj.make_array(kind)(context, builder)
+            element = context.get_data_type(kind.dtype).as_pointer()
+            arrayobj.populate_array(
+                out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
             )
-        ]
-        strides = [ir.Constant(cgutils.intp_t, itemsize)]
-        for n in sizes[:0:-1]:
-            strides.insert(0, builder.mul(strides[0], n))
-        size = builder.mul(strides[0], sizes[0])
-        meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
-        data = context.nrt.meminfo_data(builder, meminfo)
-        cgutils.memset(builder, data, size, 0)
-        out = arrayobj.make_array(kind)(context, builder)
-        element = context.get_data_type(kind.dtype).as_pointer()
-        arrayobj.populate_array(
-            out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
-        )
-        return out._getvalue()
+            return out._getvalue()
 
-    return kind(shape, dtype), codegen
+        return kind(*map(types.unliteral, (shape, dtype, name))), codegen
+
+    allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "uncleared"
+    return intrinsic(prefer_literal=True)(allocate)
+
+
+def _guarded(context: Any, builder: Any, size: Any, name: str, fill: bool) -> Any:
+    """The address of a buffer from `guard`, which owns it."""
+    pointer, word = cgutils.voidptr_t, cgutils.intp_t
+    take = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(pointer, [word, pointer, ir.IntType(32)]),
+        guard.SYMBOL,
+    )
+    text = context.insert_const_string(builder.module, name)
+    return builder.call(take, [size, text, ir.Constant(ir.IntType(32), int(fill))])
+
+
+zeros = _allocator(clear=True)  # np.zeros((n, ...), dtype), aligned, and a name
+uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic

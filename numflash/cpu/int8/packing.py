@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import LINE, empty, reinterpret, zeros
+from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
@@ -167,7 +167,7 @@ def _pack_keys(name: str, lanes: int):
     @inline
     def task(number, k, words, scale, groups, tasks, keys):
         n, first = number // tasks, number % tasks * TASK_KEYS
-        rows = zeros((panel * groups * group,), operand)
+        rows = zeros((panel * groups * group,), operand, "keys of a panel")
         stop = min(first + TASK_KEYS, keys.start.shape[1])
         pack_task(n, first, stop, k, words, scale, groups, rows, keys)
 
@@ -210,7 +210,7 @@ def _pack_values(name: str, lanes: int):
     @inline
     def task(number, v, tasks, columns, data):
         n, first = number // tasks, number % tasks * (TASK_KEYS // KEY_BLOCK)
-        rows = zeros((KEY_BLOCK * columns,), np.int8)
+        rows = uncleared((KEY_BLOCK * columns,), np.int8, "values of a block of keys")
         blocks = data.shape[1] // (KEY_BLOCK * columns)
         for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
             pack_block(n, block, v, rows, columns, data)
