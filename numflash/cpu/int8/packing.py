@@ -92,7 +92,7 @@ def block_weaver(name: str, lanes: int):
     isa = VECTOR_ISAS[name]
     group, tiled = isa.group, isa.tiled
     chunk = SIDE if tiled else isa.nv * lanes
-    woven = weave(lanes, group, isa.v_offset, isa.value_order if tiled else ())
+    woven = weave(lanes, group, isa.v_offset, isa.value_order)
 
     @bare
     def chunk_width(left):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
@@ -131,7 +132,12 @@ class Amx(X86):
     """The vectors of AVX-512 with AMX's matrix tiles: a right operand is packed tile by tile, 1 KB each."""
 
     tiled = True
-    value_order = (0, 32, 1, 33)  # keys of a group, from its first one on: see `high_bytes`
+    value_order: ClassVar[tuple[int, ...]] = (
+        0,
+        32,
+        1,
+        33,
+    )  # keys of a group, from its first one on: see `high_bytes`
 
     def high_bytes(self, b: ir.IRBuilder, x, y):
         """The high bytes of x and y in turn, not side by side: a shift and a blend. V is packed in the same order."""
