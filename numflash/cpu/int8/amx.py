@@ -8,7 +8,7 @@ The sums can only leave through memory, so a block has two steps: `multiply` and
 in L1, `finish` does with vectors what `microkernels` do in registers. The two run on different units: where a next block follows,
 `multiply_beside` weaves its products into the `finish` of the last one.
 
-A process must ask Linux for the tiles once (`target.tiles_permitted`), a thread must configure them before it uses them.
+A process must ask Linux for the tiles once (`jit.system.tiles_permitted`), a thread must configure them before it uses them.
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX";
 Linux kernel documentation, "Using XSTATE features in user space applications".
 """
