@@ -138,9 +138,16 @@ def estimate(args: argparse.Namespace) -> Any:
 def cache(args: argparse.Namespace) -> Any:
     from ..jit import cache_files
 
-    removed = cache_files.clear()
-    print(f"{removed} files of compiled kernels removed")
-    return {"removed": removed}
+    found = cache_files.clear(args.dry_run)
+    for path in found:
+        print(path)
+    done = "would be removed" if args.dry_run else "removed"
+    print(f"{len(found)} files of compiled kernels {done}")
+    return {
+        "removed": 0 if args.dry_run else len(found),
+        "dry_run": args.dry_run,
+        "files": [str(path) for path in found],
+    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -227,7 +234,8 @@ def parser() -> argparse.ArgumentParser:
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
     sub = command(cache, "compiled kernels on disk")
-    sub.add_argument("action", choices=["clear"])
+    sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
+    sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     return top
 
 

@@ -15,6 +15,7 @@ from numba.core.registry import CPUDispatcher
 
 from ..errors import UnsupportedError
 from .disk_cache import cached, named, salt, separate_functions, symbols
+from .interrupts import uninterrupted
 
 logger = logging.getLogger("numflash")
 
@@ -82,7 +83,8 @@ def kernel(
         "fastmath": set(FLOAT_MATH) if float_math else False,
         **options,
     }
-    return cached(numba.njit(pipeline_class=_KernelCompiler, **options)(named(function)), options)
+    targets = {"nopython": True, "boundscheck": None, **options}
+    return cached(_KernelDispatcher(named(function), {}, targets, _KernelCompiler), options)
 
 
 class _InlineLibrary(codegen.JITCodeLibrary):
@@ -154,7 +156,14 @@ def inline(
 bare = functools.partial(inline, _nrt=False)
 
 
-class _SeparateDispatcher(CPUDispatcher):
+class _KernelDispatcher(CPUDispatcher):
+    """Numba's; signals wait until a kernel is compiled."""
+
+    def compile(self, sig: Any) -> Any:
+        return uninterrupted(super().compile, sig)
+
+
+class _SeparateDispatcher(_KernelDispatcher):
     """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR into theirs."""
 
     def add_overload(self, cres: Any) -> None:
