@@ -25,6 +25,7 @@ from ..jit.disk_cache import source_digest
 from ..jit.interrupts import uninterrupted
 from ..jit.trust import read
 from ..tiling import SHARED_MEMORY
+from .cubins import ready
 
 logger = logging.getLogger("numflash")
 
@@ -198,11 +199,9 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
         return _loaded[wanted]
     capability(arch)
     if folder:
-        from . import cubins
-
-        item = cubins.ready(folder, factory, arch, constants)
-        if item is not None:
-            return _loaded.setdefault(wanted, item)
+        there = ready(folder, factory, arch, constants)
+        if there is not None:
+            return _loaded.setdefault(wanted, Compiled(arch=arch, code=there[0], **there[1]))
     shown = ", ".join(f"{k}={v}" for k, v in constants.items())
     try:
         found = _from_cache(factory, arch, kind, constants, shown)
@@ -256,8 +255,6 @@ def _write(path: Path, item: Compiled) -> None:
 
 
 if __name__ == "__main__":
-    import sys
+    import runpy
 
-    from numflash.cuda.cubins import main
-
-    sys.exit(main())
+    runpy.run_module("numflash.cuda.validate.build", run_name="__main__")

@@ -19,7 +19,7 @@ from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.launch import plan
-from numflash.cuda.validate import kernels
+from numflash.cuda.validate import build, kernels
 from numflash.cuda.validate.attention import problem_of
 from numflash.errors import UnsupportedError
 
@@ -33,11 +33,11 @@ def key_of(factory, arch, constants):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """One kernel, made without further processes."""
-    cubins.write({key_of(decode_combine, "sm_80", SMALL)}, str(tmp_path), 1)
+    build.write({key_of(decode_combine, "sm_80", SMALL)}, str(tmp_path), 1)
     monkeypatch.setenv("NUMFLASH_CUBINS", str(tmp_path))
     monkeypatch.setattr(compile, "_loaded", {})
     yield tmp_path
-    cubins._manifest.cache_clear()
+    cubins.manifest.cache_clear()
 
 
 def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
@@ -52,7 +52,7 @@ def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
 
 def test_folders_that_cannot_be_used(folder, monkeypatch):
     def said():
-        cubins._manifest.cache_clear()
+        cubins.manifest.cache_clear()
         compile._loaded.clear()
         with pytest.raises(UnsupportedError, match="NUMFLASH_CUBINS") as found:
             compiled(decode_combine, "sm_80", "cubin", **SMALL)
@@ -71,7 +71,7 @@ def test_folders_that_cannot_be_used(folder, monkeypatch):
 
 
 def test_more_kernels_join_the_folder(folder):
-    cubins.write({key_of(decode_combine, "sm_75", SMALL)}, str(folder), 1)
+    build.write({key_of(decode_combine, "sm_75", SMALL)}, str(folder), 1)
     assert len(json.loads((folder / "manifest.json").read_text())["kernels"]) == 2
 
 
@@ -93,7 +93,7 @@ def test_a_machine_without_a_compiler(driver, tmp_path):  # noqa: F811
     """No numba-cuda, no NVVM, no nvJitLink: what is in the folder runs, what is not is named."""
     launch = plan(problem_of((1, 2, 2, 70, 90, 64), "float16", {}), "sm_90a")
     assert launch.factory is flash_hopper
-    cubins.write({key_of(flash_hopper, "sm_90a", launch.constants)}, str(tmp_path), 1)
+    build.write({key_of(flash_hopper, "sm_90a", launch.constants)}, str(tmp_path), 1)
     done = run(
         driver,
         NO_COMPILER + START + SOLVED,
