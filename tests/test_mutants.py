@@ -8,6 +8,7 @@ from mutants.planted import MUTANTS
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_planted_fault_has_its_place(number):
     mutant = MUTANTS[number]
