@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -41,34 +42,69 @@ def keep(bits: int) -> None:
     np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
 
 
+def _allocated(context, builder, kind, signature, args, zeroed):
+    """A new array of the shape args[0], aligned."""
+    itemsize = as_dtype(kind.dtype).itemsize
+    sizes, strides, size = _extents(context, builder, signature.args[0], args[0], itemsize)
+    meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
+    data = context.nrt.meminfo_data(builder, meminfo)
+    if zeroed:
+        cgutils.memset(builder, data, size, 0)
+    out = arrayobj.make_array(kind)(context, builder)
+    element = context.get_data_type(kind.dtype).as_pointer()
+    data = builder.bitcast(data, element)
+    arrayobj.populate_array(out, data, sizes, strides, itemsize, meminfo)
+    return out._getvalue()
+
+
+def _extents(context, builder, kind, shape, itemsize):
+    """Sizes, strides in bytes and all bytes of a contiguous array of a shape, a tuple."""
+    sizes = [
+        context.cast(builder, n, source, types.intp)
+        for n, source in zip(cgutils.unpack_tuple(builder, shape), kind, strict=True)
+    ]
+    strides = [ir.Constant(cgutils.intp_t, itemsize)]
+    for n in sizes[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], n))
+    return sizes, strides, builder.mul(strides[0], sizes[0])
+
+
 @intrinsic
 def zeros(typingctx, shape, dtype):
     """np.zeros(shape, dtype), aligned; shape is a tuple."""
     kind = types.Array(dtype.dtype, len(shape), "C")
-    itemsize = as_dtype(kind.dtype).itemsize
 
     def codegen(context, builder, signature, args):
-        sizes = [
-            context.cast(builder, n, source, types.intp)
-            for n, source in zip(
-                cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
-            )
-        ]
-        strides = [ir.Constant(cgutils.intp_t, itemsize)]
-        for n in sizes[:0:-1]:
-            strides.insert(0, builder.mul(strides[0], n))
-        size = builder.mul(strides[0], sizes[0])
-        meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
-        data = context.nrt.meminfo_data(builder, meminfo)
-        cgutils.memset(builder, data, size, 0)
-        out = arrayobj.make_array(kind)(context, builder)
-        element = context.get_data_type(kind.dtype).as_pointer()
-        arrayobj.populate_array(
-            out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
-        )
-        return out._getvalue()
+        return _allocated(context, builder, kind, signature, args, True)
 
     return kind(shape, dtype), codegen
+
+
+@intrinsic
+def unwritten(typingctx, shape, dtype):
+    """np.empty(shape, dtype), aligned; shape is a tuple."""
+    kind = types.Array(dtype.dtype, len(shape), "C")
+
+    def codegen(context, builder, signature, args):
+        return _allocated(context, builder, kind, signature, args, False)
+
+    return kind(shape, dtype), codegen
+
+
+@intrinsic
+def place(typingctx, address, shape, dtype):
+    """A contiguous array at an address; shape is a tuple. It counts no references: its memory must outlive it."""
+    kind = types.Array(dtype.dtype, len(shape), "C")
+
+    def codegen(context, builder, signature, args):
+        itemsize = as_dtype(kind.dtype).itemsize
+        sizes, strides, _ = _extents(context, builder, signature.args[1], args[1], itemsize)
+        out = arrayobj.make_array(kind)(context, builder)
+        data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
+        arrayobj.populate_array(out, data, sizes, strides, itemsize, None)
+        return out._getvalue()
+
+    return kind(types.intp, shape, dtype), codegen
 
 
 @intrinsic
@@ -96,3 +132,50 @@ def reinterpret(typingctx, x, dtype):
         return impl_ret_borrowed(context, builder, kind, out._getvalue())
 
     return kind(x, dtype), codegen
+
+
+# ---- scratch memory of calls -----------------------------------------------------------------------------------------------------
+KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
+
+
+class Layout:
+    """Places of arrays in one block of memory, each from a cache line on."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> int:
+        """Where an array of so many bytes starts."""
+        at = self.nbytes
+        self.nbytes += -(-nbytes // LINE) * LINE
+        return at
+
+
+class Room:
+    """A block of scratch memory and its address."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = empty((nbytes,), np.uint8)
+        self.nbytes, self.address = nbytes, self.array.ctypes.data
+
+
+class Scratch(threading.local):
+    """Scratch memory of each thread that calls kernels: one block, which grows to what calls need, and stays if at most `KEPT`."""
+
+    room: Room | None = None
+
+    def take(self, nbytes: int) -> Room:
+        """Memory that nobody else has until it is given back; what it holds is arbitrary."""
+        room, self.room = (
+            self.room,
+            None,
+        )  # a call from a signal handler or a finaliser gets its own
+        return room if room is not None and room.nbytes >= nbytes else Room(nbytes)
+
+    def give(self, room: Room) -> None:
+        """Keep the block for the next call."""
+        if room.nbytes <= KEPT:
+            self.room = room
+
+
+scratch = Scratch()

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import reinterpret, zeros
+from ...jit.compiler import bare, inline, separate
+from ...jit.memory import reinterpret, unwritten, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
@@ -405,18 +405,19 @@ def make_attend(name: str, precision: str):
         """One worker."""
         stride = (q.shape[2] + step - 1) // step * step
         begin_tiles()
-        x = zeros((block_q * key_block,), np.float32)
-        p = x if group == 1 else zeros((block_q * key_block,), operand)
+        # written before they are read: all but the last channels of Q
+        x = unwritten((block_q * key_block,), np.float32)
+        p = x if group == 1 else unwritten((block_q * key_block,), operand)
         room = Room(
             zeros((block_q, stride), operand),
             x,
             p,
-            zeros((block_q, columns), np.float32),
-            zeros((block_q, lanes), np.float32),
-            zeros((block_q,), np.float32),
-            zeros((block_q,), np.uint32),
-            zeros((2, block_q), np.int64),
-            zeros((3, block_q // mr), np.int64),
+            unwritten((block_q, columns), np.float32),
+            unwritten((block_q, lanes), np.float32),
+            unwritten((block_q,), np.float32),
+            unwritten((block_q,), np.uint32),
+            unwritten((2, block_q), np.int64),
+            unwritten((3, block_q // mr), np.int64),
             zeros((lanes,), np.uint8),
             zeros((lanes,), np.float32),
         )
@@ -439,7 +440,7 @@ def make_attend(name: str, precision: str):
         )
         end_tiles()
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def attend(
         q,
         keys,
