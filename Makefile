@@ -12,7 +12,7 @@ endif
 # the PyTorch that is compared with; pip's own on Linux brings gigabytes of CUDA, an index of CPU builds (PIP_INDEX_URL) does not
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint docs figures bench clean
+.PHONY: demo fuzz test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint docs figures bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -34,6 +34,12 @@ test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX 
 
 test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy
 	$(OLDEST)/python -m pytest $(PYTEST) $(WORKERS)
+
+# the same seed gives the same cases; each failure is printed with the line that repeats it
+SECONDS ?= 600
+SEED ?= 1
+fuzz: .venv/ready  ## random calls held against an oracle of their own: SECONDS=600 SEED=1 (FUZZ="--kinds cache ..." for more)
+	PYTHONPATH=. $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ)
 
 notebooks: .venv/notebooks  ## the course, opened in Jupyter
 	$(BIN)/jupyter lab notebooks
@@ -80,16 +86,16 @@ clean:
 	@touch $@
 
 .venv/lint: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[lint]'
 	@touch $@
 
 .venv/docs: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	@touch $@
 
 .venv/bench: .venv/ready
 	@mkdir -p .benchmarks
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[bench,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench,plot]'
 	@touch $@
 
 .venv/notebooks: .venv/ready

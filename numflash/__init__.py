@@ -18,6 +18,11 @@ _PUBLIC = {
     "quantize_qkv": "quantization",
     "QuantizedTensor": "quantization",
     "KVCache": "cache.kvcache",
+    "flex_attention": "flex.attention",
+    "create_block_mask": "flex.masks",
+    "BlockMask": "flex.masks",
+    "and_masks": "flex.masks",
+    "or_masks": "flex.masks",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -19,3 +19,7 @@ class UnsupportedError(NumflashError, RuntimeError):
 
 class CacheFullError(NumflashError, RuntimeError):
     """A KV cache has no room for the tokens to append."""
+
+
+class GuardError(NumflashError, RuntimeError):
+    """NUMFLASH_GUARD=1 found a kernel that wrote beyond a buffer, or read what nobody wrote: a fault of numflash."""

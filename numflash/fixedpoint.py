@@ -7,7 +7,7 @@ Formats (Fused FlashAttention V2, "Fixed-Point Arithmetic"):
 * **P8** uint8: a softmax weight, 255 is 1.0 at the row's own octave in its key block.
 
 One source serves four readers: called on NumPy scalars or arrays by the integer model, compiled by Numba for the CPU, compiled
-for CUDA, and run in the interpreter. So every operation is followed by a cast (P8: the JIT widens integers, NumPy does not),
+for CUDA, and run in the interpreter. So every operation is followed by a cast (docs/pitfalls.md, "Small integers become 64-bit"),
 and only operations that are exact or exactly rounded are used. `y` is always the distance below the octave: `y >= 0`.
 """
 
@@ -93,7 +93,9 @@ def exp2_cubic(y):
 
 
 def exp2_line177(y):
-    """The documents' straight line (256 + 177 f) >> e: wrong by up to 15.4 %, with a jump at every octave. Kept for study.
+    """The straight line (256 + 177 f) >> e of the A64FX summary (docs/sources.md): errors up to 15.4 %, a jump at every octave.
+
+    Kept for study.
 
     `Fused FlashAttention V2`, "No Integer Division". 177/256 is ln 2, the slope of 2**f at 0, so the line ends at 1.69, not 2.
     """
@@ -104,7 +106,7 @@ def exp2_line177(y):
 
 
 def exp2_ultra(y):
-    """2**floor(-y / 256): the documents' "ultra" variant, off by up to 50 %. `exp2 + FMLA benchmark`, "Implementation Results"."""
+    """2**floor(-y / 256): the variant "ultra" of the exp2 benchmark (docs/sources.md), errors up to 50 %."""
     return u32(u32(ONE_Q16) >> np.minimum(u32(u32(u32(y) + u32(255)) >> u32(8)), u32(31)))
 
 

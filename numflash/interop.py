@@ -1,7 +1,7 @@
 """Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack. What comes in goes out as its own kind.
 
-Inside, bfloat16 is always the uint16 array of its bits (P24: Numba knows no bfloat16), and every array is typed writable, so that
-a read-only input does not compile a kernel anew.
+Inside, bfloat16 is always the uint16 array of its bits (docs/pitfalls.md, "float16 and bfloat16 arrays"), and every array is
+typed writable, so that a read-only input does not compile a kernel anew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Joining attention over disjoint sets of keys: (out, lse) pairs form a commutative monoid with (0, -inf) as its zero.
 
-out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The division by the sum of the weights is what the T4 document's
-reduce step leaves out (`Decode architecture`, "reduce").
+out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The reduce step of the T4 architecture (docs/sources.md) leaves
+out the division by the sum of the weights.
 """
 
 from __future__ import annotations

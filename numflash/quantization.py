@@ -18,8 +18,9 @@ import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
+from .jit import guard
 from .jit.compiler import bare, inline, kernel
-from .jit.memory import reinterpret, zeros
+from .jit.memory import reinterpret, uncleared
 from .jit.parallel import over_tasks
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .tiling import KEY_BLOCK
@@ -161,7 +162,7 @@ def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfini
 @inline
 def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
     n, first = task // tasks, task % tasks * per_task
-    moved = zeros((x.shape[2],), np.float32)
+    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
         _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite)
 
@@ -212,6 +213,7 @@ def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
 
+@guard.guarded
 @one_at_a_time()
 def quantize_heads(
     x: np.ndarray,

@@ -58,9 +58,13 @@ def _scores(problem, b, h, rows, q, k):
     """Scores of some rows in float64, -inf where hidden, and what softcap makes of a small change of them (None without it)."""
     slope = None
     scores = (q @ k.T) * problem.scale
+    if problem.functions is not None:
+        scores, slope = problem.functions.evaluate(scores, b, h, rows)
     if problem.softcap:
         tanh = np.tanh(scores / problem.softcap)
-        scores, slope = problem.softcap * tanh, 1 - tanh * tanh
+        hidden = scores == -np.inf if problem.functions is not None else False
+        scores = np.where(hidden, -np.inf, problem.softcap * tanh)
+        slope = (1 - tanh * tanh) * (1 if slope is None else slope)
     if problem.alibi_slopes is not None:
         i, j = (
             np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b],
@@ -200,7 +204,7 @@ def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarra
     offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
     dots = np.einsum(
         "bhld,bhd->bhl", q.data, offset[:, :, 0]
-    )  # no BLAS: its threads would go on spinning (P51)
+    )  # no BLAS: its threads keep spinning (docs/pitfalls.md, "BLAS threads keep spinning")
     return dots * q.row_scale() * scale
 
 

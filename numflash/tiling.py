@@ -4,8 +4,8 @@ A `Tiling` is data. Kernels read their sizes from it, the command line explains 
 common to CPU and CUDA: softmax weights are rounded once per row and key block, so equal key blocks give equal bits (INT8
 pipeline, step 1).
 
-The documents' own tilings are among the named ones, with their working sets added up: the fused kernel of `Fused
-FlashAttention V2`, "Tile Sizes (L1D Optimized)", needs 58.75 KiB where the document says 46 KB.
+The tilings of the A64FX notes (docs/sources.md) are among the named ones, with their working sets added up: the fused kernel
+needs 58.75 KiB where the summary says 46 KB.
 """
 
 from __future__ import annotations
@@ -632,7 +632,7 @@ def split_count(units: int, blocks: int, workers: int) -> int:
 
     The smallest number whose last wave is filled at least 85 % as well as the best number's; counts that do not change the blocks
     of a split are left out. 14 heads on the T4's 40 multiprocessors (80 workers, blocks of 256 keys) at 1024 keys give 4, as in
-    the document (`Decode architecture`, "Split-K Parallelism").
+    the T4 architecture (docs/sources.md).
     """
     fill = {}
     for n in range(1, min(blocks, 128) + 1):

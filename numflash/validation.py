@@ -50,6 +50,8 @@ class Problem:
     pv : "int8" or "fp32"
         The second product of precision "int8".
     return_lse : bool
+    functions : flex.Fused or None
+        Score and mask functions, and which blocks they see.
     """
 
     query: Any
@@ -68,6 +70,7 @@ class Problem:
     precision: str
     pv: str
     return_lse: bool
+    functions: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int, int]:

@@ -2,5 +2,5 @@ import os
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
-)  # P51: BLAS threads spin and take the cores from the kernels
+)  # BLAS threads keep spinning and take the cores from the kernels
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share the cores

@@ -1,4 +1,4 @@
-"""The document's state machine, and the demonstration that uses a cache in a real loop."""
+"""The decode engine's state machine, and the demonstration that uses a cache in a real loop."""
 
 import tracemalloc
 

@@ -19,7 +19,7 @@ def test_stated_error_is_the_measured_one(name):
     assert worst >= 0.6 * stated, "the stated error is not a loose bound"
 
 
-def test_documents_line_jumps_at_the_octave():
+def test_straight_line_jumps_at_the_octave():
     """18 % from the end of one octave to the start of the next; the quadratic is continuous there."""
     jump = lambda f: float(f(np.uint32(256))) / float(f(np.uint32(257)))  # noqa: E731
     assert (

@@ -24,7 +24,7 @@ def test_two_parts_are_the_whole():
     np.testing.assert_allclose(got[0], out, atol=1e-6)
     np.testing.assert_allclose(got[1], lse, atol=1e-6)
     assert got[0].dtype == got[1].dtype == np.float32
-    # the T4 document's form forgets the division by the sum of the weights: far off
+    # the form of the T4 architecture forgets the division by the sum of the weights: far off
     top = np.maximum(a[1], b[1])
     undivided = a[0] * np.exp(a[1] - top)[..., None] + b[0] * np.exp(b[1] - top)[..., None]
     assert np.abs(undivided - out).max() > 0.1

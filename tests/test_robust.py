@@ -70,7 +70,7 @@ def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
 
 
 def test_an_edited_helper_in_another_file_is_seen(tmp_path):
-    """P2: the stamp of a cached kernel covers every source file that it imports, and no other."""
+    """The stamp of a cached kernel covers every source file that it imports, and no other."""
     import shutil
 
     shutil.copytree(
@@ -287,7 +287,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("method", "first"), [("spawn", True), ("fork", False)])
 def test_worker_processes(method, first, tmp_path):
-    """Spawned workers always work; forked ones if the parent has not run a kernel yet (P28)."""
+    """Spawned workers always work; forked ones if the parent has not run a kernel yet."""
     script = tmp_path / "work.py"
     script.write_text(CHILD.format(method=method, first=first))
     subprocess.run(

@@ -7,8 +7,8 @@ from numflash.errors import ArgumentError
 from numflash.tiling import CACHES, TILINGS, Caches
 
 
-def test_the_documents_working_sets():
-    """46 KB in the fused document leaves S and the state out: its items add up to 58.75 KiB. Unfused: 70 KiB with K, not 54."""
+def test_working_sets_of_the_a64fx_notes():
+    """46 KB in the A64FX summary leaves S and the state out: its items add up to 58.75 KiB. Unfused: 70 KiB with K, not 54."""
     fused = TILINGS["a64fx-fused-48x64"].working_set(128)
     assert sum(fused.values()) == 58.75 * 1024
     assert fused == {

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import real
 from ..errors import ArgumentError, ArgumentTypeError
 from ..merge import apply_sinks
-from ..validation import real
 from .arguments import floats
 
 F = np.float32

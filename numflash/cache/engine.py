@@ -1,10 +1,10 @@
-"""The T4 document's decode engine: a state machine over a KV cache (`Decode architecture`, "API Usage Flow").
+"""A decode engine: a state machine over a KV cache, after "API Usage Flow" of the T4 architecture (docs/sources.md).
 
     uninitialised -- init --> initialised -- load_qkv --> ready -- decode --> ready -- get_output --> output ready
     output ready -- load_qkv --> ready          ready, output ready -- reset --> initialised
     any but uninitialised -- cleanup --> uninitialised
 
-`step` is the document's one-call `decode`, which initialises by itself.
+`step` is its one-call `decode`, which initialises by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StateError(NumflashError, RuntimeError):
 
 
 class DecodeEngine:
-    """Token-by-token attention of one model layer, with the document's states; keys and values stay in a `KVCache`.
+    """Token-by-token attention of one model layer, with the states of the T4 architecture; keys and values stay in a `KVCache`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""`numflash bench`: the documents' benchmark with honest units. Every contender is checked against float64, then timed.
+"""`numflash bench`: every contender is checked against float64, then timed.
 
 Metrics as `Fused FlashAttention V2`, "Benchmark Metrics": reference and fused time, speed-up, efficiency of each component,
 effective bandwidth. A rate is operations of the two products per second, for everybody; shares are of peaks measured in the
@@ -18,7 +18,7 @@ from ..measure.contenders import PEER, REFERENCE, Case, compete, contenders
 from ..tiling import KEY_BLOCK
 from .demo import phase_table
 
-LENGTHS = (64, 512, 1024, 2048, 4096, 8192)  # the documents' matrix
+LENGTHS = (64, 512, 1024, 2048, 4096, 8192)  # the matrix of the A64FX summary
 
 
 def run(

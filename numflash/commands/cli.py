@@ -138,9 +138,16 @@ def estimate(args: argparse.Namespace) -> Any:
 def cache(args: argparse.Namespace) -> Any:
     from ..jit import cache_files
 
-    removed = cache_files.clear()
-    print(f"{removed} files of compiled kernels removed")
-    return {"removed": removed}
+    found = cache_files.clear(args.dry_run)
+    for path in found:
+        print(path)
+    done = "would be removed" if args.dry_run else "removed"
+    print(f"{len(found)} files of compiled kernels {done}")
+    return {
+        "removed": 0 if args.dry_run else len(found),
+        "dry_run": args.dry_run,
+        "files": [str(path) for path in found],
+    }
 
 
 def parser() -> argparse.ArgumentParser:
@@ -187,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     sub = command(info, "versions, instruction sets, caches")
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
     command(warmup, "compile every kernel ahead of its first call")
-    sub = command(bench, "the documents' benchmark: every contender checked, then timed")
+    sub = command(bench, "a benchmark: every contender checked against float64, then timed")
     shape(sub)
     sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
     sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
@@ -227,7 +234,8 @@ def parser() -> argparse.ArgumentParser:
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
     sub = command(cache, "compiled kernels on disk")
-    sub.add_argument("action", choices=["clear"])
+    sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
+    sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     return top
 
 
@@ -243,7 +251,9 @@ def positive(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for an error that has a message, 2 for a wrong command line."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # P51: must be set before NumPy is loaded
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # before NumPy is loaded: its BLAS threads would keep spinning
     args = parser().parse_args(argv)
     try:
         if args.json:

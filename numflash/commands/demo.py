@@ -123,7 +123,7 @@ def phase_table(
 
 
 def tiling_text(isa: str) -> str:
-    """The tiling of this machine's kernel and of the A64FX document's, with their sizes."""
+    """The tiling of this machine's kernel and of the A64FX summary's (docs/sources.md), with their sizes."""
     names = [f"{isa}-int8", "a64fx-fused-48x64"]
     parts = ["4. What lies in which cache"]
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..jit import target
+from ..jit import guard, target
 from ..jit.memory import keep
 from ..jit.threads import one_at_a_time
 from ..validation import Problem
@@ -12,6 +12,7 @@ from . import launch_float, launch_int8
 from .launch_float import Results
 
 
+@guard.guarded
 def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:

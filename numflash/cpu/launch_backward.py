@@ -8,8 +8,9 @@ import numba
 import numpy as np
 
 from ..interop import widen
-from ..jit import target
+from ..jit import guard, target
 from ..jit.compiler import bare, inline, kernel
+from ..jit.memory import fresh
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
 from ..validation import LARGEST_LSE, Problem
@@ -61,7 +62,7 @@ def _row_dots(a, b, out):
 
 def magnitudes(x: np.ndarray) -> np.ndarray:
     """(N, rows, columns) float32 to (N, rows): the largest magnitude of each row, infinity for a row that is not finite."""
-    bits = np.empty(x.shape[0] * x.shape[1], np.uint32)
+    bits = fresh((x.shape[0] * x.shape[1],), np.uint32)
     _magnitudes(x.view(np.uint32).reshape(-1, x.shape[2]), bits)
     return np.minimum(bits, INFINITY).view(F).reshape(x.shape[:2])
 
@@ -94,6 +95,7 @@ def held_rows(
         )
 
 
+@guard.guarded
 def run(
     problem: Problem,
     grad_out: np.ndarray,
@@ -130,7 +132,7 @@ def _solve(
     gradients: tuple[np.ndarray, ...],
 ) -> None:
     q, k, v, do = operands
-    delta = np.empty(lse.shape)
+    delta = fresh(lse.shape, np.float64)
     _row_dots(do.reshape(-1, do.shape[2]), out.reshape(-1, do.shape[2]), delta.reshape(-1))
     padding = np.arange(k.shape[1]) >= np.repeat(problem.key_lengths, problem.shape[2])[:, None]
     most_k, most_v = (np.where(padding, F(np.inf), magnitudes(x)) for x in (k, v))

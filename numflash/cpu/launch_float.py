@@ -8,16 +8,16 @@ import numba
 import numpy as np
 
 from ..interop import Memory, to_float32, widen
-from ..jit import target
-from ..jit.memory import Layout, scratch
+from ..jit import guard, target
+from ..jit.memory import Layout, fresh, scratch
 from ..tiling import tiling, workers
 from ..validation import Problem
-from .floats.call import addresses, make_call
+from .floats.call import LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import MANY_ROWS, on_lines
 from .floats.float_tiles import FLOAT_ISAS
 from .isa.isas import padded
-from .semantics import Semantics
+from .semantics import NO_TILES, ScoreTiles, Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
@@ -35,8 +35,11 @@ def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(once).view(dtype)
 
 
-def semantics(problem: Problem) -> Semantics:
-    """The options as the float kernels take them: scores in units of log2, dense masks as bytes."""
+def semantics(problem: Problem, double: bool = False) -> Semantics:
+    """The options as the float kernels take them: scores in units of log2, dense masks as bytes.
+
+    double : score functions are those of float64
+    """
     has_mask, has_bias, slopes = (
         problem.mask is not None,
         problem.bias is not None,
@@ -55,7 +58,16 @@ def semantics(problem: Problem) -> Semantics:
         F(problem.softcap * LOG2E),
         np.zeros((0, 0, 0), F),
         np.zeros((0, 0), F) if slopes is None else np.ascontiguousarray(slopes * LOG2E, F),
+        functions=functions_of(problem, double),
     )
+
+
+def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The score and mask functions as kernels call them."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.tiles((nb, nh, length, s), double)
 
 
 def seen_keys(problem: Problem) -> np.ndarray:
@@ -115,7 +127,7 @@ class FloatPlan:
     ----------
     operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
     direct : contiguous float32 arrays are what `run` takes, as they are
-    nbytes : bytes of scratch memory
+    layout : of scratch memory
     """
 
     def __init__(self, problem: Problem, isa: str) -> None:
@@ -132,17 +144,18 @@ class FloatPlan:
         in_place = self.kind == "float32" and columns == dv
         self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
         self.direct = self.kind == "float32" and not self.on_lines
-        layout = Layout()
-        places = (
-            layout.add(n_kv * panels * tiles.panel * words * 4),
-            layout.add(n_kv * panels * 4),
-            layout.add(n_kv * 4),
-            layout.add(0 if in_place else n_kv * value_rows * columns * 4),
-            layout.add(n * length),
-            layout.add(2 * 8),
+        self.layout = Layout()
+        places = (  # in the order of `Numbers`
+            self.layout.add("packed keys", n_kv * panels * tiles.panel * words * 4),
+            self.layout.add("magnitudes of keys", n_kv * panels * 4),
+            self.layout.add("limits", n_kv * 4),
+            self.layout.add("packed values", 0 if in_place else n_kv * value_rows * columns * 4),
+            self.layout.add("rows to do again", n * length),
+            self.layout.add("counters", 2 * 8),
+            self.layout.add("lse", n * length * 4),
         )
-        self.redo_at, self.lse_at = places[4], layout.add(n * length * 4)
-        self.nbytes = layout.nbytes
+        functions = options.functions
+        self.options = options
         self.small = (  # numbers hold their addresses
             options.diagonal,
             options.key_lengths,
@@ -150,6 +163,8 @@ class FloatPlan:
             options.mask,
             options.bias,
             options.slopes,
+            functions.states,
+            functions.batch,
         )
         numbers = (  # in the order of `Numbers`
             *self.shape,
@@ -165,6 +180,11 @@ class FloatPlan:
             *options.mask.shape[:3],
             *options.bias.shape[:3],
             options.slopes.size > 0,
+            *functions[:4],
+            *functions.states.shape,
+            functions.rows,
+            functions.keys,
+            functions.batch.size,
             *places,
             *(x.ctypes.data for x in self.small),
         )
@@ -190,17 +210,20 @@ class FloatPlan:
 
     def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
         """The same for addresses."""
-        room = scratch.take(self.nbytes)
+        room, numbers = scratch.take(self.layout.nbytes), self.numbers
         at = room.address
         try:
-            lse = lse if with_lse else at + self.lse_at
-            if self.call(q, k, v, out, lse, at, self.numbers, self.factors):
-                self.rescue(q, k, v, out, lse, at)
+            if guard.ON:
+                numbers, buffers = numbers.copy(), self.layout.guarded()
+                numbers[PLACES] = [x.ctypes.data - at for x in buffers]
+            lse = lse if with_lse else at + int(numbers[LSE])
+            if self.call(q, k, v, out, lse, at, numbers, self.factors):
+                self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
         finally:
             scratch.give(room)
 
-    def rescue(self, q: int, k: int, v: int, out: int, lse: int, room: int) -> None:
-        """Do the rows that float32 cannot hold again in float64."""
+    def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
+        """Do the rows that float32 cannot hold again in float64; `redo` is the address of their flags."""
         nb, nh, nkv, length, s, d, dv = self.shape
         kind, width = self.operand.str, padded(d, self.step)
         problem = replace(
@@ -209,12 +232,12 @@ class FloatPlan:
             key=at_address(k, (nb, nkv, s, width), kind)[..., :d],
             value=at_address(v, (nb, nkv, s, dv), kind),
         )
-        todo = np.flatnonzero(at_address(room + self.redo_at, (nb * nh * length,), "|u1"))
+        todo = np.flatnonzero(at_address(redo, (nb * nh * length,), "|u1"))
         to = (
             at_address(out, (nb * nh, length, dv), "=f4"),
             at_address(lse, (nb * nh, length), "=f4"),
         )
-        run_rows(problem, semantics(problem), True, todo, *to)
+        run_rows(problem, semantics(problem, double=True), True, todo, *to)
 
 
 def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
@@ -234,7 +257,7 @@ def run(
     """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied; `results` if these are given."""
     isa = isa_of(problem, isa)
     nb, nh, _, length, _, _, dv = problem.shape
-    out, lse = results or (np.empty((nb, nh, length, dv), F), np.empty((nb, nh, length), F))
+    out, lse = results or (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F))
     if isa != "portable":
         plan = FloatPlan(problem, isa)
         plan.run(*plan.operands(problem.query, problem.key, problem.value), out, lse)
@@ -244,5 +267,5 @@ def run(
     run_rows(problem, options, False, np.arange(n * length), *rows)
     redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37))
     if redo.any():
-        run_rows(problem, options, True, np.flatnonzero(redo), *rows)
+        run_rows(problem, semantics(problem, double=True), True, np.flatnonzero(redo), *rows)
     return out, lse

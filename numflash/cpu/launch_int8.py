@@ -13,6 +13,7 @@ import numba
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..jit.memory import fresh
 from ..quantization import QuantizedTensor, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
@@ -152,9 +153,9 @@ def run(
     nb, nh, nkv, length, s, _, dv = problem.shape
     options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
     n = nb * nh
-    shaped = np.empty((nb, nh, length, dv), F) if results is None else results[0]
+    shaped = fresh((nb, nh, length, dv), F) if results is None else results[0]
     out = shaped.reshape(n, length, dv)
-    m, l = np.empty((n, length), np.int32), np.empty((n, length), F)
+    m, l = fresh((n, length), np.int32), fresh((n, length), F)
     sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
     rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":

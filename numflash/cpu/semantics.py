@@ -19,12 +19,35 @@ HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
 UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
 
 
+class ScoreTiles(NamedTuple):
+    """The functions of a problem; addresses are 0 where there is nothing to call.
+
+    unmasked, masked : address and frame of the functions for blocks that all rows see, and for others
+    states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
+    rows, keys : of a block
+    batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the same
+    """
+
+    unmasked: int
+    unmasked_frame: int
+    masked: int
+    masked_frame: int
+    states: np.ndarray
+    rows: int
+    keys: int
+    batch: np.ndarray
+
+
+NO_TILES = ScoreTiles(0, 0, 0, 0, np.zeros((0, 0, 0, 0), np.uint8), 1, 1, np.zeros(0, np.int64))
+
+
 class Semantics(NamedTuple):
     """Which keys a row sees and what happens to its scores; arrays of one element where an option is off.
 
     left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
     general : masks, bias, softcap or slopes are to be looked at
     extreme : INT8 scores may be too large to be rounded to int16 at once
+    functions : score and mask functions, called before everything else happens to the scores
     """
 
     left: int
@@ -42,6 +65,7 @@ class Semantics(NamedTuple):
     )  # (B, H, L) float32, in units of the softcap: what smoothing took from each score
     slopes: np.ndarray  # (B, H) float32, Q8.8 units
     extreme: bool = False
+    functions: ScoreTiles = NO_TILES
 
 
 class Dense(NamedTuple):

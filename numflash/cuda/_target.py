@@ -1,6 +1,6 @@
 """The only import of numba-cuda, and every private name of it that numflash uses (tests/cuda/test_compile.py is the canary).
 
-numba-cuda is in maintenance mode (P31), so a second front end should be a matter of this file and `ptx.py`.
+A second front end should be a matter of this file and `ptx.py`: docs/pitfalls.md, "The future of numba.cuda".
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _offline(cc: tuple) -> Iterator[None]:
     real, shim = _dispatcher.get_current_device, not hasattr(np, "row_stack")
     _dispatcher.get_current_device = lambda: _OfflineDevice(cc)
     if shim:
-        _numpy.row_stack = np.vstack  # P50: numba-cuda uses a name that numpy 2.5 has dropped
+        _numpy.row_stack = np.vstack  # numba-cuda uses a name that NumPy 2.5 has dropped
     try:
         yield
     finally:

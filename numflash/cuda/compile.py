@@ -21,6 +21,8 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..jit.disk_cache import source_digest
+from ..jit.interrupts import uninterrupted
+from ..jit.trust import read
 from ..tiling import SHARED_MEMORY
 
 logger = logging.getLogger("numflash")
@@ -55,7 +57,7 @@ class Source:
     max_registers : ceiling for ptxas, or None
     blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers accordingly
     cluster : blocks along x that run together and reach each other's shared memory (sm_90 and later; not in the emulator)
-    fastmath : Numba's all-or-nothing switch (P39); the shipped kernels leave it off and name their approximations
+    fastmath : all or nothing, so the shipped kernels leave it off and use approximate instructions by name
     """
 
     function: Callable
@@ -184,7 +186,7 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
     if found is None:
         shown = ", ".join(f"{k}={v}" for k, v in constants.items())
         logger.info("compiling %s(%s) for %s", factory.__name__, shown, arch)
-        found = compile_source(factory(**constants), arch, kind)
+        found = uninterrupted(compile_source, factory(**constants), arch, kind)
         _write(path, found)
     return _loaded.setdefault(key, found)
 
@@ -192,7 +194,7 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
 def _read(path: Path) -> Compiled | None:
     """One line of JSON (with a checksum), then the code. Anything damaged counts as absent."""
     try:
-        head, code = path.read_bytes().split(b"\n", 1)
+        head, code = read(path).split(b"\n", 1)
         meta = json.loads(head)
         if meta.pop("sha256") != hashlib.sha256(code).hexdigest():
             return None

@@ -100,7 +100,7 @@ class Kernel:
         self._library = check(driver, driver.cuLibraryLoadData(item.code, [], [], 0, [], [], 0))
         kernel = check(driver, driver.cuLibraryGetKernel(self._library, item.name.encode()))
         self._function = check(driver, driver.cuKernelGetFunction(kernel))
-        if item.shared_bytes > 48 * 1024:  # P33: beyond this a kernel must ask
+        if item.shared_bytes > 48 * 1024:  # more than 48 KB needs an attribute of the function
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver, driver.cuFuncSetAttribute(self._function, attribute, item.shared_bytes))
         if item.cluster > 1:  # all three or none

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 F = np.float32
 MIN_PAGE = LANE_KEYS
-SHORT_CONTEXT = 256  # keys up to which one block does a KV head: the T4 document's threshold
+SHORT_CONTEXT = (
+    256  # keys up to which one block does a KV head: the threshold of the T4 architecture
+)
 BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels' registers
 UNLIMITED = (
     1 << 30

@@ -3,7 +3,7 @@
 `op` turns one PTX statement into an intrinsic that kernels call like a function. Operands are named in the text: `<a>`. An
 operand is a scalar type, passed by value, or a `Fragment`: n registers held in a `cuda.local.array`, passed as (array, first
 index) and updated in place. libNVVM scalarises such arrays when every index is a constant after unrolling, so a fragment
-lives in registers (P36).
+lives in registers (docs/pitfalls.md, "Local arrays need constant loops").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the compiled kernels lie on disk, and how to remove them."""
+"""Where the compiled kernels are stored on disk, and how to remove them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import contextlib
 import os
 from pathlib import Path
 
-from numba.core import caching, config
-from numba.misc.appdirs import AppDirs
+from .disk_cache import folder_of
+
+SUFFIXES = (".nbi", ".nbc")  # index and data files
+LEFT_BEHIND = tuple(f"{suffix}.tmp." for suffix in SUFFIXES)  # by a process that was killed
 
 
 def folders() -> list[Path]:
-    """Every folder that may hold compiled kernels of this package: beside the sources, NUMBA_CACHE_DIR, the user's cache."""
-    packages = sorted({path.parent for path in Path(__file__).parents[1].rglob("*.py")})
-    roots = [Path(config.CACHE_DIR)] if config.CACHE_DIR else []
-    roots.append(Path(AppDirs(appname="numba", appauthor=False).user_cache_dir))
-    below = [
-        caching._CacheLocator.get_suitable_cache_subpath(str(package / "module.py"))
-        for package in packages
-    ]
-    return [package / "__pycache__" for package in packages] + [
-        root / path for root in roots for path in below
-    ]
+    """The folders in use for the kernels of this package: of each of its own folders, the one that Numba would choose now."""
+    packages = {path.parent: path for path in Path(__file__).parents[1].rglob("*.py")}
+    found = map(folder_of, packages.values())
+    return sorted({folder for folder in found if folder is not None})
 
 
 def files() -> list[Path]:
@@ -31,14 +26,15 @@ def files() -> list[Path]:
         for folder in folders()
         if folder.is_dir()
         for path in folder.iterdir()
-        if path.suffix in (".nbi", ".nbc")
+        if (path.suffix in SUFFIXES or any(part in path.name for part in LEFT_BEHIND))
+        and path.is_file()
     )
 
 
-def clear() -> int:
-    """Remove them; returns how many."""
+def clear(dry_run: bool = False) -> list[Path]:
+    """Remove them, unless `dry_run`; returns their names."""
     found = files()
-    for path in found:
+    for path in [] if dry_run else found:
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.remove(path)
-    return len(found)
+    return found

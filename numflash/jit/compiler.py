@@ -15,6 +15,7 @@ from numba.core.registry import CPUDispatcher
 
 from ..errors import UnsupportedError
 from .disk_cache import cached, named, salt, separate_functions, symbols
+from .interrupts import uninterrupted
 
 logger = logging.getLogger("numflash")
 
@@ -35,7 +36,8 @@ PRANGE_ONLY = {
     "setitem": False,
     "stencil": False,
 }
-# Reassociation and contraction for float kernels. Never nnan/ninf: they break masked rows (P11).
+# Reassociation and contraction for float kernels. Never nnan or ninf:
+# docs/pitfalls.md, "Full fast math breaks masked rows".
 FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
@@ -62,14 +64,14 @@ def kernel(
     float_math: bool = False,
     **options: Any,
 ) -> Any:
-    """`numba.njit` as numflash uses it: no GIL, NumPy's division (P12), the package's cache.
+    """`numba.njit` as numflash uses it: no GIL, NumPy's division (no check for zero), the package's cache.
 
     Parameters
     ----------
     parallel : bool
         Compile `prange` loops to threads.
     float_math : bool
-        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised (P10, P11).
+        Allow contraction and reassociation (`FLOAT_MATH`); only where equal bits are not promised.
     """
     if function is None:
         return functools.partial(kernel, parallel=parallel, float_math=float_math, **options)
@@ -81,7 +83,8 @@ def kernel(
         "fastmath": set(FLOAT_MATH) if float_math else False,
         **options,
     }
-    return cached(numba.njit(pipeline_class=_KernelCompiler, **options)(named(function)), options)
+    targets = {"nopython": True, "boundscheck": None, **options}
+    return cached(_KernelDispatcher(named(function), {}, targets, _KernelCompiler), options)
 
 
 class _InlineLibrary(codegen.JITCodeLibrary):
@@ -153,7 +156,14 @@ def inline(
 bare = functools.partial(inline, _nrt=False)
 
 
-class _SeparateDispatcher(CPUDispatcher):
+class _KernelDispatcher(CPUDispatcher):
+    """Numba's; signals wait until a kernel is compiled."""
+
+    def compile(self, sig: Any) -> Any:
+        return uninterrupted(super().compile, sig)
+
+
+class _SeparateDispatcher(_KernelDispatcher):
     """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR into theirs."""
 
     def add_overload(self, cres: Any) -> None:

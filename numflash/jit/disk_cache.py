@@ -11,19 +11,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import linecache
 import logging
 import os
 import pickle
 import re
 import types
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numba.core import caching
 from numba.core.runtime import rtsys
+
+from . import guard
+from .trust import read, trusted_folder
 
 logger = logging.getLogger("numflash")
 
@@ -80,6 +85,19 @@ def _announce() -> None:
     logger.warning(
         "compiling numflash kernels: the first call only, they are cached on disk (numflash warmup does it ahead)"
     )
+
+
+_said: set[str] = set()  # what is said once
+
+
+def _not_saved(folder: str, error: Exception) -> None:
+    if "not saved" not in _said:
+        _said.add("not saved")
+        logger.warning(
+            "compiled kernels are not saved in %s (%s): every process compiles them again",
+            folder,
+            error,
+        )
 
 
 def shown(options: dict[str, Any]) -> str:
@@ -140,16 +158,68 @@ class _CheckedFile(caching.IndexDataCacheFile):
             logger.info("ignoring a damaged cache entry: %s", error)
         return None
 
-    def _load_index(self) -> Any:
+    def _load_index(self) -> dict[Any, str]:
+        """Names of the data files, by key; Numba's own, of a file that nobody else can have written."""
         try:
-            return super()._load_index()
+            stream = io.BytesIO(read(self._index_path))
+            if pickle.load(stream) == self._version:
+                stamp, overloads = pickle.loads(stream.read())
+                if stamp == self._source_stamp:
+                    return dict(overloads)
+        except FileNotFoundError:
+            pass
         except Exception as error:
             logger.info("ignoring a damaged cache index: %s", error)
-            return {}
+        return {}
+
+    def _load_data(self, name: str) -> Any:
+        return pickle.loads(read(self._data_path(name)))
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[Any]:
+        """Write a new file, which only its owner may change, and put it in the place of the old one."""
+        temporary = f"{filepath}.tmp.{uuid.uuid4().hex[:16]}"
+        try:
+            with open(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb"
+            ) as file:
+                yield file
+            os.replace(temporary, filepath)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+class _TrustedLocator:
+    """A folder for compiled kernels that only its owner may write to, or none."""
+
+    get_cache_path: Callable[[], str]
+
+    def ensure_cache_path(self) -> None:
+        os.makedirs(self.get_cache_path(), mode=0o755, exist_ok=True)
+        super().ensure_cache_path()  # type: ignore[misc]
+
+    @classmethod
+    def from_function(cls, py_func: Callable, py_file: str) -> Any:
+        found = super().from_function(py_func, py_file)  # type: ignore[misc]
+        if found is None or trusted_folder(found.get_cache_path()):
+            return found
+        if issubclass(
+            cls, caching.UserProvidedCacheLocator
+        ):  # asked for: no other one in its place
+            raise RuntimeError(f"{found.get_cache_path()} is not the user's own")
+        return None
+
+
+def _trusted(locator: type) -> Any:
+    return type(f"Trusted{locator.__name__}", (_TrustedLocator, locator), {})
 
 
 class _Entries(caching.CompileResultCacheImpl):
     """What is cached of a kernel: Numba's, and the `separate` functions that must be there before it is loaded."""
+
+    _locator_classes: ClassVar = [_trusted(x) for x in caching.CacheImpl._locator_classes]
 
     def reduce(self, cres: Any) -> Any:
         declared = (f.name for f in cres.library._final_module.functions if f.is_declaration)
@@ -183,7 +253,7 @@ class _PackageCache(caching.FunctionCache):
         )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func))
+        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func), guard.ON)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
@@ -195,12 +265,28 @@ class _PackageCache(caching.FunctionCache):
             _announce()
         return found
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save what has been compiled; it is ready to be called, so an error here is only reported."""
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _not_saved(self._cache_path, error)
+
+
+def folder_of(file: Path) -> Path | None:
+    """The folder in use for compiled kernels of a source file; None where there is none that is trusted."""
+    made: dict[str, Any] = {}
+    exec(compile("def function(): pass", str(file), "exec"), made)
+    try:
+        return Path(_Entries(made["function"]).locator.get_cache_path())
+    except RuntimeError:
+        return None
+
 
 def cached(dispatcher: Any, options: dict[str, Any]) -> Any:
     """Give a dispatcher the package's disk cache."""
-    with contextlib.suppress(
-        RuntimeError
-    ):  # a function typed at the prompt has no file, and Numba nowhere to cache it
+    # a function typed at the prompt has no file, and Numba nowhere to cache it
+    with contextlib.suppress(RuntimeError):
         dispatcher._cache = _PackageCache(dispatcher.py_func, shown(options))
     return dispatcher
 

@@ -1,6 +1,7 @@
 """Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
-`zeros` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype and shape.
+`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype
+and shape.
 """
 
 from __future__ import annotations
@@ -19,15 +20,28 @@ from numba.extending import intrinsic
 from numba.np import arrayobj
 from numba.np.numpy_support import as_dtype
 
+from . import guard
+
 LINE = 64
 LARGEST_KEPT = 31 << 20
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """np.empty, aligned."""
+def empty(shape: tuple[int, ...], dtype: Any, name: str = "") -> np.ndarray:
+    """np.empty, aligned; `name` is for `guard`, the caller's unless given."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
+    if guard.ON:
+        return guard.array(name or guard.caller(), shape, dtype, size, fill=True)
     room = np.empty(size + LINE, np.uint8)
     return np.ndarray(shape, dtype, room, -room.__array_interface__["data"][0] % LINE)
+
+
+def _fresh(shape: Any, dtype: Any) -> np.ndarray:
+    """np.empty, guarded."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return guard.array(guard.caller(), shape, dtype, size, fill=True)
+
+
+fresh = _fresh if guard.ON else np.empty  # what a kernel writes all of
 
 
 @functools.cache
@@ -42,63 +56,77 @@ def keep(bits: int) -> None:
     np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
 
 
-def _allocated(context, builder, kind, signature, args, zeroed):
-    """A new array of the shape args[0], aligned."""
-    itemsize = as_dtype(kind.dtype).itemsize
-    sizes, strides, size = _extents(context, builder, signature.args[0], args[0], itemsize)
-    meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
-    data = context.nrt.meminfo_data(builder, meminfo)
-    if zeroed:
-        cgutils.memset(builder, data, size, 0)
-    out = arrayobj.make_array(kind)(context, builder)
-    element = context.get_data_type(kind.dtype).as_pointer()
-    data = builder.bitcast(data, element)
-    arrayobj.populate_array(out, data, sizes, strides, itemsize, meminfo)
-    return out._getvalue()
+def _allocator(clear: bool) -> Any:
+    """Intrinsic f(shape, dtype, name) -> aligned array; shape is a tuple, name a literal that `guard` speaks of."""
+
+    def allocate(typingctx, shape, dtype, name):
+        kind = types.Array(dtype.dtype, len(shape), "C")
+        itemsize = as_dtype(kind.dtype).itemsize
+        shown = f"{getattr(name, 'literal_value', 'scratch')}: {kind.dtype}"
+
+        def codegen(context, builder, signature, args):
+            sizes = [
+                context.cast(builder, n, source, types.intp)
+                for n, source in zip(
+                    cgutils.unpack_tuple(builder, args[0]), signature.args[0], strict=True
+                )
+            ]
+            strides = [ir.Constant(cgutils.intp_t, itemsize)]
+            for n in sizes[:0:-1]:
+                strides.insert(0, builder.mul(strides[0], n))
+            size = builder.mul(strides[0], sizes[0])
+            if guard.ON:
+                meminfo, data = None, _guarded(context, builder, size, shown, not clear)
+            else:
+                meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
+                data = context.nrt.meminfo_data(builder, meminfo)
+                if clear:
+                    cgutils.memset(builder, data, size, 0)
+            out = arrayobj.make_array(kind)(context, builder)
+            element = context.get_data_type(kind.dtype).as_pointer()
+            arrayobj.populate_array(
+                out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
+            )
+            return out._getvalue()
+
+        return kind(*map(types.unliteral, (shape, dtype, name))), codegen
+
+    allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "uncleared"
+    return intrinsic(prefer_literal=True)(allocate)
 
 
-def _extents(context, builder, kind, shape, itemsize):
-    """Sizes, strides in bytes and all bytes of a contiguous array of a shape, a tuple."""
-    sizes = [
-        context.cast(builder, n, source, types.intp)
-        for n, source in zip(cgutils.unpack_tuple(builder, shape), kind, strict=True)
-    ]
-    strides = [ir.Constant(cgutils.intp_t, itemsize)]
-    for n in sizes[:0:-1]:
-        strides.insert(0, builder.mul(strides[0], n))
-    return sizes, strides, builder.mul(strides[0], sizes[0])
+def _guarded(context: Any, builder: Any, size: Any, name: str, fill: bool) -> Any:
+    """The address of a buffer from `guard`, which owns it."""
+    pointer, word = cgutils.voidptr_t, cgutils.intp_t
+    take = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(pointer, [word, pointer, ir.IntType(32)]),
+        guard.SYMBOL,
+    )
+    text = context.insert_const_string(builder.module, name)
+    return builder.call(take, [size, text, ir.Constant(ir.IntType(32), int(fill))])
 
 
-@intrinsic
-def zeros(typingctx, shape, dtype):
-    """np.zeros(shape, dtype), aligned; shape is a tuple."""
-    kind = types.Array(dtype.dtype, len(shape), "C")
-
-    def codegen(context, builder, signature, args):
-        return _allocated(context, builder, kind, signature, args, True)
-
-    return kind(shape, dtype), codegen
-
-
-@intrinsic
-def unwritten(typingctx, shape, dtype):
-    """np.empty(shape, dtype), aligned; shape is a tuple."""
-    kind = types.Array(dtype.dtype, len(shape), "C")
-
-    def codegen(context, builder, signature, args):
-        return _allocated(context, builder, kind, signature, args, False)
-
-    return kind(shape, dtype), codegen
+zeros = _allocator(clear=True)  # np.zeros((n, ...), dtype), aligned, and a name
+uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic
 def place(typingctx, address, shape, dtype):
     """A contiguous array at an address; shape is a tuple. It counts no references: its memory must outlive it."""
     kind = types.Array(dtype.dtype, len(shape), "C")
+    itemsize = as_dtype(kind.dtype).itemsize
 
     def codegen(context, builder, signature, args):
-        itemsize = as_dtype(kind.dtype).itemsize
-        sizes, strides, _ = _extents(context, builder, signature.args[1], args[1], itemsize)
+        sizes = [
+            context.cast(builder, n, source, types.intp)
+            for n, source in zip(
+                cgutils.unpack_tuple(builder, args[1]), signature.args[1], strict=True
+            )
+        ]
+        strides = [ir.Constant(cgutils.intp_t, itemsize)]
+        for n in sizes[:0:-1]:
+            strides.insert(0, builder.mul(strides[0], n))
         out = arrayobj.make_array(kind)(context, builder)
         data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
         arrayobj.populate_array(out, data, sizes, strides, itemsize, None)
@@ -143,19 +171,27 @@ class Layout:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.sizes: dict[str, int] = {}
 
-    def add(self, nbytes: int) -> int:
+    def add(self, name: str, nbytes: int) -> int:
         """Where an array of so many bytes starts."""
-        at = self.nbytes
+        at, self.sizes[name] = self.nbytes, nbytes
         self.nbytes += -(-nbytes // LINE) * LINE
         return at
+
+    def guarded(self) -> list[np.ndarray]:
+        """For `guard`: a buffer of its own for each array."""
+        return [
+            guard.array(name, (nbytes,), np.uint8, nbytes, fill=True)
+            for name, nbytes in self.sizes.items()
+        ]
 
 
 class Room:
     """A block of scratch memory and its address."""
 
     def __init__(self, nbytes: int) -> None:
-        self.array = empty((nbytes,), np.uint8)
+        self.array = empty((nbytes,), np.uint8, "scratch memory")
         self.nbytes, self.address = nbytes, self.array.ctypes.data
 
 
@@ -174,7 +210,7 @@ class Scratch(threading.local):
 
     def give(self, room: Room) -> None:
         """Keep the block for the next call."""
-        if room.nbytes <= KEPT:
+        if room.nbytes <= KEPT and not guard.ON:
             self.room = room
 
 

@@ -1,7 +1,7 @@
 """What the code generator may use: CPU name and features of Numba's target, and the instruction sets that follow.
 
 The decision is made from the target that Numba compiles for, not from the CPU that runs: `NUMBA_CPU_NAME` and
-`NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM (P49), so every
+`NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM, so every
 register-tile kernel is guarded by `require`.
 """
 
@@ -139,7 +139,7 @@ def _granted(isa: str) -> bool:
 
 
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
-    """Refuse to emit an operation that LLVM would abort the process over (P49)."""
+    """Raise instead of emitting an operation that the target lacks: LLVM would abort the process."""
     lacking = missing(isa, isas, codegen)
     if lacking:
         raise UnsupportedError(

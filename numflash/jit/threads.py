@@ -20,7 +20,7 @@ def most() -> int:
 
 @contextmanager
 def limit(threads: int | None) -> Iterator[int]:
-    """Run what is inside on `threads` threads (None: as many as now) and put the old number back (P29)."""
+    """Run what is inside on `threads` threads (None: as many as now), then restore the old number."""
     before = numba.get_num_threads()
     if threads is not None and not 1 <= threads <= most():
         raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
@@ -78,7 +78,8 @@ def refuse_after_fork() -> None:
     Raises
     ------
     UnsupportedError
-        In a process forked from one that has run them already: GNU OpenMP would end it without a word to the caller (P28).
+        In a process forked from one that has run them already: GNU OpenMP would terminate it (docs/pitfalls.md, "GNU OpenMP
+        does not survive a fork").
     """
     global _first_process
     if _first_process is None:

@@ -149,7 +149,7 @@ def is_float64(instruction: str) -> bool:
 
 
 def is_lanes64(instruction: str) -> bool:
-    """True for vector arithmetic in 64-bit lanes: half the work per instruction of 32-bit ones (P5, P48)."""
+    """True for vector arithmetic in 64-bit lanes: half the work per instruction of 32-bit ones."""
     if _LANES64_X86.match(instruction):
         return True
     return bool(_LANES64_ARM.search(instruction)) and not _LANELESS_ARM.match(instruction)

@@ -172,7 +172,7 @@ class Target(NamedTuple):
     @classmethod
     def named(cls, name: str = "host", features: str = "") -> Target:
         """The target of a CPU name; ``"host"`` is what Numba compiles for in this process."""
-        if features and not _FEATURES.fullmatch(features):  # LLVM ends the process (P49)
+        if features and not _FEATURES.fullmatch(features):  # LLVM would abort the process
             raise ArgumentError(f"features: got {features!r}; allowed: as '+sve,-sve2'")
         if name == "host" and features:
             raise ArgumentError(

@@ -1,6 +1,7 @@
 """Who takes part in a benchmark: every contender computes the same attention, is checked before it is timed, and says its peer.
 
-The documents compare the fused kernel with a parallel float32 reference; PyTorch takes part where it is installed.
+The A64FX summary (docs/sources.md) compares the fused kernel with a parallel float32 reference; PyTorch takes part where it
+is installed.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def make_phases(isa_name: str, parts: int):
     def run(q, cq, keys, packed_values, o):
         begin()
         stride, lanes = q.shape[1], vector_lanes()
-        x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
+        x = zeros((block_q, KEY_BLOCK), np.int16, "scores")
+        p = zeros((block_q, KEY_BLOCK), operand, "weights")
         m, l, scale = (
             np.zeros(block_q, np.int32),
             np.zeros(block_q, np.float32),

@@ -152,7 +152,7 @@ def _matrix_int8_peak() -> tuple[Callable, float]:
 
 @functools.cache
 def _portable_int8_peak() -> tuple[Callable, float]:
-    """Targets without register tiles: what the compiler makes of an int8 dot product in the first-level cache (P5, P6)."""
+    """Targets without register tiles: what the compiler makes of an int8 dot product in the first-level cache."""
     rows, size = 64, 1024
 
     @kernel(parallel=True)

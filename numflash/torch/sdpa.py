@@ -67,6 +67,7 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
         or mask.dtype != torch.bool
         or mask.dim() != 4
         or (mask.shape[0], mask.shape[3]) != (batch, keys)
+        or 0 in mask.shape
     ):
         return None
     if any(
@@ -103,7 +104,7 @@ def _threads() -> Iterator[None]:
     finally:
         if (
             torch.get_num_threads() != wanted
-        ):  # P29: Numba's first parallel kernel changes PyTorch's number
+        ):  # Numba's first parallel kernel changes PyTorch's number
             torch.set_num_threads(wanted)
 
 

@@ -442,7 +442,7 @@ def test_softmax_stays_in_narrow_lanes(isa, cpu, bits):
     ],
 )
 def test_an_instruction_set_that_the_target_lacks_is_an_error(isa, cpu, feature):
-    """LLVM would abort the process (P49)."""
+    """LLVM would abort the process."""
     lanes = lanes_of(isa)
     score, value, softmax = (
         score_function(isa, 6),

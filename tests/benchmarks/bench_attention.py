@@ -1,4 +1,4 @@
-"""The documents' benchmark matrix, every contender on one thread: `make bench`. Nothing here passes or fails by time.
+"""The benchmark matrix, every contender on one thread: `make bench`. Nothing here passes or fails by time.
 
 A contender is checked against float64 before it is timed. `extra_info` holds GOP/s, the share of the INT8 peak measured in the
 same run, effective bandwidth, the five error figures; of the fused kernel also the time and efficiency of each part.

@@ -1,4 +1,4 @@
-"""The eight improvements of the fused A64FX document, each switch of `cpu.study.fused` timed after a check: `make bench`.
+"""The eight improvements of the A64FX summary (docs/sources.md), checked and then timed: `make bench`.
 
 `python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here passes or fails by time.
 """
@@ -11,7 +11,7 @@ from numflash.jit.threads import most
 from numflash.measure.contenders import on_threads
 
 SWITCHES = {
-    "the document's": ("plain", "fp32", False),
+    "the summary's": ("plain", "fp32", False),
     "vector exp2": ("vectors", "fp32", False),
     "prefetching": ("vectors", "fp32", True),
     "16-bit P.V": ("vectors", "bf16", False),

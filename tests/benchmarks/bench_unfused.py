@@ -1,4 +1,4 @@
-"""The component table of the documents' unfused INT8 attention (`INT8 GEMM + FlashAttention status`), on one thread.
+"""The component table of unfused INT8 attention (docs/sources.md, the A64FX status note), on one thread.
 
 `extra_info` holds the shares; the benchmark's own time is that of measuring them all. S and P take 8 * L**2 bytes.
 """

@@ -252,7 +252,7 @@ def test_smoothing_helps_biased_keys_and_keeps_the_lse():
 
 
 def test_split_count():
-    assert split_count(14, 4, 80) == 4  # the T4 document: 14 heads, 1024 keys in blocks of 256
+    assert split_count(14, 4, 80) == 4  # the T4 architecture: 14 heads, 1024 keys in blocks of 256
     assert split_count(8, 256, 1) == 1 and split_count(2, 32, 2) == 1
     assert split_count(1, 32, 2) == 2 and split_count(3, 32, 2) == 2 and split_count(1, 1, 64) == 1
     for units, blocks, workers in np.ndindex(20, 20, 20):

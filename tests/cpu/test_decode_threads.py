@@ -47,7 +47,7 @@ def test_two_caches_in_two_threads(layer, monkeypatch):
 
 
 def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
-    """P27: two calls at once end the process; seen from inside the call, as no other call is."""
+    """Two calls at once would end the process; observed from inside the call."""
     inside, worst, real = [0], [0], launch_decode.Plan.__init__
 
     class Slow:

@@ -143,7 +143,7 @@ def test_canary_of_private_names():
 
 
 def test_a_numpy_without_row_stack(monkeypatch):
-    """NumPy 2.5 has dropped a name that numba-cuda uses (P50): it is lent for the compilation, and NumPy is as it was after it."""
+    """NumPy 2.5 has dropped a name that numba-cuda uses: it is added during a compilation only."""
     monkeypatch.delattr(np, "row_stack", raising=False)
     before = set(vars(np))
     assert ".entry" in compile.compile_source(scale_kernel(), "sm_80", "ptx").ptx

@@ -433,7 +433,7 @@ def test_a_step_is_append_and_decode(dtype):
     assert whole.lengths.tolist() == [130, 130]
 
 
-def test_the_documents_engine():
+def test_the_decode_engine():
     engine = DecodeEngine(
         batch=B, kv_heads=G, head_dim=D, max_length=40, dtype="float16", device="cuda-emulator"
     )

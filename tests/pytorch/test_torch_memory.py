@@ -99,7 +99,7 @@ def test_threads_follow_pytorch(monkeypatch):
 
 
 def test_threads_of_pytorch_stay_as_they_are():
-    """Numba's first parallel kernel of a process would reset them (P29)."""
+    """Numba's first parallel kernel of a process would reset them."""
     code = (
         "import torch, numflash.torch; torch.set_num_threads(1); q = torch.randn(1, 1, 8, 16)\n"
         "numflash.torch.scaled_dot_product_attention(q, q, q); assert torch.get_num_threads() == 1"

@@ -12,6 +12,7 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline, kernel
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..floats.flash_rows import row_functions
 from ..isa.vectors import next_task
@@ -86,8 +87,10 @@ def make_backward_rows(double: bool):
         """One worker of `query_pass`."""
         length, d = q.shape[1], q.shape[2]
         h_all, h_kv, _ = heads
-        row, grad, sums = np.empty(d, R), np.empty(v.shape[2], R), np.empty(d, R)
-        weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
+        row, sums = uncleared((d,), R, "query of a row"), uncleared((d,), R, "gradient of a query")
+        grad = uncleared((v.shape[2],), R, "output gradient of a row")
+        weights = uncleared((KEYS,), R, "weights of a row")
+        slopes = uncleared((KEYS,), R, "slopes of a row")
         while True:
             task = next_task(counter)
             if task * ROWS >= todo.size:
@@ -170,9 +173,12 @@ def make_backward_rows(double: bool):
         length, d, columns = q.shape[1], q.shape[2], v.shape[2]
         h_all, h_kv, _ = heads
         group, blocks = h_all // h_kv, (s + KEYS - 1) // KEYS
-        row, grad = np.empty(d, R), np.empty(columns, R)
-        weights, slopes = np.empty(KEYS, R), np.empty(KEYS, R)
-        dk_sums, dv_sums = np.empty((KEYS, d), R), np.empty((KEYS, columns), R)
+        row = uncleared((d,), R, "query of a row")
+        grad = uncleared((columns,), R, "output gradient of a row")
+        weights = uncleared((KEYS,), R, "weights of a row")
+        slopes = uncleared((KEYS,), R, "slopes of a row")
+        dk_sums = uncleared((KEYS, d), R, "gradients of keys")
+        dv_sums = uncleared((KEYS, columns), R, "gradients of values")
         while True:
             task = next_task(counter)
             if task >= k.shape[0] * blocks:

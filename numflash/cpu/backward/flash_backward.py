@@ -29,7 +29,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty
+from ...jit.memory import empty, uncleared
 from ...jit.parallel import over_tasks
 from ...tiling import Buffer
 from ...validation import Problem
@@ -498,7 +498,7 @@ def _turn_squares(rows, square, out):
 def _turn_block(task, x, out):
     n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
     # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
-    square = np.empty((QUERIES, QUERIES), x.dtype)
+    square = uncleared((QUERIES, QUERIES), x.dtype, "square turned round")
     _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
 
 
@@ -569,10 +569,10 @@ def run(
     row_lse[:, :length], row_delta[:, :length] = lse, np.where(hidden[0], 0, delta)
     workers = numba.get_num_threads()
     scratch = Scratch(
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, KEYS * QUERIES), F),
-        empty((workers, (QUERIES + MR) * KEYS), F),
-        empty((workers, QUERIES), F),
+        empty((workers, KEYS * QUERIES), F, "backward weights"),
+        empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
+        empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients turned round"),
+        empty((workers, QUERIES), F, "backward sums"),
     )
     splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))
     dq = np.zeros((splits, n, wide + MR, q_rows.shape[2]), F)

@@ -2,7 +2,7 @@
 
 Flash-Decoding (Dao et al. 2023) on the layout of `decode_tiles`. A task is one tile of query rows of one KV head and one split of
 its key blocks; it leaves an unnormalised output, its octave or maximum m and its sum l. The splits are merged in fixed order, and
-the division by the sum that the T4 document's reduce step leaves out comes last:
+the division by the sum of the weights comes last:
 
     out = sum_i(2**(m_i - m) o_i) / sum_i(2**(m_i - m) l_i)
 

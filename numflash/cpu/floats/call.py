@@ -16,7 +16,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
-from ..semantics import Semantics
+from ..semantics import ScoreTiles, Semantics
 from .flash_float import make_attend
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_tiles import FLOAT_ISAS
@@ -52,18 +52,32 @@ class Numbers(NamedTuple):
     bias_heads: int
     bias_rows: int  # 0: no bias
     sloped: int
+    unmasked: int  # score and mask functions, see `ScoreTiles`
+    unmasked_frame: int
+    masked: int
+    masked_frame: int
+    states_batch: int
+    states_heads: int
+    states_rows: int
+    states_keys: int
+    tile_rows: int
+    tile_keys: int
+    mapped: int  # entries of `batch_map`
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
     packed_values: int
     redo: int
     counter: int
+    lse: int  # where the caller wants none
     diagonal: int  # from here on addresses
     key_lengths: int
     stops: int
     mask: int
     bias: int
     slopes: int
+    states: int
+    batch_map: int
 
 
 class Factors(NamedTuple):
@@ -73,6 +87,8 @@ class Factors(NamedTuple):
     softcap: float
 
 
+REDO, LSE = Numbers._fields.index("redo"), Numbers._fields.index("lse")
+PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("diagonal"))
 NUMBERS, FACTORS = len(Numbers._fields), len(Factors._fields)
 
 
@@ -143,6 +159,17 @@ def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
             v = place(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
             pack_values(v, stops, rows)
             values = reinterpret(rows.reshape(n_kv, p.value_rows * p.columns), operand)
+        states = (p.states_batch, p.states_heads, p.states_rows, p.states_keys)
+        functions = ScoreTiles(
+            p.unmasked,
+            p.unmasked_frame,
+            p.masked,
+            p.masked_frame,
+            place(p.states, states, np.uint8),
+            p.tile_rows,
+            p.tile_keys,
+            place(p.batch_map, (p.mapped,), np.int64),
+        )
         semantics = Semantics(
             p.left,
             p.right,
@@ -157,6 +184,7 @@ def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
             place(room, (0, 0, 0), np.float32),
             place(p.slopes, (p.sloped * p.batch, p.heads), np.float32),
             False,
+            functions,
         )
         attend(
             place(q_at, (n, p.length, p.head_dim), operand),

@@ -25,10 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, separate
-from ...jit.memory import reinterpret, unwritten, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
+from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, row_range, step_of
 from . import float_tiles as tiles
@@ -40,6 +41,7 @@ HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)  # a row whose maximum lies below is done again
 LN2 = np.log(2.0)
+LOG2E = 1 / LN2
 inlined = bare(forceinline=True)  # where options go in: a call would copy them all
 
 
@@ -83,7 +85,7 @@ def make_attend(name: str, precision: str):
         tiles.row_weights(name),
         tiles.row_scale(name),
     )
-    softcap = tiles.row_softcap(name)
+    softcap, softcap_seen = tiles.row_softcap(name), tiles.row_softcap(name, hidden=True)
     alibi, add_bias, apply_mask, found = (
         tiles.row_alibi(name),
         tiles.row_bias(name),
@@ -182,7 +184,7 @@ def make_attend(name: str, precision: str):
         """Weights of a group's rows that do not see all keys of first .. stop as they are.
 
         Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no slice made, row by row: each
-        costs two atomic operations on a counter (P26).
+        costs two atomic operations on a counter.
         """
         n = stop - first
         count, whole, rest = (n + unit - 1) // unit * (unit // lanes), n // lanes, n % lanes
@@ -207,7 +209,10 @@ def make_attend(name: str, precision: str):
                     scale(x, at, count, c)
                     factor = F(1)
                 if cap > F(0):
-                    softcap(x, at, some, cap)
+                    if semantics.functions.masked != 0:
+                        softcap_seen(x, at, some, cap)
+                    else:
+                        softcap(x, at, some, cap)
                 if slope != F(0):
                     alibi(x, at, some, slope, centre + i)
                 if semantics.has_bias:
@@ -260,6 +265,7 @@ def make_attend(name: str, precision: str):
         dv = out.shape[2]
         h_all, h_kv, _ = heads
         tiles = (length + block_q - 1) // block_q
+        functions = semantics.functions
         shifted = semantics.has_bias or semantics.slopes.size > 0
         q_tile, x, p, o, l, m, worst, bounds, spans, mask_end, bias_end = room
         stride, magnitude = q_tile.shape[1], reinterpret(worst, np.float32)
@@ -306,6 +312,9 @@ def make_attend(name: str, precision: str):
                         if hi[i] > lo[i]:
                             left, right = min(left, lo[i]), max(right, hi[i])
                     a, z = max(left // unit * unit, block), min(right, block + key_block)
+                    if functions.states.size > 0 and a < z:
+                        last = row + g + rows - 1
+                        a, z = trimmed(functions, b, h, row + g, last, a, z, unit)
                     if semantics.has_mask:
                         a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
                     start[g // mr], end[g // mr], skip[g // mr] = (
@@ -331,6 +340,29 @@ def make_attend(name: str, precision: str):
                     )  # keys that all rows of the group see
                     for i in range(g, g + rows):
                         most, least = max(most, lo[i]), min(least, hi[i])
+                    factor_all = c
+                    if functions.masked != 0:
+                        address, frame = functions.masked, functions.masked_frame
+                        if not must_mask(functions, b, h, row + g, row + g + rows - 1, a, z):
+                            address, frame = functions.unmasked, functions.unmasked_frame
+                        if address != 0:
+                            at = g * key_block + a - block
+                            call_tile(
+                                address,
+                                frame,
+                                x,
+                                at,
+                                key_block,
+                                rows,
+                                z - a,
+                                batch_of(functions, b),
+                                h,
+                                row + g,
+                                a,
+                                F(c * F(LN2)),
+                                F(LOG2E),
+                            )
+                            factor_all = F(1)
                     if semantics.general or most > a or least < z or (z - a) % unit:
                         edge_rows(
                             semantics,
@@ -345,7 +377,7 @@ def make_attend(name: str, precision: str):
                             block,
                             lo,
                             hi,
-                            c,
+                            factor_all,
                             x,
                             p,
                             m,
@@ -355,9 +387,9 @@ def make_attend(name: str, precision: str):
                     else:
                         count = (z - a) // lanes
                         for i in range(g, g + rows):
-                            at, factor = i * key_block + a - block, c
-                            if exceeds(x, at, count, c, F(m[i] + GROWTH)):
-                                scale(x, at, count, c)
+                            at, factor = i * key_block + a - block, factor_all
+                            if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
+                                scale(x, at, count, factor)
                                 factor = F(1)
                                 grow_row(x, at, count, m, l, o, i)
                             weights(x, at, count, factor, m[i], p, at, l, i * lanes)
@@ -405,21 +437,20 @@ def make_attend(name: str, precision: str):
         """One worker."""
         stride = (q.shape[2] + step - 1) // step * step
         begin_tiles()
-        # written before they are read: all but the last channels of Q
-        x = unwritten((block_q * key_block,), np.float32)
-        p = x if group == 1 else unwritten((block_q * key_block,), operand)
+        x = uncleared((block_q * key_block,), np.float32, "float scores")
+        p = x if group == 1 else uncleared((block_q * key_block,), operand, "bfloat16 weights")
         room = Room(
-            zeros((block_q, stride), operand),
+            zeros((block_q, stride), operand, "float query tile"),
             x,
             p,
-            unwritten((block_q, columns), np.float32),
-            unwritten((block_q, lanes), np.float32),
-            unwritten((block_q,), np.float32),
-            unwritten((block_q,), np.uint32),
-            unwritten((2, block_q), np.int64),
-            unwritten((3, block_q // mr), np.int64),
-            zeros((lanes,), np.uint8),
-            zeros((lanes,), np.float32),
+            uncleared((block_q, columns), np.float32, "float output tile"),
+            uncleared((block_q, lanes), np.float32, "float sums of weights"),
+            uncleared((block_q,), np.float32, "float maxima"),
+            uncleared((block_q,), np.uint32, "float query magnitudes"),
+            uncleared((2, block_q), np.int64, "float bounds of rows"),
+            uncleared((3, block_q // mr), np.int64, "float bounds of groups"),
+            uncleared((lanes,), np.uint8, "float last part of the mask"),
+            uncleared((lanes,), np.float32, "float last part of the bias"),
         )
         run_tiles(
             q,

@@ -11,7 +11,9 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline, kernel
+from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
+from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import row_range
 
@@ -33,7 +35,8 @@ def row_functions(double: bool):
         """Softcap of scores in units of log2."""
         cap = R(semantics.softcap)
         for j in range(s.size):
-            s[j] = cap * R(np.tanh(s[j] / cap))
+            if semantics.functions.masked == 0 or s[j] != R(-np.inf):
+                s[j] = cap * R(np.tanh(s[j] / cap))
 
     @inline
     def change(semantics, b, h, i, first, s):
@@ -105,7 +108,8 @@ def make_attend_rows(double: bool):
         """One worker: some rows at a time, as long as there are any."""
         length, dv = q.shape[1], v.shape[2]
         h_all, h_kv, _ = heads
-        row, scores, o = np.empty(q.shape[2], R), np.empty(KEYS, R), np.empty(dv, R)
+        row = uncleared((q.shape[2],), R, "query of a row")
+        scores, o = uncleared((KEYS,), R, "scores of a row"), uncleared((dv,), R, "output of a row")
         while True:
             task = next_task(counter)
             if task * ROWS >= todo.size:
@@ -126,6 +130,23 @@ def make_attend_rows(double: bool):
                         continue
                     for j in range(p.size):
                         p[j] = dot(row, keys[first + j]) * R(scale)
+                    functions = semantics.functions
+                    if functions.masked != 0:
+                        call_tile(
+                            functions.masked,
+                            functions.masked_frame,
+                            p,
+                            0,
+                            0,
+                            1,
+                            p.size,
+                            batch_of(functions, b),
+                            h,
+                            i,
+                            first,
+                            R(LN2),
+                            R(LOG2E),
+                        )
                     if semantics.softcap > F(0):
                         soften(semantics, p)
                     if semantics.general:

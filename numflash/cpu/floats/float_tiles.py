@@ -470,8 +470,11 @@ def row_scale(name: str):
 
 
 @functools.cache
-def row_softcap(name: str):
-    """Intrinsic f(x, x_off, count, cap): x = cap * tanh(x / cap), exact also where x is small."""
+def row_softcap(name: str, hidden: bool = False):
+    """Intrinsic f(x, x_off, count, cap): x = cap * tanh(x / cap), exact also where x is small.
+
+    hidden : -inf stays -inf
+    """
 
     def change(context, b, isa, sig, a, x, at):
         cap, part = splat(b, a[3], isa.floats), splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
@@ -491,7 +494,11 @@ def row_softcap(name: str):
         e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, constant(isa.floats, 1.0)))  # 2**y - 1
         t = b.fdiv(e, b.fadd(e, constant(isa.floats, 2.0)))
         t = b.or_(b.bitcast(t, sign), b.and_(bits, constant(sign, -0x80000000)))
-        return b.fmul(cap, b.bitcast(t, isa.floats))
+        capped = b.fmul(cap, b.bitcast(t, isa.floats))
+        if not hidden:
+            return capped
+        lowest = constant(isa.floats, float("-inf"))
+        return b.select(b.fcmp_ordered("==", x, lowest), lowest, capped)
 
     return row_change(name, 1, change)
 

@@ -1,6 +1,7 @@
 """The two products of the INT8 kernel on a whole block: all rows of a query tile with one key block.
 
-Register tiles as in the A64FX documents, tallest first, smaller ones for the last rows and columns; on AMX, matrix tiles.
+Register tiles as in the A64FX summary (docs/sources.md), tallest first, smaller ones for the last rows and columns; on AMX,
+matrix tiles.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fused INT8 attention: integer Q.K^T, fixed-point online softmax and integer P.V, one query tile at a time.
 
-This is the A64FX document's kernel (Fused FlashAttention V2, "Algorithm Flow") with the integer pipeline of
+The plan is that of the A64FX summary (docs/sources.md), with the integer pipeline of
 `reference.integer_model`, whose bits it produces. One source for every instruction set: the register tiles come from
 `microkernels`. Per query tile of `block_q` rows:
 
@@ -27,7 +27,7 @@ import numpy as np
 from ... import fixedpoint as fx
 from ...fixedpoint import ONE_Q16
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import reinterpret, zeros
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
@@ -404,18 +404,18 @@ def make_attend(isa_name: str, pv: str):
         width = (out.shape[2] + unit_columns - 1) // unit_columns * unit_columns
         begin()
         scratch = Scratch(
-            zeros((block_q, stride), operand),
-            zeros((block_q, KEY_BLOCK), np.int16),
-            zeros((block_q, KEY_BLOCK), weight),
-            zeros((block_q, KEY_BLOCK), np.float32),
-            zeros((block_q, width), np.float32),
-            zeros((block_q * lanes,), np.int32),
-            zeros((block_q,), np.int16),
-            zeros((5, block_q), np.float32),
-            zeros((5, block_q), np.int32),
-            zeros((2, block_q), np.uint8),
-            zeros((2, block_q), np.int64),
-            zeros((block_q * KEY_BLOCK,), np.uint8),
+            zeros((block_q, stride), operand, "INT8 query tile"),
+            uncleared((block_q, KEY_BLOCK), np.int16, "INT8 scores"),
+            uncleared((block_q, KEY_BLOCK), weight, "INT8 weights"),
+            uncleared((block_q, KEY_BLOCK), np.float32, "INT8 wide scores"),
+            uncleared((block_q, width), np.float32, "INT8 output tile"),
+            uncleared((block_q * lanes,), np.int32, "INT8 sums of weights"),
+            uncleared((block_q,), np.int16, "INT8 octaves"),
+            uncleared((5, block_q), np.float32, "INT8 float state of rows"),
+            uncleared((5, block_q), np.int32, "INT8 integer state of rows"),
+            uncleared((2, block_q), np.uint8, "INT8 flags of rows"),
+            uncleared((2, block_q), np.int64, "INT8 bounds of rows"),
+            uncleared((block_q * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
         )
         run_tiles(
             q,

@@ -8,9 +8,10 @@ Contract (A rows, B packed in panels, `groups` steps of `isa.group` products eac
 * `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the multiply-add rounds once anyway;
   total[i] is the sum of A's row, for instruction sets that add an offset to B.
 
-Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX documents; the smaller ones serve the last rows of a block. Those of
-`waiting_tile` have 4 rows at most, so that what runs beside them finds registers.
-One LLVM phi per accumulator keeps the sums in registers (P16), and the initial value comes in as an operand (P47).
+Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX summary (docs/sources.md); the smaller ones serve the last rows of a
+block. Those of `waiting_tile` have 4 rows at most, so that what runs beside them finds registers. One LLVM phi per
+accumulator keeps the sums in registers, and the initial value is an operand (docs/pitfalls.md, "Accumulators in arrays stay
+in memory").
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _pack_keys(name: str, lanes: int):
     @inline
     def task(number, k, words, scale, groups, tasks, keys):
         n, first = number // tasks, number % tasks * TASK_KEYS
-        rows = zeros((panel * groups * group,), operand)
+        rows = zeros((panel * groups * group,), operand, "keys of a panel")
         stop = min(first + TASK_KEYS, keys.start.shape[1])
         pack_task(n, first, stop, k, words, scale, groups, rows, keys)
 
@@ -178,7 +178,7 @@ def _pack_values(name: str, lanes: int):
     @inline
     def task(number, v, tasks, columns, data):
         n, first = number // tasks, number % tasks * (TASK_KEYS // KEY_BLOCK)
-        rows = zeros((group * columns,), np.int8)
+        rows = zeros((group * columns,), np.int8, "values of a group of keys")
         blocks = data.shape[1] // (KEY_BLOCK * columns)
         for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
             pack_block(n, block, v, rows, columns, data)

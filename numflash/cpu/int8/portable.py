@@ -18,6 +18,7 @@ import numpy as np
 
 from ... import fixedpoint as fx
 from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import fresh, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded, shares_operands
@@ -33,7 +34,7 @@ exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 
 @inline
 def mac(s, a, b):
-    """s + a * b in int32: written with NumPy's functions, because the operators widen to int64 (P48)."""
+    """s + a * b in int32: written with NumPy's functions, because the operators widen to int64."""
     return np.add(s, np.multiply(I(a), I(b)))
 
 
@@ -112,7 +113,7 @@ def product(a, b, out):
 @inline
 def score_block(q, k, ck, cq, x):
     """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i]: q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units."""
-    s = np.empty(x.shape, np.int32)
+    s = uncleared(x.shape, np.int32, "portable products")
     product(q, k, s)
     for i in range(q.shape[0]):
         sums, row = s[i], x[i]
@@ -134,7 +135,8 @@ def softmax_row(x, octave, p):
 @inline
 def value_block(p, v, scale, o):
     """o[i, t] += float32((p[i] + 128) . v[t]) * scale[i]: p (rows, keys) int8 weights minus 128, v (Dv, keys) int8."""
-    s, start = np.empty((p.shape[0], v.shape[0]), np.int32), np.empty(v.shape[0], np.int32)
+    s = uncleared((p.shape[0], v.shape[0]), np.int32, "portable weighted values")
+    start = uncleared((v.shape[0],), np.int32, "portable first values")
     for t in range(v.shape[0]):
         column, total = v[t], I(0)
         for j in range(column.size):
@@ -217,7 +219,7 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
     blocks = padded(s, KEY_BLOCK) // KEY_BLOCK
     if bad is not None:
         return pad_keys(np.where(bad[..., None], F(0), v)).reshape(n, blocks, KEY_BLOCK, dv)
-    out = np.empty((n, blocks, padded(dv, NR), KEY_BLOCK), np.int8)
+    out = fresh((n, blocks, padded(dv, NR), KEY_BLOCK), np.int8)
     transpose_values(v, out)
     return out
 
@@ -239,18 +241,17 @@ def make_attend(pv: str):
         n_heads, length, d = q.shape
         h_all, h_kv, _ = heads
         tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
-        q_tile, cq_tile = np.zeros((BLOCK_Q, d), np.int8), np.zeros(BLOCK_Q, np.float32)
-        x, x16 = (
-            np.empty((BLOCK_Q, KEY_BLOCK), np.float32),
-            np.empty((BLOCK_Q, KEY_BLOCK), np.int16),
-        )
-        p, o = np.zeros((BLOCK_Q, KEY_BLOCK), weight), np.empty((BLOCK_Q, width), np.float32)
-        m, l, scale = (
-            np.empty(BLOCK_Q, np.int32),
-            np.empty(BLOCK_Q, np.float32),
-            np.zeros(BLOCK_Q, np.float32),
-        )
-        total, spoiled = np.zeros(BLOCK_Q, np.int32), np.zeros(BLOCK_Q, np.uint8)
+        q_tile = zeros((BLOCK_Q, d), np.int8, "portable query tile")
+        cq_tile = zeros((BLOCK_Q,), np.float32, "portable query scales")
+        x = uncleared((BLOCK_Q, KEY_BLOCK), np.float32, "portable scores")
+        x16 = uncleared((BLOCK_Q, KEY_BLOCK), np.int16, "portable narrow scores")
+        p = zeros((BLOCK_Q, KEY_BLOCK), weight, "portable weights")
+        o = uncleared((BLOCK_Q, width), np.float32, "portable output tile")
+        m = uncleared((BLOCK_Q,), np.int32, "portable octaves")
+        l = uncleared((BLOCK_Q,), np.float32, "portable sums")
+        scale = zeros((BLOCK_Q,), np.float32, "portable block scales")
+        total = zeros((BLOCK_Q,), np.int32, "portable sums of a block")
+        spoiled = zeros((BLOCK_Q,), np.uint8, "portable spoiled rows")
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:

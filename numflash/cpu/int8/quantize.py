@@ -23,7 +23,7 @@ import numpy as np
 
 from ...interop import to_float32
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, reinterpret, zeros
+from ...jit.memory import empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
@@ -280,13 +280,13 @@ def make_quantize(isa_name: str, kind: str):
         d, dv, length = source.k.d, source.v.d, source.lengths[n // source.k.heads]
         columns = to.values.shape[1] // to.keys.start.shape[1]
         room = Room(
-            zeros((ROWS,), F),
-            zeros((ROWS,), F),
-            zeros((max(d, dv),), F),
-            zeros((d,), F),
-            zeros((dv,), F),
-            zeros((panel * ((d + step - 1) // step * step // group),), I),
-            zeros((KEY_BLOCK * columns,), np.int8),
+            uncleared((ROWS,), F, "scales of rows"),
+            uncleared((ROWS,), F, "factors of rows"),
+            zeros((max(d, dv),), F, "what is taken off Q"),
+            zeros((d,), F, "means of K's channels"),
+            uncleared((dv,), F, "factors of V's channels"),
+            zeros((panel * ((d + step - 1) // step * step // group),), I, "quantised keys"),
+            zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
         )
         if steps[0]:
             for c in range(part * share, (part + 1) * share):
@@ -301,11 +301,11 @@ def make_quantize(isa_name: str, kind: str):
         heads, all_keys = to.keys.start.shape
         chunks = (max(all_keys, source.q.length) + CHUNK - 1) // CHUNK
         found = Found(
-            zeros((heads, chunks, source.k.d), F),
-            zeros((heads, chunks, source.k.d), I),
-            zeros((heads, chunks, source.v.d), I),
-            zeros((heads, chunks, 2), I),
-            zeros((heads, chunks, 2), F),
+            zeros((heads, chunks, source.k.d), F, "sums of K's channels"),
+            zeros((heads, chunks, source.k.d), I, "peaks of K's channels"),
+            zeros((heads, chunks, source.v.d), I, "peaks of V's channels"),
+            zeros((heads, chunks, 2), I, "largest bits"),
+            zeros((heads, chunks, 2), F, "largest scales"),
         )
         whole_heads = heads % workers == 0 or heads >= EVEN * workers
         parts = 1 if whole_heads else chunks

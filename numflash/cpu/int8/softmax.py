@@ -80,7 +80,7 @@ def grow_rows(octave, rows, m, l, scale, scale_bits, o):
         grown |= I(octave[i] > m[i])
     if grown:
         for i in range(rows):
-            shift = min(np.subtract(octave[i], m[i]), I(126))  # P48: np.subtract stays in int32
+            shift = min(np.subtract(octave[i], m[i]), I(126))  # np.subtract stays in int32
             scale_bits[i] = np.left_shift(np.subtract(I(127), shift), I(23))
         for i in range(rows):
             if octave[i] > m[i]:

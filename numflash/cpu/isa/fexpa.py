@@ -37,7 +37,7 @@ def fexpa(word):
 
 
 def truncated(x):
-    """2**x for float32 x <= 0, x cut down to a step of 1/64: the documents' "fast" variant."""
+    """2**x for float32 x <= 0, x cut down to a step of 1/64: the variant "fast" of the exp2 benchmark (docs/sources.md)."""
     steps = np.floor((np.maximum(x, LOWEST) + BIAS) * F(64)).astype(np.int32)
     return fexpa(steps)
 

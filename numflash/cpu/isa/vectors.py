@@ -82,7 +82,7 @@ def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
 
 
 def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
-    """`for n in range(first, stop)`: body(n, state) -> state; the state after the last turn. It stays in registers (P16)."""
+    """`for n in range(first, stop)`: body(n, state) -> state; the state after the last turn. The state stays in registers."""
     entry, loop, done = b.block, b.append_basic_block("turn"), b.append_basic_block("turns.end")
     b.cbranch(b.icmp_signed("<", first, stop), loop, done)
     b.position_at_end(loop)
@@ -272,7 +272,7 @@ def apart(typingctx):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer (P14)."""
+    """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer."""
 
     def codegen(context, b, sig, args):
         pointer = b.bitcast(data(context, b, sig.args[0], args[0]), I64.as_pointer())

@@ -13,7 +13,7 @@ from .vectors import I16, I32, Isa, call, shuffle
 
 @dataclass(frozen=True)
 class X86(Isa):
-    """Vectors of 256 or 512 bits. vpdpbusd is unsigned x signed, hence Q + 128; AVX2 multiplies int16 instead (P52)."""
+    """Vectors of 256 or 512 bits. vpdpbusd is unsigned x signed, hence Q + 128; AVX2 multiplies int16 instead, exactly."""
 
     interleave = 4  # lanes that vpackssdw takes in turn from each of its operands
 

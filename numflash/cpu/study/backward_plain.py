@@ -76,7 +76,7 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
     n_kv, s, _ = k.shape
     length, blocks = q.shape[1], (s + BLOCK - 1) // BLOCK
     for task in prange(n_kv * blocks):
-        n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK  # P4
+        n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         z = min(j + BLOCK, s)
         p, ds, seen = (
             np.empty((BLOCK, BLOCK), F),
@@ -120,7 +120,7 @@ def query_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dq):
     n_heads, length, _ = q.shape
     s, blocks = k.shape[1], (length + BLOCK - 1) // BLOCK
     for task in prange(n_heads * blocks):
-        n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK  # P4
+        n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         y, n_key = min(i + BLOCK, length), np.intp(task) // blocks // group
         p, ds, seen = (
             np.empty((BLOCK, BLOCK), F),

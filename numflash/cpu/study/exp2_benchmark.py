@@ -1,4 +1,4 @@
-"""The documents' exp2 + FMLA benchmark, redone: which way of computing O = exp2(S * scale - max) @ V comes how near the FMA peak.
+"""The exp2 benchmark (docs/sources.md), redone: which way of computing O = exp2(S * scale - max) @ V comes how near the FMA peak.
 
 `exp2 + FMLA benchmark`, all tables. Percentages are of the FMA peak measured in the same run, cycles of the clock measured in the
 same run. Every result is held against float64 before it is timed.

@@ -1,4 +1,4 @@
-"""O = exp2(S * scale - max) @ V, the second stage of attention on its own: the kernels of the documents' exp2 + FMLA benchmark.
+"""O = exp2(S * scale - max) @ V, the second stage of attention on its own: the kernels of the exp2 benchmark (docs/sources.md).
 
 S (M, Nc) int32 scores, V (Nc, D) float32, O (M, D) float32, not normalised (`exp2 + FMLA benchmark`, "Overview"). Every kernel
 keeps a tile of 4 rows of O in registers and adds one rank-1 product per key: o[i] += p[i, key] * v[key]. They differ in where p
@@ -9,7 +9,7 @@ comes from:
 * `two_pass`: exp2 over whole rows of S into P, then the product.
 * `gemm`: the product alone, P given: the ceiling of the other three.
 
-and in how a weight reaches all lanes: "register", broadcast from the lane where exp2 left it (the documents' DUP), or "memory",
+and in how a weight reaches all lanes: "register", broadcast from the lane where exp2 left it (its DUP), or "memory",
 stored and loaded back with replication (LD1RW; vbroadcastss from memory on x86). A machine whose registers do not hold 4 x 64 sums
 works on 16 columns of O at a time, and `fused` and `fused4` repeat exp2 for each.
 """
@@ -70,7 +70,7 @@ def exp2_fast(x):
 
 @inline
 def exp2_ultra(x):
-    """2**floor(x), the documents' "ultra" variant: up to 50 % too small, and every score within an octave weighs the same."""
+    """2**floor(x), its variant "ultra": up to 50 % too small, and every score within an octave weighs the same."""
     return times_power(ONE, floor(at_least(x, LOWEST)))
 
 

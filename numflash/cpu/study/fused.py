@@ -1,8 +1,7 @@
-"""The fused INT8 kernel with switches: each improvement that the A64FX document proposes can be on or off (Fused FlashAttention V2,
-"Further Improvement Possibilities").
+"""The fused INT8 kernel with switches: each improvement that the A64FX summary (docs/sources.md) proposes is a switch.
 
     exp2      "plain": the loop as it is written, for the compiler;  "vectors": its vectors written out (microkernels)
-    pv        "fp32": weights Q16.16 as float32 times float32 V, the document's kernel;  "bf16": two 16-bit products per lane;
+    pv        "fp32": weights Q16.16 as float32 times float32 V, the summary's kernel;  "bf16": two 16-bit products per lane;
               "int8": weights in eight bits and the integer dot product
 
 Prefetching (the next key block is asked for while this one is computed), threads, causal skipping and grouped heads are arguments.

@@ -1,6 +1,6 @@
-"""The eight improvements that the fused A64FX document proposes, each measured on its own and together, beside its predicted gain.
+"""The eight improvements that the A64FX summary (docs/sources.md) proposes, measured singly and together.
 
-Fused FlashAttention V2, "Further Improvement Possibilities (8 Strategies)". The starting point is that document's kernel in this
+Its section is "Further Improvement Possibilities (8 Strategies)". The starting point is its kernel in this
 package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one thread, every head with its own K and V.
 `measure()` returns the table as data; `python -m numflash.cpu.study.improvements` prints it.
 """
@@ -40,7 +40,7 @@ ISAS = (
     "avx_vnni",
     "avx2",
     "neon_dot",
-)  # register tiles of 6 rows and fixed length: the document's shape
+)  # register tiles of 6 rows and fixed length: the summary's shape
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _tile_loop(name: str) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Gain:
-    """One improvement: seconds before and after, the document's predicted gain (low, high), and what was compared."""
+    """One improvement: seconds before and after, the predicted gain (low, high), and what was compared."""
 
     name: str
     predicted: tuple[float, float]

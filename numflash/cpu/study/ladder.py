@@ -21,7 +21,7 @@ from ...options import Options
 from . import ladder_float, ladder_int8
 
 F = np.float32
-BLOCK_Q, BLOCK_K = 48, 64  # of the float rungs: the documents' tile
+BLOCK_Q, BLOCK_K = 48, 64  # of the float rungs: the tile of the L4 analysis
 
 
 @dataclass(frozen=True)

@@ -226,14 +226,15 @@ def make_room(isa_name: str):
 
     @inline
     def room():
-        x, p = zeros((block_q, KEY_BLOCK), np.int16), zeros((block_q, KEY_BLOCK), operand)
+        x = zeros((block_q, KEY_BLOCK), np.int16, "scores")
+        p = zeros((block_q, KEY_BLOCK), operand, "weights")
         return (
             x,
             p,
             np.zeros(block_q, np.int32),
             np.zeros(block_q, np.int16),
             np.zeros(block_q, np.int32),
-            zeros((block_q * vector_lanes(),), np.int32),
+            zeros((block_q * vector_lanes(),), np.int32, "sums"),
             np.zeros(block_q, np.int32),
             np.zeros(block_q, np.float32),
         )

@@ -1,4 +1,6 @@
-"""The parallel float32 reference of the documents: one query row per step, its scores in full, threads over rows.
+"""The parallel float32 reference of the A64FX summary (docs/sources.md).
+
+One query row per step, its scores in full, threads over rows.
 
 `Fused FlashAttention V2`, "Parallel Reference Verification": score row, softmax, weighted sum of V, `omp parallel for` over rows.
 No tiles, nothing fused: what a plain loop gives when the compiler vectorises it, and a second opinion on large problems where
@@ -28,7 +30,7 @@ def attend_rows(q, k, v, scale, causal, workers, out):
         s = scores[worker]
         for task in range(
             np.intp(worker), n_heads * length, workers
-        ):  # P4; row by row in turn: causal rows balance
+        ):  # rows in turn: causal work balances
             n, i = task // length, task % length
             keys, values = k[n // share], v[n // share]
             row, o = q[n, i], out[n, i]

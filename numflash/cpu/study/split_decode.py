@@ -63,7 +63,7 @@ def split(q, k, v, c, o, m, l):
     """Each part on its own: q (H, D), k, v (H, S, .), c = scale * log2(e); o (H, splits, Dv), m, l (H, splits)."""
     splits = m.shape[1]
     for task in prange(m.size):
-        h, i = np.intp(task) // splits, np.intp(task) % splits  # P4
+        h, i = np.intp(task) // splits, np.intp(task) % splits
         s, sums = np.empty(BLOCK, F), o[h, i]
         sums[:], top, total = F(0), F(-np.inf), F(0)
         first, stop = part(k.shape[1], splits, i)
@@ -101,7 +101,7 @@ def unified(q, k, v, c, phi, o, l, high):
     """Each part with the same shift phi (H,), in units of log2; high (H, splits) uint8: 1 where a score does not fit."""
     splits = l.shape[1]
     for task in prange(l.size):
-        h, i = np.intp(task) // splits, np.intp(task) % splits  # P4
+        h, i = np.intp(task) // splits, np.intp(task) % splits
         s, sums, total, above = np.empty(BLOCK, F), o[h, i], F(0), False
         sums[:] = F(0)
         first, stop = part(k.shape[1], splits, i)

@@ -1,4 +1,6 @@
-"""The unfused INT8 pipeline of the documents: S = Q.K^T for all keys, then softmax in passes over S, each a kernel of its own.
+"""The unfused INT8 pipeline of the A64FX status note (docs/sources.md).
+
+S = Q.K^T for all keys, then softmax in passes over S, each a kernel of its own.
 
 `INT8 GEMM + FlashAttention status`. Scores are int32, tiles 48 x 128 (`tiling` "a64fx-unfused-48x128"), register tiles 6 rows high;
 softmax is in integers: t = round(S * scale) in Q8.8, weights 2**(t - maximum) in Q16.16.
@@ -37,7 +39,7 @@ TILING = TILINGS["a64fx-unfused-48x128"]
 BLOCK_Q, KEYS, MR = TILING.block_q, TILING.key_block, TILING.mr
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 UNSEEN = I(-(1 << 31))
-DOCUMENT_SCALE = (
+NOTE_SCALE = (
     33 / 256
 )  # (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
 
@@ -243,7 +245,7 @@ def make_row_exponentials(name: str):
             t = I((F(s[j]) * scale + ROUND) - ROUND)
             e[j] = I(
                 exp2(U(np.minimum(np.subtract(t_top, t), I(65535))))
-            )  # np.minimum: min widens (P48)
+            )  # np.minimum: min widens to int64
         for j in range(s.size):
             total += np.int64(e[j])  # 32 bits overflow at 32768 equal keys
         return total

@@ -1,6 +1,6 @@
-"""The component table of the documents' unfused INT8 attention, and what each of its proposals changes.
+"""The component table of unfused INT8 attention in the A64FX status note (docs/sources.md), and what each of its proposals changes.
 
-`INT8 GEMM + FlashAttention status`, "Benchmark Results" and "Potential Next Steps". The documents stop at softmax: P.V is not part
+Its sections are "Benchmark Results" and "Potential Next Steps". The note stops at softmax: P.V is not part
 of their total, nor of this one. Everything runs on one thread, on random int8 operands with the scores of N(0, 1) data.
 """
 
@@ -40,9 +40,9 @@ class Times:
 
     Attributes
     ----------
-    components : lines of three pipelines: "three-pass" (the documents'), "two-pass" (maxima from the product, no normalisation:
+    components : lines of three pipelines: "three-pass" (the note's), "two-pass" (maxima from the product, no normalisation:
         P.V would divide by l at the end) and "strip" (all three passes on 48 rows at a time)
-    softmax : share of everything but the product in "three-pass"; the documents found 63.6 %
+    softmax : share of everything but the product in "three-pass"; the note found 63.6 %
     gemm, gemm_in_l2 : operations per second of the product, S written to memory and S staying in the second-level cache
     staged, double_buffered : the same by one buffer and by two
     peak : measured INT8 operations per second of the dot instruction that the product uses

@@ -169,7 +169,7 @@ def flash_backward(
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
         first = i32(
             i32(cuda.blockIdx.x) * rows
-        )  # P5: what is not cast has 64 bits, two registers each
+        )  # without the casts these are int64, two registers each
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
         whole_low, whole_high = (
             i32(0),

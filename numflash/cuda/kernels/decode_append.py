@@ -1,6 +1,6 @@
 """Appending tokens to a cache on the card: convert or quantise, and store, in one kernel.
 
-A `cudaMemcpyAsync` does not convert (the T4 document, "Memory Layout"): the tokens are uploaded as they are and converted here. One
+A `cudaMemcpyAsync` does not convert: the tokens are uploaded as they are and converted here. One
 warp takes a token of a KV head; the last block to finish moves the sequence's length on, so nothing else has to be told.
 """
 

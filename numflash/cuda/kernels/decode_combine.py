@@ -1,6 +1,6 @@
 """Merge the splits of a decode step in their order, and divide by the sum of exponentials.
 
-The T4 document's reduce step is O = sum_i exp(LSE_i - max) O_i (`Decode architecture`, "Split-K Parallelism"). The division by
+The reduce step of the T4 architecture (docs/sources.md) is O = sum_i exp(LSE_i - max) O_i. The division by
 sum_i exp(LSE_i - max) is missing there; without it the result is several times too large.
 """
 

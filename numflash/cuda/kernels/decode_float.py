@@ -1,9 +1,9 @@
 """Decode over a float16 or bfloat16 cache on tensor cores: new tokens against one split of one KV head's keys, sm_75 on.
 
-Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile: the T4 document's 14 blocks for
-14 heads on 2 KV heads would read each key seven times (`Decode architecture`, "Split-K Parallelism"). How the four warps of a block
-share the work: `decode_pieces`. K and V have one buffer each; the next keys are under way while the weights meet the values, the
-next values while the next scores are made, so memory never waits for the whole tile.
+Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile: the 14 blocks of the T4
+architecture for 14 heads on 2 KV heads would read each key seven times (`Decode architecture`, "Split-K Parallelism"). How
+the four warps of a block share the work: `decode_pieces`. K and V have one buffer each; the next keys are under way while
+the weights meet the values, the next values while the next scores are made, so memory never waits for the whole tile.
 
 `unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3). No maximum crosses between the
 warps and nothing is rescaled; a block whose rows leave the range in which the weights are exact does its split once more with the

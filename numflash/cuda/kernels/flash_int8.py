@@ -253,7 +253,7 @@ def flash_int8(
         lane, warp = (
             i32(thread & 31),
             i32(thread >> 5),
-        )  # i32 again and again: an int64 takes two registers (P5)
+        )  # cast to i32 each time: an int64 takes two registers
         rows_of, half = (
             i32(warp >> paired),
             i32(warp & paired),

@@ -1,0 +1,112 @@
+"""How kernels call score and mask functions that were compiled apart: by address, a tile at a time.
+
+A tile function changes rows of scores in place; `numflash.flex.emit` says what it takes. Block
+states tell which blocks of queries and keys no row of them sees (0), where the mask has to be asked
+(1) and where it hides nothing (2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...jit.compiler import bare
+from .vectors import F32, I8, I64, data
+
+FULL = np.uint8(2)
+
+
+def function_type(real: ir.Type) -> ir.FunctionType:
+    """Of all tile functions: void(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit)."""
+    pointers = [I8.as_pointer(), real.as_pointer(), real.as_pointer()]
+    return ir.FunctionType(ir.VoidType(), [*pointers, *[I64] * 7, real, real])
+
+
+def _call(context, b, sig, address, frame, x, slope, rest):
+    """Call a tile function; x and slope are (position in sig, array, offset)."""
+    real = F32 if sig.args[x[0]].dtype == types.float32 else ir.DoubleType()
+    pointers = []
+    for place, array, offset in (x, slope):
+        if array is None:
+            pointers.append(ir.Constant(real.as_pointer(), None))
+        else:
+            first = b.bitcast(data(context, b, sig.args[place], array), real.as_pointer())
+            pointers.append(b.gep(first, [offset]))
+    function = b.inttoptr(address, function_type(real).as_pointer())
+    b.call(function, [b.inttoptr(frame, I8.as_pointer()), *pointers, *rest])
+    return context.get_dummy_value()
+
+
+@intrinsic
+def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit):
+    """f(address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit): change scores x[at ...] in place."""
+    sig = types.void(types.intp, types.intp, x, *[types.int64] * 8, x.dtype, x.dtype)
+
+    def codegen(context, builder, sig, a):
+        return _call(context, builder, sig, a[0], a[1], (2, a[2], a[3]), (2, None, None), a[4:])
+
+    return sig, codegen
+
+
+@intrinsic
+def call_slopes(
+    typingctx, address, frame, x, at, slope, slope_at, stride, rows, count, b, h, q, k, scale, unit
+):
+    """The same of a gradient tile: slope[slope_at ...] becomes d score_mod / d score."""
+    sig = types.void(
+        types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype
+    )
+
+    def codegen(context, builder, sig, a):
+        return _call(context, builder, sig, a[0], a[1], (2, a[2], a[3]), (4, a[4], a[5]), a[6:])
+
+    return sig, codegen
+
+
+@bare
+def batch_of(tiles, b):
+    """The batch entry as the functions shall see it."""
+    return tiles.batch[b] if tiles.batch.size > 0 else b
+
+
+@bare
+def state(tiles, b, h, first_row, last_row, key):
+    """Of the blocks of some rows at a key: 0 if all are empty, 2 if all are full, else 1."""
+    states = tiles.states
+    nb, nh, _, columns = states.shape
+    b, h, column = min(b, nb - 1), min(h, nh - 1), min(key // tiles.keys, columns - 1)
+    low, high = FULL, np.uint8(0)
+    for block in range(first_row // tiles.rows, last_row // tiles.rows + 1):
+        found = states[b, h, block, column]
+        low, high = min(low, found), max(high, found)
+    if high == 0:
+        return 0
+    return 2 if low == FULL else 1
+
+
+@bare
+def trimmed(tiles, b, h, first_row, last_row, first, stop, unit):
+    """Keys first .. stop without the empty blocks at either end; the first one stays a multiple of `unit`."""
+    start = first
+    while start < stop and state(tiles, b, h, first_row, last_row, start) == 0:
+        start = (start // tiles.keys + 1) * tiles.keys
+    if start >= stop:
+        return stop, stop
+    while stop > start and state(tiles, b, h, first_row, last_row, stop - 1) == 0:
+        stop = max(start, (stop - 1) // tiles.keys * tiles.keys)
+    return max(first, start // unit * unit), stop
+
+
+@bare
+def must_mask(tiles, b, h, first_row, last_row, first, stop):
+    """Whether some block of these rows and keys is not full."""
+    if tiles.states.size == 0:
+        return True
+    key = first
+    while key < stop:
+        if state(tiles, b, h, first_row, last_row, key) != 2:
+            return True
+        key = (key // tiles.keys + 1) * tiles.keys
+    return False

@@ -1,0 +1,1 @@
+"""Score and mask functions written in Python, traced and fused into the kernels."""

@@ -1,0 +1,118 @@
+"""`flex_attention`: attention whose scores and mask are functions written in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from .. import api, validation
+from ..arguments import choice, known
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..interop import deliver, on_device, restore
+from ..options import IMPLS, NAMES, Options
+from .fused import Fused
+from .masks import BlockMask
+from .prepared import prepare
+
+ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]
+OPTIONS = tuple(
+    name for name in NAMES if name not in ("dropout_p", "scale", "enable_gqa", "return_lse")
+)
+
+
+def fuse(
+    score_mod: ScoreFunction | None, block_mask: Any, shape: tuple[int, int, int, int]
+) -> Fused | None:
+    """The functions of a problem of shape (B, H, L, S), traced; None where there are none."""
+    if block_mask is None and score_mod is None:
+        return None
+    if block_mask is None:
+        return Fused(prepare(score_mod, None))
+    if not isinstance(block_mask, BlockMask):
+        raise ArgumentTypeError(
+            f"block_mask: got {type(block_mask).__name__}; allowed: a BlockMask (numflash.create_block_mask)"
+        )
+    nb, nh, length, s = block_mask.shape
+    if (length, s) != shape[2:] or nb not in (1, shape[0]) or nh not in (1, shape[1]):
+        raise ArgumentError(
+            f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
+        )
+    return Fused(prepare(score_mod, block_mask.mask_mod), block_mask.states, block_mask.BLOCK_SIZE)
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: ScoreFunction | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    impl: str = "auto",
+    **options: Any,
+) -> Any:
+    """Attention with a score function and a mask function of your own, fused into the kernels.
+
+    softmax(score_mod(query . key^T * scale, b, h, q_idx, kv_idx)) . value over the keys that the mask
+    lets pass; neither scores nor mask are stored. The functions are called once, with symbolic
+    arguments, and compiled to machine code (0.1 s at first, then kept on disk); no C++ compiler is
+    needed. Names and meaning are those of PyTorch's FlexAttention.
+
+    Parameters
+    ----------
+    query : (B, H, L, D) array;  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
+        As `attention` takes them.
+    score_mod : function of (score, b, h, q_idx, kv_idx), or None
+        The new score, of the scaled one, batch entry, head, query and key number. Written with
+        operators, NumPy's or PyTorch's functions, and captured arrays, tensors and numbers. An index
+        beyond a captured array is clamped, a negative one counts from the end.
+    block_mask : BlockMask or None
+        From `create_block_mask`.
+    scale : float
+        1 / sqrt(D) unless given.
+    enable_gqa : bool
+        Allow fewer key heads than query heads; Hkv divides H. `h` is the query's head.
+    return_lse : bool
+        Also return the log-sum-exp of each row.
+    impl : "auto", "reference", "portable" or "cpu"
+    options
+        attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks, precision
+        ("float32", "bfloat16", "float16"), layout, as for `attention`; they come after the functions.
+
+    Returns
+    -------
+    out : (B, H, L, Dv) in the kind and dtype of query (float32 for float64)
+    lse : (B, H, L) float32, natural log; only with `return_lse`
+
+    Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
+    reaches the output.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed; of a function that cannot be traced, the
+        line and what to write instead.
+    UnsupportedError
+        precision "int8", or an `impl` that has no functions.
+    """
+    known("flex_attention", options, OPTIONS)
+    choice("impl", impl, IMPLS)
+    if impl.startswith("cuda") or on_device(query):
+        raise UnsupportedError(
+            "flex_attention: there is no CUDA kernel; allowed: host arrays and impl 'cpu'"
+        )
+    asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
+    taken = validation.import_operands(query, key, value)
+    problem = validation.problem_of(taken, asked)
+    if problem.precision == "int8":
+        raise UnsupportedError(
+            "flex_attention: precision 'int8' is not supported; allowed: the float precisions"
+        )
+    nb, nh, _, length, s, _, _ = problem.shape
+    problem = replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
+    ndim = taken[0].array.ndim
+    out, lse = (restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
+    return deliver(out, lse, taken[0], return_lse)

@@ -1,0 +1,47 @@
+"""A graph evaluated by NumPy in float64 and int64: what every compiled tile is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .graph import OPERATIONS, Graph, Node, reachable
+
+DTYPES = {"b": np.bool_, "i": np.int64, "f": np.float64}
+
+
+def element(array: np.ndarray, index: list[Any]) -> np.ndarray:
+    """Elements of an array: negative indices count from the end, what lies outside is clamped."""
+    inside = []
+    for at, size in zip(index, array.shape, strict=True):
+        at = np.where(at < 0, at + size, at)
+        inside.append(np.clip(at, 0, size - 1))
+    return array[tuple(inside)]
+
+
+def evaluate(graph: Graph, roots: tuple[Node, ...], arguments: dict[str, Any]) -> list[np.ndarray]:
+    """Values of the roots; arguments b, h, q, k and score by name, arrays that broadcast."""
+    values: dict[int, Any] = {}
+    with np.errstate(all="ignore"):
+        for x in reachable(roots):
+            values[x.number] = _value(graph, x, [values[y.number] for y in x.args], arguments)
+    return [values[x.number] for x in roots]
+
+
+def _value(graph: Graph, x: Node, operands: list[Any], arguments: dict[str, Any]) -> Any:
+    dtype = DTYPES[x.kind]
+    if x.op in arguments:
+        return np.asarray(arguments[x.op]).astype(dtype)
+    if x.op == "const":
+        return dtype(x.data)
+    if x.op == "load":
+        return element(graph.arrays[x.data], operands).astype(dtype)
+    if x.op == "cast":
+        (y,) = operands
+        if x.kind == "i" and x.args[0].kind == "f":  # float to integer stays within 32 bits
+            y = np.clip(np.where(np.isnan(y), 0, y), -(2.0**31), 2.0**31 - 1)
+        return np.asarray(y).astype(dtype)
+    if x.op == "where":
+        return np.where(*operands)
+    return np.asarray(OPERATIONS[x.op][1](*operands)).astype(dtype)

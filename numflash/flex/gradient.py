@@ -1,0 +1,150 @@
+"""The derivative of a traced score function by its score, as nodes of the same graph."""
+
+from __future__ import annotations
+
+import math
+
+from .graph import ROUNDINGS, Graph, Node, Untraceable, reachable
+
+
+def derivative(graph: Graph, root: Node) -> Node:
+    """d root / d score; at kinks the side that PyTorch takes, through casts to integers 0."""
+    known: dict[int, Node] = {}
+    for x in reachable([root]):
+        known[x.number] = _Rules(graph, x, [known[y.number] for y in x.args]).result()
+    return known[root.number]
+
+
+class _Rules:
+    """The chain rule for one node `x` with operands x.args, whose derivatives are `d`."""
+
+    def __init__(self, graph: Graph, x: Node, d: list[Node]) -> None:
+        self.graph, self.x, self.d = graph, x, d
+        self.zero, self.one = graph.constant(0.0), graph.constant(1.0)
+
+    def result(self) -> Node:
+        x = self.x
+        if x.op == "score":
+            return self.one
+        if x.kind != "f" or x.op in ("const", "load", *ROUNDINGS) or "score" not in x.uses:
+            return self.zero
+        if all(d is self.zero for d in self.d):
+            return self.zero
+        rule = getattr(self, x.op, None)
+        if rule is None:
+            raise Untraceable(f"`{x.op}` has no derivative")
+        return rule()
+
+    def times(self, x: Node, y: Node) -> Node:
+        if x is self.zero or y is self.zero:
+            return self.zero
+        return self.graph.make("mul", x, y)
+
+    def plus(self, x: Node, y: Node) -> Node:
+        return self.graph.make("add", x, y)
+
+    def minus(self, x: Node, y: Node) -> Node:
+        return x if y is self.zero else self.graph.make("sub", x, y)
+
+    def number(self, value: float) -> Node:
+        return self.graph.constant(value)
+
+    def op(self, name: str, *args: Node) -> Node:
+        return self.graph.make(name, *args)
+
+    def cast(self) -> Node:
+        return self.d[0]
+
+    def add(self) -> Node:
+        return self.plus(*self.d)
+
+    def sub(self) -> Node:
+        return self.minus(*self.d)
+
+    def neg(self) -> Node:
+        return self.op("neg", self.d[0])
+
+    def mul(self) -> Node:
+        u, v = self.x.args
+        return self.plus(self.times(self.d[0], v), self.times(u, self.d[1]))
+
+    def div(self) -> Node:
+        u, v = self.x.args
+        if self.d[1] is self.zero:
+            return self.op("div", self.d[0], v)
+        return self.op("div", self.minus(self.d[0], self.times(self.x, self.d[1])), v)
+
+    def mod(self) -> Node:
+        u, v = self.x.args
+        whole = self.op("floor", self.op("div", u, v))
+        return self.minus(self.d[0], self.times(whole, self.d[1]))
+
+    def floordiv(self) -> Node:
+        return self.zero
+
+    def pow(self) -> Node:
+        u, v = self.x.args
+        if self.d[1] is self.zero:
+            lower = self.op("pow", u, self.minus(v, self.one))
+            return self.times(self.times(v, lower), self.d[0])
+        grown = self.plus(
+            self.times(self.d[1], self.op("log", u)), self.op("div", self.times(v, self.d[0]), u)
+        )
+        return self.times(self.x, grown)
+
+    def tanh(self) -> Node:
+        return self.times(self.minus(self.one, self.op("mul", self.x, self.x)), self.d[0])
+
+    def exp(self) -> Node:
+        return self.times(self.x, self.d[0])
+
+    def exp2(self) -> Node:
+        return self.times(self.op("mul", self.x, self.number(math.log(2))), self.d[0])
+
+    def log(self) -> Node:
+        return self.op("div", self.d[0], self.x.args[0])
+
+    def log2(self) -> Node:
+        return self.op("div", self.times(self.d[0], self.number(1 / math.log(2))), self.x.args[0])
+
+    def sqrt(self) -> Node:
+        return self.op("div", self.times(self.number(0.5), self.d[0]), self.x)
+
+    def rsqrt(self) -> Node:
+        u = self.x.args[0]
+        return self.times(self.op("div", self.op("mul", self.number(-0.5), self.x), u), self.d[0])
+
+    def sin(self) -> Node:
+        return self.times(self.op("cos", self.x.args[0]), self.d[0])
+
+    def cos(self) -> Node:
+        return self.times(self.op("neg", self.op("sin", self.x.args[0])), self.d[0])
+
+    def erf(self) -> Node:
+        u = self.x.args[0]
+        bell = self.op("exp", self.op("neg", self.op("mul", u, u)))
+        return self.times(self.op("mul", bell, self.number(2 / math.sqrt(math.pi))), self.d[0])
+
+    def sigmoid(self) -> Node:
+        return self.times(self.op("mul", self.x, self.minus(self.one, self.x)), self.d[0])
+
+    def abs(self) -> Node:
+        d, u = self.d[0], self.x.args[0]
+        falling = self.graph.where(self.op("lt", u, self.zero), self.op("neg", d), self.zero)
+        return self.graph.where(self.op("gt", u, self.zero), d, falling)
+
+    def extreme(self, closer: str) -> Node:
+        """The derivative of the operand that is taken; of equal ones the mean."""
+        u, v = self.x.args
+        mean = self.times(self.number(0.5), self.plus(*self.d))
+        taken = self.graph.where(self.op(closer, u, v), self.d[0], self.d[1])
+        return self.graph.where(self.op("eq", u, v), mean, taken)
+
+    def min(self) -> Node:
+        return self.extreme("lt")
+
+    def max(self) -> Node:
+        return self.extreme("gt")
+
+    def where(self) -> Node:
+        return self.graph.where(self.x.args[0], self.d[1], self.d[2])

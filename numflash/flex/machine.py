@@ -1,0 +1,143 @@
+"""Machine code of tile functions: compiled once, kept in memory and on disk.
+
+The key of an entry is the program's text, the form, the sources, the versions of Numba and LLVM, and
+the CPU. Contents and sizes of captured arrays are in none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import caching
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+
+from ..jit.disk_cache import logger, source_digest
+from ..jit.target import FLOAT_ISAS, missing
+from .emit import Form, emit
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine code in memory.
+
+    address : of the C function
+    library : Numba's, which owns the code
+    """
+
+    address: int
+    library: Any
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile function with the frame of its arrays; both live as long as this object."""
+
+    machine: Machine
+    frame: np.ndarray
+
+    @property
+    def address(self) -> int:
+        return self.machine.address
+
+    @property
+    def data(self) -> int:
+        return self.frame.__array_interface__["data"][0]
+
+
+@functools.cache
+def lanes_of_target() -> int:
+    """float32 values of the target's widest vector."""
+    lanes = {"avx512": 16, "avx2": 8}
+    return next((n for isa, n in lanes.items() if not missing(isa, FLOAT_ISAS)), 4)
+
+
+def tile(program: Program, double: bool = False, gradient: bool = False) -> Tile:
+    """The tile function of a program, compiled unless it is known."""
+    form = Form(double, 1 if double else lanes_of_target(), gradient)
+    return Tile(machine_code(program, form), program.frame())
+
+
+_known: dict[tuple[str, Form], Machine] = {}
+
+
+def machine_code(program: Program, form: Form) -> Machine:
+    """From memory, from disk, or compiled now."""
+    key = program.text, form
+    with global_compiler_lock:
+        if key not in _known:
+            _known[key] = _from_disk(program, form)
+        return _known[key]
+
+
+def _from_disk(program: Program, form: Form) -> Machine:
+    codegen = cpu_target.target_context.codegen()
+    version = (
+        source_digest(__file__),
+        numba.__version__,
+        llvmlite.__version__,
+        codegen.magic_tuple(),
+    )
+    name = hashlib.sha256(repr((program.text, form, version)).encode()).hexdigest()
+    folder = _folder()
+    path = None if folder is None else Path(folder) / f"flex-{name}.nbc"
+    if path:
+        with contextlib.suppress(OSError):
+            found = _read(path.read_bytes())
+            if found is not None:
+                library = codegen.unserialize_library(found)
+                return Machine(library.get_pointer_to_function(f"tile_{name}"), library)
+    library = _compile(codegen, program, form, f"tile_{name}")
+    if path:
+        with contextlib.suppress(OSError):
+            _write(path, pickle.dumps(library.serialize_using_object_code()))
+    return Machine(library.get_pointer_to_function(f"tile_{name}"), library)
+
+
+def _compile(codegen: Any, program: Program, form: Form, name: str) -> Any:
+    library = codegen.create_library(name)
+    library.enable_object_caching()
+    module = library.create_ir_module(name)
+    emit(module, name, program, form)
+    library.add_ir_module(module)
+    library.finalize()
+    return library
+
+
+@functools.cache
+def _folder() -> str | None:
+    """Numba's cache folder for this file; None where nothing can be written."""
+    try:
+        return str(caching.CompileResultCacheImpl(_compile).locator.get_cache_path())
+    except RuntimeError:
+        return None
+
+
+def _read(data: bytes) -> Any:
+    """The entry, or None if it is damaged."""
+    digest, payload = data[:32], data[32:]
+    if hashlib.sha256(payload).digest() == digest:
+        return pickle.loads(payload)
+    logger.info("ignoring a damaged cache entry")
+    return None
+
+
+def _write(path: Path, payload: bytes) -> None:
+    """Write atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(hashlib.sha256(payload).digest() + payload)
+    os.replace(temporary, path)

@@ -1,0 +1,310 @@
+"""Block masks: a mask function, and which blocks of queries and keys it lets pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop import import_array
+from .prepared import EMPTY, FULL, PARTIAL, prepare
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+SHADES = {EMPTY: "  ", PARTIAL: "░░", FULL: "██"}
+WIDEST = 64  # blocks of a printed picture
+
+
+class BlockMask:
+    """A mask function `mask_mod(b, h, q_idx, kv_idx)` and what is known of it by blocks.
+
+    Made by `create_block_mask`, `BlockMask.from_dense` or `BlockMask.from_kv_blocks`. The blocks are
+    those of the contents that captured arrays had when it was made: make it again when they change.
+
+    Attributes
+    ----------
+    mask_mod : the function, True where a query may see a key
+    states : (B or 1, H or 1, blocks of queries, blocks of keys) uint8
+        0 where a block is empty, 2 where it is full, 1 where the function has to be asked.
+    seq_lengths : (L, S)
+    BLOCK_SIZE : (queries, keys) of a block
+    shape : (B, H, L, S)
+    """
+
+    def __init__(
+        self,
+        mask_mod: MaskFunction,
+        states: np.ndarray,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        batch_and_heads: tuple[int, int],
+    ) -> None:
+        self.mask_mod, self.seq_lengths, self.BLOCK_SIZE = mask_mod, seq_lengths, block_size
+        self.states = np.ascontiguousarray(states, np.uint8)
+        self.shape = (*batch_and_heads, *seq_lengths)
+
+    @classmethod
+    def from_dense(cls, mask: Any, BLOCK_SIZE: Any = 128) -> BlockMask:
+        """The block mask of a bool array that broadcasts to (B, H, L, S); True may be seen.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+        """
+        array = import_array("mask", mask).array
+        if array.dtype != np.bool_:
+            raise ArgumentTypeError(f"mask: got dtype {array.dtype}; allowed: bool")
+        if not 2 <= array.ndim <= 4:
+            raise ArgumentError(
+                f"mask: got shape {array.shape}; allowed: 2 to 4 dimensions, (B, H, L, S)"
+            )
+        dense = np.array(array.reshape((1,) * (4 - array.ndim) + array.shape))
+        nb, nh, length, s = dense.shape
+        rows, keys = block = block_size(BLOCK_SIZE)
+        seen = np.add.reduceat(
+            np.add.reduceat(dense, np.arange(0, s, keys), -1, dtype=np.int64),
+            np.arange(0, length, rows),
+            -2,
+        )
+        size = np.minimum(rows, length - np.arange(0, length, rows))[:, None] * np.minimum(
+            keys, s - np.arange(0, s, keys)
+        )
+        states = np.where(seen == 0, EMPTY, np.where(seen == size, FULL, PARTIAL))
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return dense[b if nb > 1 else 0, h if nh > 1 else 0, q_idx, kv_idx]
+
+        return cls(mask_mod, states, (length, s), block, (nb, nh))
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Any,
+        kv_indices: Any,
+        full_kv_num_blocks: Any = None,
+        full_kv_indices: Any = None,
+        BLOCK_SIZE: Any = 128,
+        mask_mod: MaskFunction | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+    ) -> BlockMask:
+        """From lists of blocks, as PyTorch's `BlockMask.from_kv_blocks` takes them.
+
+        Parameters
+        ----------
+        kv_num_blocks : (B, H, blocks of queries) integers
+            How many blocks of keys each block of queries sees in part.
+        kv_indices : (B, H, blocks of queries, blocks of keys) integers
+            Their numbers; those beyond the count are not looked at.
+        full_kv_num_blocks, full_kv_indices
+            The same for blocks that are seen in full.
+        """
+        rows, keys = block = block_size(BLOCK_SIZE)
+        indices = import_array("kv_indices", kv_indices).array
+        if indices.ndim != 4:
+            raise ArgumentError(
+                f"kv_indices: got shape {indices.shape}; allowed: (B, H, blocks of L, blocks of S)"
+            )
+        states: Any = np.zeros(indices.shape, np.uint8)
+        _fill(states, "kv", kv_num_blocks, indices, PARTIAL)
+        if full_kv_num_blocks is not None:
+            full = import_array("full_kv_indices", full_kv_indices).array
+            _fill(states, "full_kv", full_kv_num_blocks, full, FULL)
+        lengths = seq_lengths or (states.shape[2] * rows, states.shape[3] * keys)
+        nb, nh, *blocks = states.shape
+        if [-(-lengths[0] // rows), -(-lengths[1] // keys)] != blocks:
+            raise ArgumentError(
+                f"seq_lengths: got {tuple(lengths)}; allowed: what {blocks} blocks of {block} cover"
+            )
+        function = mask_mod or _everything
+        return cls(function, states, (lengths[0], lengths[1]), block, (nb, nh))
+
+    def sparsity(self) -> float:
+        """The part of all pairs that is in empty blocks, in percent; blocks at the edges count as whole ones."""
+        rows, keys = self.BLOCK_SIZE
+        seen = int(np.count_nonzero(self.states)) * rows * keys
+        return 100.0 * (1 - seen / (math.prod(self.states.shape[:2]) * math.prod(self.seq_lengths)))
+
+    def to_dense(self) -> np.ndarray:
+        """(B or 1, H or 1, blocks of L, blocks of S) bool: the blocks that are not empty."""
+        return self.states != EMPTY
+
+    @property
+    def kv_num_blocks(self) -> np.ndarray:
+        """(B, H, blocks of L) int32: blocks of keys that are seen in part."""
+        return (self.states == PARTIAL).sum(-1, dtype=np.int32)
+
+    @property
+    def kv_indices(self) -> np.ndarray:
+        """(B, H, blocks of L, blocks of S) int32: their numbers first, in order, then the others'."""
+        return np.argsort(self.states != PARTIAL, -1, kind="stable").astype(np.int32)
+
+    @property
+    def full_kv_num_blocks(self) -> np.ndarray:
+        """The same of the blocks that are seen in full."""
+        return (self.states == FULL).sum(-1, dtype=np.int32)
+
+    @property
+    def full_kv_indices(self) -> np.ndarray:
+        return np.argsort(self.states != FULL, -1, kind="stable").astype(np.int32)
+
+    def to_string(self, b: int = 0, h: int = 0, limit: int = WIDEST) -> str:
+        """The blocks of one head as a picture: full ██, in part ░░, empty blank; at most `limit` wide."""
+        states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
+        step = max(1, -(-max(states.shape) // limit))
+        lines = []
+        for i in range(0, states.shape[0], step):
+            cells = [states[i : i + step, j : j + step] for j in range(0, states.shape[1], step)]
+            lines.append("".join(SHADES[_shade(cell)] for cell in cells).rstrip())
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        rows, keys = self.BLOCK_SIZE
+        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, blocks of {rows} x {keys}"
+        return f"{head})\n{self.to_string()}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def plot(self, b: int = 0, h: int = 0, ax: Any = None) -> Any:
+        """Draw the blocks of one head with matplotlib; returns the axes."""
+        import matplotlib.pyplot as plt
+
+        ax = plt.gca() if ax is None else ax
+        states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
+        extent = (0, self.seq_lengths[1], self.seq_lengths[0], 0)
+        ax.imshow(
+            states,
+            cmap="Blues",
+            vmin=0,
+            vmax=2,
+            extent=extent,
+            aspect="auto",
+            interpolation="nearest",
+        )
+        ax.set(
+            xlabel="key", ylabel="query", title=f"{self.sparsity():.0f} % of the blocks are empty"
+        )
+        return ax
+
+
+def _everything(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return True
+
+
+def _shade(cell: np.ndarray) -> int:
+    first = int(cell.flat[0])
+    return first if (cell == first).all() else PARTIAL
+
+
+def _fill(states: np.ndarray, name: str, counts: Any, indices: np.ndarray, value: int) -> None:
+    counts = import_array(f"{name}_num_blocks", counts).array
+    if counts.shape != states.shape[:3] or indices.shape[:3] != states.shape[:3]:
+        raise ArgumentError(
+            f"{name}_num_blocks: got shape {counts.shape}; allowed: {states.shape[:3]}"
+        )
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > indices.shape[3]:
+        raise ArgumentError(
+            f"{name}_num_blocks: got {counts.max()}; allowed: 0 to {indices.shape[3]}"
+        )
+    b, h, q, place = np.nonzero(np.arange(indices.shape[3]) < counts[..., None])
+    chosen = indices[b, h, q, place]
+    if chosen.size and not (chosen.min() >= 0 and chosen.max() < states.shape[3]):
+        raise ArgumentError(
+            f"{name}_indices: got {chosen.max()}; allowed: 0 to {states.shape[3] - 1}"
+        )
+    states[b, h, q, chosen] = value
+
+
+def block_size(given: Any) -> tuple[int, int]:
+    """(queries, keys) of a block from BLOCK_SIZE."""
+    pair = given if isinstance(given, (tuple, list)) else (given, given)
+    if len(pair) != 2 or any(
+        isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in pair
+    ):
+        raise ArgumentError(
+            f"BLOCK_SIZE: got {given!r}; allowed: a positive integer, or two of them"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _size(name: str, given: Any) -> int:
+    if given is None and name in ("B", "H"):
+        return 1
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
+        raise ArgumentError(f"{name}: got {given!r}; allowed: a positive integer")
+    return int(given)
+
+
+def create_block_mask(
+    mask_mod: MaskFunction,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """Find out which blocks of queries and keys a mask function sees.
+
+    By interval arithmetic over the traced function: no pair is evaluated. A block whose bounds do not
+    decide is PARTIAL, which is always right.
+
+    Parameters
+    ----------
+    mask_mod : function of (b, h, q_idx, kv_idx)
+        True where query q_idx of head h in batch entry b may see key kv_idx; in NumPy's, PyTorch's
+        or plain operators. Captured arrays may be NumPy's or PyTorch's.
+    B, H : int or None
+        Batch entries and heads; None where the mask is the same for all.
+    Q_LEN, KV_LEN : int
+    BLOCK_SIZE : int or (queries, keys)
+
+    Raises
+    ------
+    ArgumentTypeError
+        Showing the line of the function that cannot be traced, and what to write instead.
+    ArgumentError
+        A size that is not allowed, or a captured array that is too short for an index.
+    """
+    nb, nh = _size("B", B), _size("H", H)
+    length, s = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    sizes = nb, nh, length, s
+    block = block_size(BLOCK_SIZE)
+    prepared = prepare(None, mask_mod)
+    prepared.check(sizes)
+    return BlockMask(mask_mod, prepared.block_states(sizes, block), (length, s), block, (nb, nh))
+
+
+def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
+    """A mask function that is True where all of the given ones are."""
+    _check(mask_mods)
+
+    def all_of(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        found = True
+        for mask_mod in mask_mods:
+            found = found & mask_mod(b, h, q_idx, kv_idx)
+        return found
+
+    return all_of
+
+
+def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
+    """A mask function that is True where at least one of the given ones is."""
+    _check(mask_mods)
+
+    def any_of(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        found = False
+        for mask_mod in mask_mods:
+            found = found | mask_mod(b, h, q_idx, kv_idx)
+        return found
+
+    return any_of
+
+
+def _check(mask_mods: tuple[Any, ...]) -> None:
+    for n, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise ArgumentTypeError(
+                f"mask_mods[{n}]: got {type(mask_mod).__name__}; allowed: a function"
+            )

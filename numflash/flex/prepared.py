@@ -1,0 +1,135 @@
+"""Traced functions, kept as long as what they name stays the same, and the blocks that they see."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .gradient import derivative
+from .graph import INDICES, Graph, Node, Untraceable, reachable
+from .intervals import Axis, Interval, Intervals
+from .tracing import Capture, record
+
+KEPT = 256
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Prepared:
+    """A score function, a mask function, or both, as one graph.
+
+    Attributes
+    ----------
+    score : Node or None
+        The changed score, a float; None without a score function.
+    mask : Node or None
+        Whether a key is seen, a boolean; None without a mask function.
+    """
+
+    def __init__(self, score_mod: Callable | None, mask_mod: Callable | None) -> None:
+        self.graph = Graph()
+        self.functions = score_mod, mask_mod
+        capture = Capture(self.graph)
+        self.score: Node | None = None
+        self.mask: Node | None = None
+        if score_mod is not None:
+            arguments = [self.graph.score, *self.graph.indices]
+            found = record("score_mod", self.graph, score_mod, arguments, capture)
+            self.score = self.graph.cast(found, "f")
+        if mask_mod is not None:
+            found = record("mask_mod", self.graph, mask_mod, self.graph.indices, capture)
+            if found.kind == "f":
+                raise ArgumentTypeError(
+                    "mask_mod: got a function that returns a float; allowed: a boolean"
+                )
+            self.mask = self.graph.cast(found, "b")
+        if any(id(owner) not in capture.arrays for owner in self.graph.owners):
+            capture.steady = False  # an array that the function makes
+        self.capture = capture
+        self._slope: Node | None = None
+        self.plans: dict[Any, Any] = {}
+
+    @property
+    def slope(self) -> Node:
+        """d score_mod / d score, 0 where the mask hides."""
+        if self._slope is None:
+            score = self.graph.score if self.score is None else self.score
+            try:
+                found = derivative(self.graph, score)
+            except Untraceable as error:
+                raise ArgumentTypeError(
+                    f"score_mod: {error}; allowed: differentiable operations"
+                ) from None
+            self._slope = found
+        return self._slope
+
+    def roots(self) -> list[Node]:
+        return [x for x in (self.score, self.mask) if x is not None]
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        """Whether arrays that are indexed by b, h, q or k directly are long enough for (B, H, L, S).
+
+        Raises
+        ------
+        ArgumentError
+            Naming the array's shape and the index that leaves it.
+        """
+        for x in reachable(self.roots()):
+            if x.op != "load":
+                continue
+            sizes = self.graph.arrays[x.data].shape
+            for axis, y in enumerate(x.args):
+                if y.op in INDICES and sizes[axis] < shape[INDICES.index(y.op)]:
+                    raise ArgumentError(
+                        f"a captured array of shape {sizes} is indexed by {y.op} in axis {axis}; "
+                        f"allowed: at least {shape[INDICES.index(y.op)]} elements there"
+                    )
+
+    def block_states(self, shape: tuple[int, int, int, int], block: tuple[int, int]) -> np.ndarray:
+        """(B or 1, H or 1, blocks of L, blocks of S) uint8: EMPTY, PARTIAL or FULL, as intervals tell.
+
+        EMPTY and FULL are certain. B and H are 1 where the mask does not depend on them.
+        """
+        assert self.mask is not None
+        nb, nh, length, s = shape
+        nb, nh = (n if name in self.mask.uses else 1 for n, name in ((nb, "b"), (nh, "h")))
+        ranges, axes = {}, {}
+        for axis, (name, size, step) in enumerate(
+            zip(INDICES, (nb, nh, length, s), (1, 1, *block), strict=True)
+        ):
+            starts = np.arange(0, size, step)
+            along = [1] * 4
+            along[axis] = len(starts)
+            low = starts.astype(np.float64).reshape(along)
+            high = low if step == 1 else np.minimum(low + step, size) - 1
+            ranges[name] = Interval(low, high)
+            axes[name] = Axis(starts, size, axis)
+        found = Intervals(self.graph, ranges, axes=axes).of(self.mask)
+        counts = nb, nh, -(-length // block[0]), -(-s // block[1])
+        states = np.where(
+            np.asarray(found.low) >= 1, FULL, np.where(np.asarray(found.high) <= 0, EMPTY, PARTIAL)
+        )
+        return np.broadcast_to(states, counts).astype(np.uint8)
+
+
+_lock = threading.Lock()
+_known: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
+
+
+def prepare(score_mod: Callable | None, mask_mod: Callable | None) -> Prepared:
+    """The traced functions; traced again where an array or number that they name is another one."""
+    key = (id(score_mod), id(mask_mod))
+    known = _known.get(key)
+    if known is not None and known.functions == (score_mod, mask_mod) and known.capture.current():
+        return known
+    made = Prepared(score_mod, mask_mod)
+    with _lock:
+        _known[key] = made
+        _known.move_to_end(key)
+        while len(_known) > KEPT:
+            _known.popitem(last=False)
+    return made

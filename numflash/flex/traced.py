@@ -1,0 +1,549 @@
+"""Values that stand for a score or an index while a function is recorded.
+
+They answer to Python's operators and to the protocols of NumPy (`__array_ufunc__`,
+`__array_function__`) and PyTorch (`__torch_function__`), so that `np.where`, `torch.tanh` and
+`doc[q] == doc[k]` run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from .graph import Graph, Node, Untraceable
+
+LONGEST_ROW = 256  # values of an array's row that a function may use whole; each becomes code
+CONTROL = (
+    "a score or index has no value while the function is recorded; write where(condition, x, y) "
+    "instead of `if`, `and`, `or`, `not`, chained comparisons, min() and max(): `&`, `|`, `~`, "
+    "minimum, maximum"
+)
+
+
+def kind_of(dtype: Any) -> str:
+    """The kind ("b", "i" or "f") of a NumPy or PyTorch dtype, or of a Python type."""
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    if name.startswith("bool"):
+        return "b"
+    return "i" if name.startswith(("int", "uint", "long", "short")) else "f"
+
+
+class Values:
+    """What traced scalars, rows of an array and lists of scalars have in common: operators."""
+
+    __slots__ = ()
+    __array_priority__ = 1000
+    __hash__ = object.__hash__
+    graph: Graph
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **options: Any) -> Any:
+        if method != "__call__" or options.get("out") is not None:
+            raise Untraceable(f"np.{ufunc.__name__}.{method} cannot be recorded")
+        return apply(self.graph, ufunc.__name__, args, {})
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return apply(self.graph, function.__name__, args, options)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        owner = next(x for x in flatten(args) if isinstance(x, Values))
+        return apply(owner.graph, function.__name__, args, options or {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise Untraceable("values cannot be assigned in place; write where(condition, x, y)")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in FUNCTIONS or name in SPECIAL or name in REDUCTIONS:
+            return functools.partial(_method, self, name)
+        raise Untraceable(f"`.{name}` of a traced value cannot be recorded")
+
+    def __bool__(self) -> bool:
+        raise Untraceable(CONTROL)
+
+    def __int__(self) -> int:
+        raise Untraceable("int() of a traced value: write .astype(int) or .to(torch.int32)")
+
+    def __float__(self) -> float:
+        raise Untraceable(
+            "the math module and float() need numbers: use NumPy's or PyTorch's functions"
+        )
+
+    def __index__(self) -> int:
+        raise Untraceable(
+            "a traced index needs an array that the function itself names (a local of the enclosing "
+            "function, a global, a default, an attribute of its object), and no range() or list"
+        )
+
+    def __iter__(self) -> Any:
+        raise Untraceable("a traced value cannot be looped over")
+
+    def __neg__(self) -> Any:
+        return apply(self.graph, "neg", (self,), {})
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return apply(self.graph, "abs", (self,), {})
+
+    def __invert__(self) -> Any:
+        return apply(self.graph, "not", (self,), {})
+
+    @property
+    def device(self) -> Any:
+        torch = sys.modules.get("torch")
+        return "cpu" if torch is None else torch.device("cpu")
+
+    requires_grad = False
+
+
+def _method(self: Any, name: str, *args: Any, **options: Any) -> Any:
+    return apply(self.graph, name, (self, *args), options)
+
+
+def _operator(op: str, swapped: bool = False) -> Callable:
+    def operator(self: Any, other: Any) -> Any:
+        return apply(self.graph, op, (other, self) if swapped else (self, other), {})
+
+    return operator
+
+
+for _name, _op in {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floordiv",
+    "mod": "mod", "pow": "pow", "and": "and", "or": "or", "xor": "xor", "lshift": "shl",
+    "rshift": "shr", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne",
+}.items():  # fmt: skip
+    setattr(Values, f"__{_name}__", _operator(_op))
+    if len(_name) > 2 or _name == "or":
+        setattr(Values, f"__r{_name}__", _operator(_op, swapped=True))
+
+
+class Scalar(Values):
+    """One traced number: a node, in the clothes of an array without dimensions."""
+
+    __slots__ = ("graph", "node")
+    shape: tuple[int, ...] = ()
+    ndim = 0
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        self.graph, self.node = graph, node
+
+    @property
+    def dtype(self) -> Any:
+        torch = sys.modules.get("torch")
+        names = {"f": "float32", "i": "int64", "b": "bool"}
+        return getattr(torch, names[self.node.kind]) if torch else np.dtype(names[self.node.kind])
+
+    def cast(self, kind: str) -> Scalar:
+        return Scalar(self.graph, self.graph.cast(self.node, kind))
+
+    def __getitem__(self, index: Any) -> Scalar:
+        if index is None or index is Ellipsis or index == ():
+            return self
+        raise Untraceable("a traced score or index has no elements")
+
+    def __repr__(self) -> str:
+        return f"<traced {self.node}>"
+
+
+class Several(Values):
+    """A short list of traced numbers: elementwise operators, and reductions to one."""
+
+    __slots__ = ("graph", "items")
+    ndim = 1
+
+    def __init__(self, graph: Graph, items: list[Scalar]) -> None:
+        if len(items) > LONGEST_ROW:
+            raise Untraceable(f"{len(items)} values at a time; allowed: up to {LONGEST_ROW}")
+        self.graph, self.items = graph, items
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.items),)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.items[index]
+        return Several(self.graph, found) if isinstance(found, list) else found
+
+    def __iter__(self) -> Any:
+        return iter(self.items)
+
+    def __matmul__(self, other: Any) -> Any:
+        return reduce_values(self.graph, "sum", self * other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return reduce_values(self.graph, "sum", self * other)
+
+
+class Row(Values):
+    """A captured array, indexed by traced values in some of its dimensions."""
+
+    __slots__ = ("array", "graph", "index", "owner")
+
+    def __init__(self, graph: Graph, array: np.ndarray, owner: Any, index: tuple[Any, ...]) -> None:
+        self.graph, self.array, self.owner, self.index = graph, array, owner, index
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[len(self.index) :]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return indexed(self.graph, self.array, self.owner, (*self.index, *more))
+
+    def __iter__(self) -> Any:
+        return iter(self.values().items)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.values() @ other
+
+    def values(self) -> Several:
+        """All elements of a row."""
+        if self.ndim != 1:
+            raise Untraceable(
+                f"an array of shape {self.array.shape} needs {self.array.ndim} indices, got {len(self.index)}"
+            )
+        return Several(self.graph, [self[n] for n in range(min(self.shape[0], LONGEST_ROW + 1))])
+
+
+def indexed(graph: Graph, array: np.ndarray, owner: Any, index: tuple[Any, ...]) -> Any:
+    """array[index] where some indices are traced."""
+    index = tuple(x for x in index if x is not None)
+    if Ellipsis in [x for x in index if x is Ellipsis]:
+        at = next(n for n, x in enumerate(index) if x is Ellipsis)
+        fill = array.ndim - len(index) + 1
+        if at != len(index) - 1 and fill:
+            raise Untraceable("`...` before other indices: index the array in all its dimensions")
+        index = index[:at] + index[at + 1 :]
+    if len(index) > array.ndim:
+        raise Untraceable(f"{len(index)} indices of an array of shape {array.shape}")
+    nodes = []
+    for axis, x in enumerate(index):
+        if isinstance(x, slice):
+            raise Untraceable("slices beside traced indices: index the array in all its dimensions")
+        x = x if isinstance(x, Node) else scalar(graph, x).node
+        if x.kind == "f":
+            raise Untraceable("a float as index: cast it to an integer first")
+        if x.op == "const" and not -array.shape[axis] <= int(x.data) < array.shape[axis]:
+            raise Untraceable(
+                f"index {x.data} is outside of axis {axis} with size {array.shape[axis]}"
+            )
+        nodes.append(graph.cast(x, "i"))
+    if len(nodes) < array.ndim:
+        return Row(graph, array, owner, tuple(nodes))
+    return Scalar(graph, graph.load(graph.array(array, owner), nodes))
+
+
+def flatten(xs: Iterable[Any]) -> Iterable[Any]:
+    """All that tuples, lists and dictionaries hold."""
+    for x in xs:
+        if isinstance(x, (tuple, list)):
+            yield from flatten(x)
+        elif isinstance(x, dict):
+            yield from flatten(x.values())
+        else:
+            yield x
+
+
+def host_array(x: Any) -> np.ndarray | None:
+    """A NumPy array that shares the memory of a NumPy array or a PyTorch tensor; None of neither."""
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return None
+    if x.device.type != "cpu":
+        raise Untraceable(f"a captured tensor lies on device {x.device}; allowed: CPU tensors")
+    x = x.detach()
+    if x.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def scalar(graph: Graph, x: Any) -> Any:
+    """A number, traced or not, or an array without dimensions, as a traced one."""
+    if isinstance(x, Scalar):
+        return x
+    if isinstance(x, Row):
+        return (
+            Scalar(graph, graph.load(graph.array(x.array, x.owner), x.index))
+            if not x.shape
+            else _one(x)
+        )
+    array = host_array(x)
+    if array is not None:
+        if array.ndim:
+            raise Untraceable(
+                f"an array of shape {array.shape} where one number is needed: index it"
+            )
+        return Scalar(graph, graph.load(graph.array(array, x), ()))
+    if isinstance(x, Several):
+        return _one(x)
+    return Scalar(graph, graph.constant(x))
+
+
+def _one(x: Any) -> Scalar:
+    if len(x) != 1:
+        raise Untraceable(f"{len(x)} values where one number is needed")
+    return x[0]
+
+
+# names of NumPy's and PyTorch's functions, and of methods -> operation of the graph
+FUNCTIONS = {
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "div": "div",
+    "true_divide": "div", "truediv": "div", "divide": "div", "floordiv": "floordiv",
+    "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "pow": "pow", "power": "pow",
+    "float_power": "pow", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
+    "min": "min", "max": "max", "abs": "abs", "absolute": "abs", "fabs": "abs", "neg": "neg",
+    "negative": "neg", "tanh": "tanh", "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2",
+    "sqrt": "sqrt", "rsqrt": "rsqrt", "sin": "sin", "cos": "cos", "erf": "erf",
+    "sigmoid": "sigmoid", "expit": "sigmoid", "floor": "floor", "ceil": "ceil", "round": "round",
+    "rint": "round", "trunc": "trunc", "fix": "trunc", "and": "and", "or": "or", "xor": "xor",
+    "not": "not", "invert": "not", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
+    "bitwise_not": "not", "lshift": "shl", "rshift": "shr", "left_shift": "shl",
+    "right_shift": "shr", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
+    "shl": "shl", "shr": "shr", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq",
+    "ne": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
+    "equal": "eq", "not_equal": "ne",
+}  # fmt: skip
+CASTS = {
+    "float": "f",
+    "double": "f",
+    "half": "f",
+    "bfloat16": "f",
+    "int": "i",
+    "long": "i",
+    "bool": "b",
+}
+UNCHANGED = (
+    "item", "view", "reshape", "unsqueeze", "squeeze", "flatten", "contiguous", "detach", "clone",
+    "cpu", "copy", "expand", "expand_as", "alias", "ravel", "positive",
+)  # fmt: skip
+REDUCTIONS = ("sum", "any", "all", "amin", "amax", "prod", "mean")
+
+
+def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Record a call of a function by its name."""
+    name = name.strip("_") if name not in FUNCTIONS else name
+    if name == "getitem":
+        array = host_array(args[0])
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if array is None:
+            return args[0][args[1]]
+        return indexed(graph, array, args[0], index)
+    if name[0] == "r" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
+        name, args = name[1:], args[::-1]
+    if name[0] == "i" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
+        name = name[1:]
+    if name in REDUCTIONS or (name in ("min", "max") and len(args) == 1):
+        return reduce_values(graph, name, args[0])
+    if name in ("dot", "inner", "matmul", "vdot"):
+        return reduce_values(graph, "sum", apply(graph, "mul", args, {}))
+    rows = [x for x in args if isinstance(x, (Row, Several)) or _long(x)]
+    if rows:
+        return _elementwise(graph, name, args, options)
+    if name in SPECIAL:
+        return SPECIAL[name](graph, *args, **options)
+    if name not in FUNCTIONS:
+        raise Untraceable(f"{name}() cannot be recorded")
+    op = FUNCTIONS[name]
+    nodes = [scalar(graph, x).node for x in args]
+    if op == "not" and nodes[0].kind == "f":
+        raise Untraceable("`~` takes booleans or integers, not floats")
+    return Scalar(graph, graph.make(op, *nodes))
+
+
+def _long(x: Any) -> bool:
+    array = host_array(x)
+    return array is not None and array.ndim > 0
+
+
+def _elementwise(
+    graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> Several:
+    columns, size = [], 1
+    for x in args:
+        array = host_array(x)
+        if isinstance(x, Row):
+            x = x.values().items
+        elif isinstance(x, Several):
+            x = x.items
+        elif array is not None and array.ndim == 1:
+            x = [indexed(graph, array, x, (n,)) for n in range(min(len(array), LONGEST_ROW + 1))]
+        elif array is not None and array.ndim:
+            raise Untraceable(f"an array of shape {array.shape} beside traced values: index it")
+        if isinstance(x, list):
+            size = max(size, len(x))
+        columns.append(x)
+    lists = [x if isinstance(x, list) else [x] for x in columns]
+    if any(len(x) not in (1, size) for x in lists):
+        raise Untraceable(f"rows of unlike lengths: {[len(x) for x in lists]}")
+    filled = [x * size if len(x) == 1 else x for x in lists]
+    return Several(
+        graph, [apply(graph, name, items, options) for items in zip(*filled, strict=True)]
+    )
+
+
+def reduce_values(graph: Graph, name: str, x: Any) -> Any:
+    """The sum, ... of a row; a single number is its own."""
+    if isinstance(x, Row):
+        x = x.values()
+    if isinstance(x, Several):
+        op = {
+            "any": "or",
+            "all": "and",
+            "amin": "min",
+            "amax": "max",
+            "prod": "mul",
+            "mean": "sum",
+        }.get(name, name)
+        items = [y.cast("b") for y in x.items] if name in ("any", "all") else x.items
+        total: Any = functools.reduce(
+            lambda u, v: apply(graph, {"sum": "add"}.get(op, op), (u, v), {}), items
+        )
+        return total / len(items) if name == "mean" else total
+    found = scalar(graph, x)
+    return found.cast("b") if name in ("any", "all") else found
+
+
+def _where(graph: Graph, condition: Any, x: Any, y: Any, **_: Any) -> Scalar:
+    return Scalar(graph, graph.where(*(scalar(graph, z).node for z in (condition, x, y))))
+
+
+def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Any:
+    low, high = (*bounds, None, None)[:2]
+    low, high = (
+        named.get("min", named.get("a_min", low)),
+        named.get("max", named.get("a_max", high)),
+    )
+    for op, bound in (("max", low), ("min", high)):
+        if bound is not None:
+            x = apply(graph, op, (x, bound), {})
+    return scalar(graph, x)
+
+
+def _to(graph: Graph, x: Any, *args: Any, **options: Any) -> Scalar:
+    wanted = [
+        y
+        for y in (*args, options.get("dtype"))
+        if y is not None and not isinstance(y, (bool, Values))
+    ]
+    dtypes = [y for y in wanted if not isinstance(y, str) and type(y).__name__ != "device"]
+    return scalar(graph, x).cast(kind_of(dtypes[0])) if dtypes else scalar(graph, x)
+
+
+def _astype(graph: Graph, x: Any, dtype: Any, **_: Any) -> Scalar:
+    torch = sys.modules.get("torch")
+    name = dtype if torch is not None and isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+    return scalar(graph, x).cast(kind_of(name))
+
+
+def _logical(op: str) -> Callable:
+    def logical(graph: Graph, *args: Any, **_: Any) -> Scalar:
+        return Scalar(graph, graph.make(op, *(scalar(graph, x).cast("b").node for x in args)))
+
+    return logical
+
+
+def _filled(value: float | None) -> Callable:
+    def filled(graph: Graph, like: Any, *args: Any, **options: Any) -> Any:
+        given = value if value is not None else args[-1] if args else options.get("fill_value")
+        kind = scalar(graph, like).node.kind
+        if options.get("dtype") is not None:
+            kind = kind_of(options["dtype"])
+        return scalar(graph, given).cast(kind)
+
+    return filled
+
+
+def _gelu(graph: Graph, x: Any, approximate: str = "none") -> Any:
+    x = scalar(graph, x)
+    if approximate == "tanh":
+        inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+        return 0.5 * x * (1.0 + apply(graph, "tanh", (inner,), {}))
+    return 0.5 * x * (1.0 + apply(graph, "erf", (x * 0.7071067811865476,), {}))
+
+
+def _softplus(graph: Graph, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    y: Any = scalar(graph, x)
+    y = y * beta
+    tail = _log1p(graph, apply(graph, "exp", (-abs(y),), {}))
+    return (apply(graph, "max", (y, 0.0), {}) + tail) / beta
+
+
+def _log1p(graph: Graph, x: Any) -> Any:
+    """log(u) * x / (u - 1) with u = 1 + x, which makes good what rounding u loses (Kahan)."""
+    x = scalar(graph, x).cast("f")
+    near = x * (1.0 - x * (0.5 - x * (1 / 3 - x * (0.25 - x * 0.2))))
+    return _where(graph, abs(x) < 0.05, near, apply(graph, "log", (1.0 + x,), {}))
+
+
+def _expm1(graph: Graph, x: Any) -> Any:
+    x = scalar(graph, x).cast("f")
+    half = apply(graph, "tanh", (_clamp(graph, x, -1.0, 1.0) * 0.5,), {})
+    return _where(
+        graph, abs(x) < 1.0, 2.0 * half / (1.0 - half), apply(graph, "exp", (x,), {}) - 1.0
+    )
+
+
+def _sign(graph: Graph, x: Any) -> Any:
+    x = scalar(graph, x)
+    return (x > 0).cast("i") - (x < 0).cast("i")
+
+
+def _of_torch(formula: Callable) -> Callable:
+    return lambda graph, x, *args, **options: formula(graph, scalar(graph, x), *args)
+
+
+def _leaky(g: Graph, x: Any, slope: float = 0.01) -> Any:
+    return _where(g, x > 0, x, x * slope)
+
+
+SPECIAL: dict[str, Callable] = {
+    "where": _where, "clamp": _clamp, "clip": _clamp, "to": _to, "type": _to, "astype": _astype,
+    "clamp_min": lambda g, x, low: _clamp(g, x, low),
+    "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
+    "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_not": _logical("not"),
+    "logical_xor": _logical("xor"), "zeros_like": _filled(0.0), "ones_like": _filled(1.0),
+    "new_zeros": _filled(0.0), "new_ones": _filled(1.0), "full_like": _filled(None),
+    "new_full": _filled(None), "gelu": _gelu, "softplus": _softplus, "log1p": _log1p,
+    "expm1": _expm1, "sign": _sign, "sgn": _sign,
+    "square": _of_torch(lambda g, x: x * x),
+    "reciprocal": _of_torch(lambda g, x: 1.0 / x),
+    "relu": _of_torch(lambda g, x, *_: _clamp(g, x, 0.0)),
+    "leaky_relu": _of_torch(_leaky),
+    "silu": _of_torch(lambda g, x, *_: x * apply(g, "sigmoid", (x,), {})),
+    "log10": _of_torch(lambda g, x: apply(g, "log", (x,), {}) * 0.4342944819032518),
+    "logsigmoid": _of_torch(lambda g, x: -_softplus(g, -x)),
+    "isnan": _of_torch(lambda g, x: x != x),
+    "isinf": _of_torch(lambda g, x: abs(x) == np.inf),
+    "isfinite": _of_torch(lambda g, x: abs(x) < np.inf),
+    "masked_fill": lambda g, x, mask, value: _where(g, mask, value, x),
+    "logaddexp": lambda g, x, y: apply(g, "max", (x, y), {})
+    + _log1p(g, apply(g, "exp", (-abs(scalar(g, x) - y),), {})),
+    "tan": _of_torch(lambda g, x: apply(g, "sin", (x,), {}) / apply(g, "cos", (x,), {})),
+    "addcmul": lambda g, x, y, z, value=1: scalar(g, x) + value * (scalar(g, y) * z),
+    "lerp": lambda g, x, y, w: scalar(g, x) + scalar(g, w) * (scalar(g, y) - x),
+    **{name: (lambda g, x, *_, kind=kind, **__: scalar(g, x).cast(kind)) for name, kind in CASTS.items()},
+    **{name: (lambda g, x, *_, **__: scalar(g, x)) for name in UNCHANGED},
+}  # fmt: skip

@@ -1,0 +1,225 @@
+"""A Python function of a score and indices, called once with traced values: its expression graph.
+
+Captured NumPy arrays are found in closures, globals, defaults and attributes, and put before the
+function as arrays that know traced indices; PyTorch's tensors are seen by a function mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentTypeError
+from .graph import Graph, Node, Untraceable
+from .traced import Scalar, Values, apply, flatten, indexed, scalar
+
+LIBRARIES = ("numpy", "torch", "numba", "builtins")
+
+
+class Captured(np.ndarray):
+    """A captured array inside the function: NumPy's in all, but for traced indices."""
+
+    graph: Any
+    owner: Any
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.graph, self.owner = getattr(source, "graph", None), None
+
+    def __getitem__(self, index: Any) -> Any:
+        given = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(x, Values) for x in given):
+            return super().__getitem__(index)
+        owner = self if self.owner is None else self.owner
+        return indexed(self.graph, np.asarray(self), owner, given)
+
+
+class Capture:
+    """The functions and arrays that a traced function names, and whether they are still the same.
+
+    names : (place, key, value) of all that was looked at: a cell, a dictionary and its key, ...
+    steady : all that the function can reach was looked at: if `names` hold, so does the graph
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.steady = graph, True
+        self.names: list[tuple[Callable[[], Any], Any]] = []
+        self.arrays: set[int] = set()
+        self.done: dict[int, Any] = {}
+
+    def current(self) -> bool:
+        """Whether every name still has the value that was traced."""
+        if not self.steady:
+            return False
+        try:
+            return all(_same(read(), value) for read, value in self.names)
+        except (KeyError, ValueError):  # a name was deleted
+            return False
+
+    def look(self, read: Callable[[], Any]) -> Any:
+        """The value of a name as the traced function shall see it."""
+        value = read()
+        self.names.append((read, value))
+        return self.swap(value)
+
+    def swap(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self.array(value)
+        if isinstance(value, types.FunctionType):
+            return self.function(value)
+        if isinstance(value, functools.partial):
+            self.steady = False
+            options = {k: self.swap(v) for k, v in value.keywords.items()}
+            return functools.partial(self.swap(value.func), *map(self.swap, value.args), **options)
+        if isinstance(value, types.MethodType):
+            self.steady = False
+            return types.MethodType(self.swap(value.__func__), self.object(value.__self__))
+        if type(value) in (list, tuple):
+            if type(value) is list or any(isinstance(x, (list, dict)) for x in value):
+                self.steady = False
+            return type(value)(map(self.swap, value))
+        if type(value) is dict:
+            self.steady = False
+            return {k: self.swap(v) for k, v in value.items()}
+        if _is_tensor(value):
+            self.arrays.add(id(value))
+            return value
+        if (
+            isinstance(
+                value, (bool, int, float, complex, str, bytes, type, np.generic, types.ModuleType)
+            )
+            or value is None
+        ):
+            return value
+        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith(
+            LIBRARIES
+        ):
+            return value
+        self.steady = False  # an object whose attributes may change
+        return value
+
+    def array(self, value: np.ndarray) -> Captured:
+        if id(value) not in self.done:
+            view = np.asarray(value).view(Captured)
+            view.graph, view.owner = self.graph, value
+            self.arrays.add(id(value))
+            self.done[id(value)] = view
+        return self.done[id(value)]
+
+    def object(self, value: Any) -> Any:
+        """A copy of an object whose attributes are looked through."""
+        if isinstance(value, type) or not hasattr(value, "__dict__") or _is_tensor(value):
+            return value
+        if type(value).__module__.startswith(LIBRARIES):
+            return value
+        copy = object.__new__(type(value))
+        copy.__dict__.update(
+            {k: self.swap(v) if isinstance(v, np.ndarray) else v for k, v in value.__dict__.items()}
+        )
+        return copy
+
+    def function(self, f: types.FunctionType) -> Any:
+        if (f.__module__ or "").split(".")[0] in ("numpy", "torch", "math"):
+            return f
+        if id(f) in self.done:
+            return self.done[id(f)]
+        cells = tuple(types.CellType() for _ in f.__closure__ or ())
+        names = dict(f.__globals__)
+        new = types.FunctionType(f.__code__, names, f.__name__, None, cells)
+        self.done[id(f)] = new
+        new.__kwdefaults__ = {k: self.swap(v) for k, v in (f.__kwdefaults__ or {}).items()} or None
+        new.__defaults__ = tuple(map(self.swap, f.__defaults__ or ())) or None
+        for mine, cell in zip(cells, f.__closure__ or (), strict=True):
+            mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
+        for name in _names(f.__code__):
+            if name in names:
+                names[name] = self.look(functools.partial(f.__globals__.__getitem__, name))
+        return new
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Global names of a function and of those written inside it."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _same(x: Any, y: Any) -> bool:
+    return x is y or (type(x) is type(y) and isinstance(x, (bool, int, float)) and x == y)
+
+
+def _is_tensor(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+@functools.cache
+def _mode_class() -> type:
+    from torch.overrides import TorchFunctionMode
+
+    class Recording(TorchFunctionMode):
+        """PyTorch's functions of traced values are recorded, all others run."""
+
+        def __init__(self, graph: Graph) -> None:
+            super().__init__()
+            self.graph = graph
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), options: Any = None
+        ) -> Any:
+            options = options or {}
+            if any(isinstance(x, Values) for x in flatten([*args, *options.values()])):
+                return apply(self.graph, function.__name__, args, options)
+            return function(*args, **options)
+
+    return Recording
+
+
+def record(
+    name: str, graph: Graph, function: Callable, arguments: list[Node], capture: Capture
+) -> Node:
+    """Call a function with traced arguments; its result as a node.
+
+    Raises
+    ------
+    ArgumentTypeError
+        Naming the line that cannot be recorded, and what to write instead.
+    """
+    if not callable(function):
+        raise ArgumentTypeError(f"{name}: got {type(function).__name__}; allowed: a function")
+    if isinstance(function, (types.FunctionType, types.MethodType, functools.partial)):
+        swapped = capture.swap(function)
+    else:
+        capture.steady = False
+        swapped = capture.object(function)
+        method = type(function).__call__
+        if isinstance(method, types.FunctionType):
+            swapped = types.MethodType(capture.swap(method), swapped)
+    given = [Scalar(graph, x) for x in arguments]
+    try:
+        if "torch" in sys.modules:
+            with _mode_class()(graph):
+                found = swapped(*given)
+        else:
+            found = swapped(*given)
+        return scalar(graph, found).node
+    except Untraceable as error:
+        raise ArgumentTypeError(f"{name}: {_where(error)}{error}") from None
+
+
+def _where(error: Exception) -> str:
+    """The last line outside numflash and the libraries that an error came through."""
+    ours = __name__.rsplit(".", 1)[0].split(".")[0]
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        module = frame.f_globals.get("__name__", "").split(".")[0]
+        if module in (ours, "torch", "numpy") and frame.f_code.co_filename != "<stdin>":
+            continue
+        file = frame.f_code.co_filename
+        line = linecache.getline(file, number).strip()
+        return f"{file}:{number}: `{line}`: " if line else f"{file}:{number}: "
+    return ""

@@ -1,0 +1,203 @@
+"""flex_attention against float64 and against PyTorch's eager flex_attention."""
+
+import functools
+
+import numba
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+CLOSE = {"float32": 4e-6, "bfloat16": 4e-2, "float16": 4e-3}
+
+
+def block_mask(mask_mod, length=g.L, s=g.S, size=32):
+    return numflash.create_block_mask(mask_mod, g.B, g.H, length, s, BLOCK_SIZE=size)
+
+
+def close(found, wanted, precision="float32"):
+    (out, lse), (wanted_out, wanted_lse) = found, wanted
+    assert np.abs(out.astype(np.float64) - wanted_out).max() < CLOSE[precision]
+    assert np.array_equal(np.isinf(lse), np.isinf(wanted_lse))
+    seen = np.isfinite(wanted_lse)
+    assert np.abs(lse[seen] - wanted_lse[seen]).max(initial=0) < 3 * CLOSE[precision]
+
+
+@pytest.mark.parametrize("score_mod", g.SCORES, ids=lambda f: f.__name__)
+def test_score_functions_give_what_float64_gives(score_mod):
+    q, k, v = g.operands()
+    close(
+        numflash.flex_attention(q, k, v, score_mod, return_lse=True), g.oracle(q, k, v, score_mod)
+    )
+
+
+@pytest.mark.parametrize("mask_mod", g.MASKS, ids=lambda f: f.__name__)
+def test_mask_functions_give_what_float64_gives(mask_mod):
+    q, k, v = g.operands(1, hkv=2)
+    found = numflash.flex_attention(
+        q, k, v, g.alibi, block_mask(mask_mod), enable_gqa=True, return_lse=True
+    )
+    close(found, g.oracle(q, k, v, g.alibi, mask_mod))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precisions(precision):
+    q, k, v = g.operands(2)
+    found = numflash.flex_attention(
+        q, k, v, g.relative_bias, block_mask(g.documents), return_lse=True, precision=precision
+    )
+    close(found, g.oracle(q, k, v, g.relative_bias, g.documents), precision)
+
+
+@pytest.mark.parametrize("impl", ["portable", "reference"])
+def test_every_implementation_agrees(impl):
+    q, k, v = g.operands(3, length=40, s=70)
+    mask = block_mask(g.local_and_sinks, 40, 70, (16, 8))
+    found = numflash.flex_attention(q, k, v, g.softcap, mask, return_lse=True, impl=impl)
+    close(found, g.oracle(q, k, v, g.softcap, g.local_and_sinks))
+
+
+@pytest.mark.parametrize("size", [(1, 7), (48, 20), 300])
+def test_any_block_size(size):
+    q, k, v = g.operands(4, length=100)
+    mask = block_mask(g.sliding_window, 100, size=size)
+    found = numflash.flex_attention(q, k, v, None, mask, return_lse=True)
+    close(found, g.oracle(q, k, v, None, g.sliding_window))
+
+
+def test_built_in_options_follow_the_functions():
+    q, k, v = g.operands(5)
+    mask = block_mask(g.dilated)
+    found = numflash.flex_attention(
+        q,
+        k,
+        v,
+        g.relative_bias,
+        mask,
+        is_causal=True,
+        window=(40, None),
+        softcap=4.0,
+        return_lse=True,
+    )
+
+    def capped(score, *at):
+        return 4.0 * np.tanh(g.relative_bias(score, *at) / 4.0)
+
+    _, _, i, j = g.indices()
+    close(found, g.oracle(q, k, v, capped, g.dilated, hidden=(j > i) | (j < i - 40)))
+
+
+def test_equal_bits_at_one_and_two_threads():
+    q, k, v = g.operands(6)
+    run = functools.partial(numflash.flex_attention, q, k, v, g.t5_bias, block_mask(g.documents))
+    threads, found = numba.get_num_threads(), []
+    try:
+        for n in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            numba.set_num_threads(n)
+            found.append(run(return_lse=True))
+    finally:
+        numba.set_num_threads(threads)
+    assert all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_unseen_nan_stays_out_and_huge_scores_are_kept():
+    q, k, v = g.operands(7)
+    k[:, :, 120:], v[:, :, 120:] = np.nan, np.inf
+
+    def seen(b, h, q, k):
+        return k < 120
+
+    found = numflash.flex_attention(q, k, v, g.alibi, block_mask(seen), return_lse=True)
+    close(found, g.oracle(q, k[:, :, :120], v[:, :, :120], g.alibi))
+    q, k, v = g.operands(8)
+
+    def huge(score, b, h, q, k):
+        return score * 1e37
+
+    out = numflash.flex_attention(q, k, v, huge)
+    assert np.abs(out - g.oracle(q, k, v, huge)[0]).max() < 1e-6
+
+
+def test_captured_arrays_and_numbers_are_read_anew():
+    q, k, v = g.operands(9)
+    table = np.zeros(g.S, np.float64)
+    held = {"factor": 1.0}
+
+    def biased(score, b, h, q, k):
+        return score * held["factor"] + factor * table[k]
+
+    for value in (1.0, 0.5):
+        factor = value
+        for held["factor"] in (1.0, 0.25):
+            table[:50] -= 1.0  # in place
+            found = numflash.flex_attention(q, k, v, biased, return_lse=True)
+            close(found, g.oracle(q, k, v, biased))
+
+
+def test_a_changed_number_compiles_nothing():
+    from numflash.flex import machine
+
+    q, k, v = g.operands(10, length=8, s=8)
+
+    def compiled_with(factor):
+        numflash.flex_attention(q, k, v, lambda score, b, h, q, k: score * factor + 0.125)
+        return len(machine._known)
+
+    assert compiled_with(0.25) == compiled_with(0.75) == compiled_with(3.0)
+
+
+def test_layouts_dimensions_and_kinds_come_back():
+    q, k, v = (x[0] for x in g.operands(11))
+    out, lse = numflash.flex_attention(q, k, v, g.alibi, return_lse=True)
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:2]
+    turned = numflash.flex_attention(
+        *(x.swapaxes(0, 1)[None] for x in (q, k, v)), g.alibi, layout="blhd"
+    )
+    assert np.array_equal(turned[0].swapaxes(0, 1), out)
+
+
+def test_nothing_to_compute():
+    q, k, v = g.operands(12)
+    empty = numflash.flex_attention(q[:, :, :0], k, v, g.alibi)
+    assert empty.shape == (g.B, g.H, 0, g.D)
+
+
+def test_errors_name_the_argument():
+    q, k, v = g.operands(13)
+    with pytest.raises(ArgumentError, match="block_mask: got one for"):
+        numflash.flex_attention(q, k, v, None, block_mask(g.causal, 64, 64))
+    with pytest.raises(ArgumentTypeError, match="block_mask: got function"):
+        numflash.flex_attention(q, k, v, None, g.causal)
+    with pytest.raises(ArgumentTypeError, match="score_mod: got int"):
+        numflash.flex_attention(q, k, v, 3)
+    with pytest.raises(ArgumentTypeError, match="dropout_p: flex_attention does not take it"):
+        numflash.flex_attention(q, k, v, dropout_p=0.0)
+    with pytest.raises(UnsupportedError, match="int8"):
+        numflash.flex_attention(q, k, v, g.alibi, precision="int8")
+    short = np.zeros(10, np.float32)
+    with pytest.raises(ArgumentError, match=r"shape \(10,\) is indexed by k"):
+        numflash.flex_attention(q, k, v, lambda score, b, h, q, k: score + short[k])
+
+
+def test_torch_functions_against_torch():
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = (torch.from_numpy(x) for x in g.operands(14, hkv=2, length=70, s=90))
+    documents, table = torch.arange(90) // 20, torch.randn(g.H, 200, dtype=torch.bfloat16)
+    lengths = torch.tensor([60, 90])
+
+    def mask_mod(b, h, q, k):
+        return ((documents[q] == documents[k]) | (k < 7)) & (k < lengths[b])
+
+    def score_mod(score, b, h, q, k):
+        return torch.nn.functional.gelu(torch.tanh(score) * 3 + table[h, q - k + 90].float())
+
+    theirs = flex.create_block_mask(mask_mod, g.B, None, 70, 90, device="cpu", BLOCK_SIZE=16)
+    ours = numflash.create_block_mask(mask_mod, g.B, None, 70, 90, BLOCK_SIZE=16)
+    wanted = flex.flex_attention(q, k, v, score_mod, theirs, enable_gqa=True, return_lse=True)
+    found = numflash.flex_attention(q, k, v, score_mod, ours, enable_gqa=True, return_lse=True)
+    assert isinstance(found[0], torch.Tensor)
+    assert all(torch.allclose(x, y, atol=3e-6, rtol=0) for x, y in zip(found, wanted, strict=True))

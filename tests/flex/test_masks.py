@@ -1,0 +1,98 @@
+"""Block masks: states, pictures, lists of blocks as PyTorch has them."""
+
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+from numflash.errors import ArgumentError, ArgumentTypeError
+
+EXACT = [g.causal, g.sliding_window, g.prefix_lm, g.documents, g.padded, g.local_and_sinks]
+
+
+def true_states(mask_mod, size):
+    seen = np.broadcast_to(mask_mod(*g.indices()), (g.B, g.H, g.L, g.S))
+    return numflash.BlockMask.from_dense(seen, size).states
+
+
+@pytest.mark.parametrize("mask_mod", g.MASKS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("size", [16, (32, 8)])
+def test_states_are_right_and_mostly_exact(mask_mod, size):
+    mask = numflash.create_block_mask(mask_mod, g.B, g.H, g.L, g.S, size)
+    found, wanted = np.broadcast_arrays(mask.states, true_states(mask_mod, size))
+    assert np.array_equal(found[found != 1], wanted[found != 1])
+    if mask_mod in EXACT:
+        assert np.array_equal(found, wanted)
+
+
+def test_a_picture_in_the_terminal():
+    mask = numflash.create_block_mask(g.causal, None, None, 64, 64, 16)
+    assert mask.to_string() == "░░\n██░░\n████░░\n██████░░"
+    assert str(mask).startswith(
+        "BlockMask(shape=(1, 1, 64, 64), sparsity=37.50%, blocks of 16 x 16)\n"
+    )
+    wide = numflash.create_block_mask(g.causal, None, None, 10_000, 10_000, 16)
+    assert len(wide.to_string().splitlines()) <= 64
+
+
+def test_plot():
+    pytest.importorskip("matplotlib").use("Agg")
+    axes = numflash.create_block_mask(g.causal, None, None, 64, 64, 16).plot()
+    assert axes.get_xlabel() == "key"
+
+
+def test_and_or():
+    both = numflash.and_masks(g.causal, g.documents, lambda b, h, q, k: k != 3)
+    either = numflash.or_masks(g.causal, lambda b, h, q, k: k < 20)
+    q, k, v = g.operands()
+    at = g.indices()
+    for function, wanted in (
+        (both, g.causal(*at) & g.documents(*at) & (at[3] != 3)),
+        (either, g.causal(*at) | (at[3] < 20)),
+    ):
+        mask = numflash.create_block_mask(function, None, None, g.L, g.S, 32)
+        out = numflash.flex_attention(q, k, v, block_mask=mask)
+        assert np.abs(out - g.oracle(q, k, v, hidden=~wanted)[0]).max() < 2e-6
+    assert numflash.create_block_mask(numflash.and_masks(), None, None, 9, 9).states.item() == 2
+
+
+def test_from_dense_and_from_blocks():
+    dense = np.random.default_rng(0).random((g.B, 1, g.L, g.S)) < 0.02
+    mask = numflash.BlockMask.from_dense(dense, 32)
+    q, k, v = g.operands()
+    out = numflash.flex_attention(q, k, v, block_mask=mask)
+    assert np.abs(out - g.oracle(q, k, v, hidden=~dense)[0]).max() < 2e-6
+    again = numflash.BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, 32,
+        mask.mask_mod, mask.seq_lengths,
+    )  # fmt: skip
+    assert np.array_equal(again.states, mask.states)
+
+
+def test_blocks_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    documents = torch.arange(200) // 64
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (documents[q] == documents[k])
+
+    theirs = flex.create_block_mask(mask_mod, None, None, 200, 200, device="cpu", BLOCK_SIZE=32)
+    ours = numflash.create_block_mask(mask_mod, None, None, 200, 200, BLOCK_SIZE=32)
+    assert np.array_equal(ours.to_dense(), theirs.to_dense().numpy())
+    assert np.array_equal(ours.kv_num_blocks, theirs.kv_num_blocks.numpy())
+    assert np.array_equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks.numpy())
+    assert ours.sparsity() == pytest.approx(theirs.sparsity())
+
+
+def test_bad_sizes():
+    with pytest.raises(ArgumentError, match="Q_LEN: got 0"):
+        numflash.create_block_mask(g.causal, None, None, 0, 5)
+    with pytest.raises(ArgumentError, match="BLOCK_SIZE: got -1"):
+        numflash.create_block_mask(g.causal, None, None, 5, 5, -1)
+    with pytest.raises(ArgumentTypeError, match="mask_mods\\[1\\]: got int"):
+        numflash.and_masks(g.causal, 1)
+    with pytest.raises(ArgumentTypeError, match="mask: got dtype"):
+        numflash.BlockMask.from_dense(np.zeros((4, 4)))
+    with pytest.raises(ArgumentError, match="is indexed by q"):
+        numflash.create_block_mask(g.documents, None, None, 151, 150)

@@ -1,0 +1,156 @@
+"""Recording functions: styles, captured values, errors; and the memory that tiles touch."""
+
+import ctypes
+import functools
+import mmap
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+from numflash.errors import ArgumentTypeError
+from numflash.flex.graph import expression
+from numflash.flex.prepared import prepare
+
+TABLE = np.arange(300.0)
+
+
+def text(score_mod=None, mask_mod=None):
+    prepared = prepare(score_mod, mask_mod)
+    return expression(prepared.score or prepared.mask)
+
+
+def test_numpy_torch_and_plain_styles_give_one_graph():
+    torch = pytest.importorskip("torch")
+    plain = text(lambda score, b, h, q, k: score * 2.0 + TABLE[q - k])
+    assert plain == "((score * 2.0) + t0[(q - k)])"
+    assert text(lambda score, b, h, q, k: np.add(np.multiply(score, 2), TABLE[q - k])) == plain
+    table = torch.arange(300.0)
+    assert text(lambda score, b, h, q, k: torch.add(score.mul(2.0), table[q - k])) == plain
+
+
+def test_arrays_are_found_wherever_a_function_may_have_them():
+    class Biased:
+        def __init__(self):
+            self.table = TABLE
+
+        def __call__(self, score, b, h, q, k):
+            return score + self.table[k]
+
+        def method(self, score, b, h, q, k):
+            return score + self.table[k]
+
+    def inner(k):
+        return TABLE[k]
+
+    def with_array(table, score, b, h, q, k):
+        return score + table[k]
+
+    def with_default(score, b, h, q, k, table=TABLE):
+        return score + table[k]
+
+    held = [TABLE, TABLE * 2]
+    for function in (
+        lambda score, b, h, q, k: score + inner(k),
+        functools.partial(with_array, TABLE),
+        with_default,
+        Biased(),
+        Biased().method,
+        lambda score, b, h, q, k: score + held[0][k],
+        lambda score, b, h, q, k: score + held[1][k],
+        lambda score, b, h, q, k: score + (TABLE * 3)[k],
+    ):
+        assert text(function) == "(score + t0[k])"
+
+
+def test_short_rows_may_be_used_whole():
+    codes = np.arange(40).reshape(10, 4)
+    found = prepare(None, lambda b, h, q, k: (codes[q] == codes[k]).any())
+    from numflash.flex.evaluate import evaluate
+
+    q, k = np.arange(10)[:, None], np.arange(10)[None]
+    (seen,) = evaluate(found.graph, (found.mask,), {"b": 0, "h": 0, "q": q, "k": k})
+    assert np.array_equal(seen, q == k)
+
+
+def branch(score, b, h, q, k):
+    if q > k:
+        return score
+    return score * 2
+
+
+CANNOT = [
+    (branch, "where"),
+    (lambda score, b, h, q, k: score + max(q, k), "where"),
+    (lambda score, b, h, q, k: score if (q > k and k > 3) else 0, "where"),
+    (lambda score, b, h, q, k: score if 0 < q < 5 else 0, "where"),
+    (lambda score, b, h, q, k: score + __import__("math").exp(score), "NumPy's or PyTorch's"),
+    (lambda score, b, h, q, k: score + sum(range(q)), "range"),
+    (lambda score, b, h, q, k: score + [1, 2, 3][k], "traced index"),
+    (lambda score, b, h, q, k: score + np.linalg.norm(score), "norm"),
+    (lambda score, b, h, q, k: score + TABLE[q, k], "2 indices"),
+    (lambda score, b, h, q, k: score + TABLE[score], "float as index"),
+    (lambda score, b, h, q, k: score.unknown(), "unknown"),
+    (lambda score, b, h, q, k: score & 1, "not floats"),
+    (lambda score, b, h, q, k: "text", "str"),
+    (lambda score, b, h, q, k: score + TABLE, "where one number|of 300|300 values"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), CANNOT)
+def test_what_cannot_be_recorded_names_its_line_and_what_to_write(function, message):
+    with pytest.raises(ArgumentTypeError, match=message) as error:
+        prepare(function, None)
+    assert str(error.value).startswith("score_mod: ")
+
+
+def test_the_error_shows_the_line():
+    with pytest.raises(ArgumentTypeError, match=r"test_tracing.py:\d+: `if q > k:`: "):
+        prepare(branch, None)
+
+
+def test_a_float_mask_is_refused():
+    with pytest.raises(ArgumentTypeError, match="mask_mod: got a function that returns a float"):
+        numflash.create_block_mask(lambda b, h, q, k: q * 1.0, None, None, 8, 8)
+
+
+def test_a_known_function_costs_microseconds():
+    prepare(g.t5_bias, g.documents)
+    best = min(timed(lambda: prepare(g.t5_bias, g.documents)) for _ in range(20))
+    assert best < 20e-6  # 1 us on a quiet machine
+
+
+def timed(f):
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
+@pytest.mark.parametrize("size", [5, 16, 37])
+@pytest.mark.parametrize("way", ["forward", "backward", "computed"])
+def test_no_tile_reads_beyond_an_array(size, way):
+    """The array ends, and another begins, where a page without access does."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 3 * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(start, page, 0) == 0
+    assert protect(start + 2 * page, page, 0) == 0
+    everything = np.frombuffer(memory, np.float32)
+    first, last = everything[page // 4 :][:size], everything[2 * page // 4 - size :][:size]
+    first[:] = last[:] = np.arange(size) / size
+    q, k, v = g.operands(length=size, s=size)
+    functions = {
+        "forward": lambda score, b, h, q, k: score + first[k] * last[k],
+        "backward": lambda score, b, h, q, k: score + first[size - 1 - k] * last[size - 1 - k],
+        "computed": lambda score, b, h, q, k: score + first[k * 7 - q] * last[(k * k) % size],
+    }
+    found = numflash.flex_attention(q, k, v, functions[way])
+    wanted = numflash.flex_attention(q, k, v, functions[way], impl="reference")
+    assert np.abs(found - wanted).max() < 1e-5
+    assert protect(start, 3 * page, 3) == 0

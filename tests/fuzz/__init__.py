@@ -1,0 +1,1 @@
+"""A seeded fuzzer over the public functions, with an oracle of its own: `python -m tests.fuzz --help`."""

@@ -1,0 +1,272 @@
+"""A KV cache held against lists of tokens: append, decode, step, share, reset, rings, pages, counts, full caches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numflash import KVCache
+from numflash.errors import ArgumentError, CacheFullError
+
+from . import oracle
+from .arrays import laid_out, numbers, put
+from .compare import WrongError, close, same_kind
+from .oracle import EPS
+
+SMOOTH = 16  # tokens of a first append from which channel means are taken
+
+
+class Sequence:
+    """What one sequence of the cache must hold: tokens as they came, and where its channel means come from."""
+
+    def __init__(self, g: int, d: int, dv: int) -> None:
+        self.key, self.value = np.zeros((g, 0, d)), np.zeros((g, 0, dv))
+        self.offset = np.zeros((g, 1, d))
+
+    @property
+    def length(self) -> int:
+        return self.key.shape[1]
+
+    def copy(self, n: int) -> Sequence:
+        other = Sequence(self.key.shape[0], self.key.shape[2], self.value.shape[2])
+        other.key, other.value, other.offset = self.key[:, :n], self.value[:, :n], self.offset
+        return other
+
+
+def tokens(c: dict, op: dict) -> tuple[np.ndarray, np.ndarray]:
+    dv = c["dv"] or c["d"]
+    draw = "normal" if c["draw"] == "huge" and c["dtype"] == "float16" else c["draw"]
+    key = numbers((c["b"], c["g"], op["n"], c["d"]), draw, op["seed"], "float32")
+    value = numbers((c["b"], c["g"], op["n"], dv), draw, op["seed"] + 1, "float32")
+    if "bad" in op:
+        put(key if op["bad"][0] == "k" else value, op["bad"][1])
+    return laid_out(key, op.get("view")), laid_out(value, op.get("view"))
+
+
+class Model:
+    def __init__(self, c: dict) -> None:
+        self.c, self.dv = c, c["dv"] or c["d"]
+        self.all = [self.empty() for _ in range(c["b"])]
+
+    def empty(self) -> Sequence:
+        return Sequence(self.c["g"], self.c["d"], self.dv)
+
+    def full(self, take: list[int]) -> bool:
+        return self.c.get("window") is None and any(
+            s.length + t > self.c["max_length"] for s, t in zip(self.all, take, strict=True)
+        )
+
+    def append(self, key: np.ndarray, value: np.ndarray, take: list[int]) -> None:
+        for b, n in enumerate(take):
+            s, stored = self.all[b], "float32" if self.c["dtype"] == "int8" else self.c["dtype"]
+            if self.c["smooth"] and not s.length and n >= SMOOTH:
+                with np.errstate(all="ignore"):
+                    mean = (
+                        key[b, :, :n].astype(np.float64).mean(1, keepdims=True).astype(np.float32)
+                    )
+                s.offset = np.where(np.isfinite(mean), mean, 0).astype(np.float64)
+            s.key = np.concatenate([s.key, oracle.rounded(key[b, :, :n], stored)], 1)
+            s.value = np.concatenate([s.value, oracle.rounded(value[b, :, :n], stored)], 1)
+
+
+def visible(c: dict, s: int, length: int) -> np.ndarray:
+    """(L, S) bool: which tokens the last L see."""
+    at, held = s - length + np.arange(length)[:, None], np.arange(s)
+    seen = held <= at
+    if c.get("window") is not None:
+        seen &= (held > at - c["window"]) | (held < c["sinks"])
+    return seen
+
+
+def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
+    """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales; rows that are not finite."""
+    found = oracle.quantized((x - offset).astype(np.float32)[None], -1)
+    bad = ~np.isfinite(x).all(-1)
+    return (
+        np.where(bad[..., None], 0, found.value[0]),
+        np.where(bad, 0, found.scale[0, ..., 0]),
+        bad,
+    )
+
+
+def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
+    """out (H, L, Dv), lse (H, L) of one sequence and their bounds."""
+    h, length, d = query.shape
+    seen = np.broadcast_to(visible(c, s.length, length), (h, length, s.length))
+    int8 = c["dtype"] == "int8"
+    spoiled = np.zeros((h, length), bool)
+    with np.errstate(all="ignore"):
+        if int8:
+            key, k_scale, bad_k = rows_int8(s.key, s.offset)
+            value, v_scale, bad_v = rows_int8(s.value)
+            q, _, bad_q = rows_int8(query)
+            key, value, v_scale = (
+                oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
+            )
+            bad = oracle.heads((bad_k | bad_v)[None, ..., None], h)[0, ..., 0]
+            spoiled = (seen & bad[:, None]).any(-1) | (bad_q & seen.any(-1))
+            dots = (q @ key.swapaxes(1, 2)) * scale
+            x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
+            error = 0.0014 + 12 * EPS * np.abs(x)
+            if c["smooth"]:
+                step = oracle.heads(k_scale[None, ..., None], h)[0, ..., 0]
+                error = error + 2 * step[:, None] * np.abs(q).max(-1, keepdims=True) * abs(scale)
+        else:
+            key, value = (oracle.heads(y[None], h)[0] for y in (s.key, s.value))
+            q = query
+            # a token of which one part is not finite is not finite
+            bad = ~(np.isfinite(key).all(-1) & np.isfinite(value).all(-1))
+            spoiled = (seen & bad[:, None]).any(-1) | (~np.isfinite(query).all(-1) & seen.any(-1))
+            key, value = (np.where(bad[..., None], 0, y) for y in (key, value))
+            x = (np.where(np.isfinite(q), q, 0) @ key.swapaxes(1, 2)) * scale
+            error = (d + 10) * EPS * (np.abs(q) @ np.abs(key).swapaxes(1, 2)) * abs(
+                scale
+            ) + 8 * EPS * np.abs(x)
+        x = np.where(seen, x, -np.inf)
+        p, lse = oracle.softmax(x[None], None)
+        p, lse = p[0], lse[0]
+        out = p @ value
+        off = np.where(p > 1e-30, error, 0).max(-1, initial=0)
+        far = np.where(seen & (p <= 1e-30), error, 0).max(-1, initial=0)
+        delta = p * (np.expm1(np.minimum(2 * off, 50)) * 2 + (s.length + 60) * EPS)[..., None]
+        if int8:
+            peaks = oracle.block_peaks(p)
+            delta = delta + peaks / 255 * 1.1 + 0.0045 * p
+            # a value's share of the largest scale of its block is folded into its weight, which is then rounded; unseen
+            # tokens of a ring's slots share blocks in an order of their own: the largest scale anywhere bounds them all
+            top = oracle.block_peaks(np.where(np.isfinite(v_scale[..., 0]), v_scale[..., 0], 0))
+            if c.get("window") is not None:
+                top = np.broadcast_to(v_scale[..., 0].max(-1, keepdims=True, initial=0), top.shape)
+                peaks = np.broadcast_to(p.max(-1, keepdims=True, initial=0), p.shape)
+            coarse = np.where(seen, peaks * top[:, None], 0) * 127 * 1.1 / 255
+            out_error = coarse.sum(-1)[..., None]
+        else:
+            out_error = 0.0
+        delta = np.where(seen, delta, 0)
+        total = delta.sum(-1)
+        out_error = out_error + delta @ np.abs(value) + total[..., None] * np.abs(out)
+        out_error = out_error / np.maximum(1 - total, 0.05)[..., None]
+        lse = lse + 0.0
+        if int8 and c["smooth"]:
+            shift = np.einsum("hld,hd->hl", q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale
+            lse = lse + shift
+            total = total + 4 * EPS * np.abs(shift) + np.abs(shift) * 1e-6
+            # the offset meets the query as it came
+            total = total + np.abs(
+                np.einsum("hld,hd->hl", query - q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale
+            )
+        lse_error = total / np.maximum(1 - total, 0.05) + off + 8 * EPS * np.abs(lse) + 1e-6
+        unsure = (far > 5) | (off > 5)
+    out_error, lse_error = (
+        np.where(unsure[..., None], np.inf, out_error),
+        np.where(unsure, np.inf, lse_error),
+    )
+    some = seen.any(-1)
+    out = np.where(spoiled[..., None], np.nan, np.where(some[..., None], out, 0))
+    return out, np.where(spoiled, np.nan, np.where(some, lse, -np.inf)), out_error, lse_error
+
+
+def cache(c: dict) -> None:
+    names = ("page_size", "pages", "window", "sinks")
+    given = {n: c[n] for n in names if n in c}
+    held = KVCache(
+        c["b"],
+        c["g"],
+        c["d"],
+        c["max_length"],
+        c["dtype"],
+        value_dim=c["dv"],
+        smooth=c["smooth"],
+        **given,
+    )
+    model = Model(c)
+    for number, op in enumerate(c["ops"]):
+        try:
+            apply(c, op, held, model)
+        except WrongError as error:
+            raise WrongError(f"op {number} ({op['op']}): {error}") from None
+        if held.lengths.tolist() != [s.length for s in model.all]:
+            raise WrongError(
+                f"op {number} ({op['op']}): lengths {held.lengths.tolist()}, expected {[s.length for s in model.all]}"
+            )
+
+
+def apply(c: dict, op: dict, held: KVCache, model: Model) -> None:
+    if op["op"] == "append":
+        key, value = tokens(c, op)
+        take = op.get("counts", [op["n"]] * c["b"])
+        counts = {"counts": np.array(op["counts"])} if "counts" in op else {}
+        if admitted(c, held, model, take, lambda: held.append(key, value, **counts)):
+            model.append(key, value, take)
+    elif op["op"] == "reset":
+        held.reset(op["which"])
+        for b in range(c["b"]) if op["which"] is None else np.atleast_1d(op["which"]):
+            model.all[b] = model.empty()
+    elif op["op"] == "share":
+        share(op, held, model)
+    else:
+        attend(c, op, held, model)
+
+
+def admitted(c: dict, held: KVCache, model: Model, take: list[int], call) -> bool:
+    """Whether tokens were taken; a full cache must refuse them and stay as it is."""
+    free = held.free_pages
+    try:
+        call()
+    except CacheFullError:
+        if not model.full(take) and "page_size" not in c:
+            raise WrongError("the cache says that it is full, and is not") from None
+        if held.free_pages != free:
+            raise WrongError("pages were lost by an append that was refused") from None
+        return False
+    if model.full(take):
+        raise WrongError(f"tokens beyond max_length were taken: {take}")
+    return True
+
+
+def share(op: dict, held: KVCache, model: Model) -> None:
+    a, b = op["source"], op["target"]
+    source = model.all[a]
+    n = source.length if op["length"] is None else op["length"]
+    try:
+        held.share(a, b, op["length"])
+    except ArgumentError:
+        if a != b and not model.all[b].length and n <= source.length:
+            raise
+    except CacheFullError:
+        return
+    else:
+        model.all[b] = source.copy(n)
+
+
+def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
+    length, draw = op["l"], "normal" if c["draw"] in ("huge", "zeros") else c["draw"]
+    query = numbers((c["b"], c["queries"], length, c["d"]), draw, op["seed"] + 2, "float32")
+    shape = (*query.shape[:3], model.dv)
+    given = {name: op[name] for name in ("splits", "scale") if op[name] is not None}
+    out = np.full(shape, np.nan, np.float32) if op["out"] else None
+    if op["op"] == "step":
+        key, value = tokens(c, op)
+        got: list = []
+        if not admitted(
+            c,
+            held,
+            model,
+            [op["n"]] * c["b"],
+            lambda: got.append(held.step(query, key, value, out=out, **given)),
+        ):
+            return
+        model.append(key, value, [op["n"]] * c["b"])
+        found, lse = got[0], None
+    elif op["lse"]:
+        found, lse = held.decode(query, out=out, return_lse=True, **given)
+    else:
+        found, lse = held.decode(query, out=out, **given), None
+    if out is not None and found is not out:
+        raise WrongError("out was not returned")
+    same_kind("out", found, shape, "float32")
+    scale = c["d"] ** -0.5 if op["scale"] is None else op["scale"]
+    for b, s in enumerate(model.all):
+        want, want_lse, error, lse_error = decoded(c, s, query[b].astype(np.float64), scale)
+        close(f"out of sequence {b}", found[b], want, error, "float32")
+        if lse is not None:
+            close(f"lse of sequence {b}", lse[b], want_lse, lse_error, "float32")

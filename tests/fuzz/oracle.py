@@ -1,0 +1,347 @@
+"""What is right, in float64, with the error that rounding may leave: written for the fuzzer alone, it shares no code with numflash.
+
+Scores of every head are held at once. A bound is worked out for every number of a result, from how far each score can be off (E):
+weights then change by factors up to exp(2 E), so an output moves by no more than expm1(2 E) sum(p |v - out|).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+LOG2E = np.log2(np.e)
+INT8_LIMIT = 2.0**30 / 256 / LOG2E  # precision "int8" clips scores here
+KEY_BLOCK = 128
+LARGEST = float(np.finfo(np.float32).max)
+TINY = 2.0**-126
+NO_SCALE = 2.0**-100  # peaks below count as zero in the integer pipeline
+EPS = 2.0**-24
+EPS_OF = {"float32": 2.0**-24, "float64": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@dataclass
+class Expected:
+    """out (B, H, L, Dv) and lse (B, H, L), how far they may be off, and which entries nothing is said about."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_error: np.ndarray
+    lse_error: np.ndarray
+    p: np.ndarray  # (B, H, L, S) weights of a row, summing to one
+    scores: np.ndarray  # (B, H, L, S), -inf where hidden
+    error: np.ndarray  # (B, H, L, S) how far they may be off
+    slope: np.ndarray | float  # what a softcap makes of a small change of a score
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers as `dtype` stores them, in float64."""
+    with np.errstate(over="ignore", under="ignore"):
+        x = np.asarray(x)
+        if dtype == "bfloat16":
+            x = x.astype(np.float32).astype(ml_dtypes.bfloat16)
+        elif dtype == "float16":
+            x = x.astype(np.float16)
+        else:
+            x = x.astype(np.float32)
+        return x.astype(np.float64)
+
+
+def seen_keys(shape: tuple[int, ...], o: dict) -> tuple[np.ndarray, np.ndarray]:
+    """(B, H, L, S) bool which keys a row sees, and (B, 1, L, S) how far they are from the diagonal."""
+    b, h, length, s = shape
+    counts = np.asarray(o.get("key_lengths", [s] * b), np.int64).reshape(b, 1, 1, 1)
+    diagonal = counts - length if o.get("alignment") == "lower_right" else np.zeros_like(counts)
+    away = np.arange(s) - (np.arange(length)[:, None] + diagonal)
+    left, right = o.get("window") or (None, None)
+    right = 0 if o.get("is_causal") else right
+    seen = np.broadcast_to(np.arange(s) < counts, (b, h, length, s)).copy()
+    if left is not None:
+        seen &= away >= -left
+    if right is not None:
+        seen &= away <= right
+    mask = o.get("attn_mask")
+    if mask is not None:
+        seen &= mask if mask.dtype == bool else np.asarray(mask, np.float64) != -np.inf
+    return seen, away
+
+
+def changed(s: np.ndarray, error: np.ndarray, seen: np.ndarray, away: np.ndarray, o: dict):
+    """Scores and their error after softcap, ALiBi and bias."""
+    cap = o.get("softcap", 0.0)
+    if cap:
+        tanh = np.tanh(s / cap)
+        s = cap * tanh
+        error = np.minimum(error, 2 * cap) + 4e-6 * cap + 8 * EPS * np.abs(s)
+    slopes = o.get("alibi_slopes")
+    if slopes is not None:
+        slopes = np.broadcast_to(np.asarray(slopes, np.float64), seen.shape[:2])[..., None, None]
+        s = s - slopes * np.abs(away)
+        error = error + 4 * EPS * np.abs(slopes * away)
+    mask = o.get("attn_mask")
+    if mask is not None and mask.dtype != bool:
+        with np.errstate(over="ignore"):
+            bias = np.where(seen, np.asarray(mask, np.float32).astype(np.float64), 0)
+        s, error = s + bias, error + 4 * EPS * np.abs(bias)
+    return np.where(seen, s, -np.inf), np.where(seen, error + 4 * EPS * np.abs(s), 0)
+
+
+def heads(x: np.ndarray, h: int) -> np.ndarray:
+    """Keys or values of every query head."""
+    return np.repeat(x, h // x.shape[1], 1) if x.shape[1] != h else x
+
+
+def product(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p.v where a weight of 0 hides NaN and infinity."""
+    finite = np.isfinite(v)
+    out = p @ np.where(finite, v, 0)
+    if not finite.all():
+        some = (p > 0).astype(np.float64)
+        up, down, nan = (some @ kind for kind in (v == np.inf, v == -np.inf, np.isnan(v)))
+        out = (
+            out
+            + np.where(up > 0, np.inf, 0)
+            - np.where(down > 0, np.inf, 0)
+            + np.where(nan > 0, np.nan, 0)
+        )
+    return out
+
+
+def softmax(s: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Weights that sum to one with the sinks' share, and the log-sum-exp."""
+    top = s.max(-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        sinks = np.asarray(sinks, np.float64)[None, :, None, None]
+        top = np.maximum(top, sinks)
+    shift = np.where(top == -np.inf, 0, top)
+    p = np.where(s == -np.inf, 0, np.exp(s - shift))
+    total = p.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - shift)
+    lse = (shift + np.log(total))[..., 0]
+    return p / np.where(total == 0, 1, total), lse
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str = "float32"
+) -> Expected:
+    """Float attention of operands (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv) that are rounded already."""
+    b, h, length, d = q.shape
+    k, v = heads(k, h), heads(v, h)
+    scale = d**-0.5 if o.get("scale") is None else o["scale"]
+    seen, away = seen_keys((b, h, length, k.shape[2]), o)
+    with np.errstate(all="ignore"):
+        s = (q @ k.swapaxes(2, 3)) * scale
+        size = (np.abs(q) @ np.abs(k).swapaxes(2, 3)) * abs(scale)
+        flushed = 0.0  # bfloat16 instructions take subnormal operands for zeros
+        if precision == "bfloat16":
+            flushed = d * TINY * (np.abs(q).max(initial=0) + np.abs(k).max(initial=0)) * abs(scale)
+        s, error = changed(s, (d + 6) * EPS * size + flushed, seen, away, o)
+        p, lse = softmax(s, o.get("sinks"))
+        weight = 2 * EPS_OF["bfloat16"] if precision == "bfloat16" else (k.shape[2] + 40) * EPS
+        out = product(p, v)
+        near = s > s.max(-1, keepdims=True, initial=-np.inf) - 70
+        off = np.where(near, error, 0).max(-1, initial=0)
+        # a sum of many terms of both signs, each rounded
+        spread = np.abs(p) @ np.where(np.isfinite(v), np.abs(v), 0)
+        out_error = (np.expm1(np.minimum(2 * off, 50))[..., None] * 2 + weight) * spread
+        out_error = out_error + np.where(np.isfinite(v), np.abs(v), 0).sum(2)[:, :, None] * TINY
+        hidden = np.where((s > -np.inf) & ~near, error, 0).max(-1, initial=0)
+        out_error = out_error + np.where(hidden > 10, np.inf, 0)[..., None]
+        lse_error = off + hidden + (k.shape[2] + 40) * EPS + 4 * EPS * np.abs(lse)
+    return Expected(out, lse, out_error, lse_error, p, s, error, slope_of(q, k, scale, o))
+
+
+@np.errstate(all="ignore")
+def slope_of(q: np.ndarray, k: np.ndarray, scale: float, o: dict) -> np.ndarray | float:
+    cap = o.get("softcap", 0.0)
+    if not cap:
+        return 1.0
+    return 1 - np.tanh((q @ k.swapaxes(2, 3)) * scale / cap) ** 2
+
+
+# ---- the integer pipeline --------------------------------------------------------------------------------------------
+@dataclass
+class Quantized:
+    """data * scale + offset, float64; `bad` rows held what is not finite; `loose`: its rounding cannot be foretold."""
+
+    data: np.ndarray
+    scale: np.ndarray
+    offset: np.ndarray | float
+    bad: np.ndarray
+    step: np.ndarray | float  # scale where an entry may have been rounded the other way
+    loose: bool
+
+    @property
+    def value(self) -> np.ndarray:
+        return self.data * self.scale
+
+
+def quantized(
+    x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth: bool = False
+) -> Quantized:
+    """Symmetric INT8 of x (B, H, N, D) float32 values: one scale per row (axis -1) or per channel (axis -2).
+
+    counts (B,): rows that exist; the others stand as zeros and do not count.
+    """
+    x = x.astype(np.float32)
+    n = x.shape[2]
+    exists = np.ones((x.shape[0], 1, n, 1), bool)
+    if counts is not None:
+        exists = (np.arange(n) < np.asarray(counts)[:, None])[:, None, :, None]
+    bad = ~np.isfinite(x).all(-1, keepdims=True) & exists
+    clean = np.where(bad | ~exists, np.float32(0), x)
+    offset, loose, step = np.zeros((1, 1, 1, 1), np.float32), False, 0.0
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        if smooth and n:
+            total = clean.sum(2, keepdims=True, dtype=np.float64)
+            loose = bool((np.abs(clean).sum(2, dtype=np.float64) > 1e38).any())
+            offset = (total / np.maximum(exists.sum(2, keepdims=True), 1)).astype(np.float32)
+            clean = np.where(
+                bad | ~exists, np.float32(0), np.clip(x - offset, -LARGEST, LARGEST)
+            ).astype(np.float32)
+        peak = np.abs(clean).max(axis, keepdims=True, initial=0)
+        usable = peak > np.float32(NO_SCALE)
+        scale = np.where(usable, peak / np.float32(127), np.float32(1)).astype(np.float32)
+        factor = np.where(
+            usable, np.float32(127) / np.where(usable, peak, np.float32(1)), np.float32(0)
+        )
+        data = np.rint(clean * factor.astype(np.float32))
+    if smooth:
+        step = scale.astype(np.float64)
+    return Quantized(
+        data.astype(np.float64),
+        scale.astype(np.float64),
+        offset.astype(np.float64),
+        bad[..., 0],
+        step,
+        loose,
+    )
+
+
+def block_peaks(p: np.ndarray) -> np.ndarray:
+    """(..., S): the largest weight of each key's block of 128."""
+    s = p.shape[-1]
+    blocks = -(-s // KEY_BLOCK)
+    padded = np.zeros((*p.shape[:-1], blocks * KEY_BLOCK))
+    padded[..., :s] = p
+    peaks = padded.reshape(*p.shape[:-1], blocks, KEY_BLOCK).max(-1)
+    return np.repeat(peaks, KEY_BLOCK, -1)[..., :s]
+
+
+def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -> Expected:
+    """The integer pipeline's result to within the rounding of its scores and weights; rows that see a bad key are NaN."""
+    b, h, length, d = q.data.shape
+    scale = d**-0.5 if o.get("scale") is None else o["scale"]
+    qv, kv, vv = q.value, heads(k.value, h), heads(v.value, h)
+    seen, away = seen_keys((b, h, length, kv.shape[2]), o)
+    with np.errstate(all="ignore"):
+        dots = (qv @ kv.swapaxes(2, 3)) * scale
+        near = np.clip(dots, -INT8_LIMIT, INT8_LIMIT)
+        shift = (
+            qv
+            @ np.broadcast_to(
+                heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)
+            ).swapaxes(2, 3)
+        ) * scale
+        step = (
+            heads(k.step * np.ones((1, 1, 1, 1)), h)[..., 0][..., None, :]
+            if np.ndim(k.step)
+            else 0.0
+        )
+        error = 8 * EPS * np.abs(near) + 2 * step * np.abs(qv).max(
+            -1, keepdims=True, initial=0
+        ) * abs(scale)
+        cap = o.get("softcap", 0.0)
+        s, error = changed(near + shift if cap else near, error, seen, away, o)
+        lost = (np.abs(s) > INT8_LIMIT) & seen  # clipped after the options, too
+        s = np.where(seen, np.clip(s, -INT8_LIMIT, INT8_LIMIT), -np.inf)
+        error = np.where(seen, error + 0.0014 + 4 * EPS * np.abs(s), 0)
+        own, own_lse = softmax(s, None)
+        if not cap:
+            own_lse = own_lse + shift[..., 0]
+        out = own @ vv
+        fine = 1 / 255 if pv == "int8" else 1 / 32768
+        delta = block_peaks(own) * fine * 1.1 + 0.0045 * own
+        off = np.where(own > 1e-12, error, 0).max(-1, initial=0)
+        delta = delta + own * np.expm1(np.minimum(2 * off, 50))[..., None]
+        far = np.where((s > -np.inf) & (own <= 1e-12), error, 0).max(-1, initial=0)
+        delta = np.where(seen, delta, 0)
+        total = delta.sum(-1)
+        spread = delta @ np.abs(vv) + total[..., None] * np.abs(out)
+        room = np.maximum(1 - total, 0.05)[..., None]
+        out_error = spread / room + 1e-5 * (own @ np.abs(vv)) + TINY * np.abs(vv).sum(2)[:, :, None]
+        if np.ndim(v.step):
+            out_error = out_error + 2 * heads(v.step, h)
+        lse_error = (
+            total / room[..., 0]
+            + off
+            + 20 * EPS * np.abs(own_lse)
+            + 1e-5
+            + 8 * EPS * np.abs(shift[..., 0])
+        )
+        unsure = (far > 5) | k.loose | lost.any(-1)
+        out_error = np.where(
+            unsure[..., None] | (np.abs(dots) > INT8_LIMIT).any(-1)[..., None], np.inf, out_error
+        )
+        lse_error = np.where(unsure, np.inf, lse_error)
+        spoiled = (seen & heads((k.bad | v.bad)[..., None], h)[..., 0][..., None, :]).any(-1)
+        spoiled |= q.bad & seen.any(-1)
+        out = np.where(spoiled[..., None], np.nan, out)
+        own_lse = np.where(spoiled, np.nan, own_lse)
+        own_lse = np.where(seen.any(-1), own_lse, -np.inf)
+        out = np.where(seen.any(-1)[..., None], out, 0)
+        if o.get("sinks") is not None:
+            sink = np.asarray(o["sinks"], np.float64)[None, :, None]
+            lse = np.logaddexp(own_lse, sink)
+            share = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
+            change = np.expm1(np.minimum(lse_error, 50)) * share * (1 - share) * 2
+            out, out_error = (
+                out * share[..., None],
+                out_error * share[..., None] + change[..., None] * np.abs(out),
+            )
+            own_lse = lse
+    return Expected(out, own_lse, out_error, lse_error, own, s, error, 1.0)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray):
+    """dq, dk, dv and their bounds, of operands as for `attention`; out and lse as the caller passes them."""
+    h, d = q.shape[1], q.shape[3]
+    scale = d**-0.5 if o.get("scale") is None else o["scale"]
+    found = attention(q, k, v, o)
+    kh, vh = heads(k, h), heads(v, h)
+    with np.errstate(all="ignore"):
+        # an lse of few digits says nothing: the weights are computed anew
+        lse_given = np.where(np.abs(lse_given) >= 2.0**22, found.lse, lse_given)
+        p = np.where(found.scores == -np.inf, 0, np.exp(found.scores - lse_given[..., None]))
+        p = np.where(np.isfinite(lse_given)[..., None], p, 0)
+        dp = do @ vh.swapaxes(2, 3)
+        delta = (do * out_given).sum(-1, keepdims=True)
+        ds = p * (dp - delta) * found.slope * scale
+        dq, dkh, dvh = ds @ kh, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
+        off = found.error + 4 * EPS * np.abs(lse_given)[..., None] + 64 * EPS
+        terms = q.shape[2] + k.shape[2] + d + v.shape[3]
+        factor = 2 * np.expm1(np.minimum(off, 50)) + (terms + 60) * EPS
+        size = np.abs(do) @ np.abs(vh).swapaxes(2, 3) + (np.abs(do) * np.abs(out_given)).sum(
+            -1, keepdims=True
+        )
+        e_p = p * factor
+        e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)
+        largest = sum(np.abs(x).max(initial=0) for x in (q, k, v, do))
+        e_ds, e_p = (
+            e_ds + terms * TINY * largest,
+            e_p + terms * TINY,
+        )  # products below float32's normal numbers
+        e_dq, e_dk, e_dv = (
+            e_ds @ np.abs(kh),
+            e_ds.swapaxes(2, 3) @ np.abs(q),
+            e_p.swapaxes(2, 3) @ np.abs(do),
+        )
+
+    def grouped(x):
+        return x.reshape(x.shape[0], k.shape[1], h // k.shape[1], *x.shape[2:]).sum(2)
+
+    return (dq, grouped(dkh), grouped(dvh)), (e_dq, grouped(e_dk), grouped(e_dv))

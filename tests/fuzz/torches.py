@@ -1,0 +1,76 @@
+"""numflash.torch on tensors of any strides, with gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import oracle
+from .arrays import numbers
+from .checks import expected, held, make_options
+from .compare import WrongError, close
+
+
+def torch(c: dict) -> None:
+    import torch as t
+
+    import numflash.torch
+
+    shapes = {
+        "q": (c["b"], c["h"], c["l"], c["d"]),
+        "k": (c["b"], c["g"], c["s"], c["d"]),
+        "v": (c["b"], c["g"], c["s"], c["dv"]),
+        "do": (c["b"], c["h"], c["l"], c["dv"]),
+    }
+    kept = getattr(t, c["dtype"])
+    made = {
+        n: t.from_numpy(numbers(shape, c[n]["draw"], c[n]["seed"], "float32")).to(kept)
+        for n, shape in shapes.items()
+    }
+    back = {n: np.argsort(c[n]["order"]).tolist() for n in shapes}
+    made = {n: x.permute(c[n]["order"]).contiguous().permute(back[n]) for n, x in made.items()}
+    given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
+    call = {n: t.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    if "attn_mask" in call and call["attn_mask"].is_floating_point():
+        call["attn_mask"] = call["attn_mask"].float()
+        o["attn_mask"] = call["attn_mask"].numpy()
+    q, k, v = (made[n].requires_grad_(c["grad"]) for n in "qkv")
+    precision = {"precision": c["precision"]} if c["precision"] else {}
+    lse = None
+    with t.set_grad_enabled(c["grad"]):
+        if c["call"] == "sdpa":
+            out = numflash.torch.scaled_dot_product_attention(
+                q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"]
+            )
+        else:
+            out, lse = numflash.torch.attention(
+                q, k, v, **call, **precision, enable_gqa=c["g"] != c["h"], return_lse=True
+            )
+        if c["grad"]:
+            out.backward(made["do"])
+    if out.dtype != kept or tuple(out.shape) != shapes["do"]:
+        raise WrongError(f"out: got {out.dtype} {tuple(out.shape)}")
+    arrays = {n: made[n].detach().float().numpy() for n in shapes}
+    name = c["precision"] or c["dtype"]
+    found = expected(arrays["q"], arrays["k"], arrays["v"], o, name, None)
+    got = out.detach().float().numpy()
+    if 0 in shapes["q"] or 0 in shapes["k"]:
+        return
+    held(
+        found,
+        got,
+        found.lse if lse is None else lse.numpy(),
+        arrays["v"].astype(np.float64),
+        c["dtype"],
+        name,
+    )
+    if c["grad"]:
+        wide = {n: x.astype(np.float64) for n, x in arrays.items()}
+        exact = oracle.attention(wide["q"], wide["k"], wide["v"], o)
+        want, error = oracle.gradients(
+            wide["q"], wide["k"], wide["v"], wide["do"], o, got.astype(np.float64), exact.lse
+        )
+        if (np.abs(exact.lse[np.isfinite(exact.lse)]) > 2.0**20).any():
+            return
+        for n, x, x_want, e in zip("qkv", (q, k, v), want, error, strict=True):
+            grad = np.zeros(x_want.shape) if x.grad is None else x.grad.float().numpy()
+            close(f"d{n}", grad, x_want, e, c["dtype"])

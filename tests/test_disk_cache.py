@@ -1,0 +1,229 @@
+"""Compiled kernels on disk: what others may write is not read, what cannot be saved is not missed, and clearing says what goes."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import numflash
+
+ROOT = Path(numflash.__file__).parent.parent
+QUANTIZE = "import numpy as np, numflash; print(numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist())"
+posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
+
+
+def python(code, cache, *arguments, wrapper=(), **environment):
+    """A new process with its compiled kernels in `cache`."""
+    return subprocess.run(
+        [*wrapper, sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "NUMBA_CACHE_DIR": str(cache),
+            "HOME": str(cache) + "-home",
+            "XDG_CACHE_HOME": str(cache) + "-home",
+            **environment,
+        },
+    )
+
+
+def entries(cache, suffixes=(".nbi", ".nbc")):
+    return sorted(
+        path for path in Path(cache).rglob("*") if path.suffix in suffixes and path.is_file()
+    )
+
+
+class Planted:
+    """Writes a file when it is unpickled: what an attacker's cache entry would do."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A folder of compiled kernels of `QUANTIZE`, and what it prints."""
+    cache = tmp_path_factory.mktemp("cache")
+    done = python(QUANTIZE, cache)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return cache, done.stdout
+
+
+def copy_of(filled, tmp_path):
+    import shutil
+
+    return shutil.copytree(filled[0], tmp_path / "cache")
+
+
+@posix
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_what_others_may_write_is_not_read(where, filled, tmp_path):
+    cache, marker = copy_of(filled, tmp_path), tmp_path / "run"
+    for path in entries(cache):
+        path.write_bytes(pickle.dumps(Planted(marker)))
+        if where == "file":
+            path.chmod(0o666)
+        else:
+            path.parent.chmod(0o777)
+    done = python(QUANTIZE, cache)
+    assert not marker.exists(), "a planted file was unpickled"
+    assert done.returncode == 0 and done.stdout == filled[1], done.stderr[-3000:]
+    assert done.stderr.count(str(cache)) == 1, done.stderr
+    assert "others may write" in done.stderr
+
+
+@posix
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
+)
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_what_somebody_else_owns_is_not_read(where, filled, tmp_path):
+    cache, marker = copy_of(filled, tmp_path), tmp_path / "run"
+    for path in entries(cache):
+        path.write_bytes(pickle.dumps(Planted(marker)))
+        os.chown(path if where == "file" else path.parent, 12345, -1)
+    done = python(QUANTIZE, cache)
+    assert not marker.exists(), "a planted file was unpickled"
+    assert done.returncode == 0 and done.stdout == filled[1], done.stderr[-3000:]
+    assert str(cache) in done.stderr and "owned by" in done.stderr
+
+
+@posix
+def test_own_files_are_read(filled, tmp_path):
+    """Also under a folder that everybody may write to, as /tmp is; and through a group that is the user's alone."""
+    cache = copy_of(filled, tmp_path)
+    cache.chmod(0o777)
+    done = python(QUANTIZE, cache)
+    assert (
+        done.stdout == filled[1] and "compiling" not in done.stderr and "write" not in done.stderr
+    )
+
+
+@posix
+def test_a_full_disk_does_not_stop_a_call(tmp_path):
+    """Neither a file-size limit (EFBIG), nor a folder that vanishes: the kernel is compiled, so the call succeeds."""
+    script = f"ulimit -f 8; exec \"$0\" -c '{QUANTIZE}'"
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 0 and done.stdout.startswith("[["), done.stderr[-3000:]
+    assert done.stderr.count("not saved") == 1 and str(tmp_path / "cache") in done.stderr
+    assert not list((tmp_path / "cache").rglob("*.tmp.*"))
+
+
+INTERRUPTED = """
+import importlib, os, signal, sys, threading
+import numba, numpy as np
+module, name, attribute, turn = sys.argv[1:]
+owner = getattr(importlib.import_module(module), name)
+plain, calls = getattr(owner, attribute), 0
+def interrupt(*arguments, **options):                    # the method as it is, with Ctrl-C pressed before its n-th call ends
+    global calls
+    found = plain(*arguments, **options)
+    calls += 1
+    if calls == int(turn):
+        os.kill(os.getpid(), signal.SIGINT)
+    return found
+setattr(owner, attribute, interrupt)
+import numflash
+numflash.quantize
+stopped = 0
+for _ in range(2):
+    try:
+        out = numflash.quantize(np.arange(24, dtype=np.float32).reshape(4, 6)).data.tolist()
+    except KeyboardInterrupt:
+        stopped += 1
+print(out)
+sys.exit(40 + stopped)
+"""
+MOMENTS = [
+    ("numba.core.codegen", "JITCodeLibrary", "_object_compiled_hook", 1),  # in a callback from LLVM
+    ("numba.core.codegen", "JITCodeLibrary", "_object_compiled_hook", 2),
+    ("numba.core.codegen", "JITCodeLibrary", "finalize", 3),
+    ("numba.core.dispatcher", "Dispatcher", "add_overload", 1),
+    ("numba.core.dispatcher", "Dispatcher", "add_overload", 2),
+    ("numba.core.base", "BaseContext", "insert_func_defn", 3),
+]
+
+
+@posix
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: f"{m[2]}-{m[3]}")
+def test_an_interrupt_while_compiling_leaves_the_next_call_working(moment, filled, tmp_path):
+    done = python(INTERRUPTED, tmp_path / "cache", *map(str, moment))
+    assert done.returncode == 41, (done.returncode, done.stderr[-3000:])
+    assert done.stdout == filled[1]
+    assert "no compiled object" not in done.stderr and "gnored" not in done.stderr, done.stderr
+
+
+def test_an_entry_with_another_checksum_is_not_taken(tmp_path):
+    """The pickles are whole, the code inside is not what was saved."""
+    from numflash.jit.disk_cache import _CheckedFile
+
+    file = _CheckedFile(str(tmp_path), "kernel", "stamp")
+    file.save(("key",), [1, 2, 3])
+    assert file.load(("key",)) == [1, 2, 3]
+    (data,) = tmp_path.glob("*.nbc")
+    owner, checksum, payload = pickle.loads(data.read_bytes())
+    data.write_bytes(pickle.dumps((owner, checksum, pickle.dumps([1, 2, 4]))))
+    assert file.load(("key",)) is None
+    data.write_bytes(pickle.dumps(("other", checksum, payload)))
+    assert file.load(("key",)) is None
+    data.write_bytes(pickle.dumps((owner, checksum, payload)))
+    assert file.load(("key",)) == [1, 2, 3]
+
+
+def command(cache, *arguments):
+    done = python(
+        "import sys; from numflash.commands.cli import main; sys.exit(main(sys.argv[1:]))",
+        cache,
+        *arguments,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_clearing_lists_what_goes_and_takes_no_more(filled, tmp_path):
+    cache = copy_of(filled, tmp_path)
+    package = entries(cache)[0].parent
+    (package / "folder.nbc").mkdir()
+    (package / f"{entries(cache)[0].name}.tmp.0123456789abcdef").write_bytes(
+        b"left by a process that was killed"
+    )
+    other = cache / "other_package" / "kernel.nbi"
+    other.parent.mkdir()
+    other.write_bytes(b"")
+    beside = ROOT / "numflash" / "__pycache__" / "test_clearing.nbi"
+    beside.parent.mkdir(exist_ok=True)
+    beside.write_bytes(b"")
+    try:
+        want = {str(path) for path in entries(cache)} - {str(other)}
+        shown = command(cache, "cache", "clear", "--dry-run")
+        assert (
+            all(path in shown for path in want)
+            and str(beside) not in shown
+            and str(other) not in shown
+        )
+        assert "would be removed" in shown
+        assert {str(path) for path in entries(cache)} == want | {str(other)}
+        found = json.loads(command(cache, "cache", "clear", "--json"))
+        assert (
+            set(found["files"]) >= want and found["removed"] == len(found["files"]) == len(want) + 1
+        )
+        assert entries(cache) == [other] and beside.exists() and (package / "folder.nbc").is_dir()
+        assert not list(package.glob("*.tmp.*"))
+    finally:
+        beside.unlink()

@@ -1,0 +1,104 @@
+"""NUMFLASH_GUARD=1: what is written or read beyond what is right becomes an error that names the buffer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PLANTED = """
+import numpy as np
+from numflash.errors import GuardError
+from numflash.jit import guard
+from numflash.jit.compiler import inline, kernel
+from numflash.jit.memory import fresh, uncleared, zeros
+from numflash.jit.parallel import over_tasks
+
+@inline
+def task(n, to, fault, out):
+    first, second = uncleared((5,), np.int32, "the first"), zeros((7,), np.float32, "the second")
+    data = first[:0]                              # Numba checks no bounds
+    for i in range(5 if fault != 1 else 4):
+        first[i] = i
+    if fault == 2:
+        data[5] = 9
+    if fault == 3:
+        second[:0][-1 - to] = 2                   # before its start
+    out[n] = first[4] + second[3] + (data[6] if fault == 4 else 0)
+
+@kernel
+def run(fault, out):
+    over_tasks(task, out.size, (0, fault, out))
+
+def call(fault):
+    out = fresh((3,), np.int64)
+    run(fault, out[:2] if fault == 5 else out)
+    return out
+
+for fault in range(6):
+    try:
+        print(fault, guard.guarded(call)(fault).tolist())
+    except GuardError as error:
+        print(fault, error)
+"""
+
+SUITE = (
+    "tests/cpu/test_int8_bits.py::test_every_instruction_set_gives_the_bits_of_the_model",
+    "tests/cpu/test_flash_float.py",
+    "tests/cpu/test_decode_bits.py",
+    "tests/cpu/test_decode_cache.py",
+    "tests/cpu/test_backward.py",
+    "tests/test_quantization.py",
+    "tests/test_field.py",
+)
+
+
+def guarded(*command, timeout):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMFLASH_GUARD": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_planted_faults_are_found_and_the_buffer_named(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    lines = guarded(str(tmp_path / "planted.py"), timeout=300).splitlines()
+    assert lines[0] == "0 [4, 4, 4]"
+    assert "the first: int32: read before it was written" in lines[1]
+    assert "the first: int32: written behind its end, from byte 0 on" in lines[2]
+    assert "the second: float32: written before its start" in lines[3]
+    assert "the first: int32: read beyond its ends" in lines[4]
+    assert (
+        "call (planted.py, line 26): int64 (3,): read before it was written, or never" in lines[5]
+    )
+
+
+def test_without_the_variable_functions_stay_as_they_are():
+    from numflash.jit import guard, memory
+
+    if guard.ON:
+        pytest.skip("NUMFLASH_GUARD is set")
+
+    def function():
+        return 1
+
+    assert guard.guarded(function) is guard.checked(function) is function
+    import numpy as np
+
+    assert memory.fresh is np.empty
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_cpu_suite_passes_under_guard():
+    guarded("-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *SUITE, timeout=1700)
