@@ -82,7 +82,8 @@ class Plan:
         self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
         native = all(dtype == F for dtype in dtypes)
         self.plain = native and self.ndim == 4 and options.layout == "bhld"
-        self.direct = self.plain and runner.direct
+        unconverted = problem.precision in ("float32", "int8")
+        self.direct = self.plain and unconverted and runner.direct
 
     def __call__(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Any:
         """What `attention` returns for arrays of these shapes and dtypes."""

@@ -21,12 +21,13 @@ def both(*arrays, **options):
     first = numflash.attention(*arrays, **options)
     assert len(plans._plans.plans) == 1
     second = numflash.attention(*arrays, **options)
-    for a, b in zip(np.atleast_1d(first), np.atleast_1d(second), strict=True):
+    pairs = [(first, second)] if isinstance(first, np.ndarray) else zip(first, second, strict=True)
+    for a, b in pairs:
         assert np.array_equal(a, b) and a.dtype == b.dtype
     return first
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     "options",
     [
