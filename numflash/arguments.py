@@ -31,6 +31,16 @@ def known(function: str, options: Iterable[str], taken: Collection[str]) -> None
             )
 
 
+def mask_array(name: str, value: Any) -> Any:
+    """Refuse a flag or a number where a mask belongs: it would broadcast, and mean another argument."""
+    if isinstance(value, (bool, int, float, np.generic)):
+        meant = "is_causal" if isinstance(value, (bool, np.bool_)) else "scale"
+        raise ArgumentTypeError(
+            f"{name}: got {value!r}; allowed: an array, or None. Did you mean {meant}={value}?"
+        )
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """`value` if it is True or False."""
     if not isinstance(value, (bool, np.bool_)):

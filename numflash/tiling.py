@@ -10,13 +10,12 @@ needs 58.75 KiB where the summary says 46 KB.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, UnsupportedError
+from .jit.system import cache_sizes
 
 KEY_BLOCK = 128  # keys whose weights share one octave: the same on every device
 MAX_HEAD_DIM = 512
@@ -193,8 +192,8 @@ class Caches:
 
     @classmethod
     def of_this_machine(cls) -> Caches:
-        """Read from the system (Linux); from `CACHES` for the CPU that Numba compiles for where the system does not tell."""
-        found = _read_sysfs()
+        """As the system tells (Linux, macOS); elsewhere from `CACHES`, for the CPU that Numba compiles for."""
+        found = cache_sizes()
         if found.get(1):
             return cls(
                 found[1], found.get(2, 0), found.get(3, 0), found.get(0, 64), "read from the system"
@@ -202,22 +201,6 @@ class Caches:
         from .jit.target import cpu_name
 
         return CACHES.get(cpu_name(), CACHES["generic"])
-
-
-def _read_sysfs(root: str = "/sys/devices/system/cpu/cpu0/cache") -> dict[int, int]:
-    """{level: bytes} of the data caches of the first core, and {0: line size}."""
-    found: dict[int, int] = {}
-    for index in sorted(Path(root).glob("index*")) if os.path.isdir(root) else ():
-        try:
-            kind, level, size = (
-                (index / name).read_text().strip() for name in ("type", "level", "size")
-            )
-            if kind != "Instruction":
-                found[int(level)] = int(size[:-1]) * {"K": 1024, "M": 1 << 20}[size[-1]]
-                found[0] = int((index / "coherency_line_size").read_text())
-        except (OSError, ValueError, KeyError):
-            continue
-    return found
 
 
 K = 1024
@@ -228,6 +211,10 @@ CACHES = {
     "neoverse-v2": Caches(
         64 * K, 2048 * K, 36864 * K, 64, "table: Neoverse V2 (Graviton 4, Grace)"
     ),
+    "apple-m1": Caches(128 * K, 12288 * K, 0, 128, "table: Apple M1, performance cores", 4),
+    "apple-m2": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M2, performance cores", 4),
+    "apple-m3": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M3, performance cores", 4),
+    "apple-m4": Caches(128 * K, 16384 * K, 0, 128, "table: Apple M4, performance cores", 4),
     "generic": Caches(32 * K, 512 * K, 0, 64, "table: assumed"),
 }
 

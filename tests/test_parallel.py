@@ -31,7 +31,7 @@ def add_rows(x, out):
 
 @inline
 def take_room(n, size, failing, out):
-    room = zeros((size if n == failing else 1,), np.int64)
+    room = zeros((size if n == failing else 1,), np.int64, "room")
     out[n] = room.size
 
 

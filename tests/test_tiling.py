@@ -4,6 +4,7 @@ import pytest
 
 from numflash import tiling
 from numflash.errors import ArgumentError
+from numflash.jit import system
 from numflash.tiling import CACHES, TILINGS, Caches
 
 
@@ -147,12 +148,35 @@ def test_caches_from_the_system(tmp_path):
         ):
             (index / name).write_text(text + "\n")
     (tmp_path / "index9").mkdir()  # unreadable: skipped
-    assert tiling._read_sysfs(str(tmp_path)) == {0: 64, 1: 32768, 2: 1 << 20, 3: 16 << 20}
-    assert tiling._read_sysfs(str(tmp_path / "none")) == {}
+    assert system.sysfs_caches(str(tmp_path)) == {0: 64, 1: 32768, 2: 1 << 20, 3: 16 << 20}
+    assert system.sysfs_caches(str(tmp_path / "none")) == {}
+
+
+class MacOS:
+    """libc's sysctlbyname with the answers of an Apple M2."""
+
+    known = {  # noqa: RUF012
+        b"hw.cachelinesize": 128,
+        b"hw.perflevel0.l1dcachesize": 128 << 10,
+        b"hw.perflevel0.l2cachesize": 16 << 20,
+    }
+
+    def sysctlbyname(self, name, value, size, *_):
+        if name not in self.known:
+            return -1
+        value._obj.value = self.known[name]
+        return 0
+
+
+def test_caches_of_macos():
+    """On the stand-in: this has not run on a Mac. The table has the same."""
+    assert system.sysctl_caches(MacOS()) == {0: 128, 1: 128 << 10, 2: 16 << 20}
+    table = CACHES["apple-m2"]
+    assert (table.line, table.l1, table.l2, table.l3) == (128, 128 << 10, 16 << 20, 0)
 
 
 def test_caches_fall_back_on_the_table(monkeypatch):
-    monkeypatch.setattr(tiling, "_read_sysfs", lambda: {})
+    monkeypatch.setattr(tiling, "cache_sizes", lambda: {})
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "a64fx")
     assert Caches.of_this_machine() is CACHES["a64fx"]
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")

@@ -10,8 +10,9 @@ from ..errors import ArgumentError, NumflashError, UnsupportedError
 from ..quantization import QuantizedTensor
 from . import contents
 from .arguments import integer
+from .exact import positions
 from .memory import Memory
-from .settings import Settings
+from .settings import MAX_LENGTH, Settings
 
 
 class Holdings:
@@ -104,6 +105,24 @@ class Holdings:
         """
         memory = self._open()
         return contents.read(memory, self._sequence(memory, "sequence", sequence))
+
+    def tail(self, sequence: int, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of the tokens that the next one attends to, (Hkv, n, D) and (Hkv, n, Dv) float32, in token order.
+
+        window : the next token's, itself included; None for all tokens. Not beyond the cache's own.
+        """
+        memory = self._open()
+        b = self._sequence(memory, "sequence", sequence)
+        key, value = contents.read(memory, b)
+        length, used = int(memory.store.lengths[b]), key.shape[1]
+        if used < length:
+            order = np.argsort(positions(length, used, memory.layout.sinks, memory.layout.ring))
+            key, value = key[:, order], value[:, order]
+        most = self.window if window is None else integer("window", window, 1, MAX_LENGTH)
+        if most is None:
+            return key, value
+        first = max(0, used - most + 1)
+        return key[:, first:], value[:, first:]
 
     def state(self) -> dict[str, np.ndarray]:
         """All that the cache stores as arrays on the host, for `load_state` and `np.savez`.

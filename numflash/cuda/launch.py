@@ -14,14 +14,14 @@ from .launch_forward import (
     int8_forward,
     packed_heads,
 )
-from .operands import Launch, Results, emulated
+from .operands import Launch, Results, emulated, mappable
 
 
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card.
 
     On sm_90a wgmma kernels take INT8 and 16-bit problems; INT8 with float values, and what would not fill tiles of 128 rows, go
-    to the sm_80 kernels, built for sm_90a.
+    to the sm_80 kernels, built for sm_90a; so do broadcast operands on the card, which tensor maps do not describe.
     """
     if problem.precision == "int8":
         return int8_forward(problem, arch)
@@ -29,7 +29,8 @@ def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
         return float32_forward(problem, arch, results)
     _, nh, nkv, length, *_ = problem.shape
     few = nh > nkv and length * packed_heads(nh // nkv) <= MMA_ROWS
-    if arch != "sm_90a" or few:
+    operands = (problem.query, problem.key, problem.value)
+    if arch != "sm_90a" or few or (results is not None and not mappable(*operands)):
         return float_forward(problem, arch, results)
     return hopper_forward(problem, results=results)
 

@@ -38,7 +38,7 @@ def fuse(
         raise ArgumentError(
             f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
         )
-    return Fused(prepare(score_mod, block_mask.mask_mod), block_mask.states, block_mask.BLOCK_SIZE)
+    return Fused(prepare(score_mod, block_mask.mask_mod), *block_mask._finer)
 
 
 def flex_attention(

@@ -7,10 +7,7 @@ register-tile kernel is guarded by `require`.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import platform
-import sys
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -18,6 +15,7 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from ..errors import ArgumentError, UnsupportedError
+from .system import tiles_permitted
 
 Needs = dict[str, tuple[str, ...]]
 
@@ -123,14 +121,6 @@ def _lacking(needs: tuple[str, ...], codegen: Any) -> list[str]:
 def missing(isa: str, isas: Needs = ISAS, codegen: Any = None) -> list[str]:
     """The features that `isa` needs and the target lacks."""
     return _lacking(isas[isa], codegen)
-
-
-@functools.cache
-def tiles_permitted() -> bool:
-    """Ask Linux to let this process use AMX tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, tile data). False where it refuses."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    return ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 def _granted(isa: str) -> bool:

@@ -21,5 +21,6 @@ What they cannot serve raises `ArgumentError`: dropout, attention weights as an 
 """
 
 from .attention import register
+from .resident import ResidentCache
 
-__all__ = ["register"]
+__all__ = ["ResidentCache", "register"]

@@ -14,18 +14,24 @@ from transformers.utils import generic
 
 from ..errors import ArgumentError
 from ..torch.sdpa import attention
+from .by_name import register_caches
+from .standin import StandIn
 
 IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precision
 
 
 def register() -> None:
-    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes. May be called again."""
+    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes. May be called again.
+
+    And "numflash", "numflash_bfloat16" and "numflash_int8" to those that `cache_implementation` takes, each a `ResidentCache`.
+    """
     for name, precision in IMPLEMENTATIONS.items():
         transformers.AttentionInterface.register(
             name, functools.partial(attend, precision=precision)
         )
         transformers.AttentionMaskInterface.register(name, mask)
     _tell_from_flash_attention()
+    register_caches(tuple(IMPLEMENTATIONS))
 
 
 def _tell_from_flash_attention() -> None:
@@ -103,6 +109,10 @@ def attend(
                 f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(key, StandIn):
+        options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+        out = _resident(query, key, attention_mask, bool(causal), precision, position_bias, options)
+        return out.transpose(1, 2).contiguous(), None
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
@@ -119,6 +129,25 @@ def attend(
         precision=precision,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _resident(
+    query: Tensor,
+    key: StandIn,
+    mask: Tensor | None,
+    causal: bool,
+    precision: str | None,
+    position_bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention over the layer of a `ResidentCache`."""
+    if position_bias is not None:
+        raise ArgumentError("position_bias: got one with a ResidentCache; allowed: None")
+    if not causal and mask is None and query.shape[2] > 1:
+        raise ArgumentError("is_causal: got False with a ResidentCache; allowed: causal layers")
+    out: Tensor = key.layer.attend(query, mask, precision, **options)
+    return out
 
 
 def _biased(bias: Tensor, attention_mask: Tensor | None) -> Tensor:

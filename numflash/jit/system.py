@@ -1,0 +1,72 @@
+"""What is asked of the operating system: every answer has a fallback, so that other systems run the same code.
+
+Linux tells its caches in sysfs and wants to be asked for AMX tiles; macOS tells its caches by sysctl; Windows is not asked. OpenMP
+and its fork problem are in `threads`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+SYSFS = "/sys/devices/system/cpu/cpu0/cache"
+
+
+def cache_sizes() -> dict[int, int]:
+    """{level: bytes} of the data caches of a (fast) core, and {0: line size}; {} where the system does not tell."""
+    if sys.platform == "darwin":
+        return sysctl_caches(ctypes.CDLL(None))
+    return sysfs_caches() if sys.platform == "linux" else {}
+
+
+def sysfs_caches(root: str = SYSFS) -> dict[int, int]:
+    """Linux: as the kernel describes the first core; {} without that folder."""
+    found: dict[int, int] = {}
+    for index in sorted(Path(root).glob("index*")) if os.path.isdir(root) else ():
+        try:
+            kind, level, size = (
+                (index / name).read_text().strip() for name in ("type", "level", "size")
+            )
+            if kind != "Instruction":
+                found[int(level)] = int(size[:-1]) * {"K": 1024, "M": 1 << 20}[size[-1]]
+                found[0] = int((index / "coherency_line_size").read_text())
+        except (OSError, ValueError, KeyError):
+            continue
+    return found
+
+
+def sysctl_caches(libc: Any) -> dict[int, int]:
+    """macOS: of the performance cores where there are several kinds."""
+    found = {}
+    for level, names in {
+        0: ("hw.cachelinesize",),
+        1: ("hw.perflevel0.l1dcachesize", "hw.l1dcachesize"),
+        2: ("hw.perflevel0.l2cachesize", "hw.l2cachesize"),
+        3: ("hw.l3cachesize",),
+    }.items():
+        values = (_sysctl(libc, name) for name in names)
+        value = next((v for v in values if v), 0)
+        if value:
+            found[level] = value
+    return found
+
+
+def _sysctl(libc: Any, name: str) -> int:
+    value = ctypes.c_int64(0)  # a 32-bit answer fills the low half
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    failed = libc.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if failed else value.value
+
+
+@functools.cache
+def tiles_permitted() -> bool:
+    """Ask Linux to let this process use AMX tiles; False where it refuses, and on other systems."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    request = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return ctypes.CDLL(None).syscall(*request) == 0

@@ -1,0 +1,54 @@
+"""`cache_implementation="numflash_int8"` in `generate`: transformers has no registry for caches, so two names are wrapped."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.generation import configuration_utils, utils
+
+from ..errors import ArgumentError
+from .resident import ResidentCache
+
+CACHES = {
+    "numflash": "float32",
+    "numflash_bfloat16": "bfloat16",
+    "numflash_int8": "int8",
+}  # name -> dtype
+
+
+def register_caches(implementations: tuple[str, ...]) -> None:
+    """Let `generate` and generation configurations take the names of `CACHES`. May be called again.
+
+    implementations : names of attention functions that serve a resident cache.
+    """
+    known = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = known + tuple(
+        x for x in CACHES if x not in known
+    )
+    original = utils.GenerationMixin._prepare_cache_for_generation
+    if original.__module__ == __name__:
+        return
+
+    @functools.wraps(original, assigned=("__doc__", "__name__", "__qualname__"))
+    def prepare(
+        self: Any, generation_config: Any, model_kwargs: Any, *rest: Any, **options: Any
+    ) -> Any:
+        dtype = CACHES.get(generation_config.cache_implementation)
+        if dtype is None or model_kwargs.get("past_key_values") is not None:
+            return original(self, generation_config, model_kwargs, *rest, **options)
+        config = self.config.get_text_config(decoder=True)
+        if config._attn_implementation not in implementations:
+            raise ArgumentError(
+                f"cache_implementation: got {generation_config.cache_implementation!r} with attn_implementation "
+                f"{config._attn_implementation!r}; allowed: model.set_attn_implementation('numflash')"
+            )
+        if self.config.is_encoder_decoder:
+            raise ArgumentError(
+                f"cache_implementation: got {generation_config.cache_implementation!r} for an encoder-decoder model; "
+                "allowed: decoder-only models"
+            )
+        model_kwargs["past_key_values"] = ResidentCache(self.config, dtype)
+        return None
+
+    utils.GenerationMixin._prepare_cache_for_generation = prepare

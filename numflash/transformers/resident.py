@@ -1,0 +1,324 @@
+"""A cache for transformers whose keys and values stay in `numflash.KVCache`, where the decode kernels read them.
+
+With transformers' own caches every step concatenates all keys and values, and numflash packs all of them again. Here a step writes
+one token and reads the cache once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
+
+from ..cache.settings import DTYPES, MAX_LENGTH
+from ..errors import ArgumentError, NumflashError
+from ..validation import choice
+from . import stored
+from .masks import Reading, read_mask
+from .resident_layer import ResidentLayer
+
+SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
+
+
+class ResidentCache(Cache):
+    """Keys and values of a model in numflash's own layout, for `model.generate(ids, past_key_values=cache)`.
+
+    The model must run with `attn_implementation="numflash"` (or "numflash_int8"); with another one the first layer raises
+    `ArgumentError`. Layers with a sliding window are rings that never grow. Padding takes no memory.
+
+    Parameters
+    ----------
+    config : the model's configuration
+    dtype : "int8", "float32", "bfloat16" or "float16"
+        Storage, and what the attention of prompts is computed in. "int8": a quarter of the memory and of the time; its error is
+        in the guide "Long contexts on a CPU". "float32" gives the tokens of PyTorch's attention.
+    max_length : int or None
+        Most tokens of a sequence; more raise `CacheFullError`. None: the cache grows by powers of two.
+    page_size : int or None
+        A power of two from 128: sequences share pages, so repeating a prompt's cache for several answers
+        (`batch_repeat_interleave`, beams) moves tables, not tokens.
+
+    Attributes
+    ----------
+    nbytes : bytes allocated for keys, values and scales
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        A configuration with layers that are neither full nor sliding-window attention, or arguments as `KVCache` refuses them.
+    CacheFullError
+        From the model's call: more tokens than `max_length`. Nothing is stored then.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: str = "int8",
+        max_length: int | None = None,
+        page_size: int | None = None,
+    ) -> None:
+        self.dtype = choice("dtype", dtype, DTYPES)
+        self.max_length = stored.bound("max_length", max_length, 1, MAX_LENGTH)
+        self.page_size = stored.bound("page_size", page_size, 128, 1 << 20)
+        if page_size is not None and page_size & (page_size - 1):
+            raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, 128 or more")
+        text = config.get_text_config(decoder=True)
+        self.sizes = _sizes(text)
+        types, options = get_layer_types_and_kwargs(text)
+        for kind in types:
+            if kind != "full_attention" and kind not in SLIDING:
+                raise ArgumentError(
+                    f"config: got a layer of type {kind!r}; allowed with a ResidentCache: full and sliding-window attention"
+                )
+        windows = [each.get("sliding_window") for each in options]
+        super().__init__(layers=[ResidentLayer(self, window) for window in windows])
+        self._valid: np.ndarray | None = (
+            None  # (B, tokens) False for padding; None where there is none
+        )
+        self._known = 0  # tokens that have been told from padding
+        self._readings: dict[int | None, tuple[Tensor | None, int, int, Reading]] = {}
+        self._moving = False
+
+    # ---- what it holds ---------------------------------------------------------------------------------------------------
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys, values and scales of all layers."""
+        return sum(layer.store.nbytes for layer in self.layers if layer.store is not None)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) int64 tokens of each sequence, without padding; empty before the first tokens."""
+        store = self.layers[0].store
+        return np.zeros(0, np.int64) if store is None else store.lengths
+
+    def __repr__(self) -> str:
+        """Kind, layers, tokens and bytes."""
+        return (
+            f"ResidentCache(dtype={self.dtype!r}, layers={len(self.layers)}, tokens={self.get_seq_length()}, "
+            f"nbytes={self.nbytes})"
+        )
+
+    def precision(self, query: Tensor) -> str | None:
+        """What a prompt's attention is computed in; None for the query's own dtype."""
+        return None if self.dtype == "float32" else self.dtype
+
+    # ---- one forward pass ------------------------------------------------------------------------------------------------
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the new tokens of a layer; see `ResidentLayer`."""
+        if self._moving:
+            raise NumflashError(
+                "ResidentCache: an earlier call that reorders or cuts the cache was interrupted half-way; reset() it"
+            )
+        if layer_idx >= len(self.layers):
+            raise ArgumentError(
+                f"layer_idx: got {layer_idx}; allowed: 0 to {len(self.layers) - 1}, the cache was made for another model"
+            )
+        if layer_idx == 0:
+            self._finish_or_undo()
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _finish_or_undo(self) -> None:
+        """Undo a forward pass that ended between two layers."""
+        seen = [layer.seen for layer in self.layers]
+        least = min(seen)
+        if max(seen) > least:
+            self._cut(least)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of every layer, padding included: those of an interrupted pass do not count."""
+        return min(layer.seen for layer in self.layers)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Keys that a layer's mask for so many new tokens has, and the first of them."""
+        return self.layers[layer_idx].mask_sizes(self.get_seq_length(), query_length)
+
+    def reading(self, layer: ResidentLayer, mask: Tensor | None, batch: int, new: int) -> Reading:
+        """What a mask says; layers of a kind get the same one, which is read once."""
+        known = self._readings.get(layer.window)
+        if known is not None and known[0] is mask and known[1:3] == (layer.seen, new):
+            return known[3]
+        keys, offset = layer.get_mask_sizes(new)
+        past = None if self._valid is None else self._valid[:, : layer.seen]
+        found = read_mask(mask, batch, new, past, offset, keys, layer.window)
+        self._readings[layer.window] = mask, layer.seen, new, found
+        return found
+
+    def attended(self, layer: ResidentLayer, reading: Reading, batch: int, new: int) -> None:
+        """Note which of the new tokens are padding, once for all layers."""
+        if layer.seen <= self._known:
+            return
+        if reading.valid is not None or self._valid is not None:
+            before = np.ones((batch, self._known), bool) if self._valid is None else self._valid
+            valid = np.ones((batch, new), bool) if reading.valid is None else reading.valid
+            self._valid = np.concatenate([before, valid], 1)
+        self._known = layer.seen
+
+    def physical_mask(
+        self, layer: ResidentLayer, reading: Reading, keys: int, order: Tensor | None
+    ) -> Tensor:
+        """A mask over stored tokens (B, 1, n, keys), rows in the given order, from the one over all tokens."""
+        assert reading.mask is not None
+        b, new, advertised = reading.mask.shape
+        past = np.ones((b, advertised - new), bool)
+        if self._valid is not None:
+            past = self._valid[:, layer.seen - past.shape[1] : layer.seen]
+        valid = np.ones((b, new), bool) if reading.valid is None else reading.valid
+        columns = np.concatenate([past, valid], 1)
+        found = np.zeros((b, new, keys), bool)
+        stored_tokens = 0 if layer.store is None else layer.store.lengths
+        held = (
+            stored_tokens if layer.window is None else np.minimum(stored_tokens, layer.window - 1)
+        )
+        lengths = np.broadcast_to(held, b) + valid.sum(1)
+        for i in range(b):
+            chosen = np.flatnonzero(columns[i])
+            found[i, :, lengths[i] - chosen.size : lengths[i]] = reading.mask[i][:, chosen]
+        mask = torch.from_numpy(found)
+        if order is not None:
+            mask = mask.gather(1, order[:, :, None].expand(-1, -1, keys))
+        return mask[:, None]
+
+    # ---- all layers ------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _all_layers(self) -> Iterator[None]:
+        """A change of every layer: what interrupts it leaves a mark, and the cache refuses to go on."""
+        self._moving = True
+        self._readings = {}
+        yield
+        self._moving = False
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        for layer in self.layers:
+            layer.reset()
+        self._valid, self._known, self._readings, self._moving = None, 0, {}, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens (padding counts); a positive number is refused, as transformers does.
+
+        Raises
+        ------
+        ArgumentError
+            Also where a sliding-window layer no longer holds what came before: it keeps 64 tokens or more beyond its window.
+        """
+        if tokens_to_remove > 0 or self.get_seq_length() + tokens_to_remove < 0:
+            raise ArgumentError(
+                f"tokens_to_remove: got {tokens_to_remove}; allowed: -{self.get_seq_length()} to 0"
+            )
+        if tokens_to_remove:
+            self._cut(self.get_seq_length() + tokens_to_remove)
+
+    def _cut(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens of every layer."""
+        with self._all_layers():
+            for layer in self.layers:
+                gone = max(0, layer.seen - tokens)
+                if gone:
+                    removed = np.array(gone)
+                    if self._valid is not None:
+                        removed = self._valid[:, tokens : layer.seen].sum(1)
+                    layer.truncate(tokens, removed)
+            if self._valid is not None:
+                self._valid = self._valid[:, :tokens]
+            self._known = min(self._known, tokens)
+
+    def _select(self, index: np.ndarray) -> None:
+        with self._all_layers():
+            for layer in self.layers:
+                if layer.store is not None:
+                    layer.store.reorder(index)
+            if self._valid is not None:
+                self._valid = self._valid[index]
+
+    def _sequences(self) -> np.ndarray:
+        return np.arange(self.lengths.size)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make sequence i a copy of sequence beam_idx[i]."""
+        self._select(beam_idx.cpu().numpy())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`, numbers or a mask."""
+        self._select(self._sequences()[np.asarray(indices.cpu())])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make `repeats` copies of every sequence, next to each other: one prompt, several answers."""
+        self._select(self._sequences().repeat(stored.bound("repeats", repeats, 1, 1 << 20)))
+
+    def copy(self) -> ResidentCache:
+        """A cache of its own with the same tokens: a system prompt that many conversations start with."""
+        self._finish_or_undo()
+        twin = object.__new__(ResidentCache)
+        twin.__dict__.update(self.__dict__)
+        twin._readings = {}
+        twin.layers = []
+        for layer in self.layers:
+            new = ResidentLayer(twin, layer.window)
+            new.seen = layer.seen
+            new.store = None if layer.store is None else layer.store.copy()
+            twin.layers.append(new)
+        return twin
+
+    # ---- on disk ---------------------------------------------------------------------------------------------------------
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one .npz file, whole or not at all.
+
+        It holds the stored numbers, so a loaded cache continues bit for bit, on any machine.
+        """
+        self._finish_or_undo()
+        stored.write(Path(path), self.describe(), self.layers, self._valid)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: Any,
+        max_length: int | None = None,
+        page_size: int | None = None,
+    ) -> ResidentCache:
+        """Read a file of `save` into a new cache for the model of this configuration.
+
+        Raises
+        ------
+        ArgumentError
+            The file is none of `save`, of another version, or of a model with other layers, heads or channels.
+        CacheFullError
+            It holds more tokens than `max_length`.
+        """
+        header, arrays = stored.read(Path(path))
+        cache = cls(config, header["dtype"], max_length, page_size)
+        stored.compare(header, cache.describe())
+        for n, (layer, about) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+            layer.restore(about, stored.of_layer(arrays, n))
+        cache._valid, cache._known = arrays.get("valid"), cache.get_seq_length()
+        return cache
+
+    def describe(self) -> dict[str, Any]:
+        """What a file must fit: dtype, sizes, and the window, tokens and shape of each layer."""
+        return {
+            "dtype": self.dtype,
+            "sizes": None if self.sizes is None else list(self.sizes),
+            "layers": [layer.describe() for layer in self.layers],
+        }
+
+
+def _sizes(config: Any) -> tuple[int, int, int] | None:
+    """(KV heads, channels of K, channels of V) of all layers, None where the configuration does not say."""
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "global_head_dim", None):
+        return None
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    d = getattr(config, "head_dim", None) or hidden // heads
+    return kv_heads, d, d

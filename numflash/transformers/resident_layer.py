@@ -1,0 +1,296 @@
+"""One layer of a `ResidentCache`: keys and values in a `numflash.KVCache`, and attention over them.
+
+transformers' attention interface passes keys and values, not the cache. So `update` keeps the new tokens and hands back
+stand-ins, and the attention function calls `attend` of the layer they name: only there is the mask known, which says what is
+padding. The cache stores no padding: a sequence's tokens are its first ones, whatever the padding of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..cache.kvcache import KVCache
+from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
+from ..torch.sdpa import _threads, attention
+from .masks import Reading, gathered, scattered, to_back, to_front
+from .standin import StandIn
+
+# Query rows of a KV head (new tokens times heads of its group) up to which the decode kernel serves them: it reads the cache
+# once for every 8 rows, while the attention kernel takes keys and values out of the cache first.
+DECODE_ROWS = 64
+FIRST = 256  # tokens that are allocated at least; then powers of two
+
+
+class ResidentLayer(CacheLayerMixin):
+    """Keys and values of one attention layer.
+
+    Attributes
+    ----------
+    store : KVCache or None before the first tokens
+    seen : tokens of the layer, padding included
+    """
+
+    is_compileable, is_croppable = False, True
+
+    def __init__(self, cache: Any, window: int | None) -> None:
+        super().__init__()
+        self.cache, self.window, self.is_sliding = cache, window, window is not None
+        self.seen = 0
+        self.store: KVCache | None = None
+        self._new: tuple[Tensor, Tensor] | None = None
+
+    # ---- transformers' interface -----------------------------------------------------------------------------------------
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note dtype and device."""
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens (B, Hkv, n, D) for `attend`; returns stand-ins of the shape of all keys and values."""
+        self._check(key_states, value_states)
+        self.lazy_initialization(key_states, value_states)
+        self._new = key_states, value_states
+        keys = self.get_mask_sizes(key_states.shape[2])[0]
+        return StandIn.of(key_states, keys, self), StandIn.of(value_states, keys, self)
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        for name, x in (("key_states", key), ("value_states", value)):
+            if x.device.type != "cpu" or not x.is_floating_point():
+                raise ArgumentTypeError(
+                    f"{name}: got {x.dtype} on {x.device}; allowed with a ResidentCache: floats on the CPU"
+                )
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    f"{name}: got a tensor that requires grad, and the cache would lose the gradient; allowed: a call "
+                    "under torch.no_grad()"
+                )
+        b, heads, n, d = key.shape
+        sizes = (heads, d, value.shape[3])
+        held = self.store
+        wanted = (
+            self.cache.sizes if held is None else (held.kv_heads, held.head_dim, held.value_dim)
+        )
+        if wanted is not None and sizes != wanted:
+            raise ArgumentError(
+                f"key_states: got {heads} heads of {d} and {value.shape[3]} channels; allowed: {wanted}, the cache was "
+                "made for another model"
+            )
+        if held is not None and held.batch != b:
+            raise ArgumentError(
+                f"key_states: got {b} sequences; allowed: {held.batch}, or after reset()"
+            )
+        most = self.cache.max_length
+        if most is not None and self.seen + n > most:
+            raise CacheFullError(
+                f"past_key_values: {self.seen} tokens are cached and {n} more would come; allowed: {most} in all, as "
+                "max_length says"
+            )
+
+    def get_seq_length(self) -> int:
+        """Tokens, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """The limit that was given, or -1."""
+        return -1 if self.cache.max_length is None else int(self.cache.max_length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a mask for so many new tokens has, and the first of them."""
+        return self.mask_sizes(self.seen, query_length)
+
+    def mask_sizes(self, seen: int, query_length: int) -> tuple[int, int]:
+        """The same with `seen` tokens in the cache."""
+        past = seen if self.window is None else min(seen, self.window - 1)
+        return past + query_length, seen - past
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.seen, self._new = 0, None
+        self.store = None
+
+    def truncate(self, seen: int, removed: np.ndarray) -> None:
+        """Keep `seen` tokens, of which `removed` (B,) fewer are stored."""
+        if self.store is not None:
+            self.store.truncate(self.store.lengths - removed)
+        self.seen, self._new = seen, None
+
+    # ---- attention -------------------------------------------------------------------------------------------------------
+    def attend(
+        self, query: Tensor, mask: Tensor | None, precision: str | None, **options: Any
+    ) -> Tensor:
+        """Append the tokens that `update` kept and compute their attention.
+
+        Parameters
+        ----------
+        query : (B, H, n, D)
+        mask : (B, 1, n, S) or None, S as `get_mask_sizes` says
+        precision : of prefill; None for the cache's own
+        options : scale, softcap, sinks (H,)
+
+        Returns
+        -------
+        (B, H, n, Dv) of the query's dtype
+        """
+        if self._new is None:
+            raise ArgumentError(
+                "past_key_values: attention was called twice for one update of the cache"
+            )
+        key, value = self._new
+        b, _, n, _ = key.shape
+        reading = self.cache.reading(self, mask, b, n)
+        if self.store is None:
+            self.store = self._create(key, value, bool(options.get("softcap")))
+        self._reserve(n)
+        precision = precision or self.cache.precision(query)
+        if reading.standard and n * (query.shape[1] // key.shape[1]) <= DECODE_ROWS:
+            out = self._decode(query, key, value, reading, options)
+        else:
+            out = self._prefill(query, key, value, reading, precision, options)
+        self.seen, self._new = self.seen + n, None
+        self.cache.attended(self, reading, b, n)
+        return out
+
+    def _create(self, key: Tensor, value: Tensor, capped: bool) -> KVCache:
+        b, heads, n, d = key.shape
+        return self._store(
+            b, heads, d, value.shape[3], n, self.cache.dtype == "int8" and not capped
+        )
+
+    def _store(self, b: int, heads: int, d: int, dv: int, tokens: int, smooth: bool) -> KVCache:
+        """An empty cache; keys of models with biased projections need `smooth`, under a soft cap it costs more than it gives."""
+        most = self.cache.max_length or _capacity(tokens)
+        pages = None if self.window is not None else self.cache.page_size
+        dtype, window = self.cache.dtype, self.window
+        return KVCache(b, heads, d, most, dtype, pages, value_dim=dv, window=window, smooth=smooth)
+
+    # ---- in a file ---------------------------------------------------------------------------------------------------------
+    def describe(self) -> dict[str, Any]:
+        """Window, tokens, and the arguments of the store."""
+        store, about = self.store, {"window": self.window, "seen": self.seen}
+        if store is None:
+            return about
+        shape = [store.batch, store.kv_heads, store.head_dim, store.value_dim]
+        return {**about, "shape": shape, "smooth": store.smooth}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The arrays of the store."""
+        return {} if self.store is None else self.store.state()
+
+    def restore(self, about: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+        """Take over what `describe` and `state` gave."""
+        if "shape" in about:
+            b, heads, d, dv = about["shape"]
+            tokens = int(state["lengths"].max(initial=0))
+            store = self._store(b, heads, d, dv, tokens, about["smooth"])
+            store.load_state(state)
+            self.store = store
+        self.seen = about["seen"]
+
+    def _reserve(self, n: int) -> None:
+        assert self.store is not None
+        needed = int(self.store.lengths.max(initial=0)) + n
+        if self.window is None and needed > self.store.max_length:
+            self.store.reserve(max(_capacity(needed), 2 * self.store.max_length))
+
+    def _append(self, key: Tensor, value: Tensor, reading: Reading) -> None:
+        assert self.store is not None
+        if reading.valid is not None:
+            order = to_front(reading.valid)
+            key, value = gathered(key, order), gathered(value, order)
+        self.store.append(_numpy(key), _numpy(value), counts=reading.counts)
+
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, reading: Reading, options: dict[str, Any]
+    ) -> Tensor:
+        """By the decode kernel, whose rows are a sequence's last tokens: so padding rows go to the front."""
+        assert self.store is not None
+        order = None if reading.valid is None else to_back(reading.valid)
+        rows = _numpy(query if order is None else gathered(query, order))
+        sinks = options["sinks"]
+        with _threads():
+            self._append(key, value, reading)
+            out = self.store.decode(
+                rows,
+                scale=options["scale"],
+                softcap=options["softcap"],
+                sinks=None if sinks is None else _numpy(sinks),
+            )
+        result = torch.from_numpy(out).to(query.dtype)
+        return result if order is None else scattered(result, order)
+
+    def _prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        reading: Reading,
+        precision: str | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """By the attention kernel, over what the cache holds and the new tokens as they came."""
+        if not self.seen and reading.valid is None:
+            keys, values, lengths = key, value, None
+        else:
+            keys, values, lengths = self._with_past(key, value, reading)
+        order = None if reading.valid is None else to_back(reading.valid)
+        rows = query if order is None else gathered(query, order)
+        limits: dict[str, Any] = {"is_causal": True, "alignment": "lower_right"}
+        if self.window is not None:
+            limits["window"] = (self.window - 1, None)
+        if lengths is not None:
+            limits["key_lengths"] = lengths
+        if reading.mask is not None:
+            limits = {"attn_mask": self.cache.physical_mask(self, reading, keys.shape[2], order)}
+        out = attention(
+            rows, keys, values, enable_gqa=True, precision=precision, **limits, **options
+        )
+        if order is not None:
+            out = scattered(out, order)
+        with _threads():
+            self._append(key, value, reading)
+        return out
+
+    def _with_past(
+        self, key: Tensor, value: Tensor, reading: Reading
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of all that the new tokens can attend to, without padding: the stored ones, then the new.
+
+        Returns (B, Hkv, S, D), (B, Hkv, S, Dv) and, where sequences differ, (B,) how many of the S are theirs.
+        """
+        assert self.store is not None
+        b, n = key.shape[0], key.shape[2]
+        if reading.valid is not None:
+            order = to_front(reading.valid)
+            key, value = gathered(key, order), gathered(value, order)
+        take = np.full(b, n) if reading.counts is None else reading.counts
+        past = [self.store.tail(i, self.window) for i in range(b)]
+        held = np.array([k.shape[1] for k, _ in past])
+        lengths = held + take
+        longest = int(lengths.max(initial=0))
+        found = []
+        for x, side in ((key, 0), (value, 1)):
+            whole = x.new_zeros((b, x.shape[1], longest, x.shape[3]))
+            for i in range(b):
+                whole[i, :, : held[i]] = torch.from_numpy(past[i][side])
+                whole[i, :, held[i] : lengths[i]] = x[i, :, : take[i]]
+            found.append(whole)
+        equal = bool((lengths == longest).all())
+        return found[0], found[1], None if equal else torch.from_numpy(lengths)
+
+
+def _capacity(tokens: int) -> int:
+    """Tokens to allocate for so many: a power of two, so that growing copies each token once on average."""
+    return max(FIRST, 1 << (tokens + 32 - 1).bit_length())
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    """A tensor as contiguous float32."""
+    found: np.ndarray = x.detach().float().contiguous().numpy()
+    return found

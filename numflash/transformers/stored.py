@@ -1,0 +1,93 @@
+"""A `ResidentCache` in a file: a NumPy archive of the stored numbers and a header that says for which model they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cache.arguments import integer
+from ..errors import ArgumentError
+
+FORMAT, VERSION = "numflash.ResidentCache", 1
+
+
+def bound(name: str, value: Any, low: int, high: int) -> Any:
+    """An integer in its range, or None."""
+    return None if value is None else integer(name, value, low, high)
+
+
+def write(
+    path: Path, about: dict[str, Any], layers: Sequence[Any], valid: np.ndarray | None
+) -> None:
+    """Write header and states to a file of its own, then move it to `path`: a reader finds the old file or the new one."""
+    arrays = {
+        f"{n}.{name}": x for n, layer in enumerate(layers) for name, x in layer.state().items()
+    }
+    header = json.dumps({"format": FORMAT, "version": VERSION, **about})
+    if valid is not None:
+        arrays["valid"] = valid
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, header=np.array(header), **arrays)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The header and the arrays of a file.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+        header = json.loads(str(arrays.pop("header")))
+        form, version = header["format"], header["version"]
+        header["dtype"], header["layers"]
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise ArgumentError(f"path: {path} is no file of ResidentCache.save ({error})") from error
+    if form != FORMAT or version != VERSION:
+        raise ArgumentError(
+            f"path: {path} is {form!r} of version {version}; allowed: {FORMAT!r} of version {VERSION}"
+        )
+    return header, arrays
+
+
+def of_layer(arrays: dict[str, np.ndarray], n: int) -> dict[str, np.ndarray]:
+    """The state of one layer."""
+    start = f"{n}."
+    return {name[len(start) :]: x for name, x in arrays.items() if name.startswith(start)}
+
+
+def compare(header: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse a file of another model.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if len(header["layers"]) != len(wanted["layers"]):
+        raise ArgumentError(
+            f"path: the file holds {len(header['layers'])} layers; allowed: {len(wanted['layers'])}, as the model has"
+        )
+    if header["sizes"] != wanted["sizes"]:
+        raise ArgumentError(
+            f"path: the file holds {header['sizes']} KV heads and channels; allowed: {wanted['sizes']}, as the model has"
+        )
+    for n, (given, layer) in enumerate(zip(header["layers"], wanted["layers"], strict=True)):
+        if given["window"] != layer["window"]:
+            raise ArgumentError(
+                f"path: layer {n} of the file has the window {given['window']}; allowed: {layer['window']}, as in the model"
+            )

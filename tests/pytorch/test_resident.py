@@ -1,0 +1,334 @@
+"""`numflash.transformers.ResidentCache` in every way that `generate` is used, on small models with random weights.
+
+With the float32 cache the greedy tokens are those of the eager implementation.
+"""
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+transformers = pytest.importorskip(
+    "transformers", reason="needs the transformers extra: pip install 'numflash[transformers]'"
+)
+
+import numflash.transformers as nt  # noqa: E402
+from numflash.errors import (  # noqa: E402
+    ArgumentError,
+    ArgumentTypeError,
+    CacheFullError,
+    NumflashError,
+)
+
+nt.register()
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi3", {}),
+    "mistral": ("Mistral", {"sliding_window": 12}),
+    "gemma2": ("Gemma2", {**LAYERS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 4}),
+    "gemma3": ("Gemma3", {**LAYERS, "query_pre_attn_scalar": 4}),
+    "gpt_oss": ("GptOss", {**LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1}),
+}
+TOKENS = torch.randint(1, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+LEFT = (torch.arange(40) >= torch.tensor([0, 13])[:, None]).long()
+RIGHT = (torch.arange(40) < torch.tensor([40, 27])[:, None]).long()
+REPEATED = TOKENS[:1, :9].repeat(1, 5)
+
+
+def make(name, seed=0):
+    torch.manual_seed(seed)
+    kind, options = MODELS[name]
+    config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma3" else "Config"))
+    model = getattr(transformers, kind + "ForCausalLM")(config(**{**SMALL, **options})).eval()
+    for weight_name, weight in model.named_parameters():  # far from uniform attention
+        if any(
+            part in weight_name for part in ("q_proj.weight", "k_proj.weight", "qkv_proj.weight")
+        ):
+            weight.data.mul_(12)
+        if weight_name.endswith(("sinks", "proj.bias")):
+            weight.data.normal_()
+    return model
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    return make(request.param)
+
+
+def generate(model, ids, cache=None, mask=None, implementation="numflash", **options):
+    model.set_attn_implementation("eager" if cache is None else implementation)
+    if cache is not None:
+        options["past_key_values"] = cache
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": 8, "do_sample": False, **options}
+    torch.manual_seed(5)
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def new(model, dtype="float32", **options):
+    return nt.ResidentCache(model.config, dtype, **options)
+
+
+MODES = {
+    "greedy": {"ids": TOKENS[:1]},
+    "left padding": {"ids": TOKENS, "mask": LEFT},
+    "beams": {"ids": TOKENS, "mask": LEFT, "num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"ids": TOKENS[:1], "do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"ids": REPEATED, "prompt_lookup_num_tokens": 4},
+    "chunked prefill": {"ids": TOKENS, "prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_tokens_are_those_of_eager(model, mode):
+    wanted = generate(model, **MODES[mode])
+    pages = 128 if mode == "beams" else None
+    assert torch.equal(generate(model, **MODES[mode], cache=new(model, page_size=pages)), wanted)
+
+
+def test_assisted_decoding(model):
+    assistant = make(model.config.model_type.removesuffix("_text"), 3)
+    wanted = generate(model, TOKENS[:1], assistant_model=assistant)
+    assert torch.equal(generate(model, TOKENS[:1], new(model), assistant_model=assistant), wanted)
+
+
+def logits(model, pieces, cache, masks=None):
+    """Logits of the pieces of one text, each a forward pass over a cache."""
+    found, seen = [], 0
+    for ids in pieces:
+        seen += ids.shape[1]
+        mask = None if masks is None else masks[:, :seen]
+        with torch.no_grad():
+            found.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+def test_pieces_of_a_text(model, padding):
+    """Several new tokens on a cache that is not empty, more than a ring holds, with padding anywhere."""
+    ids = torch.cat([TOKENS] * 4, 1)
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[1, :50] = 0
+    elif padding == "right":
+        mask[0, 30:40], mask[1, 155:] = 0, 0
+    elif padding == "holes":
+        mask[0, 5:9], mask[1, 70:110], mask[0, 139] = 0, 0, 0
+    masks = None if padding == "none" else mask
+    pieces = ids.split([40, 3, 1, 90, 5, 21], 1)
+    model.set_attn_implementation("eager")
+    wanted = logits(model, pieces, transformers.DynamicCache(config=model.config), masks)
+    model.set_attn_implementation("numflash")
+    cache = new(model)
+    found = logits(model, pieces, cache, masks)
+    seen = mask.bool()
+    torch.testing.assert_close(found[seen], wanted[seen], atol=2e-4, rtol=2e-4)
+    assert cache.lengths.tolist() == mask.sum(1).tolist() and cache.get_seq_length() == 160
+
+
+def test_int8_logits(model):
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(TOKENS).logits
+    model.set_attn_implementation("numflash")
+    found = logits(model, TOKENS.split([20] + [1] * 20, 1), new(model, "int8"))
+    error = float((found - wanted).norm() / wanted.norm())
+    assert (
+        2e-4 < error < 0.05
+    )  # sharpened scores: 6e-4 (gpt-oss, whose sinks take most of the weight) to 0.03 measured
+
+
+def test_a_conversation_goes_on_from_a_file(model, tmp_path):
+    for dtype in ("float32", "int8"):
+        cache = new(model, dtype)
+        first = generate(model, TOKENS, cache, LEFT)
+        text = torch.cat([first, TOKENS[:, :5]], 1)
+        mask = torch.cat([LEFT, torch.ones(2, text.shape[1] - 40, dtype=torch.long)], 1)
+        cache.save(tmp_path / "cache.npz")
+        loaded = nt.ResidentCache.load(tmp_path / "cache.npz", model.config)
+        assert loaded.get_seq_length() == cache.get_seq_length()
+        found = [generate(model, text, each, mask) for each in (cache.copy(), cache, loaded)]
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        if dtype == "float32":
+            assert torch.equal(found[0], generate(model, text, mask=mask))
+
+
+def test_a_prompt_is_computed_once_for_several_answers(model):
+    prompt = new(model, page_size=128)
+    model.set_attn_implementation("numflash")
+    logits(model, [TOKENS[:1]], prompt)
+    several = prompt.copy()
+    several.batch_repeat_interleave(3)
+    questions = TOKENS[1, :9].reshape(3, 3)
+    text = torch.cat([TOKENS[:1].expand(3, -1), questions], 1)
+    wanted = generate(model, text)
+    assert torch.equal(generate(model, text, several), wanted)
+    several.batch_select_indices(torch.tensor([False, True, True]))
+    assert several.lengths.size == 2 and prompt.get_seq_length() == 40
+    prompt.crop(-10)
+    assert torch.equal(generate(model, text[:1], prompt), wanted[:1])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make("llama")
+
+
+def test_by_name(llama):
+    llama.set_attn_implementation("eager")
+    wanted = llama.generate(TOKENS, do_sample=False, max_new_tokens=8)
+    llama.set_attn_implementation("numflash")
+    options = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
+    for name, dtype in (
+        ("numflash", "float32"),
+        ("numflash_bfloat16", "bfloat16"),
+        ("numflash_int8", "int8"),
+    ):
+        found = llama.generate(TOKENS, cache_implementation=name, **options)
+        assert found.past_key_values.dtype == dtype
+        if dtype == "float32":
+            assert torch.equal(found.sequences, wanted)
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(ArgumentError, match="attn_implementation 'sdpa'"):
+        llama.generate(TOKENS, cache_implementation="numflash", **options)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_implementation_fails(llama, implementation):
+    cache = new(llama)
+    with pytest.raises(ArgumentError, match="set_attn_implementation"):
+        generate(llama, TOKENS, cache, implementation=implementation)
+    assert cache.get_seq_length() == 0
+    assert generate(llama, TOKENS, cache).shape == (2, 48)  # and the cache can still be used
+
+
+def test_growth_limits_and_bytes(llama):
+    cache = new(llama, "int8")
+    logits(llama, [TOKENS] * 7, cache) if llama.set_attn_implementation(
+        "numflash"
+    ) is None else None
+    assert cache.layers[0].store.max_length == 512
+    held = (
+        2 * 2 * 512 * (2 * 16 + 8) * 2
+    )  # layers, sequences, slots, K and V with two scales, heads
+    assert cache.nbytes == held
+    small = new(llama, max_length=45)
+    with pytest.raises(CacheFullError, match="45 in all"):
+        logits(llama, [TOKENS, TOKENS[:, :6]], small)
+    assert small.get_seq_length() == 40 and small.lengths.tolist() == [40, 40]
+    assert logits(llama, [TOKENS[:, :5]], small).shape[1] == 5
+
+
+def test_an_interrupted_pass_is_undone(llama, monkeypatch):
+    llama.set_attn_implementation("numflash")
+    cache, whole = new(llama), new(llama)
+    wanted = logits(llama, [TOKENS, TOKENS[:, :3]], whole)
+    logits(llama, [TOKENS], cache)
+    second = cache.layers[1]
+    monkeypatch.setattr(second, "attend", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        logits(llama, [TOKENS[:, :3]], cache)
+    assert [layer.seen for layer in cache.layers] == [43, 40]
+    monkeypatch.undo()
+    torch.testing.assert_close(logits(llama, [TOKENS[:, :3]], cache), wanted[:, 40:])
+    monkeypatch.setattr(second, "truncate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cache.crop(-2)
+    with pytest.raises(NumflashError, match="interrupted half-way"):
+        logits(llama, [TOKENS[:, :3]], cache)
+    cache.reset()
+    assert logits(llama, [TOKENS], cache).shape[1] == 40
+
+
+def test_a_mask_of_ones_own(llama):
+    """A tree of speculated tokens, and a prompt whose tokens attend to each other in both directions."""
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    past = torch.ones(1, 1, 3, 40, dtype=torch.bool)
+    for first in (None, torch.ones(1, 1, 40, 40, dtype=torch.bool)):
+        found = []
+        for name in ("eager", "numflash"):
+            llama.set_attn_implementation(name)
+            cache = (
+                new(llama) if name == "numflash" else transformers.DynamicCache(config=llama.config)
+            )
+            masks = first, torch.cat([past, tree[None, None]], 3)
+            if name == "eager":
+                masks = [m if m is None else torch.where(m, 0.0, -torch.inf) for m in masks]
+            with torch.no_grad():
+                llama(TOKENS[:1], past_key_values=cache, attention_mask=masks[0])
+                ids, at = TOKENS[1:, :3], torch.tensor([[40, 41, 41]])
+                found.append(
+                    llama(
+                        ids, past_key_values=cache, attention_mask=masks[1], position_ids=at
+                    ).logits
+                )
+        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+
+
+def test_torch_compile_is_refused(llama):
+    llama.set_attn_implementation("numflash")
+    compiled = torch.compile(llama, backend="eager")
+    with pytest.raises(RuntimeError, match="a ResidentCache, which cannot be compiled"):
+        logits(compiled, [TOKENS], new(llama))
+    torch._dynamo.reset()
+
+
+def test_what_is_refused(llama, tmp_path):
+    llama.set_attn_implementation("numflash")
+    other = make("gemma3")
+    config = transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4})
+    for cache, words in (
+        (nt.ResidentCache(config), "made for another model"),
+        (
+            nt.ResidentCache(transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 1})),
+            "another model",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            logits(llama, [TOKENS], cache)
+    for options, error in (
+        ({"dtype": "int7"}, ArgumentError),
+        ({"max_length": 0}, ArgumentError),
+        ({"max_length": 1.5}, ArgumentTypeError),
+        ({"page_size": 100}, ArgumentError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            nt.ResidentCache(llama.config, **options)
+    with pytest.raises(ArgumentError, match="requires grad"):
+        llama(TOKENS, past_key_values=new(llama))
+    cache = new(llama)
+    logits(llama, [TOKENS], cache)
+    with pytest.raises(ArgumentError, match="got 1 sequences"):
+        logits(llama, [TOKENS[:1]], cache)
+    for n in (1, -41):
+        with pytest.raises(ArgumentError, match="tokens_to_remove"):
+            cache.crop(n)
+    cache.save(tmp_path / "a.npz")
+    for wrong, words in ((other.config, "window"), (config, "KV heads")):
+        with pytest.raises(ArgumentError, match=words):
+            nt.ResidentCache.load(tmp_path / "a.npz", wrong)
+    with pytest.raises(CacheFullError):
+        nt.ResidentCache.load(tmp_path / "a.npz", llama.config, max_length=10)
+    np.savez(tmp_path / "b.npz", x=np.zeros(3))
+    (tmp_path / "c.npz").write_bytes(b"no archive")
+    for name in ("b", "c"):
+        with pytest.raises(ArgumentError, match="no file of ResidentCache"):
+            nt.ResidentCache.load(tmp_path / f"{name}.npz", llama.config)
