@@ -164,6 +164,7 @@ class FloatPlan:
             options.bias,
             options.slopes,
             functions.states,
+            functions.spans,
             functions.batch,
         )
         numbers = (  # in the order of `Numbers`
@@ -182,6 +183,7 @@ class FloatPlan:
             options.slopes.size > 0,
             *functions[:4],
             *functions.states.shape,
+            *functions.spans.shape,
             functions.rows,
             functions.keys,
             functions.batch.size,

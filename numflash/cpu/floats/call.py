@@ -60,6 +60,10 @@ class Numbers(NamedTuple):
     states_heads: int
     states_rows: int
     states_keys: int
+    spans_batch: int
+    spans_heads: int
+    spans_rows: int
+    spans_ends: int
     tile_rows: int
     tile_keys: int
     mapped: int  # entries of `batch_map`
@@ -77,6 +81,7 @@ class Numbers(NamedTuple):
     bias: int
     slopes: int
     states: int
+    spans: int
     batch_map: int
 
 
@@ -160,12 +165,14 @@ def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
             pack_values(v, stops, rows)
             values = reinterpret(rows.reshape(n_kv, p.value_rows * p.columns), operand)
         states = (p.states_batch, p.states_heads, p.states_rows, p.states_keys)
+        spans = (p.spans_batch, p.spans_heads, p.spans_rows, p.spans_ends)
         functions = ScoreTiles(
             p.unmasked,
             p.unmasked_frame,
             p.masked,
             p.masked_frame,
             place(p.states, states, np.uint8),
+            place(p.spans, spans, np.int64),
             p.tile_rows,
             p.tile_keys,
             place(p.batch_map, (p.mapped,), np.int64),
