@@ -225,6 +225,8 @@ def attention_backward(
     sinks: Any = None,
     precision: str | None = None,
     layout: str = "bhld",
+    score_mod: Any = None,
+    block_mask: Any = None,
     impl: str = "auto",
 ) -> tuple[Any, Any, Any]:
     """The gradients of `attention` with respect to query, key and value: recomputed tile by tile, the score matrix never stored.
@@ -244,6 +246,8 @@ def attention_backward(
     options
         attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are constants: their own gradients
         are not computed.
+    score_mod, block_mask : as for `flex_attention`
+        Captured arrays are constants too.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
     impl : "auto", "reference", "portable", "cpu", "cuda" or "cuda-emulator"
@@ -278,11 +282,17 @@ def attention_backward(
         precision,
         layout=layout,
     )
-    return differentiate((grad_out, query, key, value, out, lse), options, impl)
+    functions = (score_mod, block_mask)
+    return differentiate((grad_out, query, key, value, out, lse), options, impl, functions)
 
 
-def differentiate(arrays: tuple[Any, ...], options: Options, impl: str) -> tuple[Any, Any, Any]:
-    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse."""
+def differentiate(
+    arrays: tuple[Any, ...], options: Options, impl: str, functions: tuple[Any, Any] = (None, None)
+) -> tuple[Any, Any, Any]:
+    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse.
+
+    functions : score_mod and block_mask
+    """
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
@@ -291,6 +301,10 @@ def differentiate(arrays: tuple[Any, ...], options: Options, impl: str) -> tuple
         return attention_backward(grad_out, query, key, value, out, lse, options)
     taken, layout = validation.import_operands(query, key, value), options.layout
     problem = validation.problem_of(taken, options)
+    if functions != (None, None):
+        from .flex.attention import with_functions
+
+        problem = with_functions(problem, *functions, impl)
     shape = taken[0].array.shape
     operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
     dq, dk, dv = (

@@ -70,6 +70,14 @@ def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
     return problem.functions.tiles((nb, nh, length, s), double)
 
 
+def slope_functions(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The same for gradients."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.slopes((nb, nh, length, s), double)
+
+
 def seen_keys(problem: Problem) -> np.ndarray:
     """(B,) int64: keys of each batch that some row can see."""
     length, s = problem.shape[3:5]

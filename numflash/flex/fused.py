@@ -54,9 +54,13 @@ class Fused:
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
         pair = self._pair(shape, double)
+        return self._with_blocks(
+            {**_place("unmasked", pair.unmasked), **_place("masked", pair.masked)}
+        )
+
+    def _with_blocks(self, places: dict[str, int]) -> ScoreTiles:
         return NO_TILES._replace(
-            **_place("unmasked", pair.unmasked),
-            **_place("masked", pair.masked),
+            **places,
             states=self.states,
             spans=self.spans,
             rows=self.block[0],
@@ -92,8 +96,8 @@ class Fused:
             self._keep(key, Pair(unmasked, masked))
         return plans[key]
 
-    def slopes(self, shape: Shape, double: bool = False) -> Tile:
-        """The gradient tile function."""
+    def slopes(self, shape: Shape, double: bool = False) -> ScoreTiles:
+        """The gradient tile function as `masked`; `unmasked` is not 0 where scores change."""
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
         plans, key = self.prepared.plans, ("gradient", shape, double)
@@ -102,7 +106,8 @@ class Fused:
             slope = self.prepared.slope
             made = self._tile(self.prepared.score, slope, self.prepared.mask, shape, double, True)
             self._keep(key, made)
-        return plans[key]
+        changes = int(self.prepared.score is not None)
+        return self._with_blocks({"unmasked": changes, **_place("masked", plans[key])})
 
     def _tile(self, score: Any, slope: Any, mask: Any, shape: Shape, *form: bool) -> Tile:
         return tile(Program(self.prepared.graph, score, slope, mask, shape), *form)
