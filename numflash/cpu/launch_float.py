@@ -171,9 +171,9 @@ class FloatPlan:
             options.mask,
             options.bias,
             options.slopes,
-            functions.states,
-            functions.spans,
-            functions.batch,
+            np.ascontiguousarray(functions.states),
+            np.ascontiguousarray(functions.spans),
+            np.ascontiguousarray(functions.batch),
         )
         numbers = (  # in the order of `Numbers`
             *self.shape,
