@@ -12,7 +12,7 @@ from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
 from ..tiling import tiling, workers
 from ..validation import Problem
-from .floats.call import LSE, PLACES, REDO, addresses, make_call
+from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import MANY_ROWS, on_lines
 from .floats.float_tiles import FLOAT_ISAS
@@ -261,6 +261,19 @@ def isa_of(problem: Problem, isa: str | None = None) -> str:
     return target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
 
 
+def may_overflow(problem: Problem) -> np.ndarray:
+    """(B * H, L) bool: rows in whose scores a partial sum may leave float32, which could cancel into a finite number or -inf."""
+    _, nh, nkv, _, _, d, _ = problem.shape
+
+    def largest(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        size = np.abs(np.asarray(widen(x), F))
+        return size.max(axes, where=np.isfinite(size), initial=0).astype(np.float64)
+
+    of_keys = np.repeat(largest(problem.key, (2, 3)), nh // nkv, 1)[:, :, None]
+    product = largest(problem.query, (3,)) * of_keys * d * max(1.0, abs(problem.scale * LOG2E))
+    return (product > LARGEST).reshape(-1, problem.shape[3])
+
+
 def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -275,7 +288,7 @@ def run(
     n, options = nb * nh, semantics(problem)
     rows = out.reshape(n, length, dv), lse.reshape(n, length)
     run_rows(problem, options, False, np.arange(n * length), *rows)
-    redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37))
+    redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37)) | may_overflow(problem)
     if redo.any():
         run_rows(problem, semantics(problem, double=True), True, np.flatnonzero(redo), *rows)
     return out, lse
