@@ -32,9 +32,6 @@ from .driver import (
 from .operands import Launch
 from .tensormap import TensorMap
 
-EMULATED_ARCH = "sm_80"
-
-
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,

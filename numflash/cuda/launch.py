@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..validation import Problem
-from .device import EMULATED_ARCH, current_device
+from .device import current_device
 from .launch_forward import (
     MMA_ROWS,
     float32_forward,
@@ -35,13 +35,13 @@ def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     return hopper_forward(problem, results=results)
 
 
-def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def run(problem: Problem, emulator: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L) float32 of a problem in host memory.
 
     Parameters
     ----------
-    emulator : bool
-        Run the kernel's PTX in the emulator instead of on a card.
+    emulator : str or None
+        Run the PTX of this architecture's kernel in the emulator instead of on a card.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarra
         No driver or card, a precision or head size without a kernel.
     """
     if emulator:
-        return emulated(plan(problem, EMULATED_ARCH))[:2]
+        return emulated(plan(problem, emulator))[:2]
     device = current_device()
     launch = plan(problem, device.arch)
     device.prepared(launch, lambda work: work())

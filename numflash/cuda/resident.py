@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import EMULATED_DEFAULT
 from ..errors import UnsupportedError
 from ..interop import Memory
 from .compile import compiled
-from .device import EMULATED_ARCH, Device, current_device
+from .device import Device, current_device
 from .driver import Uncaptured, check
 from .emulator import Report, emulate
 
@@ -30,8 +31,8 @@ class Emulated:
     uploaded, downloaded : bytes that crossed between host and card
     """
 
-    def __init__(self) -> None:
-        self.arch, self.multiprocessors = EMULATED_ARCH, 8
+    def __init__(self, arch: str = EMULATED_DEFAULT) -> None:
+        self.arch, self.multiprocessors = arch, 8
         self.reports: list[Report] = []
         self.uploaded = self.downloaded = 0
 
