@@ -57,6 +57,13 @@ def with_functions(
     return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
 
 
+def captured(score_mod: ScoreFunction | None, mask_mod: Any) -> list[Any]:
+    """The arrays and tensors that the functions index."""
+    if score_mod is None and mask_mod is None:
+        return []
+    return list(prepare(score_mod, mask_mod).graph.owners)
+
+
 def flex_attention(
     query: Any,
     key: Any,
