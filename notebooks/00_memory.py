@@ -110,7 +110,8 @@ check("K and V from memory", bytes_of_k_and_v, traced, (96, 16, 1), (96, 16, 16)
 # %% [markdown]
 # ## "Each score is used 128 times"
 #
-# The A64FX document *Fused FlashAttention V2* credits fusion with reusing each element of S D = 128 times, against once in the
+# The A64FX [document](../docs/sources.md) *Fused FlashAttention V2* credits fusion with reusing each element of S D = 128
+# times, against once in the
 # unfused code. Count it in the unfused kernel: the last pass loads each weight once and multiplies a whole row of V with it.
 
 # %%

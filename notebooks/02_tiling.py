@@ -28,7 +28,7 @@ print(document.source)
 print(document.explain(128, caches=Caches(64 * 1024, 0, 0, 256, "A64FX")))
 
 # %% [markdown]
-# The document lists the same arrays and writes "Total: 46 KB (fits in 64 KB L1D)".
+# The [document](../docs/sources.md) lists the same arrays and writes "Total: 46 KB (fits in 64 KB L1D)".
 #
 # **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
 

@@ -271,7 +271,8 @@ for name in ("kernel, pv int8", "kernel, pv fp32"):
 # %% [markdown]
 # ## A figure that says nothing
 #
-# The document *Fused FlashAttention V2* calls its kernel correct at a "max error < 5.0". Its test data is N(0, 1). Which
+# The [document](../docs/sources.md) *Fused FlashAttention V2* calls its kernel correct at a "max error < 5.0". Its test
+# data is N(0, 1). Which
 # kernels pass?
 
 # %%

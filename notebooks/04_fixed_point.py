@@ -8,7 +8,8 @@
 # * draw the error of an approximation and see from the picture whether it is usable,
 # * follow a constant that was rounded too far from a shift instruction to the probabilities that it spoils.
 #
-# The material: the fixed-point recipes of two A64FX documents, *Fused FlashAttention V2* and *INT8 GEMM + FlashAttention
+# The material: the fixed-point recipes of two A64FX [documents](../docs/sources.md), *Fused FlashAttention V2* and *INT8
+# GEMM + FlashAttention
 # status*.
 
 # %%

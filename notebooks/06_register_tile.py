@@ -137,7 +137,7 @@ table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8
 # cycle at best, so more than one load per dot cannot reach a peak of two dots a cycle. And one thing must not: more sums than
 # registers. Then the compiler spills them to the stack, and the tile is what it set out to avoid.
 #
-# The status document says of the A64FX "SDOT: 4-cycle latency, 2/cycle throughput". The manual says 9 cycles.
+# The status [document](../docs/sources.md) says of the A64FX "SDOT: 4-cycle latency, 2/cycle throughput". The manual says 9 cycles.
 #
 # **Exercise 2.** How many independent sums keep a machine busy whose dot instruction takes `latency` cycles and starts
 # `per_cycle` times a cycle? Does the documents' own tile, 6 x 4, have enough on the A64FX with the right latency?

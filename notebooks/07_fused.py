@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 07. Fusing it
 #
-# After this chapter you can take a fused kernel apart by time, tell a share from a time, and check a document's table with
+# After this chapter you can take a fused kernel apart by time, tell a share from a time, and check a
+# [document](../docs/sources.md)'s table with
 # nothing but its own numbers.
 
 # %%

@@ -99,7 +99,8 @@ for m in (4, 16):
     table(("kernel", "", "Nc = 64", "128", "256", "512"), lines)
 
 # %% [markdown]
-# Read it downwards, and compare the order of the four with the document's, and the distance: it calls two passes "3 to 4 times
+# Read it downwards, and compare the order of the four with the [document](../docs/sources.md)'s, and the distance: it calls
+# two passes "3 to 4 times
 # faster" than fused.
 
 # %%

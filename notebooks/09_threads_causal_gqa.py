@@ -44,7 +44,8 @@ table(["threads", "ms", "times one thread", "GOP/s", "share of the peak of as ma
       [[n, 1e3 * t, seconds[1] / t, work / t / 1e9, f"{100 * work / t / roof(n, isa).int8:.0f} %"] for n, t in seconds.items()])
 
 # %% [markdown]
-# The document expects 10 to 11 times from 12 cores. Tiles are plenty here, so the arithmetic divides; what does not divide is
+# The [document](../docs/sources.md) expects 10 to 11 times from 12 cores. Tiles are plenty here, so the arithmetic divides;
+# what does not divide is
 # packing at the start and the last tile at the end.
 #
 # **Exercise 1.** If `serial` of the time (0 to 1) stays on one thread and the rest divides evenly, how many times faster are

@@ -4,7 +4,8 @@
 # After this chapter you can
 #
 # * say what one new token costs, and which ceiling it meets,
-# * divide its keys among workers and put the parts together again, with the division that one of the documents leaves out,
+# * divide its keys among workers and put the parts together again, with the division that one of the
+#   [documents](../docs/sources.md) leaves out,
 # * choose the number of splits, and say when none is best,
 # * explain the unified maximum of FlashDecoding++, its gain, and the test without which it is wrong,
 # * use the package's `KVCache`, and check it against its definition.

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 12. The documents' claims, each with its check
 #
-# Five documents stand behind this package: three on the A64FX (fused kernel, INT8 GEMM status, exp2 + FMLA benchmark), one on
+# Five [documents](../docs/sources.md) stand behind this package: three on the A64FX (fused kernel, INT8 GEMM status, exp2 +
+# FMLA benchmark), one on
 # decode with a T4, one on an L4 and FlashAttention 2. Much in them holds. This chapter goes through the figures that a laptop
 # can check.
 #

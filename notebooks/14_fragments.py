@@ -6,7 +6,7 @@
 # * multiply two matrices on a tensor core from Python, and say which thread holds which element,
 # * load operands with `ldmatrix`, also transposed, and say why V needs that,
 # * explain the step that makes FlashAttention-2: the result of one product is the operand of the next,
-# * count tensor-core operations, and check the L4 document's figures with it.
+# * count tensor-core operations, and check the L4 [document](../docs/sources.md)'s figures with it.
 
 # %%
 import numpy as np

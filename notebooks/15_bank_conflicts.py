@@ -6,7 +6,7 @@
 # * predict how often a warp's access to shared memory goes over its banks,
 # * say why tiles of K and V conflict as they lie, and remove that by padding or by an XOR,
 # * choose the XOR for a row length, and check it by counting,
-# * say what the L4 document got wrong about it.
+# * say what the L4 [document](../docs/sources.md) got wrong about it.
 
 # %%
 import numpy as np

@@ -121,7 +121,8 @@ print("bytes of K and V per product:", {n: model(r) for n, r in (("7a", 16), ("7
 #
 # ## The L4 document's gap table, redone
 #
-# The document's kernel took 1028 us for B = 1, H = 8, L = 512, D = 64 on an L4. It expects 300 us of FlashAttention-2, which it
+# The [document](../docs/sources.md)'s kernel took 1028 us for B = 1, H = 8, L = 512, D = 64 on an L4. It expects 300 us of
+# FlashAttention-2, which it
 # never ran, and explains the gap by a table of gains. First its arithmetic:
 
 # %%

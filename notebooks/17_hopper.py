@@ -209,7 +209,8 @@ if rows["8"]["registers"] is not None:
 
 # %% [markdown]
 # The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
-# and one thread does the copying. The L4 document describes exactly these producer and consumer warps, but calls them
+# and one thread does the copying. The L4 [document](../docs/sources.md) describes exactly these producer and consumer
+# warps, but calls them
 # FlashAttention-2. On an L4 there is neither TMA nor wgmma nor setmaxnreg; FlashAttention-2's warps are all alike.
 #
 # ## Softmax beside the products

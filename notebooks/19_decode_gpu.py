@@ -8,7 +8,8 @@
 # * divide the keys among blocks, and count what that costs,
 # * give the least time of a step on a card of known bandwidth, and say what else it must be compared with.
 #
-# Chapter 10 explained split-KV and its merge, and corrected the merge of the T4 document. Here the same cache lies on the card.
+# Chapter 10 explained split-KV and its merge, and corrected the merge of the T4 [document](../docs/sources.md). Here the
+# same cache lies on the card.
 
 # %%
 import numpy as np

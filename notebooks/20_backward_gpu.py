@@ -6,7 +6,7 @@
 # * lay out a backward pass on tensor cores so that nobody adds to anybody else's sums, and say what that costs,
 # * say why P and dS need no transposition although dV and dK multiply by their transposes,
 # * predict products, traffic and registers of each pass, and find the counters agree,
-# * check what the L4 document says about FlashAttention-2's backward pass.
+# * check what the L4 [document](../docs/sources.md) says about FlashAttention-2's backward pass.
 #
 # Chapter 11 has the mathematics. Its two passes are the two passes here.
 

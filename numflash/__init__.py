@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
+    from .api import (
+        attention,
+        attention_backward,
+        attention_int8,
+        attention_varlen,
+        explain,
+    )
+    from .cache.kvcache import KVCache
+    from .flex.attention import flex_attention
+    from .flex.masks import BlockMask, and_masks, create_block_mask, or_masks
+    from .measure.metrics import accuracy
+    from .merge import merge_states
+    from .quantization import QuantizedTensor, quantize, quantize_qkv
+
+    __version__: str
 
 # public name -> module that defines it
 _PUBLIC = {
@@ -24,7 +41,25 @@ _PUBLIC = {
     "and_masks": "flex.masks",
     "or_masks": "flex.masks",
 }
-__all__ = [*_PUBLIC, "__version__"]
+__all__ = [
+    "BlockMask",
+    "KVCache",
+    "QuantizedTensor",
+    "__version__",
+    "accuracy",
+    "and_masks",
+    "attention",
+    "attention_backward",
+    "attention_int8",
+    "attention_varlen",
+    "create_block_mask",
+    "explain",
+    "flex_attention",
+    "merge_states",
+    "or_masks",
+    "quantize",
+    "quantize_qkv",
+]
 
 
 def __getattr__(name: str) -> Any:

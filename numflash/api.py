@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import merge, validation
-from .arguments import choice, known
+from .arguments import choice, emulated_arch, known
 from .errors import ArgumentError, UnsupportedError
 from .interop import Imported, convert, on_device
 from .jit.threads import refuse_after_fork
@@ -69,7 +69,8 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
 
         out, lse = reference.solve(replace(problem, sinks=None))
         return out.astype(np.float32), lse_as_float32(lse)
-    device = BACKENDS["cpu" if impl == "auto" else impl]
+    emulator = emulated_arch(impl)
+    device = "cuda" if emulator else BACKENDS["cpu" if impl == "auto" else impl]
     if device == "cpu":
         refuse_after_fork()
     try:
@@ -78,10 +79,9 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         raise UnsupportedError(
             f"impl: got {impl!r}, which cannot be loaded here ({error})"
         ) from error
-    options: dict[str, dict[str, Any]] = {
-        "portable": {"isa": "portable"},
-        "cuda-emulator": {"emulator": True},
-    }
+    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}}
+    if emulator:
+        options[impl] = {"emulator": emulator}
     given = {"results": results} if device == "cpu" else {}
     return launch.run(problem, **options.get(impl, {}), **given)
 
@@ -165,7 +165,8 @@ def attention(
     layout : "bhld" or "blhd"
     return_lse : bool
         Also return the log-sum-exp of each row.
-    impl : "auto", "reference", "portable", "cpu", "cuda" or "cuda-emulator"
+    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an architecture
+        ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
         An explicit choice never falls back to another.
 
     Returns
@@ -236,6 +237,8 @@ def attention_backward(
     sinks: Any = None,
     precision: str | None = None,
     layout: str = "bhld",
+    score_mod: Any = None,
+    block_mask: Any = None,
     impl: str = "auto",
 ) -> tuple[Any, Any, Any]:
     """The gradients of `attention` with respect to query, key and value: recomputed tile by tile, the score matrix never stored.
@@ -255,9 +258,12 @@ def attention_backward(
     options
         attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are constants: their own gradients
         are not computed.
+    score_mod, block_mask : as for `flex_attention`
+        Captured arrays are constants too.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
-    impl : "auto", "reference", "portable", "cpu", "cuda" or "cuda-emulator"
+    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an architecture
+        ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
         Device arrays go to the card that they lie on.
 
     Returns
@@ -289,11 +295,17 @@ def attention_backward(
         precision,
         layout=layout,
     )
-    return differentiate((grad_out, query, key, value, out, lse), options, impl)
+    functions = (score_mod, block_mask)
+    return differentiate((grad_out, query, key, value, out, lse), options, impl, functions)
 
 
-def differentiate(arrays: tuple[Any, ...], options: Options, impl: str) -> tuple[Any, Any, Any]:
-    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse."""
+def differentiate(
+    arrays: tuple[Any, ...], options: Options, impl: str, functions: tuple[Any, Any] = (None, None)
+) -> tuple[Any, Any, Any]:
+    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse.
+
+    functions : score_mod and block_mask
+    """
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
@@ -302,6 +314,10 @@ def differentiate(arrays: tuple[Any, ...], options: Options, impl: str) -> tuple
         return attention_backward(grad_out, query, key, value, out, lse, options)
     taken, layout = validation.import_operands(query, key, value), options.layout
     problem = validation.problem_of(taken, options)
+    if functions != (None, None):
+        from .flex.attention import with_functions
+
+        problem = with_functions(problem, *functions, impl)
     shape = taken[0].array.shape
     operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
     dq, dk, dv = (
@@ -340,7 +356,7 @@ def solve_backward(
     else:
         from .cuda.launch_backward import run
 
-        found = run(problem, *operands, emulator=impl == "cuda-emulator")
+        found = run(problem, *operands, emulator=emulated_arch(impl))
     return found if results is None else _written(found, results)
 
 

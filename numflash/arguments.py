@@ -15,8 +15,23 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
 Window = tuple[int | None, int | None]
 
 
+EMULATED = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")  # architectures of the CUDA emulator
+EMULATOR, EMULATED_DEFAULT = "cuda-emulator", "sm_80"
+
+
+def emulated_arch(value: str) -> str | None:
+    """The architecture that "cuda-emulator" or "cuda-emulator:sm_75" names; None for what names no emulator."""
+    name, _, arch = value.partition(":")
+    return (arch or EMULATED_DEFAULT) if name == EMULATOR else None
+
+
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """`value` if it is one of the allowed names."""
+    """`value` if it is one of the allowed names, or names an architecture of an allowed emulator."""
+    if isinstance(value, str) and EMULATOR in allowed and value.startswith(EMULATOR + ":"):
+        if emulated_arch(value) not in EMULATED:
+            shown = ", ".join(map(repr, EMULATED))
+            raise ArgumentError(f"{name}: got {value!r}; allowed after '{EMULATOR}:': {shown}")
+        return value
     if not isinstance(value, str) or value not in allowed:
         raise ArgumentError(f"{name}: got {value!r}; allowed: {', '.join(map(repr, allowed))}")
     return value
@@ -29,6 +44,16 @@ def known(function: str, options: Iterable[str], taken: Collection[str]) -> None
             raise ArgumentTypeError(
                 f"{name}: {function} does not take it; allowed: {', '.join(taken)}"
             )
+
+
+def mask_array(name: str, value: Any) -> Any:
+    """Refuse a flag or a number where a mask belongs: it would broadcast, and mean another argument."""
+    if isinstance(value, (bool, int, float, np.generic)):
+        meant = "is_causal" if isinstance(value, (bool, np.bool_)) else "scale"
+        raise ArgumentTypeError(
+            f"{name}: got {value!r}; allowed: an array, or None. Did you mean {meant}={value}?"
+        )
+    return value
 
 
 def flag(name: str, value: Any) -> bool:

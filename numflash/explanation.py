@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import validation
-from .arguments import choice, known
+from .arguments import choice, emulated_arch, known
 from .errors import ArgumentError
 from .jit import target
 from .options import IMPLS, NAMES, Options
@@ -152,10 +152,12 @@ def explain_problem(
     operands = validation.import_operands(query, key, value)
     problem = validation.problem_of(operands, asked, convert_operands=False)
     b, h, hkv, length, s, d, dv = problem.shape
-    if impl in ("cuda", "cuda-emulator"):
-        from .cuda.device import EMULATED_ARCH, current_device
+    isa = emulated_arch(impl)
+    if impl == "cuda" or isa:
+        if isa is None:
+            from .cuda.device import current_device
 
-        isa = current_device().arch if impl == "cuda" else EMULATED_ARCH
+            isa = current_device().arch
         tiling = cuda_tiling(
             isa, problem.precision + ("-fp32" if problem.pv == "fp32" else ""), d, dv
         )

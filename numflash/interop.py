@@ -123,6 +123,11 @@ def import_array(name: str, x: Any) -> Imported:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _import_torch(name, x, torch)
+    if _is_tracer(x):
+        raise ArgumentTypeError(
+            f"{name}: got a JAX tracer, which has no numbers yet; allowed: arrays. Call numflash outside jit, "
+            "grad and vmap, or inside jit through jax.pure_callback"
+        )
     if on_device(x):
         raise UnsupportedError(
             f"{name}: the array lies in GPU memory; allowed: arrays in host memory"
@@ -138,6 +143,14 @@ def import_array(name: str, x: Any) -> Imported:
     if array.dtype.kind == "O":
         raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: an array of numbers")
     return _import_numpy(name, array)
+
+
+def _is_tracer(x: Any) -> bool:
+    """Whether x stands for an array in a function that JAX is tracing."""
+    return any(
+        kind.__name__ == "Tracer" and kind.__module__.split(".")[0] == "jax"
+        for kind in type(x).__mro__
+    )
 
 
 def on_device(x: Any) -> bool:
@@ -197,6 +210,15 @@ def _import_torch(name: str, x: Any, torch: Any) -> Imported:
     return Imported(array, dtype, export)
 
 
+def _import_copy(name: str, x: Any, namespace: Any) -> Imported | None:
+    """bfloat16 of a library that gives it to NumPy, but not through DLPack (JAX); None for anything else."""
+    as_array = getattr(namespace, "asarray", None)
+    if str(getattr(x, "dtype", "")) != "bfloat16" or as_array is None:
+        return None
+    taken = _import_numpy(name, np.asarray(x))
+    return Imported(taken.array, taken.dtype, lambda out, to: as_array(taken.export(out, to)))
+
+
 def _import_dlpack(name: str, x: Any) -> Imported:
     if int(x.__dlpack_device__()[0]) != CPU_DEVICE:
         raise UnsupportedError(
@@ -215,7 +237,10 @@ def _import_dlpack(name: str, x: Any) -> Imported:
     try:
         array = np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
-        raise ArgumentTypeError(
-            f"{name}: got {type(x).__name__} ({error}); allowed: float16, float32 and float64 arrays"
-        ) from None
+        taken = _import_copy(name, x, namespace)
+        if taken is None:
+            raise ArgumentTypeError(
+                f"{name}: got {type(x).__name__} ({error}); allowed: float16, float32 and float64 arrays"
+            ) from None
+        return taken
     return Imported(array, array.dtype.name, lambda out, wanted: give_back(out))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .arguments import Window, choice, factor, flag, real, sides
+from .arguments import Window, choice, factor, flag, mask_array, real, sides
 from .errors import ArgumentError
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
@@ -44,6 +44,7 @@ class Options:
     return_lse: bool = False
 
     def __post_init__(self) -> None:
+        mask_array("attn_mask", self.attn_mask)
         choice("layout", self.layout, LAYOUTS)
         if self.precision is not None:
             choice("precision", self.precision, PRECISIONS)

@@ -92,7 +92,8 @@ class QuantizedTensor:
     def dequantize(self) -> np.ndarray:
         """(..., L, D) float32: data * scale + offset; rows that were not finite come back as NaN."""
         scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
-        x = self.data.astype(np.float32) * scale
+        with np.errstate(over="ignore"):  # the largest float32 may round up to infinity
+            x = self.data.astype(np.float32) * scale
         if self.offset is not None:
             x += self.offset
         if self.nonfinite is not None:

@@ -124,7 +124,14 @@ def check_shapes(
             raise ArgumentError(
                 f"key: got shape {k} {shown}; allowed: the query's {word}, {q[axis]}"
             )
-    for axis, word in ((0, "batch"), (1, "heads"), (2, "length")):
+    if v[2] != k[2]:
+        # blame the one that is not as long as the query
+        name, other, found = ("key", "value", (k, v)) if v[2] == q[2] else ("value", "key", (v, k))
+        raise ArgumentError(
+            f"{name}: got {found[0][2]} keys, shape {found[0]} {shown}, where {other} has {found[1][2]}; "
+            "allowed: as many in both"
+        )
+    for axis, word in ((0, "batch"), (1, "heads")):
         if v[axis] != k[axis]:
             raise ArgumentError(
                 f"value: got shape {v} {shown}; allowed: the key's {word}, {k[axis]}"
@@ -174,8 +181,10 @@ def split_mask(
     try:
         array = writable(np.broadcast_to(array, shape))
     except ValueError:
+        padding = array.shape == (shape[0], shape[3])
+        hint = ". For padding give mask[:, None, None], or key_lengths" if padding else ""
         raise ArgumentError(
-            f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}"
+            f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}{hint}"
         ) from None
     return (array, None) if array.dtype.kind == "b" else (None, array)
 

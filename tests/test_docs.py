@@ -133,6 +133,15 @@ def test_comments_that_cite_a_pitfall_name_one():
                 assert cited in headings, f"{file}: {cited}"
 
 
+def test_public_names_are_listed_once_and_documented():
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/reference").glob("*.md"))
+    assert sorted(numflash.__all__) == sorted([*numflash._PUBLIC, "__version__"])
+    for name, module in numflash._PUBLIC.items():
+        assert re.search(rf"::: numflash\.{module}\.{name}$|members: .*\b{name}\b", pages, re.M), (
+            name
+        )
+
+
 def test_one_version():
     declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1]

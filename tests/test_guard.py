@@ -51,6 +51,7 @@ SUITE = (
     "tests/cpu/test_decode_bits.py",
     "tests/cpu/test_decode_cache.py",
     "tests/cpu/test_backward.py",
+    "tests/cpu/test_combinations.py",
     "tests/test_quantization.py",
     "tests/test_field.py",
 )

@@ -33,6 +33,8 @@ def attend(
 
     query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores.
     """
+    if not key.shape[0]:  # a row of no keys, done again with its whole tile
+        return np.zeros(value.shape[1]), LOWEST, 0.0
     s = key.astype(np.float64) @ query.astype(np.float64) * factor
     if softcap:
         s = softcap * np.tanh(s / softcap)

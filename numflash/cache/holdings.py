@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arguments import emulated_arch
 from ..errors import ArgumentError, NumflashError, UnsupportedError
 from ..quantization import QuantizedTensor
 from . import contents
@@ -70,7 +71,7 @@ class Holdings:
         UnsupportedError
             On another device, which counts nothing.
         """
-        if self.device != "cuda-emulator":
+        if emulated_arch(self.device) is None:
             raise UnsupportedError(
                 f"emulator: got a cache on {self.device!r}, which has none; allowed: device 'cuda-emulator'"
             )

@@ -38,7 +38,7 @@ def _float32(x: Any) -> bool:
 
 def _backend(device: str) -> Backend:
     """`cpu.launch_decode`, or its twin for cards."""
-    name = choice("device", device, DEVICES).partition("-")[0]
+    name = "cpu" if choice("device", device, DEVICES) == "cpu" else "cuda"
     try:
         return cast(Backend, importlib.import_module(f"..{name}.launch_decode", __package__))
     except (ImportError, UnsupportedError) as error:
@@ -61,7 +61,7 @@ class KVCache(Sequences):
         None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a common
         pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by `reset` and
         `truncate`.
-    device : "cpu", "cuda" or "cuda-emulator"
+    device : "cpu", "cuda", "cuda-emulator", or the emulator with an architecture ("cuda-emulator:sm_75")
         Where keys and values are stored. The emulator runs the CUDA kernels without a card, slowly.
     pages : int or None
         Size of the pool; enough for every sequence unless given.

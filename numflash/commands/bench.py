@@ -15,6 +15,7 @@ from ..jit import target
 from ..measure import roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, REFERENCE, Case, compete, contenders
+from ..measure.timing import explain_marks, percent, ratio
 from ..tiling import KEY_BLOCK
 from .demo import phase_table
 
@@ -55,23 +56,25 @@ def run(
                 f"x {PEER}",
             ),
         )
+        roof = roof.confirmed([r.rate for name, r in results.items() if "int8" in name])
         for name, r in results.items():
-            ratio = [
-                f"{results[peer].seconds / r.seconds:.2f}" if peer in results else ""
+            ratios = [
+                ratio(results[peer].timing, r.timing) if peer in results else ""
                 for peer in (REFERENCE, PEER)
             ]
-            share = f"{100 * r.rate / roof.int8:.1f} %" if "int8" in name else ""
+            share = percent(r.rate, roof.int8, 1) if "int8" in name else ""
             table.add(
                 name,
-                f"{1e3 * r.seconds:.3f}",
+                r.timing.milliseconds(),
                 f"{r.rate / 1e9:.1f}",
                 share,
                 f"{case.traffic / r.seconds / 1e9:.2f}",
                 f"{r.errors.relative_l1:.1e}",
-                *ratio,
+                *ratios,
                 **r.as_dict(),
             )
         table.note = f"measured: {roof}; GB/s counts query, key, value and output once"
+        table.note += explain_marks(table.rows)
         table.show()
         components = None
         if parts:

@@ -13,6 +13,7 @@ from ..jit.threads import limit, most
 from ..measure import metrics, phases, roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, Case, compete, contenders
+from ..measure.timing import DISTURBED, explain_marks, percent, ratio
 
 LENGTHS, HEAD_DIMS = (1024, 4096), (64, 128)
 
@@ -51,7 +52,7 @@ def speed_table(progress: Progress, roof: roofline.Roof) -> Table:
         f"2. How fast: {count(threads, 'thread')}, full attention, one head, median; operands quantised before",
         ("contender", "L", "D", "ms", "GOP/s", "INT8 peak", "relative L1", f"x {PEER}"),
     )
-    peer_seconds = {}
+    peers = {}
     rows = []
     for head_dim in HEAD_DIMS:
         for length in LENGTHS:
@@ -60,32 +61,32 @@ def speed_table(progress: Progress, roof: roofline.Roof) -> Table:
                 progress.step(f"{case}: {contender.name}")
                 result = compete(contender, case, threads, 3)
                 if result and contender.name == PEER:
-                    peer_seconds[case] = result.seconds
+                    peers[case] = result.timing
                 rows += [result] if result else []
+    roof = roof.confirmed([r.rate for r in rows if "int8" in r.contender])
     for r in rows:
-        ratio = (
-            f"{peer_seconds[r.case] / r.seconds:.2f}" if r.case in peer_seconds else "no PyTorch"
-        )
-        share = f"{100 * r.rate / roof.int8:.0f} %" if "int8" in r.contender else ""
+        share = percent(r.rate, roof.int8) if "int8" in r.contender else ""
         table.add(
             r.contender,
             str(r.case.length),
             str(r.case.head_dim),
-            f"{1e3 * r.seconds:.2f}",
+            r.timing.milliseconds(2),
             f"{r.rate / 1e9:.1f}",
             share,
             f"{r.errors.relative_l1:.1e}",
-            ratio,
+            ratio(peers[r.case], r.timing) if r.case in peers else "no PyTorch",
             **r.as_dict(),
             int8_peak=roof.int8,
         )
     table.note = f"measured on this machine, {count(threads, 'thread')}: {roof}"
+    table.note += explain_marks(table.rows)
     return table
 
 
 def gops(rate: float, peak: float) -> str:
     """A rate in GOP/s, and its share of a peak."""
-    return f"{rate / 1e9:.0f} GOP/s, {100 * rate / peak:.0f} % of peak"
+    share = percent(rate, peak)
+    return DISTURBED if share == DISTURBED else f"{rate / 1e9:.0f} GOP/s, {share} of peak"
 
 
 def phase_table(
@@ -98,27 +99,25 @@ def phase_table(
     )
     progress.step("parts of the kernel")
     found = phases.measure(isa, length, head_dim, 3)
-    total, product = sum(found.values()), 2.0 * length**2 * head_dim
+    total, product = found["sum"], 2.0 * length**2 * head_dim
     names = {"scores": "Q.K^T", "values": "P.V", "packing": "packing K and V"}
     for part, seconds in found.items():
-        rate = (
-            gops(product / seconds, int8_peak)
-            if part in ("scores", "values")
-            else f"{length**2 / seconds / 1e9:.1f} G scores/s"
-        )
-        share = f"{100 * seconds / total:.1f} %"
+        known = seconds > 0  # not where it is NaN
+        rate = DISTURBED
+        if known and part in ("scores", "values", "sum"):
+            rate = gops((1 + (part == "sum")) * product / seconds, int8_peak)
+        elif known:
+            rate = f"{length**2 / seconds / 1e9:.1f} G scores/s"
         table.add(
-            names.get(part, part), f"{1e3 * seconds:.3f}", share, rate, part=part, seconds=seconds
+            names.get(part, part),
+            f"{1e3 * seconds:.3f}" if known else DISTURBED,
+            percent(seconds, total, 1),
+            rate,
+            part=part,
+            seconds=seconds if known else None,
         )
-    table.add(
-        "sum",
-        f"{1e3 * total:.3f}",
-        "100 %",
-        gops(2 * product / total, int8_peak),
-        part="sum",
-        seconds=total,
-    )
     table.note = "each part is what it adds to the kernel without it"
+    table.note += explain_marks(table.rows)
     return table
 
 

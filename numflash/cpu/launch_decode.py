@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from ..fixedpoint import LOG2E_Q8
 from ..interop import convert, to_float32, writable
 from ..jit import guard, target
 from ..jit.memory import LINE
-from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..jit.threads import count, one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK, split_count
 from .decode.append import make_append_float, make_append_int8
 from .decode.changes import ChangedScratch
@@ -93,9 +92,7 @@ class Layout:
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
         small = longest * batch * self.kv_heads * self.slot_bytes <= SERIAL_BYTES
-        return 1 if small else numba.get_num_threads(), -(
-            -min(longest, self.sinks + self.ring) // KEY_BLOCK
-        )
+        return 1 if small else count(), -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""

@@ -69,6 +69,14 @@ def functions_of(problem: Problem, double: bool = False) -> ScoreTiles:
     return problem.functions.tiles((nb, nh, length, s), double)
 
 
+def slope_functions(problem: Problem, double: bool = False) -> ScoreTiles:
+    """The same for gradients."""
+    if problem.functions is None:
+        return NO_TILES
+    nb, nh, _, length, s, _, _ = problem.shape
+    return problem.functions.slopes((nb, nh, length, s), double)
+
+
 def seen_keys(problem: Problem) -> np.ndarray:
     """(B,) int64: keys of each batch that some row can see."""
     length, s = problem.shape[3:5]
@@ -127,6 +135,19 @@ def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray
     return (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F)) if given is None else given
 
 
+def may_overflow(problem: Problem) -> np.ndarray:
+    """(B * H, L) bool: rows in whose scores a partial sum may leave float32, which could cancel into a finite number or -inf."""
+    _, nh, nkv, _, _, d, _ = problem.shape
+
+    def largest(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        size = np.abs(np.asarray(widen(x), F))
+        return size.max(axes, where=np.isfinite(size), initial=0).astype(np.float64)
+
+    of_keys = np.repeat(largest(problem.key, (2, 3)), nh // nkv, 1)[:, :, None]
+    product = largest(problem.query, (3,)) * of_keys * d * max(1.0, abs(problem.scale * LOG2E))
+    return (product > LARGEST).reshape(-1, problem.shape[3])
+
+
 def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +165,7 @@ def run(
     counter = np.zeros(2, np.int64)
     if isa == "portable":
         run_rows(problem, options, False, np.arange(n * length), out, lse)
-        redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37))
+        redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37)) | may_overflow(problem)
         counter[1] = redo.any()
     else:
         native = isa in ("amx_bf16", "avx512_bf16")

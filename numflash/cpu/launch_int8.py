@@ -17,9 +17,10 @@ from ..jit.memory import fresh
 from ..quantization import QuantizedTensor, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..validation import Problem
-from .int8 import flash_int8, portable
+from .int8 import amx_stream, flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
 from .int8.quantize import quantize
+from .isa.isas import VECTOR_ISAS
 from .launch_float import NO_LIMIT, Results, compact, heads
 from .semantics import Semantics
 
@@ -138,6 +139,13 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     )
 
 
+def stream_of(problem: Problem, isa: str) -> int:
+    """The address of the woven stream for these head sizes, or 0 where there is none."""
+    if not VECTOR_ISAS[isa].tiled or problem.pv == "fp32":
+        return 0
+    return amx_stream.address_of(problem.shape[5], problem.shape[6])
+
+
 def run(
     problem: Problem, isa: str, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
@@ -157,6 +165,8 @@ def run(
     out = shaped.reshape(n, length, dv)
     m, l = fresh((n, length), np.int32), fresh((n, length), F)
     sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
+    if isa != "portable":
+        sizes = (*sizes, stream_of(problem, isa))  # type: ignore[assignment]
     rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)

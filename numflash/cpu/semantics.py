@@ -24,6 +24,7 @@ class ScoreTiles(NamedTuple):
 
     unmasked, masked : address and frame of the functions for blocks that all rows see, and for others
     states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
+    spans : (B or 1, H or 1, blocks of L, 2) int64 first key and end of the blocks that are not empty
     rows, keys : of a block
     batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the same
     """
@@ -33,12 +34,14 @@ class ScoreTiles(NamedTuple):
     masked: int
     masked_frame: int
     states: np.ndarray
+    spans: np.ndarray
     rows: int
     keys: int
     batch: np.ndarray
 
 
-NO_TILES = ScoreTiles(0, 0, 0, 0, np.zeros((0, 0, 0, 0), np.uint8), 1, 1, np.zeros(0, np.int64))
+NO_STATES, NO_SPANS = np.zeros((0, 0, 0, 0), np.uint8), np.zeros((0, 0, 0, 0), np.int64)
+NO_TILES = ScoreTiles(0, 0, 0, 0, NO_STATES, NO_SPANS, 1, 1, np.zeros(0, np.int64))
 
 
 class Semantics(NamedTuple):
@@ -86,6 +89,18 @@ def row_range(semantics, b, i, s):
     centre = i + semantics.diagonal[b]
     first = max(0, centre - semantics.left)
     stop = min(semantics.key_lengths[b], s, centre + semantics.right + 1)
+    return first, max(first, stop)
+
+
+@inline
+def seen_range(semantics, b, h, i, s):
+    """`row_range` within the blocks of keys that are not empty for row i of head h."""
+    first, stop = row_range(semantics, b, i, s)
+    spans = semantics.functions.spans
+    if spans.size > 0:
+        nb, nh, blocks, _ = spans.shape
+        b, h, block = min(b, nb - 1), min(h, nh - 1), min(i // semantics.functions.rows, blocks - 1)
+        first, stop = max(first, spans[b, h, block, 0]), min(stop, spans[b, h, block, 1])
     return first, max(first, stop)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 
+_absent: ImportError | None = None
 try:
     import numba.cuda.dispatcher as _dispatcher
     import numba_cuda
@@ -25,15 +26,24 @@ try:
     from numba.cuda.cudadrv import nvvm
     from numba.cuda.extending import intrinsic
     from numba.cuda.typing import signature
-except ImportError as error:
-    raise UnsupportedError(
-        f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({error})"
-    ) from error
+except (
+    ImportError
+) as error:  # the kernels' modules can be imported, and ready cubins of them launched
+    from numba import types
+    from numba.core.typing import signature
+
+    _absent, numba_cuda, cuda = error, None, None
+
+    def intrinsic(function: Any) -> Any:
+        """The function itself: nothing is compiled."""
+        return function
+
 
 __all__ = [
     "cuda",
     "device_function",
     "intrinsic",
+    "library_version",
     "numba_cuda_version",
     "signature",
     "to_cubin",
@@ -42,12 +52,28 @@ __all__ = [
 ]
 
 _numpy: Any = np
-numba_cuda_version: str = numba_cuda.__version__
+numba_cuda_version: str = numba_cuda.__version__ if numba_cuda else "none"
+
+
+def _need_compiler() -> None:
+    if _absent is not None:
+        raise UnsupportedError(
+            f"numflash.cuda needs the compiler wheels: pip install 'numflash[cuda]' ({_absent})"
+        ) from _absent
+
+
+def library_version(wheel: str) -> str:
+    """The version that a compiler library itself tells: of a CUDA toolkit, where there is no wheel."""
+    _need_compiler()
+    library = {"nvidia-nvvm": _nvvm, "nvidia-nvjitlink": _nvjitlink}.get(wheel)
+    if library is None:
+        return "none"
+    return "toolkit " + ".".join(str(n) for n in library.version())
 
 
 def device_function(function: Any) -> Any:
     """A function that kernels call and that is always compiled into them: fragments passed to it stay in registers."""
-    return cuda.jit(device=True, forceinline=True)(function)
+    return cuda.jit(device=True, forceinline=True)(function) if cuda else function
 
 
 class _OfflineDevice:
@@ -90,6 +116,7 @@ def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: b
             function, sig, cc=cc, launch_bounds=launch_bounds, lineinfo=lines, fastmath=fastmath
         )[0]
 
+    _need_compiler()
     with _offline(cc):
         with contextlib.suppress(_nvvm.nvvmError):
             found = text(True)
@@ -111,6 +138,7 @@ def to_cubin(
     For Blackwell the PTX of sm_80 is assembled: its own optimiser leaves loops over fragments in place, and so the fragments in
     memory (a stack of 256 bytes where sm_80's PTX needs none). None of the kernels uses more than sm_80 has there.
     """
+    _need_compiler()
     if cc[0] >= 10:
         return _assembled(to_ptx(function, sig, (8, 0), launch_bounds, fastmath), cc, max_registers)
     with _offline(cc):

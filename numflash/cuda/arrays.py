@@ -17,7 +17,8 @@ from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop import Memory, on_device
 from ..options import Options
-from .device import current_device
+from .device import device_at
+from .driver import device_of, open_driver
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -63,18 +64,20 @@ def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
         int(n) * dtype.itemsize for n in np.cumprod((1, *shape[:0:-1]))[::-1]
     )
     if cupy is not None and isinstance(x, cupy.ndarray):
-        return _remote(
-            name,
-            dtypes,
-            described["data"][0],
-            shape,
-            strides,
-            dtype.name,
-            lambda s, d: cupy.empty(s, d),
-            cupy.cuda.get_current_stream().ptr,
-        )
+        with cupy.cuda.Device(x.device.id):  # its current stream, too, is the device's
+            stream = cupy.cuda.get_current_stream().ptr
+
+        def like(shape: tuple[int, ...], wanted: str) -> Any:
+            with cupy.cuda.Device(x.device.id):
+                return cupy.empty(shape, wanted)
+
+        return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, like, stream)
     if type(x).__module__.startswith(("numba.cuda", "numba_cuda")):
         from ._target import cuda
+
+        def another(shape: tuple[int, ...], wanted: str) -> Any:
+            with cuda.gpus[device_of(open_driver(), described["data"][0])]:
+                return cuda.device_array(shape, wanted)
 
         return _remote(
             name,
@@ -83,7 +86,7 @@ def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
             shape,
             strides,
             dtype.name,
-            lambda s, d: cuda.device_array(s, d),
+            another,
             getattr(x.stream, "handle", None) or 0 if x.stream else 0,
         )
     raise ArgumentTypeError(
@@ -122,7 +125,7 @@ def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
     """
     from . import launch
 
-    sinks, layout = options.sinks, options.layout
+    sinks, there, layout = options.sinks, None, options.layout
     if sinks is not None and on_device(sinks):
         options = replace(options, sinks=None)
     taken, problem = _described(query, key, value, options)
@@ -136,7 +139,7 @@ def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
             )
         problem = replace(problem, sinks=there)
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
-    device = current_device()
+    device = device_at(_named(taken, problem, there))
     out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
     results = take("out", out).array, take("lse", lse).array
     if layout == "blhd":
@@ -193,7 +196,8 @@ def attention_backward(
         for name, x in (("grad_out", given[0]), ("out", given[1]))
     )
     rows = validation.tensor("lse", given[2][..., None], layout)[..., 0]
-    device = current_device()
+    beside = zip(("grad_out", "out", "lse"), given, strict=True)
+    device = device_at([*_named(taken, problem), *beside])
     found = [x.empty(x.array.shape, x.dtype) for x in taken]
     stats = taken[0].empty(launch_backward.statistics_shape(problem), "float32")
     results = [
@@ -206,6 +210,16 @@ def attention_backward(
     for step in work.launches:
         device.submit(step, taken[0].stream)
     return found[0], found[1], found[2]
+
+
+def _named(
+    taken: list[Remote], problem: validation.Problem, sinks: np.ndarray | None = None
+) -> list[tuple[str, np.ndarray]]:
+    """The arrays on the card with their arguments' names."""
+    found = [(n, x.array) for n, x in zip(("query", "key", "value"), taken, strict=True)]
+    mask = problem.bias if problem.mask is None else problem.mask
+    more = (("attn_mask", mask), ("sinks", sinks))
+    return found + [(name, x) for name, x in more if x is not None]
 
 
 def dense(x: Any) -> Any:

@@ -7,6 +7,7 @@ content: every source file of the package, the factory's arguments, the architec
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..jit.disk_cache import source_digest
 from ..jit.interrupts import uninterrupted
 from ..jit.trust import read
 from ..tiling import SHARED_MEMORY
+from .cubins import ready
 
 logger = logging.getLogger("numflash")
 
@@ -40,7 +42,7 @@ ARCHITECTURES: dict[str, tuple[tuple, int]] = {
         ("sm_120", (12, 0)),
     )
 }
-_WHEELS = ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink")
+Key = tuple[Callable, str, tuple[tuple[str, Any], ...]]  # factory, architecture, sorted options
 _lock = threading.Lock()  # Numba's compiler is not thread-safe
 
 
@@ -149,8 +151,22 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
     )
 
 
+@functools.cache
+def tool_versions() -> dict[str, str]:
+    """Versions of what compiles kernels: of the wheels, or of a CUDA toolkit's libraries where their wheels are not installed."""
+    from . import _target
+
+    found = {}
+    for wheel in ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink"):
+        try:
+            found[wheel] = importlib.metadata.version(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            found[wheel] = _target.library_version(wheel)
+    return found
+
+
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
-    versions = [importlib.metadata.version(wheel) for wheel in _WHEELS]
+    versions = list(tool_versions().values())
     source = source_digest(factory.__code__.co_filename)
     what = [
         source,
@@ -164,7 +180,7 @@ def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 
 
-_loaded: dict[str, Compiled] = {}
+_loaded: dict[tuple, Compiled] = {}
 
 
 def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: Any) -> Compiled:
@@ -174,21 +190,42 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
     ----------
     factory : module-level function returning a `Source`
     arch : one of `ARCHITECTURES`
-    kind : "ptx" or "cubin"
+    kind : "ptx" or "cubin"; cubins are taken from the folder NUMFLASH_CUBINS first (`cubins`)
     constants : plain values (numbers, strings, booleans, None)
     """
+    folder = os.environ.get("NUMFLASH_CUBINS") if kind == "cubin" else None
+    wanted = (factory, arch, kind, folder, *sorted(constants.items()))
+    if wanted in _loaded:
+        return _loaded[wanted]
     capability(arch)
+    if folder:
+        there = ready(folder, factory, arch, constants)
+        if there is not None:
+            return _loaded.setdefault(wanted, Compiled(arch=arch, code=there[0], **there[1]))
+    shown = ", ".join(f"{k}={v}" for k, v in constants.items())
+    try:
+        found = _from_cache(factory, arch, kind, constants, shown)
+    except UnsupportedError as error:
+        if not folder:
+            raise
+        raise UnsupportedError(
+            f"NUMFLASH_CUBINS: {folder} has no {factory.__name__}({shown}) for {arch}, and it cannot be compiled here ({error})"
+        ) from error
+    return _loaded.setdefault(wanted, found)
+
+
+def _from_cache(
+    factory: Callable[..., Source], arch: str, kind: str, constants: dict[str, Any], shown: str
+) -> Compiled:
+    """The kernel from the cache on disk, or freshly compiled."""
     key = _key(factory, arch, kind, constants)
-    if key in _loaded:
-        return _loaded[key]
     path = cache_directory() / f"{factory.__name__}-{arch}-{key}.{kind}"
     found = _read(path)
     if found is None:
-        shown = ", ".join(f"{k}={v}" for k, v in constants.items())
         logger.info("compiling %s(%s) for %s", factory.__name__, shown, arch)
         found = uninterrupted(compile_source, factory(**constants), arch, kind)
         _write(path, found)
-    return _loaded.setdefault(key, found)
+    return found
 
 
 def _read(path: Path) -> Compiled | None:
@@ -215,3 +252,9 @@ def _write(path: Path, item: Compiled) -> None:
         os.replace(name, path)  # readers see the old file or the whole new one
     except OSError as error:
         logger.info("cannot cache compiled CUDA code: %s", error)
+
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("numflash.cuda.validate.build", run_name="__main__")

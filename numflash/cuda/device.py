@@ -1,4 +1,4 @@
-"""The card: its driver, contexts and loaded kernels, through cuda-bindings.
+"""A card: its context and loaded kernels, and launches on it, through cuda-bindings.
 
 numba-cuda's own launcher cannot give a block more than 48 KB of shared memory and costs tens of microseconds, so kernels are
 loaded and launched here: one parameter block per kernel and thread, filled in place, one driver call.
@@ -10,19 +10,27 @@ import ctypes
 import functools
 import statistics
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from .compile import ARCHITECTURES, Compiled, compiled
+from .constants import Constants
+from .driver import (
+    MAP_BYTES,
+    Active,
+    DriverError,
+    Uncaptured,
+    capturing,
+    check,
+    device_of,
+    encode,
+    open_driver,
+)
 from .operands import Launch
 from .tensormap import TensorMap
-
-EMULATED_ARCH = "sm_80"
-
 
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
@@ -34,58 +42,11 @@ _CTYPES: dict[str, Any] = {
 }
 
 
-class DriverError(UnsupportedError):
-    """The driver refused a call; the message has its words."""
-
-
-def check(driver: Any, result: tuple) -> Any:
-    """The value of a driver call, or DriverError."""
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(result[0])
-        raise DriverError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
-    return result[1] if len(result) == 2 else result[1:]
-
-
 def words_of(parameter: str) -> tuple[str, ...]:
     """What a parameter is passed as. A Numba array: two pointers to its owner, size, item size, address, shape, strides."""
     return (
         ("int64",) * (5 + 2 * int(parameter[5:])) if parameter.startswith("array") else (parameter,)
     )
-
-
-def encode(driver: Any, tensor: TensorMap, address: int) -> np.ndarray:
-    """The 128 bytes that TMA reads: axes innermost first, strides from the second axis on."""
-    kind = getattr(
-        driver.CUtensorMapDataType,
-        "CU_TENSOR_MAP_DATA_TYPE_"
-        + {"float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}[
-            tensor.array.dtype.name
-        ],
-    )
-    swizzles = driver.CUtensorMapSwizzle
-    swizzle = (
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B
-        if tensor.swizzle
-        else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-    )
-    whole = tensor.array
-    encoded = check(
-        driver,
-        driver.cuTensorMapEncodeTiled(
-            kind,
-            whole.ndim,
-            address,
-            [driver.cuuint64_t(n) for n in whole.shape[::-1]],
-            [driver.cuuint64_t(n) for n in whole.strides[::-1][1:]],
-            [driver.cuuint32_t(n) for n in tensor.box[::-1]],
-            [driver.cuuint32_t(1)] * whole.ndim,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-    )
-    return np.array([int(n) for n in encoded.opaque], np.uint64).view(np.uint8)
 
 
 class Kernel:
@@ -139,67 +100,77 @@ class _Copies:
     def __enter__(self) -> dict[int, int]:
         d = self.driver
         self.address: dict[int, int] = {}
-        for x in self.arrays:
-            self.address[id(x)] = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
-            check(d, d.cuMemcpyHtoD(self.address[id(x)], x.ctypes.data, x.nbytes))
+        try:
+            for x in self.arrays:
+                self.address[id(x)] = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
+                check(d, d.cuMemcpyHtoD(self.address[id(x)], x.ctypes.data, x.nbytes))
+        except DriverError:
+            self._release()
+            raise
         return self.address
 
     def __exit__(self, failure: Any, *details: Any) -> None:
         d = self.driver
-        if failure is None:
-            check(d, d.cuCtxSynchronize())
-            for x in self.arrays:
-                if x.flags.writeable:
-                    check(d, d.cuMemcpyDtoH(x.ctypes.data, self.address[id(x)], x.nbytes))
+        try:
+            if failure is None:
+                check(d, d.cuCtxSynchronize())
+                for x in self.arrays:
+                    if x.flags.writeable:
+                        check(d, d.cuMemcpyDtoH(x.ctypes.data, self.address[id(x)], x.nbytes))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         for address in self.address.values():
-            d.cuMemFree(address)
+            self.driver.cuMemFree(address)
 
 
 class Device:
-    """The first card: its architecture, and its loaded kernels."""
+    """One card: its architecture, its loaded kernels, and its copies of what launches read from the host.
 
-    def __init__(self) -> None:
-        try:
-            from cuda.bindings import driver
+    Attributes
+    ----------
+    ordinal : the driver's number of the device
+    arch, name, multiprocessors : the architecture kernels are built for, the device's name, its number of multiprocessors
+    """
 
-            check(driver, driver.cuInit(0))
-            handle = self._handle = check(driver, driver.cuDeviceGet(0))
-        except (ImportError, RuntimeError) as error:
-            why = (
-                f"{error}: pip install 'numflash[cuda]'"
-                if isinstance(error, ImportError)
-                else error
-            )
-            raise UnsupportedError(
-                f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
-                "kernels without one"
-            ) from error
+    def __init__(self, ordinal: int = 0) -> None:
+        driver = open_driver()
+        handle = self._handle = check(driver, driver.cuDeviceGet(ordinal))
         attribute = driver.CUdevice_attribute
-        major, minor = (
+        major, minor, count = (
             check(driver, driver.cuDeviceGetAttribute(a, handle))
             for a in (
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
             )
         )
-        self.driver, self.arch = driver, arch_of(major, minor)
-        count = attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        self.multiprocessors = check(driver, driver.cuDeviceGetAttribute(count, handle))
+        self.driver, self.ordinal, self.arch = driver, ordinal, arch_of(major, minor)
+        self.multiprocessors = count
         self.name = check(driver, driver.cuDeviceGetName(128, handle)).split(b"\0")[0].decode()
         self._context = check(driver, driver.cuDevicePrimaryCtxRetain(handle))
         self._kernels: dict[Compiled, Kernel] = {}
-        self._constants: OrderedDict[bytes, int] = OrderedDict()
+        self._constants = Constants(driver)
+        self._lock = threading.Lock()
 
-    def use(self) -> None:
-        """Make the card's context this thread's own."""
-        check(self.driver, self.driver.cuCtxSetCurrent(self._context))
+    def active(self) -> Active:
+        """A `with` in which the device's context is this thread's current one."""
+        return Active(self.driver, self._context)
 
     def kernel(self, item: Compiled) -> Kernel:
-        """The loaded kernel of a cubin; loads it the first time."""
-        self.use()
-        if item not in self._kernels:
-            self._kernels[item] = Kernel(self.driver, item)
-        return self._kernels[item]
+        """The loaded kernel of a cubin; loads it the first time, which no capture of this thread forbids."""
+        found = self._kernels.get(item)
+        if found is None:
+            with self._lock, self.active(), Uncaptured(self.driver):
+                found = self._kernels.get(item) or Kernel(self.driver, item)
+                self._kernels[item] = found
+        return found
+
+    def release(self, address: int) -> None:
+        """Free memory of the device; waits for the kernels that may still read it."""
+        with self.active(), Uncaptured(self.driver):
+            self.driver.cuMemFree(address)
 
     def prepared(
         self,
@@ -217,12 +188,13 @@ class Device:
             for step in steps
         ]
         maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
-        with self.copies(
-            [x for args in flat for x in args if isinstance(x, np.ndarray)]
-            + [m.array for m in maps]
-        ) as address:
-            table = np.array([encode(self.driver, m, address[id(m.array)]) for m in maps], np.uint8)
-            with self.copies([table]) as at:
+        arrays = [x for args in flat for x in args if isinstance(x, np.ndarray)]
+        with (
+            self.active(),
+            _Copies(self.driver, arrays + [m.array for m in maps]) as address,
+        ):
+            table = encode(self.driver, [(m, address[id(m.array)]) for m in maps])
+            with _Copies(self.driver, [table]) as at:
                 next_map, calls = at[id(table)], []
                 for step, args in zip(steps, flat, strict=True):
                     kernel = self.kernel(
@@ -232,7 +204,7 @@ class Device:
                     for x, parameter in zip(args, kernel.item.parameters, strict=True):
                         if isinstance(x, list):
                             numbers.append(next_map)
-                            next_map += table.shape[1] * len(x)
+                            next_map += MAP_BYTES * len(x)
                         elif not isinstance(x, np.ndarray):
                             numbers.append(x)
                         elif parameter.startswith("array"):
@@ -263,20 +235,32 @@ class Device:
                     self.persist(0, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
-        """Enqueue a launch whose arrays lie on the card; what is small and comes from the host is uploaded once per content."""
+        """Enqueue a launch whose arrays lie on the device; what is small and comes from the host is uploaded once per content.
+
+        Legal while the stream is captured: then no memory that the graph reads is freed or written again.
+        """
         kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
-        numbers: list[Any] = []
-        for x in (
-            x for group in launch.args for x in (group if isinstance(group, tuple) else (group,))
-        ):
-            if isinstance(x, list):
-                maps = [encode(self.driver, m, m.array.ctypes.data) for m in x]
-                numbers.append(self.constant(np.array(maps, np.uint8)))
-            elif isinstance(x, np.ndarray):
-                numbers.append(x.ctypes.data if id(x) in launch.resident else self.constant(x))
-            else:
-                numbers.append(x)
-        kernel(launch.grid, stream, *numbers)
+        with self.active():
+            captured, numbers = capturing(self.driver, stream), []
+            constant = functools.partial(self._constants.address, stream=stream, captured=captured)
+            for x in (
+                x
+                for group in launch.args
+                for x in (group if isinstance(group, tuple) else (group,))
+            ):
+                if isinstance(x, list):
+                    numbers.append(constant(_maps_key(x), functools.partial(self._encoded, x)))
+                elif not isinstance(x, np.ndarray):
+                    numbers.append(x)
+                elif id(x) in launch.resident:
+                    numbers.append(x.ctypes.data)
+                else:
+                    content = np.ascontiguousarray(x)
+                    numbers.append(constant(content.tobytes(), content.copy))
+            kernel(launch.grid, stream, *numbers)
+
+    def _encoded(self, maps: list[TensorMap]) -> np.ndarray:
+        return encode(self.driver, [(m, m.array.ctypes.data) for m in maps])
 
     def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
         """Ask that this range, read again by every block of queries (keys and values), stays in L2 for launches on the stream.
@@ -285,8 +269,11 @@ class Device:
         and its largest part of L2: the range is cut to the one, the hit ratio lowered to the other. On a card that can set nothing
         aside (before sm_80) nothing happens.
         """
+        with self.active():
+            self._persist(stream, address, nbytes, hit_ratio)
+
+    def _persist(self, stream: int, address: int, nbytes: int, hit_ratio: float) -> None:
         d = self.driver
-        self.use()
         attribute = d.CUdevice_attribute
         window_most, aside_most = (
             check(d, d.cuDeviceGetAttribute(a, self._handle))
@@ -314,40 +301,31 @@ class Device:
             ),
         )
 
-    def constant(self, x: np.ndarray) -> int:
-        """Address of a copy of x on the card; the last 256 different ones are kept."""
-        d, content = self.driver, x.tobytes()
-        if content not in self._constants:
-            address = int(check(d, d.cuMemAlloc(max(16, x.nbytes))))
-            check(d, d.cuMemcpyHtoD(address, content, len(content)))
-            self._constants[content] = address
-            if len(self._constants) > 256:
-                d.cuMemFree(
-                    self._constants.popitem(last=False)[1]
-                )  # waits for the kernels that may still read it
-        self._constants.move_to_end(content)
-        return self._constants[content]
 
-    def copies(self, arrays: list[np.ndarray]) -> _Copies:
-        """Host arrays on the card while the `with` lasts."""
-        self.use()
-        return _Copies(self.driver, arrays)
+def _maps_key(maps: list[TensorMap]) -> tuple:
+    """What decides the bytes of tensor maps."""
+    return tuple(
+        (m.array.ctypes.data, m.array.dtype.str, m.array.shape, m.array.strides, m.box, m.swizzle)
+        for m in maps
+    )
 
 
 def median_seconds(
     device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0
 ) -> float:
     """Median time of one launch, by events on the stream, after five launches to warm up."""
-    d = device.driver
-    start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
-    times = []
-    for n in range(repeats + 5):
-        check(d, d.cuEventRecord(start, stream))
-        work()
-        check(d, d.cuEventRecord(stop, stream))
-        check(d, d.cuEventSynchronize(stop))
-        if n >= 5:
-            times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
+    d, times = device.driver, []
+    with device.active():
+        start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
+        for n in range(repeats + 5):
+            check(d, d.cuEventRecord(start, stream))
+            work()
+            check(d, d.cuEventRecord(stop, stream))
+            check(d, d.cuEventSynchronize(stop))
+            if n >= 5:
+                times.append(float(check(d, d.cuEventElapsedTime(start, stop))) / 1e3)
+        for event in (start, stop):
+            d.cuEventDestroy(event)
     return statistics.median(times)
 
 
@@ -368,6 +346,44 @@ def arch_of(major: int, minor: int) -> str:
 
 
 @functools.cache
+def device(ordinal: int) -> Device:
+    """The card with this number; raises UnsupportedError where there is none."""
+    return Device(ordinal)
+
+
 def current_device() -> Device:
-    """The first card; raises UnsupportedError where there is none."""
-    return Device()
+    """The card of the thread's current context, or the first one; raises UnsupportedError where there is none."""
+    driver = open_driver()
+    return device(current_ordinal(driver))
+
+
+def current_ordinal(driver: Any) -> int:
+    """The number of the device of the thread's current context; 0 without one."""
+    if not int(check(driver, driver.cuCtxGetCurrent())):
+        return 0
+    return int(check(driver, driver.cuCtxGetDevice()))
+
+
+def device_at(named: Sequence[tuple[str, np.ndarray]]) -> Device:
+    """The card on which all of these arrays lie.
+
+    Parameters
+    ----------
+    named : argument's name and an array whose data pointer is a device address; empty ones lie anywhere
+
+    Raises
+    ------
+    ArgumentError
+        They lie on different devices.
+    """
+    driver = open_driver()
+    there = [(name, device_of(driver, x.ctypes.data)) for name, x in named if x.size]
+    if not there:
+        return current_device()
+    first, ordinal = there[0]
+    for name, other in there[1:]:
+        if other != ordinal:
+            raise ArgumentError(
+                f"{name}: got an array on CUDA device {other}; allowed: device {ordinal}, where {first} lies"
+            )
+    return device(ordinal)

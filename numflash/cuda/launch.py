@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..validation import Problem
-from .device import EMULATED_ARCH, current_device
+from .device import current_device
 from .launch_forward import (
     MMA_ROWS,
     float32_forward,
@@ -14,14 +14,14 @@ from .launch_forward import (
     int8_forward,
     packed_heads,
 )
-from .operands import Launch, Results, emulated
+from .operands import Launch, Results, emulated, mappable
 
 
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture; `results` (out, lse) say that its arrays lie on the card.
 
     On sm_90a wgmma kernels take INT8 and 16-bit problems; INT8 with float values, and what would not fill tiles of 128 rows, go
-    to the sm_80 kernels, built for sm_90a.
+    to the sm_80 kernels, built for sm_90a; so do broadcast operands on the card, which tensor maps do not describe.
     """
     if problem.precision == "int8":
         return int8_forward(problem, arch)
@@ -29,18 +29,19 @@ def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
         return float32_forward(problem, arch, results)
     _, nh, nkv, length, *_ = problem.shape
     few = nh > nkv and length * packed_heads(nh // nkv) <= MMA_ROWS
-    if arch != "sm_90a" or few:
+    operands = (problem.query, problem.key, problem.value)
+    if arch != "sm_90a" or few or (results is not None and not mappable(*operands)):
         return float_forward(problem, arch, results)
     return hopper_forward(problem, results=results)
 
 
-def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def run(problem: Problem, emulator: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L) float32 of a problem in host memory.
 
     Parameters
     ----------
-    emulator : bool
-        Run the kernel's PTX in the emulator instead of on a card.
+    emulator : str or None
+        Run the PTX of this architecture's kernel in the emulator instead of on a card.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def run(problem: Problem, emulator: bool = False) -> tuple[np.ndarray, np.ndarra
         No driver or card, a precision or head size without a kernel.
     """
     if emulator:
-        return emulated(plan(problem, EMULATED_ARCH))[:2]
+        return emulated(plan(problem, emulator))[:2]
     device = current_device()
     launch = plan(problem, device.arch)
     device.prepared(launch, lambda work: work())

@@ -12,7 +12,7 @@ from ..errors import UnsupportedError
 from ..interop import convert
 from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
-from .device import EMULATED_ARCH, current_device
+from .device import current_device
 from .kernels.backward import flash_backward
 from .kernels.backward_float32 import backward_float32
 from .kernels.backward_rows import ROWS, backward_rows
@@ -317,15 +317,19 @@ def float_backward(
 
 
 def run(
-    problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.ndarray, emulator: bool = False
+    problem: Problem,
+    grad: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    emulator: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq (B, H, L, D), dk (B, Hkv, S, D) and dv (B, Hkv, S, Dv) of a problem in host memory, in its storage.
 
     Parameters
     ----------
     grad, out : (B, H, L, Dv) float arrays;  lse : (B, H, L) float32
-    emulator : bool
-        Run the kernels' PTX in the emulator instead of on a card.
+    emulator : str or None
+        Run the PTX of this architecture's kernels in the emulator instead of on a card.
 
     Raises
     ------
@@ -337,11 +341,11 @@ def run(
             f"lse: got {np.abs(lse[np.isfinite(lse)]).max()}; the CUDA backward kernels take it below "
             f"{LARGEST_LSE:g}, where float32 still tells weights apart; impl 'cpu' takes any"
         )
-    device = None if emulator else current_device()
     grad, out = (convert(x, problem.precision) for x in (grad, out))
-    work = plan(problem, grad, out, lse, device.arch if device else EMULATED_ARCH)
-    if device is None:
-        return emulated(work)[0]
+    if emulator:
+        return emulated(plan(problem, grad, out, lse, emulator))[0]
+    device = current_device()
+    work = plan(problem, grad, out, lse, device.arch)
     if work.launches:
         device.prepared(work.launches, lambda work: work())
     return work.gradients

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arguments import emulated_arch
 from ..errors import CacheFullError, UnsupportedError
 from ..interop import to_float32
 from ..tiling import KEY_BLOCK, split_count
@@ -302,7 +303,8 @@ class Layout:
 
 def make_layout(settings: Settings) -> Layout:
     """The layout on the first card, or for "cuda-emulator" in the emulator."""
-    card = Emulated() if settings.device == "cuda-emulator" else Card()
+    emulator = emulated_arch(settings.device)
+    card = Emulated(emulator) if emulator else Card()
     dtype = settings.dtype
     if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
         allowed = "float16" if card.arch == "sm_75" else "int8, float16, bfloat16"

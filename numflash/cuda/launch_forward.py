@@ -188,6 +188,8 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         "group": nh // nkv,
         "packed": packed,
         "overlap": overlap,
+        # turns at the tensor cores pay where a tile's products are about as long as its softmax (FlashAttention-3 does the same)
+        "ping_pong": max(wide, dv_wide) <= 128,
         **_float_options(problem, kind, results),
     }
     maps = [

@@ -115,3 +115,13 @@ def aligned(name: str, x: np.ndarray) -> np.ndarray:
             "multiples of 16 bytes"
         )
     return x
+
+
+def mappable(*arrays: np.ndarray) -> bool:
+    """Whether tensor maps describe these arrays: strides are positive, which those of broadcast and reversed axes are not."""
+    return all(
+        0 < stride < 1 << 40
+        for x in arrays
+        for stride, size in zip(x.strides, x.shape, strict=True)
+        if size > 1
+    )

@@ -359,6 +359,9 @@ shuffle_xor = op(
 shuffle_xor_i32 = op(
     "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", i32, a=i32, lanes=u32
 )
+uniform = op(
+    "shfl.sync.idx.b32 <r>, <a>, 0, 0x1f, 0xffffffff;", i32, a=i32
+)  # what all lanes agree on: ptxas then keeps it, and what follows from it, in one register of the warp
 barrier = op("bar.sync <number>, <threads>;", memory=True, number=u32, threads=u32)  # 9.7.13.1
 barrier_arrive = op("bar.arrive <number>, <threads>;", memory=True, number=u32, threads=u32)
 

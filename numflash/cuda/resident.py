@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import EMULATED_DEFAULT
 from ..errors import UnsupportedError
 from ..interop import Memory
 from .compile import compiled
-from .device import EMULATED_ARCH, check, current_device
+from .device import Device, current_device
+from .driver import Uncaptured, check
 from .emulator import Report, emulate
 
 
@@ -29,8 +31,8 @@ class Emulated:
     uploaded, downloaded : bytes that crossed between host and card
     """
 
-    def __init__(self) -> None:
-        self.arch, self.multiprocessors = EMULATED_ARCH, 8
+    def __init__(self, arch: str = EMULATED_DEFAULT) -> None:
+        self.arch, self.multiprocessors = arch, 8
         self.reports: list[Report] = []
         self.uploaded = self.downloaded = 0
 
@@ -82,9 +84,9 @@ class Emulated:
 
 
 class Card:
-    """The first card, with its own buffers and two streams: one for copies to it, one for kernels.
+    """The card of the thread's current context, or the first one, with buffers and two streams of its own.
 
-    After "Detailed Processing Flow" of the T4 architecture (docs/sources.md).
+    One stream is for copies to it, one for kernels, after "Detailed Processing Flow" of the T4 architecture (docs/sources.md).
 
     The streams wait for each other by events, on the card: kernels for the copies made before them, copies for the kernels before
     them, which may still be reading the buffers. The host waits only in `synchronise` and `download`.
@@ -99,11 +101,13 @@ class Card:
             ) from error
         d = self.device.driver
         self.arch, self.multiprocessors = self.device.arch, self.device.multiprocessors
-        self.device.use()
-        flag = d.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.stream, self.copies = (int(check(d, d.cuStreamCreate(flag))) for _ in range(2))
-        timing = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._copied, self._computed = (check(d, d.cuEventCreate(timing)) for _ in range(2))
+        flag, timing = (
+            d.CUstream_flags.CU_STREAM_NON_BLOCKING,
+            d.CUevent_flags.CU_EVENT_DISABLE_TIMING,
+        )
+        with self.device.active():
+            self.stream, self.copies = (int(check(d, d.cuStreamCreate(flag))) for _ in range(2))
+            self._copied, self._computed = (check(d, d.cuEventCreate(timing)) for _ in range(2))
         self._uploading = self._computing = self._rehearsing = False
         weakref.finalize(self, _each, d.cuStreamDestroy, (self.stream, self.copies))
         weakref.finalize(self, _each, d.cuEventDestroy, (self._copied, self._computed))
@@ -111,44 +115,38 @@ class Card:
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A buffer of zeros; it goes back when the array and its views are gone."""
         d, size = self.device.driver, np.dtype(dtype).itemsize
-        self.device.use()
         nbytes = max(16, int(np.prod(shape)) * size)
-        address = int(check(d, d.cuMemAlloc(nbytes)))
-        check(d, d.cuMemsetD8(address, 0, nbytes))
-        check(
-            d, d.cuCtxSynchronize()
-        )  # before anything on our streams, which do not wait for this one
+        with self.device.active(), Uncaptured(d):
+            address = int(check(d, d.cuMemAlloc(nbytes)))
+            check(d, d.cuMemsetD8Async(address, 0, nbytes, self.stream))
+            check(d, d.cuStreamSynchronize(self.stream))  # the copies' stream may write it next
         strides = tuple(int(n) * size for n in np.cumprod((1, *shape[:0:-1]))[::-1])
         memory = Memory(address, shape, strides, np.dtype(dtype).str)
-        weakref.finalize(
-            memory, d.cuMemFree, address
-        )  # waits for the kernels that may still read it
+        weakref.finalize(memory, self.device.release, address)
         return np.asarray(memory)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A host array that copies in a graph may read and write while the host does something else."""
         d, nbytes = self.device.driver, max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
-        self.device.use()
-        address = int(check(d, d.cuMemHostAlloc(nbytes, 0)))
+        with self.device.active(), Uncaptured(d):
+            address = int(check(d, d.cuMemHostAlloc(nbytes, 0)))
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(memory, d.cuMemFreeHost, address)
+        weakref.finalize(memory, _free_pinned, self.device, address)
         return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
 
     def upload(self, to: np.ndarray, x: np.ndarray) -> None:
         """Enqueue a copy of a host array to a buffer of its shape and dtype; x may change afterwards, unless it is pinned."""
         if self._rehearsing:
             return
-        d = self.device.driver
-        self.device.use()
-        if self._computing:
-            check(d, d.cuEventRecord(self._computed, self.stream))
-            check(d, d.cuStreamWaitEvent(self.copies, self._computed, 0))
-        check(
-            d,
-            d.cuMemcpyHtoDAsync(
-                to.ctypes.data, np.ascontiguousarray(x).ctypes.data, x.nbytes, self.copies
-            ),
-        )
+        d, source = self.device.driver, np.ascontiguousarray(x)
+        with self.device.active():
+            if self._computing:
+                check(d, d.cuEventRecord(self._computed, self.stream))
+                check(d, d.cuStreamWaitEvent(self.copies, self._computed, 0))
+            check(
+                d,
+                d.cuMemcpyHtoDAsync(to.ctypes.data, source.ctypes.data, x.nbytes, self.copies),
+            )
         self._computing, self._uploading = False, True
 
     def _after_copies(self) -> None:
@@ -164,9 +162,9 @@ class Card:
         if self._rehearsing:
             return
         d = self.device.driver
-        self.device.use()
-        self._after_copies()
-        check(d, d.cuMemcpyDtoHAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
+        with self.device.active():
+            self._after_copies()
+            check(d, d.cuMemcpyDtoHAsync(to.ctypes.data, x.ctypes.data, x.nbytes, self.stream))
 
     def download(self, x: np.ndarray) -> np.ndarray:
         """A contiguous part of a buffer on the host, after everything launched."""
@@ -178,11 +176,12 @@ class Card:
     def copy(self, to: np.ndarray, source: np.ndarray) -> None:
         """Between buffers."""
         d = self.device.driver
-        self.device.use()
-        self._after_copies()
-        check(
-            d, d.cuMemcpyDtoDAsync(to.ctypes.data, source.ctypes.data, source.nbytes, self.stream)
-        )
+        with self.device.active():
+            self._after_copies()
+            check(
+                d,
+                d.cuMemcpyDtoDAsync(to.ctypes.data, source.ctypes.data, source.nbytes, self.stream),
+            )
 
     def run(
         self,
@@ -195,11 +194,11 @@ class Card:
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
         if self._rehearsing:
             return
-        self._after_copies()
         flat = [x for group in args for x in (group if isinstance(group, tuple) else (group,))]
-        kernel(
-            blocks, self.stream, *(x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat)
-        )
+        numbers = (x.ctypes.data if isinstance(x, np.ndarray) else x for x in flat)
+        with self.device.active():
+            self._after_copies()
+            kernel(blocks, self.stream, *numbers)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` enqueues, as one CUDA graph: a function that launches it again, with the same buffers and pinned arrays.
@@ -207,39 +206,53 @@ class Card:
         Kernels are loaded before the capture, in which the driver allows no loading.
         """
         d = self.device.driver
-        self.device.use()
         self._rehearsing = True
-        work()
-        self._rehearsing = False
-        self.synchronise()
-        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(d, d.cuStreamBeginCapture(self.stream, mode))
-        self._uploading, self._computing = (
-            False,
-            True,
-        )  # the first copy waits for an event, so its stream is captured too
         try:
             work()
-            self._after_copies()
         finally:
-            graph = check(d, d.cuStreamEndCapture(self.stream))
-        whole = check(d, d.cuGraphInstantiate(graph, 0))
-        check(d, d.cuGraphDestroy(graph))
+            self._rehearsing = False
+        self.synchronise()
+        with self.device.active():
+            whole = self._captured(work)
 
         def replay() -> None:
-            self.device.use()
-            self._after_copies()
-            check(d, d.cuGraphLaunch(whole, self.stream))
+            with self.device.active():
+                self._after_copies()
+                check(d, d.cuGraphLaunch(whole, self.stream))
 
         weakref.finalize(replay, d.cuGraphExecDestroy, whole)
         return replay
 
+    def _captured(self, work: Callable[[], None]) -> Any:
+        """The executable graph of what `work` enqueues."""
+        d = self.device.driver
+        mode = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(d, d.cuStreamBeginCapture(self.stream, mode))
+        # the first copy waits for an event, so its stream is captured too
+        self._uploading, self._computing = False, True
+        try:
+            work()
+            self._after_copies()
+        except BaseException:
+            d.cuStreamEndCapture(self.stream)
+            raise
+        graph = check(d, d.cuStreamEndCapture(self.stream))
+        whole = check(d, d.cuGraphInstantiate(graph, 0))
+        check(d, d.cuGraphDestroy(graph))
+        return whole
+
     def synchronise(self) -> None:
         """Wait for everything enqueued."""
         d = self.device.driver
-        check(d, d.cuStreamSynchronize(self.copies))
-        check(d, d.cuStreamSynchronize(self.stream))
+        with self.device.active(), Uncaptured(d):
+            check(d, d.cuStreamSynchronize(self.copies))
+            check(d, d.cuStreamSynchronize(self.stream))
         self._uploading = self._computing = False
+
+
+def _free_pinned(device: Device, address: int) -> None:
+    with device.active(), Uncaptured(device.driver):
+        device.driver.cuMemFreeHost(address)
 
 
 def _each(release: Callable[[Any], Any], handles: tuple[Any, ...]) -> None:

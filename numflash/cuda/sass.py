@@ -48,20 +48,45 @@ def tool(name: str) -> str:
     return found_on_path
 
 
-def resources(cubin: bytes) -> Resources:
-    """Read a cubin with one kernel."""
+def _run(program: str, option: str, cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = subprocess.run(
-            [tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True
-        ).stdout
-        listing = subprocess.run(
-            [tool("nvdisasm"), "-c", str(path)], capture_output=True, text=True, check=True
-        ).stdout
+        done = subprocess.run(
+            [tool(program), option, str(path)], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+def instructions(cubin: bytes) -> list[tuple[str, str]]:
+    """(opcode with modifiers, operands) of the kernel in a cubin, in the order of their addresses.
+
+    A label is an entry with an empty opcode. `@!PT` instructions, which never run, are left out.
+    """
+    found = []
+    for label, opcode, operands in re.findall(
+        r"^(\.L\w+):|^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]+)([^;\n]*)",
+        _run("nvdisasm", "-c", cubin),
+        re.M,
+    ):
+        found.append(("", label) if label else (opcode, operands.strip()))
+    return found
+
+
+def loops(code: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """The loops of a listing: from each label to the last branch back to it, the longest first."""
+    places = {operands: n for n, (opcode, operands) in enumerate(code) if not opcode}
+    ends: dict[int, int] = {}
+    for n, (opcode, operands) in enumerate(code):
+        target = re.search(r"\.L\w+", operands) if opcode == "BRA" else None
+        if target and places[target.group()] < n:
+            ends[places[target.group()]] = n
+    return sorted((code[start : end + 1] for start, end in ends.items()), key=len, reverse=True)
+
+
+def resources(cubin: bytes) -> Resources:
+    """Read a cubin with one kernel."""
+    usage = _run("cuobjdump", "-res-usage", cubin)
     found = {key: int(n) for key, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    # `@!PT` instructions never run
-    opcodes = Counter(
-        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][A-Z0-9_.]+)", listing, re.M)
-    )
+    opcodes = Counter(opcode for opcode, _ in instructions(cubin) if opcode)
     return Resources(found["REG"], found["STACK"], found["LOCAL"], found["SHARED"], dict(opcodes))

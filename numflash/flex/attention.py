@@ -9,8 +9,8 @@ from typing import Any
 from .. import api, validation
 from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import on_device
 from ..options import IMPLS, NAMES, Options
+from ..validation import Problem
 from .fused import Fused
 from .masks import BlockMask
 from .prepared import prepare
@@ -38,7 +38,23 @@ def fuse(
         raise ArgumentError(
             f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
         )
-    return Fused(prepare(score_mod, block_mask.mask_mod), block_mask.states, block_mask.BLOCK_SIZE)
+    return Fused(prepare(score_mod, block_mask.mask_mod), *block_mask._finer)
+
+
+def with_functions(
+    problem: Problem, score_mod: ScoreFunction | None, block_mask: Any, impl: str
+) -> Problem:
+    """The problem with its functions."""
+    if impl.startswith("cuda"):
+        raise UnsupportedError(
+            f"impl: got {impl!r}, which has no score functions; allowed: 'auto', 'cpu', 'portable', 'reference'"
+        )
+    if problem.precision == "int8":
+        raise UnsupportedError(
+            "precision: got 'int8', which takes no score functions; allowed: the float precisions"
+        )
+    nb, nh, _, length, s, _, _ = problem.shape
+    return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
 
 
 def flex_attention(
@@ -100,19 +116,10 @@ def flex_attention(
     """
     known("flex_attention", options, OPTIONS)
     choice("impl", impl, IMPLS)
-    if impl.startswith("cuda") or on_device(query):
-        raise UnsupportedError(
-            "flex_attention: there is no CUDA kernel; allowed: host arrays and impl 'cpu'"
-        )
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
     taken = validation.import_operands(query, key, value)
     problem = validation.problem_of(taken, asked)
-    if problem.precision == "int8":
-        raise UnsupportedError(
-            "flex_attention: precision 'int8' is not supported; allowed: the float precisions"
-        )
-    nb, nh, _, length, s, _, _ = problem.shape
-    problem = replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
+    problem = with_functions(problem, score_mod, block_mask, impl)
     ndim = taken[0].array.ndim
     out, lse = (api._restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
     return api._deliver(out, lse, taken[0], return_lse)

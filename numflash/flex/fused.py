@@ -9,7 +9,7 @@ import numpy as np
 from ..cpu.semantics import NO_TILES, ScoreTiles
 from .evaluate import evaluate
 from .machine import Tile, tile
-from .prepared import Prepared
+from .prepared import EMPTY, Prepared
 from .program import Program
 
 KEPT = 64  # problem shapes whose tile functions are remembered
@@ -42,7 +42,9 @@ class Fused:
         block: tuple[int, int] = (128, 128),
         batch: np.ndarray | None = None,
     ) -> None:
-        self.prepared, self.states, self.block, self.batch = prepared, states, block, batch
+        self.prepared, self.block, self.batch = prepared, block, batch
+        self.states = NO_TILES.states if states is None else states
+        self.spans = NO_TILES.spans if states is None else spans(states, block[1])
 
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.
@@ -52,10 +54,15 @@ class Fused:
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
         pair = self._pair(shape, double)
+        return self._with_blocks(
+            {**_place("unmasked", pair.unmasked), **_place("masked", pair.masked)}
+        )
+
+    def _with_blocks(self, places: dict[str, int]) -> ScoreTiles:
         return NO_TILES._replace(
-            **_place("unmasked", pair.unmasked),
-            **_place("masked", pair.masked),
-            states=NO_TILES.states if self.states is None else self.states,
+            **places,
+            states=self.states,
+            spans=self.spans,
             rows=self.block[0],
             keys=self.block[1],
             batch=NO_TILES.batch if self.batch is None else self.batch,
@@ -89,8 +96,8 @@ class Fused:
             self._keep(key, Pair(unmasked, masked))
         return plans[key]
 
-    def slopes(self, shape: Shape, double: bool = False) -> Tile:
-        """The gradient tile function."""
+    def slopes(self, shape: Shape, double: bool = False) -> ScoreTiles:
+        """The gradient tile function as `masked`; `unmasked` is not 0 where scores change."""
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
         plans, key = self.prepared.plans, ("gradient", shape, double)
@@ -99,7 +106,8 @@ class Fused:
             slope = self.prepared.slope
             made = self._tile(self.prepared.score, slope, self.prepared.mask, shape, double, True)
             self._keep(key, made)
-        return plans[key]
+        changes = int(self.prepared.score is not None)
+        return self._with_blocks({"unmasked": changes, **_place("masked", plans[key])})
 
     def _tile(self, score: Any, slope: Any, mask: Any, shape: Shape, *form: bool) -> Tile:
         return tile(Program(self.prepared.graph, score, slope, mask, shape), *form)
@@ -109,6 +117,16 @@ class Fused:
         if len(plans) >= KEPT:
             plans.clear()
         plans[key] = value
+
+
+def spans(states: np.ndarray, keys: int) -> np.ndarray:
+    """(..., blocks of L, 2) int64: the first key of blocks that are not empty, and where they end."""
+    seen = states != EMPTY
+    count = seen.shape[-1]
+    some = seen.any(-1)
+    first = np.where(some, seen.argmax(-1), 0)
+    end = np.where(some, count - seen[..., ::-1].argmax(-1), 0)
+    return np.stack([first * keys, end * keys], -1).astype(np.int64)
 
 
 def _place(name: str, found: Tile | None) -> dict[str, int]:

@@ -15,6 +15,10 @@ from .prepared import EMPTY, FULL, PARTIAL, prepare
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 SHADES = {EMPTY: "  ", PARTIAL: "░░", FULL: "██"}
 WIDEST = 64  # blocks of a printed picture
+FINER, MOST_FINER = (
+    4,
+    1 << 17,
+)  # kernels skip by blocks of a quarter of each side, unless there are too many
 
 
 class BlockMask:
@@ -40,10 +44,12 @@ class BlockMask:
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
         batch_and_heads: tuple[int, int],
+        finer: tuple[np.ndarray, tuple[int, int]] | None = None,
     ) -> None:
         self.mask_mod, self.seq_lengths, self.BLOCK_SIZE = mask_mod, seq_lengths, block_size
         self.states = np.ascontiguousarray(states, np.uint8)
         self.shape = (*batch_and_heads, *seq_lengths)
+        self._finer = (self.states, block_size) if finer is None else finer  # what kernels skip by
 
     @classmethod
     def from_dense(cls, mask: Any, BLOCK_SIZE: Any = 128) -> BlockMask:
@@ -273,7 +279,12 @@ def create_block_mask(
     block = block_size(BLOCK_SIZE)
     prepared = prepare(None, mask_mod)
     prepared.check(sizes)
-    return BlockMask(mask_mod, prepared.block_states(sizes, block), (length, s), block, (nb, nh))
+    states = prepared.block_states(sizes, block)
+    finer = None
+    if not any(n % FINER for n in block) and states.size * FINER**2 <= MOST_FINER:
+        small = block[0] // FINER, block[1] // FINER
+        finer = prepared.block_states(sizes, small), small
+    return BlockMask(mask_mod, states, (length, s), block, (nb, nh), finer)
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:

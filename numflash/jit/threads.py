@@ -18,10 +18,59 @@ def most() -> int:
     return int(config.NUMBA_NUM_THREADS)
 
 
+def count() -> int:
+    """Threads that parallel kernels of this thread use now; Numba's threading layer is loaded for it.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no such layer here.
+    """
+    try:
+        return int(numba.get_num_threads())
+    except (ValueError, ImportError) as error:
+        asked, reason = config.THREADING_LAYER, " ".join(str(error).split())
+        raise UnsupportedError(
+            f"NUMBA_THREADING_LAYER: got {asked!r}, which cannot be loaded here ({reason}); allowed: unset, 'workqueue', "
+            "or 'omp' and 'tbb' where they are installed"
+        ) from None
+
+
+def check_memory_for_threads() -> None:
+    """Try to start as many threads as kernels will use where the address space is limited (ulimit -v).
+
+    Raises
+    ------
+    MemoryError
+        It is too small for them. GNU OpenMP would terminate the process.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    done, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(most() - 1):
+            thread = threading.Thread(target=done.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except (RuntimeError, MemoryError) as error:
+        raise MemoryError(
+            f"{most()} threads cannot be started ({error}): the address space is limited to "
+            f"{resource.getrlimit(resource.RLIMIT_AS)[0] >> 20} MB; raise the limit (ulimit -v), or set NUMBA_NUM_THREADS=1"
+        ) from None
+    finally:
+        done.set()
+        for thread in started:
+            thread.join()
+
+
 @contextmanager
 def limit(threads: int | None) -> Iterator[int]:
     """Run what is inside on `threads` threads (None: as many as now), then restore the old number."""
-    before = numba.get_num_threads()
+    before = count()
     if threads is not None and not 1 <= threads <= most():
         raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
     if threads not in (None, before):  # setting costs a tenth of a short kernel's call
@@ -64,10 +113,14 @@ def refuse_after_fork() -> None:
     ------
     UnsupportedError
         In a process forked from one that has run them already: GNU OpenMP would terminate it (docs/pitfalls.md, "GNU OpenMP
-        does not survive a fork").
+        does not survive a fork"). At the first call also where Numba's threading layer cannot be loaded.
+    MemoryError
+        At the first call, if the address space is too small for the threads.
     """
     global _first_process
     if _first_process is None:
+        count()
+        check_memory_for_threads()
         _first_process = os.getpid()
     elif _first_process != os.getpid():
         try:

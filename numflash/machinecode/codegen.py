@@ -87,7 +87,7 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
         *packed,
         array("float32", 2),
         semantics,
-        containers.UniTuple(integer, 3),
+        containers.UniTuple(integer, 3 if portable else 4),
         integer,
         array("int64", 1),
         array("float32", 3),

@@ -23,7 +23,7 @@ from ..jit import target
 from ..jit.threads import limit
 from ..options import Options
 from .metrics import Errors, errors
-from .timing import median_time
+from .timing import Timing, timed
 
 CHECKED_ROWS = 256  # the last rows of each head are checked against float64
 
@@ -182,8 +182,13 @@ class Result:
     contender: str
     case: Case
     threads: int
-    seconds: float
+    timing: Timing
     errors: Errors
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a call."""
+        return self.timing.seconds
 
     @property
     def rate(self) -> float:
@@ -201,6 +206,8 @@ class Result:
             "batch": self.case.batch,
             "threads": self.threads,
             "seconds": self.seconds,
+            "spread": self.timing.spread,
+            "disturbed": self.timing.disturbed,
             "operations_per_second": self.rate,
             "bytes_per_second": self.case.traffic / self.seconds,
             **self.errors.as_dict(),
@@ -225,4 +232,4 @@ def compete(contender: Contender, case: Case, threads: int = 1, repeats: int = 5
             raise ArithmeticError(
                 f"{contender.name} at {case}: relative L1 {found.relative_l1:.3g}, budget {contender.budget}"
             )
-        return Result(contender.name, case, threads, median_time(call, repeats), found)
+        return Result(contender.name, case, threads, timed(call, repeats), found)

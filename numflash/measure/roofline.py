@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import llvmlite.ir as ir
 import numpy as np
@@ -52,6 +52,13 @@ class Roof:
             f"INT8 peak {self.int8 / 1e9:.0f} GOP/s ({self.isa}), FP32 peak {self.float32 / 1e9:.0f} GFLOP/s, "
             f"memory read {self.read / 1e9:.1f} GB/s, copy {self.copy / 1e9:.1f} GB/s"
         )
+
+    def confirmed(self, rates: list[float]) -> Roof:
+        """The same roof, measured again if one of these INT8 rates is above it: the higher one of both counts."""
+        if max(rates, default=0.0) <= self.int8:
+            return self
+        int8, float32 = measure_compute(self.threads, self.isa)
+        return replace(self, int8=max(self.int8, int8), float32=max(self.float32, float32))
 
     def as_dict(self) -> dict[str, float | str]:
         """The same as a dictionary, for --json."""

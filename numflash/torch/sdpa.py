@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from .. import api, validation
-from ..arguments import choice
+from ..arguments import choice, mask_array
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from ..interop import Memory
 from ..jit import threads
@@ -231,6 +231,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) 
             )
         if x.dim() < 2:
             raise SdpaError(f"{name}: got shape {tuple(x.shape)}; allowed: at least 2 dimensions")
+    mask_array("attn_mask", attn_mask)
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise SdpaError(
             f"attn_mask: got dtype {attn_mask.dtype}; allowed: bool, float32, or the query's {query.dtype}"

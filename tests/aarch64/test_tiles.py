@@ -13,6 +13,7 @@ pytest.importorskip("elftools")
 from numflash import fixedpoint
 from numflash.cpu.int8 import microkernels, packing
 from numflash.cpu.int8.score_changes import Changes
+from numflash.cpu.isa.dot_loop import BESIDE
 from numflash.cpu.isa.isas import VECTOR_ISAS, lanes_of
 from numflash.errors import UnsupportedError
 from numflash.jit.compiler import bare
@@ -111,7 +112,7 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
             mask.shape[1],
             mr - 2,
         )
-        beside = min(mr, (stride // 4 - 1) // microkernels.BESIDE)
+        beside = min(mr, (stride // 4 - 1) // BESIDE)
         tile(
             q,
             0,

@@ -25,10 +25,10 @@ def code():
     def blocks(n, steps, q, k, ck, cq, x):
         configure()
         room = scratch()
-        multiply(q, 0, 128, k, 0, 256, steps)
+        multiply(q, 0, 128, k, 0, steps)
         save(room, 0)
         for i in range(1, n):
-            both(q, 0, 128, k, 0, 256, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128, ())
+            both(q, 0, 128, k, 0, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128, ())
             save(room, i)
         release()
 
@@ -88,7 +88,8 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
     limits = np.iinfo(dtype)
     a = rng.integers(limits.min, limits.max + 1, (32, 64 * steps)).astype(dtype)
     b = rng.integers(-128, 128, (64 * steps, 32)).astype(np.int8)
-    packed = np.ascontiguousarray(b.reshape(-1, 4, 32).transpose(0, 2, 1)).reshape(-1)
+    tiles = b.reshape(steps, 16, 4, 2, 16).transpose(0, 3, 1, 4, 2)  # step, tile, group, column
+    packed = np.ascontiguousarray(tiles).reshape(-1)
     ones = np.ones(32, np.float32)
     out = empty((32, 32), np.float32)
     multiply, save, finish = amx.multiply(instruction), amx.save, amx.finish(amx.value_rows)
@@ -98,7 +99,7 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
     def run(a, b, s, t, o):
         configure()
         room = scratch()
-        multiply(a, 0, 64 * steps, b, 0, 128, steps)
+        multiply(a, 0, 64 * steps, b, 0, steps)
         save(room, 0)
         finish(room, 0, s, 0, t, 0, o, 0, 32, ())
         release()

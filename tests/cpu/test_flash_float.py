@@ -125,23 +125,6 @@ def test_head_dims_and_groups_of_heads(precision, isa):
         )
 
 
-@every_kernel
-def test_windows_and_key_lengths(precision, isa):
-    for window in [(0, 0), (3, None), (None, 5), (17, 9), (300, 64), (1000, 1000)]:
-        for alignment in ("upper_left", "lower_right"):
-            agrees(
-                make(
-                    *qkv(b=2, l=150, s=400, d=16),
-                    precision,
-                    window=window,
-                    alignment=alignment,
-                    key_lengths=np.array([333, 64]),
-                ),
-                isa,
-            )
-    agrees(make(*qkv(b=3, l=9, s=70, d=16), precision, key_lengths=np.array([0, 1, 70])), isa)
-
-
 SHAPES = [
     (1, 1, 70, 300),
     (2, 3, 70, 300),
@@ -164,27 +147,6 @@ def test_masks_of_every_shape_that_broadcasts(precision, isa, shape):
     blocks[..., 64:256] = False
     blocks[..., :3] &= seen[..., :3]
     agrees(make(*operands, precision, blocks), isa)
-
-
-@every_kernel
-def test_everything_at_once(precision, isa):
-    for softcap, slopes, bias in np.ndindex(2, 2, 2):
-        agrees(
-            make(
-                *qkv(b=2, h=4, hkv=2, l=61, s=283, d=40, dv=24),
-                precision,
-                draw((2, 1, 61, 283))
-                if bias
-                else np.random.default_rng(0).random((1, 4, 61, 283)) < 0.5,
-                window=(100, 20),
-                alignment="lower_right",
-                key_lengths=np.array([283, 200]),
-                softcap=2.5 * softcap,
-                alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0]) if slopes else None,
-                scale=0.7,
-            ),
-            isa,
-        )
 
 
 @every_kernel

@@ -44,7 +44,12 @@ def test_keys(isa, s, d):
     )
     panel, order = kind.nv * lanes, kind.key_order(lanes)
     panels = whole.reshape(3, -1, panel, whole.shape[2] // kind.group, kind.group)[:, :, order]
-    assert np.array_equal(packed.data, panels.swapaxes(2, 3).reshape(3, -1))
+    if kind.tiled:  # 32 keys, step, tile, group, key, channel of the group
+        tiles = panels.reshape(3, -1, 2, 16, whole.shape[2] // 64, 16, 4)
+        want = tiles.transpose(0, 1, 4, 2, 5, 3, 6)
+    else:
+        want = panels.swapaxes(2, 3)
+    assert np.array_equal(packed.data, want.reshape(3, -1))
     sums = panels.astype(np.int32).sum((3, 4), dtype=np.int32).reshape(3, -1)
     assert np.array_equal(packed.start, -kind.q_offset * sums)
     scales = (
@@ -66,6 +71,11 @@ def test_values(isa, s, dv):
     shifted = (
         filled(v, packing.padded(s, KEY_BLOCK), columns).astype(np.int16) + kind.v_offset
     ).astype(wide)
+    if kind.tiled:  # key block, 32 columns, step, tile, group, column, key of the group
+        keys = shifted.reshape(3, -1, 2, 2, 16, 2, columns // 32, 2, 16)  # step, half, pair, of it
+        want = keys.transpose(0, 1, 6, 2, 7, 4, 8, 5, 3)
+        assert np.array_equal(packing.pack_values(isa, v), want.reshape(3, -1))
+        return
     blocks = shifted.reshape(3, -1, KEY_BLOCK // kind.group, kind.group, columns)
     chunks, t = [], 0
     while t < columns:

@@ -154,6 +154,15 @@ def test_decode_rows_that_see_nothing_beside_scores_that_overflow():
     np.testing.assert_allclose(out[0, 0, 1], value[0, 0, 0], rtol=1e-6)
 
 
+def test_a_ring_whose_first_rows_see_nothing_beside_scores_that_overflow():
+    cache = KVCache(1, 1, 1, 1, "float32", window=1, sinks=1)
+    key = np.array([-1e38, 1e38], F).reshape(1, 1, 2, 1)
+    cache.append(key, key)
+    out, lse = cache.decode(np.full((1, 1, 3, 1), 2, F), return_lse=True)
+    assert out[0, 0, 0, 0] == 0 and lse[0, 0, 0] == -np.inf
+    np.testing.assert_allclose(out[0, 0, 1:, 0], key[0, 0, :, 0], rtol=1e-6)
+
+
 def test_nothing_held():
     """Reading a sequence without tokens."""
     for options in ({}, {"page_size": 128}, {"window": 5}):

@@ -7,7 +7,8 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED
 
-from numflash.cuda import launch_backward
+from numflash.cuda import launch_backward, sass
+from numflash.cuda.compile import compiled
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float
@@ -162,6 +163,50 @@ def test_hopper(d, block_k, overlap, ping_pong):
     ), "a wait after each product"
     assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
     assert found.registers == 168  # 65536 / 384, shared out by setmaxnreg
+    assert found.count("R2UR") <= (32 if d == 256 else 12), (
+        "the role of a warp is one number for it"
+    )
+
+
+OVERLAPPED = {
+    "plain": {},
+    "causal": {"band": True},
+    "float mask": {"mask": "float", "softcap": True, "alibi": True, "sinks": True},
+    "packed heads": {"mask": "bool", "band": True, "group": 4, "packed": 4},
+}
+
+
+@pytest.mark.parametrize("options", OVERLAPPED)
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
+def test_hopper_softmax_runs_beside_the_products(d, block_k, dtype, ping_pong, options):
+    """By position: every exponential of the main loop is issued before the wait for P . V, after the wait for the scores."""
+    constants = {"d": d, "dv": d, "block_k": block_k, "dtype": dtype, "ping_pong": ping_pong}
+    item = compiled(flash_hopper, "sm_90a", "cubin", **constants, **OVERLAPPED[options])
+    exponentials = block_k // 2 + 2  # of the scores, and of the change of two maxima
+    with_products = [
+        loop
+        for loop in sass.loops(sass.instructions(item.code))
+        if sum(name.startswith("MUFU.EX2") for name, _ in loop) >= exponentials
+        and any(name.startswith("HGMMA") for name, _ in loop)
+    ]
+    loop = with_products[
+        -1
+    ]  # the longer ones hold the waits for barriers, which lie behind the kernel
+    places = {
+        kind: [
+            n
+            for n, (name, operands) in enumerate(loop)
+            if name.startswith(kind) and operands.endswith(end)
+        ]
+        for kind, end in (("MUFU.EX2", ""), ("HGMMA", ""), ("WARPGROUP.DEPBAR", ""))
+    }
+    scores, values = places["WARPGROUP.DEPBAR"][-2:]
+    assert loop[scores][1].endswith("0x1") and loop[values][1].endswith("0x0")
+    assert max(places["HGMMA"]) < scores
+    assert len(places["MUFU.EX2"]) >= exponentials
+    assert scores < min(places["MUFU.EX2"]) and max(places["MUFU.EX2"]) < values
 
 
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])

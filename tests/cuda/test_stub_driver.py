@@ -32,6 +32,7 @@ kernel = device.kernel(compiled(flash_float, device.arch, "cubin", d=64, dv=64, 
 arguments = [0x700000000000] * 10 + [64] * 16 + [1024, 128, 128, 8, 0, 0] + [0.1, 0.0]
 grid = (16, 8, 1)
 best = 1.0
+device.active().__enter__()
 for _ in range(20):
     start = time.perf_counter()
     for _ in range(1000):
@@ -91,7 +92,7 @@ def fill(out):
     out[cuda.blockIdx.x] = cuda.threadIdx.x
 
 source = Source(fill, types.void(types.int32[::1]), 32, cluster=2)
-current_device().use()
+current_device().active().__enter__()
 kernel = Kernel(current_device().driver, compile_source(source, "sm_90a", "cubin"))
 kernel((4, 1, 1), 0, 0, 0, 4, 4, 0, 4, 4)
 try:
@@ -162,7 +163,7 @@ def test_arrays_on_the_card_are_passed_by_address(driver):
 
 
 LIBRARIES = """
-import sys, types
+import contextlib, sys, types
 import numpy as np
 import numflash
 
@@ -183,13 +184,15 @@ class Array:
         return self
 
 class CuPyArray(Array):
+    device = types.SimpleNamespace(id=0)
     @property
     def __cuda_array_interface__(self):
         return {"shape": self.shape, "typestr": np.dtype(self.dtype).str, "data": (self.at, False), "strides": None, "version": 3}
 
 cupy, torch = types.ModuleType("cupy"), types.ModuleType("torch")
 cupy.ndarray, cupy.empty = CuPyArray, CuPyArray
-cupy.cuda = types.SimpleNamespace(get_current_stream=lambda: types.SimpleNamespace(ptr=119))
+cupy.cuda = types.SimpleNamespace(
+    get_current_stream=lambda: types.SimpleNamespace(ptr=119), Device=contextlib.nullcontext)
 torch.Tensor, torch.empty, torch.float16, torch.float32 = Array, Array, "torch.float16", "torch.float32"
 torch.is_grad_enabled = lambda: False
 torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=235))

@@ -102,6 +102,22 @@ def test_equal_bits_at_one_and_two_threads():
     assert all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
 
 
+def test_hidden_blocks_send_no_row_to_float64(monkeypatch):
+    from numflash.cpu import launch_float
+
+    def refuse(*args):
+        raise AssertionError("rows are computed again in float64")
+
+    monkeypatch.setattr(launch_float, "run_rows", refuse)
+    q, k, v = g.operands(15, length=1000, s=1000)
+
+    def window(b, h, q, k):
+        return (q >= k) & (q - k < 256) & (q % 97 != 5)
+
+    for size in (128, 32):
+        numflash.flex_attention(q, k, v, None, block_mask(window, 1000, 1000, size))
+
+
 def test_unseen_nan_stays_out_and_huge_scores_are_kept():
     q, k, v = g.operands(7)
     k[:, :, 120:], v[:, :, 120:] = np.nan, np.inf

@@ -141,14 +141,19 @@ def attention(
         p, lse = softmax(s, o.get("sinks"))
         weight = 2 * EPS_OF["bfloat16"] if precision == "bfloat16" else (k.shape[2] + 40) * EPS
         out = product(p, v)
+        faint = ~np.isfinite(out) & np.isfinite(product(np.where(p > 1e-30, p, 0), v))
         near = s > s.max(-1, keepdims=True, initial=-np.inf) - 70
         off = np.where(near, error, 0).max(-1, initial=0)
+        if o.get("sinks") is not None:  # they join by the lse, which float32 has rounded
+            own = softmax(s, None)[1]
+            off = off + 4 * EPS * np.where(np.isfinite(own), np.abs(own) + np.abs(lse), 0)
         # a sum of many terms of both signs, each rounded
         spread = np.abs(p) @ np.where(np.isfinite(v), np.abs(v), 0)
         out_error = (np.expm1(np.minimum(2 * off, 50))[..., None] * 2 + weight) * spread
         out_error = out_error + np.where(np.isfinite(v), np.abs(v), 0).sum(2)[:, :, None] * TINY
         hidden = np.where((s > -np.inf) & ~near, error, 0).max(-1, initial=0)
         out_error = out_error + np.where(hidden > 10, np.inf, 0)[..., None]
+        out_error = np.where(faint, np.nan, out_error)  # float32 may know the weight as 0
         lse_error = off + hidden + (k.shape[2] + 40) * EPS + 4 * EPS * np.abs(lse)
     return Expected(out, lse, out_error, lse_error, p, s, error, slope_of(q, k, scale, o))
 
@@ -238,7 +243,9 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
     seen, away = seen_keys((b, h, length, kv.shape[2]), o)
     with np.errstate(all="ignore"):
         dots = (qv @ kv.swapaxes(2, 3)) * scale
-        near = np.clip(dots, -INT8_LIMIT, INT8_LIMIT)
+        cap = o.get("softcap", 0.0)
+        limit = 2.0**30 * cap if cap else INT8_LIMIT
+        near = np.clip(dots, -limit, limit)
         shift = (
             qv
             @ np.broadcast_to(
@@ -253,7 +260,8 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         error = 8 * EPS * np.abs(near) + 2 * step * np.abs(qv).max(
             -1, keepdims=True, initial=0
         ) * abs(scale)
-        cap = o.get("softcap", 0.0)
+        if cap:
+            error = error + 8 * EPS * np.abs(shift)
         s, error = changed(near + shift if cap else near, error, seen, away, o)
         lost = (np.abs(s) > INT8_LIMIT) & seen  # clipped after the options, too
         s = np.where(seen, np.clip(s, -INT8_LIMIT, INT8_LIMIT), -np.inf)
@@ -281,9 +289,14 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             + 1e-5
             + 8 * EPS * np.abs(shift[..., 0])
         )
+        if (
+            pv == "fp32"
+        ):  # sums of values are float32: they may overflow before they are divided by the sum of weights
+            heavy = np.where(np.isfinite(vv), np.abs(vv), 0).sum(2, keepdims=True) > LARGEST / 4
+            out_error = np.where(heavy, np.nan, out_error)
         unsure = (far > 5) | k.loose | lost.any(-1)
         out_error = np.where(
-            unsure[..., None] | (np.abs(dots) > INT8_LIMIT).any(-1)[..., None], np.inf, out_error
+            unsure[..., None] | (np.abs(dots) > limit).any(-1)[..., None], np.inf, out_error
         )
         lse_error = np.where(unsure, np.inf, lse_error)
         spoiled = (seen & heads((k.bad | v.bad)[..., None], h)[..., 0][..., None, :]).any(-1)
@@ -296,10 +309,11 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             sink = np.asarray(o["sinks"], np.float64)[None, :, None]
             lse = np.logaddexp(own_lse, sink)
             share = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
-            change = np.expm1(np.minimum(lse_error, 50)) * share * (1 - share) * 2
+            digits = 8 * EPS * (np.abs(own_lse) + np.abs(sink))
+            change = np.expm1(np.minimum(lse_error + digits, 50)) * share * (1 - share) * 2
             out, out_error = (
                 out * share[..., None],
-                out_error * share[..., None] + change[..., None] * np.abs(out),
+                out_error * share[..., None] + (change[..., None] + TINY) * np.abs(out),
             )
             own_lse = lse
     return Expected(out, own_lse, out_error, lse_error, own, s, error, 1.0)
@@ -307,11 +321,11 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
-def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray):
+def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray, precision: str):
     """dq, dk, dv and their bounds, of operands as for `attention`; out and lse as the caller passes them."""
     h, d = q.shape[1], q.shape[3]
     scale = d**-0.5 if o.get("scale") is None else o["scale"]
-    found = attention(q, k, v, o)
+    found = attention(q, k, v, o, precision)
     kh, vh = heads(k, h), heads(v, h)
     with np.errstate(all="ignore"):
         # an lse of few digits says nothing: the weights are computed anew

@@ -67,7 +67,7 @@ def torch(c: dict) -> None:
         wide = {n: x.astype(np.float64) for n, x in arrays.items()}
         exact = oracle.attention(wide["q"], wide["k"], wide["v"], o)
         want, error = oracle.gradients(
-            wide["q"], wide["k"], wide["v"], wide["do"], o, got.astype(np.float64), exact.lse
+            *(wide[n] for n in ("q", "k", "v", "do")), o, got.astype(np.float64), exact.lse, name
         )
         if (np.abs(exact.lse[np.isfinite(exact.lse)]) > 2.0**20).any():
             return

@@ -14,7 +14,8 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
-from ..floats.flash_rows import row_functions
+from ..floats.flash_rows import LN2, LOG2E, row_functions
+from ..isa.score_calls import batch_of, call_slopes
 from ..isa.vectors import next_task
 from ..semantics import row_range
 
@@ -36,10 +37,17 @@ def make_backward_rows(double: bool):
             return False
         for j in range(s.size):
             s[j], slope[j] = dot(row, keys[first + j]) * R(scale), R(1)
+        functions = semantics.functions
+        if functions.masked != 0:
+            user, frame = functions.masked, functions.masked_frame
+            seen_as = batch_of(functions, b)
+            call_slopes(
+                user, frame, s, 0, slope, 0, 1, s.size, 1, seen_as, h, i, first, R(LN2), R(LOG2E)
+            )  # rows are keys
         if semantics.softcap > F(0):
             soften(semantics, s)
             for j in range(s.size):
-                slope[j] = R(1) - (s[j] / R(semantics.softcap)) ** 2
+                slope[j] *= R(1) - (s[j] / R(semantics.softcap)) ** 2
         if semantics.general:
             change(semantics, b, h, i, first, s)
         return True

@@ -37,9 +37,11 @@ from ..floats import float_tiles as tiles
 from ..floats.float_packing import on_lines, pack_keys
 from ..floats.float_tiles import FLOAT_ISAS, MR, exp2, for_vectors, score_tile, value_tile
 from ..isa.isas import padded
+from ..isa.score_calls import batch_of, call_slopes, must_mask, trimmed
 from ..isa.transpose import transpose
 from ..isa.vectors import constant, data, load, next_task, store
-from ..launch_float import LOG2E, NO_LIMIT
+from ..launch_float import LOG2E, NO_LIMIT, slope_functions
+from ..semantics import ScoreTiles
 
 F = np.float32
 KEYS, QUERIES = 144, 64  # rows and columns of a tile: multiples of MR and of every panel
@@ -55,6 +57,7 @@ BUFFERS = (
     Buffer("P, dS, dS^T", KEYS, QUERIES, "float32", 3),
 )
 inlined = inline(forceinline=True)  # where options go in: a call would copy them all
+LN2 = np.log(2.0)
 
 
 class Scratch(NamedTuple):
@@ -74,6 +77,8 @@ class Options(NamedTuple):
     mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four sizes may be 1
     softcap : float32, 0 = none
     slopes : (B, H) float32, empty if none
+    functions : score and mask functions; `masked` is their gradient tile, `unmasked` whether scores change
+    sizes : L, S
     """
 
     left: int
@@ -85,6 +90,8 @@ class Options(NamedTuple):
     bias: np.ndarray
     softcap: float
     slopes: np.ndarray
+    functions: ScoreTiles
+    sizes: tuple[int, int]
 
 
 @functools.cache
@@ -137,6 +144,7 @@ def make_backward(name: str):
     )
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     softcap, alibi, add_bias = tiles.row_softcap(name), tiles.row_alibi(name), tiles.row_bias(name)
+    softcap_seen = tiles.row_softcap(name, hidden=True)
     apply_mask, found = tiles.row_mask(name), tiles.any_byte(name)
 
     @inline
@@ -224,14 +232,33 @@ def make_backward(name: str):
         return first, stop
 
     @inlined
+    def user_row(options, b, h, key, i, columns, x, at, slope):
+        """The user's functions on the scores of one key; a key or query that does not exist keeps slope 0."""
+        functions = options.functions
+        slope[:columns] = F(0)
+        length, s = options.sizes
+        if key < s and i < length:
+            count = min(columns, length - i)
+            user, frame = functions.masked, functions.masked_frame
+            b = batch_of(functions, b)
+            call_slopes(user, frame, x, at, slope, 0, 0, 1, count, b, h, i, key, F(LN2), F(LOG2E))
+
+    @inlined
     def edge_row(options, mask, bias, slope, b, h, key, i, columns, lo, hi, x, at):
         """The scores x[at:] of one key for `columns` queries from i on, changed in the field's order; slope = softcap's slope."""
         count, cap = columns // lanes, options.softcap
+        called = options.functions.masked != 0
+        if called:
+            user_row(options, b, h, key, i, columns, x, at, slope)
         if cap > F(0):
-            softcap(x, at, count, cap)
+            if called:
+                softcap_seen(x, at, count, cap)
+            else:
+                softcap(x, at, count, cap)
             for c in range(columns):
                 t = F(x[at + c] / cap)
-                slope[c] = F(1) - t * t
+                factor = F(1) - t * t
+                slope[c] = slope[c] * factor if called else factor
         if options.slopes.size > 0:
             alibi(x, at, count, options.slopes[b, h], key - options.diagonal[b] - i)
         if bias.size > 0:
@@ -268,6 +295,7 @@ def make_backward(name: str):
         n_heads, length, width = q.shape
         key_rows, width_v = k.shape[1], v.shape[2]
         blocks = (key_rows + KEYS - 1) // KEYS
+        functions = options.functions
         changed = (
             options.mask.size > 0
             or options.bias.size > 0
@@ -321,8 +349,18 @@ def make_backward(name: str):
                     far = min(high, far)
                     if mask.size > 0:
                         near, far = keys_seen(options, mask, b, h, key, i, columns, near, far)
+                    if functions.states.size > 0 and near < far:
+                        a, z = trimmed(
+                            functions, b, h, i, i + columns - 1, key + near, min(key + far, s), 1
+                        )
+                        near, far = (a - key) // MR * MR, (z - key + MR - 1) // MR * MR
+                        near, far = (near, min(high, far)) if a < z else (0, 0)
                     if near >= far:
                         continue
+                    called = functions.masked != 0 and (
+                        functions.unmasked != 0
+                        or must_mask(functions, b, h, i, i + columns - 1, key + near, key + far)
+                    )
                     for at in range(0, columns, panel):
                         for r in range(near, far, MR):
                             score(
@@ -360,7 +398,7 @@ def make_backward(name: str):
                             and options.hidden[n_kv, key + r]
                         ):
                             hi = lo
-                        if changed or lo > 0 or hi < columns:
+                        if changed or called or lo > 0 or hi < columns:
                             edge_row(
                                 options,
                                 mask,
@@ -377,9 +415,11 @@ def make_backward(name: str):
                                 r * QUERIES,
                             )
                         gradients(p, ds, r * QUERIES, columns // lanes, row_lse, row_delta, i)
-                        if options.softcap > F(0):
-                            for x in range(columns):
-                                ds[r * QUERIES + x] *= slope[x]
+                        bent = options.softcap > F(0) or functions.masked != 0
+                        if bent and (changed or called or lo > 0 or hi < columns):
+                            for x in range(columns):  # the slope of a hidden key may be anything
+                                place = r * QUERIES + x
+                                ds[place] = ds[place] * slope[x] if p[place] != F(0) else F(0)
                     add_product(
                         p,
                         near * QUERIES,
@@ -538,6 +578,8 @@ def _options(problem: Problem, hidden: np.ndarray) -> Options:
         np.zeros((0, 0), F)
         if problem.alibi_slopes is None
         else np.ascontiguousarray(problem.alibi_slopes * LOG2E, F),
+        slope_functions(problem),
+        (problem.shape[3], problem.shape[4]),
     )
 
 

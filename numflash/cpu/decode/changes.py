@@ -52,28 +52,50 @@ def token_in(slot, length, sinks, ring):
     return length - 1 - (length - 1 - slot) % ring
 
 
-@bare
-def change_floats(x, first, position, length, sinks, ring, cap, inverse, shift, slope):
-    """Soft cap and ALiBi of one row's float scores x of slots from `first` on; the row's token is at `position`."""
-    if cap > F(0):
-        for j in range(x.size):
-            x[j] = softcap(F(F(x[j] * inverse) + shift), cap)
-    if slope != F(0):
-        for j in range(x.size):
-            away = abs(position - token_in(first + j, length, sinks, ring))
-            x[j] = F(x[j] - F(slope * F(away)))
+class Rows(NamedTuple):
+    """Where the rows of a tile belong: sequence, KV head, the first row in it; and the sizes of the sequence."""
+
+    b: int
+    g: int
+    row: int
+    queries: int
+    length: int
+    sinks: int
+    ring: int
+
+
+class RowOptions(NamedTuple):
+    """One row's options: the position of its token, the cap and its reciprocal, what is added before the cap, ALiBi's slope."""
+
+    position: int
+    cap: float
+    inverse: float
+    shift: float
+    slope: float
 
 
 @bare
-def change_ints(t, hidden, first, position, length, sinks, ring, cap, inverse, shift, slope):
+def change_floats(x, first, at, row):
+    """Soft cap and ALiBi of one row's float scores x of slots from `first` on."""
+    if row.cap > F(0):
+        for j in range(x.size):
+            x[j] = softcap(F(F(x[j] * row.inverse) + row.shift), row.cap)
+    if row.slope != F(0):
+        for j in range(x.size):
+            away = abs(row.position - token_in(first + j, at.length, at.sinks, at.ring))
+            x[j] = F(x[j] - F(row.slope * F(away)))
+
+
+@bare
+def change_ints(t, hidden, first, at, row):
     """The same of int32 Q8.8 scores, rounded again; `hidden` stays."""
     for j in range(t.size):
         x = F(t[j])
-        if cap > F(0):
-            x = softcap(F(F(x * inverse) + shift), cap)
-        if slope != F(0):
-            away = abs(position - token_in(first + j, length, sinks, ring))
-            x = F(x - F(slope * F(away)))
+        if row.cap > F(0):
+            x = softcap(F(F(x * row.inverse) + row.shift), row.cap)
+        if row.slope != F(0):
+            away = abs(row.position - token_in(first + j, at.length, at.sinks, at.ring))
+            x = F(x - F(row.slope * F(away)))
         x = min(max(x, -fx.T_LIMIT), fx.T_LIMIT)
         t[j] = t[j] if t[j] == hidden else I(np.rint(x))
 
@@ -100,25 +122,13 @@ def is_masked(slot, mask, start, length, sinks, ring):
     return new >= 0 and mask[new] == 0
 
 
-class Rows(NamedTuple):
-    """Where the rows of a tile belong: sequence, KV head, the first row in it; and the sizes of the sequence."""
-
-    b: int
-    g: int
-    row: int
-    queries: int
-    length: int
-    sinks: int
-    ring: int
-
-
 @bare
 def row_options(s, at, r):
-    """(position, cap, 1 / cap, shift, slope) of row r of a tile, from a `ChangedScratch`."""
+    """The options of row r of a tile, from a `ChangedScratch`."""
     row = at.row + r
     slope = s.slopes[at.g, row // at.queries] if s.slopes.size > 0 else F(0)
     position = at.length - at.queries + row % at.queries
-    return position, s.cap[0], s.cap[1], s.shift[at.b, at.g, row], slope
+    return RowOptions(position, s.cap[0], s.cap[1], s.shift[at.b, at.g, row], slope)
 
 
 @bare

@@ -88,6 +88,37 @@ class Scratch(NamedTuple):
     counter: np.ndarray
 
 
+class Query(NamedTuple):
+    """The query rows of one task: `real` of them, in the buffers of its worker; `options` are the scratch with `changes`."""
+
+    words: np.ndarray  # (rows, words) int32 operands of the products
+    work: (
+        np.ndarray
+    )  # (16, 128) int32 scores, then weights, then the state of each row: see `tiles`
+    edges: np.ndarray  # (rows, 5) int64 slots that a row attends to: see `slots`
+    spoiled: np.ndarray  # (rows,) uint8 whether a row attends to a token that is not finite
+    o: np.ndarray  # (rows, columns) float32 sums
+    real: int
+    rows: Rows
+    options: NamedTuple
+
+
+class Blocks(NamedTuple):
+    """Key blocks side by side in the elements `data` of one head of a page.
+
+    The first begins at element `base`, the next `step` elements further. Each has `n` slots, the first of them is slot `first` of
+    the sequence. More than one only where every row attends to all of them: then `inside` is true.
+    """
+
+    data: np.ndarray
+    base: int
+    step: int
+    count: int
+    n: int
+    first: int
+    inside: bool
+
+
 @bare
 def largest_bits(x):
     """Bits of the largest magnitude of floats: ordered like the floats, NaN above all."""
@@ -205,47 +236,46 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
         return bad
 
     @bare(forceinline=True)
-    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at):
-        """Key blocks of one tile from element `base` of a page's head on, `step` apart: n slots, which are `first` on of the
-        sequence, or, where all rows see all of them, `blocks` whole ones.
-        """
-        words, columns = q.shape[1], o.shape[1]
-        place, q_at, work_at, o_at = address(data) + base, address(q), address(work), address(o)
-        if inside and n == KEY_BLOCK:
-            if take_whole(place, blocks, step, q_at, words, work_at, o_at, columns):
-                spoiled[:real] = 1
+    def take(blocks, query):
+        """Add key blocks to the sums of the query rows."""
+        words, columns, n = query.words.shape[1], query.o.shape[1], blocks.n
+        place, work_at = address(blocks.data) + blocks.base, address(query.work)
+        q_at, o_at = address(query.words), address(query.o)
+        if blocks.inside and n == KEY_BLOCK:
+            step = blocks.step
+            if take_whole(place, blocks.count, step, q_at, words, work_at, o_at, columns):
+                query.spoiled[: query.real] = 1
             return
         some_bad, unit = score_block(place, n, q_at, words, work_at)
-        for r in range(real):
-            if some_bad and sees_bad(edges[r], first, data[base : base + n * 4].view(np.float32)):
-                spoiled[r] = 1
-            work[r, n:] = HIDDEN
-            hide(edges[r], first, n, work[r], I(HIDDEN))
+        k_scale = blocks.data[blocks.base : blocks.base + n * 4].view(np.float32)
+        for r in range(query.real):
+            edges, row = query.edges[r], query.work[r]
+            if some_bad and sees_bad(edges, blocks.first, k_scale):
+                query.spoiled[r] = 1
+            row[n:] = HIDDEN
+            hide(edges, blocks.first, n, row, I(HIDDEN))
         weigh_block(place, n, words, work_at, o_at, columns, unit)
 
     @bare(forceinline=True)
-    def take_changed(
-        data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at
-    ):
+    def take_changed(blocks, query):
         """`take` with the options of `changes`, block by block."""
-        words, columns = q.shape[1], o.shape[1]
-        q_at, work_at, o_at = address(q), address(work), address(o)
-        for i in range(blocks):
-            begin, slot = base + i * step, first + i * KEY_BLOCK
-            some_bad, unit = score_block(address(data) + begin, n, q_at, words, work_at)
-            k_scale = data[begin : begin + n * 4].view(np.float32)
-            for r in range(real):
-                if some_bad and attends_to_bad(edges[r], slot, k_scale, s, at, r):
-                    spoiled[r] = 1
-                work[r, n:] = HIDDEN
-                position, cap, inverse, shift, slope = row_options(s, at, r)
-                change_ints(
-                    work[r, :n], HIDDEN, slot, position, at.length, at.sinks, at.ring,
-                    cap, inverse, shift, slope,
-                )  # fmt: skip
-                hide(edges[r], slot, n, work[r], I(HIDDEN))
-                hide_masked(work[r, :n], I(HIDDEN), slot, s, at, r)
-            weigh_block(address(data) + begin, n, words, work_at, o_at, columns, unit)
+        words, columns, n = query.words.shape[1], query.o.shape[1], blocks.n
+        q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
+        s, at = query.options, query.rows
+        for i in range(blocks.count):
+            base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK
+            place = address(blocks.data) + base
+            some_bad, unit = score_block(place, n, q_at, words, work_at)
+            k_scale = blocks.data[base : base + n * 4].view(np.float32)
+            for r in range(query.real):
+                edges, row = query.edges[r], query.work[r]
+                if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
+                    query.spoiled[r] = 1
+                row[n:] = HIDDEN
+                change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
+                hide(edges, first, n, row, I(HIDDEN))
+                hide_masked(row[:n], I(HIDDEN), first, s, at, r)
+            weigh_block(place, n, words, work_at, o_at, columns, unit)
 
     return prepare, take_changed if changed else take, UNSEEN
 
@@ -269,77 +299,60 @@ def _make_float(tile: Tile, rows: int, changed: bool):
         return I(0), c
 
     @bare(forceinline=True)
-    def take_block(data, base, n, first, q, work, edges, spoiled, real, inside, o, s, at):
-        """One key block of one tile: n slots from element `base` of a page's head on, which are `first` on of the sequence."""
-        words, columns, k_scale, t = (
-            q.shape[1],
-            o.shape[1],
-            data[base : base + scales].view(np.float32),
-            work.view(np.float32),
-        )
+    def grow(r, top, m, l, o):
+        """The running maximum of row r becomes `top`: its sums shrink."""
+        if l[r] != F(0):
+            shrink, row = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
+            for e in range(row.size):
+                row[e] = row[e] * shrink
+            l[r] = l[r] * shrink
+        m[r] = top
+
+    @bare(forceinline=True)
+    def take_block(blocks, query, base, first):
+        """Add one key block, which begins at element `base` and at slot `first`."""
+        n, words, s, at = blocks.n, query.words.shape[1], query.options, query.rows
+        k_scale, t = blocks.data[base : base + scales].view(np.float32), query.work.view(np.float32)
         place, work_at = address(k_scale), address(t)
         sums, m, l = t[rows, :lanes], t[rows, M : M + ROWS], t[rows, L : L + ROWS]
-        some_bad = (
-            largest_bits(k_scale[:n]) > INFINITE
-        )  # before the products: memory is read in one straight line
-        block_scores(place, n, address(q), words, work_at)
-        for r in range(real):
-            row = t[r]
-            if largest_bits(row[:n]) > HUGE and (inside or coverage(edges[r], first, n)[0]):
+        # before the products: memory is read in one straight line
+        some_bad = largest_bits(k_scale[:n]) > INFINITE
+        block_scores(place, n, address(query.words), words, work_at)
+        for r in range(query.real):
+            row, edges = t[r], query.edges[r]
+            if largest_bits(row[:n]) > HUGE and (blocks.inside or coverage(edges, first, n)[0]):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
             if changed:
-                if some_bad and attends_to_bad(edges[r], first, k_scale[:n], s, at, r):
-                    spoiled[r] = 1
-                position, cap, inverse, shift, slope = row_options(s, at, r)
-                change_floats(
-                    row[:n], first, position, at.length, at.sinks, at.ring,
-                    cap, inverse, shift, slope,
-                )  # fmt: skip
+                if some_bad and attends_to_bad(edges, first, k_scale[:n], s, at, r):
+                    query.spoiled[r] = 1
+                change_floats(row[:n], first, at, row_options(s, at, r))
                 hide_masked(row[:n], F(-np.inf), first, s, at, r)
-            elif some_bad and sees_bad(edges[r], first, k_scale[:n]):
-                spoiled[r] = 1
-            if not inside:
-                hide(edges[r], first, n, row, F(-np.inf))
+            elif some_bad and sees_bad(edges, first, k_scale[:n]):
+                query.spoiled[r] = 1
+            if not blocks.inside:
+                hide(edges, first, n, row, F(-np.inf))
             top = top_of(t, r * KEY_BLOCK, count)
             if top == F(-np.inf) or m[r] == AGAIN:
                 row[:] = F(0)
                 continue
             if top > m[r] + GROWTH:
-                if l[r] != F(0):
-                    shrink, out = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
-                    for e in range(out.size):
-                        out[e] = out[e] * shrink
-                    l[r] = l[r] * shrink
-                m[r] = top
+                grow(r, top, m, l, query.o)
             sums[:lanes] = F(0)
             weights(t, r * KEY_BLOCK, count, m[r], t, r * KEY_BLOCK, sums, 0)
             total = l[r]
             for e in range(lanes):
                 total = F(total + sums[e])
             l[r] = total
-        block_values(place, n, words, work_at, address(o), columns)
+        block_values(place, n, words, work_at, address(query.o), query.o.shape[1])
 
     @bare(forceinline=True)
-    def take(data, base, blocks, step, n, first, q, work, edges, spoiled, real, inside, o, s, at):
-        """`take_block` of `blocks` blocks; of more than one where all are whole and seen by every row."""
-        for i in range(blocks):
-            take_block(
-                data,
-                base + i * step,
-                n,
-                first + i * KEY_BLOCK,
-                q,
-                work,
-                edges,
-                spoiled,
-                real,
-                inside,
-                o,
-                s,
-                at,
-            )
+    def take(blocks, query):
+        """Add key blocks to the sums of the query rows."""
+        for i in range(blocks.count):
+            base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK
+            take_block(blocks, query, base, first)
 
     return prepare, take, NOTHING
 
@@ -357,6 +370,36 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows, changed)
 
     @bare
+    def begin(q, c, w, s, at, window, real):
+        """The rows of a task in the buffers of worker w: operands, what each attends to, and the empty state."""
+        words, edges, spoiled, work = s.q[w], s.edges[w], s.spoiled[w], s.work[w]
+        o, start, state = (
+            s.sums[w, :rows],
+            work[rows, START : START + ROWS],
+            work[rows].view(np.float32),
+        )
+        cq, m, l = state[CQ : CQ + ROWS], state[M : M + ROWS], state[L : L + ROWS]
+        o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
+        for r in range(real, rows):
+            words[r], start[r], cq[r], work[r] = 0, 0, F(0), 0
+        for r in range(real):
+            row = q[at.b, at.g, at.row + r]
+            start[r], cq[r] = prepare(row, c, words[r], s.line[w], spoiled, r)
+            position = at.length - at.queries + (at.row + r) % at.queries
+            row_edges(position, window, at.sinks, at.ring, edges[r])
+        return Query(words, work, edges, spoiled, o, real, at, s)
+
+    @bare
+    def seen_by_some(query, first, n):
+        """(whether some row attends to some of n slots from `first` on, whether every row to all of them)."""
+        some, every = False, True
+        for r in range(query.real):
+            any_slot, all_slots = coverage(query.edges[r], first, n)
+            some |= any_slot
+            every &= all_slots
+        return some, every
+
+    @bare
     def attend(q, c, store, s, w, task, sizes):
         """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
         queries, splits, window, sinks, ring, page_size, _ = sizes
@@ -365,105 +408,77 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         split, unit = task % splits, task // splits
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
-        real = min(rows, all_rows - row)
-        words, edges, spoiled, work, o = (
-            s.q[w],
-            s.edges[w],
-            s.spoiled[w],
-            s.work[w],
-            s.sums[w, :rows],
-        )
-        start, floats = work[rows, START : START + ROWS], work[rows].view(np.float32)
-        cq, m, l = floats[CQ : CQ + ROWS], floats[M : M + ROWS], floats[L : L + ROWS]
         length = store.lengths[b]
         slots = min(length, sinks + ring)
         blocks = (slots + KEY_BLOCK - 1) // KEY_BLOCK
         share = (blocks + splits - 1) // splits
-        o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
-        for r in range(real, rows):
-            words[r], start[r], cq[r], work[r] = 0, 0, F(0), 0
-        for r in range(real):
-            start[r], cq[r] = prepare(q[b, g, row + r], c, words[r], s.line[w], spoiled, r)
-            row_edges(length - queries + (row + r) % queries, window, sinks, ring, edges[r])
-        every_from, every_to = edges[0, 1], edges[0, 2]  # slots that every row sees
-        for r in range(1, real):
+        at = Rows(b, g, row, queries, length, sinks, ring)
+        query = begin(q, c, w, s, at, window, min(rows, all_rows - row))
+        edges = query.edges
+        every_from, every_to = edges[0, 1], edges[0, 2]  # slots that every row attends to
+        for r in range(1, query.real):
             every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
         block, stop = split * share, min((split + 1) * share, blocks)
-        step = KEY_BLOCK * (words.shape[1] * group + o.shape[1]) + scales
-        at = Rows(b, g, row, queries, length, sinks, ring)
+        step = KEY_BLOCK * (query.words.shape[1] * group + query.o.shape[1]) + scales
         while block < stop:
-            first = block * KEY_BLOCK
+            first, count = block * KEY_BLOCK, 1
             n, slot = min(KEY_BLOCK, slots - first), first % page_size
             seen = inside = first >= every_from and first + n <= every_to
-            count = 1
-            if inside:  # as many whole blocks as lie side by side
-                count = max(
-                    1,
-                    min(min(stop, every_to // KEY_BLOCK) - block, (page_size - slot) // KEY_BLOCK),
-                )
+            if inside:  # as many whole blocks as are contiguous in memory
+                whole = min(stop, every_to // KEY_BLOCK) - block
+                count = max(1, min(whole, (page_size - slot) // KEY_BLOCK))
             else:
-                inside = True
-                for r in range(real):
-                    some, every = coverage(edges[r], first, n)
-                    seen |= some
-                    inside &= every
+                seen, inside = seen_by_some(query, first, n)
             if seen:
                 page = store.data[store.table[b, first // page_size], g]
-                take(
-                    page,
-                    slot // KEY_BLOCK * step,
-                    count,
-                    step,
-                    n,
-                    first,
-                    words,
-                    work,
-                    edges,
-                    spoiled,
-                    real,
-                    inside,
-                    o,
-                    s,
-                    at,
-                )
+                take(Blocks(page, slot // KEY_BLOCK * step, step, count, n, first, inside), query)
             block += count
-        for r in range(real):
-            if spoiled[r] and coverage(edges[r], 0, slots)[0]:
+        leave(query, s, task, slots)
+
+    @bare
+    def leave(query, s, task, slots):
+        """The sums and the state of the rows become the task's."""
+        state = query.work[rows].view(np.float32)
+        m, l = state[M : M + ROWS], state[L : L + ROWS]
+        for r in range(query.real):
+            if query.spoiled[r] and coverage(query.edges[r], 0, slots)[0]:
                 l[r] = F(np.nan)
             s.m[task, r], s.l[task, r] = m[r], l[r]
-            own, part = o[r], s.o[task, r]
+            own, part = query.o[r], s.o[task, r]
             for e in range(own.size):
                 part[e] = own[e]
 
     @bare
+    def merge_splits(s, base, splits, r):
+        """The splits of row r in their order, into the first one's sums; its maximum and its sum of weights."""
+        top = s.m[base, r]
+        for i in range(1, splits):
+            top = max(top, s.m[base + i, r])
+        sums, total = s.o[base, r], s.l[base, r]
+        for i in range(splits):
+            if splits > 1:
+                share, part = F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))), s.o[base + i, r]
+                if i == 0:
+                    total = F(total * share)
+                    for e in range(sums.size):
+                        sums[e] = F(sums[e] * share)
+                else:
+                    total = F(total + F(s.l[base + i, r] * share))
+                    for e in range(sums.size):
+                        sums[e] = F(sums[e] + F(part[e] * share))
+        return top, total
+
+    @bare
     def finish(unit, q, store, s, sizes, out, m_out, l_out):
-        """Merge the splits of one tile in their order, and divide."""
-        splits = sizes[1]
+        """Merge the splits of one tile, and divide by the sum of the weights."""
         n_kv, all_rows = store.data.shape[1], q.shape[2]
         tiles = (all_rows + rows - 1) // rows
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
-        base = unit * splits
+        base = unit * sizes[1]
         for r in range(min(rows, all_rows - row)):
-            top = s.m[base, r]
-            for i in range(1, splits):
-                top = max(top, s.m[base + i, r])
-            sums, total = s.o[base, r], s.l[base, r]
-            for i in range(splits):
-                if splits > 1:
-                    share, part = (
-                        F(2.0) ** F(max(s.m[base + i, r] - top, F(-126))),
-                        s.o[base + i, r],
-                    )
-                    if i == 0:
-                        total = F(total * share)
-                        for e in range(sums.size):
-                            sums[e] = F(sums[e] * share)
-                    else:
-                        total = F(total + F(s.l[base + i, r] * share))
-                        for e in range(sums.size):
-                            sums[e] = F(sums[e] + F(part[e] * share))
-            result = out[b, g, row + r]
+            top, total = merge_splits(s, base, sizes[1], r)
+            result, sums = out[b, g, row + r], s.o[base, r]
             if total == F(0):
                 result[:] = F(0)
             else:

@@ -31,7 +31,7 @@ from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
 from ..isa.vectors import next_task
-from ..semantics import Dense, row_of, row_range, step_of
+from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_tiles as tiles
 from .float_packing import largest
 from .float_tiles import FLOAT_ISAS
@@ -293,7 +293,7 @@ def make_attend(name: str, precision: str):
                 source, target = q[n, row + i], q_tile[i]
                 for e in range(d):
                     target[e] = source[e]
-                lo[i], hi[i] = row_range(semantics, b, row + i, s)
+                lo[i], hi[i] = seen_range(semantics, b, h, row + i, s)
                 m[i] = HIDDEN
                 worst[i] = largest(reinterpret(q_tile[i], np.uint32), group, np.uint32(0))
                 if hi[i] > lo[i]:
@@ -392,7 +392,11 @@ def make_attend(name: str, precision: str):
                                 scale(x, at, count, factor)
                                 factor = F(1)
                                 grow_row(x, at, count, m, l, o, i)
-                            weights(x, at, count, factor, m[i], p, at, l, i * lanes)
+                            if m[i] == HIDDEN:  # only a function hides keys on this path
+                                for j in range(at, at + count * lanes):
+                                    p[j] = operand(0)
+                            else:
+                                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
                     start[g // mr] += skip[g // mr]
                 values(p, start, end, real, v, block, columns, o)
             for i in range(real):

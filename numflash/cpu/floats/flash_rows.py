@@ -15,7 +15,7 @@ from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
-from ..semantics import row_range
+from ..semantics import seen_range
 
 KEYS = 256  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
@@ -118,7 +118,7 @@ def make_attend_rows(double: bool):
                 n, i = todo[place] // length, todo[place] % length
                 b, h = n // h_all, n % h_all
                 keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
-                lo, hi = row_range(semantics, b, i, s)
+                lo, hi = seen_range(semantics, b, h, i, s)
                 m, l = R(-np.inf), R(0)
                 o[:] = R(0)
                 row[:] = q[n, i]

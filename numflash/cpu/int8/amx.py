@@ -55,18 +55,15 @@ def _block(b, scratch, number):
 def _multiply(context, b, instruction, types_, args, step, between=lambda part: None):
     """Adds step number `step` of A.B to the tiles of sums; `between` emits what should run beside each of the four products.
 
-    args: a, a_off, a_stride, b, b_off, b_stride as in `multiply`.
+    args: a, a_off, a_stride, b, b_off as in `multiply`.
     """
     pa, pb = (b.gep(data(context, b, types_[n], args[n]), [args[n + 1]]) for n in (0, 3))
-    a_stride, b_stride = args[2], args[5]
-    left, right = (
-        b.gep(pa, [b.mul(step, I64(WIDTH))]),
-        b.gep(pb, [b.mul(b.mul(step, I64(ROWS)), b_stride)]),
-    )
+    a_stride, tile = args[2], ROWS * WIDTH
+    left = b.gep(pa, [b.mul(step, I64(WIDTH))])
+    right = b.gep(pb, [b.mul(step, I64(SIDE * tile))])
     for c in range(SIDE):
-        call(
-            b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), b.gep(right, [I64(c * WIDTH)]), b_stride
-        )
+        here = b.gep(right, [I64(c * tile)])
+        call(b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), here, I64(WIDTH))
     for r in range(SIDE):
         call(
             b,
@@ -88,21 +85,21 @@ def _clear(b):
 
 @functools.cache
 def multiply(instruction: str):
-    """Intrinsic f(a, a_off, a_stride, b, b_off, b_stride, steps): the tiles of sums become A.B, over 64 * steps products each.
+    """Intrinsic f(a, a_off, a_stride, b, b_off, steps): the tiles of sums become A.B, over 64 * steps products each.
 
-    a: rows of bytes, `a_stride` apart; b: rows of 4-byte groups, `b_stride` bytes apart; instruction "tdpbssd" or "tdpbusd".
+    a: rows of bytes, `a_stride` apart; b: packed tiles (`packing`), SIDE for every step; instruction "tdpbssd" or "tdpbusd".
     """
 
     @intrinsic
-    def run(typingctx, a, a_off, a_stride, b, b_off, b_stride, steps):
+    def run(typingctx, a, a_off, a_stride, b, b_off, steps):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
             _clear(b)
-            with cgutils.for_range(b, args[6]) as step:
+            with cgutils.for_range(b, args[5]) as step:
                 _multiply(context, b, instruction, sig.args, args, step.index)
             return context.get_dummy_value()
 
-        return types.void(a, a_off, a_stride, b, b_off, b_stride, steps), codegen
+        return types.void(a, a_off, a_stride, b, b_off, steps), codegen
 
     return run
 
@@ -122,7 +119,6 @@ def multiply_beside(instruction: str, rows):
         a_stride,
         b,
         b_off,
-        b_stride,
         steps,
         scratch,
         number,
@@ -137,9 +133,9 @@ def multiply_beside(instruction: str, rows):
     ):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
-            row = rows(context, b, sig.args[7:], args[7:])
+            row = rows(context, b, sig.args[6:], args[6:])
             _clear(b)
-            mixed = b.select(b.icmp_signed("<", args[6], I64(BLOCK // 8)), args[6], I64(BLOCK // 8))
+            mixed = b.select(b.icmp_signed("<", args[5], I64(BLOCK // 8)), args[5], I64(BLOCK // 8))
             with cgutils.for_range(b, mixed) as step:
                 first = b.mul(step.index, I64(8))
 
@@ -148,7 +144,7 @@ def multiply_beside(instruction: str, rows):
                         row(b, b.add(first, I64(m)))
 
                 _multiply(context, b, instruction, sig.args, args, step.index, two_rows)
-            with cgutils.for_range_slice(b, mixed, args[6], I64(1), I64) as (step, _):
+            with cgutils.for_range_slice(b, mixed, args[5], I64(1), I64) as (step, _):
                 _multiply(context, b, instruction, sig.args, args, step)
             with cgutils.for_range_slice(b, b.mul(mixed, I64(8)), I64(BLOCK), I64(1), I64) as (
                 m,
@@ -163,7 +159,6 @@ def multiply_beside(instruction: str, rows):
             a_stride,
             b,
             b_off,
-            b_stride,
             steps,
             scratch,
             number,
@@ -284,13 +279,12 @@ def score_block(changed: bool, wide: bool):
         multiply_beside("tdpbssd", rows_of_x),
         finish(rows_of_x),
     )
-    panel = AMX_INT8.nv * LANES
 
     @inline
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
         scratch, side, steps = scratch_blocks(), columns // BLOCK, stride // WIDTH
         blocks = (rows + BLOCK - 1) // BLOCK * side
-        first_block(q, 0, stride, k, first * stride, panel * 4, steps)
+        first_block(q, 0, stride, k, first * stride, steps)
         save(scratch, 0)
         for n in range(1, blocks):
             i, c, at, old = (
@@ -299,14 +293,12 @@ def score_block(changed: bool, wide: bool):
                 (n - 1) // side * BLOCK,
                 (n - 1) % side * BLOCK,
             )
-            place = (first + c // panel * panel) * stride + c % panel * 4
             both(
                 q,
                 i * stride,
                 stride,
                 k,
-                place,
-                panel * 4,
+                (first + c) * stride,
                 steps,
                 scratch,
                 n - 1,
@@ -345,14 +337,13 @@ def value_block():
         multiply_beside("tdpbusd", value_rows),
         finish(value_rows),
     )
-    chunk = AMX_INT8.nv * LANES
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
         scratch, width, steps = scratch_blocks(), o.shape[1], columns // WIDTH
         side = width // BLOCK
         blocks = (rows + BLOCK - 1) // BLOCK * side
-        first_block(p, 0, KEY_BLOCK, v, first * width, min(chunk, width) * 4, steps)
+        first_block(p, 0, KEY_BLOCK, v, first * width, steps)
         save(scratch, 0)
         for n in range(1, blocks):
             i, c, at, old = (
@@ -361,14 +352,12 @@ def value_block():
                 (n - 1) // side * BLOCK,
                 (n - 1) % side * BLOCK,
             )
-            t = c // chunk * chunk
             both(
                 p,
                 i * KEY_BLOCK,
                 KEY_BLOCK,
                 v,
-                first * width + t * KEY_BLOCK + (c - t) * 4,
-                min(chunk, width - t) * 4,
+                first * width + c * KEY_BLOCK,
                 steps,
                 scratch,
                 n - 1,

@@ -14,7 +14,8 @@ The plan is that of the A64FX summary (docs/sources.md), with the integer pipeli
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and dense masks change the scores
 before they are stored as int16 (`score_changes`), from which a row of ALiBi takes off the whole octaves that it is sure to lie
 below. Where int16 does not hold a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
-to the row's own octave; the bits are the same where both apply.
+to the row's own octave; the bits are the same where both apply. On AMX, blocks without edges and options go through `amx_stream`,
+which runs the same steps of many blocks side by side.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
-from ..isa.amx_tiles import tile_state
+from ..isa.amx_tiles import BLOCK, tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
-from . import wide_rows
+from . import amx_stream, wide_rows
+from .amx_stream import stream_blocks
 from .blocks import score_block, value_block, value_rows
 from .rows import (
     State,
@@ -48,6 +50,7 @@ from .rows import (
     lower_base,
     mark_live,
     padded_changes,
+    plain_stop,
     query_nonfinite,
     store_rows,
     unit_range,
@@ -79,6 +82,8 @@ class Scratch(NamedTuple):
     flags: np.ndarray  # (2, block_q) uint8: live, spoiled
     bounds: np.ndarray  # (2, block_q) int64: lo, hi
     mask_end: np.ndarray  # (block_q * KEY_BLOCK,) uint8, for the last part of a mask's rows
+    turns: np.ndarray  # int64, what `amx_stream` does one after the other
+    stream: np.ndarray  # uint8, its scratch
 
 
 class Operands(NamedTuple):
@@ -113,6 +118,10 @@ def make_attend(isa_name: str, pv: str):
     row_narrow = wide_rows.row_narrow(float_lanes)
     any_bias = wide_rows.any_bias(float_lanes)
     any_byte = float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
+    streams = isa.tiled and pv == "int8"
+    turns_shape = amx_stream.table_shape() if streams else (1, 1)
+    stream_size = amx_stream.scratch_size() if streams else 0
+    stream_row = 4 * BLOCK if streams else 0  # and bytes for each column of O
 
     @bare
     def hides(semantics, dense, b, h, row, first, n, live):
@@ -239,6 +248,13 @@ def make_attend(isa_name: str, pv: str):
                 )
 
     @bare
+    def clear(tile, state):
+        """The state of a tile that has seen nothing."""
+        for i in range(tile.rows):
+            state.l[i], state.m[i] = F(0), I(UNSEEN)
+        state.o[: tile.rows] = F(0)
+
+    @bare
     def load_rows(q, cq, semantics, b, n, row, s, tile, state):
         """The rows of a tile as operands, what each of them sees, and the empty state."""
         for i in range(tile.real):
@@ -247,9 +263,11 @@ def make_attend(isa_name: str, pv: str):
                 target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
             tile.scale[i] = cq[n, row + i]
             tile.lo[i], tile.hi[i] = row_range(semantics, b, row + i, s)
-            state.l[i], state.m[i], state.spoiled[i] = F(0), I(UNSEEN), 0
+            state.spoiled[i] = 0
             state.base[i] = I(0)
-        state.o[: tile.rows] = F(0)
+        for i in range(tile.real, tile.rows):  # computed by the stream, stored by nobody
+            tile.scale[i] = F(0)
+        clear(tile, state)
 
     @bare
     def tile_changes(semantics, dense, b, h, row, last, shift, numbers, base):
@@ -296,7 +314,7 @@ def make_attend(isa_name: str, pv: str):
     ):
         """Query tiles, as long as there are any."""
         n_heads, length, _ = q.shape
-        h_all, h_kv, _ = heads
+        h_all, h_kv, _, stream = heads
         tiles = (length + block_q - 1) // block_q
         has_dense = semantics.has_bias or semantics.has_mask
         has_slopes = semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
@@ -354,7 +372,22 @@ def make_attend(isa_name: str, pv: str):
             span = key_span(tile, s)
             always_wide = semantics.extreme or query_nonfinite(tile)
             overflowed = False  # the last block left int16: this one is likely to
-            for first in range(span.first // KEY_BLOCK * KEY_BLOCK, span.stop, KEY_BLOCK):
+            begin_at = span.first // KEY_BLOCK * KEY_BLOCK
+            streaming = streams and stream != 0 and not (changed or always_wide)
+            following = begin_at
+            while following < span.stop:
+                first = following
+                stop = plain_stop(kv.wide, span, first) if streaming else first
+                if stop > first:
+                    following = stop
+                    streaming = stream_blocks(
+                        stream, scratch.turns, scratch.stream, tile, kv, state, first, stop
+                    )
+                    if not streaming:  # scores left int16: again from the start, block by block
+                        clear(tile, state)
+                        following = begin_at
+                    continue
+                following = first + KEY_BLOCK
                 block = block_at(span, first, s)
                 mark_live(tile, block)
                 rows_live = live[:real]
@@ -416,6 +449,8 @@ def make_attend(isa_name: str, pv: str):
             uncleared((2, block_q), np.uint8, "INT8 flags of rows"),
             uncleared((2, block_q), np.int64, "INT8 bounds of rows"),
             uncleared((block_q * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
+            uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
+            uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
         )
         run_tiles(
             q,
@@ -441,7 +476,8 @@ def make_attend(isa_name: str, pv: str):
         """All query tiles of all heads.
 
         q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...); v_scale (Nkv, Dv) float32;
-        heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
+        heads = (H, Hkv, workers, address of the AMX stream or 0); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L)
+        float32; m_out (N, L) int32.
         """
         over_tasks(
             work,

@@ -4,6 +4,11 @@ K, per head: [panel][channel group][key in panel][channels of the group], `panel
 `Isa.key_order`, so that narrowing two int32 vectors to int16 brings the scores out in natural order without a shuffle.
 V, per head: [key block][column chunk][key group][column][keys of the group]; chunks of nv * lanes columns, then narrower ones.
 
+For matrix tiles (`Isa.tiled`) the innermost unit is a tile of 1 KB, 16 groups x 16 columns x 4: a right operand that lies in one
+piece. 32 columns stand together, as two tiles for each step of 64 channels or keys. K: [32 keys][step][2][16 groups][16 keys][4],
+V: [key block][32 columns][step][2][16 groups][16 columns][4]. The keys of a group of V are `Isa.value_order` apart, so that weights
+are packed without a shuffle.
+
 Here K and V are int8 already. `quantize` packs them from floats, with the same two functions: `panel_packer` and `block_weaver`.
 """
 
@@ -15,13 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import LINE, empty, reinterpret, zeros
+from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.transpose import first_values, transpose, weave
 
 SQUARE = 8  # words transposed at a time; every panel is a multiple of it
+TILE, SIDE = 16, 32  # columns, and groups, of a matrix tile; columns of two of them
 TASK_KEYS = 4 * KEY_BLOCK  # keys that one task packs
 
 
@@ -47,8 +53,16 @@ def panel_packer(name: str, lanes: int):
     isa = VECTOR_ISAS[name]
     panel, order = isa.nv * lanes, isa.key_order(lanes)
     beside = tuple(order[:SQUARE].tolist())  # the keys of every square, from its first one on
-    square, offset = transpose(SQUARE, beside), isa.q_offset
-    start_of = offset and first_values(name)
+    square, offset, tiled = transpose(SQUARE, beside), isa.q_offset, isa.tiled
+    start_of, spacing = offset and first_values(name), TILE if tiled else panel
+
+    @bare
+    def place(c, g, groups):
+        """The word of a panel that holds group g of its column c."""
+        if tiled:
+            tile = g // TILE * 2 + c % SIDE // TILE
+            return c // SIDE * SIDE * groups + tile * TILE * TILE + g % TILE * TILE + c % TILE
+        return g * panel + c
 
     @bare
     def pack(words, base, groups, data, start, n, first):
@@ -59,10 +73,10 @@ def panel_packer(name: str, lanes: int):
         for c in range(0, panel, SQUARE):
             for g in range(0, whole, SQUARE):
                 source = base + order[c] * groups + g
-                square(words, source, groups, flat, to + g * panel + c, panel)
+                square(words, source, groups, flat, to + place(c, g, groups), spacing)
         for c in range(panel):
             for g in range(whole, groups):
-                flat[to + g * panel + c] = words[base + order[c] * groups + g]
+                flat[to + place(c, g, groups)] = words[base + order[c] * groups + g]
         if offset:
             start_of(flat, 4 * to, groups, start, n * keys + first)
         else:
@@ -76,7 +90,9 @@ def panel_packer(name: str, lanes: int):
 def block_weaver(name: str, lanes: int):
     """f(v, base, stride, columns, data, n, block): one key block of head n, from int8 rows `stride` apart, the first at `base`."""
     isa = VECTOR_ISAS[name]
-    chunk, group, woven = isa.nv * lanes, isa.group, weave(lanes, isa.group, isa.v_offset)
+    group, tiled = isa.group, isa.tiled
+    chunk = SIDE if tiled else isa.nv * lanes
+    woven = weave(lanes, group, isa.v_offset, isa.value_order)
 
     @bare
     def chunk_width(left):
@@ -86,19 +102,30 @@ def block_weaver(name: str, lanes: int):
         return 2 * lanes if left >= 2 * lanes else lanes
 
     @bare
-    def weave_groups(v, base, stride, columns, data, n, block, first, stop):
-        """The groups of keys from `first` on; v begins with the first of them."""
+    def first_key(g):
+        """The first key of group g of a block."""
+        return g // TILE * 4 * TILE + g % TILE * 2 if tiled else g * group
+
+    @bare
+    def place(g, c, width):
+        """Where group g of column c of a chunk begins."""
+        if tiled:
+            return (g // TILE * 2 + c // TILE) * 4 * TILE * TILE + g % TILE * 4 * TILE
+        return (g * width + c) * group
+
+    @bare
+    def weave_block(v, base, stride, columns, data, n, block):
         out = n * data.shape[1] + block * KEY_BLOCK * columns
-        for g in range(first, stop):
-            t, row = 0, base + (g - first) * group * stride
+        for g in range(KEY_BLOCK // group):
+            t, row = 0, base + first_key(g) * stride
             while t < columns:
                 width = chunk_width(columns - t)
-                place = out + t * KEY_BLOCK + g * width * group
                 for c in range(0, width, lanes):
-                    woven(v, row + t + c, stride, data, place + c * group)
+                    to = out + t * KEY_BLOCK + place(g, c, width)
+                    woven(v, row + t + c, stride, data, to)
                 t += width
 
-    return weave_groups
+    return weave_block
 
 
 @functools.cache
@@ -158,27 +185,32 @@ def _pack_keys(name: str, lanes: int):
 
 @functools.cache
 def _pack_values(name: str, lanes: int):
-    group, weave_groups = VECTOR_ISAS[name].group, block_weaver(name, lanes)
+    weave_block = block_weaver(name, lanes)
+
+    @bare
+    def copy_rows(v, n, first, columns, rows):
+        """The values from `first` on as rows of a block; what V lacks is 0."""
+        length, dv = v.shape[1:]
+        rows[:] = 0
+        for r in range(min(KEY_BLOCK, length - first)):
+            for c in range(dv):
+                rows[r * columns + c] = v[n, first + r, c]
 
     @bare
     def pack_block(n, block, v, rows, columns, data):
         length, dv = v.shape[1:]
-        stride = dv
-        for g in range(KEY_BLOCK // group):
-            j = block * KEY_BLOCK + g * group
-            if dv == columns and j + group <= length:
-                flat = v.reshape(v.size)
-                weave_groups(flat, (n * length + j) * dv, stride, columns, data, n, block, g, g + 1)
-                continue
-            for r in range(group):  # keys and columns that V lacks are zeros
-                for c in range(dv):
-                    rows[r * columns + c] = v[n, j + r, c] if j + r < length else 0
-            weave_groups(rows, 0, columns, columns, data, n, block, g, g + 1)
+        first = block * KEY_BLOCK
+        if dv == columns and first + KEY_BLOCK <= length:
+            flat = v.reshape(v.size)
+            weave_block(flat, (n * length + first) * dv, dv, columns, data, n, block)
+        else:
+            copy_rows(v, n, first, columns, rows)
+            weave_block(rows, 0, columns, columns, data, n, block)
 
     @inline
     def task(number, v, tasks, columns, data):
         n, first = number // tasks, number % tasks * (TASK_KEYS // KEY_BLOCK)
-        rows = zeros((group * columns,), np.int8, "values of a group of keys")
+        rows = uncleared((KEY_BLOCK * columns,), np.int8, "values of a block of keys")
         blocks = data.shape[1] // (KEY_BLOCK * columns)
         for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
             pack_block(n, block, v, rows, columns, data)

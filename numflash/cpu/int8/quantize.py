@@ -207,8 +207,8 @@ def key_panels(isa_name: str, kind: str):
 @functools.cache
 def value_blocks(isa_name: str, kind: str):
     """f(x, n, first, stop, length, values, room): values first .. stop of head n; those from `length` on are zeros."""
-    lanes, group = running_lanes(isa_name), VECTOR_ISAS[isa_name].group
-    to_int8, weave_groups = quantize_rows(kind, True), block_weaver(isa_name, lanes)
+    to_int8 = quantize_rows(kind, True)
+    weave_block = block_weaver(isa_name, running_lanes(isa_name))
 
     @bare
     def run(x, n, first, stop, length, values, room):
@@ -221,8 +221,7 @@ def value_blocks(isa_name: str, kind: str):
                 count, here = min(ROWS, real - i), row_at(x, n, j + i)
                 out = address(room.block) + i * columns
                 to_int8(here, x.row, count, x.d, 0, address(room.v_factor), out, columns)
-            block, groups = j // KEY_BLOCK, KEY_BLOCK // group
-            weave_groups(room.block, 0, columns, columns, values, n, block, 0, groups)
+            weave_block(room.block, 0, columns, columns, values, n, j // KEY_BLOCK)
 
     return run
 

@@ -48,10 +48,11 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
 
 
 @functools.cache
-def weave(lanes: int, group: int, offset: int):
+def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
     """Intrinsic f(x, x_off, x_stride, out, out_off): `lanes` columns of `group` rows of int8, the rows' values side by side.
 
-    out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16 (group 2), in elements.
+    out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16 (group 2), in elements; row r
+    is row order[r] of x where that is given.
     """
 
     @intrinsic
@@ -60,7 +61,7 @@ def weave(lanes: int, group: int, offset: int):
             px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
             rows = [
                 load(b, px, b.add(a[1], b.mul(a[2], I64(r))), vector(I8, lanes), 1)
-                for r in range(group)
+                for r in order or range(group)
             ]
             if group == 2:
                 rows = [b.sext(row, vector(I16, lanes)) for row in rows]

@@ -7,7 +7,7 @@ An `Isa` describes an instruction set by data (lanes, layout of the packed opera
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import llvmlite.ir as ir
 import numpy as np
@@ -160,7 +160,12 @@ class Isa(Vectors):
     unit : the columns of V and O are filled up to a multiple of so many vectors
     q_offset : added to Q before the dot product, taken out by the value that each key's sum starts from
     v_offset : added to V before the dot product, taken out by the value that each row's sum starts from
+    tiled : K and V are packed as matrix tiles: see `int8.packing`
+    value_order : keys of a group of V, from its first one on, where they are not consecutive
     """
+
+    tiled = False
+    value_order: ClassVar[tuple[int, ...]] = ()
 
     group: int
     nv: int

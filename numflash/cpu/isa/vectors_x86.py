@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
@@ -126,9 +127,25 @@ def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
     ]
 
 
-AMX_INT8 = X86(
-    "amx_int8", 16, 4, 4, 0, rows=(32,), step=64, unit=2
-)  # the vectors and layouts of AVX-512
+@dataclass(frozen=True)
+class Amx(X86):
+    """The vectors of AVX-512 with AMX's matrix tiles: a right operand is packed tile by tile, 1 KB each."""
+
+    tiled = True
+    value_order: ClassVar[tuple[int, ...]] = (
+        0,
+        32,
+        1,
+        33,
+    )  # keys of a group, from its first one on: see `high_bytes`
+
+    def high_bytes(self, b: ir.IRBuilder, x, y):
+        """The high bytes of x and y in turn, not side by side: a shift and a blend. V is packed in the same order."""
+        high = b.and_(y, self.fill(b, y.type, -256))
+        return b.bitcast(b.or_(b.lshr(x, self.fill(b, x.type, 8)), high), self.operand)
+
+
+AMX_INT8 = Amx("amx_int8", 16, 4, 4, 0, rows=(32,), step=64, unit=4)
 AVX512_VNNI = X86("avx512_vnni", 16, 4, 4, 128)
 AVX_VNNI = X86("avx_vnni", 8, 4, 2, 128)
 AVX2 = X86("avx2", 8, 2, 2, 0)

@@ -28,6 +28,7 @@ from .pieces import (
     make_copy,
     make_load_tile,
     make_read,
+    make_row_block,
     make_store_rows,
     swizzle_of,
     tanh_accurate,
@@ -90,6 +91,7 @@ def flash_backward(
         columns * d_bytes,
         columns * dv_bytes,
     )
+    row_block = make_row_block(band and not of_keys)  # the first keys are seen by most queries
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
     transform, has_mask, float_mask = (
         softcap or alibi or mask == "float",
@@ -167,9 +169,7 @@ def flash_backward(
             (i32(-diagonal), right, left) if of_keys else (diagonal, left, right)
         )
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
-        first = i32(
-            i32(cuda.blockIdx.x) * rows
-        )  # without the casts these are int64, two registers each
+        first = i32(row_block() * rows)  # without the cast this is int64: two registers
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
         whole_low, whole_high = (
             i32(0),

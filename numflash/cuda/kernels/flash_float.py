@@ -24,6 +24,7 @@ from .pieces import (
     make_load_rows,
     make_load_tile,
     make_rescale,
+    make_row_block,
     make_softmax,
     make_store_rows,
     make_tile_range,
@@ -85,7 +86,7 @@ def flash_float(
     transform = transform or softcap or alibi or mask == "float"
     options = transform or bool(mask)
 
-    tile_range = make_tile_range(block_q, block_k, group, band)
+    tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
@@ -153,7 +154,7 @@ def flash_float(
         steps, bytes_left = (k_step, v_step), (d_left, dv_left)
 
         # rows of this block, the tiles of keys that any of them sees, and the keys that all of them see
-        rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
+        rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)

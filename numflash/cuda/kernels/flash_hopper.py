@@ -31,6 +31,7 @@ from .pieces import (
     load_slopes,
     make_adjust,
     make_hide,
+    make_row_block,
     make_softmax,
     make_tile_range,
     quad_sum,
@@ -77,6 +78,7 @@ def flash_hopper(
     o_size = dv_panels * q_panel
     first_tile = 1024 + max(q_size, o_size)
     pair = k_size + v_size
+    sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each thread of the consumers
     value_descriptor = DESCRIPTOR | (
         k_panel >> 4 << 16
     )  # values are MN-major: the leading stride spans a panel
@@ -87,7 +89,7 @@ def flash_hopper(
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
     wide = dv > 128  # registers are short: fewer scores at a time, slopes read again for every tile
     adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if wide else 4)
-    tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
+    tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
     options = transform or bool(mask)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
@@ -182,7 +184,7 @@ def flash_hopper(
         scale = f32(1) if transform else factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warpgroup = thread & 31, thread >> 7
+        lane, warpgroup = thread & 31, ptx.uniform(thread >> 7)
         first_head, batch = i32(cuda.blockIdx.y) * packed, i32(cuda.blockIdx.z)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
         full_q, full, empty = (
@@ -191,7 +193,7 @@ def flash_hopper(
             base + u32(64),
         )  # full and empty: 16 bytes per stage, keys then values
         sq, ring = base + u32(1024), base + u32(first_tile)
-        first = i32(cuda.blockIdx.x) * BLOCK_Q
+        first = row_block() * BLOCK_Q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(
@@ -288,6 +290,7 @@ def flash_hopper(
             rows, sides = (row, first_head, slope, slopes, heads), (left, right)
             limits = whole_low, whole_high, diagonal, queries, keys
             n = i32(0)
+            sums = base + u32(sums_at) + u32((thread - 128) * 4)
             if overlap:
                 # the first tile by itself: with a branch around products that are still under way ptxas waits after each of them
                 if tile < tiles:
@@ -308,6 +311,8 @@ def flash_hopper(
                     before = u32((n - 1) & 1)
                     begin(s, o, dq, n, full, ring, turn)
                     ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
+                    fence_o(o, 0)
+                    ptx.wgmma_fence()
                     outputs(
                         o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size))
                     )
@@ -318,6 +323,8 @@ def flash_hopper(
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
                     soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
+                    # a store that the wait cannot pass: without it ptxas moves the wait ahead of every exponential
+                    ptx.store_shared_f32(sums, l[0] + l[1])
                     wait_none()
                     fence_o(o, 0)
                     ptx.mbarrier_arrive(empty + before * u32(16) + u32(8))
@@ -391,4 +398,6 @@ def flash_hopper(
                         o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0
                     )
 
-    return Source(flash, SIGNATURE, THREADS, first_tile + STAGES * pair + 1024)
+    return Source(
+        flash, SIGNATURE, THREADS, first_tile + STAGES * pair + (1024 if overlap else 0) + 1024
+    )

@@ -35,7 +35,14 @@ from .int8_softmax import (
     make_sum_weights,
     make_weigh,
 )
-from .pieces import make_copy, make_load_rows, make_load_tile, make_tile_range, swizzle_of
+from .pieces import (
+    make_copy,
+    make_load_rows,
+    make_load_tile,
+    make_row_block,
+    make_tile_range,
+    swizzle_of,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill
@@ -222,7 +229,7 @@ def flash_int8(
         make_describe_rows(group, band, softcap, alibi),
         make_write_rows(value_tiles),
     )
-    tile_range = make_tile_range(block_q, block_k, group, band)
+    tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     add_bytes, add_floats = (
         make_byte_values(value_tiles, turing),
         make_float_values(dv, value_tiles, threads, bool(paired)),
@@ -264,7 +271,7 @@ def flash_int8(
         sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
         q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
 
-        rows, first = i32(queries * group), i32(i32(cuda.blockIdx.x) * block_q)
+        rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)

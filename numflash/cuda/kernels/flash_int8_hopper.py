@@ -28,7 +28,7 @@ from .int8_softmax import (
     make_sum_weights,
     make_weigh,
 )
-from .pieces import make_tile_range
+from .pieces import make_row_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_Q = tiling("sm_90a", "int8").block_q
@@ -75,7 +75,7 @@ def flash_int8_hopper(
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
-    tile_range = make_tile_range(BLOCK_Q, block_k, packed, band)
+    tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
     describe_rows, write_rows = (
         make_describe_rows(packed, band, softcap, alibi),
         make_write_rows(value_tiles),
@@ -124,7 +124,7 @@ def flash_int8_hopper(
             base + u32(64),
         )  # full and empty: 8 bytes per stage
         sq, ring, sc = base + u32(1024), base + u32(ring_at), base + u32(scales_at)
-        first = i32(i32(cuda.blockIdx.x) * BLOCK_Q)
+        first = i32(row_block() * BLOCK_Q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, i32(queries * packed), keys, diagonal, left, right)

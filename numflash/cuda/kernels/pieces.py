@@ -230,6 +230,24 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
     return a_band if band else all_keys
 
 
+@functools.cache
+def make_row_block(band: bool) -> Any:
+    """row_block(): the number of this block's query rows along the grid.
+
+    With a band the last rows, which see most keys when causal, start first: the short ones fill the end of the launch.
+    """
+
+    @device_function
+    def in_order():
+        return i32(cuda.blockIdx.x)
+
+    @device_function
+    def last_first():
+        return i32(i32(cuda.gridDim.x) - 1 - i32(cuda.blockIdx.x))
+
+    return last_first if band else in_order
+
+
 @device_function
 def quad_max(x):
     """Largest over the four lanes that hold one row of an accumulator."""

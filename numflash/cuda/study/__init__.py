@@ -200,9 +200,15 @@ def validated(rung: Rung, out: np.ndarray, expected: np.ndarray) -> float:
 
 
 def climb(
-    length: int = 256, d: int = 64, seed: int = 0, rungs: Sequence[str] | None = None
+    length: int = 256,
+    d: int = 64,
+    seed: int = 0,
+    rungs: Sequence[str] | None = None,
+    arch: str | None = None,
 ) -> list[dict[str, Any]]:
     """Run the ladder, or some of its rungs, in the emulator: a row of figures per rung, in order, checked against float64 first.
+
+    `arch`: build them for another architecture, sm_80 or later; rungs 8 and 9 are Hopper's.
 
     Registers, stack, spills and machine instructions come from the cubin where the binary utilities are installed, else None.
     Global memory is counted in the 32-byte sectors that each warp's access touches, before any cache.
@@ -216,7 +222,9 @@ def climb(
     for rung in LADDER:
         if rungs is not None and rung.number not in rungs:
             continue
-        step = launch(rung, q, k, v)
+        if arch is not None and rung.arch == "sm_90a" != arch:
+            continue
+        step = launch(rung, q, k, v, arch)
         out, _, report = emulated(step)
         error = validated(rung, out, expected)
         cubin = compiled(step.factory, step.arch, "cubin", **step.constants)

@@ -16,7 +16,8 @@ import numpy as np
 
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
-from ..device import Device, DriverError, median_seconds
+from ..device import Device, median_seconds
+from ..driver import DriverError
 
 B, H, G = 2, 14, 2
 LONG = {

@@ -1,0 +1,162 @@
+"""Calls of the CUDA driver that need care: errors, contexts, stream capture, tensor maps.
+
+The rules are those of the CUDA driver API manual: "Stream Management" (capture), "Context Management" and "Tensor Map Object
+Management".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from .tensormap import TensorMap
+
+MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map; the alignment is the driver's rule
+
+
+class DriverError(UnsupportedError):
+    """The driver refused a call; the message has its words."""
+
+
+def check(driver: Any, result: tuple) -> Any:
+    """The value of a driver call, or DriverError."""
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(result[0])
+        raise DriverError(f"CUDA driver: {result[0].name}: {text.decode() if text else 'unknown'}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+@functools.cache
+def open_driver() -> Any:
+    """The driver's Python bindings, initialised.
+
+    Raises
+    ------
+    UnsupportedError
+        No bindings, no driver, or a driver that is older than the CUDA version whose machine code is made here.
+    """
+    try:
+        from cuda.bindings import __version__, driver
+
+        check(driver, driver.cuInit(0))
+    except (ImportError, RuntimeError) as error:
+        why = f"{error}: pip install 'numflash[cuda]'" if isinstance(error, ImportError) else error
+        raise UnsupportedError(
+            f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
+            "kernels without one"
+        ) from error
+    major, there = int(__version__.split(".")[0]), check(driver, driver.cuDriverGetVersion())
+    if there < 1000 * major:
+        needed = "driver 580 or later" if major == 13 else "a newer driver"
+        raise UnsupportedError(
+            f"impl: got 'cuda', but the driver here supports CUDA {there // 1000}.{there % 1000 // 10}; allowed: CUDA "
+            f"{major}.0 or later ({needed}), because kernels are machine code of CUDA {major}"
+        )
+    return driver
+
+
+class Active:
+    """A `with` in which a context is the thread's current one; the one before is current again afterwards."""
+
+    __slots__ = ("context", "driver", "pushed")
+
+    def __init__(self, driver: Any, context: Any) -> None:
+        self.driver, self.context, self.pushed = driver, context, False
+
+    def __enter__(self) -> None:
+        d = self.driver
+        if int(check(d, d.cuCtxGetCurrent())) != int(self.context):
+            check(d, d.cuCtxPushCurrent(self.context))
+            self.pushed = True
+
+    def __exit__(self, *failure: Any) -> None:
+        if self.pushed:
+            self.driver.cuCtxPopCurrent()
+
+
+class Uncaptured:
+    """A `with` in which this thread may allocate, load, free and wait while some stream is being captured.
+
+    These calls are no part of the graph. Outside of it they would end the capture with an error.
+    """
+
+    __slots__ = ("before", "driver")
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def __enter__(self) -> None:
+        d = self.driver
+        relaxed = d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.before = check(d, d.cuThreadExchangeStreamCaptureMode(relaxed))
+
+    def __exit__(self, *failure: Any) -> None:
+        self.driver.cuThreadExchangeStreamCaptureMode(self.before)
+
+
+def capturing(driver: Any, stream: int) -> bool:
+    """Whether launches on a stream are recorded into a graph instead of run."""
+    status = check(driver, driver.cuStreamIsCapturing(stream))
+    return status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+def device_of(driver: Any, address: int) -> int:
+    """The number of the device on which an address lies."""
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(check(driver, driver.cuPointerGetAttribute(attribute, address)))
+
+
+@functools.cache
+def _encoder(driver: Any) -> Any:
+    """cuTensorMapEncodeTiled itself: the bindings' wrapper has it write to memory that is not aligned as the driver asks."""
+    address = check(driver, driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))[0]
+    i, u, p = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+    return ctypes.CFUNCTYPE(i, p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)(int(address))
+
+
+def map_strides(tensor: TensorMap) -> list[int]:
+    """Bytes between elements along each axis but the last; an axis of one element, whose stride says nothing, gets a lawful one."""
+    strides, x = list(tensor.array.strides), tensor.array
+    for axis in range(x.ndim - 2, -1, -1):
+        if x.shape[axis] == 1:
+            inner = strides[axis + 1] * x.shape[axis + 1]
+            strides[axis] = max(16, min(-(-inner // 16) * 16, 1 << 39))
+    return strides[:-1]
+
+
+def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:
+    """(n, 128) bytes that TMA reads, of tensor maps and the addresses of their arrays."""
+    memory = np.zeros(MAP_BYTES * len(maps) + MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % MAP_ALIGNMENT
+    table = memory[start : start + MAP_BYTES * len(maps)].reshape(len(maps), MAP_BYTES)
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    names = {"float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}
+    promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    for row, (tensor, address) in zip(table, maps, strict=True):
+        x = tensor.array
+        # axes innermost first, strides from the second axis on
+        arrays = (
+            np.array(x.shape[::-1], np.uint64),
+            np.array(map_strides(tensor)[::-1], np.uint64),
+            np.array(tensor.box[::-1], np.uint32),
+            np.ones(x.ndim, np.uint32),
+        )
+        swizzle = "CU_TENSOR_MAP_SWIZZLE_" + ("128B" if tensor.swizzle else "NONE")
+        status = _encoder(driver)(
+            row.ctypes.data,
+            int(getattr(kinds, "CU_TENSOR_MAP_DATA_TYPE_" + names[x.dtype.name])),
+            x.ndim,
+            address,
+            *(a.ctypes.data for a in arrays),
+            0,  # no interleaving
+            int(getattr(swizzles, swizzle)),
+            int(promotion),
+            0,  # zeros beyond the array
+        )
+        check(driver, (driver.CUresult(status),))
+    return table

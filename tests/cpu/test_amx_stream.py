@@ -1,0 +1,94 @@
+"""The woven stream of AMX: the bits of the integer model where it runs, and that it stops where scores leave int16."""
+
+import numpy as np
+import pytest
+from oracles import qkv
+
+from numflash import reference
+from numflash.cpu import launch
+from numflash.cpu.int8 import amx_stream
+from numflash.jit import target
+from numflash.options import Options
+from numflash.quantization import quantize_problem
+from numflash.validation import problem
+
+pytestmark = pytest.mark.skipif(
+    "amx_int8" not in target.available(), reason="the machine has no AMX"
+)
+# head sizes of one, two and four steps; of two, four and eight blocks of values, and one of six
+SIZES = [(64, 64), (128, 128), (80, 33), (33, 130), (256, 256), (200, 190)]
+LONG = (amx_stream.TURNS // 3 + amx_stream.NEAR + 3) * 128 + 50  # keys: two tables of turns
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The turns of every call of the stream."""
+    found = []
+    real = amx_stream.address_of
+
+    def counted(d, dv):
+        found.append(real(d, dv))
+        return found[-1]
+
+    monkeypatch.setattr(amx_stream, "address_of", counted)
+    return found
+
+
+def check(arrays, **options):
+    p = quantize_problem(problem(*arrays, Options(precision="int8", return_lse=True, **options)))
+    out, lse = launch.run(p, "amx_int8")
+    want, want_lse = reference.integer_model(p)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want_lse)
+
+
+@pytest.mark.parametrize(("d", "dv"), SIZES)
+def test_every_head_size(d, dv, runs):
+    check(qkv(h=1, l=40, s=400, d=d, dv=dv))
+    assert runs and all(runs)
+
+
+@pytest.mark.parametrize(("l", "s"), [(1, 128), (32, 256), (97, 129), (130, 700), (7, LONG)])
+def test_lengths(l, s):
+    check(qkv(h=2, l=l, s=s, d=64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"window": (200, 30)},
+        {"is_causal": True, "alignment": "lower_right"},
+        {"key_lengths": [290]},
+    ],
+)
+def test_edges_before_and_behind(options):
+    check(qkv(h=2, l=300, s=600, d=64), **options)
+
+
+@pytest.mark.parametrize("where", [0, 130, 399])
+def test_scores_that_leave_int16(where):
+    """One huge key, or all of them: the tile is computed again, block by block."""
+    q, k, v = qkv(h=2, l=70, s=400, d=64)
+    k[:, 0, where] *= 1000
+    check((q, k, v))
+    check((q * 100, k, v))
+
+
+def test_octaves_that_grow_and_fall():
+    q, k, v = qkv(h=2, l=70, s=900, d=64)
+    steps = np.linspace(-2, 2, 900, dtype=np.float32)[:, None]
+    k[:, 0] *= np.exp2(steps)
+    k[:, 1] *= np.exp2(-steps)
+    check((q, k, v))
+
+
+def test_a_key_that_is_not_finite():
+    q, k, v = qkv(h=2, l=70, s=900, d=64)
+    k[0, 0, 300, 5] = np.nan
+    v[0, 1, 500, 5] = np.inf
+    check((q, k, v), is_causal=True)
+
+
+def test_wider_heads_have_no_stream():
+    assert amx_stream.address_of(300, 64) == amx_stream.address_of(64, 300) == 0

@@ -1,0 +1,161 @@
+"""A folder of ready cubins, and machines that have no compiler or none of its packages."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from test_driver_rules import START
+from test_stub_driver import driver, run  # noqa: F401
+from test_stub_driver import pytestmark as needs_compiler
+
+from numflash.cuda import compile, cubins
+from numflash.cuda.compile import compiled
+from numflash.cuda.kernels.decode_combine import decode_combine
+from numflash.cuda.kernels.flash_hopper import flash_hopper
+from numflash.cuda.launch import plan
+from numflash.cuda.validate import build, kernels
+from numflash.cuda.validate.attention import problem_of
+from numflash.errors import UnsupportedError
+
+SMALL = {"dv": 32, "row_tiles": 1, "exact": False}
+
+
+def key_of(factory, arch, constants):
+    return factory, arch, tuple(sorted(constants.items()))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """One kernel, made without further processes."""
+    build.write({key_of(decode_combine, "sm_80", SMALL)}, str(tmp_path), 1)
+    monkeypatch.setenv("NUMFLASH_CUBINS", str(tmp_path))
+    monkeypatch.setattr(compile, "_loaded", {})
+    yield tmp_path
+    cubins.manifest.cache_clear()
+
+
+def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
+    monkeypatch.setattr(compile, "compile_source", None)
+    made = compiled(decode_combine, "sm_80", "cubin", **SMALL)
+    (file,) = folder.glob("*.cubin")
+    assert made.code == file.read_bytes() and made.threads == 128 and made.parameters[0] == "uint64"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest) == {"numflash", "source", "tools", "kernels"}
+    assert manifest["tools"]["numba"] == importlib.metadata.version("numba")
+
+
+def test_folders_that_cannot_be_used(folder, monkeypatch):
+    def said():
+        cubins.manifest.cache_clear()
+        compile._loaded.clear()
+        with pytest.raises(UnsupportedError, match="NUMFLASH_CUBINS") as found:
+            compiled(decode_combine, "sm_80", "cubin", **SMALL)
+        return str(found.value)
+
+    (file,) = folder.glob("*.cubin")
+    whole, manifest = file.read_bytes(), (folder / "manifest.json").read_text()
+    file.write_bytes(whole[:-1])
+    assert "is damaged" in said()
+    file.unlink()
+    assert "cannot be read" in said()
+    (folder / "manifest.json").write_text(manifest.replace('"source": "', '"source": "0'))
+    assert "made of other kernels" in said()
+    (folder / "manifest.json").write_text("[]")
+    assert "manifest.json cannot be read" in said()
+
+
+def test_more_kernels_join_the_folder(folder):
+    build.write({key_of(decode_combine, "sm_75", SMALL)}, str(folder), 1)
+    assert len(json.loads((folder / "manifest.json").read_text())["kernels"]) == 2
+
+
+NO_COMPILER = """
+import sys
+for name in ("numba_cuda", "numba.cuda", "cuda.bindings.nvvm", "cuda.bindings.nvjitlink"):
+    sys.modules[name] = None
+"""
+SOLVED = """
+card.compiled = compiler.compiled  # what is ready is loaded
+print(numflash.attention(*(np.zeros((1, 2, n, 64), np.float16) for n in (70, 90, 90)), impl="cuda").shape)
+print(refused(lambda: numflash.attention(*(np.zeros((1, 2, n, 64), np.float16) for n in (70, 90, 90)), impl="cuda", softcap=3.0)))
+print(refused(lambda: numflash.attention(*(np.zeros((1, 2, n, 64), np.float16) for n in (70, 90, 90)), impl="cuda-emulator")))
+"""
+
+
+@needs_compiler
+def test_a_machine_without_a_compiler(driver, tmp_path):  # noqa: F811
+    """No numba-cuda, no NVVM, no nvJitLink: what is in the folder runs, what is not is named."""
+    launch = plan(problem_of((1, 2, 2, 70, 90, 64), "float16", {}), "sm_90a")
+    assert launch.factory is flash_hopper
+    build.write({key_of(flash_hopper, "sm_90a", launch.constants)}, str(tmp_path), 1)
+    done = run(
+        driver,
+        NO_COMPILER + START + SOLVED,
+        "90",
+        NUMFLASH_CUBINS=str(tmp_path),
+        NUMFLASH_CACHE_DIR=str(tmp_path / "none"),
+    )
+    shape, missing, emulated = done.stdout.splitlines()
+    assert shape == "(1, 2, 70, 64)" and "launch grid 1 2 1 block 384" in done.stderr
+    assert "has no flash_hopper(" in missing and "softcap=True" in missing
+    assert "pip install 'numflash[cuda]'" in missing and "pip install 'numflash[cuda]'" in emulated
+
+
+def test_a_toolkit_without_the_wheel_of_nvvm(monkeypatch, tmp_path):
+    """The version is the library's own where pip does not know the package."""
+    known = importlib.metadata.version
+
+    def version(name):
+        if name.startswith("nvidia-"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setenv("NUMFLASH_CACHE_DIR", str(tmp_path))
+    compile.tool_versions.cache_clear()
+    try:
+        assert compile.tool_versions()["nvidia-nvvm"].startswith("toolkit ")
+        assert compile._key(decode_combine, "sm_80", "cubin", SMALL)
+    finally:
+        compile.tool_versions.cache_clear()
+
+
+def test_what_a_validation_needs():
+    """Each kernel once, decode's too; a quick run needs fewer."""
+    quick, whole = kernels.needed("sm_90a", quick=True), kernels.needed("sm_90a")
+    names = {factory.__name__ for factory, _, _ in whole}
+    assert quick < whole and {arch for _, arch, _ in whole} == {"sm_90a"}
+    assert names == {
+        "flash_hopper", "flash_float", "flash_int8_hopper", "flash_int8", "flash_float32", "flash_backward",
+        "backward_rows", "backward_float32", "decode_append", "decode_int8", "decode_float", "decode_combine",
+    }  # fmt: skip
+
+
+def test_the_command_names_its_arguments():
+    done = subprocess.run(
+        [sys.executable, "-m", "numflash.cuda.compile", "--arch", "sm_70", "--to", "x"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "'sm_90a'" in done.stderr
+
+
+@pytest.mark.parametrize("arch", ["sm_75", pytest.param("sm_89", marks=pytest.mark.slow)])
+def test_the_emulator_takes_an_architecture(arch):
+    import numflash
+
+    q = np.random.default_rng(0).standard_normal((1, 1, 16, 32)).astype(np.float16)
+    out = numflash.attention(q, q, q, impl=f"cuda-emulator:{arch}")
+    assert np.abs(out - numflash.attention(q, q, q, impl="reference")).max() < 2e-3
+    cache = numflash.KVCache(1, 1, 32, 32, "float16", device=f"cuda-emulator:{arch}")
+    cache.append(q, q)
+    assert np.abs(cache.decode(q[:, :, :1]) - out[:, :, :1]).max() < 4e-3
+    assert cache.emulator.arch == arch
+    with pytest.raises(numflash.errors.ArgumentError, match="after 'cuda-emulator:': 'sm_75'"):
+        numflash.attention(q, q, q, impl="cuda-emulator:sm_70")

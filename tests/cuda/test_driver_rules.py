@@ -1,0 +1,233 @@
+"""What the driver forbids, against a stub that knows the rules: capture, contexts, devices, tensor maps, order of copies."""
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+
+from test_stub_driver import driver, run  # noqa: F401
+from test_stub_driver import pytestmark as needs_compiler
+
+pytestmark = needs_compiler
+
+# arrays of a stand-in for PyTorch on two devices, on a stream that does not wait for the default one; nothing is compiled
+START = """
+import ctypes, sys, types
+import numpy as np
+from cuda.bindings import driver as d
+import numflash
+from numflash.cuda import compile as compiler, device as card
+from numflash.cuda.driver import DriverError
+
+def uncompiled(factory, arch, kind, **constants):
+    source = factory(**constants)
+    return compiler.Compiled(factory.__name__, arch, repr((factory.__name__, constants)).encode(),
+                             compiler.flat_parameters(source.signature), source.threads, source.shared_bytes)
+card.compiled = uncompiled
+d.cuInit(0)
+
+class Tensor:
+    is_cuda, requires_grad = True, False
+    def __init__(self, shape, dtype="torch.float16", device=0, strides=None):
+        self.shape, self.dtype, self.device, self.ndim = tuple(shape), dtype, device, len(shape)
+        self.strides = strides or tuple(int(np.prod(shape[n + 1:])) for n in range(len(shape)))
+        _, context = d.cuDevicePrimaryCtxRetain(device)
+        mode = d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(2))[1]
+        d.cuCtxPushCurrent(context)
+        self.at = int(d.cuMemAlloc(2 * int(np.prod(shape)) * 4)[1])
+        d.cuCtxPopCurrent()
+        d.cuThreadExchangeStreamCaptureMode(mode)
+    def element_size(self):
+        return np.dtype(self.dtype.removeprefix("torch.")).itemsize
+    def stride(self, axis=None):
+        return self.strides if axis is None else self.strides[axis]
+    def data_ptr(self):
+        return self.at
+    def reshape(self, shape):
+        return self
+    def contiguous(self):
+        return self
+
+torch = types.ModuleType("torch")
+torch.Tensor, torch.float16, torch.float32 = Tensor, "torch.float16", "torch.float32"
+torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
+torch.is_grad_enabled = lambda: False
+streams = {0: 0x77, 1: 0x99}
+torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=streams[device]))
+sys.modules["torch"] = torch
+q, k = Tensor((1, 2, 70, 64)), Tensor((1, 2, 90, 64))
+
+def refused(work):
+    try:
+        work()
+    except numflash.errors.NumflashError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+"""
+
+
+def lines(driver, code, capability="90", **more):  # noqa: F811
+    done = run(driver, START + code, capability, **more)
+    return done.stdout.splitlines(), done.stderr
+
+
+SIDE_STREAM = """
+for n in range(600):  # more contents than are kept
+    numflash.attention(q, k, k, key_lengths=np.array([n % 90 + 1]), softcap=1 + n / 7, alibi_slopes=np.array([n, 1.0]))
+streams[0] = 0x88
+numflash.attention(q, k, k, alibi_slopes=np.array([599.0, 1]))
+constants = card.current_device()._constants
+print(len(constants._copies), sum(len(x) for x in constants._free.values()) + len(constants._copies))
+"""
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_copies_come_before_the_launches_that_read_them(driver, capability):  # noqa: F811
+    """On streams that do not wait for each other; slots are used again once nothing reads them."""
+    out, _ = lines(driver, SIDE_STREAM, capability)
+    kept, slots = map(int, out[0].split())
+    assert 128 < kept <= 256 + 3
+    assert slots == 2048 + 512 * (capability == "90"), "one piece of the arena for each size"
+
+
+CAPTURE = """
+x, lse = Tensor((1, 2, 70, 64)), Tensor((1, 2, 70), "torch.float32")
+options = dict(alibi_slopes=np.array([0.5, 0.25]))
+for mode in range(3):
+    d.cuStreamBeginCapture(0x77, d.CUstreamCaptureMode(mode))
+    numflash.attention(q, k, k, key_lengths=np.array([50 + mode]), **options)
+    numflash.attention(q, k, k, **options)
+    numflash.attention_backward(x, x, x, x, x, lse, softcap=3.0 + mode)
+    error, graph = d.cuStreamEndCapture(0x77)
+    print(error.name)
+    _, whole = d.cuGraphInstantiate(graph, 0)
+    read = {n: c.address for n, c in card.current_device()._constants._copies.items() if c.captured}
+    for n in range(300):
+        numflash.attention(q, k, k, alibi_slopes=np.array([n, 1.0]))
+    now = {n: c.address for n, c in card.current_device()._constants._copies.items()}
+    print(len(read), all(now[n] == at for n, at in read.items()), d.cuGraphLaunch(whole, 0x77)[0].name)
+card.current_device().release(x.at)
+print(d.cuGraphLaunch(whole, 0x77)[0].name)
+"""
+
+
+def test_forward_and_backward_are_captured(driver):  # noqa: F811
+    """In each of the three modes; kernels are loaded and constants made meanwhile, and what the graph reads is never touched."""
+    out, said = lines(driver, CAPTURE)
+    assert out[:-1:2] == ["CUDA_SUCCESS"] * 3
+    assert all(line.split()[1:] == ["True", "CUDA_SUCCESS"] for line in out[1:-1:2]), out
+    assert out[-1] == "CUDA_ERROR_ILLEGAL_ADDRESS", "a gradient's operand was freed"
+    assert "a graph that reads what is freed" in said and said.count("stub:") == 1, said
+
+
+DEVICES = """
+a, b = Tensor((1, 2, 70, 64), device=1), Tensor((1, 2, 90, 64), device=1)
+numflash.attention(a, b, b)
+print(d.cuCtxGetCurrent()[1])
+_, context = d.cuDevicePrimaryCtxRetain(0)
+d.cuCtxPushCurrent(context)
+numflash.attention(a, b, b, key_lengths=np.array([3]))
+numflash.attention(q, k, k, key_lengths=np.array([3]))
+print(int(d.cuCtxGetCurrent()[1]) == int(context))
+print(refused(lambda: numflash.attention(q, b, k)))
+print(refused(lambda: numflash.attention(q, k, k, attn_mask=Tensor((70, 90), "torch.float32", 1))))
+g = Tensor((1, 2, 70, 64), device=1)
+print(refused(lambda: numflash.attention_backward(g, q, k, k, q, Tensor((1, 2, 70), "torch.float32"))))
+_, other = d.cuDevicePrimaryCtxRetain(1)
+d.cuCtxPushCurrent(other)
+print(card.current_device().ordinal, numflash.attention(*(np.zeros((1, 1, 9, 64), np.float16),) * 3, impl="cuda").shape)
+d.cuCtxPopCurrent()
+from numflash.cuda import resident
+resident.compiled = uncompiled
+cache = numflash.KVCache(1, 2, 64, 100, "float16", device="cuda")
+d.cuCtxPushCurrent(other)
+x = np.ones((1, 2, 1, 64), np.float32)
+print(cache.step(x, x, x).shape, int(d.cuCtxGetCurrent()[1]) == int(other))
+cache.close()
+"""
+
+
+def test_every_device(driver):  # noqa: F811
+    """Launches go where the arrays lie; the caller's context is current again; arrays of two devices are refused."""
+    out, said = lines(driver, DEVICES, STUB_DEVICES="2")
+    assert "stub:" not in said, said
+    assert out[0].endswith("0x0>") or out[0] == "0" or "0x0" in out[0], out[0]
+    assert out[1] == "True"
+    assert (
+        out[2]
+        == "ArgumentError: key: got an array on CUDA device 1; allowed: device 0, where query lies"
+    )
+    assert "attn_mask: got an array on CUDA device 1" in out[3]
+    assert "grad_out: got an array on CUDA device 1" in out[4]
+    assert out[5] == "1 (1, 1, 9, 64)" and out[6] == "(1, 2, 1, 64) True"
+
+
+STRIDES = """
+one = Tensor((2, 1, 90, 64), strides=(90 * 64, 1, 64, 1))  # an axis of one element: its stride of 2 bytes says nothing
+two = Tensor((2, 1, 70, 64))
+numflash.attention(two, one, one)
+print("broadcast", file=sys.stderr)
+numflash.attention(Tensor((2, 2, 70, 64)), *(Tensor((2, 2, 90, 64), strides=(0, 64 * 90, 64, 1)) for _ in "kv"))
+print("reversed", file=sys.stderr)
+numflash.attention(q, *(Tensor((1, 2, 90, 64), strides=(64 * 180, -64 * 90, 64, 1)) for _ in "kv"))
+print("odd", file=sys.stderr)
+print(refused(lambda: numflash.attention(q, *(Tensor((1, 2, 90, 64), strides=(64 * 180, 64 * 90 + 1, 64, 1)) for _ in "kv"))))
+"""
+
+
+def test_strides(driver):  # noqa: F811
+    """Tensor maps take multiples of 16 above 0; broadcast and reversed axes go to the kernel without maps."""
+    out, said = lines(driver, STRIDES)
+    assert "stub:" not in said, said
+    first, broadcast, reverse, odd = (
+        said.replace("broadcast\n", "|").replace("reversed\n", "|").replace("odd\n", "|").split("|")
+    )
+    assert first.count("tensor map") == 3 and "block 384" in first
+    assert "tensor map" not in broadcast + reverse and "block 128" in broadcast
+    assert "block 128" in reverse
+    assert "multiples of 16 bytes" in out[0] and "launch" not in odd
+
+
+def test_an_old_driver(driver):  # noqa: F811
+    out, _ = lines(
+        driver, "print(refused(lambda: numflash.attention(q, k, k)))", STUB_VERSION="12040"
+    )
+    assert out == [
+        "UnsupportedError: impl: got 'cuda', but the driver here supports CUDA 12.4; allowed: CUDA 13.0 or later "
+        "(driver 580 or later), because kernels are machine code of CUDA 13"
+    ]
+
+
+BROKEN = {
+    "unaligned": (
+        "def zeros(n, t):\n    x = np.zeros(n + 64, t)\n    return x[(16 - x.ctypes.data) % 64 :]\n"
+        "drv.MAP_ALIGNMENT, drv.np = 1, types.SimpleNamespace(**{**vars(np), 'zeros': zeros})\n",
+        "address that 64 does not divide",
+    ),
+    "pageable copy": (
+        "con.Constants._made = lambda self, content, stream, captured: (lambda a: (d.cuMemcpyHtoD(a, content, len(content)), "
+        "con.Copy(a, 0, 128, None, True))[1])(int(d.cuMemAlloc(128)[1]))\n",
+        "does not come after the copy",
+    ),
+    "no event": ("con.Constants._order = lambda *a: None\n", "does not come after the copy"),
+    "no context": ("drv.Active.__enter__ = lambda self: None\n", "without a context"),
+    "allocation": (
+        "drv.Uncaptured.__enter__ = drv.Uncaptured.__exit__ = lambda *a: None\n",
+        "while a stream is captured",
+    ),
+}
+PLAIN = """
+numflash.attention(q, k, k, alibi_slopes=np.array([1.0, 2]))
+streams[0] = 0x88
+numflash.attention(q, k, k, alibi_slopes=np.array([1.0, 2]))
+d.cuStreamBeginCapture(0x88, d.CUstreamCaptureMode(0))
+numflash.attention(q, k, k, alibi_slopes=np.array([2.0, 2]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", BROKEN)
+def test_the_stub_sees_broken_rules(driver, fault):  # noqa: F811
+    change, wanted = BROKEN[fault]
+    code = "from numflash.cuda import constants as con, driver as drv\n" + change
+    _, said = lines(driver, code + f"print(refused(lambda: exec({PLAIN!r}, globals())))")
+    assert wanted in said, said

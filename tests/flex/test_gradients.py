@@ -1,0 +1,70 @@
+"""attention_backward through score and mask functions, against float64 and PyTorch's autograd."""
+
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+
+SMOOTH = [
+    (g.alibi, None), (g.softcap, g.causal), (g.distance_wave, g.documents), (g.checkerboard, g.prefix_lm),
+    (g.relative_bias, g.nothing_for_some), (None, g.sliding_window), (g.softcap_rational, g.padded),
+]  # fmt: skip
+
+
+def gradients(score_mod, mask_mod, impl="auto", hkv=2, size=32, **options):
+    q, k, v = g.operands(20, hkv=hkv)
+    mask = mask_mod and numflash.create_block_mask(mask_mod, g.B, g.H, g.L, g.S, size)
+    out, lse = numflash.flex_attention(
+        q, k, v, score_mod, mask, enable_gqa=True, return_lse=True, **options
+    )
+    grad = np.random.default_rng(1).standard_normal(out.shape).astype(np.float32)
+    return numflash.attention_backward(
+        grad, q, k, v, out, lse, score_mod=score_mod, block_mask=mask, enable_gqa=True, impl=impl, **options
+    )  # fmt: skip
+
+
+def assert_close(found, wanted, tolerance=2e-5):
+    for x, y in zip(found, wanted, strict=True):
+        assert np.linalg.norm(x - y) < tolerance * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize(("score_mod", "mask_mod"), SMOOTH)
+def test_gradients_are_those_of_float64(score_mod, mask_mod):
+    wanted = gradients(score_mod, mask_mod, "reference")
+    assert_close(gradients(score_mod, mask_mod), wanted)
+
+
+def test_the_portable_kernel_and_built_in_options():
+    options = {"softcap": 3.0, "is_causal": True}
+    wanted = gradients(g.relative_bias, g.dilated, "reference", **options)
+    for impl in ("auto", "portable"):
+        assert_close(gradients(g.relative_bias, g.dilated, impl, **options), wanted)
+
+
+def test_gradients_are_those_of_torch():
+    torch = pytest.importorskip("torch")
+    q, k, v = g.operands(21)
+    grad = np.random.default_rng(2).standard_normal(q.shape).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        bent = torch.nn.functional.silu(score) + torch.sqrt(torch.abs(score) + 1) + score**2 / 9
+        return torch.where(q > k, bent, torch.clamp(score, -0.5, 0.5) * torch.exp(-score / 5))
+
+    out, lse = numflash.flex_attention(q, k, v, score_mod, return_lse=True)
+    found = numflash.attention_backward(grad, q, k, v, out, lse, score_mod=score_mod)
+    leaves = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].transpose(-1, -2) / np.sqrt(g.D)
+    _, _, i, j = (torch.as_tensor(x) for x in g.indices())
+    weights = torch.softmax(score_mod(scores, 0, 0, i, j), -1)
+    (weights @ leaves[2]).backward(torch.tensor(grad, dtype=torch.float64))
+    assert_close(found, [x.grad.numpy() for x in leaves])
+
+
+def test_huge_scores_are_differentiated_in_float64():
+    def huge(score, b, h, q, k):
+        return score * 1e9
+
+    found, wanted = gradients(huge, g.causal), gradients(huge, g.causal, "reference")
+    assert_close(found[2:], wanted[2:])
+    assert all(np.isfinite(x).all() for x in found)

@@ -1,0 +1,166 @@
+"""Threads of the caller and of Numba: right answers, and errors that say what to do."""
+
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+from oracles import draw
+
+import numflash
+from numflash.jit import threads
+
+resource = pytest.importorskip("resource")
+
+ROOT = Path(numflash.__file__).parent.parent
+
+
+def python(code, cache, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(cache), **environment},
+    )
+
+
+EIGHT = """
+import sys, threading
+import numpy as np, numflash
+start, found, errors = threading.Barrier(8), [None] * 8, []
+def work(n):
+    x = np.random.default_rng(n % 4).standard_normal((1, 2, 70, 32)).astype(np.float32)
+    start.wait()
+    try:
+        found[n] = numflash.quantize(x).data, numflash.quantize(x, "channel").data
+    except BaseException as error:
+        errors.append(error)
+workers = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+assert not errors, errors
+for n in range(8):
+    x = np.random.default_rng(n % 4).standard_normal((1, 2, 70, 32)).astype(np.float32)
+    for mine, how in zip(found[n], ("row", "channel"), strict=True):
+        assert (mine == numflash.quantize(x, how).data).all()
+        assert (mine == found[n % 4][how == "channel"]).all()
+print(found[0][0].astype(np.int64).sum())
+"""
+
+
+def test_eight_threads_with_an_empty_cache(tmp_path):
+    done = python(EIGHT, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    again = python(EIGHT, tmp_path)
+    assert again.stdout == done.stdout and "compiling" not in again.stderr
+
+
+POOL = """
+import multiprocessing, sys
+import numpy as np, numflash
+def work(n):
+    x = np.full((1, 4), n + 1, np.float32)
+    return numflash.quantize(x).scale.item()
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        found = pool.map_async(work, range(4)).get(200)
+    assert np.allclose(found, [(n + 1) / 127 for n in range(4)], rtol=1e-6), found
+"""
+
+
+def test_a_spawn_pool_with_an_empty_cache(tmp_path):
+    script = tmp_path / "work.py"
+    script.write_text(POOL)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    subprocess.run([sys.executable, str(script)], check=True, timeout=300, env=environment)
+
+
+@pytest.mark.skipif(threads.most() < 2, reason="needs two threads")
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_the_number_of_threads_changes_while_another_thread_computes(precision):
+    """The number belongs to the Python thread that sets it; results do not depend on it."""
+    q, k, v = (draw((1, 4, 200, 32), n) for n in range(3))
+    want = numflash.attention(q, k, v, precision=precision)
+    cache = numflash.KVCache(1, 4, 32, 4000, "int8")
+    cache.append(draw((1, 4, 4000, 32)), draw((1, 4, 4000, 32), 1))
+    query = draw((1, 4, 1, 32), 2)
+    decoded = cache.decode(query, splits=4)
+    stop = threading.Event()
+
+    def change():
+        n = 0
+        while not stop.is_set():
+            numba.set_num_threads(1 + n % threads.most())
+            n += 1
+        return n
+
+    def compute(_):
+        for n in range(30):
+            numba.set_num_threads(1 + n % threads.most())
+            np.testing.assert_array_equal(numflash.attention(q, k, v, precision=precision), want)
+
+    before = numba.get_num_threads()
+    with ThreadPoolExecutor(3) as pool:
+        changed = pool.submit(change)
+        computing = list(map(pool.submit, [compute] * 2, range(2)))
+        for _ in range(30):
+            np.testing.assert_array_equal(cache.decode(query, splits=4), decoded)
+        for job in computing:
+            job.result()
+        stop.set()
+        assert changed.result() > 10
+    assert numba.get_num_threads() == before
+
+
+@pytest.mark.parametrize("layer", ["tbb", "nonsense"])
+@pytest.mark.parametrize("call", ["numflash.attention(x, x, x)", "numflash.quantize(x)"])
+def test_an_absent_threading_layer(layer, call, tmp_path):
+    if layer == "tbb":
+        try:
+            from numba.np.ufunc import tbbpool  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("TBB is installed")
+    code = f"""
+import numpy as np, numflash
+x = np.ones((1, 1, 7, 8), np.float32)
+for _ in range(2):
+    try:
+        {call}
+    except numflash.errors.UnsupportedError as error:
+        print(error)
+"""
+    code = code.replace("numflash\n", "numflash, numflash.errors\n", 1)
+    done = python(code, tmp_path, NUMBA_THREADING_LAYER=layer)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and lines[0] == lines[1]
+    assert lines[0].startswith(f"NUMBA_THREADING_LAYER: got '{layer}'")
+
+
+def test_too_little_memory_for_threads(monkeypatch):
+    """GNU OpenMP ends the process where a thread cannot be started; here it is a MemoryError."""
+    limits = {resource.RLIMIT_AS: (1 << 28, resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    threads.check_memory_for_threads()
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "most", lambda: 4)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(MemoryError, match=r"4 threads cannot be started .* 256 MB.*ulimit -v"):
+        threads.check_memory_for_threads()
+    limits[resource.RLIMIT_AS] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    threads.check_memory_for_threads()
