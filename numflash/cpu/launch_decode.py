@@ -185,7 +185,7 @@ class Layout:
             np.empty((self.kv_heads, slots, d), F) for d in (self.head_dim, self.value_dim)
         )
         sizes = np.array([self.page_size, self.columns])
-        parallel = key.size + value.size >= PARALLEL_CHANNELS and numba.get_num_threads() > 1
+        parallel = key.size + value.size >= PARALLEL_CHANNELS and count() > 1
         unpack = make_unpack(self.tile, parallel)
         if not parallel:
             unpack(store.data, pages, sizes, offset, key, value)

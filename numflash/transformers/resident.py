@@ -109,7 +109,6 @@ class ResidentCache(Cache):
         return None if self.dtype == "float32" else self.dtype
 
     # ---- one forward pass ------------------------------------------------------------------------------------------------
-    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,6 @@ class ResidentLayer(CacheLayerMixin):
         """Note dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -58,7 +57,10 @@ class ResidentLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self._new = key_states, value_states
         keys = self.get_mask_sizes(key_states.shape[2])[0]
-        return StandIn.of(key_states, keys, self), StandIn.of(value_states, keys, self)
+        key = StandIn.of(key_states, keys, self)
+        if key_states.shape == value_states.shape:
+            return key, key
+        return key, StandIn.of(value_states, keys, self)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key_states", key), ("value_states", value)):
@@ -240,7 +242,9 @@ class ResidentLayer(CacheLayerMixin):
                 softcap=options["softcap"],
                 sinks=None if sinks is None else _numpy(sinks),
             )
-        result = torch.from_numpy(out).to(query.dtype)
+        result = torch.from_numpy(out)
+        if query.dtype != torch.float32:
+            result = result.to(query.dtype)
         return result if order is None else scattered(result, order)
 
     def _prefill(
