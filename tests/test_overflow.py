@@ -78,6 +78,24 @@ def test_the_same_of_a_cache(dtype):
     assert np.isfinite(lse).all() and lse[0, 0, 0] < -1e5 and out.any()
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("impl", ["cpu", "portable"])
+def test_a_key_whose_partial_sums_overflow_keeps_its_weight(impl, precision):
+    """Sums that leave float32 on their way, and would come back: some of these rows see such a key."""
+    rng = np.random.default_rng(0)
+    k = (
+        np.sign(rng.standard_normal((3000, 1, 4, 64))) * rng.uniform(5e37, 1e38, (3000, 1, 4, 64))
+    ).astype(F)
+    q, v = full(1, 3000, 1, 1, 64), rng.standard_normal((3000, 1, 4, 3)).astype(F)
+    for given in (k, -k):
+        found, exact = (
+            numflash.attention(q, given, v, impl=by, precision=precision, return_lse=True)
+            for by in (impl, "reference")
+        )
+        np.testing.assert_allclose(found[0], exact[0], rtol=1e-5)
+        np.testing.assert_allclose(found[1], exact[1], rtol=1e-5)
+
+
 def test_an_overflow_that_would_cancel_is_noticed():
     """Partial sums of q.k reach -inf and stay there: the key would get weight 0 in a row that is finite."""
     big = F(1.8e19)

@@ -1,1 +1,18 @@
-"""Score and mask functions written in Python, traced and fused into the kernels."""
+"""Score and mask functions written in Python, traced and fused into the kernels.
+
+`tracing` records a function as a `graph`; `intervals` bounds its values, which gives block masks and
+proves indices; `program` and `emit` make LLVM IR of it, `machine` keeps the machine code. Imports
+the public API, validation and the JIT; of the kernels only how they call a tile function.
+"""
+
+from .attention import captured, flex_attention
+from .masks import BlockMask, and_masks, create_block_mask, or_masks
+
+__all__ = [
+    "BlockMask",
+    "and_masks",
+    "captured",
+    "create_block_mask",
+    "flex_attention",
+    "or_masks",
+]

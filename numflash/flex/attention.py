@@ -9,6 +9,7 @@ from typing import Any
 from .. import api, validation
 from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..interop import deliver, restore
 from ..options import IMPLS, NAMES, Options
 from ..validation import Problem
 from .fused import Fused
@@ -55,6 +56,13 @@ def with_functions(
         )
     nb, nh, _, length, s, _, _ = problem.shape
     return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
+
+
+def captured(score_mod: ScoreFunction | None, mask_mod: Any) -> list[Any]:
+    """The arrays and tensors that the functions index."""
+    if score_mod is None and mask_mod is None:
+        return []
+    return list(prepare(score_mod, mask_mod).graph.owners)
 
 
 def flex_attention(
@@ -121,5 +129,5 @@ def flex_attention(
     problem = validation.problem_of(taken, asked)
     problem = with_functions(problem, score_mod, block_mask, impl)
     ndim = taken[0].array.ndim
-    out, lse = (api._restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
-    return api._deliver(out, lse, taken[0], return_lse)
+    out, lse = (restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
+    return deliver(out, lse, taken[0], return_lse)

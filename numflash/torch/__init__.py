@@ -23,6 +23,7 @@ Tensors are read where they lie. CPU tensors go to the CPU kernels, on as many t
 `numflash.cuda`, on the current stream. Nothing falls back to PyTorch's kernels unless `use(fallback=True)` says so.
 """
 
+from .flex import flex_attention
 from .sdpa import SdpaError, attention, scaled_dot_product_attention, use
 
-__all__ = ["SdpaError", "attention", "scaled_dot_product_attention", "use"]
+__all__ = ["SdpaError", "attention", "flex_attention", "scaled_dot_product_attention", "use"]

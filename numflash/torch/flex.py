@@ -1,0 +1,140 @@
+"""FlexAttention on tensors: PyTorch's signature and block masks, numflash's kernels, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from ..api import attention_backward
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..flex import BlockMask, captured
+from ..flex import flex_attention as attend
+from .sdpa import _autocast, _threads
+
+_converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
+
+
+def _block_mask(given: Any) -> BlockMask | None:
+    """A block mask of ours, or PyTorch's as one."""
+    if given is None or isinstance(given, BlockMask):
+        return given
+    if not isinstance(given, torch_flex.BlockMask):
+        raise ArgumentTypeError(
+            f"block_mask: got {type(given).__name__}; allowed: a BlockMask of PyTorch or numflash, or None"
+        )
+    if given not in _converted:
+        _converted[given] = BlockMask.from_kv_blocks(
+            given.kv_num_blocks,
+            given.kv_indices,
+            given.full_kv_num_blocks,
+            given.full_kv_indices,
+            given.BLOCK_SIZE,
+            given.mask_mod,
+            given.seq_lengths,
+        )
+    return _converted[given]
+
+
+class _Flex(torch.autograd.Function):
+    """out and lse; the lse is a by-product without a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, functions: Any, options: Any
+    ) -> Any:
+        with _threads():
+            q, k, v = (x.detach() for x in (query, key, value))
+            score_mod, block_mask = functions
+            out, lse = attend(q, k, v, score_mod, block_mask, return_lse=True, **options)
+        ctx.functions, ctx.options = functions, options
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
+        score_mod, block_mask = ctx.functions
+        with _threads():
+            found = attention_backward(
+                grad_out.detach(),
+                *(x.detach() for x in ctx.saved_tensors),
+                score_mod=score_mod,
+                block_mask=block_mask,
+                **ctx.options,
+            )
+        return (*found, None, None)
+
+
+@torch.compiler.disable
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+    precision: str | None = None,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention` by numflash's kernels, compiled without a C++ compiler.
+
+    Parameters
+    ----------
+    query : (B, H, L, D) CPU tensor;  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
+        float32, float16 or bfloat16; may require gradients.
+    score_mod : function of (score, b, h, q_idx, kv_idx), or None
+        Captured tensors are constants: one that requires a gradient is refused while gradients are on.
+    block_mask : BlockMask of PyTorch or of numflash, or None
+        PyTorch's is read once: a changed one has to be a new object.
+    scale, enable_gqa, return_lse, return_aux
+        As in PyTorch's; `max_scores` cannot be asked for. The lse has no gradient.
+    kernel_options
+        Taken and not used.
+    precision : "float32", "float16", "bfloat16" or None
+        As `numflash.attention` takes it.
+
+    Returns
+    -------
+    out : (B, H, L, Dv), or (out, lse), or (out, AuxOutput) with `return_aux`
+
+    Inside `torch.compile` the call is a graph break; `torch.vmap` is refused.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError, UnsupportedError
+    """
+    if return_aux is not None and getattr(return_aux, "max_scores", False):
+        raise UnsupportedError(
+            "return_aux: max_scores is not computed; allowed: AuxRequest(lse=True)"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise ArgumentTypeError(
+                f"{name}: got {type(x).__name__}; allowed: a tensor of 4 dimensions"
+            )
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise UnsupportedError(
+                f"{name}: a tensor inside torch.func cannot be read; allowed: outside"
+            )
+    query, key, value = _autocast(query, key, value)
+    mask = _block_mask(block_mask)
+    if torch.is_grad_enabled():
+        mask_mod = None if mask is None else mask.mask_mod
+        if any(isinstance(x, Tensor) and x.requires_grad for x in captured(score_mod, mask_mod)):
+            raise ArgumentError(
+                "score_mod: a captured tensor requires a gradient, which is not computed; allowed: detach()"
+            )
+    options = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision}
+    out, lse = _Flex.apply(query, key, value, (score_mod, mask), options)
+    if return_aux is not None:
+        return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out

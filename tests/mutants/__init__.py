@@ -1,0 +1,1 @@
+"""Planted faults that the tests must notice: `make mutants`."""

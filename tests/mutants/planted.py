@@ -1,0 +1,429 @@
+"""The planted faults, as data: where, what stands there, what is put in its place, and the tests that must notice.
+
+A fault that no test can notice carries the reason why it changes nothing that matters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One planted fault; `tests` are pytest's arguments."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    equivalent: str = ""
+
+
+INT8 = "tests/cpu/test_combinations.py -k test_int8_by_pairs"
+FLOATS = "tests/cpu/test_combinations.py -k test_floats_by_pairs"
+FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
+BACKWARD = "tests/cpu/test_backward.py"
+UNSEEN, OVERFLOW = "tests/cpu/test_unseen.py", "tests/test_overflow.py"
+VALIDATION, WRONG = "tests/test_validation.py", "tests/test_wrong_arguments.py"
+QUANTIZATION, SCORES, MERGE = (
+    "tests/test_quantization.py",
+    "tests/test_scores.py",
+    "tests/test_merge.py",
+)
+CACHE, DECODE = "tests/cpu/test_decode_cache.py", "tests/cpu/test_decode_bits.py"
+TORCH, MPI = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py", "tests/mpi"
+CUDA_FLOAT, CUDA_INT8 = "tests/cuda/test_flash_halves.py", "tests/cuda/test_flash_int8.py"
+ARGUMENTS = f"{VALIDATION} {WRONG}"
+
+FLASH_INT8, FLASH_FLOAT = "cpu/int8/flash_int8.py", "cpu/floats/flash_float.py"
+LAUNCH_INT8, LAUNCH_FLOAT = "cpu/launch_int8.py", "cpu/launch_float.py"
+
+MUTANTS = [
+    # ---- the INT8 kernel
+    Mutant(FLASH_INT8, "min(stop, tile.real) - 1] - block.first", "i] - block.first", INT8),
+    Mutant(
+        FLASH_INT8,
+        "state.l[i], state.m[i] = F(0), I(UNSEEN)",
+        "state.l[i], state.m[i] = F(1), I(UNSEEN)",
+        INT8,
+    ),
+    Mutant(FLASH_INT8, "        state.o[: tile.rows] = F(0)", "        state.o[:1] = F(0)", INT8),
+    Mutant(
+        FLASH_INT8,
+        "(octave[i] > HIGHEST) |",
+        "(octave[i] > HIGHEST + 1) |",
+        "tests/cpu/test_int8_bits.py",
+    ),
+    Mutant(FLASH_INT8, "seen |= dense.mask[at + j] != 0", "seen |= dense.mask[at + j] == 0", INT8),
+    Mutant(FLASH_INT8, "n_kv = b * h_kv + h * h_kv // h_all", "n_kv = b * h_kv + h % h_kv", INT8),
+    Mutant(
+        FLASH_INT8,
+        "wide[i, j] = HIDDEN_WIDE\n                for j in range(tile.hi",
+        "pass\n                for j in range(tile.hi",
+        INT8,
+    ),
+    Mutant(
+        FLASH_INT8,
+        "changes = options_end",
+        "changes = options",
+        "tests/cpu/test_combinations.py -k test_int8_by_pairs",
+        equivalent="What is read of mask and bias behind the last key is hidden afterwards by the row's bounds.",
+    ),
+    Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
+    Mutant(
+        "cpu/int8/blocks.py", "def value_rows(", "def value_rows_of_another_name(", FLOAT_VALUES
+    ),
+    Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
+    Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
+    # ---- what both share
+    Mutant(
+        "cpu/semantics.py",
+        "first = max(0, centre - semantics.left)",
+        "first = max(0, centre - semantics.left + 1)",
+        INT8,
+    ),
+    Mutant("cpu/semantics.py", "centre + semantics.right + 1)", "centre + semantics.right)", INT8),
+    Mutant("cpu/semantics.py", "stop = min(semantics.key_lengths[b], s,", "stop = min(s, s,", INT8),
+    Mutant(
+        "cpu/semantics.py",
+        "centre = i + semantics.diagonal[b]",
+        "centre = i + semantics.diagonal[0]",
+        INT8,
+    ),
+    Mutant(
+        "cpu/semantics.py",
+        "return x.shape[3] if x.shape[2] > 1 else 0",
+        "return x.shape[3]",
+        "tests/cpu/test_flash_float.py -k masks_of_every_shape",
+    ),
+    # ---- the float kernels
+    Mutant(FLASH_FLOAT, "row[t] = row[t] * shrink", "row[t] = row[t]", FLOATS),
+    Mutant(FLASH_FLOAT, "sums[t] = sums[t] * shrink", "sums[t] = sums[t]", FLOATS),
+    Mutant(
+        FLASH_FLOAT,
+        "for j in range(at, at + left):\n                    x[j] = HIDDEN",
+        "for j in range(at, at + left - 1):\n                    x[j] = HIDDEN",
+        FLOATS,
+    ),
+    Mutant(
+        FLASH_FLOAT,
+        "for j in range(at + right, end):",
+        "for j in range(at + right + 1, end):",
+        FLOATS,
+    ),
+    Mutant(
+        FLASH_FLOAT,
+        "bias_end[j] = bias[bias_at + whole * lanes + j]",
+        "bias_end[j] = bias[bias_at + j]",
+        FLOATS,
+    ),
+    Mutant(
+        FLASH_FLOAT,
+        "mask_end[j] = mask[mask_at + whole * lanes + j]",
+        "mask_end[j] = mask[mask_at + j]",
+        FLOATS,
+    ),
+    Mutant(FLASH_FLOAT, "slope = semantics.slopes[b, h]", "slope = semantics.slopes[b, 0]", FLOATS),
+    Mutant(
+        FLASH_FLOAT,
+        "q_tile[real:groups] = operand(0)",
+        "pass",
+        FLOATS,
+        equivalent="Rows behind the last one are computed from old operands and stored by nobody.",
+    ),
+    Mutant(LAUNCH_FLOAT, " | may_overflow(problem)", "", OVERFLOW),
+    Mutant(LAUNCH_FLOAT, "if counter[1]:", "if False:", OVERFLOW),
+    Mutant(
+        LAUNCH_FLOAT,
+        "rows = rows // 2 // tile.mr * tile.mr",
+        "rows = rows // 2",
+        "tests/cpu/test_flash_float.py -k equal_bits",
+    ),
+    # ---- gradients
+    Mutant(
+        "cpu/launch_backward.py", "(np.abs(lse) < LARGEST_LSE)", "(np.abs(lse) <= np.inf)", BACKWARD
+    ),
+    Mutant(
+        "cpu/launch_backward.py", "scale = max(1.0, abs(problem.scale))", "scale = 0.0", BACKWARD
+    ),
+    Mutant(
+        "cpu/backward/flash_backward.py",
+        "    for part in dq[1:]:\n        whole += part",
+        "    for part in dq[2:]:\n        whole += part",
+        BACKWARD,
+    ),
+    # ---- quantisation and scales
+    Mutant(
+        "quantization.py",
+        "NO_SCALE = F(2.0**-100)",
+        "NO_SCALE = F(0)",
+        f"{QUANTIZATION} tests/cpu/test_quantize.py",
+    ),
+    Mutant(
+        "quantization.py",
+        "CHUNK = 1024",
+        "CHUNK = 512",
+        QUANTIZATION,
+        equivalent="Statistics are per chunk: sums of another order, within the tests' and the definition's freedom.",
+    ),
+    Mutant(
+        "quantization.py",
+        "if top < INFINITE:\n            for d in range(row.size):\n                total[d]",
+        "if top <= INFINITE:\n            for d in range(row.size):\n                total[d]",
+        QUANTIZATION,
+    ),
+    Mutant(
+        "quantization.py",
+        "np.repeat(per_row, self.block, -1)[..., :length]",
+        "np.repeat(per_row, KEY_BLOCK, -1)[..., :length]",
+        f"{QUANTIZATION} tests/test_api.py",
+    ),
+    Mutant(
+        "quantization.py", "x[self.nonfinite] = np.nan", "pass", f"{QUANTIZATION} tests/test_api.py"
+    ),
+    Mutant("scores.py", "cq = np.where(q.nonfinite, F(np.nan), cq)", "pass", SCORES),
+    Mutant("scores.py", "np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))", "cq * F(unit)", SCORES),
+    Mutant(
+        "scores.py",
+        "return scale / softcap if softcap else",
+        "return scale if softcap else",
+        SCORES,
+    ),
+    Mutant("scores.py", "return dots * q.row_scale() * scale", "return dots * scale", SCORES),
+    Mutant(
+        "scores.py",
+        "np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST))",
+        "np.maximum(lse, LOWEST)",
+        SCORES,
+    ),
+    Mutant(
+        "fixedpoint.py",
+        "P_ONE = 255",
+        "P_ONE = 256",
+        "tests/test_fixedpoint.py tests/test_scores.py",
+    ),
+    # ---- merging
+    Mutant(
+        "merge.py",
+        "shift = np.where(top == -np.inf, 0, top)",
+        "shift = np.where(top == np.inf, 0, top)",
+        MERGE,
+    ),
+    Mutant(
+        "merge.py",
+        "np.where(total == 0, 0, b / total)",
+        "np.where(total == 0, 0, a / total)",
+        MERGE,
+    ),
+    Mutant(
+        "merge.py",
+        "np.where(share[..., None] == 0, 0, weighted)",
+        "weighted",
+        f"{MERGE} {OVERFLOW}",
+    ),
+    Mutant(
+        "merge.py",
+        "np.where((x == top) & (top == np.inf), 1, np.exp(x - shift))",
+        "np.exp(x - shift)",
+        OVERFLOW,
+    ),
+    # ---- arguments
+    Mutant(
+        "validation.py",
+        "if k[1] != q[1]:\n        if not enable_gqa:",
+        "if k[1] > q[1]:\n        if not enable_gqa:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "validation.py",
+        "if not (np.abs(array) <= LARGEST_PER_HEAD).all():",
+        "if (np.abs(array) > LARGEST_PER_HEAD).any():",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "validation.py", "if array.shape != (batch,):", "if array.shape[0] != batch:", ARGUMENTS
+    ),
+    Mutant("validation.py", "if not 2 <= x.ndim <= 4:", "if not 2 <= x.ndim <= 5:", ARGUMENTS),
+    Mutant(
+        "validation.py",
+        'for axis, word in ((0, "batch"), (1, "heads")):',
+        'for axis, word in ((0, "batch"),):',
+        ARGUMENTS,
+    ),
+    Mutant(
+        "arguments.py",
+        "if not isinstance(value, (bool, np.bool_)):",
+        "if not isinstance(value, (bool, np.bool_, int)):",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "arguments.py",
+        "if not (np.isfinite(number) and number >= low):",
+        "if not number >= low:",
+        ARGUMENTS,
+    ),
+    Mutant(
+        "arguments.py",
+        "if isinstance(value, (bool, int, float, np.generic)):",
+        "if isinstance(value, (int, float)) and not isinstance(value, bool):",
+        f"{ARGUMENTS} tests/test_api.py",
+    ),
+    # ---- the KV cache
+    Mutant("cache/kvcache.py", "over = held + take > most", "over = held + take > most + 1", CACHE),
+    Mutant(
+        "cache/kvcache.py",
+        "        if self.window is None and memory.longest + n > memory.settings.max_length:",
+        "        if False:",
+        CACHE,
+    ),
+    Mutant(
+        "cache/kvcache.py",
+        "_channel_means(key[b, :, : take[b]])",
+        "_channel_means(key[b])",
+        f"{UNSEEN} tests/cpu/test_decode_smooth.py",
+    ),
+    Mutant("cache/pages.py", "if total > free.size:", "if total > free.size + 1:", CACHE),
+    Mutant(
+        "cache/pages.py",
+        "table[b, before[b] : after[b]] = free[start : start + need[b]]\n        start += int(need[b])",
+        "table[b, before[b] : after[b]] = free[start : start + need[b]]",
+        CACHE,
+    ),
+    Mutant(
+        "cache/pages.py",
+        "row = table[source, : whole + (rest > 0)].copy()",
+        "row = table[source, : whole + (rest > 0)]",
+        "tests/cpu/test_decode_cache.py tests/cpu/test_cache_sequences.py",
+    ),
+    Mutant(
+        "cache/pages.py",
+        "partial = lengths[index] % size > 0",
+        "partial = lengths[index] % size > 1",
+        "tests/cpu/test_cache_sequences.py",
+    ),
+    Mutant("cache/exact.py", "    if not key.shape[0]:", "    if False:", UNSEEN),
+    Mutant("cache/exact.py", "max(top * LOG2E, LOWEST)", "top * LOG2E", OVERFLOW),
+    Mutant(
+        "cache/decoding.py",
+        "seen &= (held > at - window)",
+        "seen &= (held >= at - window)",
+        f"{UNSEEN} {CACHE} tests/cpu/test_decode_options.py",
+    ),
+    Mutant(
+        "cpu/decode/append.py",
+        "return position if behind < ring else sinks + behind % ring",
+        "return position if behind < ring else behind % ring",
+        CACHE,
+    ),
+    Mutant(
+        "cpu/decode/append.py",
+        "return largest / F(127) if usable else scale_of_zeros",
+        "return largest / F(127) if usable else F(1)",
+        UNSEEN,
+    ),
+    Mutant(
+        "cpu/decode/append.py",
+        "    out[x.size :] = 0\n    return largest",
+        "    return largest",
+        DECODE,
+        equivalent="The padding of a block is written with zeros at allocation, and nothing else writes it.",
+    ),
+    # ---- compiled kernels on disk
+    Mutant(
+        "jit/disk_cache.py",
+        "if owner == repr(key) and checksum == hashlib.sha256(payload).digest():",
+        "if owner == repr(key):",
+        "tests/test_disk_cache.py tests/test_robust.py -k damaged or cache",
+    ),
+    Mutant(
+        "jit/disk_cache.py",
+        'return function.__qualname__ + shown(getattr(value, "targetoptions", {}))',
+        "return function.__qualname__",
+        "tests/test_robust.py -k options",
+    ),
+    Mutant(
+        "jit/disk_cache.py",
+        'return f"{value.dtype.str}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"',
+        "return repr(value)",
+        "tests/test_robust.py -k long_arrays",
+    ),
+    # ---- the guard itself
+    Mutant(
+        "jit/guard.py",
+        "changed = np.flatnonzero(now != then)",
+        "changed = np.flatnonzero(now[:0])",
+        "tests/test_guard.py",
+    ),
+    Mutant(
+        "jit/guard.py",
+        "            if bits != want:",
+        "            if False:",
+        "tests/test_guard.py",
+    ),
+    # ---- PyTorch
+    Mutant(
+        "torch/sdpa.py", "        or 0 in mask.shape\n", "", "tests/pytorch/test_torch_operator.py"
+    ),
+    Mutant(
+        "torch/sdpa.py",
+        "if torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])",
+        "if True",
+        TORCH,
+    ),
+    Mutant(
+        "torch/sdpa.py",
+        'if given["key_lengths"] is None and given["alignment"] == "upper_left":',
+        'if given["key_lengths"] is None:',
+        TORCH,
+    ),
+    # ---- MPI
+    Mutant(
+        "mpi/attention.py",
+        "mine, other, self.lse[:, :, rows] = weights(self.lse[:, :, rows], lse)",
+        "other, mine, self.lse[:, :, rows] = weights(self.lse[:, :, rows], lse)",
+        MPI,
+    ),
+    Mutant(
+        "mpi/plan.py",
+        "return max(first, keys[0]) < min(stop, keys[1])",
+        "return max(first, keys[0]) + 1 < min(stop, keys[1])",
+        MPI,
+    ),
+    Mutant(
+        "mpi/plan.py",
+        "lo = np.where(lo < hi, lo - (lo - start) % KEY_BLOCK, start)",
+        "lo = np.where(lo < hi, lo, start)",
+        MPI,
+    ),
+    # ---- CUDA, in the emulator
+    Mutant(
+        "cuda/kernels/flash_float.py",
+        "high[r] = i32(min(keys, query[r] + diagonal + right + 1))",
+        "high[r] = i32(min(keys, query[r] + diagonal + right))",
+        CUDA_FLOAT,
+    ),
+    Mutant(
+        "cuda/kernels/flash_float.py",
+        "low[r] = i32(query[r] + diagonal - left)",
+        "low[r] = i32(query[r] - left)",
+        CUDA_FLOAT,
+    ),
+    Mutant(
+        "cuda/kernels/flash_float.py",
+        "head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))",
+        "head[r] = i32(kv_head * group)",
+        CUDA_FLOAT,
+    ),
+    Mutant(
+        "cuda/kernels/int8_softmax.py",
+        "return u32(weight_p16(t, octave) + u32(128))",
+        "return u32(weight_p16(t, octave) + u32(127))",
+        CUDA_INT8,
+    ),
+    Mutant(
+        "cuda/kernels/int8_softmax.py",
+        "else i32((top + 255) >> 8)",
+        "else i32((top + 254) >> 8)",
+        CUDA_INT8,
+    ),
+    Mutant("cuda/kernels/int8_softmax.py", "t = t if seen else i32(HIDDEN)", "t = t", CUDA_INT8),
+]

@@ -1,0 +1,94 @@
+"""numflash.torch.flex_attention against PyTorch's own, without a compiler."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+import numflash  # noqa: E402
+import numflash.torch  # noqa: E402
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError  # noqa: E402
+
+B, H, L, D = 2, 4, 70, 32
+TABLE = torch.linspace(-1, 1, 2 * L)
+
+
+def score_mod(score, b, h, q, k):
+    return torch.tanh(score) * 2 + TABLE[q - k + L]
+
+
+def mask_mod(b, h, q, k):
+    return (q >= k) & (k + 30 > q)
+
+
+def tensors(dtype=torch.float32):
+    made = torch.Generator().manual_seed(1)
+    sizes = (B, H, L, D), (B, 2, L, D), (B, 2, L, D)
+    return [torch.randn(n, generator=made).to(dtype).requires_grad_() for n in sizes]
+
+
+def torch_mask():
+    return flex.create_block_mask(mask_mod, None, None, L, L, device="cpu", BLOCK_SIZE=32)
+
+
+def eager(q, k, v):
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    scores = score_mod(q @ k.transpose(-1, -2) / D**0.5, 0, 0, i, j)
+    scores = scores.masked_fill(~mask_mod(0, 0, i, j), -torch.inf)
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+def test_results_and_gradients_are_those_of_torch():
+    q, k, v = tensors()
+    out, lse = numflash.torch.flex_attention(
+        q, k, v, score_mod, torch_mask(), enable_gqa=True, return_lse=True
+    )
+    found = torch.autograd.grad((out * out).sum(), (q, k, v))
+    wanted_out, wanted_lse = eager(q, k, v)
+    wanted = torch.autograd.grad((wanted_out * wanted_out).sum(), (q, k, v))
+    assert torch.allclose(out, wanted_out, atol=3e-6)
+    assert torch.allclose(lse, wanted_lse, atol=3e-6)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.linalg.norm(x - y) < 2e-5 * torch.linalg.norm(y)
+
+
+def test_torch_itself_gives_the_same():
+    q, k, v = (x.detach() for x in tensors())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = flex.flex_attention(q, k, v, score_mod, torch_mask(), enable_gqa=True)
+    found = numflash.torch.flex_attention(q, k, v, score_mod, torch_mask(), enable_gqa=True)
+    assert torch.allclose(found, wanted, atol=3e-6)
+
+
+def test_our_own_block_masks_and_bfloat16():
+    q, k, v = (x.detach() for x in tensors(torch.bfloat16))
+    mask = numflash.create_block_mask(mask_mod, None, None, L, L, 16)
+    out = numflash.torch.flex_attention(q, k, v, score_mod, mask, enable_gqa=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), eager(*(x.float() for x in (q, k, v)))[0], atol=3e-2)
+
+
+def test_inside_compile_it_is_a_graph_break():
+    q, k, v = (x.detach() for x in tensors())
+
+    def layer(q, k, v):
+        return numflash.torch.flex_attention(q * 2, k, v, score_mod, enable_gqa=True) + 1
+
+    compiled = torch.compile(layer, backend="eager")
+    assert torch.allclose(compiled(q, k, v), layer(q, k, v))
+
+
+def test_errors():
+    q, k, v = tensors()
+    table = torch.randn(L, requires_grad=True)
+    with pytest.raises(ArgumentError, match="captured tensor requires a gradient"):
+        numflash.torch.flex_attention(q, q, q, lambda score, b, h, q, k: score + table[k])
+    with pytest.raises(ArgumentTypeError, match="block_mask: got ndarray"):
+        numflash.torch.flex_attention(q, q, q, None, np.zeros(3))
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.vmap(lambda x: numflash.torch.flex_attention(x, x, x))(torch.randn(2, B, H, L, D))
