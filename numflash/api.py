@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from . import merge, validation
+from . import merge, plans, validation
 from .arguments import choice, emulated_arch, known
 from .errors import ArgumentError, UnsupportedError
-from .interop import Imported, convert, on_device
+from .interop import convert, deliver, on_device, restore
 from .jit.threads import refuse_after_fork
 from .options import COMMON, IMPLS, Options
 from .scores import lse_as_float32
@@ -84,25 +84,6 @@ def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
         options[impl] = {"emulator": emulator}
     given = {"results": results} if device == "cpu" else {}
     return launch.run(problem, **options.get(impl, {}), **given)
-
-
-def _restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
-    """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the query's)."""
-    if x is None:
-        return None
-    if layout == "blhd":
-        x = x.swapaxes(1, 2)
-        return x if ndim == 4 else x[0] if ndim == 3 else x[0, :, 0]
-    return x.reshape(x.shape[4 - ndim :])
-
-
-def _deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
-    """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the same kind."""
-    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(
-        taken.dtype, taken.dtype
-    )
-    result = taken.export(convert(out, dtype), dtype)
-    return (result, taken.export(lse, "float32")) if return_lse else result
 
 
 def attention(
@@ -183,7 +164,7 @@ def attention(
     UnsupportedError
         What `impl` names cannot run here.
     """
-    options = Options(
+    given = (
         attn_mask,
         dropout_p,
         is_causal,
@@ -200,11 +181,17 @@ def attention(
         layout,
         return_lse,
     )
-    return attend(query, key, value, options, impl)
+    call = plans.key_of(query, key, value, given, impl)
+    plan = plans.find(call)
+    if plan is not None:
+        return plan(query, key, value)
+    return attend(query, key, value, Options(*given), impl, call)
 
 
-def attend(query: Any, key: Any, value: Any, options: Options, impl: str) -> Any:
-    """`attention` with its options checked."""
+def attend(
+    query: Any, key: Any, value: Any, options: Options, impl: str, call: plans.Key = None
+) -> Any:
+    """`attention` with its options checked. It leaves a plan for the next call with the key `call`, if there is one."""
     choice("impl", impl, IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
@@ -212,8 +199,10 @@ def attend(query: Any, key: Any, value: Any, options: Options, impl: str) -> Any
         return arrays.attention(query, key, value, options)
     taken = validation.import_operands(query, key, value)
     problem = validation.problem_of(taken, options)
-    out, lse = (_restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
-    return _deliver(out, lse, taken[0], options.return_lse)
+    out, lse = (restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
+    if call is not None:
+        plans.keep(call, problem, taken[0], options, impl)
+    return deliver(out, lse, taken[0], options.return_lse)
 
 
 def attention_backward(
@@ -321,7 +310,7 @@ def differentiate(
     shape = taken[0].array.shape
     operands = validation.gradient_operands(problem, shape, grad_out, out, lse, layout)
     dq, dk, dv = (
-        _deliver(_restore(x, len(shape), layout), None, t, False)
+        deliver(restore(x, len(shape), layout), None, t, False)
         for x, t in zip(solve_backward(problem, operands, impl), taken, strict=True)
     )
     return dq, dk, dv
@@ -387,9 +376,9 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
     return (
-        (_restore(out, ndim, "bhld"), _restore(lse, ndim, "bhld"))
+        (restore(out, ndim, "bhld"), restore(lse, ndim, "bhld"))
         if problem.return_lse
-        else _restore(out, ndim, "bhld")
+        else restore(out, ndim, "bhld")
     )
 
 
@@ -475,7 +464,7 @@ def attention_varlen(
             out[rows] = part[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
             if part_lse is not None:
                 lse[rows] = part_lse[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
-    return _deliver(out, lse, operands[0], return_lse)
+    return deliver(out, lse, operands[0], return_lse)
 
 
 def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:

@@ -244,3 +244,22 @@ def _import_dlpack(name: str, x: Any) -> Imported:
             ) from None
         return taken
     return Imported(array, array.dtype.name, lambda out, wanted: give_back(out))
+
+
+def restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
+    """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the query's)."""
+    if x is None:
+        return None
+    if layout == "blhd":
+        x = x.swapaxes(1, 2)
+        return x if ndim == 4 else x[0] if ndim == 3 else x[0, :, 0]
+    return x.reshape(x.shape[4 - ndim :])
+
+
+def deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
+    """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the same kind."""
+    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(
+        taken.dtype, taken.dtype
+    )
+    result = taken.export(convert(out, dtype), dtype)
+    return (result, taken.export(lse, "float32")) if return_lse else result

@@ -605,6 +605,15 @@ def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
     return replace(TILINGS[name], **changes) if changes else TILINGS[name]
 
 
+# Multiplications from which on a thread of its own pays: some 0.1 ms, several times what waking it costs.
+THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 16 << 20}
+
+
+def workers(kind: str, multiplications: int) -> int:
+    """The most threads that a problem of so many multiplications uses: each has at least `THREAD_WORK` of them."""
+    return max(1, multiplications // THREAD_WORK[kind])
+
+
 def split_count(units: int, blocks: int, workers: int) -> int:
     """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles: FlashAttention 2's rule.
 

@@ -12,7 +12,7 @@ from oracles import TAILS, draw, naive, qkv
 from test_reference import OPTIONS
 
 import numflash
-from numflash import validation
+from numflash import api, validation
 from numflash.data import minilm
 from numflash.errors import UnsupportedError
 from numflash.measure.metrics import errors
@@ -101,7 +101,9 @@ def test_lse_only_on_request():
 
 @pytest.mark.parametrize(("l", "s"), TAILS)
 @pytest.mark.parametrize("pv", ["int8", "fp32"])
-def test_quantised_call_is_the_float_call(l, s, pv):
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_quantised_call_is_the_float_call(l, s, pv, impl):
+    """And on the CPU both are the integer model: to the bit, with float values to rounding."""
     q, k, v = qkv(h=4, hkv=2, l=l, s=s, d=24)
     kept = numflash.quantize_qkv(q, k, v)
     if pv == "fp32":
@@ -111,14 +113,16 @@ def test_quantised_call_is_the_float_call(l, s, pv):
         "enable_gqa": True,
         "pv": pv,
         "return_lse": True,
-        "impl": "reference",
         "is_causal": True,
         "alignment": "lower_right",
     }
-    same(
-        numflash.attention_int8(*kept, **options),
-        numflash.attention(q, k, v, precision="int8", **options),
-    )
+    found = numflash.attention_int8(*kept, impl=impl, **options)
+    same(found, numflash.attention(q, k, v, precision="int8", impl=impl, **options))
+    exact = numflash.attention_int8(*kept, impl="reference", **options)
+    if pv == "int8":
+        same(found, exact)
+    else:
+        np.testing.assert_allclose(found[0], exact[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("granularity", ["row", "block", "tensor"])
@@ -171,6 +175,18 @@ def test_varlen_is_the_loop(name, impl, precision):
         one, one_lse = numflash.attention(q[rows], k[keys], v[keys], layout="blhd", **options)
         np.testing.assert_array_equal(out[rows], one)
         np.testing.assert_array_equal(lse[rows], one_lse)
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 3], [3, 5, 5], [5, 3, 5], [5, 5, 5]])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_varlen_of_lengths_that_are_nearly_equal(lengths, impl):
+    """Sequences of one length lie side by side and are not copied; those of other lengths are gathered."""
+    cu = np.cumsum([0, *lengths])
+    q, k, v = (draw((cu[-1], 2, 16), seed) for seed in range(3))
+    out = numflash.attention_varlen(q, k, v, cu, cu, is_causal=True, impl=impl)
+    for a, b in itertools.pairwise(cu):
+        one = naive(*(x[None, a:b].swapaxes(1, 2) for x in (q, k, v)), is_causal=True)[0]
+        np.testing.assert_allclose(out[a:b], one[0].swapaxes(0, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_varlen_of_equal_lengths_that_lie_apart():
@@ -264,11 +280,42 @@ def test_160_thousand_keys(precision, limit):
         np.testing.assert_allclose(lse, exact_lse, atol=0.02 if precision == "int8" else 1e-4)
 
 
-def test_an_explicit_choice_never_falls_back():
-    try:
-        numflash.attention(*qkv(), impl="cuda")
-    except UnsupportedError as error:
-        assert "cuda" in str(error).lower()  # noqa: PT017
+CHOICES = {
+    "cpu": ("cpu", {}),
+    "portable": ("cpu", {"isa": "portable"}),
+    "cuda": ("cuda", {}),
+    "cuda-emulator": ("cuda", {"emulator": True}),
+}
+
+
+@pytest.mark.parametrize("impl", CHOICES)
+@pytest.mark.parametrize("error", [UnsupportedError, ImportError])
+def test_an_explicit_choice_never_falls_back(impl, error, monkeypatch):
+    """The only backend that is asked is the one that is named, and what it cannot do is an error."""
+    asked = []
+
+    class Backend:
+        @staticmethod
+        def run(problem, results=None, **options):
+            asked.append(options)
+            raise UnsupportedError("cannot run here")
+
+    def launch(device):
+        asked.append(device)
+        if error is ImportError:
+            raise ImportError("cannot run here")
+        return Backend
+
+    monkeypatch.setattr(api, "_launch", launch)
+    with pytest.raises(UnsupportedError, match="cannot run here"):
+        numflash.attention(*qkv(), impl=impl)
+    device, options = CHOICES[impl]
+    assert asked == ([device] if error is ImportError else [device, options])
+
+
+def test_the_reference_never_falls_back(monkeypatch):
+    monkeypatch.setattr(api, "_launch", lambda device: pytest.fail("a backend was asked"))
+    numflash.attention(*qkv(), impl="reference")
 
 
 def test_import_compiles_and_loads_nothing():

@@ -23,3 +23,11 @@ def run(
         if problem.precision != "int8":
             return launch_float.run(problem, isa, results)
         return launch_int8.run(problem, target.require(isa), results)
+
+
+def runner(problem: Problem) -> launch_float.FloatPlan | None:
+    """What computes this problem and all with the same shapes and options, if there is such a thing."""
+    if problem.precision == "int8":
+        return None
+    isa = launch_float.isa_of(problem)
+    return None if isa == "portable" else launch_float.FloatPlan(problem, isa)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numba
 import numpy as np
 
-from ..interop import widen
-from ..jit import target
-from ..jit.memory import fresh
-from ..tiling import Tiling, tiling
+from ..interop import Memory, to_float32, widen
+from ..jit import guard, target
+from ..jit.memory import Layout, fresh, scratch
+from ..tiling import tiling, workers
 from ..validation import Problem
-from .floats.flash_float import make_attend
+from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
-from .floats.float_packing import pack_keys, pack_values
+from .floats.float_packing import MANY_ROWS, on_lines
+from .floats.float_tiles import FLOAT_ISAS
 from .isa.isas import padded
 from .semantics import NO_TILES, ScoreTiles, Semantics
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
 NO_LIMIT = 1 << 40
-TASKS = 4  # query tiles for each thread, at least
-LARGEST = 2.0**120  # scores and their sums stay below
 Results = (
     tuple[np.ndarray, np.ndarray] | None
 )  # contiguous float32 arrays of the caller to be written, or None
@@ -92,17 +93,6 @@ def heads(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1, *x.shape[2:])
 
 
-def rows_per_task(tile: Tiling, n: int, length: int, workers: int) -> int:
-    """Rows of a query tile: the tiling's, or fewer for short queries, and where several threads would have too few tiles.
-
-    Always whole groups of rows, so that the bits do not depend on the number of threads.
-    """
-    rows = tile.block_q
-    while workers > 1 and rows > 4 * tile.mr and n * -(-length // rows) < TASKS * workers:
-        rows = rows // 2 // tile.mr * tile.mr
-    return min(rows, padded(length, tile.mr))
-
-
 def run_rows(
     problem: Problem,
     options: Semantics,
@@ -129,10 +119,146 @@ def run_rows(
     )
 
 
-def results_of(problem: Problem, given: Results) -> tuple[np.ndarray, np.ndarray]:
-    """out (B, H, L, Dv) and lse (B, H, L) float32 to be written: the caller's, or new ones."""
-    nb, nh, _, length, _, _, dv = problem.shape
-    return (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F)) if given is None else given
+class FloatPlan:
+    """What equal calls have in common, decided once: instruction set, tasks, places in scratch memory, options as numbers.
+
+    Equal are calls of the same shapes, precision and options. A plan may be used by many threads at a time.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's own.
+    isa : str
+        An instruction set with register tiles.
+
+    Attributes
+    ----------
+    operand : dtype of the arrays that a call takes: float32, or uint16 (the bits of bfloat16)
+    direct : contiguous float32 arrays are what `run` takes, as they are
+    layout : of scratch memory
+    """
+
+    def __init__(self, problem: Problem, isa: str) -> None:
+        nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
+        self.problem = replace(problem, query=None, key=None, value=None)
+        self.kind = "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
+        tiles = FLOAT_ISAS[isa]
+        self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
+        options, stops = semantics(problem), np.ascontiguousarray(seen_keys(problem), np.int64)
+        n, n_kv, seen = nb * nh, nb * nkv, int(stops.max(initial=0))
+        words = padded(d, tiles.step) * self.operand.itemsize // 4
+        panels, columns = max(1, -(-seen // tiles.panel)), padded(dv, tiles.lanes)
+        value_rows = max(1, padded(seen, tiles.step) // tiles.group)
+        in_place = self.kind == "float32" and columns == dv
+        self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
+        self.direct = self.kind == "float32" and not self.on_lines
+        self.layout = Layout()
+        places = (  # in the order of `Numbers`
+            self.layout.add("packed keys", n_kv * panels * tiles.panel * words * 4),
+            self.layout.add("magnitudes of keys", n_kv * panels * 4),
+            self.layout.add("limits", n_kv * 4),
+            self.layout.add("packed values", 0 if in_place else n_kv * value_rows * columns * 4),
+            self.layout.add("rows to do again", n * length),
+            self.layout.add("counters", 2 * 8),
+            self.layout.add("lse", n * length * 4),
+        )
+        functions = options.functions
+        self.options = options
+        self.small = (  # numbers hold their addresses
+            options.diagonal,
+            options.key_lengths,
+            stops,
+            options.mask,
+            options.bias,
+            options.slopes,
+            np.ascontiguousarray(functions.states),
+            np.ascontiguousarray(functions.spans),
+            np.ascontiguousarray(functions.batch),
+        )
+        numbers = (  # in the order of `Numbers`
+            *self.shape,
+            words,
+            panels,
+            columns,
+            value_rows,
+            workers(self.kind, n * length * seen * (d + dv)),
+            tiling(isa, self.kind).block_q,
+            options.left,
+            options.right,
+            options.general,
+            *options.mask.shape[:3],
+            *options.bias.shape[:3],
+            options.slopes.size > 0,
+            *functions[:4],
+            *functions.states.shape,
+            *functions.spans.shape,
+            functions.rows,
+            functions.keys,
+            functions.batch.size,
+            *places,
+            *(x.ctypes.data for x in self.small),
+        )
+        self.numbers = np.array(numbers, np.int64)
+        self.factors = np.array((problem.scale * LOG2E, options.softcap), np.float64)
+        self.call = make_call(isa, self.kind, in_place)
+
+    def operands(
+        self, query: np.ndarray, key: np.ndarray, value: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) arrays of the problem's storage as `run` takes them."""
+        q, k, v = (to_float32(x) if self.operand == F else heads(x) for x in (query, key, value))
+        if key.shape[3] % self.step:
+            k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
+        return q, k, on_lines(v) if self.on_lines else v
+
+    def run(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
+    ) -> None:
+        """Attend contiguous operands. out (..., Dv) and lse (...), contiguous float32, are written; None for no lse."""
+        q_at, k_at, v_at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
+        self.run_at(q_at, k_at, v_at, out_at, lse_at, lse is not None)
+
+    def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
+        """The same for addresses."""
+        room, numbers = scratch.take(self.layout.nbytes), self.numbers
+        at = room.address
+        try:
+            if guard.ON:
+                numbers, buffers = numbers.copy(), self.layout.guarded()
+                numbers[PLACES] = [x.ctypes.data - at for x in buffers]
+            lse = lse if with_lse else at + int(numbers[LSE])
+            if self.call(q, k, v, out, lse, at, numbers, self.factors):
+                self.rescue(q, k, v, out, lse, at + int(numbers[REDO]))
+        finally:
+            scratch.give(room)
+
+    def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
+        """Do the rows that float32 cannot hold again in float64; `redo` is the address of their flags."""
+        nb, nh, nkv, length, s, d, dv = self.shape
+        kind, width = self.operand.str, padded(d, self.step)
+        problem = replace(
+            self.problem,
+            query=at_address(q, (nb, nh, length, d), kind),
+            key=at_address(k, (nb, nkv, s, width), kind)[..., :d],
+            value=at_address(v, (nb, nkv, s, dv), kind),
+        )
+        todo = np.flatnonzero(at_address(redo, (nb * nh * length,), "|u1"))
+        to = (
+            at_address(out, (nb * nh, length, dv), "=f4"),
+            at_address(lse, (nb * nh, length), "=f4"),
+        )
+        run_rows(problem, semantics(problem, double=True), True, todo, *to)
+
+
+def at_address(address: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
+    """The array at an address."""
+    return np.asarray(Memory(address, shape, None, typestr))
+
+
+def isa_of(problem: Problem, isa: str | None = None) -> str:
+    """The instruction set for a problem: `isa`, or the best of the target."""
+    bfloat16 = problem.precision == "bfloat16"
+    return target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
 
 
 def may_overflow(problem: Problem) -> np.ndarray:
@@ -152,52 +278,17 @@ def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied; `results` if these are given."""
-    bfloat16 = problem.precision == "bfloat16"
-    isa = target.require(isa, target.BFLOAT16_ISAS if bfloat16 else target.FLOAT_ISAS)
-    nb, nh, nkv, length, s, d, dv = problem.shape
+    isa = isa_of(problem, isa)
+    nb, nh, _, length, _, _, dv = problem.shape
+    out, lse = results or (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F))
+    if isa != "portable":
+        plan = FloatPlan(problem, isa)
+        plan.run(*plan.operands(problem.query, problem.key, problem.value), out, lse)
+        return out, lse
     n, options = nb * nh, semantics(problem)
-    whole = results_of(problem, results)
-    out, lse, redo = (
-        whole[0].reshape(n, length, dv),
-        whole[1].reshape(n, length),
-        np.zeros((n, length), np.uint8),
-    )
-    counter = np.zeros(2, np.int64)
-    if isa == "portable":
-        run_rows(problem, options, False, np.arange(n * length), out, lse)
-        redo[:] = ~(np.isfinite(out).all(-1) & (lse > -1e37)) | may_overflow(problem)
-        counter[1] = redo.any()
-    else:
-        native = isa in ("amx_bf16", "avx512_bf16")
-        q, k, v = (
-            x if native else np.asarray(widen(x), F)
-            for x in (problem.query, problem.key, problem.value)
-        )
-        stops, c = seen_keys(problem), problem.scale * LOG2E
-        keys, most = pack_keys(isa, k, stops)
-        values, columns = pack_values(isa, v, stops, length * nh // nkv)
-        with np.errstate(divide="ignore", over="ignore"):
-            limits = (LARGEST / (most.astype(np.float64) * d * max(1.0, abs(c)))).astype(F)
-        kind, workers = "bfloat16" if native else "float32", numba.get_num_threads()
-        block_q = rows_per_task(tiling(isa, kind), n, length, workers)
-        make_attend(isa, kind)(
-            heads(q),
-            keys,
-            limits,
-            values,
-            columns,
-            F(c),
-            options,
-            (nh, nkv, workers),
-            block_q,
-            s,
-            counter,
-            out,
-            lse,
-            redo,
-        )
-    if counter[1]:
-        if problem.functions is not None:
-            options = semantics(problem, double=True)
-        run_rows(problem, options, True, np.flatnonzero(redo), out, lse)
-    return whole
+    rows = out.reshape(n, length, dv), lse.reshape(n, length)
+    run_rows(problem, options, False, np.arange(n * length), *rows)
+    redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37)) | may_overflow(problem)
+    if redo.any():
+        run_rows(problem, semantics(problem, double=True), True, np.flatnonzero(redo), *rows)
+    return out, lse

@@ -11,6 +11,7 @@ import numpy as np
 from .. import api, validation
 from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..interop import deliver, restore
 from ..options import IMPLS, NAMES, Options
 from ..validation import Problem
 from .fused import Fused
@@ -147,5 +148,5 @@ def flex_attention(
     problem = validation.problem_of(taken, asked)
     problem = with_functions(problem, score_mod, block_mask, impl)
     ndim = taken[0].array.ndim
-    out, lse = (api._restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
-    return api._deliver(out, lse, taken[0], return_lse)
+    out, lse = (restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
+    return deliver(out, lse, taken[0], return_lse)

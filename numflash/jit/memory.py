@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,30 @@ uncleared = _allocator(clear=False)  # the same, not cleared
 
 
 @intrinsic
+def place(typingctx, address, shape, dtype):
+    """A contiguous array at an address; shape is a tuple. It counts no references: its memory must outlive it."""
+    kind = types.Array(dtype.dtype, len(shape), "C")
+    itemsize = as_dtype(kind.dtype).itemsize
+
+    def codegen(context, builder, signature, args):
+        sizes = [
+            context.cast(builder, n, source, types.intp)
+            for n, source in zip(
+                cgutils.unpack_tuple(builder, args[1]), signature.args[1], strict=True
+            )
+        ]
+        strides = [ir.Constant(cgutils.intp_t, itemsize)]
+        for n in sizes[:0:-1]:
+            strides.insert(0, builder.mul(strides[0], n))
+        out = arrayobj.make_array(kind)(context, builder)
+        data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
+        arrayobj.populate_array(out, data, sizes, strides, itemsize, None)
+        return out._getvalue()
+
+    return kind(types.intp, shape, dtype), codegen
+
+
+@intrinsic
 def reinterpret(typingctx, x, dtype):
     """x.view(dtype); elements of another size only where x is contiguous, and a row holds whole ones."""
     kind = x.copy(dtype=dtype.dtype)
@@ -135,3 +160,58 @@ def reinterpret(typingctx, x, dtype):
         return impl_ret_borrowed(context, builder, kind, out._getvalue())
 
     return kind(x, dtype), codegen
+
+
+# ---- scratch memory of calls -----------------------------------------------------------------------------------------------------
+KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
+
+
+class Layout:
+    """Places of arrays in one block of memory, each from a cache line on."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.sizes: dict[str, int] = {}
+
+    def add(self, name: str, nbytes: int) -> int:
+        """Where an array of so many bytes starts."""
+        at, self.sizes[name] = self.nbytes, nbytes
+        self.nbytes += -(-nbytes // LINE) * LINE
+        return at
+
+    def guarded(self) -> list[np.ndarray]:
+        """For `guard`: a buffer of its own for each array."""
+        return [
+            guard.array(name, (nbytes,), np.uint8, nbytes, fill=True)
+            for name, nbytes in self.sizes.items()
+        ]
+
+
+class Room:
+    """A block of scratch memory and its address."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.array = empty((nbytes,), np.uint8, "scratch memory")
+        self.nbytes, self.address = nbytes, self.array.ctypes.data
+
+
+class Scratch(threading.local):
+    """Scratch memory of each thread that calls kernels: one block, which grows to what calls need, and stays if at most `KEPT`."""
+
+    room: Room | None = None
+
+    def take(self, nbytes: int) -> Room:
+        """Memory that nobody else has until it is given back; what it holds is arbitrary."""
+        room, self.room = (
+            self.room,
+            None,
+        )  # a call from a signal handler or a finaliser gets its own
+        return room if room is not None and room.nbytes >= nbytes else Room(nbytes)
+
+    def give(self, room: Room) -> None:
+        """Keep the block for the next call."""
+        if room.nbytes <= KEPT and not guard.ON:
+            self.room = room
+
+
+scratch = Scratch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 
 import numba
 from numba.core import config
@@ -82,25 +82,40 @@ def limit(threads: int | None) -> Iterator[int]:
             numba.set_num_threads(before)
 
 
-_kernels = threading.RLock()
+class _Held(threading.local):
+    depth = 0  # how often this thread holds the lock
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
+_kernels, _held, _concurrent = threading.RLock(), _Held(), False
+
+
+def _serialised() -> bool:
+    """Whether callers must wait for each other: with Numba's work queue, and until it is known what the first kernel chooses."""
+    global _concurrent
+    if not _concurrent:
+        try:
+            _concurrent = numba.threading_layer() != "workqueue"
+        except ValueError:  # not chosen yet
+            return True
+    return not _concurrent
+
+
+class one_at_a_time(ContextDecorator):
     """Serialise callers of parallel kernels where the threading layer is Numba's work queue.
 
     The work queue is not thread-safe and ends the process (docs/pitfalls.md, "The workqueue layer ends the process"); OpenMP and
     TBB need no lock.
     """
-    try:
-        layer = numba.threading_layer()
-    except ValueError:  # not chosen yet: the first kernel chooses
-        layer = "workqueue"
-    if layer == "workqueue":
-        with _kernels:
-            yield
-    else:
-        yield
+
+    def __enter__(self) -> None:
+        if _serialised():
+            _kernels.acquire()
+            _held.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if _held.depth:
+            _held.depth -= 1
+            _kernels.release()
 
 
 _first_process: int | None = None

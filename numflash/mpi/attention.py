@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..api import _deliver, _restore, solve
+from ..api import solve
 from ..arguments import known
-from ..interop import convert, import_array, widen
+from ..interop import convert, deliver, import_array, restore, widen
 from ..merge import apply_sinks, join, weights
 from ..quantization import QuantizedTensor, quantize_heads
 from .agreement import agree, communicator
@@ -138,8 +138,8 @@ def run(
     out, lse = job.finish(comm)
     taken = import_array("query", query)
     ndim, layout = taken.array.ndim, options["layout"]
-    result = _deliver(
-        _restore(out, ndim, layout), _restore(lse, ndim, layout), taken, plan.problem.return_lse
+    result = deliver(
+        restore(out, ndim, layout), restore(lse, ndim, layout), taken, plan.problem.return_lse
     )
     report.total = time.perf_counter() - started
     return result

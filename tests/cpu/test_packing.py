@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from numflash.cpu.floats import float_packing
+from numflash.cpu.floats.float_tiles import FLOAT_ISAS
 from numflash.cpu.int8 import packing
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.jit import target
@@ -94,3 +96,16 @@ def test_keys_that_are_not_aligned(isa):
         packing.pack_keys(isa, k, scale), packing.pack_keys(isa, k.copy(), scale), strict=True
     ):
         assert np.array_equal(packed, same)
+
+
+@pytest.mark.parametrize("isa", [i for i in target.available(target.FLOAT_ISAS) if i != "portable"])
+def test_float_values_stay_in_place_where_they_are_aligned(isa):
+    """Kernels load whole floats: an array that begins between two of them is copied."""
+    stops, columns = np.array([16]), FLOAT_ISAS[isa].lanes
+    raw = np.arange(16 * columns * 4 + 4, dtype=np.uint8)
+    for offset, in_place in ((0, True), (1, False)):
+        v = raw[offset : offset + 16 * columns * 4].view(np.float32).reshape(1, 1, 16, columns)
+        assert v.flags.aligned == in_place
+        packed, width = float_packing.pack_values(isa, v, stops, rows=1)
+        assert packed.flags.aligned and width == columns
+        assert packed.tobytes() == v.tobytes() and np.shares_memory(packed, raw) == in_place

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
@@ -475,7 +475,7 @@ def make_attend(name: str, precision: str):
         )
         end_tiles()
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def attend(
         q,
         keys,

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare, kernel
+from ...jit.compiler import bare, separate
 from ...jit.memory import LINE, empty
 from ...jit.parallel import over_tasks
 from ..isa.isas import padded
@@ -46,7 +46,7 @@ def largest(words, group, top):
 
 
 @functools.cache
-def _pack_keys(lanes: int, panel: int, group: int):
+def make_pack_keys(lanes: int, panel: int, group: int):
     square = transpose(lanes)
 
     @bare
@@ -68,7 +68,7 @@ def _pack_keys(lanes: int, panel: int, group: int):
             for r in range(whole, panel):
                 out[target + e * panel + r] = k[source + r * words + e] if r < count else U(0)
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def pack_keys(k, stops, sizes, out, most):
         """k (N * S * words,) uint32 -> out (N * panels * words * panel,); most (N, panels) bits.
 
@@ -88,14 +88,14 @@ def _pack_column(task, v, stops, out):
         source = v[n // nh, n % nh, j]
         for t in range(dv):
             row[t] = source[t]
-        row[dv:] = np.float32(0)
+        row[dv:] = U(0)
     else:
-        row[:] = np.float32(0)
+        row[:] = U(0)
 
 
-@kernel
-def _pack_columns(v, stops, out):
-    """v (B, Hkv, S, Dv) float32 -> out (B * Hkv, keys, columns), padded with zeros."""
+@separate(no_cpython_wrapper=False)
+def pack_columns(v, stops, out):
+    """v (B, Hkv, S, Dv) 32-bit words -> out (B * Hkv, keys, columns), padded with zeros."""
     over_tasks(_pack_column, out.shape[0] * out.shape[1], (v, stops, out))
 
 
@@ -116,8 +116,8 @@ def _pack_pair(task, v, stops, out):
             row[t] = U(even[t])
 
 
-@kernel
-def _pack_pairs(v, stops, out):
+@separate(no_cpython_wrapper=False)
+def pack_pairs(v, stops, out):
     """v (B, Hkv, S, Dv) uint16 -> out (B * Hkv, pairs, columns) uint32, padded with zeros."""
     over_tasks(_pack_pair, out.shape[0] * out.shape[1], (v, stops, out))
 
@@ -131,7 +131,7 @@ def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, 
     nb, nh, _, width = words.shape
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
     out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
-    _pack_keys(isa.lanes, isa.panel, isa.group)(
+    make_pack_keys(isa.lanes, isa.panel, isa.group)(
         words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
     )
     operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)
@@ -147,12 +147,12 @@ def pack_values(
     columns = padded(dv, isa.lanes)
     if isa.group == 2:
         out = empty((nb * nh, max(1, padded(int(stops.max(initial=0)), isa.step) // 2), columns), U)
-        _pack_pairs(np.ascontiguousarray(v), stops, out)
+        pack_pairs(np.ascontiguousarray(v), stops, out)
         return out.view(np.uint16).reshape(nb * nh, -1), columns
     if columns == dv:
         return (
             on_lines(v) if rows >= MANY_ROWS else np.require(v, requirements=["C", "A"])
         ).reshape(nb * nh, -1), columns
     out = empty((nb * nh, max(1, int(stops.max(initial=0))), columns), np.float32)
-    _pack_columns(np.ascontiguousarray(v), stops, out)
+    pack_columns(np.ascontiguousarray(v).view(U), stops, out.view(U))
     return out.reshape(nb * nh, -1), columns

@@ -277,7 +277,11 @@ def apart(typingctx):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer."""
+    """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer.
+
+    Atomic, so that no task is computed twice. No test of the forward kernels can tell: two workers with one number would write the
+    same values twice.
+    """
 
     def codegen(context, b, sig, args):
         pointer = b.bitcast(data(context, b, sig.args[0], args[0]), I64.as_pointer())

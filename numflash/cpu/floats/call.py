@@ -1,0 +1,216 @@
+"""One call of the float kernels in one compiled function: pack K and V, attend, check the limits of float32.
+
+What a call needs besides its arrays comes as two arrays of numbers, which `launch_float.FloatPlan` prepares once for all equal
+calls. Arrays come as addresses: unpacking thirty Python objects takes as long as attention over 64 keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from ...jit.compiler import bare, kernel
+from ...jit.memory import place, reinterpret
+from ...jit.parallel import threads_now, use_threads
+from ..semantics import ScoreTiles, Semantics
+from .flash_float import make_attend
+from .float_packing import make_pack_keys, pack_columns, pack_pairs
+from .float_tiles import FLOAT_ISAS
+
+F, U = np.float32, np.uint32
+LARGEST = 2.0**120  # scores and their sums stay below
+TASKS = 4  # query tiles for each thread, at least
+
+
+class Numbers(NamedTuple):
+    """What the compiled call reads from one int64 array, in this order."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    words: int  # of 32 bits in a row of K
+    panels: int  # of packed keys, per head
+    columns: int  # of a row of packed V
+    value_rows: int  # of packed V, per head
+    workers: int  # at most
+    block_q: int  # at most
+    left: int
+    right: int
+    general: int
+    mask_batch: int
+    mask_heads: int
+    mask_rows: int  # 0: no mask
+    bias_batch: int
+    bias_heads: int
+    bias_rows: int  # 0: no bias
+    sloped: int
+    unmasked: int  # score and mask functions, see `ScoreTiles`
+    unmasked_frame: int
+    masked: int
+    masked_frame: int
+    states_batch: int
+    states_heads: int
+    states_rows: int
+    states_keys: int
+    spans_batch: int
+    spans_heads: int
+    spans_rows: int
+    spans_ends: int
+    tile_rows: int
+    tile_keys: int
+    mapped: int  # entries of `batch_map`
+    packed_keys: int  # from here on bytes from the start of scratch memory
+    magnitudes: int
+    limits: int
+    packed_values: int
+    redo: int
+    counter: int
+    lse: int  # where the caller wants none
+    diagonal: int  # from here on addresses
+    key_lengths: int
+    stops: int
+    mask: int
+    bias: int
+    slopes: int
+    states: int
+    spans: int
+    batch_map: int
+
+
+class Factors(NamedTuple):
+    """What it reads from one float64 array: scale and softcap, both times log2(e)."""
+
+    scale: float
+    softcap: float
+
+
+REDO, LSE = Numbers._fields.index("redo"), Numbers._fields.index("lse")
+PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("diagonal"))
+NUMBERS, FACTORS = len(Numbers._fields), len(Factors._fields)
+
+
+@kernel
+def addresses(q, k, v, out, lse):
+    """Where five arrays start. NumPy takes ten times as long to tell."""
+    return q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse.ctypes.data
+
+
+@bare
+def rows_per_task(block_q, mr, n, length, workers):
+    """Rows of a query tile: the tiling's, or fewer for short queries, and where several threads would have too few tiles.
+
+    Always whole groups of rows, so that the bits do not depend on the number of threads.
+    """
+    rows = block_q
+    while workers > 1 and rows > 4 * mr and n * ((length + rows - 1) // rows) < TASKS * workers:
+        rows = rows // 2 // mr * mr
+    return min(rows, (length + mr - 1) // mr * mr)
+
+
+@functools.cache
+def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
+    """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in float64.
+
+    q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv, S, Dv), contiguous operands;
+        of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
+    in_place : V is read where it is, not packed
+    """
+    tiles = FLOAT_ISAS[isa]
+    panel, group, rows_of_tile = tiles.panel, tiles.group, tiles.rows
+    operand: type[np.generic] = np.float32 if group == 1 else np.uint16
+    element: type[np.generic] = np.uint32 if group == 1 else np.uint16
+    pack_keys, attend = make_pack_keys(tiles.lanes, panel, group), make_attend(isa, kind)
+    pack_values = pack_columns if group == 1 else pack_pairs
+
+    @kernel
+    def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
+        p, f = (
+            Numbers(*to_fixed_tuple(numbers, NUMBERS)),
+            Factors(*to_fixed_tuple(factors, FACTORS)),
+        )
+        n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
+        threads = threads_now()
+        workers = min(p.workers, threads)
+        if workers < threads:
+            use_threads(workers)
+        counter = place(room + p.counter, (2,), np.int64)
+        counter[0] = 0
+        counter[1] = 0
+        stops = place(p.stops, (p.batch,), np.int64)
+        packed = place(room + p.packed_keys, (n_kv, p.panels * panel * p.words), np.uint32)
+        magnitudes = place(room + p.magnitudes, (n_kv, p.panels), np.uint32)
+        source = place(k_at, (n_kv * p.keys * p.words,), np.uint32)
+        sizes = (p.kv_heads, p.keys, p.words)
+        pack_keys(source, stops, sizes, packed.reshape(packed.size), magnitudes)
+        limits = place(room + p.limits, (n_kv,), np.float32)
+        largest = reinterpret(magnitudes, np.float32)
+        for i in range(n_kv):
+            for j in range(1, p.panels):
+                magnitudes[i, 0] = max(magnitudes[i, 0], magnitudes[i, j])
+            products = np.float64(largest[i, 0]) * p.head_dim * max(1.0, abs(f.scale))
+            limits[i] = F(LARGEST / products)
+        if in_place:
+            values = place(v_at, (n_kv, p.keys * p.value_dim), operand)
+        else:
+            rows = place(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
+            v = place(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
+            pack_values(v, stops, rows)
+            values = reinterpret(rows.reshape(n_kv, p.value_rows * p.columns), operand)
+        states = (p.states_batch, p.states_heads, p.states_rows, p.states_keys)
+        spans = (p.spans_batch, p.spans_heads, p.spans_rows, p.spans_ends)
+        functions = ScoreTiles(
+            p.unmasked,
+            p.unmasked_frame,
+            p.masked,
+            p.masked_frame,
+            place(p.states, states, np.uint8),
+            place(p.spans, spans, np.int64),
+            p.tile_rows,
+            p.tile_keys,
+            place(p.batch_map, (p.mapped,), np.int64),
+        )
+        semantics = Semantics(
+            p.left,
+            p.right,
+            place(p.diagonal, (p.batch,), np.int64),
+            place(p.key_lengths, (p.batch,), np.int64),
+            p.general != 0,
+            place(p.mask, (p.mask_batch, p.mask_heads, p.mask_rows, p.keys), np.uint8),
+            place(p.bias, (p.bias_batch, p.bias_heads, p.bias_rows, p.keys), np.float32),
+            p.mask_rows != 0,
+            p.bias_rows != 0,
+            F(f.softcap),
+            place(room, (0, 0, 0), np.float32),
+            place(p.slopes, (p.sloped * p.batch, p.heads), np.float32),
+            False,
+            functions,
+        )
+        attend(
+            place(q_at, (n, p.length, p.head_dim), operand),
+            reinterpret(packed, operand),
+            limits,
+            values,
+            p.columns,
+            F(f.scale),
+            semantics,
+            (p.heads, p.kv_heads, workers),
+            rows_per_task(p.block_q, rows_of_tile, n, p.length, workers),
+            p.keys,
+            counter,
+            place(out_at, (n, p.length, p.value_dim), np.float32),
+            place(lse_at, (n, p.length), np.float32),
+            place(room + p.redo, (n, p.length), np.uint8),
+        )
+        if workers < threads:
+            use_threads(threads)
+        return counter[1] != 0
+
+    return call

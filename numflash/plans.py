@@ -1,0 +1,140 @@
+"""Calls that were made before: what depends only on shapes, dtypes and options is decided by the first of equal calls, and kept.
+
+A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its options. The first one is checked
+in full and, where it succeeds, leaves a `Plan`; the next equal call checks what it alone can get wrong (nothing: shapes, dtypes and
+options are all that is checked), brings its arrays into contiguous memory, allocates its result and enters one compiled function.
+
+Only calls on NumPy arrays without masks, lengths, slopes and sinks, whose values would have to be looked at, leave a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from .interop import Imported, convert, deliver, import_array, restore
+from .jit import guard
+from .jit.threads import one_at_a_time, refuse_after_fork
+from .options import NAMES, Options
+from .validation import Problem, tensor
+
+MOST = 256  # plans kept; the oldest goes first
+F = np.float32
+T = TypeVar("T")
+Key = tuple[Any, ...] | None
+MASK, LENGTHS, SLOPES, SINKS = (
+    NAMES.index(name) for name in ("attn_mask", "key_lengths", "alibi_slopes", "sinks")
+)
+WINDOW = NAMES.index("window")
+
+
+class Store(Generic[T]):
+    """At most `MOST` plans by key."""
+
+    def __init__(self) -> None:
+        self.plans: dict[Any, T] = {}
+        self.get = self.plans.get
+
+    def keep(self, key: Any, plan: T) -> None:
+        """Keep a plan, instead of the oldest one where there are too many."""
+        while len(self.plans) >= MOST:
+            self.plans.pop(next(iter(self.plans), None), None)
+        self.plans[key] = plan
+
+
+def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
+    """What equal calls have in common; None for a call that leaves no plan. `given` are the values of `Options`, unchecked.
+
+    Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
+    """
+    if not (type(query) is type(key) is type(value) is np.ndarray) or not (
+        given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
+    ):
+        return None
+    kinds, window = tuple(map(type, given)), given[WINDOW]
+    if window is not None:
+        kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
+    shapes = query.shape, key.shape, value.shape
+    return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl
+
+
+class Plan:
+    """Equal calls of `attention` on NumPy arrays: the same shapes, dtypes and options.
+
+    Parameters
+    ----------
+    problem : the first of them, checked
+    query : its query, taken in
+    options : its options
+    runner : what computes them: `operands` brings arrays into its form, `run` attends
+    dtypes : of the three arrays
+    """
+
+    def __init__(
+        self, problem: Problem, query: Imported, options: Options, runner: Any, dtypes: tuple
+    ) -> None:
+        self.runner, self.layout, self.precision = runner, options.layout, problem.precision
+        self.return_lse, self.ndim = options.return_lse, query.array.ndim
+        self.query = replace(query, array=np.empty(0))
+        nb, nh, _, length, _, _, dv = problem.shape
+        self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
+        native = all(dtype == F for dtype in dtypes)
+        self.plain = native and self.ndim == 4 and options.layout == "bhld"
+        unconverted = problem.precision in ("float32", "int8")
+        self.direct = self.plain and unconverted and runner.direct
+
+    def __call__(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Any:
+        """What `attention` returns for arrays of these shapes and dtypes."""
+        refuse_after_fork()
+        if not (self.direct and query.flags.carray and key.flags.carray and value.flags.carray):
+            query, key, value = self.operands(query, key, value)
+        out = np.empty(self.out_shape, F)
+        lse = np.empty(self.lse_shape, F) if self.return_lse else None
+        with one_at_a_time():
+            self.runner.run(query, key, value, out, lse)
+        if self.plain:
+            return out if lse is None else (out, lse)
+        return deliver(
+            restore(out, self.ndim, self.layout),
+            restore(lse, self.ndim, self.layout),
+            self.query,
+            self.return_lse,
+        )
+
+    def operands(self, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The arrays as the runner takes them."""
+        names = ("query", "key", "value")
+        taken = (
+            tensor(name, import_array(name, x).array, self.layout)
+            for name, x in zip(names, arrays, strict=True)
+        )
+        if self.precision != "int8":
+            taken = (convert(x, self.precision) for x in taken)
+        return self.runner.operands(*taken)
+
+
+_plans: Store[Plan] = Store()
+
+
+def find(key: Key) -> Plan | None:
+    """The plan of a call that was made before; none for `guard`, which looks at calls in full."""
+    if guard.ON:
+        return None
+    try:
+        return _plans.get(key)
+    except TypeError:  # an option that cannot be hashed
+        return None
+
+
+def keep(
+    key: tuple[Any, ...], problem: Problem, query: Imported, options: Options, impl: str
+) -> None:
+    """Keep a plan of a call that has succeeded, if there is one for it."""
+    if impl in ("auto", "cpu") and 0 not in problem.shape:
+        from .cpu import launch
+
+        runner = launch.runner(problem)
+        if runner is not None:
+            _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))

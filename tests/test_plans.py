@@ -1,0 +1,166 @@
+"""Equal calls after the first: the same results, the same errors, nothing left over from other calls."""
+
+import threading
+
+import numba
+import numpy as np
+import pytest
+from oracles import naive, qkv
+
+import numflash
+from numflash import plans
+from numflash.errors import NumflashError
+from numflash.jit import memory
+
+Q, K, V = qkv(b=2, h=4, l=37, s=53, d=24, hkv=2)
+
+
+def both(*arrays, **options):
+    """The first call's result, after the second's has proved equal."""
+    plans._plans.plans.clear()
+    first = numflash.attention(*arrays, **options)
+    assert len(plans._plans.plans) == 1
+    second = numflash.attention(*arrays, **options)
+    pairs = [(first, second)] if isinstance(first, np.ndarray) else zip(first, second, strict=True)
+    for a, b in pairs:
+        assert np.array_equal(a, b) and a.dtype == b.dtype
+    return first
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"window": (5, 2), "alignment": "lower_right"},
+        {"softcap": 2.0, "scale": 0.3},
+    ],
+    ids=str,
+)
+def test_an_equal_call_gives_the_same_bits(precision, options):
+    out = both(Q, K, V, enable_gqa=True, precision=precision, **options)
+    want, _ = naive(Q, K, V, **options)
+    assert abs(out - want).sum() < {"float32": 1e-5}.get(precision, 0.05) * abs(want).sum()
+
+
+def test_arrays_of_any_kind():
+    """Layouts, dimensions, dtypes, strides, read-only memory, foreign byte order; the lse too."""
+    want, want_lse = naive(Q, K, V)
+    options = {"enable_gqa": True, "return_lse": True}
+    frozen = Q.copy()
+    frozen.flags.writeable = False
+    for query in (Q, frozen, np.asfortranarray(Q), Q.astype(">f4"), np.repeat(Q, 2, -1)[..., ::2]):
+        for _ in range(2):  # one plan serves several of them
+            out, lse = numflash.attention(
+                query, K.astype(query.dtype), V.astype(query.dtype), **options
+            )
+            np.testing.assert_allclose(out, want, atol=1e-5)
+            np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+    for layout in (lambda x: x.astype(np.float64), lambda x: x.astype(np.float16)):
+        out, _ = both(*map(layout, (Q, K, V)), **options)
+        assert out.dtype == (np.float16 if layout(Q).dtype == np.float16 else np.float32)
+        np.testing.assert_allclose(out, want, atol=5e-3)
+    swapped = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (Q, K, V)]
+    out, lse = both(*swapped, layout="blhd", **options)
+    np.testing.assert_allclose(out.swapaxes(1, 2), want, atol=1e-5)
+    np.testing.assert_allclose(lse.swapaxes(1, 2), want_lse, atol=1e-5)
+    for n in (0, (0, 0)):
+        out = both(Q[n], K[n], V[n], enable_gqa=True)
+        np.testing.assert_allclose(out, want[n], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"is_causal": 1},
+        {"enable_gqa": 1.0},
+        {"window": (True, None)},
+        {"scale": True},
+        {"impl": "gpu"},
+    ],
+    ids=str,
+)
+def test_options_that_are_equal_but_not_allowed(wrong):
+    """1 == True == 1.0: a plan for one of them is none for the others."""
+    for good in ({}, {"is_causal": True}, {"window": (1, None)}, {"scale": 1.0}):
+        numflash.attention(Q, K, V, **{"enable_gqa": True, **good})
+    with pytest.raises(NumflashError, match=next(iter(wrong))):
+        numflash.attention(Q, K, V, **{"enable_gqa": True, **wrong})
+
+
+def test_what_scratch_memory_holds_does_not_matter(monkeypatch):
+    """Every byte is 0xFF, NaN as a float, before each call."""
+    take = memory.Scratch.take
+
+    def poisoned(self, nbytes):
+        room = take(self, nbytes)
+        room.array[:] = 0xFF
+        return room
+
+    cases = [(precision, dv) for precision in ("float32", "bfloat16", "int8") for dv in (24, 64)]
+    arrays = {dv: qkv(b=2, h=4, l=37, s=53, d=24, dv=dv) for dv in (24, 64)}
+    want = [numflash.attention(*arrays[dv], precision=p, is_causal=True) for p, dv in cases]
+    monkeypatch.setattr(memory.Scratch, "take", poisoned)
+    for (p, dv), expected in zip(cases, want, strict=True):
+        out = numflash.attention(*arrays[dv], precision=p, is_causal=True)
+        assert np.array_equal(out, expected)
+
+
+def test_rows_that_float32_cannot_hold():
+    q = Q.copy()
+    q[0, 1, 5], q[1, 0, 3] = 1e30, -1e30
+    plain = both(q, K * 1e10, V, enable_gqa=True)
+    want, _ = naive(q, K * 1e10, V)
+    np.testing.assert_allclose(plain, want, atol=1e-5)
+
+
+def test_plans_are_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "MOST", 3)
+    plans._plans.plans.clear()
+    for n in range(1, 8):
+        numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)
+    assert len(plans._plans.plans) == 3
+    for n in range(1, 8):
+        out = numflash.attention(Q[:, :, :n], K, V, enable_gqa=True)
+        np.testing.assert_allclose(out, naive(Q, K, V)[0][:, :, :n], atol=1e-5)
+
+
+def test_scratch_memory_is_bounded_and_each_threads_own(monkeypatch):
+    scratch = memory.Scratch()
+    a = scratch.take(1000)
+    b = scratch.take(1000)  # as from a signal handler, within the other call
+    assert a.address != b.address and a.address % memory.LINE == 0
+    scratch.give(a)
+    assert scratch.take(500) is a
+    large = scratch.take(memory.KEPT + 1)
+    scratch.give(large)
+    assert scratch.room is not large
+    scratch.give(b)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(scratch.room))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+
+def test_threads_share_a_plan():
+    """Several callers at once, and any number of threads below them: the same bits."""
+    arrays = qkv(b=1, h=8, l=200, s=300, d=64)
+    want = numflash.attention(*arrays)
+    before, failures = numba.get_num_threads(), []
+
+    def call(threads):
+        numba.set_num_threads(threads)
+        for _ in range(20):
+            if not np.array_equal(numflash.attention(*arrays), want):
+                failures.append(threads)
+        if numba.get_num_threads() != threads:
+            failures.append("threads")
+
+    callers = [threading.Thread(target=call, args=(1 + n % before,)) for n in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not failures and numba.get_num_threads() == before
