@@ -35,11 +35,11 @@ _PUBLIC = {
     "quantize_qkv": "quantization",
     "QuantizedTensor": "quantization",
     "KVCache": "cache.kvcache",
-    "flex_attention": "flex",
-    "create_block_mask": "flex",
-    "BlockMask": "flex",
-    "and_masks": "flex",
-    "or_masks": "flex",
+    "flex_attention": "flex.attention",
+    "create_block_mask": "flex.masks",
+    "BlockMask": "flex.masks",
+    "and_masks": "flex.masks",
+    "or_masks": "flex.masks",
 }
 __all__ = [
     "BlockMask",
