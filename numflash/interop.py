@@ -1,7 +1,7 @@
-"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack. What comes in goes out as its own kind.
+"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack. Results are of the caller's kind.
 
 Inside, bfloat16 is always the uint16 array of its bits (docs/pitfalls.md, "float16 and bfloat16 arrays"), and every array is
-typed writable, so that a read-only input does not compile a kernel anew.
+typed writable, because a read-only input would compile every kernel a second time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Imported:
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """dtype.name, which NumPy puts together anew each time: 4 us."""
+    """dtype.name, cached: NumPy builds the string at each access, 4 us."""
     return dtype.name
 
 
@@ -130,7 +130,7 @@ def import_array(name: str, x: Any) -> Imported:
         )
     if on_device(x):
         raise UnsupportedError(
-            f"{name}: the array lies in GPU memory; allowed: arrays in host memory"
+            f"{name}: the array is in GPU memory; allowed: arrays in host memory"
         )
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _import_dlpack(name, x)
@@ -146,7 +146,7 @@ def import_array(name: str, x: Any) -> Imported:
 
 
 def _is_tracer(x: Any) -> bool:
-    """Whether x stands for an array in a function that JAX is tracing."""
+    """Whether x is a JAX tracer: an array of a function that is being traced."""
     return any(
         kind.__name__ == "Tracer" and kind.__module__.split(".")[0] == "jax"
         for kind in type(x).__mro__
@@ -154,7 +154,7 @@ def _is_tracer(x: Any) -> bool:
 
 
 def on_device(x: Any) -> bool:
-    """Whether x lies in CUDA memory."""
+    """Whether x is in CUDA memory."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return x.is_cuda
@@ -185,7 +185,7 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
 def _import_torch(name: str, x: Any, torch: Any) -> Imported:
     if x.device.type != "cpu":
         raise UnsupportedError(
-            f"{name}: the tensor lies on device {x.device}; allowed: CPU tensors"
+            f"{name}: the tensor is on device {x.device}; allowed: CPU tensors"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
@@ -222,7 +222,7 @@ def _import_copy(name: str, x: Any, namespace: Any) -> Imported | None:
 def _import_dlpack(name: str, x: Any) -> Imported:
     if int(x.__dlpack_device__()[0]) != CPU_DEVICE:
         raise UnsupportedError(
-            f"{name}: the array lies on DLPack device {tuple(x.__dlpack_device__())}; allowed: host memory"
+            f"{name}: the array is on DLPack device {tuple(x.__dlpack_device__())}; allowed: host memory"
         )
     namespace = (
         x.__array_namespace__()

@@ -76,7 +76,7 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
 
 
 def join(out: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """out * share per row; a share of 0 hides whatever the row holds."""
+    """out * share per row; a share of 0 gives 0, also for NaN and infinity."""
     with np.errstate(invalid="ignore", over="ignore"):  # inf * 0 is computed, and not taken
         weighted = out * share[..., None]
     return np.where(share[..., None] == 0, 0, weighted).astype(np.result_type(out, share))

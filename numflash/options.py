@@ -1,4 +1,4 @@
-"""What one attention call asks for besides its arrays: one frozen `Options`, built and checked once, then passed whole."""
+"""The options of one attention call: one frozen `Options`, built and checked once, then passed whole."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 * value: one scale per channel.
 
 The scale is max|x| / 127 and -128 is never used. Rows of zeros get scale 1. A row that holds NaN or infinity is stored as
-zeros and remembered: it turns the outputs of the rows that see it into NaN and spoils nothing else.
+zeros and remembered: it makes the rows that attend to it NaN, and changes no other row.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class QuantizedTensor:
         )
 
     def dequantize(self) -> np.ndarray:
-        """(..., L, D) float32: data * scale + offset; rows that were not finite come back as NaN."""
+        """(..., L, D) float32: data * scale + offset; rows that were not finite become NaN."""
         scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
         with np.errstate(over="ignore"):  # the largest float32 may round up to infinity
             x = self.data.astype(np.float32) * scale

@@ -103,7 +103,7 @@ def gradients(
 
     P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap; dQ = dS.K * scale,
     dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0 takes no part, even where it is not finite. An LSE of
-    `LARGEST_LSE` or more is computed anew.
+    `LARGEST_LSE` or more is recomputed.
     """
     nb, nh, nkv, length, s, _, _ = problem.shape
     query, key, value = (

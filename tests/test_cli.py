@@ -193,7 +193,7 @@ def test_demo():
         "1. How exact",
         "2. How fast",
         "3. Where the time goes",
-        "4. What lies in which cache",
+        "4. What fits which cache",
         "working set 58.75 KiB",
     ):
         assert part in out

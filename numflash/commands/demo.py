@@ -1,4 +1,4 @@
-"""The main job: attention on real activations, how exact, how fast, where the time goes, and what lies in which cache."""
+"""The main job: attention on real activations, how exact, how fast, where the time goes, and what fits which cache."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def phase_table(
 def tiling_text(isa: str) -> str:
     """The tiling of this machine's kernel and of the A64FX summary's (docs/sources.md), with their sizes."""
     names = [f"{isa}-int8", "a64fx-fused-48x64"]
-    parts = ["4. What lies in which cache"]
+    parts = ["4. What fits which cache"]
     for name in names:
         t = tiling.TILINGS[name]
         caches = tiling.CACHES["a64fx"] if "a64fx" in name else tiling.Caches.of_this_machine()

@@ -191,7 +191,7 @@ def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64)
     Raises
     ------
     ArgumentError
-        `kernel` is not compiled by Numba, `cache` holds no line, or an array does not lie in one piece.
+        `kernel` is not compiled by Numba, `cache` holds no line, or an array is not contiguous.
     """
     if not isinstance(kernel, Dispatcher):
         raise ArgumentError(

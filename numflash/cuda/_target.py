@@ -98,7 +98,7 @@ def _offline(cc: tuple) -> Iterator[None]:
 
 
 def missing_labels(ptx: str) -> set[str]:
-    """Labels that are branched to and stand nowhere."""
+    """Labels that are branched to and not defined."""
     return set(re.findall(r"\bbra(?:\.uni)?\s+(\$\w+);", ptx)) - set(
         re.findall(r"^(\$\w+):", ptx, re.M)
     )

@@ -1,6 +1,6 @@
-"""Arrays that lie on the card: PyTorch, CuPy and Numba in, the same kind out, on the caller's stream, nothing copied.
+"""Arrays on the card (PyTorch, CuPy, Numba): results of the same kind, on the caller's stream, nothing copied.
 
-A NumPy array whose data pointer is a device address stands for such an array while the arguments are checked: views, shapes and
+A NumPy array whose data pointer is a device address represents such an array while the arguments are checked: views, shapes and
 strides are computed as for any array, and nothing ever reads through it.
 """
 
@@ -25,7 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Remote:
-    """A device array: `array` stands for it, `dtype` is its own, `empty` makes another of its kind, `stream` is the caller's."""
+    """A device array: `array` represents it, `dtype` is its own, `empty` makes another of its kind, `stream` is the caller's."""
 
     array: np.ndarray
     dtype: str

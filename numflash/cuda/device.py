@@ -365,16 +365,16 @@ def current_ordinal(driver: Any) -> int:
 
 
 def device_at(named: Sequence[tuple[str, np.ndarray]]) -> Device:
-    """The card on which all of these arrays lie.
+    """The card that all of these arrays are on.
 
     Parameters
     ----------
-    named : argument's name and an array whose data pointer is a device address; empty ones lie anywhere
+    named : argument's name and an array whose data pointer is a device address; empty ones are on any device
 
     Raises
     ------
     ArgumentError
-        They lie on different devices.
+        They are on different devices.
     """
     driver = open_driver()
     there = [(name, device_of(driver, x.ctypes.data)) for name, x in named if x.size]

@@ -40,7 +40,7 @@ def rows_per_block(tiling: Tiling, rows: int) -> int:
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values such that 0 * NaN never happens: a key row whose value is not finite becomes NaN, its value 0.
 
-    A hidden key's score is replaced before it is used, so a NaN key spoils exactly the rows that see it.
+    A hidden key's score is replaced before it is used, so a NaN key makes exactly the rows NaN that attend to it.
     """
     exponent = np.uint16(0x7F80 if bits else 0x7C00)
     bad = (value.view(np.uint16) & exponent) == exponent

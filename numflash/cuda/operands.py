@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `args` holds tuples of arrays, which stand for their addresses, and of numbers."""
+    """One kernel launch. `args` holds tuples of arrays, which are passed as addresses, and of numbers."""
 
     factory: Callable
     constants: dict[str, Any]
@@ -32,7 +32,7 @@ class Launch:
     grid: tuple[int, int, int]
     args: tuple
     finish: Callable[[], Any]  # the results, once the kernel has run
-    resident: frozenset[int] = frozenset()  # ids of the arrays that lie on the card already
+    resident: frozenset[int] = frozenset()  # ids of the arrays that are on the card already
 
 
 def padded(d: int) -> int:
@@ -61,7 +61,7 @@ def band(problem: Problem) -> tuple[bool, int, int]:
 
 
 def resident_ids(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
-    """Ids of the arrays that lie on the card: they stand for memory that is not theirs. One that owns its memory is the host's."""
+    """Ids of the arrays on the card: they represent memory that they do not own. An array that owns its memory is the host's."""
     return (
         frozenset() if results is None else frozenset(id(x) for x in arrays if x.base is not None)
     )
@@ -105,7 +105,7 @@ def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, An
 
 
 def aligned(name: str, x: np.ndarray) -> np.ndarray:
-    """x if the kernels can read its rows as they lie: contiguous rows at multiples of 16 bytes."""
+    """x if the kernels can read its rows in place: contiguous rows at multiples of 16 bytes."""
     steps = [n for n, size in zip(x.strides[:3], x.shape[:3], strict=True) if size > 1]
     if (x.strides[3] != x.itemsize and x.shape[3] > 1) or any(
         n % 16 for n in (*steps, x.ctypes.data, x.shape[3] * x.itemsize)

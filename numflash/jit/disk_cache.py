@@ -44,7 +44,7 @@ _IMPORT = re.compile(
 
 @functools.cache
 def _imports(path: Path) -> frozenset[Path]:
-    """The package's own files that a file imports, wherever in it the import stands."""
+    """The package's own files that a file imports, at any place in it."""
     root = Path(__file__).parents[1]
     found: set[str] = set()  # as text: a Path takes twenty times as long
     for dots, module, names in _IMPORT.findall(_source(path)):  # parsing takes eight times as long
@@ -130,8 +130,8 @@ def salt(value: Any) -> str:
 def named(function: Callable) -> Callable:
     """Name a closure after all that it closes over.
 
-    Numba tells the closures of a factory apart by a number that every process counts anew. Two of them, compiled in different
-    processes and loaded from the cache into a third, would share a symbol, and one would run the other's code.
+    Numba tells the closures of a factory apart by a counter that starts at zero in every process. Two of them, compiled in
+    different processes and loaded from the cache into a third, would share a symbol, and one would run the other's code.
     """
     if function.__closure__ and not hasattr(function, "_named"):
         function.__qualname__ += "." + hashlib.sha256(salt(function).encode()).hexdigest()[:16]
@@ -140,7 +140,7 @@ def named(function: Callable) -> Callable:
 
 
 class _CheckedFile(caching.IndexDataCacheFile):
-    """Cache files whose entries prove that they are whole and belong to the key that asks."""
+    """Cache files whose entries carry their key and a checksum, verified when they are read."""
 
     def save(self, key: Any, data: Any) -> None:
         payload = pickle.dumps(data, protocol=-1)

@@ -1,6 +1,6 @@
 """Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
-`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` anew for every dtype
+`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` once for every dtype
 and shape.
 """
 
@@ -49,7 +49,7 @@ def keep(bits: int) -> None:
     """Let the C library keep 2**bits bytes that a call frees, for the next one.
 
     glibc gives the top of its heap back to the system once more is free than twice the largest block ever freed, and takes blocks
-    larger than that straight from the system: the pages of several large arrays are cleared anew at each call, 0.5 ms per MB on a
+    larger than that straight from the system: the pages of several large arrays are zeroed again at each call, 0.5 ms per MB on a
     virtual machine. Freeing one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
     M_MMAP_THRESHOLD; the most they move to is 32 MB).
     """
@@ -89,7 +89,8 @@ def _allocator(clear: bool) -> Any:
             )
             return out._getvalue()
 
-        return kind(*map(types.unliteral, (shape, dtype, name))), codegen
+        # Numba keeps one implementation for each signature, so the name stays part of it
+        return kind(types.unliteral(shape), types.unliteral(dtype), name), codegen
 
     allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "uncleared"
     return intrinsic(prefer_literal=True)(allocate)

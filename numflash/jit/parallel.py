@@ -1,6 +1,6 @@
 """Tasks on Numba's threads: one `prange`, compiled once, for all kernels.
 
-A `prange` of its own costs a kernel most of a second to compile, whatever stands in it: Numba makes its body a function of its
+A `prange` of its own costs a kernel most of a second to compile, whatever its body does: Numba makes its body a function of its
 own, that a generalised ufunc, and that a call with one argument for every dimension of every array. Here the loop calls a task by
 its address; what it works on waits in the kernel's frame.
 

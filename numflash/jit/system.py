@@ -1,7 +1,7 @@
-"""What is asked of the operating system: every answer has a fallback, so that other systems run the same code.
+"""Queries to the operating system. Each has a fallback, so that other systems run the same code.
 
-Linux tells its caches in sysfs and wants to be asked for AMX tiles; macOS tells its caches by sysctl; Windows is not asked. OpenMP
-and its fork problem are in `threads`.
+Linux describes its caches in sysfs and permits AMX tiles on request; macOS describes its caches by sysctl; Windows is not asked.
+OpenMP and its problem with fork are in `threads`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SYSFS = "/sys/devices/system/cpu/cpu0/cache"
 
 
 def cache_sizes() -> dict[int, int]:
-    """{level: bytes} of the data caches of a (fast) core, and {0: line size}; {} where the system does not tell."""
+    """{level: bytes} of the data caches of a (fast) core, and {0: line size}; {} if unknown."""
     if sys.platform == "darwin":
         return sysctl_caches(ctypes.CDLL(None))
     return sysfs_caches() if sys.platform == "linux" else {}

@@ -39,7 +39,7 @@ _LANELESS_ARM = re.compile(
 
 
 class Loop(NamedTuple):
-    """An innermost loop: the symbol it stands in, how many loops surround it (1 = none), and its instructions."""
+    """An innermost loop: the symbol that contains it, how many loops surround it (1 = none), and its instructions."""
 
     function: str
     depth: int

@@ -17,7 +17,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..interop import import_array, widen
 from ..options import COMMON, IMPLS, Options
 
-# name of a row of the table -> what `attention` is asked for
+# name of a row of the table -> the options of `attention`
 VARIANTS: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "bfloat16": {"precision": "bfloat16"},

@@ -2,7 +2,7 @@
 
 The parts are those of `flash_int8`: scores (Q.K^T with its epilogue), softmax, rescaling (merge of m, l and O), values (P.V with
 its epilogue). Each is timed as what it adds, so the parts add up to the whole; packing is a kernel of its own anyway. Full
-attention on sizes that fill every tile; what edges and options cost shows in the whole kernel.
+attention on sizes that fill every tile; the cost of edges and options is part of the whole kernel's time only.
 """
 
 from __future__ import annotations

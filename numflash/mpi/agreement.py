@@ -34,7 +34,7 @@ def communicator(comm: Any) -> Any:
 
 
 def portable(error: Exception, rank: int) -> Exception:
-    """The error with its rank's number, as one that can travel."""
+    """A picklable copy of the error, with its rank's number."""
     message = f"rank {rank}: {error}"
     try:
         copy = type(error)(message)

@@ -44,7 +44,7 @@ class Ring:
     """Ring attention as the model sees it.
 
     rate : operations per second of one rank's kernel, 4 H D for each visible pair of query and key
-    heads, kv_heads, head_dim : of the whole problem;  precision : of what travels
+    heads, kv_heads, head_dim : of the whole problem;  precision : of the messages
     """
 
     rate: float

@@ -1,4 +1,4 @@
-"""One attention problem over all ranks: who holds what, who sees what, and therefore what travels how far."""
+"""One attention problem over all ranks: which rank stores which tokens, which rows attend to them, and what has to be sent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAR = 1 << 40  # no limit on a side of the window
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank knows before the first key travels.
+    """What each rank knows before the first message.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Plan:
         return found
 
     def sees(self, rows: slice, start: int, keys: Range) -> bool:
-        """Whether query rows, the first at `start` of the whole sequence, see any of the keys."""
+        """Whether query rows, the first at `start` of the whole sequence, attend to any of the keys."""
         p, n = self.problem, rows.stop - rows.start
         if not len(p.diagonal):
             return False

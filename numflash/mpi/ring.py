@@ -84,9 +84,9 @@ def rotate(
     """Call `work` on the shard of every rank in turn, own first; the next one arrives meanwhile.
 
     ranges : (owner, step) -> ranges
-        What travels, see `Plan.itinerary`.
+        What is sent, see `Plan.itinerary`.
     work
-        Must not raise: the ring would stand still.
+        Must not raise: the other ranks would wait forever.
     """
     from mpi4py import MPI
 

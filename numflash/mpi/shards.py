@@ -1,4 +1,4 @@
-"""Keys and values as they travel: one buffer of bytes per message, without a header, because both ends know what is in it."""
+"""Keys and values as messages: one buffer of bytes each, without a header, because both ends know its layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Format:
     """What a shard holds.
 
     Float: key, value. INT8: the scale of each key (NaN marks a row whose key or value was not finite), key, value. The smoothing
-    offset and the scales of the value's channels are the same on all ranks and do not travel.
+    offset and the scales of the value's channels are the same on all ranks and are not sent.
     """
 
     lead: tuple[int, int]
@@ -45,7 +45,7 @@ class Format:
 
     @classmethod
     def of(cls, problem: Problem) -> Format:
-        """The fields that a problem's keys and values travel in."""
+        """The fields of a message with a problem's keys and values."""
         d, dv = problem.shape[5:]
         if problem.precision == "int8":
             kinds = [

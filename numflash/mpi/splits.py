@@ -84,11 +84,11 @@ class Split:
         return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.chunks[rank])])
 
     def permutation(self) -> np.ndarray:
-        """(L,) int64: place in the whole sequence of token n of all shards laid one behind the other."""
+        """(L,) int64: place in the whole sequence of token n of all shards, concatenated in rank order."""
         return np.concatenate([np.arange(0), *(self.indices(r) for r in range(self.ranks))])
 
     def shard(self, x: np.ndarray, rank: int, axis: int = -2) -> np.ndarray:
-        """What the rank holds of an array of the whole sequence; tokens lie along `axis`."""
+        """The rank's part of an array of the whole sequence, with tokens along `axis`."""
         return np.take(x, self.indices(rank), axis)
 
     def join(self, shards: Sequence[np.ndarray], axis: int = -2) -> np.ndarray:

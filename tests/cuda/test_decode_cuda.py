@@ -488,7 +488,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(
             UnsupportedError,
-            match=f"{name}: the array lies in GPU memory; allowed: arrays in host memory",
+            match=f"{name}: the array is in GPU memory; allowed: arrays in host memory",
         ):
             call()
     assert cache.lengths.tolist() == [4] * B

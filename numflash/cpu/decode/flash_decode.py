@@ -113,7 +113,7 @@ class Blocks(NamedTuple):
     data: np.ndarray
     base: int
     step: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field; tuple has a method of that name
     n: int
     first: int
     inside: bool

@@ -421,7 +421,7 @@ def _say(text: str) -> None:
 
 
 def _write(found: dict[str, Any], path: str) -> None:
-    """The file is whole at every moment."""
+    """Write atomically: a reader sees the old file or the new one."""
     if path != "-":
         new = Path(path + ".new")
         new.write_text(json.dumps(found, indent=1) + "\n")
