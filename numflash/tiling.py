@@ -373,7 +373,7 @@ TILINGS = {
             32,
             4,
             16,
-            96,
+            128,
             KEY_BLOCK,
             _int8_buffers("int16", "uint8"),
         ),

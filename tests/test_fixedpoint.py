@@ -95,3 +95,10 @@ def test_softcap():
     np.testing.assert_array_equal(
         np.array([jitted(v, np.float32(20)) for v in x[::50]]), fx.softcap(x[::50], np.float32(20))
     )
+
+
+def test_the_weight_of_the_octave_itself_is_one():
+    """255 is 1.0 as a weight of 8 bits: what a log-sum-exp divides by."""
+    assert fx.exp2_p8(np.uint16(0)) == fx.P_ONE == 255
+    assert fx.exp2_p16(np.uint16(0)) == fx.P_WIDE == 255 * 256
+    assert fx.exp2_quadratic(np.uint32(0)) == fx.ONE_Q16 == 65536

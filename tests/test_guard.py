@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from numflash.jit import target
+
 ROOT = Path(__file__).parent.parent
 
 PLANTED = """
@@ -20,6 +22,8 @@ from numflash.jit.parallel import over_tasks
 @inline
 def task(n, to, fault, out):
     first, second = uncleared((5,), np.int32, "the first"), zeros((7,), np.float32, "the second")
+    third = uncleared((5,), np.int32, "the third")    # of the same type as the first
+    third[0] = 0
     data = first[:0]                              # Numba checks no bounds
     for i in range(5 if fault != 1 else 4):
         first[i] = i
@@ -80,7 +84,7 @@ def test_planted_faults_are_found_and_the_buffer_named(tmp_path):
     assert "the second: float32: written before its start" in lines[3]
     assert "the first: int32: read beyond its ends" in lines[4]
     assert (
-        "call (planted.py, line 26): int64 (3,): read before it was written, or never" in lines[5]
+        "call (planted.py, line 28): int64 (3,): read before it was written, or never" in lines[5]
     )
 
 
@@ -97,6 +101,31 @@ def test_without_the_variable_functions_stay_as_they_are():
     import numpy as np
 
     assert memory.fresh is np.empty
+
+
+REMOVED = """
+import numpy as np
+from numflash.cpu.int8 import flash_int8
+from numflash.cpu.isa.isas import VECTOR_ISAS
+flash_int8.value_rows = lambda isa, pv: VECTOR_ISAS[isa].rows[-1]
+import numflash
+from numflash.errors import GuardError
+q = np.random.default_rng(0).standard_normal((1, 2, 70, 64)).astype(np.float32)
+try:
+    numflash.attention(q, q, q, precision="int8", pv="fp32", window=(30, 4))
+except GuardError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("amx_int8" not in target.available(), reason="the CPU has no AMX")
+def test_rows_that_are_written_twice_are_found(tmp_path):
+    """P.V in parts of 32 rows, which tiles of 6 rows overrun: heap damage that no result of a small call shows."""
+    (tmp_path / "removed.py").write_text(REMOVED)
+    assert "INT8 output tile: float32: written behind its end" in guarded(
+        str(tmp_path / "removed.py"), timeout=600
+    )
 
 
 @pytest.mark.slow

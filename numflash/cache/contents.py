@@ -47,6 +47,10 @@ def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]
 
 def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of sequence b as float32, in slot order; NaN where a token was not finite."""
+    pages, n = memory.slots(b)
+    unpacked = memory.layout.read(memory.store, pages, n, memory.offset[b])
+    if unpacked is not None:
+        return unpacked
     if memory.settings.dtype == "int8":
         key, value = quantized(memory, b)
         return key.dequantize(), value.dequantize()

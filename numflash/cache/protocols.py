@@ -114,6 +114,12 @@ class Layout(Protocol):
         """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values."""
         ...
 
+    def read(
+        self, store: Any, pages: np.ndarray, slots: int, offset: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """(Hkv, slots, D) and (Hkv, slots, Dv) float32, NaN where a token was not finite; None where no kernel does it."""
+        ...
+
     def write(
         self, store: Any, pages: np.ndarray, key: np.ndarray, value: np.ndarray, scales: np.ndarray
     ) -> None:

@@ -24,6 +24,10 @@ def demo(args: argparse.Namespace) -> Any:
         from . import demo_decode
 
         return demo_decode.run(args.threads, args.dtype)
+    if args.what == "generate":
+        from . import demo_generate
+
+        return demo_generate.run(args.threads, args.dtype)
     from . import demo as job
 
     return job.run(args.threads)
@@ -186,10 +190,15 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "what",
         nargs="?",
-        choices=["ring", "decode"],
-        help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; decode: generation with a cache",
+        choices=["ring", "decode", "generate"],
+        help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; decode: generation with a cache; "
+        "generate: text from a model inside transformers",
     )
-    sub.add_argument("--dtype", default="int8", help="storage of the KV cache of `demo decode`")
+    sub.add_argument(
+        "--dtype",
+        default="int8",
+        help="storage of the KV cache of `demo decode` and `demo generate`",
+    )
     sub.add_argument("--threads", type=positive, default=1, help="default 1")
     sub = command(info, "versions, instruction sets, caches")
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")

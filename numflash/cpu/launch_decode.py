@@ -17,6 +17,7 @@ from .decode.append import make_append_float, make_append_int8
 from .decode.changes import ChangedScratch
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
 from .decode.tiles import ROWS, Tile, tile
+from .decode.unpack import make_unpack
 from .isa.isas import padded
 
 if TYPE_CHECKING:
@@ -170,6 +171,29 @@ class Layout:
             chunks.append(x.transpose(0, 1, 2, 4, 3).reshape(self.kv_heads, slots, width))
         x = np.concatenate(chunks, 2)[..., : self.value_dim]
         return (x.view(np.uint8) - np.uint8(t.v_offset)).view(np.int8) if t.dtype == "int8" else x
+
+    def read(
+        self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """(Hkv, slots, D) and (Hkv, slots, Dv) float32 of the pages, compiled; None for float16, which has no scalar code.
+
+        offset : (Hkv, D) float32, what was subtracted from the keys.
+        """
+        if self.tile.dtype == "float16":
+            return None
+        key, value = (
+            np.empty((self.kv_heads, slots, d), F) for d in (self.head_dim, self.value_dim)
+        )
+        sizes = np.array([self.page_size, self.columns])
+        parallel = key.size + value.size >= PARALLEL_CHANNELS and count() > 1
+        unpack = make_unpack(self.tile, parallel)
+        if not parallel:
+            unpack(store.data, pages, sizes, offset, key, value)
+        else:
+            refuse_after_fork()
+            with one_at_a_time():
+                unpack(store.data, pages, sizes, offset, key, value)
+        return key, value
 
     def write(
         self,

@@ -255,6 +255,7 @@ def _write(path: Path, item: Compiled) -> None:
 
 
 if __name__ == "__main__":
-    import runpy
+    import importlib
+    import sys
 
-    runpy.run_module("numflash.cuda.validate.build", run_name="__main__")
+    sys.exit(importlib.import_module("numflash.cuda.validate.build").main())

@@ -89,7 +89,8 @@ def _allocator(clear: bool) -> Any:
             )
             return out._getvalue()
 
-        return kind(*map(types.unliteral, (shape, dtype, name))), codegen
+        # Numba keeps one implementation for each signature, so the name stays part of it
+        return kind(types.unliteral(shape), types.unliteral(dtype), name), codegen
 
     allocate.__name__ = allocate.__qualname__ = "zeros" if clear else "uncleared"
     return intrinsic(prefer_literal=True)(allocate)

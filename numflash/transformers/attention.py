@@ -131,7 +131,6 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-@torch.compiler.disable
 def _resident(
     query: Tensor,
     key: StandIn,

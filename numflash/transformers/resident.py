@@ -109,7 +109,6 @@ class ResidentCache(Cache):
         return None if self.dtype == "float32" else self.dtype
 
     # ---- one forward pass ------------------------------------------------------------------------------------------------
-    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -128,9 +127,8 @@ class ResidentCache(Cache):
 
     def _finish_or_undo(self) -> None:
         """Undo a forward pass that ended between two layers."""
-        seen = [layer.seen for layer in self.layers]
-        least = min(seen)
-        if max(seen) > least:
+        least = self.get_seq_length()
+        if any(layer.seen > least or layer.unfinished for layer in self.layers):
             self._cut(least)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -220,13 +218,11 @@ class ResidentCache(Cache):
     def _cut(self, tokens: int) -> None:
         """Keep the first `tokens` tokens of every layer."""
         with self._all_layers():
+            lengths = np.array(tokens)
+            if self._valid is not None:
+                lengths = self._valid[:, :tokens].sum(1)
             for layer in self.layers:
-                gone = max(0, layer.seen - tokens)
-                if gone:
-                    removed = np.array(gone)
-                    if self._valid is not None:
-                        removed = self._valid[:, tokens : layer.seen].sum(1)
-                    layer.truncate(tokens, removed)
+                layer.truncate(tokens, lengths)
             if self._valid is not None:
                 self._valid = self._valid[:, :tokens]
             self._known = min(self._known, tokens)

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..cache.kvcache import KVCache
 from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
 from ..torch.sdpa import _threads, attention
-from .masks import Reading, gathered, scattered, to_back, to_front
+from .masks import PLAIN, Reading, gathered, scattered, to_back, to_front
 from .standin import StandIn
 
 # Query rows of a KV head (new tokens times heads of its group) up to which the decode kernel serves them: it reads the cache
@@ -49,7 +49,6 @@ class ResidentLayer(CacheLayerMixin):
         """Note dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -58,7 +57,10 @@ class ResidentLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
         self._new = key_states, value_states
         keys = self.get_mask_sizes(key_states.shape[2])[0]
-        return StandIn.of(key_states, keys, self), StandIn.of(value_states, keys, self)
+        key = StandIn.of(key_states, keys, self)
+        if key_states.shape == value_states.shape:
+            return key, key
+        return key, StandIn.of(value_states, keys, self)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key_states", key), ("value_states", value)):
@@ -115,10 +117,15 @@ class ResidentLayer(CacheLayerMixin):
         self.seen, self._new = 0, None
         self.store = None
 
-    def truncate(self, seen: int, removed: np.ndarray) -> None:
-        """Keep `seen` tokens, of which `removed` (B,) fewer are stored."""
+    @property
+    def unfinished(self) -> bool:
+        """Whether new tokens wait for attention, or a call was interrupted while it appended them."""
+        return self._new is not None
+
+    def truncate(self, seen: int, lengths: np.ndarray) -> None:
+        """Keep `seen` tokens, of which `lengths` (B,) are stored."""
         if self.store is not None:
-            self.store.truncate(self.store.lengths - removed)
+            self.store.truncate(np.minimum(lengths, self.store.lengths))
         self.seen, self._new = seen, None
 
     # ---- attention -------------------------------------------------------------------------------------------------------
@@ -156,6 +163,19 @@ class ResidentLayer(CacheLayerMixin):
         self.seen, self._new = self.seen + n, None
         self.cache.attended(self, reading, b, n)
         return out
+
+    def keep(self) -> None:
+        """Append the tokens that `update` kept, without attention: keys and values that were computed elsewhere."""
+        if self._new is None:
+            raise ArgumentError("past_key_values: there are no new tokens; call update first")
+        key, value = self._new
+        if self.store is None:
+            self.store = self._create(key, value, False)
+        self._reserve(key.shape[2])
+        with _threads():
+            self._append(key, value, PLAIN)
+        self.seen, self._new = self.seen + key.shape[2], None
+        self.cache.attended(self, PLAIN, key.shape[0], key.shape[2])
 
     def _create(self, key: Tensor, value: Tensor, capped: bool) -> KVCache:
         b, heads, n, d = key.shape
@@ -222,7 +242,9 @@ class ResidentLayer(CacheLayerMixin):
                 softcap=options["softcap"],
                 sinks=None if sinks is None else _numpy(sinks),
             )
-        result = torch.from_numpy(out).to(query.dtype)
+        result = torch.from_numpy(out)
+        if query.dtype != torch.float32:
+            result = result.to(query.dtype)
         return result if order is None else scattered(result, order)
 
     def _prefill(

@@ -60,9 +60,12 @@ def test_lengths(l, s):
         {"window": (200, 30)},
         {"is_causal": True, "alignment": "lower_right"},
         {"key_lengths": [290]},
+        {"window": (5, 3)},
+        {"key_lengths": [150], "window": (40, 0)},  # some rows see no key at all
     ],
 )
-def test_edges_before_and_behind(options):
+def test_edges(options):
+    """Edge blocks whose rows all see some key are streamed, others go block by block."""
     check(qkv(h=2, l=300, s=600, d=64), **options)
 
 

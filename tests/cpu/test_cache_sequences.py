@@ -248,3 +248,30 @@ def test_an_interrupted_call_has_done_all_or_nothing(change, page_size):
         found = snapshot(cache)
         assert same(found, before) or same(found, after), (change, line)
     assert line > 3
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("page_size", [None, 128])
+def test_reading_is_the_inverse_of_storing(dtype, page_size):
+    """The compiled reading against the arrays of `state`, also of heads that fill no panel and of tokens not finite."""
+    cache = KVCache(2, G, 5, 300, dtype, page_size, value_dim=70, smooth=dtype == "int8")
+    key, value = draw((2, G, 150, 5)), draw((2, G, 150, 70), 1)
+    value[0, 1, 7, 3] = np.nan
+    cache.append(key, value, counts=[150, 20])
+    for b, n in ((0, 150), (1, 20)):
+        k, v = cache.read(b)
+        assert k.shape == (G, n, 5) and v.shape == (G, n, 70)
+        if dtype == "int8":
+            wanted = [x.dequantize() for x in cache.quantized(b)]
+        else:
+            name = {"float32": np.float32, "float16": np.float16}.get(dtype)
+            stored = [cache.state()[f"{x}{b}"] for x in ("key", "value")]
+            wanted = [
+                (x.astype(np.uint32) << 16).view(np.float32) if name is None else x.view(name)
+                for x in stored
+            ]
+        for x, y, original in zip((k, v), wanted, (key[b, :, :n], value[b, :, :n]), strict=True):
+            bad = np.isnan(x)
+            assert bad.sum() == (x.shape[2] if b == 0 else 0)
+            np.testing.assert_array_equal(x[~bad], y[~bad])
+            np.testing.assert_allclose(x[~bad], original[~bad], atol=0.05)

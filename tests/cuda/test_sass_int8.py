@@ -124,8 +124,8 @@ def test_float_values(arch, d, name):
 def test_hopper(d, name):
     """Scores are multiplied in two places (the first block's, the next one's), weights and values in one.
 
-    As many fences as groups of products, the first block's and, up to 128, one more where the next block's are issued or not: ptxas
-    has set none of its own around each product.
+    As many fences and as many waits as groups of products (first scores, next scores, parts of the values): ptxas has
+    added none of its own.
     """
     found = resources(
         flash_int8_hopper,
@@ -137,7 +137,8 @@ def test_hopper(d, name):
     )
     columns = 64 if d in (64, 128) else 32
     assert found.count("IGMMA") == 2 * d // 32 + 4 * d // columns
-    assert found.count("WARPGROUP.ARRIVE") == 2 + d // columns + (d <= 128)
+    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 + d // columns
+    assert found.count("R2UR") <= 16, "the role of a warp is one number for it"
     assert (
         found.count("USETMAXREG") == 2
         and found.count("UTMALDG.5D") > 0

@@ -70,7 +70,10 @@ MUTANTS = [
     ),
     Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
-        "cpu/int8/blocks.py", "def value_rows(", "def value_rows_of_another_name(", FLOAT_VALUES
+        "cpu/int8/blocks.py",
+        'rows = max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        "rows = VECTOR_ISAS[isa_name].rows[-1]",
+        FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),

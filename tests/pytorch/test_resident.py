@@ -249,6 +249,17 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     assert [layer.seen for layer in cache.layers] == [43, 40]
     monkeypatch.undo()
     torch.testing.assert_close(logits(llama, [TOKENS[:, :3]], cache), wanted[:, 40:])
+    cache.crop(-3)
+    decode = second.store.decode  # after the tokens were appended
+    monkeypatch.setattr(
+        second.store, "decode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        logits(llama, [TOKENS[:, :3]], cache)
+    assert second.store.lengths.tolist() == [43, 43] and cache.get_seq_length() == 40
+    monkeypatch.undo()
+    assert second.store.decode == decode
+    torch.testing.assert_close(logits(llama, [TOKENS[:, :3]], cache), wanted[:, 40:])
     monkeypatch.setattr(second, "truncate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         cache.crop(-2)

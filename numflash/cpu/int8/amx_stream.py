@@ -8,6 +8,7 @@ looks ahead. So the steps of one block (scores, softmax, values) are spread over
     --       (check, merge)                     octaves of block u-1: m, l and O shift; stop if int16 did not hold them
     QK 2, 3  scores of keys 64..127 of block u  scores of keys 0..63 of block u to int16
     PV 0, 1  values 0, 1 of block u-1           scores of keys 64..127 of block u to int16
+    --       (hide)                             at an edge, scores of keys that a row does not see
     PV 2...  the other values of block u-1      first weights of block u;     O += values of block u-1
 
 A product block (QK i, PV i) is 32 rows x 32 columns: 2 x 2 tiles of sums over one or more steps of 64 bytes. Three rules, found by
@@ -20,8 +21,8 @@ measurement, make its tile instructions cheap:
 * About as many rows of vector work follow each product as the matrix unit needs time for it.
 
 The pipeline does not care what the turns belong to: a turn is a row of addresses (`Turn`), and the stream goes from one query tile
-into the next without running empty. Two turns of padding before and one after the real ones fill and drain it; they write to a
-scratch tile. The bits are those of `flash_int8`'s steps: the same operations on every number, in the same order.
+into the next without running empty. Two turns of padding before the real ones fill it, and write to a scratch tile; a turn without
+scores drains it. The bits are those of `flash_int8`'s steps: the same operations on every number, in the same order.
 
 The stream is one function in LLVM's language, made for a number of steps and of value blocks; `address_of` compiles it, `run`
 calls it. It returns the number of turns that it has finished: fewer than given if scores left int16.
@@ -37,7 +38,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...fixedpoint import P_A, P_B, P_WIDE
+from ...fixedpoint import MASKED, P_A, P_B, P_WIDE
 from ...jit import target
 from ...jit.compiler import bare, kernel
 from ...tiling import KEY_BLOCK
@@ -64,6 +65,9 @@ class Turn(NamedTuple):
     o: int = 40  # rows of O, float32
     m: int = 48  # running octaves of the rows
     l: int = 56  # running sums of the rows
+    lo: int = 64  # the first key that each row sees, int64; 0 (no address): every row sees the whole block
+    hi: int = 72  # and the key after the last one
+    first: int = 80  # the first key of the block: a number
 
 
 TURN, BEFORE, AFTER = Turn(), 2, 2
@@ -218,6 +222,26 @@ class Stream:
 
         return [functools.partial(row, m) for m in range(BLOCK)]
 
+    def hide(self, turn: Turn) -> None:
+        """Scores of keys that a row does not see become those of weight 0."""
+        b, (lo, hi) = self.b, (pointer(self.b, x) for x in (turn.lo, turn.hi))
+
+        def bound(keys, m):
+            key = b.sub(_load(b, keys, I64, b.mul(m, I64(8)), 8), turn.first)
+            key = call(
+                b, "llvm.smax.i64", I64, call(b, "llvm.smin.i64", I64, key, I64(KEY_BLOCK)), I64(0)
+            )
+            return splat(b, b.trunc(key, I16), WORDS)
+
+        with cgutils.for_range(b, I64(BLOCK)) as loop:
+            first, stop = bound(lo, loop.index), bound(hi, loop.index)
+            row = _at(b, self.scratch, b.add(I64(AT.scores), b.mul(loop.index, I64(64))))
+            for v in range(KEY_BLOCK // BLOCK):
+                keys = ir.Constant(WORDS, list(range(v * BLOCK, (v + 1) * BLOCK)))
+                seen = b.and_(b.icmp_signed(">=", keys, first), b.icmp_signed("<", keys, stop))
+                x = _load(b, row, WORDS, v * 2048, 64)
+                _store(b, b.select(seen, x, constant(WORDS, MASKED)), row, v * 2048, 64)
+
     def value_rows(self, block, o) -> list:
         """o += sums * scale of the row, a power of two: 32 columns of O."""
         b = self.b
@@ -357,8 +381,7 @@ class Pipeline:
         self.scratch = scratch
         row = _at(b, table, b.mul(turn, I64(8 * FIELDS)))
         self.following, self.now, self.last, self.before = (
-            Turn(*(pointer(b, _load(b, row, I64, 8 * FIELDS * n + place, 8)) for place in TURN))
-            for n in (BEFORE + 1, BEFORE, BEFORE - 1, BEFORE - 2)
+            self._turn(row, n) for n in (BEFORE + 1, BEFORE, BEFORE - 1, BEFORE - 2)
         )
         odd = b.and_(turn, I64(1))
         other = b.mul(odd, I64(AT.other_weights))
@@ -367,6 +390,17 @@ class Pipeline:
         # groups of weights beside PV 2 and on, in order; the rest is left for the next turn's QK 0, 1
         self.early = min(BLOCK // GROUP, values - 2)
         self.late = (BLOCK // GROUP - self.early) // 2 * GROUP
+
+    def _turn(self, row, n: int) -> Turn:
+        """Row n of the table from `row` on: pointers, but for the last three."""
+        b = self.b
+        numbers = Turn(*(_load(b, row, I64, 8 * FIELDS * n + place, 8) for place in TURN))
+        return Turn(*(pointer(b, x) for x in numbers[:-3]), *numbers[-3:])
+
+    def hide_edges(self) -> None:
+        """Where block u is at the edge of what a row sees."""
+        with self.b.if_then(self.b.icmp_unsigned("!=", self.now.lo, I64(0)), likely=False):
+            self.stream.hide(self.now)
 
     def scores_of(self, turn: Turn, n) -> Operands:
         """The operands of QK n (an IR value)."""
@@ -452,18 +486,38 @@ class Pipeline:
 
         self.pair(emit)
 
-    def other_values(self, n: int) -> None:
-        """PV n, n + 1 beside weights of block u and the values two blocks before."""
+    def other_values(self, n: int, drained: bool = False) -> None:
+        """PV n, n + 1 beside the values two blocks before and weights of block u, if there is one (not `drained`)."""
         b, s = self.b, self.stream
 
         def emit(t):
             o = self.columns(self.last, b.add(t, I64(n - 2)))
             beside = s.value_rows(self.sums_of(t), o)
-            if n - 2 < self.early:
+            if n - 2 < self.early and not drained:
                 first = b.mul(b.add(t, I64(n - 2)), I64(GROUP))
                 beside = _mixed(s.softmax_rows(first, GROUP, self.new_weights), beside)
             other, now = self.sums_of(b.sub(I64(1), t)), self.values_of(b.add(t, I64(n)))
             s.block("tdpbusd", now, self.after_values(t, n), 2, other, beside)
+
+        self.pair(emit)
+
+    def late_weights(self) -> None:
+        """The weights of block u-1 that turn u would find, by themselves."""
+        late = I64(self.early * GROUP)
+        for work in self.stream.softmax_rows(late, 2 * self.late, self.weights):
+            work()
+
+    def drained_values(self) -> None:
+        """PV 0, 1 where no scores follow, beside the last values of block u-2."""
+        b, s = self.b, self.stream
+        s.prime(self.values_of(I64(0)))
+
+        def emit(t):
+            o = self.columns(self.before, b.add(t, I64(self.values - 2)))
+            other = self.sums_of(b.sub(I64(1), t))
+            following = self.values_of(I64(1) if self.values == 2 else b.add(t, I64(1)))
+            beside = s.value_rows(self.sums_of(t), o)
+            s.block("tdpbusd", self.values_of(t), following, 2, other, beside)
 
         self.pair(emit)
 
@@ -485,37 +539,41 @@ def _emit(b, table, count, scratch, steps: int, values: int) -> None:
     def pipeline(turn):
         return Pipeline(b, table, scratch, turn, steps, values)
 
+    def merge(p, turn):
+        """The state takes in block u-1, whose softmax is complete now; or the stream ends, if scores left int16."""
+        left = b.and_(p.stream.left_int16(), b.icmp_signed(">", turn, I64(0)))  # turn 0 fills
+        with b.if_then(left, likely=False):
+            b.ret(b.sub(turn, I64(1)))
+        p.stream.merge(p.last.o, p.last.m, p.last.l)
+
+    entry, body = b.block, b.append_basic_block("turn")
+    drain = b.append_basic_block("drain")
     first = pipeline(I64(0))
     first.stream.prime(first.scores_of(first.now, I64(0)))
-    head, body, going_on = (b.append_basic_block(name) for name in ("head", "turn", "turn.rest"))
-    left, end = b.append_basic_block("left"), b.append_basic_block("end")
-    entry = b.block
-    b.branch(head)
-
-    b.position_at_end(head)
-    turn = b.phi(I64)
-    turn.add_incoming(I64(0), entry)
-    b.cbranch(b.icmp_signed("<=", turn, count), body, end)
+    b.branch(body)
 
     b.position_at_end(body)
+    turn = b.phi(I64)
+    turn.add_incoming(I64(0), entry)
     p = pipeline(turn)
     p.first_scores()
-    real = b.icmp_signed(">", turn, I64(0))  # turn 0 has no block before it
-    b.cbranch(b.and_(real, p.stream.left_int16()), left, going_on)
-
-    b.position_at_end(left)
-    b.ret(b.sub(turn, I64(1)))
-
-    b.position_at_end(going_on)
-    p.stream.merge(p.last.o, p.last.m, p.last.l)
+    merge(p, turn)
     p.last_scores()
     p.first_values()
+    p.hide_edges()
     for n in range(2, values, 2):
         p.other_values(n)
-    turn.add_incoming(b.add(turn, I64(1)), b.block)
-    b.branch(head)
+    following = b.add(turn, I64(1))
+    turn.add_incoming(following, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), body, drain)
 
-    b.position_at_end(end)
+    b.position_at_end(drain)
+    p = pipeline(count)
+    p.late_weights()
+    p.drained_values()
+    merge(p, count)
+    for n in range(2, values, 2):
+        p.other_values(n, drained=True)
     pipeline(b.add(count, I64(1))).last_values()
     b.ret(count)
 
@@ -579,6 +637,40 @@ def scratch_size() -> int:
     return AT.size + 2 * BLOCK * 4
 
 
+PART, NONE, EDGE, WHOLE = range(4)
+
+
+@bare
+def seen(tile, i, first):
+    """What the BLOCK rows from i on see of the block of keys `first`: all of it, each row some, or none; or only some rows do.
+
+    The bounds of the rows are non-decreasing.
+    """
+    last, stop = min(i + BLOCK, tile.real) - 1, first + KEY_BLOCK
+    if tile.lo[i] >= stop or tile.hi[last] <= first:
+        return NONE
+    if tile.lo[last] <= first and tile.hi[i] >= stop:
+        return WHOLE
+    if tile.lo[last] < stop and tile.hi[i] > first:
+        for r in range(i, last + 1):
+            if tile.hi[r] <= tile.lo[r]:
+                return PART
+        return EDGE
+    return PART
+
+
+@bare
+def stream_stop(tile, kv, first, stop):
+    """The end of the blocks from key `first` on that the stream can take: of finite keys, seen by all rows of a turn or by none."""
+    for c in range(first, stop, KEY_BLOCK):
+        if kv.wide[c // KEY_BLOCK] != 0:
+            return c
+        for i in range(0, tile.real, BLOCK):
+            if seen(tile, i, c) == PART:
+                return c
+    return max(first, (stop + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK)
+
+
 @bare
 def fill_turns(table, scratch, tile, kv, state, first, stop):
     """The turns of all rows of a tile and the key blocks first .. stop; returns their number.
@@ -589,15 +681,20 @@ def fill_turns(table, scratch, tile, kv, state, first, stop):
     for near in range(first, stop, NEAR * KEY_BLOCK):
         for i in range(0, tile.rows, BLOCK):
             for c in range(near, min(stop, near + NEAR * KEY_BLOCK), KEY_BLOCK):
+                sight = seen(tile, i, c)
+                if sight == NONE:
+                    continue
                 turn = table[n]
                 turn[0], turn[1] = address(tile.q) + i * stride, address(tile.scale) + 4 * i
                 turn[2], turn[3] = address(kv.keys) + c * stride, address(kv.scale) + 4 * c
                 turn[4], turn[5] = address(kv.values) + c * width, address(state.o) + i * width * 4
                 turn[6], turn[7] = address(state.m) + 4 * i, address(state.l) + 4 * i
+                turn[8] = address(tile.lo) + 8 * i if sight == EDGE else 0
+                turn[9], turn[10] = address(tile.hi) + 8 * i, c
                 n += 1
     padding = address(scratch) + AT.size
     for at, like in ((0, BEFORE), (1, BEFORE), (n, n - 1), (n + 1, n - 1)):
-        for field in range(5):
+        for field in range(FIELDS):
             table[at, field] = table[like, field]
         table[at, 5], table[at, 6] = padding + 2 * BLOCK * 4, padding
         table[at, 7] = padding + BLOCK * 4
@@ -610,6 +707,6 @@ def stream_blocks(stream, table, scratch, tile, kv, state, first, stop):
     most = TURNS // (tile.rows // BLOCK) * KEY_BLOCK
     for c in range(first, stop, most):
         n = fill_turns(table, scratch, tile, kv, state, c, min(stop, c + most))
-        if run(stream, address(table), n, address(scratch)) < n:
+        if n > 0 and run(stream, address(table), n, address(scratch)) < n:
             return False
     return True

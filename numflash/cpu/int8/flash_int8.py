@@ -14,13 +14,14 @@ The plan is that of the A64FX summary (docs/sources.md), with the integer pipeli
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and dense masks change the scores
 before they are stored as int16 (`score_changes`), from which a row of ALiBi takes off the whole octaves that it is sure to lie
 below. Where int16 does not hold a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
-to the row's own octave; the bits are the same where both apply. On AMX, blocks without edges and options go through `amx_stream`,
-which runs the same steps of many blocks side by side.
+to the row's own octave; the bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
+runs the same steps of many blocks side by side.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
 from . import amx_stream, wide_rows
-from .amx_stream import stream_blocks
+from .amx_stream import stream_blocks, stream_stop
 from .blocks import score_block, value_block, value_rows
 from .rows import (
     State,
@@ -50,7 +51,6 @@ from .rows import (
     lower_base,
     mark_live,
     padded_changes,
-    plain_stop,
     query_nonfinite,
     store_rows,
     unit_range,
@@ -101,6 +101,7 @@ def make_attend(isa_name: str, pv: str):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
     isa = VECTOR_ISAS[isa_name]
     block_q = tiling(isa_name).block_q
+    block_q -= block_q % math.lcm(value_rows(isa_name, pv), isa.rows[-1])  # whole units of rows
     plain_scores = score_block(isa_name)
     changed_scores = score_block(isa_name, True)
     float_scores = score_block(isa_name, True, True)
@@ -267,6 +268,7 @@ def make_attend(isa_name: str, pv: str):
             state.base[i] = I(0)
         for i in range(tile.real, tile.rows):  # computed by the stream, stored by nobody
             tile.scale[i] = F(0)
+            tile.lo[i], tile.hi[i] = tile.lo[tile.real - 1], tile.hi[tile.real - 1]
         clear(tile, state)
 
     @bare
@@ -377,7 +379,7 @@ def make_attend(isa_name: str, pv: str):
             following = begin_at
             while following < span.stop:
                 first = following
-                stop = plain_stop(kv.wide, span, first) if streaming else first
+                stop = stream_stop(tile, kv, first, span.stop) if streaming else first
                 if stop > first:
                     following = stop
                     streaming = stream_blocks(

@@ -88,16 +88,6 @@ def block_at(span, first, s):
 
 
 @bare
-def plain_stop(wide, span, first):
-    """The end of the blocks from `first` on that are whole, seen by every row, and of finite keys."""
-    stop = first
-    if first >= span.shared:
-        while stop + KEY_BLOCK <= span.shared_stop and wide[stop // KEY_BLOCK] == 0:
-            stop += KEY_BLOCK
-    return stop
-
-
-@bare
 def mark_live(tile, block):
     """Which rows see some key of the block."""
     lo, hi, stop = tile.lo, tile.hi, block.first + block.columns

@@ -114,7 +114,7 @@ def flash_int8_hopper(
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warpgroup = i32(thread & 31), i32(thread >> 7)
+        lane, warpgroup = i32(thread & 31), ptx.uniform(i32(thread >> 7))
         pack, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv_head = i32(pack * packed // group)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
@@ -229,9 +229,11 @@ def flash_int8_hopper(
             if tile < tiles:
                 begin_scores(s, dq, n, full, ring)
                 ptx.wgmma_commit()
-            while tile < tiles:
                 wait_none()
                 fence_s(s, 0)
+            while (
+                tile < tiles
+            ):  # no product is under way from one turn to the next: ptxas would wait for it
                 stage = u32(n & (stages - 1))
                 start = i32(tile * block_k)
                 log2_scores(
@@ -265,10 +267,9 @@ def flash_int8_hopper(
                         )
                     ptx.wgmma_commit()
                     if overlap and part + 1 == parts:
-                        if (
-                            tile + 1 < tiles
-                        ):  # the next block's scores beside the last sums of this one
-                            begin_scores(s, dq, i32(n + 1), full, ring)
+                        # the next block's scores beside the last sums of this one; after the last block its own once more, which
+                        # nobody reads: with a branch around them ptxas adds waits of its own
+                        begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
                         ptx.wgmma_commit()
                         wait_one()
                     else:
@@ -280,11 +281,13 @@ def flash_int8_hopper(
                             ptx.mul(ptx.to_float(acc[i]), share[(i >> 1) & 1]),
                         )
                 ptx.mbarrier_arrive(empty + stage * u32(8))
+                if not overlap:
+                    begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
+                    ptx.wgmma_commit()
+                wait_none()
+                fence_s(s, 0)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
-                if not overlap and tile < tiles:
-                    begin_scores(s, dq, n, full, ring)
-                    ptx.wgmma_commit()
             write_rows(
                 o,
                 m,

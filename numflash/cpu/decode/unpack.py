@@ -1,0 +1,84 @@
+"""Taking tokens out of a KV cache again: from the decode layout to rows of float32, for attention of a long prompt over a cache."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ...jit.compiler import bare, kernel
+from ...jit.parallel import over_tasks
+from ...tiling import KEY_BLOCK
+from .append import in_turn
+from .tiles import Tile
+
+F, I = np.float32, np.int32
+
+
+@functools.cache
+def make_unpack(tile: Tile, parallel: bool):
+    """unpack(data, pages, sizes, offset, key, value): the first tokens of one sequence, in slot order.
+
+    data, pages : of `flash_decode.Store`, its page numbers for this sequence; sizes (2,) int64: page size, columns
+    offset (Hkv, D) float32, added to the keys of INT8
+    key (Hkv, n, D), value (Hkv, n, Dv) float32, written; NaN where a token was not finite
+    """
+    group, panel, scales, exact = tile.group, tile.panel, tile.scales, tile.dtype == "int8"
+    for_each = over_tasks if parallel else in_turn
+    shift = 16 if tile.dtype == "bfloat16" else 0
+    q_wraps, v_wraps = tile.q_offset > 0, tile.v_offset > 0
+
+    @bare
+    def code(x, wraps):
+        """The number that was stored as x, with 128 added where it wraps."""
+        return (I(x) & I(255)) - I(128) if wraps else I(x)
+
+    @bare
+    def read_key(page, lane, scale, offset, out):
+        bits = out.view(np.int32)
+        for first in range(0, out.size, group):
+            for e in range(first, min(first + group, out.size)):
+                x = page[np.uintp(lane + first * panel + e - first)]
+                if exact:
+                    out[e] = F(F(F(code(x, q_wraps)) * scale) + offset[e])
+                else:
+                    bits[e] = I(x) << I(shift)
+
+    @bare
+    def read_value(page, block, inner, columns, scale, out):
+        bits = out.view(np.int32)
+        for c in range(0, out.size, panel):
+            width = min(panel, columns - c)
+            base = block + c * KEY_BLOCK + inner // group * width * group + inner % group
+            for e in range(min(width, out.size - c)):
+                x = page[np.uintp(base + e * group)]
+                if exact:
+                    out[c + e] = F(F(code(x, v_wraps)) * scale)
+                else:
+                    bits[c + e] = I(x) << I(shift)
+
+    @bare
+    def unpack_head(g, data, pages, sizes, offset, key, value):
+        page_size, columns = sizes[0], sizes[1]
+        channels = (key.shape[2] + group - 1) // group * group
+        step = KEY_BLOCK * (channels + columns) + scales
+        for slot in range(key.shape[1]):
+            page, at = data[pages[slot // page_size], g], slot % page_size
+            inner, base = at % KEY_BLOCK, at // KEY_BLOCK * step
+            factors = page[base : base + scales].view(np.float32)
+            scale = factors[inner]
+            if scale != scale:
+                key[g, slot, :] = F(np.nan)
+                value[g, slot, :] = F(np.nan)
+                continue
+            lane = base + scales + inner // panel * panel * channels + inner % panel * group
+            read_key(page, lane, scale, offset[g], key[g, slot])
+            v_scale = factors[KEY_BLOCK + inner] if exact else F(1)
+            block = base + scales + KEY_BLOCK * channels
+            read_value(page, block, inner, columns, v_scale, value[g, slot])
+
+    @kernel
+    def unpack(data, pages, sizes, offset, key, value):
+        for_each(unpack_head, key.shape[0], (data, pages, sizes, offset, key, value))
+
+    return unpack
