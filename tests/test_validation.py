@@ -73,6 +73,8 @@ BAD = [
     ("key_lengths", {"key_lengths": np.array([3])}, ArgumentError),
     ("key_lengths", {"key_lengths": np.array([3, 8])}, ArgumentError),
     ("key_lengths", {"key_lengths": np.array([-1, 3])}, ArgumentError),
+    ("key_lengths", {"key_lengths": np.array([[3], [4]])}, ArgumentError),
+    ("key_lengths", {"key_lengths": np.array(3)}, ArgumentError),
     ("softcap", {"softcap": -1.0}, ArgumentError),
     ("softcap", {"softcap": 2e4, "precision": "int8"}, ArgumentError),
     ("alibi_slopes", {"alibi_slopes": np.full(4, 1e21)}, ArgumentError),

@@ -134,12 +134,11 @@ MUTANTS = [
         equivalent="Rows behind the last one are computed from old operands and stored by nobody.",
     ),
     Mutant(LAUNCH_FLOAT, " | may_overflow(problem)", "", OVERFLOW),
-    Mutant(LAUNCH_FLOAT, "if counter[1]:", "if False:", OVERFLOW),
     Mutant(
         LAUNCH_FLOAT,
-        "rows = rows // 2 // tile.mr * tile.mr",
-        "rows = rows // 2",
-        "tests/cpu/test_flash_float.py -k equal_bits",
+        'todo = np.flatnonzero(at_address(redo, (nb * nh * length,), "|u1"))',
+        "todo = np.zeros(0, np.intp)",
+        OVERFLOW,
     ),
     # ---- gradients
     Mutant(
