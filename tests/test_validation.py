@@ -400,5 +400,5 @@ def test_options_are_those_of_attention_and_frozen():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 10**400])
 def test_a_number_must_be_finite(value):
-    with pytest.raises(ArgumentError, match="unified_max: got .*; allowed: finite"):
+    with pytest.raises(ArgumentError, match=r"unified_max: got .*; allowed: finite"):
         real("unified_max", value)
