@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
-        'rows = max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
-        "rows = VECTOR_ISAS[isa_name].rows[-1]",
+        'return max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        "return VECTOR_ISAS[isa_name].rows[-1]",
         FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
