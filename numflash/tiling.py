@@ -303,6 +303,7 @@ def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
             Buffer("Q, then O", "block_q", "widest", dtype),
             Buffer("K tile", "key_block", "d", dtype, 2),
             Buffer("V tile", "key_block", "dv", dtype, 2),
+            Buffer("sums that order the softmax", 1, 256, "float32"),
             Buffer("barriers, alignment", 1, 2048, "int8"),
         ),
         head_dims=SWIZZLED_HEAD_DIMS,

@@ -219,6 +219,8 @@ class Emulated:
             uc.reg_write(arm.UC_ARM64_REG_D0, int(np.exp2(np.float32(x)).view(np.uint32)))
         elif name == "NRT_MemInfo_call_dtor":
             pass
+        elif name == "get_num_threads":
+            uc.reg_write(arm.UC_ARM64_REG_X0, 1)
         elif name == "numba_attempt_nocopy_reshape":  # (nd, dims, strides twice, size, order)
             uc.reg_write(
                 arm.UC_ARM64_REG_X0,

@@ -133,7 +133,8 @@ def check(shape=None, dtype="float16", arch="sm_80", seed=0, magnify=1, **option
     eps = float(ml_dtypes.finfo(kind).eps)
     for mine, right, low in zip(found, expected, rough, strict=True):
         largest = np.abs(right).max(initial=0)
-        budget = 2 * np.abs(low - right).max(initial=0) + eps * (largest + 1e-3)
+        # the last term: dP - D is 0 for a row that sees one key, but for float32's rounding of both
+        budget = 2 * np.abs(low - right).max(initial=0) + eps * (largest + 1e-3) + 2.0**-18
         assert np.abs(mine.astype(np.float64) - right).max(initial=0) <= budget
     nothing = np.isneginf(lse)
     assert not found[0][nothing].any()

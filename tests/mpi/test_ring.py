@@ -190,7 +190,7 @@ MISTAKES = {
     "head_dim": ("ArgumentError", "rank 2: query's head_dim: got 4; allowed: that of rank 0, 8"),
     "key_heads": ("ArgumentError", "rank 2: key's heads: got 1; allowed: that of rank 0, 2"),
     "batch": ("ArgumentError", "rank 2: query's batch: got 2; allowed: that of rank 0, 1"),
-    "value_length": ("ArgumentError", "rank 2: value: got shape"),
+    "value_length": ("ArgumentError", "rank 2: value: got 1 keys"),
     "option": ("ArgumentError", "rank 2: is_causal: got True; allowed: that of rank 0, False"),
     "window": ("ArgumentError", "rank 1: window: got (1, 0); allowed: that of rank 0, (0, 0)"),
     "lengths": ("ArgumentError", "key_lengths: got [99]; allowed: 0 to 9"),
