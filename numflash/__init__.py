@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from .cache.kvcache import KVCache
     from .flex.attention import flex_attention
     from .flex.masks import BlockMask, and_masks, create_block_mask, or_masks
+    from .jit.threads import get_num_threads, num_threads, set_num_threads
     from .measure.metrics import accuracy
     from .merge import merge_states
     from .quantization import QuantizedTensor, quantize, quantize_qkv
@@ -35,11 +36,14 @@ _PUBLIC = {
     "quantize_qkv": "quantization",
     "QuantizedTensor": "quantization",
     "KVCache": "cache.kvcache",
-    "flex_attention": "flex",
-    "create_block_mask": "flex",
-    "BlockMask": "flex",
-    "and_masks": "flex",
-    "or_masks": "flex",
+    "flex_attention": "flex.attention",
+    "create_block_mask": "flex.masks",
+    "BlockMask": "flex.masks",
+    "and_masks": "flex.masks",
+    "or_masks": "flex.masks",
+    "get_num_threads": "jit.threads",
+    "set_num_threads": "jit.threads",
+    "num_threads": "jit.threads",
 }
 __all__ = [
     "BlockMask",
@@ -55,10 +59,13 @@ __all__ = [
     "create_block_mask",
     "explain",
     "flex_attention",
+    "get_num_threads",
     "merge_states",
+    "num_threads",
     "or_masks",
     "quantize",
     "quantize_qkv",
+    "set_num_threads",
 ]
 
 

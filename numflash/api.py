@@ -405,6 +405,8 @@ def attention_varlen(
     is_causal: bool = False,
     return_lse: bool = False,
     impl: str = "auto",
+    score_mod: Any = None,
+    mask_mod: Any = None,
     **options: Any,
 ) -> Any:
     """Attention over sequences packed one behind the other, each on its own.
@@ -416,6 +418,8 @@ def attention_varlen(
         Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the total.
     options
         scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as `attention` takes them.
+    score_mod, mask_mod : functions as for `flex_attention`, or None
+        b is the number of the sequence, q_idx and kv_idx count from its first row and key.
 
     Returns
     -------
@@ -443,9 +447,16 @@ def attention_varlen(
             f"cu_seqlens_k: got {len(cu_k)} entries; allowed: as many as cu_seqlens_q, {len(cu_q)}"
         )
     whole = validation.problem_of(operands, asked)
+    functions = None
+    if score_mod is not None or mask_mod is not None:
+        from .flex.attention import of_sequences
+
+        functions = of_sequences(score_mod, mask_mod, whole, impl)
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
     for problem, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
+        if functions is not None:
+            problem = functions(problem, chosen)
         part, part_lse = solve(problem, impl)
         part = convert(part, "float32")
         for i, n in enumerate(chosen):

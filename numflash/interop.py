@@ -184,9 +184,7 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
 
 def _import_torch(name: str, x: Any, torch: Any) -> Imported:
     if x.device.type != "cpu":
-        raise UnsupportedError(
-            f"{name}: the tensor is on device {x.device}; allowed: CPU tensors"
-        )
+        raise UnsupportedError(f"{name}: the tensor is on device {x.device}; allowed: CPU tensors")
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()"

@@ -128,13 +128,30 @@ def find(key: Key) -> Plan | None:
         return None
 
 
+def runner_of(problem: Problem, impl: str) -> Any:
+    """What computes a problem and all that are equal but for the numbers in their arrays; None where there is no such thing."""
+    if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
+        return None
+    from .cpu import launch
+
+    return launch.runner(problem)
+
+
 def keep(
     key: tuple[Any, ...], problem: Problem, query: Imported, options: Options, impl: str
 ) -> None:
     """Keep a plan of a call that has succeeded, if there is one for it."""
-    if impl in ("auto", "cpu") and 0 not in problem.shape:
-        from .cpu import launch
+    runner = runner_of(problem, impl)
+    if runner is not None:
+        _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))
 
-        runner = launch.runner(problem)
-        if runner is not None:
-            _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))
+
+runners: Store[Any] = Store()  # of calls on tensors, by a key of their own
+
+
+def keep_runner(key: Any, problem: Problem, impl: str) -> None:
+    """Keep what computes a call on contiguous float32 tensors that has succeeded, if it takes them as they are."""
+    if problem.precision == "float32":
+        runner = runner_of(problem, impl)
+        if runner is not None and runner.direct:
+            runners.keep(key, runner)

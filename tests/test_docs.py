@@ -17,7 +17,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 NEEDS = {"gpu": None, "cuda": "numba_cuda", "jax": "jax", "torch": "torch", "mpi": "mpi4py"}
-SLOW = {"pitfalls", "pytorch", "cuda"}  # they compile much of their own
+SLOW = {"pitfalls", "pytorch", "long_contexts", "cuda"}  # they compile much of their own
 
 
 def available(need):
@@ -49,7 +49,12 @@ def identifier(page):
 def test_the_python_of_a_page_runs(page, tmp_path):
     if page.stem == "pitfalls" and platform.machine() != "x86_64":
         pytest.skip("the assembly shown is that of x86-64")
-    for module, stem in (("torch", "pytorch"), ("transformers", "pytorch"), ("mpi4py", "mpi")):
+    for module, stem in (
+        ("torch", "pytorch"),
+        ("transformers", "pytorch"),
+        ("transformers", "long_contexts"),
+        ("mpi4py", "mpi"),
+    ):
         if page.stem == stem:
             pytest.importorskip(module)
     script = tmp_path / "page.py"

@@ -13,6 +13,7 @@ import pytest
 from oracles import draw
 
 import numflash
+from numflash.errors import NumflashError
 from numflash.jit import threads
 
 resource = pytest.importorskip("resource")
@@ -164,3 +165,16 @@ def test_too_little_memory_for_threads(monkeypatch):
         threads.check_memory_for_threads()
     limits[resource.RLIMIT_AS] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     threads.check_memory_for_threads()
+
+
+def test_the_public_number_of_threads():
+    before = numflash.get_num_threads()
+    with numflash.num_threads(1) as n:
+        assert n == numflash.get_num_threads() == numba.get_num_threads() == 1
+        numflash.set_num_threads(before)
+    assert numflash.get_num_threads() == before
+    for wrong in (0, -1, 1 << 20, 1.0, True, None, "2"):
+        for use in (numflash.set_num_threads, lambda n: numflash.num_threads(n).__enter__()):
+            with pytest.raises(NumflashError, match=r"threads: got .* allowed: "):
+                use(wrong)
+    assert numflash.get_num_threads() == before

@@ -9,6 +9,7 @@ from oracles import draw, naive, naive_gradients, qkv
 
 import numflash
 from numflash import validation
+from numflash.arguments import real
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from numflash.options import DEFAULT, NAMES, Options
 
@@ -73,6 +74,8 @@ BAD = [
     ("key_lengths", {"key_lengths": np.array([3])}, ArgumentError),
     ("key_lengths", {"key_lengths": np.array([3, 8])}, ArgumentError),
     ("key_lengths", {"key_lengths": np.array([-1, 3])}, ArgumentError),
+    ("key_lengths", {"key_lengths": np.array([[3], [4]])}, ArgumentError),
+    ("key_lengths", {"key_lengths": np.array(3)}, ArgumentError),
     ("softcap", {"softcap": -1.0}, ArgumentError),
     ("softcap", {"softcap": 2e4, "precision": "int8"}, ArgumentError),
     ("alibi_slopes", {"alibi_slopes": np.full(4, 1e21)}, ArgumentError),
@@ -393,3 +396,9 @@ def test_options_are_those_of_attention_and_frozen():
         assert getattr(DEFAULT, p.name) == ((None, None) if p.name == "window" else p.default)
     with pytest.raises(dataclasses.FrozenInstanceError):
         DEFAULT.scale = 2.0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 10**400])
+def test_a_number_must_be_finite(value):
+    with pytest.raises(ArgumentError, match=r"unified_max: got .*; allowed: finite"):
+        real("unified_max", value)

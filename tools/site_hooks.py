@@ -23,6 +23,7 @@ NAV: list[tuple[str, list[str]]] = [
             "precision.md",
             "threads.md",
             "kvcache.md",
+            "long_contexts.md",
             "pytorch.md",
             "jax-cupy.md",
             "mpi.md",

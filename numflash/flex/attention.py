@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from .. import api, validation
 from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -42,10 +44,29 @@ def fuse(
     return Fused(prepare(score_mod, block_mask.mask_mod), *block_mask._finer)
 
 
+def of_sequences(
+    score_mod: ScoreFunction | None, mask_mod: Any, whole: Problem, impl: str
+) -> Callable[[Problem, list[int]], Problem]:
+    """What gives the problem of some sequences, by their numbers, its functions."""
+    _supported(whole, impl)
+    prepared = prepare(score_mod, mask_mod)
+
+    def functions(problem: Problem, numbers: list[int]) -> Problem:
+        return replace(problem, functions=Fused(prepared, batch=np.array(numbers, np.int64)))
+
+    return functions
+
+
 def with_functions(
     problem: Problem, score_mod: ScoreFunction | None, block_mask: Any, impl: str
 ) -> Problem:
     """The problem with its functions."""
+    _supported(problem, impl)
+    nb, nh, _, length, s, _, _ = problem.shape
+    return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
+
+
+def _supported(problem: Problem, impl: str) -> None:
     if impl.startswith("cuda"):
         raise UnsupportedError(
             f"impl: got {impl!r}, which has no score functions; allowed: 'auto', 'cpu', 'portable', 'reference'"
@@ -54,8 +75,6 @@ def with_functions(
         raise UnsupportedError(
             "precision: got 'int8', which takes no score functions; allowed: the float precisions"
         )
-    nb, nh, _, length, s, _, _ = problem.shape
-    return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
 
 
 def captured(score_mod: ScoreFunction | None, mask_mod: Any) -> list[Any]:

@@ -6,11 +6,12 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
+from numbers import Integral
 
 import numba
 from numba.core import config
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 
 def most() -> int:
@@ -116,6 +117,50 @@ class one_at_a_time(ContextDecorator):
         if _held.depth:
             _held.depth -= 1
             _kernels.release()
+
+
+def get_num_threads() -> int:
+    """Threads that calls of this Python thread use, at most: problems too small for all of them use fewer."""
+    return count()
+
+
+def set_num_threads(threads: int) -> None:
+    """Let calls of this Python thread use that many threads, 1 to as many as Numba started with (`NUMBA_NUM_THREADS`).
+
+    Results do not depend on it. `numflash.torch` follows `torch.get_num_threads()` instead.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Not an integer from 1 to the threads that there are.
+    """
+    if isinstance(threads, bool) or not isinstance(threads, Integral):
+        raise ArgumentTypeError(f"threads: got {threads!r}; allowed: an integer, 1 to {most()}")
+    if not 1 <= threads <= most():
+        raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
+    count()
+    numba.set_num_threads(int(threads))
+
+
+@contextmanager
+def num_threads(threads: int) -> Iterator[int]:
+    """Within this context, calls of this Python thread use that many threads; then as many as before.
+
+    >>> with num_threads(1) as n:
+    ...     n == get_num_threads() == 1
+    True
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        As `set_num_threads`.
+    """
+    before = count()
+    set_num_threads(threads)
+    try:
+        yield int(threads)
+    finally:
+        numba.set_num_threads(before)
 
 
 _first_process: int | None = None

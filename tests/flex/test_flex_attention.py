@@ -220,3 +220,30 @@ def test_torch_functions_against_torch():
     found = numflash.flex_attention(q, k, v, score_mod, ours, enable_gqa=True, return_lse=True)
     assert isinstance(found[0], torch.Tensor)
     assert all(torch.allclose(x, y, atol=3e-6, rtol=0) for x, y in zip(found, wanted, strict=True))
+
+
+def test_sequences_packed_behind_each_other():
+    cu_q, cu_k = np.array([0, 40, 41, 131]), np.array([0, 60, 90, 150])
+    made = np.random.default_rng(16)
+    q = made.standard_normal((131, g.H, g.D)).astype(np.float32)
+    k, v = (made.standard_normal((150, 2, g.D)).astype(np.float32) for _ in "kv")
+    own = np.array([0.0, 0.5, -0.25])
+
+    def score_mod(score, b, h, q, k):
+        return score + own[b] * (q - k) * 0.1
+
+    def mask_mod(b, h, q, k):
+        return (k - q < 20) & ((k + b) % 3 > 0)
+
+    out, lse = numflash.attention_varlen(
+        q, k, v, cu_q, cu_k, enable_gqa=True, score_mod=score_mod, mask_mod=mask_mod, return_lse=True
+    )  # fmt: skip
+    for n in range(3):
+        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        one = [x[None].swapaxes(1, 2) for x in (q[rows], k[keys], v[keys])]
+        at = [np.array([[[[n]]]]), *g.indices(one[0].shape[2], one[1].shape[2])[1:]]
+        wanted = g.oracle(
+            *one, lambda s, *_, at=at: score_mod(s, *at), lambda *_, at=at: mask_mod(*at)
+        )
+        found = out[rows].swapaxes(0, 1)[None], lse[rows].swapaxes(0, 1)[None]
+        close(found, wanted)

@@ -68,7 +68,13 @@ def make(name, seed=0):
     return model
 
 
-@pytest.fixture(scope="module", params=MODELS)
+QUICK = ("llama", "gemma2", "gpt_oss")  # plain; soft cap and window; sinks and window
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS],
+)
 def model(request):
     return make(request.param)
 

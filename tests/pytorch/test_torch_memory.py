@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 from torch_cases import KEEP, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
+from numflash import plans  # noqa: E402
 from numflash.cpu import launch, launch_backward  # noqa: E402
 from numflash.jit import threads  # noqa: E402
 
@@ -93,6 +94,7 @@ def test_threads_follow_pytorch(monkeypatch):
     )
     for n in (1, 2, 3):
         torch.set_num_threads(n)
+        plans.runners.plans.clear()  # each call in full
         nt.scaled_dot_product_attention(Q, K, V)
     most = threads.most()
     assert seen == [min(n, most) for n in (1, 2, 3)] and numba.get_num_threads() == outer

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
+from numflash import plans  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
 from numflash.torch import sdpa  # noqa: E402
@@ -203,3 +204,22 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     ((*tensors, options, impl),) = seen
     assert all(x is q for x in tensors) and impl == "auto"
     assert options.window == (3, None) and options.return_lse
+
+
+def test_equal_calls_give_equal_bits_and_follow_their_tensors():
+    """The second one is prepared; others of the same shapes are not mistaken for it."""
+    plans.runners.plans.clear()
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    first = sdpa.attention(q, k, v, is_causal=True, return_lse=True)
+    assert len(plans.runners.plans) == 1
+    second = sdpa.attention(q, k, v, is_causal=True, return_lse=True)
+    assert all(map(torch.equal, first, second))
+    other = sdpa.attention(q * 2, k, v, is_causal=True)
+    torch.testing.assert_close(other, sdpa._SDPA(q * 2, k, v, is_causal=True))
+    x, y, z = (x.clone().requires_grad_() for x in (q, k, v))
+    torch.autograd.backward(sdpa.attention(x, y, z, is_causal=True).sum())
+    found = torch.autograd.grad(sdpa._SDPA(x, y, z, is_causal=True).sum(), (x, y, z))
+    for a, b in zip((x, y, z), found, strict=True):
+        torch.testing.assert_close(a.grad, b)
+    turned = q.transpose(2, 3).contiguous().transpose(2, 3)  # not contiguous: not by the plan
+    assert torch.equal(sdpa.attention(turned, k, v, is_causal=True), first[0])
