@@ -127,6 +127,35 @@ def _mixed(*lists):
     return [f for _, _, f in sorted(placed, key=lambda place: place[:2])]
 
 
+def _hide(module) -> ir.Function:
+    """f(x, lo, hi, first): scores x of keys that a row does not see become those of weight 0.
+
+    A function of its own, that the turns call at edges only: its constants would take registers from them.
+    """
+    kind = ir.FunctionType(VOID, [I8.as_pointer()] * 3 + [I64])
+    function = ir.Function(module, kind, module.get_unique_name("amx.hide"))
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    b = ir.IRBuilder(function.append_basic_block("entry"))
+    x, lo, hi, first = function.args
+
+    def bound(keys, m):
+        key = b.sub(_load(b, keys, I64, b.mul(m, I64(8)), 8), first)
+        key = call(b, "llvm.smin.i64", I64, key, I64(KEY_BLOCK))
+        return splat(b, b.trunc(call(b, "llvm.smax.i64", I64, key, I64(0)), I16), WORDS)
+
+    with cgutils.for_range(b, I64(BLOCK)) as loop:
+        start, stop = bound(lo, loop.index), bound(hi, loop.index)
+        row = _at(b, x, b.mul(loop.index, I64(64)))
+        for v in range(KEY_BLOCK // BLOCK):
+            keys = ir.Constant(WORDS, list(range(v * BLOCK, (v + 1) * BLOCK)))
+            seen = b.and_(b.icmp_signed(">=", keys, start), b.icmp_signed("<", keys, stop))
+            y = _load(b, row, WORDS, v * 2048, 64)
+            _store(b, b.select(seen, y, constant(WORDS, MASKED)), row, v * 2048, 64)
+    b.ret_void()
+    return function
+
+
 class Operands(NamedTuple):
     """The operands of a block of products: left rows `stride` bytes apart, steps of them `step` bytes; right tiles in one piece."""
 
@@ -221,26 +250,6 @@ class Stream:
             _store(b, AMX_INT8.to_int16(b, *scores), x, m * 64, 64)
 
         return [functools.partial(row, m) for m in range(BLOCK)]
-
-    def hide(self, turn: Turn) -> None:
-        """Scores of keys that a row does not see become those of weight 0."""
-        b, (lo, hi) = self.b, (pointer(self.b, x) for x in (turn.lo, turn.hi))
-
-        def bound(keys, m):
-            key = b.sub(_load(b, keys, I64, b.mul(m, I64(8)), 8), turn.first)
-            key = call(
-                b, "llvm.smax.i64", I64, call(b, "llvm.smin.i64", I64, key, I64(KEY_BLOCK)), I64(0)
-            )
-            return splat(b, b.trunc(key, I16), WORDS)
-
-        with cgutils.for_range(b, I64(BLOCK)) as loop:
-            first, stop = bound(lo, loop.index), bound(hi, loop.index)
-            row = _at(b, self.scratch, b.add(I64(AT.scores), b.mul(loop.index, I64(64))))
-            for v in range(KEY_BLOCK // BLOCK):
-                keys = ir.Constant(WORDS, list(range(v * BLOCK, (v + 1) * BLOCK)))
-                seen = b.and_(b.icmp_signed(">=", keys, first), b.icmp_signed("<", keys, stop))
-                x = _load(b, row, WORDS, v * 2048, 64)
-                _store(b, b.select(seen, x, constant(WORDS, MASKED)), row, v * 2048, 64)
 
     def value_rows(self, block, o) -> list:
         """o += sums * scale of the row, a power of two: 32 columns of O."""
@@ -400,7 +409,9 @@ class Pipeline:
     def hide_edges(self) -> None:
         """Where block u is at the edge of what a row sees."""
         with self.b.if_then(self.b.icmp_unsigned("!=", self.now.lo, I64(0)), likely=False):
-            self.stream.hide(self.now)
+            now, x = self.now, _at(self.b, self.scratch, AT.scores)
+            bounds = (pointer(self.b, keys) for keys in (now.lo, now.hi))
+            self.b.call(_hide(self.b.module), [x, *bounds, now.first])
 
     def scores_of(self, turn: Turn, n) -> Operands:
         """The operands of QK n (an IR value)."""
