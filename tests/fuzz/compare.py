@@ -28,12 +28,13 @@ def same_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str) ->
 def close(name: str, got: np.ndarray, want: np.ndarray, error: np.ndarray, dtype: str) -> None:
     """Entries within `error` and the rounding of `dtype`; NaN and infinity where they belong.
 
-    Infinite errors say nothing.
+    Infinite errors say nothing. What may lie beyond the largest number of `dtype`, by its error, may
+    be infinite.
     """
     got = np.asarray(got).astype(np.float64)
     with np.errstate(all="ignore"):
         known = error < np.inf
-        far = np.abs(want) > LARGEST[dtype] * 0.99
+        far = np.abs(want) + np.where(known, error, 0) > LARGEST[dtype] * 0.99
         limit = error + 2 * EPS_OF[dtype] * np.abs(want) + SMALLEST[dtype]
         right = np.where(np.isnan(want), np.isnan(got), np.abs(got - want) <= limit)
         right = np.where(np.isinf(want), got == want, right)
