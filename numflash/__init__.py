@@ -1,4 +1,7 @@
-"""numflash: FlashAttention in pure Python, at hardware speed. The public names, imported on first use."""
+"""numflash: FlashAttention in pure Python, at hardware speed.
+
+The public names, imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """The version of the installed package; in a source tree that is not installed, the one in pyproject.toml."""
+    """The version of the installed package.
+
+    In a source tree that is not installed, the one in pyproject.toml.
+    """
     from importlib import metadata
     from pathlib import Path
 

@@ -25,17 +25,16 @@ BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "c
 def solve(
     problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the problem asks for it.
+    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the
+    problem asks for it.
 
-    `results`, contiguous float32 arrays of these shapes, are written and returned where they are given, for a problem that asks for
-    the lse.
+    `results`, contiguous float32 arrays of these shapes, are written and returned where they are
+    given, for a problem that asks for the lse.
     """
     b, h, _, length, s, _, dv = problem.shape
     if 0 in (b, length, s):
-        out, lse = (
-            np.zeros((b, h, length, dv), np.float32),
-            np.full((b, h, length), -np.inf, np.float32),
-        )
+        out = np.zeros((b, h, length, dv), np.float32)
+        lse = np.full((b, h, length), -np.inf, np.float32)
     else:
         on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
         if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
@@ -51,7 +50,10 @@ def solve(
 
 
 def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """The caller's float32 arrays, which hold what was found: it was written there, or is copied."""
+    """The caller's float32 arrays, which hold what was found.
+
+    It was written there, or is copied.
+    """
     for x, to in zip(found, results, strict=True):
         if x is not to:
             to[...] = convert(x, "float32")
@@ -108,13 +110,16 @@ def attention(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Any:
-    """Scaled dot-product attention: softmax(query . key^T * scale + mask) . value, the score matrix never stored.
+    """Scaled dot-product attention: softmax(query . key^T * scale + mask) .
+
+    Value, the score matrix never stored.
 
     Parameters
     ----------
     query : (B, H, L, D) array, 2-D and 3-D arrays are promoted
-        float32, float64 (computed in float32), float16, bfloat16 (ml_dtypes, torch, or uint16 bits with precision "bfloat16").
-        NumPy array, PyTorch CPU tensor, or any object that speaks DLPack.
+        float32, float64 (computed in float32), float16, bfloat16 (ml_dtypes, torch, or uint16 bits
+        with precision "bfloat16"). NumPy array, PyTorch CPU tensor, or any object that speaks
+        DLPack.
     key : (B, Hkv, S, D) array
     value : (B, Hkv, S, Dv) array; D and Dv from 1 to 512
     attn_mask : broadcastable to (B, H, L, S)
@@ -130,11 +135,13 @@ def attention(
     window : (left, right)
         Keys a row sees before and after its diagonal, None for no limit.
     alignment : "upper_left" or "lower_right"
-        Whether the diagonal begins at key 0 (PyTorch) or ends at the last valid key (FlashAttention 2, decoding).
+        Whether the diagonal begins at key 0 (PyTorch) or ends at the last valid key (FlashAttention
+        2, decoding).
     key_lengths : (B,) integers
         Valid keys of each batch entry; the rest is padding.
     softcap : float
-        Scores become softcap * tanh(score / softcap), before masks; 0 is none. From 1e-30 to 1e30, to 1e4 with "int8".
+        Scores become softcap * tanh(score / softcap), before masks; 0 is none. From 1e-30 to 1e30,
+        to 1e4 with "int8".
     alibi_slopes : (H,) or (B, H)
         Adds -slope * |distance to the diagonal|; magnitudes up to 1e20.
     sinks : (H,)
@@ -146,7 +153,8 @@ def attention(
     layout : "bhld" or "blhd"
     return_lse : bool
         Also return the log-sum-exp of each row.
-    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an architecture
+    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an
+        architecture
         ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
         An explicit choice never falls back to another.
 
@@ -155,7 +163,8 @@ def attention(
     out : (B, H, L, Dv) in the layout, kind and dtype of query (float32 for float64)
     lse : (B, H, L) float32 in the layout of query, natural log; only with `return_lse`
 
-    Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never reaches the output.
+    Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
+    reaches the output.
 
     Raises
     ------
@@ -191,7 +200,10 @@ def attention(
 def attend(
     query: Any, key: Any, value: Any, options: Options, impl: str, call: plans.Key = None
 ) -> Any:
-    """`attention` with its options checked. It leaves a plan for the next call with the key `call`, if there is one."""
+    """`attention` with its options checked.
+
+    It leaves a plan for the next call with the key `call`, if there is one.
+    """
     choice("impl", impl, IMPLS)
     if impl in ("auto", "cuda") and on_device(query):
         from .cuda import arrays
@@ -230,9 +242,12 @@ def attention_backward(
     block_mask: Any = None,
     impl: str = "auto",
 ) -> tuple[Any, Any, Any]:
-    """The gradients of `attention` with respect to query, key and value: recomputed tile by tile, the score matrix never stored.
+    """The gradients of `attention` with respect to query, key and value.
 
-    FlashAttention 2, algorithm 2 (Dao 2023). Equal inputs give equal bits on every run and at every thread count.
+    Recomputed tile by tile, the score matrix never stored.
+
+    FlashAttention 2, algorithm 2 (Dao 2023). Equal inputs give equal bits on every run and at every
+    thread count.
 
     Parameters
     ----------
@@ -242,16 +257,18 @@ def attention_backward(
         What `attention` was given.
     out : (B, H, L, Dv) array
     lse : (B, H, L) float32 array, natural log
-        What `attention` returned with `return_lse=True` and the same options. With out and lse over more keys than these (from
-        `merge_states`), the result is what these keys add to the gradients.
+        What `attention` returned with `return_lse=True` and the same options. With out and lse over
+        more keys than these (from `merge_states`), the result is what these keys add to the
+        gradients.
     options
-        attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are constants: their own gradients
-        are not computed.
+        attn_mask, ..., sinks, precision, layout: as for `attention`. Mask, slopes and sinks are
+        constants: their own gradients are not computed.
     score_mod, block_mask : as for `flex_attention`
         Captured arrays are constants too.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
-    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an architecture
+    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an
+        architecture
         ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
         Device arrays go to the card that they lie on.
 
@@ -259,8 +276,9 @@ def attention_backward(
     -------
     dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
 
-    Rows that see no key, and keys that no row sees, have gradient 0. NaN or infinity in a key or value reaches the gradients of
-    rows that see it, and of the keys that these see; never those of others.
+    Rows that see no key, and keys that no row sees, have gradient 0. NaN or infinity in a key or
+    value reaches the gradients of rows that see it, and of the keys that these see; never those of
+    others.
 
     Raises
     ------
@@ -291,7 +309,9 @@ def attention_backward(
 def differentiate(
     arrays: tuple[Any, ...], options: Options, impl: str, functions: tuple[Any, Any] = (None, None)
 ) -> tuple[Any, Any, Any]:
-    """`attention_backward` with its options checked; arrays are grad_out, query, key, value, out and lse.
+    """`attention_backward` with its options checked.
+
+    Arrays are grad_out, query, key, value, out and lse.
 
     functions : score_mod and block_mask
     """
@@ -301,7 +321,8 @@ def differentiate(
         from .cuda.arrays import attention_backward
 
         return attention_backward(grad_out, query, key, value, out, lse, options)
-    taken, layout = validation.import_operands(query, key, value), options.layout
+    taken = validation.import_operands(query, key, value)
+    layout = options.layout
     problem = validation.problem_of(taken, options)
     if functions != (None, None):
         from .flex.attention import with_functions
@@ -322,7 +343,8 @@ def solve_backward(
     impl: str,
     results: Sequence[np.ndarray] | None = None,
 ) -> Sequence[np.ndarray]:
-    """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own storage.
+    """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own
+    storage.
 
     operands : grad_out, out and lse, as `validation.gradient_operands` gives them
     results : contiguous float32 zeros of these shapes, to be written and returned, or None
@@ -354,12 +376,13 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
 
     Parameters
     ----------
-    query : QuantizedTensor (B, H, L, D), granularity "row", "block" or "tensor"; 2-D and 3-D data are promoted
+    query : QuantizedTensor (B, H, L, D), granularity "row", "block" or "tensor"; 2-D and 3-D data
+        are promoted
     key : QuantizedTensor (B, Hkv, S, D), granularity "row", "block" or "tensor", smoothed or not
     value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="fp32"
     options
-        attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap, alibi_slopes, sinks, pv, return_lse: as
-        `attention` takes them.
+        attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap,
+        alibi_slopes, sinks, pv, return_lse: as `attention` takes them.
 
     Returns
     -------
@@ -415,9 +438,11 @@ def attention_varlen(
     ----------
     query : (total_q, H, D) array;  key, value : (total_k, Hkv, D) and (total_k, Hkv, Dv)
     cu_seqlens_q, cu_seqlens_k : (N + 1,) integers
-        Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the total.
+        Cumulative lengths: sequence n is rows cu[n] to cu[n + 1]; the first is 0, the last the
+        total.
     options
-        scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as `attention` takes them.
+        scale, enable_gqa, window, alignment, softcap, alibi_slopes (H,), sinks, precision, pv: as
+        `attention` takes them.
     score_mod, mask_mod : functions as for `flex_attention`, or None
         b is the number of the sequence, q_idx and kv_idx count from its first row and key.
 
@@ -468,12 +493,14 @@ def attention_varlen(
 
 
 def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
-    """What `attention` would do for a problem: tiling, bytes in each cache, operations, and the roof it will meet.
+    """What `attention` would do for a problem.
+
+    Tiling, bytes in each cache, operations, and the roof it will meet.
 
     Parameters
     ----------
-    query, key, value : arrays as `attention` takes them, or shapes (tuples); key and value are like query unless given
-    options
+    query, key, value : arrays as `attention` takes them, or shapes (tuples); key and value are like
+        query unless given options
         As `attention` takes them; shapes are taken as float32.
 
     Returns

@@ -11,16 +11,21 @@ import numpy as np
 from .errors import ArgumentError, ArgumentTypeError
 
 # scale and softcap: their products with units and reciprocals stay in float32
-SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30
+SMALLEST_FACTOR = 1e-30
+LARGEST_FACTOR = 1e30
 Window = tuple[int | None, int | None]
 
 
 EMULATED = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a")  # architectures of the CUDA emulator
-EMULATOR, EMULATED_DEFAULT = "cuda-emulator", "sm_80"
+EMULATOR = "cuda-emulator"
+EMULATED_DEFAULT = "sm_80"
 
 
 def emulated_arch(value: str) -> str | None:
-    """The architecture that "cuda-emulator" or "cuda-emulator:sm_75" names; None for what names no emulator."""
+    """The architecture that "cuda-emulator" or "cuda-emulator:sm_75" names.
+
+    None for what names no emulator.
+    """
     name, _, arch = value.partition(":")
     return (arch or EMULATED_DEFAULT) if name == EMULATOR else None
 
@@ -38,7 +43,10 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def known(function: str, options: Iterable[str], taken: Collection[str]) -> None:
-    """Refuse keywords that the public function does not take; else a function inside it would be blamed for them."""
+    """Refuse keywords that the public function does not take.
+
+    Else a function inside it would be blamed for them.
+    """
     for name in options:
         if name not in taken:
             raise ArgumentTypeError(
@@ -47,7 +55,10 @@ def known(function: str, options: Iterable[str], taken: Collection[str]) -> None
 
 
 def mask_array(name: str, value: Any) -> Any:
-    """Refuse a flag or a number where a mask belongs: it would broadcast, and mean another argument."""
+    """Refuse a flag or a number where a mask belongs.
+
+    It would broadcast, and mean another argument.
+    """
     if isinstance(value, (bool, int, float, np.generic)):
         meant = "is_causal" if isinstance(value, (bool, np.bool_)) else "scale"
         raise ArgumentTypeError(
@@ -85,7 +96,9 @@ def real(name: str, value: Any, low: float = -np.inf) -> float:
 
 
 def factor(name: str, value: Any, low: float = -np.inf) -> float:
-    """0, or a number of at least `low` that float32 holds, and its reciprocal too, in whatever units the kernels use it."""
+    """0, or a number of at least `low` that float32 holds, and its reciprocal too, in whatever
+    units the kernels use it.
+    """
     number = real(name, value, low)
     if number and not SMALLEST_FACTOR <= abs(number) <= LARGEST_FACTOR:
         raise ArgumentError(

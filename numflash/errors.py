@@ -1,4 +1,7 @@
-"""The exceptions that numflash raises on purpose. Each message names the argument, what came and what is allowed."""
+"""The exceptions that numflash raises on purpose.
+
+Each message names the argument, what came and what is allowed.
+"""
 
 
 class NumflashError(Exception):
@@ -22,4 +25,7 @@ class CacheFullError(NumflashError, RuntimeError):
 
 
 class GuardError(NumflashError, RuntimeError):
-    """NUMFLASH_GUARD=1 found a kernel that wrote beyond a buffer, or read what nobody wrote: a fault of numflash."""
+    """NUMFLASH_GUARD=1 found a kernel that wrote beyond a buffer, or read what nobody wrote.
+
+    a fault of numflash.
+    """

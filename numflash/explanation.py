@@ -1,4 +1,7 @@
-"""What a problem will cost before it runs: its tiling, bytes in each cache, operations, and the roof it will meet."""
+"""What a problem will cost before it runs.
+
+Its tiling, bytes in each cache, operations, and the roof it will meet.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from .options import IMPLS, NAMES, Options
 from .tiling import TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
-LARGEST_SIZE, LARGEST_BATCH = 1 << 31, 1 << 20
+LARGEST_SIZE = 1 << 31
+LARGEST_BATCH = 1 << 20
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -51,13 +55,16 @@ class Explanation:
         return self.operations / max(1, self.traffic)
 
     def roof(self, peak: float, bandwidth: float) -> tuple[float, str]:
-        """Attainable operations per second below a peak (op/s) and a memory bandwidth (B/s), and which of the two limits."""
+        """Attainable operations per second below a peak (op/s) and a memory bandwidth (B/s), and
+        which of the two limits.
+        """
         memory = self.intensity * bandwidth
         return (peak, "compute") if peak <= memory else (memory, "memory")
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dictionary, for --json."""
-        d, dv = self.shape[5], self.shape[6]
+        d = self.shape[5]
+        dv = self.shape[6]
         names = ("batch", "heads", "kv_heads", "length", "keys", "head_dim", "value_dim")
         return {
             "shape": dict(zip(names, self.shape, strict=True)),
@@ -94,7 +101,10 @@ class Explanation:
 
 
 def visible_share(problem: Problem) -> float:
-    """Share of the (B, H, L, S) scores inside the window and the key lengths; masks are not looked into."""
+    """Share of the (B, H, L, S) scores inside the window and the key lengths.
+
+    Masks are not looked into.
+    """
     b, _, _, length, s, _, _ = problem.shape
     if not b * length * s:
         return 0.0
@@ -104,7 +114,9 @@ def visible_share(problem: Problem) -> float:
         return n * (n + 1) // 2 if n > 0 else 0
 
     def up_to(last: int, keys: int) -> int:
-        """Pairs of a row i and one of `keys` keys j with j - i <= last, counted without a list of the rows."""
+        """Pairs of a row i and one of `keys` keys j with j - i <= last, counted without a list of
+        the rows.
+        """
         return sum(
             sign * (ramp(length + last - over) - ramp(last - over))
             for sign, over in ((1, 0), (-1, keys))
@@ -180,7 +192,10 @@ def explain_problem(
 
 
 def select(isa: str, precision: str) -> Tiling:
-    """The tiling of the kernels that serve an instruction set: this CPU's, its own, or that of the set it contains."""
+    """The tiling of the kernels that serve an instruction set.
+
+    This CPU's, its own, or that of the set it contains.
+    """
     mine = TILINGS.get(f"{target.cpu_name()}-{precision}")
     if mine and mine.isa == isa:
         return mine

@@ -1,4 +1,6 @@
-"""Fixed-point numbers of the integer pipeline: Q-formats and the exp2 variants, as plain scalar functions.
+"""Fixed-point numbers of the integer pipeline.
+
+Q-formats and the exp2 variants, as plain scalar functions.
 
 Formats (Fused FlashAttention V2, "Fixed-Point Arithmetic"):
 
@@ -6,16 +8,22 @@ Formats (Fused FlashAttention V2, "Fixed-Point Arithmetic"):
 * **Q16.16** uint32: an exponential, 65536 is 1.0.
 * **P8** uint8: a softmax weight, 255 is 1.0 at the row's own octave in its key block.
 
-One source serves four readers: called on NumPy scalars or arrays by the integer model, compiled by Numba for the CPU, compiled
-for CUDA, and run in the interpreter. So every operation is followed by a cast (docs/pitfalls.md, "Small integers become 64-bit"),
-and only operations that are exact or exactly rounded are used. `y` is always the distance below the octave: `y >= 0`.
+One source serves four readers: called on NumPy scalars or arrays by the integer model, compiled by
+Numba for the CPU, compiled for CUDA, and run in the interpreter. So every operation is followed by
+a cast (docs/pitfalls.md, "Small integers become 64-bit"), and only operations that are exact or
+exactly rounded are used. `y` is always the distance below the octave: `y >= 0`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-i16, u16, i32, u32, f32, u8 = np.int16, np.uint16, np.int32, np.uint32, np.float32, np.uint8
+i16 = np.int16
+u16 = np.uint16
+i32 = np.int32
+u32 = np.uint32
+f32 = np.float32
+u8 = np.uint8
 
 ONE_Q8 = 256  # one octave in Q8.8
 ONE_Q16 = 65536  # 1.0 in Q16.16
@@ -30,9 +38,10 @@ ZERO_VALUE_SCALE = (
     2.0**-110
 )  # of a cached value of zeros: below every other one, so it never is a block's largest
 
-# 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative error 0.27 %.
-# It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.
-QUADRATIC_A, QUADRATIC_B = 0.6699, 0.1699
+# 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative
+# error 0.27 %. It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.
+QUADRATIC_A = 0.6699
+QUADRATIC_B = 0.1699
 P_B = round(QUADRATIC_B * P_WIDE)
 P_A = P_B + P_WIDE // 2
 Q_B = round(QUADRATIC_B * ONE_Q16)
@@ -51,10 +60,9 @@ def exp2_p8(y):
     -------
     uint8 P8
 
-    Notes
-    -----
-    Two multiplications keep their high halves (one instruction each in 16-bit lanes). From y = 16 octaves on the result is 0;
-    a shift by 16 or more is not defined in every language, hence the minimum.
+    Notes ----- Two multiplications keep their high halves (one instruction each in 16-bit lanes).
+    From y = 16 octaves on the result is 0; a shift by 16 or more is not defined in every language,
+    hence the minimum.
     """
     f = u16(u16(y) << u16(8))  # fraction, Q0.16
     g = u16((u32(f) * u32(P_B)) >> u32(16))
@@ -65,7 +73,10 @@ def exp2_p8(y):
 
 
 def exp2_p16(y):
-    """The same before its rounding, 65280 * 2**(-y / 256) as uint16: what decode multiplies with the values' scales."""
+    """The same before its rounding, 65280 * 2**(-y / 256) as uint16.
+
+    What decode multiplies with the values' scales.
+    """
     f = u16(u16(y) << u16(8))
     g = u16((u32(f) * u32(P_B)) >> u32(16))
     h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
@@ -73,7 +84,10 @@ def exp2_p16(y):
 
 
 def exp2_quadratic(y):
-    """2**(-y / 256) in Q16.16 by the quadratic; worst relative error 0.27 % (`y` uint32 Q8.8, returns uint32)."""
+    """2**(-y / 256) in Q16.16 by the quadratic.
+
+    Worst relative error 0.27 % (`y` uint32 Q8.8, returns uint32).
+    """
     f = u32(u32(u32(y) & u32(255)) << u32(8))
     g = u32(u32(f * u32(Q_B)) >> u32(16))
     h = u32(u32(f * u32(u32(Q_A) - g)) >> u32(16))
@@ -93,20 +107,27 @@ def exp2_cubic(y):
 
 
 def exp2_line177(y):
-    """The straight line (256 + 177 f) >> e of the A64FX summary (docs/sources.md): errors up to 15.4 %, a jump at every octave.
+    """The straight line (256 + 177 f) >> e of the A64FX summary (docs/sources.md).
+
+    Errors up to 15.4 %, a jump at every octave.
 
     Kept for study.
 
-    `Fused FlashAttention V2`, "No Integer Division". 177/256 is ln 2, the slope of 2**f at 0, so the line ends at 1.69, not 2.
+    `Fused FlashAttention V2`, "No Integer Division". 177/256 is ln 2, the slope of 2**f at 0, so
+    the line ends at 1.69, not 2.
     """
     t = u32(u32(65536) - u32(y))  # t - octave + 256 octaves, Q8.8
-    frac, octave = u32(t & u32(255)), u32(t >> u32(8))
+    frac = u32(t & u32(255))
+    octave = u32(t >> u32(8))
     mantissa = u32(u32(u32(256) << u32(8)) + u32(u32(177) * frac))  # Q16.16 in [1, 1.69]
     return u32(mantissa >> np.minimum(u32(u32(256) - octave), u32(31)))
 
 
 def exp2_ultra(y):
-    """2**floor(-y / 256): the variant "ultra" of the exp2 benchmark (docs/sources.md), errors up to 50 %."""
+    """2**floor(-y / 256).
+
+    The variant "ultra" of the exp2 benchmark (docs/sources.md), errors up to 50 %.
+    """
     return u32(u32(ONE_Q16) >> np.minimum(u32(u32(u32(y) + u32(255)) >> u32(8)), u32(31)))
 
 
@@ -115,10 +136,13 @@ def exp2_exact(y):
     return u32(np.rint(65536.0 * np.exp2(np.asarray(y, np.float64) / -256.0)))
 
 
-CUBIC_A, CUBIC_B, CUBIC_C = 45312, 15106, 2562
+CUBIC_A = 45312
+CUBIC_B = 15106
+CUBIC_C = 2562
 
-# name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as tests/test_fixedpoint.py measures it);
-# the float variants, by SVE's FEXPA, are `cpu.fexpa.EXP2_FLOAT`
+# name -> (function uint32 Q8.8 -> uint32 Q16.16, worst relative error over one octave, as
+# tests/test_fixedpoint.py measures it); the float variants, by SVE's FEXPA, are
+# `cpu.fexpa.EXP2_FLOAT`
 EXP2 = {
     "quadratic": (exp2_quadratic, 0.0028),
     "cubic": (exp2_cubic, 0.00014),
@@ -127,24 +151,27 @@ EXP2 = {
     "exact": (exp2_exact, 0.00002),
 }
 
-# --- options of scores, in float32 by exactly rounded operations only, so that every device agrees ------------------------------
+# --- options of scores, in float32 by exactly rounded operations only, so that every device agrees
+# ------------------------------
 LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
 T_LIMIT = f32(2.0**30)  # scores beyond +-4 million octaves stop here
 LOWEST = f32(
     np.finfo(np.float32).min
 )  # of a score that a finite bias makes: -inf is for hidden keys
-# tanh(x) = x * CAP_UNIT * (z**2 + P1 z + P0) / (z**3 + Q2 z**2 + Q1 z + Q0), z = x**2, minimax in relative error up to CAP_LIMIT
-# and 1 beyond: 9.0e-6
+# tanh(x) = x * CAP_UNIT * (z**2 + P1 z + P0) / (z**3 + Q2 z**2 + Q1 z + Q0), z = x**2, minimax in
+# relative error up to CAP_LIMIT and 1 beyond: 9.0e-6
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
     f32(c) for c in (669.49756, 76.66248, 18200.48, 8149.8267, 318.2947)
 )
-CAP_UNIT, CAP_LIMIT = f32(27.185043), f32(5.9)
+CAP_UNIT = f32(27.185043)
+CAP_LIMIT = f32(5.9)
 
 
 def softcap(x, cap):
     """cap * tanh(x) for a score x in units of its cap; worst relative error 9.1e-6, NaN stays NaN.
 
-    That is half of 1/256 octave for a cap of 150 natural units; a product of INT8 operands is a thousand times less exact.
+    That is half of 1/256 octave for a cap of 150 natural units; a product of INT8 operands is a
+    thousand times less exact.
     """
     x = np.minimum(np.maximum(x, -CAP_LIMIT), CAP_LIMIT)
     z = f32(x * x)

@@ -1,7 +1,10 @@
-"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack. Results are of the caller's kind.
+"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack.
 
-Inside, bfloat16 is always the uint16 array of its bits (docs/pitfalls.md, "float16 and bfloat16 arrays"), and every array is
-typed writable, because a read-only input would compile every kernel a second time.
+Results are of the caller's kind.
+
+Inside, bfloat16 is always the uint16 array of its bits (docs/pitfalls.md, "float16 and bfloat16
+arrays"), and every array is typed writable, because a read-only input would compile every kernel a
+second time.
 """
 
 from __future__ import annotations
@@ -54,14 +57,18 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
     rounded += np.uint32(0x7FFF)
     rounded += bits
     rounded >>= np.uint32(16)
-    out, nan = rounded.astype(np.uint16), np.isnan(x)
+    out = rounded.astype(np.uint16)
+    nan = np.isnan(x)
     if nan.any():
         out[nan] = 0x7FC0
     return out
 
 
 def convert(x: np.ndarray, dtype: str) -> np.ndarray:
-    """A float array (or bfloat16 bits) as "float32", "float16" or "bfloat16" (bits); the same array where nothing changes."""
+    """A float array (or bfloat16 bits) as "float32", "float16" or "bfloat16" (bits).
+
+    The same array where nothing changes.
+    """
     if dtype == "bfloat16":
         return x if x.dtype == np.uint16 else to_bfloat16(x)
     if dtype_name(x.dtype) == dtype:
@@ -71,7 +78,10 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
-    """A float array (or bfloat16 bits) as contiguous, writable float32; the same memory where it is."""
+    """A float array (or bfloat16 bits) as contiguous, writable float32.
+
+    The same memory where it is.
+    """
     with np.errstate(over="ignore"):
         return writable(np.ascontiguousarray(widen(x), np.float32))
 
@@ -98,7 +108,10 @@ class Memory:
 
 
 def writable(x: np.ndarray) -> np.ndarray:
-    """The same memory typed writable (no kernel writes to its inputs): read-only arrays are another type to Numba."""
+    """The same memory typed writable (no kernel writes to its inputs).
+
+    Read-only arrays are another type to Numba.
+    """
     return (
         x
         if x.flags.writeable
@@ -166,7 +179,8 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
         raise ArgumentTypeError(
             f"{name}: got a masked array; allowed: plain arrays, with attn_mask for what is hidden"
         )
-    dtype, caller = dtype_name(x.dtype), x.dtype
+    dtype = dtype_name(x.dtype)
+    caller = x.dtype
     if x.dtype.kind == "O" or x.dtype.kind in "USmM" or x.dtype.names:
         raise ArgumentTypeError(
             f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers"
@@ -209,7 +223,10 @@ def _import_torch(name: str, x: Any, torch: Any) -> Imported:
 
 
 def _import_copy(name: str, x: Any, namespace: Any) -> Imported | None:
-    """bfloat16 of a library that gives it to NumPy, but not through DLPack (JAX); None for anything else."""
+    """bfloat16 of a library that gives it to NumPy, but not through DLPack (JAX).
+
+    None for anything else.
+    """
     as_array = getattr(namespace, "asarray", None)
     if str(getattr(x, "dtype", "")) != "bfloat16" or as_array is None:
         return None
@@ -245,7 +262,9 @@ def _import_dlpack(name: str, x: Any) -> Imported:
 
 
 def restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
-    """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the query's)."""
+    """(B, H, L, ...) back in the caller's layout and number of dimensions (`ndim` counts the
+    query's).
+    """
     if x is None:
         return None
     if layout == "blhd":
@@ -255,7 +274,9 @@ def restore(x: np.ndarray | None, ndim: int, layout: str) -> Any:
 
 
 def deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any:
-    """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the same kind."""
+    """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the
+    same kind.
+    """
     dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(
         taken.dtype, taken.dtype
     )

@@ -1,7 +1,9 @@
-"""Joining attention over disjoint sets of keys: (out, lse) pairs form a commutative monoid with (0, -inf) as its zero.
+"""Joining attention over disjoint sets of keys.
 
-out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The reduce step of the T4 architecture (docs/sources.md) leaves
-out the division by the sum of the weights.
+(out, lse) pairs form a commutative monoid with (0, -inf) as its zero.
+
+out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). The reduce step of the T4 architecture
+(docs/sources.md) leaves out the division by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from .interop import convert, import_array, widen
 
 
 def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Shares of a and b in the sum, and the LSE of the sum; rows where both are -inf get shares 0."""
+    """Shares of a and b in the sum, and the LSE of the sum.
+
+    Rows where both are -inf get shares 0.
+    """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         top = np.maximum(lse_a, lse_b)
         shift = np.where(top == -np.inf, 0, top).astype(top.dtype)
-        # an LSE of +inf is a sum beyond float32: it outweighs finite ones, and two of them weigh the same
+        # an LSE of +inf is a sum beyond float32: it outweighs finite ones, and two of them weigh
+        # the same
         a, b = (
             np.where((x == top) & (top == np.inf), 1, np.exp(x - shift)) for x in (lse_a, lse_b)
         )

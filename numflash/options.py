@@ -1,4 +1,7 @@
-"""The options of one attention call: one frozen `Options`, built and checked once, then passed whole."""
+"""The options of one attention call.
+
+One frozen `Options`, built and checked once, then passed whole.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")
 class Options:
     """The options of `numflash.attention`, in its order. Those that need no array are checked here.
 
-    attn_mask, key_lengths, alibi_slopes and sinks stay as they came: `validation.describe` checks them against the shapes.
+    attn_mask, key_lengths, alibi_slopes and sinks stay as they came: `validation.describe` checks
+    them against the shapes.
 
     Raises
     ------
@@ -64,7 +68,10 @@ class Options:
             object.__setattr__(self, name, value)
 
     def limits(self, reach: int) -> Window:
-        """Window and causality as (left, right), at most `reach`: beyond it every key is visible on that side."""
+        """Window and causality as (left, right), at most `reach`.
+
+        Beyond it every key is visible on that side.
+        """
         left, right = (None if side is None else min(side, reach) for side in self.window)
         return left, 0 if self.is_causal else right
 

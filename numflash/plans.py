@@ -1,10 +1,15 @@
-"""Calls that were made before: what depends only on shapes, dtypes and options is decided by the first of equal calls, and kept.
+"""Calls that were made before.
 
-A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its options. The first one is checked
-in full and, where it succeeds, leaves a `Plan`; the next equal call checks what it alone can get wrong (nothing: shapes, dtypes and
-options are all that is checked), brings its arrays into contiguous memory, allocates its result and enters one compiled function.
+What depends only on shapes, dtypes and options is decided by the first of equal calls, and kept.
 
-Only calls on NumPy arrays without masks, lengths, slopes and sinks, whose values would have to be looked at, leave a plan.
+A call is looked up by the shapes and dtypes of its three arrays, and the values and types of its
+options. The first one is checked in full and, where it succeeds, leaves a `Plan`; the next equal
+call checks what it alone can get wrong (nothing: shapes, dtypes and options are all that is
+checked), brings its arrays into contiguous memory, allocates its result and enters one compiled
+function.
+
+Only calls on NumPy arrays without masks, lengths, slopes and sinks, whose values would have to be
+looked at, leave a plan.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ class Store(Generic[T]):
 
 
 def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
-    """What equal calls have in common; None for a call that leaves no plan. `given` are the values of `Options`, unchecked.
+    """What equal calls have in common; None for a call that leaves no plan.
+
+    `given` are the values of `Options`, unchecked.
 
     Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
     """
@@ -53,7 +60,8 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
         given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
     ):
         return None
-    kinds, window = tuple(map(type, given)), given[WINDOW]
+    kinds = tuple(map(type, given))
+    window = given[WINDOW]
     if window is not None:
         kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
     shapes = query.shape, key.shape, value.shape
@@ -129,7 +137,10 @@ def find(key: Key) -> Plan | None:
 
 
 def runner_of(problem: Problem, impl: str) -> Any:
-    """What computes a problem and all that are equal but for the numbers in their arrays; None where there is no such thing."""
+    """What computes a problem and all that are equal but for the numbers in their arrays.
+
+    None where there is no such thing.
+    """
     if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
         return None
     from .cpu import launch
@@ -150,7 +161,9 @@ runners: Store[Any] = Store()  # of calls on tensors, by a key of their own
 
 
 def keep_runner(key: Any, problem: Problem, impl: str) -> None:
-    """Keep what computes a call on contiguous float32 tensors that has succeeded, if it takes them as they are."""
+    """Keep what computes a call on contiguous float32 tensors that has succeeded, if it takes them
+    as they are.
+    """
     if problem.precision == "float32":
         runner = runner_of(problem, impl)
         if runner is not None and runner.direct:

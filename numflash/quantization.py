@@ -1,12 +1,13 @@
 """Symmetric INT8 quantisation of query, key and value: step 1 of the integer pipeline.
 
 * query: one scale per row.
-* key: the mean of each channel over the keys is taken away first (SageAttention, section 4.2: softmax does not see a vector
-  added to every key), then one scale per key.
+* key: the mean of each channel over the keys is taken away first (SageAttention, section 4.2:
+  softmax does not see a vector added to every key), then one scale per key.
 * value: one scale per channel.
 
-The scale is max|x| / 127 and -128 is never used. Rows of zeros get scale 1. A row that holds NaN or infinity is stored as
-zeros and remembered: it makes the rows that attend to it NaN, and changes no other row.
+The scale is max|x| / 127 and -128 is never used. Rows of zeros get scale 1. A row that holds NaN or
+infinity is stored as zeros and remembered: it makes the rows that attend to it NaN, and changes no
+other row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
 CHUNK = 1024  # rows per task: fixed, so that sums do not depend on the thread count
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 LARGEST = F(np.finfo(np.float32).max)
 INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
 MAGNITUDE = I(0x7FFFFFFF)
@@ -43,7 +45,8 @@ class QuantizedTensor:
     ----------
     data : (..., L, D) int8, -127 to 127 from `quantize`; -128 is computed like any other
     scale : float32
-        (..., L, 1) for "row", (..., ceil(L / block), 1) for "block", (..., 1, D) for "channel", (..., 1, 1) for "tensor".
+        (..., L, 1) for "row", (..., ceil(L / block), 1) for "block", (..., 1, D) for "channel",
+        (..., 1, 1) for "tensor".
     granularity : str
     offset : (..., 1, D) float32 or None
         What was subtracted before quantising (smoothing).
@@ -120,9 +123,12 @@ def _chunk_statistics(task, x, lengths, sums, peaks):
 
 @kernel
 def _channel_statistics(x, lengths, sums, peaks):
-    """Per head and chunk of rows: the sum and the largest |x| (as bits) of every channel over the finite rows.
+    """Per head and chunk of rows.
 
-    x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N, chunks, D) int32, both zero.
+    The sum and the largest |x| (as bits) of every channel over the finite rows.
+
+    x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N,
+    chunks, D) int32, both zero.
     """
     over_tasks(_chunk_statistics, x.shape[0] * sums.shape[1], (x, lengths, sums, peaks))
 
@@ -170,7 +176,10 @@ def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, sca
 
 @kernel
 def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
-    """One scale per `block` rows. x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8."""
+    """One scale per `block` rows.
+
+    x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8.
+    """
     per_task = max(1, CHUNK // block)
     tasks = (scale.shape[1] + per_task - 1) // per_task
     over_tasks(
@@ -209,7 +218,8 @@ def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
 def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum and largest magnitude of every channel: two (N, D) float32."""
     shape = (x.shape[0], max(1, -(-x.shape[1] // CHUNK)), x.shape[2])
-    sums, peaks = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+    sums = np.zeros(shape, np.float32)
+    peaks = np.zeros(shape, np.int32)
     _channel_statistics(x, lengths, sums, peaks)
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
@@ -225,14 +235,18 @@ def quantize_heads(
     offset: np.ndarray | None = None,
     peak: np.ndarray | None = None,
 ) -> QuantizedTensor:
-    """`quantize` for a contiguous (N, L, D) float32 array; rows from lengths[n] on are left out and stored as zeros.
+    """`quantize` for a contiguous (N, L, D) float32 array.
 
-    A part of a longer array takes the whole one's `offset` (N, D), for `smooth`, and `peak` (N, D), for "channel", from outside.
+    Rows from lengths[n] on are left out and stored as zeros.
+
+    A part of a longer array takes the whole one's `offset` (N, D), for `smooth`, and `peak` (N, D),
+    for "channel", from outside.
     """
     refuse_after_fork()
     n, length, d = x.shape
     lengths = np.full(n, length, np.int64) if lengths is None else lengths
-    data, bad = np.zeros(x.shape, np.int8), np.zeros((n, length), np.uint8)
+    data = np.zeros(x.shape, np.int8)
+    bad = np.zeros((n, length), np.uint8)
     if not smooth:
         offset = np.zeros((n, d), np.float32)
     elif offset is None:
@@ -313,7 +327,9 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
 def quantize_qkv(
     query: Any, key: Any, value: Any
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-    """The three tensors that `attention(precision="int8")` makes: query per row, key smoothed and per row, value per channel.
+    """The three tensors that `attention(precision="int8")` makes.
+
+    Query per row, key smoothed and per row, value per channel.
 
     Parameters
     ----------
@@ -340,9 +356,9 @@ def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
 def quantize_problem(problem: Any) -> Any:
     """The Problem with its float operands quantised, as precision "int8" computes with them.
 
-    Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a float32 array. Keys from
-    `key_lengths` on are left out of means and scales, so padding never changes a bit. With a softcap the key is not smoothed:
-    tanh would see the shift.
+    Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a
+    float32 array. Keys from `key_lengths` on are left out of means and scales, so padding never
+    changes a bit. With a softcap the key is not smoothed: tanh would see the shift.
     """
 
     def heads(x: np.ndarray) -> np.ndarray:

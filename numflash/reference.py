@@ -1,4 +1,5 @@
-"""What is right: the float64 oracle, the integer model whose bits every INT8 kernel must produce, and a step-by-step generator.
+"""What is right: the float64 oracle, the integer model whose bits every INT8 kernel must produce,
+and a step-by-step generator.
 
 Nothing here is fast, and no kernel imports it.
 """
@@ -23,7 +24,8 @@ LN2 = np.log(2.0)
 
 def visible(problem: Problem, b: int, h: int, rows: slice = slice(None)) -> np.ndarray:
     """(rows, S) bool: which keys each query row may see; additive -inf not included."""
-    length, s = problem.shape[3], problem.shape[4]
+    length = problem.shape[3]
+    s = problem.shape[4]
     i = np.arange(length)[rows, None] + problem.diagonal[b]
     j = np.arange(s)[None, :]
     seen = np.broadcast_to(j < problem.key_lengths[b], (len(i), s)).copy()
@@ -37,15 +39,20 @@ def visible(problem: Problem, b: int, h: int, rows: slice = slice(None)) -> np.n
 
 
 def oracle(problem: Problem, block: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """Attention in float64: out (B, H, L, Dv), lse (B, H, L). Rows with nothing visible give 0 and -inf."""
+    """Attention in float64: out (B, H, L, Dv), lse (B, H, L).
+
+    Rows with nothing visible give 0 and -inf.
+    """
     nb, nh, nkv, length, s, _, dv = problem.shape
-    out, lse = np.zeros((nb, nh, length, dv)), np.full((nb, nh, length), -np.inf)
+    out = np.zeros((nb, nh, length, dv))
+    lse = np.full((nb, nh, length), -np.inf)
     query, key, value = (
         np.asarray(widen(x), np.float64) for x in (problem.query, problem.key, problem.value)
     )
     for b in range(nb):
         for h in range(nh):
-            k, v = key[b, h * nkv // nh], value[b, h * nkv // nh]
+            k = key[b, h * nkv // nh]
+            v = value[b, h * nkv // nh]
             for start in range(0, length if s else 0, block):
                 rows = slice(start, min(start + block, length))
                 out[b, h, rows], lse[b, h, rows] = _oracle_rows(
@@ -55,7 +62,9 @@ def oracle(problem: Problem, block: int = 512) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scores(problem, b, h, rows, q, k):
-    """Scores of some rows in float64, -inf where hidden, and what softcap makes of a small change of them (None without it)."""
+    """Scores of some rows in float64, -inf where hidden, and what softcap makes of a small change
+    of them (None without it).
+    """
     slope = None
     scores = (q @ k.T) * problem.scale
     if problem.functions is not None:
@@ -66,10 +75,8 @@ def _scores(problem, b, h, rows, q, k):
         scores = np.where(hidden, -np.inf, problem.softcap * tanh)
         slope = (1 - tanh * tanh) * (1 if slope is None else slope)
     if problem.alibi_slopes is not None:
-        i, j = (
-            np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b],
-            np.arange(k.shape[0])[None],
-        )
+        i = np.arange(rows.start, rows.stop)[:, None] + problem.diagonal[b]
+        j = np.arange(k.shape[0])[None]
         scores = scores - float(problem.alibi_slopes[b, h]) * np.abs(i - j)
     if problem.bias is not None:
         scores = scores + problem.bias[b, h, rows]
@@ -92,18 +99,20 @@ def _oracle_rows(problem, b, h, rows, q, k, v):
         out = np.where(l[:, None] == 0, 0, out / l[:, None])
         if problem.sinks is not None:
             total = np.logaddexp(lse, float(problem.sinks[h]))
-            out, lse = out * np.exp(np.where(l == 0, -np.inf, lse - total))[:, None], total
+            out = out * np.exp(np.where(l == 0, -np.inf, lse - total))[:, None]
+            lse = total
     return out, lse
 
 
 def gradients(
     problem: Problem, grad_out: np.ndarray, out: np.ndarray, lse: np.ndarray, block: int = 512
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L, Dv) and LSE (B, H, L).
+    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float64, from dO, O (B, H, L,
+    Dv) and LSE (B, H, L).
 
-    P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap; dQ = dS.K * scale,
-    dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0 takes no part, even where it is not finite. An LSE of
-    `LARGEST_LSE` or more is recomputed.
+    P = exp(S - LSE), dV = P^T.dO, dS = P * (dO.V^T - rowsum(dO * O)), times the slope of softcap;
+    dQ = dS.K * scale, dK = dS^T.Q * scale (FlashAttention 2, section 2.3.2). A key of weight 0
+    takes no part, even where it is not finite. An LSE of `LARGEST_LSE` or more is recomputed.
     """
     nb, nh, nkv, length, s, _, _ = problem.shape
     query, key, value = (
@@ -113,7 +122,9 @@ def gradients(
     grad_out, out, lse = (np.asarray(x, np.float64) for x in (grad_out, out, lse))
     for b, h in np.ndindex(nb, nh):
         g = h * nkv // nh
-        q, k, v = query[b, h], key[b, g], value[b, g]
+        q = query[b, h]
+        k = key[b, g]
+        v = value[b, g]
         for start in range(0, length if s else 0, block):
             rows = slice(start, min(start + block, length))
             do = grad_out[b, h, rows]
@@ -126,7 +137,8 @@ def gradients(
                     sink = -np.inf if problem.sinks is None else float(problem.sinks[h])
                     top = np.maximum(scores.max(-1, keepdims=True), sink)
                     total = np.exp(scores - top).sum(-1, keepdims=True) + np.exp(sink - top)
-                    m, l = np.where(anew, top, m), np.where(anew, total, l)
+                    m = np.where(anew, top, m)
+                    l = np.where(anew, total, l)
                 p = np.where((scores == -np.inf) | (m == -np.inf), 0, np.exp(scores - m) / l)
                 ds = (
                     p
@@ -156,8 +168,10 @@ class Step:
 
     first, stop : the keys of the block
     s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
-    octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint32 Q16.16 with pv "fp32")
-    m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running output, all after this block
+    octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint32 Q16.16 with
+        pv "fp32")
+    m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running
+        output, all after this block
     """
 
     first: int
@@ -175,17 +189,20 @@ HIDDEN = np.int32(-(1 << 31))  # t of a hidden key: below every score
 
 
 def score_unit(scale: float, softcap: float = 0.0) -> float:
-    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units of a softcap."""
+    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units
+    of a softcap.
+    """
     return scale / softcap if softcap else scale * math.log2(math.e) * 256
 
 
 def combined_scale(
     q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in
+    units of a softcap.
 
-    cq = q.scale * score_unit and ck = k.scale, each limited to 2**100 so that no product with an int32 is NaN. The scale of a key
-    or query that was not finite is NaN.
+    cq = q.scale * score_unit and ck = k.scale, each limited to 2**100 so that no product with an
+    int32 is NaN. The scale of a key or query that was not finite is NaN.
     """
     limit = F(2.0**100)
     with np.errstate(over="ignore"):
@@ -198,7 +215,10 @@ def combined_scale(
 
 
 def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
-    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing."""
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset.
+
+    None without smoothing.
+    """
     if k.offset is None:
         return None
     offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
@@ -219,20 +239,21 @@ def cap_shift(problem: Problem) -> np.ndarray | None:
 def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) -> Iterator[Step]:
     """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
 
-    `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every kernel. With pv "fp32" the
-    value is a float array and the weights stay in Q16.16.
+    `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every
+    kernel. With pv "fp32" the value is a float array and the weights stay in Q16.16.
     """
-    nh, nkv, length, s_len, dv = (
-        problem.shape[1],
-        problem.shape[2],
-        problem.shape[3],
-        problem.shape[4],
-        problem.shape[6],
-    )
+    nh = problem.shape[1]
+    nkv = problem.shape[2]
+    length = problem.shape[3]
+    s_len = problem.shape[4]
+    dv = problem.shape[6]
     g = h * nkv // nh
-    q, k, v = problem.query, problem.key, problem.value
+    q = problem.query
+    k = problem.key
+    v = problem.value
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
-    cq, ck = cq[b, h], ck[b, g].copy()
+    cq = cq[b, h]
+    ck = ck[b, g].copy()
     wide = problem.pv == "fp32"
     exp2, unit = (fx.exp2_quadratic, 1 / fx.ONE_Q16) if wide else (fx.exp2_p8, 1.0)
     bad_value = (
@@ -244,13 +265,12 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
     )
     ck[bad_value] = np.nan
     shift = cap_shift(problem) if problem.softcap else None
-    qi, ki = q.data[b, h].astype(np.float64), k.data[b, g].astype(np.float64)
+    qi = q.data[b, h].astype(np.float64)
+    ki = k.data[b, g].astype(np.float64)
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
-    m, l, o = (
-        np.full(length, fx.MIN_OCTAVE, np.int32),
-        np.zeros(length, F),
-        np.zeros((length, dv), F),
-    )
+    m = np.full(length, fx.MIN_OCTAVE, np.int32)
+    l = np.zeros(length, F)
+    o = np.zeros((length, dv), F)
     seen_all = visible(problem, b, h)
     power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)  # noqa: E731
     with np.errstate(invalid="ignore", over="ignore"):
@@ -273,7 +293,8 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
             y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
             p = np.where(seen, exp2(y), 0).astype(np.uint32 if wide else np.uint8)
             m_new = np.maximum(m, octave)
-            o, l = o * power(m_new - m)[:, None], l * power(m_new - m)
+            o = o * power(m_new - m)[:, None]
+            l = l * power(m_new - m)
             weight = np.where(some, power(m_new - octave), F(0))
             l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * weight
             o = o + ((p * unit) @ vi[cols]).astype(F) * weight[:, None]
@@ -283,15 +304,16 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
 
 
 def transform(problem, b, h, x, cols, shift):
-    """Softcap (of scores in its units), ALiBi and bias (Q8.8) in float32, in the field's order; one rounding per operation."""
+    """Softcap (of scores in its units), ALiBi and bias (Q8.8) in float32, in the field's order.
+
+    One rounding per operation.
+    """
     if problem.softcap:
         x = fx.softcap(x if shift is None else x + shift[:, None], F(problem.softcap) * fx.LOG2E_Q8)
     if problem.alibi_slopes is not None:
         slope = F(F(problem.alibi_slopes[b, h]) * fx.LOG2E_Q8)
-        i, j = (
-            np.arange(x.shape[0])[:, None] + problem.diagonal[b],
-            np.arange(cols.start, cols.stop)[None],
-        )
+        i = np.arange(x.shape[0])[:, None] + problem.diagonal[b]
+        j = np.arange(cols.start, cols.stop)[None]
         x = x - slope * np.abs(i - j).astype(F)
     if problem.bias is not None:
         x = x + problem.bias[b, h][:, cols].astype(F) * fx.LOG2E_Q8
@@ -301,11 +323,13 @@ def transform(problem, b, h, x, cols, shift):
 def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndarray, np.ndarray]:
     """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
 
-    With pv "int8" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each kernel's own order.
+    With pv "int8" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each
+    kernel's own order.
     """
     nb, nh, nkv, length, _, _, dv = problem.shape
     out = np.zeros((nb, nh, length, dv), F)
-    m, l = np.full((nb, nh, length), fx.MIN_OCTAVE, np.int32), np.zeros((nb, nh, length), F)
+    m = np.full((nb, nh, length), fx.MIN_OCTAVE, np.int32)
+    l = np.zeros((nb, nh, length), F)
     wide = problem.pv == "fp32"
     for b in range(nb):
         for h in range(nh):
@@ -340,7 +364,8 @@ def decode_change(
 ) -> Callable[[int, slice, np.ndarray], np.ndarray]:
     """Soft cap and ALiBi for `integer_decode`.
 
-    slopes (H,) or None; shift (H, L) float32, what smoothing took from the scores in units of the soft cap; away (L, S) distances.
+    slopes (H,) or None; shift (H, L) float32, what smoothing took from the scores in units of the
+    soft cap; away (L, S) distances.
     """
 
     def change(h: int, cols: slice, x: np.ndarray) -> np.ndarray:
@@ -364,21 +389,24 @@ def integer_decode(
     splits: int = 1,
     change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The definition of INT8 decode over one sequence of a KV cache: out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
+    """The definition of INT8 decode over one sequence of a KV cache.
 
-    q (H, L, D), k (Hkv, S, D) and v (Hkv, S, Dv) have one scale per row; seen (L, S) bool. As `integer_steps`, but a value's scale
-    belongs to its token: relative to the largest one v_max of the key block, a uint16 fraction, it is folded into the weight before
-    the one rounding to uint8. The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each from a
-    fresh state; the states are merged in order, by powers of two. Outputs are summed up times `fixedpoint.VALUE_UNIT`.
+    Out (H, L, Dv) float32, octave m (H, L), sum l (H, L) float32.
 
-    change : f(head, keys, scores), as `decode_change` makes it, of rounded Q8.8 scores (L, keys) float32; rounded again.
+    q (H, L, D), k (Hkv, S, D) and v (Hkv, S, Dv) have one scale per row; seen (L, S) bool. As
+    `integer_steps`, but a value's scale belongs to its token: relative to the largest one v_max of
+    the key block, a uint16 fraction, it is folded into the weight before the one rounding to uint8.
+    The row sum l takes the weights without it. The key blocks go in `splits` equal shares, each
+    from a fresh state; the states are merged in order, by powers of two. Outputs are summed up
+    times `fixedpoint.VALUE_UNIT`.
+
+    change : f(head, keys, scores), as `decode_change` makes it, of rounded Q8.8 scores (L, keys)
+        float32; rounded again.
     """
     (nh, length, _), (nkv, s_len, dv) = q.data.shape, v.data.shape
-    out, ms, ls = (
-        np.zeros((nh, length, dv), F),
-        np.zeros((nh, length), F),
-        np.zeros((nh, length), F),
-    )
+    out = np.zeros((nh, length, dv), F)
+    ms = np.zeros((nh, length), F)
+    ls = np.zeros((nh, length), F)
     power = lambda n: np.exp2(np.maximum(n, F(-126))).astype(F)  # noqa: E731
     cq, ck = combined_scale(q, k, scale)
     bad = np.isnan(ck) | (False if v.nonfinite is None else v.nonfinite)
@@ -388,11 +416,9 @@ def integer_decode(
         g = h * nkv // nh
         states = []
         for split in range(splits):
-            m, l, o = (
-                np.full(length, fx.MIN_OCTAVE, F),
-                np.zeros(length, F),
-                np.zeros((length, dv), F),
-            )
+            m = np.full(length, fx.MIN_OCTAVE, F)
+            l = np.zeros(length, F)
+            o = np.zeros((length, dv), F)
             for first in range(split * share, min((split + 1) * share, s_len), KEY_BLOCK):
                 cols = slice(first, min(first + KEY_BLOCK, s_len))
                 s = (q.data[h].astype(np.float64) @ k.data[g, cols].T.astype(np.float64)).astype(F)
@@ -418,7 +444,8 @@ def integer_decode(
                 w = (((fx.exp2_p16(y).astype(np.uint32) * ratio) >> 16) + 128) >> 8
                 w = np.where(hidden, 0, w)
                 m_new = np.maximum(m, octave.astype(F))
-                o, l = o * power(m - m_new)[:, None], l * power(m - m_new)
+                o = o * power(m - m_new)[:, None]
+                l = l * power(m - m_new)
                 weight = np.where(some, power(octave.astype(F) - m_new), F(0))
                 l = l + p.sum(1).astype(F) * weight
                 o = (
@@ -430,9 +457,11 @@ def integer_decode(
             states.append((m, l, o))
         m = np.max([state[0] for state in states], 0)
         first_m, l, o = states[0]
-        l, o = l * power(first_m - m), o * power(first_m - m)[:, None]
+        l = l * power(first_m - m)
+        o = o * power(first_m - m)[:, None]
         for m_i, l_i, o_i in states[1:]:
-            l, o = l + l_i * power(m_i - m), o + o_i * power(m_i - m)[:, None]
+            l = l + l_i * power(m_i - m)
+            o = o + o_i * power(m_i - m)[:, None]
         spoiled = (seen & bad[g]).any(1) | (np.isnan(cq[h]) & seen.any(1))
         l = np.where(spoiled, F(np.nan), l)
         with np.errstate(divide="ignore", invalid="ignore"):

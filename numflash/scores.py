@@ -1,6 +1,9 @@
-"""Scales, shifts and log-sum-exps of the integer pipeline: what every INT8 launcher computes once per call.
+"""Scales, shifts and log-sum-exps of the integer pipeline.
 
-Scores in Q8.8 have 256 units per octave (one unit of log2). The oracle has its own version of each function in `reference`.
+What every INT8 launcher computes once per call.
+
+Scores in Q8.8 have 256 units per octave (one unit of log2). The oracle has its own version of each
+function in `reference`.
 """
 
 from __future__ import annotations
@@ -27,25 +30,30 @@ def largest(x: np.ndarray) -> float:
 
 
 def score_unit(scale: float, softcap: float = 0.0) -> float:
-    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units of a softcap."""
+    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units
+    of a softcap.
+    """
     return scale / softcap if softcap else scale * math.log2(math.e) * 256
 
 
 def combined_scale(
     q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in units of a softcap.
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in
+    units of a softcap.
 
-    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32 is NaN. A key or query that was
-    not finite has scale NaN.
+    cq = q.scale * score_unit and ck = k.scale, each cut at 2**100 so that no product with an int32
+    is NaN. A key or query that was not finite has scale NaN.
     """
     unit = score_unit(scale, softcap)
-    cq, ck = q.row_scale(), k.row_scale()
+    cq = q.row_scale()
+    ck = k.row_scale()
     if max(largest(q.scale) * abs(unit), largest(k.scale)) < LIMIT:
         cq = cq * F(unit)
     else:
         with np.errstate(over="ignore"):
-            cq, ck = np.clip(cq * F(unit), F(-LIMIT), F(LIMIT)), np.minimum(ck, F(LIMIT))
+            cq = np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))
+            ck = np.minimum(ck, F(LIMIT))
     if q.nonfinite is not None:
         cq = np.where(q.nonfinite, F(np.nan), cq)
     if k.nonfinite is not None:
@@ -54,7 +62,9 @@ def combined_scale(
 
 
 def row_shift(q: QuantizedTensor, offset: np.ndarray | None, scale: float) -> np.ndarray | None:
-    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset; None without smoothing.
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset.
+
+    None without smoothing.
 
     offset : (B, Hkv, 1, D) float32, what was taken off the keys, or None
     """
@@ -76,7 +86,10 @@ def cap_shift(problem: Problem) -> np.ndarray | None:
 
 
 def lse_as_float32(lse: np.ndarray) -> np.ndarray:
-    """A float64 LSE as float32: +inf beyond its range, but never -inf, which only rows without keys have."""
+    """A float64 LSE as float32.
+
+    +inf beyond its range, but never -inf, which only rows without keys have.
+    """
     with np.errstate(over="ignore"):
         return np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST)).astype(np.float32)
 

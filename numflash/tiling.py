@@ -1,11 +1,13 @@
-"""The shared tiling parameters: which block sizes every kernel uses, on every device, and what they cost in cache.
+"""The shared tiling parameters.
 
-A `Tiling` is data. Kernels read their sizes from it, the command line explains it, tests check its arithmetic. The key block is
-common to CPU and CUDA: softmax weights are rounded once per row and key block, so equal key blocks give equal bits (INT8
-pipeline, step 1).
+Which block sizes every kernel uses, on every device, and what they cost in cache.
 
-The tilings of the A64FX notes (docs/sources.md) are among the named ones, with their working sets added up: the fused kernel
-needs 58.75 KiB where the summary says 46 KB.
+A `Tiling` is data. Kernels read their sizes from it, the command line explains it, tests check its
+arithmetic. The key block is common to CPU and CUDA: softmax weights are rounded once per row and
+key block, so equal key blocks give equal bits (INT8 pipeline, step 1).
+
+The tilings of the A64FX notes (docs/sources.md) are among the named ones, with their working sets
+added up: the fused kernel needs 58.75 KiB where the summary says 46 KB.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from .jit.system import cache_sizes
 
 KEY_BLOCK = 128  # keys whose weights share one octave: the same on every device
 MAX_HEAD_DIM = 512
-CUDA_HEAD_DIMS, SWIZZLED_HEAD_DIMS = (
-    (32, 64, 96, 128, 256),
-    (64, 128, 256),
-)  # the second: rows of whole swizzles
+# the second: rows of whole swizzles
+CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
+SWIZZLED_HEAD_DIMS = (64, 128, 256)
 CUDA_WIDE = 128  # head sizes beyond have tilings of their own, named "-wide"
-# shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of each SM is the system's)
+# shared memory that one block may have (CUDA C++ guide, table of technical specifications: 1 KB of
+# each SM is the system's)
 SHARED_MEMORY = {
     arch: kib << 10
     for arch, kib in (
@@ -43,7 +45,10 @@ _SIZES = {"int8": 1, "uint8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array of a kernel's inner loop: `rows` x `cols` of `dtype`, `copies` times; sizes may name a `Tiling.sizes`."""
+    """One array of a kernel's inner loop: `rows` x `cols` of `dtype`, `copies` times.
+
+    Sizes may name a `Tiling.sizes`.
+    """
 
     name: str
     rows: str | int
@@ -71,9 +76,11 @@ class Tiling:
     key_block : keys per tile, a multiple of nv * lanes
     buffers : what the inner loop touches, for the working set; on CUDA the shared memory of a block
 
-    head_dims, value_dims : what d and dv are rounded up to; all sizes if empty, and for dv d's if only that is
+    head_dims, value_dims : what d and dv are rounded up to; all sizes if empty, and for dv d's if
+        only that is
 
-    On CUDA the register block is a warp's (sm_90a: a warpgroup's) tile of scores: mr rows of nv products of 8 keys.
+    On CUDA the register block is a warp's (sm_90a: a warpgroup's) tile of scores: mr rows of nv
+    products of 8 keys.
     """
 
     name: str
@@ -112,9 +119,11 @@ class Tiling:
 
     def sizes(self, head_dim: int, value_dim: int | None = None) -> dict[str, int]:
         """What a buffer's rows and columns may be named by."""
-        d, dv = head_dim, value_dim or head_dim
+        d = head_dim
+        dv = value_dim or head_dim
         if self.head_dims:
-            d, dv = padded(d, self.head_dims), padded(dv, self.value_dims or self.head_dims)
+            d = padded(d, self.head_dims)
+            dv = padded(dv, self.value_dims or self.head_dims)
         return {
             "block_q": self.block_q,
             "key_block": self.key_block,
@@ -130,7 +139,10 @@ class Tiling:
         return {b.name: b.nbytes(sizes) for b in self.buffers}
 
     def caches(self, arch: str | None = None) -> Caches:
-        """Where the working set has to fit: this machine's caches, or the shared memory of a block on an architecture."""
+        """Where the working set has to fit.
+
+        This machine's caches, or the shared memory of a block on an architecture.
+        """
         if self.device == "cpu":
             return Caches.of_this_machine()
         names = ("the shared memory of a block", "L2", "L3")
@@ -142,7 +154,8 @@ class Tiling:
         self, head_dim: int, value_dim: int | None = None, caches: Caches | None = None
     ) -> str:
         """The tiling in words and bytes: each buffer, the sum, and the caches it fits."""
-        caches, sizes = caches or self.caches(), self.sizes(head_dim, value_dim)
+        caches = caches or self.caches()
+        sizes = self.sizes(head_dim, value_dim)
         tile = f"{self.mr} x {self.nv} vectors of {self.lanes}: {self.accumulators} accumulators"
         if self.isa == "portable":
             tile = f"{self.mr} x {self.nv} sums on AArch64; on x86 one product at a time, as the compiler unrolls it"
@@ -176,7 +189,10 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Caches:
-    """Data cache sizes in bytes as one core sees them; 0 where there is no such level. `l2_cores` share one L2 (table only)."""
+    """Data cache sizes in bytes as one core sees them; 0 where there is no such level.
+
+    `l2_cores` share one L2 (table only).
+    """
 
     l1: int
     l2: int
@@ -192,7 +208,10 @@ class Caches:
 
     @classmethod
     def of_this_machine(cls) -> Caches:
-        """As the system tells (Linux, macOS); elsewhere from `CACHES`, for the CPU that Numba compiles for."""
+        """As the system tells (Linux, macOS).
+
+        Elsewhere from `CACHES`, for the CPU that Numba compiles for.
+        """
         found = cache_sizes()
         if found.get(1):
             return cls(
@@ -250,7 +269,10 @@ def _float_buffers(operand: str) -> tuple[Buffer, ...]:
 
 
 def _arm(cpu: str, isa: str, lanes: int) -> Tiling:
-    """24 rows fill nine tenths of an L1 of 64 KiB at D = 128; on A64FX a row of a packed panel is one 256-byte line."""
+    """24 rows fill nine tenths of an L1 of 64 KiB at D = 128.
+
+    On A64FX a row of a packed panel is one 256-byte line.
+    """
     return Tiling(
         f"{cpu}-int8",
         "cpu",
@@ -266,7 +288,10 @@ def _arm(cpu: str, isa: str, lanes: int) -> Tiling:
 
 
 def _cuda_float(arch: str, dtype: str, key_block: int, wide: str = "") -> Tiling:
-    """FlashAttention-2: four warps of 16 rows; the output leaves through Q's place. Two stages by cp.async, one on sm_75."""
+    """FlashAttention-2: four warps of 16 rows; the output leaves through Q's place.
+
+    Two stages by cp.async, one on sm_75.
+    """
     stages = 1 if arch == "sm_75" else 2
     return Tiling(
         f"{arch}-{dtype}{wide}",
@@ -288,7 +313,10 @@ def _cuda_float(arch: str, dtype: str, key_block: int, wide: str = "") -> Tiling
 
 
 def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
-    """FlashAttention-3: two warpgroups of 64 rows, a ring of two stages by TMA; head sizes are multiples of 64."""
+    """FlashAttention-3: two warpgroups of 64 rows, a ring of two stages by TMA.
+
+    Head sizes are multiples of 64.
+    """
     return Tiling(
         f"sm_90a-{dtype}{wide}",
         "cuda",
@@ -303,6 +331,7 @@ def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
             Buffer("Q, then O", "block_q", "widest", dtype),
             Buffer("K tile", "key_block", "d", dtype, 2),
             Buffer("V tile", "key_block", "dv", dtype, 2),
+            Buffer("sums that order the softmax", 1, 256, "float32"),
             Buffer("barriers, alignment", 1, 2048, "int8"),
         ),
         head_dims=SWIZZLED_HEAD_DIMS,
@@ -310,7 +339,10 @@ def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
 
 
 def _cuda_int8(arch: str, buffers: tuple[Buffer, ...], name: str = "", halves: int = 1) -> Tiling:
-    """A warp owns 16 rows; of wide heads half of the keys and channels of them, and a second warp the rest (`halves`)."""
+    """A warp owns 16 rows.
+
+    Of wide heads half of the keys and channels of them, and a second warp the rest (`halves`).
+    """
     return Tiling(
         f"{arch}-int8{name}",
         "cuda",
@@ -336,7 +368,10 @@ _FLOAT_VALUES = Buffer("V part", 32, "dv", "float32"), Buffer("padding of V", 32
 
 
 def _hopper_int8(stages: int, wide: str = "") -> Tiling:
-    """Two warpgroups of 64 rows, a ring by TMA; rows of Q and K are padded to whole swizzles of 128 bytes by the copies."""
+    """Two warpgroups of 64 rows, a ring by TMA.
+
+    Rows of Q and K are padded to whole swizzles of 128 bytes by the copies.
+    """
     return Tiling(
         f"sm_90a-int8{wide}",
         "cuda",
@@ -596,7 +631,10 @@ def padded(n: int, sizes: tuple[int, ...]) -> int:
 
 
 def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
-    """The tiling that the kernels for `isa` and `dtype` use; keyword arguments replace single sizes, checked again."""
+    """The tiling that the kernels for `isa` and `dtype` use.
+
+    Keyword arguments replace single sizes, checked again.
+    """
     name = f"{isa}-{dtype}"
     if name not in TILINGS:
         raise ArgumentError(
@@ -605,21 +643,28 @@ def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
     return replace(TILINGS[name], **changes) if changes else TILINGS[name]
 
 
-# Multiplications from which on a thread of its own pays: some 0.1 ms, several times what waking it costs.
+# Multiplications from which on a thread of its own pays: some 0.1 ms, several times what waking it
+# costs.
 THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 16 << 20}
 
 
 def workers(kind: str, multiplications: int) -> int:
-    """The most threads that a problem of so many multiplications uses: each has at least `THREAD_WORK` of them."""
+    """The most threads that a problem of so many multiplications uses.
+
+    Each has at least `THREAD_WORK` of them.
+    """
     return max(1, multiplications // THREAD_WORK[kind])
 
 
 def split_count(units: int, blocks: int, workers: int) -> int:
-    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles: FlashAttention 2's rule.
+    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles.
 
-    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts that do not change the blocks
-    of a split are left out. 14 heads on the T4's 40 multiprocessors (80 workers, blocks of 256 keys) at 1024 keys give 4, as in
-    the T4 architecture (docs/sources.md).
+    FlashAttention 2's rule.
+
+    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts
+    that do not change the blocks of a split are left out. 14 heads on the T4's 40 multiprocessors
+    (80 workers, blocks of 256 keys) at 1024 keys give 4, as in the T4 architecture
+    (docs/sources.md).
     """
     fill = {}
     for n in range(1, min(blocks, 128) + 1):
@@ -630,7 +675,10 @@ def split_count(units: int, blocks: int, workers: int) -> int:
 
 
 def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
-    """The tiling of the CUDA kernels: sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers and bytes."""
+    """The tiling of the CUDA kernels.
+
+    Sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers and bytes.
+    """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     wide = (
         "-wide"

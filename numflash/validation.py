@@ -1,4 +1,6 @@
-"""Arguments of the public functions, checked and put into one frozen description that every backend takes."""
+"""Arguments of the public functions, checked and put into one frozen description that every backend
+takes.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,18 @@ class Problem:
     Attributes
     ----------
     query : (B, H, L, D) array, of any strides
-        In the storage of `precision`: float32, float16, uint16 (the bits of bfloat16); a QuantizedTensor for "int8".
+        In the storage of `precision`: float32, float16, uint16 (the bits of bfloat16); a
+        QuantizedTensor for "int8".
     key : (B, Hkv, S, D) array or QuantizedTensor, Hkv divides H
     value : (B, Hkv, S, Dv) array or QuantizedTensor; float32 for "int8" with pv "fp32"
     scale : float
         Factor of Q.K^T, 1/sqrt(D) unless given.
     left, right : int or None
-        Row i sees keys j with i + diagonal[b] - left <= j <= i + diagonal[b] + right; None is no limit. Causal is right = 0.
+        Row i sees keys j with i + diagonal[b] - left <= j <= i + diagonal[b] + right; None is no
+        limit. Causal is right = 0.
     diagonal : (B,) int64
-        Key under the diagonal in row 0: 0 for alignment "upper_left", key_lengths - L for "lower_right".
+        Key under the diagonal in row 0: 0 for alignment "upper_left", key_lengths - L for
+        "lower_right".
     key_lengths : (B,) int64
         Keys from here on do not exist.
     mask : (B, H, L, S) bool or None
@@ -79,8 +84,10 @@ class Problem:
         return b, h, self.key.shape[1], length, self.key.shape[2], d, self.value.shape[3]
 
 
-# ---- builders ------------------------------------------------------------------------------------------------------------------
-LARGEST_PER_HEAD, LARGEST_INT8_CAP = 1e20, 1e4
+# ---- builders
+# ------------------------------------------------------------------------------------------------------------------
+LARGEST_PER_HEAD = 1e20
+LARGEST_INT8_CAP = 1e4
 OWN_PRECISION = {
     "float32": "float32",
     "float64": "float32",
@@ -148,7 +155,9 @@ def check_shapes(
 
 
 def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
-    """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes out of float32."""
+    """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes
+    out of float32.
+    """
     array = widen(import_array(name, x).array)
     if array.dtype.kind not in "fiu":
         raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
@@ -204,7 +213,10 @@ def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
 
 
 def describe(query: Any, key: Any, value: Any, options: Options, precision: str) -> Problem:
-    """The Problem of 4-D operands whose shapes are checked: what of the options depends on shapes or precision is checked here."""
+    """The Problem of 4-D operands whose shapes are checked.
+
+    What of the options depends on shapes or precision is checked here.
+    """
     (b, h, l, d), s = query.shape, key.shape[2]
     if precision == "int8" and options.softcap > LARGEST_INT8_CAP:
         raise ArgumentError(
@@ -218,7 +230,8 @@ def describe(query: Any, key: Any, value: Any, options: Options, precision: str)
     left, right = options.limits(l + s)
     counts = lengths("key_lengths", options.key_lengths, b, s)
     mask, bias = split_mask(options.attn_mask, (b, h, l, s))
-    slopes, sinks = options.alibi_slopes, options.sinks
+    slopes = options.alibi_slopes
+    sinks = options.sinks
     if slopes is not None:
         slopes = per_head("alibi_slopes", slopes, ((h,), (b, h)), "(H,) or (B, H)")
         slopes = writable(np.broadcast_to(slopes, (b, h)))
@@ -259,8 +272,9 @@ def problem_of(
 ) -> Problem:
     """The same for arrays that are taken in.
 
-    The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of bfloat16); for "int8", or
-    without `convert_operands`, they stay as they came: for `quantize_problem`, or for the oracle.
+    The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of
+    bfloat16); for "int8", or without `convert_operands`, they stay as they came: for
+    `quantize_problem`, or for the oracle.
 
     Raises
     ------
@@ -268,7 +282,8 @@ def problem_of(
         Naming the argument, what came and what is allowed.
     """
     taken = dict(zip(("query", "key", "value"), operands, strict=True))
-    precision, layout = options.precision, options.layout
+    precision = options.precision
+    layout = options.layout
     tensor("query", operands[0].array, layout)
     dtype = operands[0].dtype
     for name, x in taken.items():
@@ -300,7 +315,10 @@ LARGEST_LSE = (
 def gradient_operands(
     problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32; they come in the query's layout and number of dimensions."""
+    """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32.
+
+    They come in the query's layout and number of dimensions.
+    """
     lead = query_shape[:-1]
     found = []
     for name, given, shape in (
@@ -350,7 +368,10 @@ def part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
 
 
 def whole(name: str, t: QuantizedTensor) -> None:
-    """Whether the parts of a QuantizedTensor fit each other: looked at once, the arrays are not expected to change."""
+    """Whether the parts of a QuantizedTensor fit each other.
+
+    Looked at once, the arrays are not expected to change.
+    """
     if t.checked:
         return
     if not is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
@@ -451,31 +472,40 @@ def shorten(array: np.ndarray) -> str:
     return np.array2string(array, threshold=8)
 
 
-# Multiplications that take about as long as a call: sequences share a call where filling them up to one length costs less.
+# Multiplications that take about as long as a call: sequences share a call where filling them up to
+# one length costs less.
 CALL = 1e6
 
 
 def sequences(
     whole: Problem, cu_q: np.ndarray, cu_k: np.ndarray, alignment: str
 ) -> Iterator[tuple[Problem, list[int]]]:
-    """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up to the longest.
+    """The packed problem, (1, H, total, D), as few batches of sequences of like lengths, filled up
+    to the longest.
 
     Yields the problem of a batch, and the numbers of its sequences.
     """
-    many, few = np.diff(cu_q), np.diff(cu_k)
+    many = np.diff(cu_q)
+    few = np.diff(cu_k)
     _, h, _, _, _, d, dv = whole.shape
     queue = [n for n in np.lexsort((few, many))[::-1].tolist() if many[n]]
-    price, first = CALL / (h * (d + dv)), 0
+    price = CALL / (h * (d + dv))
+    first = 0
     while first < len(queue):
-        longest, stop, waste = many[queue[first]], first, 0
-        most, cells = 0, 0
+        longest = many[queue[first]]
+        stop = first
+        waste = 0
+        most = 0
+        cells = 0
         while stop < len(queue):  # one more sequence, if that is cheaper than one more call
             n = queue[stop]
-            most, cells = max(most, few[n]), cells + many[n] * few[n]
+            most = max(most, few[n])
+            cells = cells + many[n] * few[n]
             padding = (stop + 1 - first) * longest * most - cells
             if padding - waste > price:
                 break
-            stop, waste = stop + 1, padding
+            stop = stop + 1
+            waste = padding
         chosen = np.sort(queue[first:stop])
         yield (
             _batch(whole, cu_q[chosen], many[chosen], cu_k[chosen], few[chosen], alignment),
@@ -487,10 +517,14 @@ def sequences(
 def _batch(
     whole: Problem, at_q: np.ndarray, l: np.ndarray, at_k: np.ndarray, s: np.ndarray, alignment: str
 ) -> Problem:
-    """Sequences that begin at packed rows `at_q` and keys `at_k`, `l` and `s` long, as a batch; filled up with any rows."""
+    """Sequences that begin at packed rows `at_q` and keys `at_k`, `l` and `s` long, as a batch.
+
+    Filled up with any rows.
+    """
 
     def gather(x: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        rows, n = x[0].transpose(1, 0, 2), len(at)
+        rows = x[0].transpose(1, 0, 2)
+        n = len(at)
         longest = int(lengths.max())
         if n == 1 or (np.array_equal(at[1:], at[:-1] + longest) and lengths.min() == longest):
             return (

@@ -1,10 +1,14 @@
-"""What the tests hold everything against: attention written out once more, row by row in float64, and shapes that break kernels."""
+"""What the tests hold everything against.
+
+Attention written out once more, row by row in float64, and shapes that break kernels.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-# L and S around every tile and block edge: register rows 2, 4, 6, query tiles 24 and 32, key half-block 64, block 128
+# L and S around every tile and block edge: register rows 2, 4, 6, query tiles 24 and 32, key
+# half-block 64, block 128
 TAILS = [
     (1, 1),
     (1, 128),
@@ -26,7 +30,8 @@ def draw(shape, seed=0, dtype=np.float32):
 
 
 def qkv(b=1, h=2, l=33, s=None, d=16, dv=None, hkv=None, seed=0, dtype=np.float32):
-    s, hkv = l if s is None else s, hkv or h
+    s = l if s is None else s
+    hkv = hkv or h
     return (
         draw((b, h, l, d), seed, dtype),
         draw((b, hkv, s, d), seed + 1, dtype),
@@ -52,14 +57,16 @@ def naive(
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     nb, nh, length, d = query.shape
     nkv, s = key.shape[1:3]
-    out, lse = np.zeros((nb, nh, length, value.shape[3])), np.full((nb, nh, length), -np.inf)
+    out = np.zeros((nb, nh, length, value.shape[3]))
+    lse = np.full((nb, nh, length), -np.inf)
     mask = None if attn_mask is None else np.broadcast_to(attn_mask, (nb, nh, length, s))
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (nb, nh))
     for b, h, i in np.ndindex(nb, nh, length):
         count = s if key_lengths is None else key_lengths[b]
         centre = i + (count - length if alignment == "lower_right" else 0)
         g = h // (nh // nkv)
-        scores, seen = [], []
+        scores = []
+        seen = []
         for j in range(count):
             x = float(query[b, h, i] @ key[b, g, j]) * (1 / np.sqrt(d) if scale is None else scale)
             if softcap:
@@ -105,7 +112,10 @@ def naive_gradients(
     sinks=None,
     dtype=np.float64,
 ):
-    """Gradients of `naive` by the chain rule, a head's whole score matrix in memory. Returns dq, dk and dv; all in `dtype`."""
+    """Gradients of `naive` by the chain rule, a head's whole score matrix in memory.
+
+    Returns dq, dk and dv; all in `dtype`.
+    """
     grad_out, query, key, value = (np.asarray(x, dtype) for x in (grad_out, query, key, value))
     nb, nh, length, d = query.shape
     nkv, s = key.shape[1:3]
@@ -116,7 +126,10 @@ def naive_gradients(
     dq, dk, dv = (np.zeros(x.shape, dtype) for x in (query, key, value))
     for b, h in np.ndindex(nb, nh):
         g = h // (nh // nkv)
-        q, k, v, do = query[b, h], key[b, g], value[b, g], grad_out[b, h]
+        q = query[b, h]
+        k = key[b, g]
+        v = value[b, g]
+        do = grad_out[b, h]
         count = s if key_lengths is None else key_lengths[b]
         away = (
             np.arange(s)
@@ -124,7 +137,8 @@ def naive_gradients(
             - (count - length if alignment == "lower_right" else 0)
         )
         seen = (np.arange(s) < count) & (away >= -left) & (away <= right)
-        x, slope = q @ k.T * scale, dtype(1)
+        x = q @ k.T * scale
+        slope = dtype(1)
         if softcap:
             x = np.tanh(x / dtype(softcap))
             x, slope = x * dtype(softcap), 1 - x * x

@@ -164,14 +164,18 @@ VARLEN = {
 @pytest.mark.parametrize(("impl", "precision"), IMPLS)
 @pytest.mark.parametrize("name", VARLEN)
 def test_varlen_is_the_loop(name, impl, precision):
-    lengths_q, lengths_k = [3, 3, 3, 1, 0, 40, 7, 7], [5, 5, 2, 9, 4, 33, 0, 7]
+    lengths_q = [3, 3, 3, 1, 0, 40, 7, 7]
+    lengths_k = [5, 5, 2, 9, 4, 33, 0, 7]
     cu_q, cu_k = (np.concatenate([[0], np.cumsum(n)]) for n in (lengths_q, lengths_k))
-    q, k, v = draw((cu_q[-1], 2, 16)), draw((cu_k[-1], 2, 16), 1), draw((cu_k[-1], 2, 8), 2)
+    q = draw((cu_q[-1], 2, 16))
+    k = draw((cu_k[-1], 2, 16), 1)
+    v = draw((cu_k[-1], 2, 8), 2)
     options = {"impl": impl, "precision": precision, "return_lse": True, **VARLEN[name]}
     out, lse = numflash.attention_varlen(q, k, v, cu_q, cu_k, **options)
     assert out.shape == (64, 2, 8) and lse.shape == (64, 2)
     for n in range(len(lengths_q)):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        rows = slice(cu_q[n], cu_q[n + 1])
+        keys = slice(cu_k[n], cu_k[n + 1])
         one, one_lse = numflash.attention(q[rows], k[keys], v[keys], layout="blhd", **options)
         np.testing.assert_array_equal(out[rows], one)
         np.testing.assert_array_equal(lse[rows], one_lse)
@@ -180,7 +184,10 @@ def test_varlen_is_the_loop(name, impl, precision):
 @pytest.mark.parametrize("lengths", [[5, 5, 3], [3, 5, 5], [5, 3, 5], [5, 5, 5]])
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_varlen_of_lengths_that_are_nearly_equal(lengths, impl):
-    """Sequences of one length lie side by side and are not copied; those of other lengths are gathered."""
+    """Sequences of one length lie side by side and are not copied.
+
+    Those of other lengths are gathered.
+    """
     cu = np.cumsum([0, *lengths])
     q, k, v = (draw((cu[-1], 2, 16), seed) for seed in range(3))
     out = numflash.attention_varlen(q, k, v, cu, cu, is_causal=True, impl=impl)
@@ -269,7 +276,10 @@ def test_real_activations(impl):
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "limit"), [("int8", 0.03), ("float32", 1e-5)])
 def test_160_thousand_keys(precision, limit):
-    """Quantised kernels of the field turned to noise here: sums must not overflow, however many keys."""
+    """Quantised kernels of the field turned to noise here.
+
+    Sums must not overflow, however many keys.
+    """
     q, k, v = qkv(h=1, l=3, s=160_000, d=64)
     for queries in (q, 0 * q):  # weights that differ, weights that are all equal
         exact, exact_lse = numflash.attention(

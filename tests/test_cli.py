@@ -1,4 +1,7 @@
-"""The command line: every command runs, --json is one document, mistakes give one line and an exit status."""
+"""The command line.
+
+Every command runs, --json is one document, mistakes give one line and an exit status.
+"""
 
 import json
 import subprocess

@@ -115,7 +115,8 @@ def test_int64_lanes_are_seen(cpu):
 
 @pytest.mark.parametrize("cpu", ["a64fx", "neoverse-n1", "haswell", "sapphirerapids", "host"])
 def test_division_and_double_precision_are_seen(cpu):
-    ints, floats = types.Array(types.int32, 1, "C"), types.Array(types.float32, 1, "C")
+    ints = types.Array(types.int32, 1, "C")
+    floats = types.Array(types.float32, 1, "C")
     assert report(divides, (ints, ints), cpu)["integer_divisions"] > 0
     assert report(divides, (ints, ints), cpu)["float64"] == 0
     assert report(doubles, (floats, floats), cpu)["float64"] > 0
@@ -162,7 +163,8 @@ def test_every_named_kernel_can_be_made(name):
 
 
 def test_the_host_is_left_as_it_was():
-    a, b = np.arange(-50, 50, dtype=np.int8), np.full(100, 3, np.int8)
+    a = np.arange(-50, 50, dtype=np.int8)
+    b = np.full(100, 3, np.int8)
     before = calls_dot(a, b)
     overloads = len(dot.overloads)
     compile_for(calls_dot, DOT, Target.named("a64fx"))

@@ -1,4 +1,7 @@
-"""Compiled kernels on disk: what others may write is not read, what cannot be saved is not missed, and clearing says what goes."""
+"""Compiled kernels on disk.
+
+What others may write is not read, what cannot be saved is not missed, and clearing says what goes.
+"""
 
 import json
 import os
@@ -68,7 +71,8 @@ def copy_of(filled, tmp_path):
 @posix
 @pytest.mark.parametrize("where", ["file", "folder"])
 def test_what_others_may_write_is_not_read(where, filled, tmp_path):
-    cache, marker = copy_of(filled, tmp_path), tmp_path / "run"
+    cache = copy_of(filled, tmp_path)
+    marker = tmp_path / "run"
     for path in entries(cache):
         path.write_bytes(pickle.dumps(Planted(marker)))
         if where == "file":
@@ -88,7 +92,8 @@ def test_what_others_may_write_is_not_read(where, filled, tmp_path):
 )
 @pytest.mark.parametrize("where", ["file", "folder"])
 def test_what_somebody_else_owns_is_not_read(where, filled, tmp_path):
-    cache, marker = copy_of(filled, tmp_path), tmp_path / "run"
+    cache = copy_of(filled, tmp_path)
+    marker = tmp_path / "run"
     for path in entries(cache):
         path.write_bytes(pickle.dumps(Planted(marker)))
         os.chown(path if where == "file" else path.parent, 12345, -1)
@@ -100,7 +105,10 @@ def test_what_somebody_else_owns_is_not_read(where, filled, tmp_path):
 
 @posix
 def test_own_files_are_read(filled, tmp_path):
-    """Also under a folder that everybody may write to, as /tmp is; and through a group that is the user's alone."""
+    """Also under a folder that everybody may write to, as /tmp is.
+
+    And through a group that is the user's alone.
+    """
     cache = copy_of(filled, tmp_path)
     cache.chmod(0o777)
     done = python(QUANTIZE, cache)
@@ -111,7 +119,10 @@ def test_own_files_are_read(filled, tmp_path):
 
 @posix
 def test_a_full_disk_does_not_stop_a_call(tmp_path):
-    """Neither a file-size limit (EFBIG), nor a folder that vanishes: the kernel is compiled, so the call succeeds."""
+    """Neither a file-size limit (EFBIG), nor a folder that vanishes.
+
+    The kernel is compiled, so the call succeeds.
+    """
     script = f"ulimit -f 8; exec \"$0\" -c '{QUANTIZE}'"
     done = subprocess.run(
         ["bash", "-c", script, sys.executable],

@@ -1,4 +1,6 @@
-"""The pages: their Python runs, their figures come from one file, what they link to and name exists."""
+"""The pages: their Python runs, their figures come from one file, what they link to and name
+exists.
+"""
 
 import importlib.util
 import json
@@ -25,7 +27,9 @@ def available(need):
 
 
 def program(page):
-    """The Python of a page as one file with the page's line numbers, without blocks whose "# needs:" is not met."""
+    """The Python of a page as one file with the page's line numbers, without blocks whose "#
+    needs:" is not met.
+    """
     text = page.read_text(encoding="utf-8")
     lines = [""] * (text.count("\n") + 1)
     for found in BLOCK.finditer(text):
@@ -165,7 +169,9 @@ def test_figures_name_what_they_depend_on():
 
 
 def test_no_comment_cites_what_is_not_in_the_repository():
-    """Findings about Numba are in docs/pitfalls.md under headings, the notes in docs/sources.md under names."""
+    """Findings about Numba are in docs/pitfalls.md under headings, the notes in docs/sources.md
+    under names.
+    """
     for file in SOURCES:
         text = file.read_text(encoding="utf-8")
         found = re.findall(r"(?:\(|# |PITFALLS )P\d+[a-d]?\b", text)

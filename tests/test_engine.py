@@ -73,7 +73,9 @@ def test_no_output_before_decode():
 
 def test_step_initialises_by_itself_and_generates():
     engine = DecodeEngine(**OPTIONS, dtype="float32")
-    key, value, query = draw((2, 2, 30, 16)), draw((2, 2, 30, 16), 1), draw((2, 4, 30, 16), 2)
+    key = draw((2, 2, 30, 16))
+    value = draw((2, 2, 30, 16), 1)
+    query = draw((2, 4, 30, 16), 2)
     for i in range(30):
         out = engine.step(query[:, :, i : i + 1], key[:, :, i : i + 1], value[:, :, i : i + 1])
         exact, _ = naive(query[:, :, i : i + 1], key[:, :, : i + 1], value[:, :, : i + 1])
@@ -87,9 +89,13 @@ def test_step_initialises_by_itself_and_generates():
 
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 def test_a_step_allocates_nothing(dtype):
-    """No array: what Python itself keeps for its views and tuples, 40 KB at most, is less than a query, a key or an output."""
+    """No array: what Python itself keeps for its views and tuples, 40 KB at most, is less than a
+    query, a key or an output.
+    """
     engine = DecodeEngine(batch=64, kv_heads=8, head_dim=64, max_length=128, dtype=dtype)
-    query, key, value = draw((64, 8, 1, 64)), draw((64, 8, 1, 64), 1), draw((64, 8, 1, 64), 2)
+    query = draw((64, 8, 1, 64))
+    key = draw((64, 8, 1, 64), 1)
+    value = draw((64, 8, 1, 64), 2)
     first = engine.step(query, key, value)
     for _ in range(10):  # past the length from which two threads pay
         engine.step(query, key, value)

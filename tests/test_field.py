@@ -1,6 +1,9 @@
-"""What broke elsewhere, by name, and what must hold whatever the numbers are: every precision, every implementation here.
+"""What broke elsewhere, by name, and what must hold whatever the numbers are.
 
-The threads are those that users of other attention libraries opened; nothing here is compared with the code under test alone.
+Every precision, every implementation here.
+
+The threads are those that users of other attention libraries opened; nothing here is compared with
+the code under test alone.
 """
 
 from __future__ import annotations
@@ -108,7 +111,8 @@ def test_history_nan_behind_the_mask(precision, impl):
 @st.composite
 def cases(draw):
     """Operands of any small size, a precision and an implementation."""
-    precision, impl = draw(st.sampled_from(list(PRECISIONS))), draw(st.sampled_from(IMPLS))
+    precision = draw(st.sampled_from(list(PRECISIONS)))
+    impl = draw(st.sampled_from(IMPLS))
     size = st.one_of(st.integers(1, 20), st.integers(1, 150))
     operands = qkv(
         b=draw(st.integers(1, 2)),
@@ -184,7 +188,9 @@ def test_a_window_that_grows_becomes_no_window(case, more):
 @invariant
 @given(cases(), st.integers(0, 150))
 def test_a_row_does_not_depend_on_the_tile_that_it_is_in(case, first):
-    """Block sizes: rows taken alone stand in other tiles than in the whole, and each implementation has blocks of its own."""
+    """Block sizes: rows taken alone stand in other tiles than in the whole, and each implementation
+    has blocks of its own.
+    """
     (q, k, v), precision, impl = case
     first = min(first, q.shape[2] - 1)
     out, lse = attend(q, k, v, precision, impl)

@@ -1,4 +1,7 @@
-"""Scalars of the integer pipeline: errors as stated, continuity at the octave, equal bits in NumPy and in the JIT."""
+"""Scalars of the integer pipeline.
+
+Errors as stated, continuity at the octave, equal bits in NumPy and in the JIT.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +23,10 @@ def test_stated_error_is_the_measured_one(name):
 
 
 def test_straight_line_jumps_at_the_octave():
-    """18 % from the end of one octave to the start of the next; the quadratic is continuous there."""
+    """18 % from the end of one octave to the start of the next.
+
+    The quadratic is continuous there.
+    """
     jump = lambda f: float(f(np.uint32(256))) / float(f(np.uint32(257)))  # noqa: E731
     assert (
         jump(fx.exp2_line177) > 1.1
@@ -85,7 +91,8 @@ def test_softcap():
             [0, -0.0, 1e-18, 1e30, -1e30, np.inf],
         ]
     ).astype(np.float32)
-    got, want = fx.softcap(x, np.float32(1)), np.tanh(x.astype(np.float64))
+    got = fx.softcap(x, np.float32(1))
+    want = np.tanh(x.astype(np.float64))
     assert (np.abs(got - want) <= 9.1e-6 * np.abs(want)).all()
     assert (np.abs(got) <= 1).all() and (got == -fx.softcap(-x, np.float32(1))).all()
     assert np.isnan(fx.softcap(np.float32(np.nan), np.float32(1)))

@@ -1,4 +1,7 @@
-"""NUMFLASH_GUARD=1: what is written or read beyond what is right becomes an error that names the buffer."""
+"""NUMFLASH_GUARD=1.
+
+What is written or read beyond what is right becomes an error that names the buffer.
+"""
 
 import os
 import subprocess
@@ -121,7 +124,10 @@ except GuardError as error:
 @pytest.mark.slow
 @pytest.mark.skipif("amx_int8" not in target.available(), reason="the CPU has no AMX")
 def test_rows_that_are_written_twice_are_found(tmp_path):
-    """P.V in parts of 32 rows, which tiles of 6 rows overrun: heap damage that no result of a small call shows."""
+    """P.V in parts of 32 rows, which tiles of 6 rows overrun.
+
+    Heap damage that no result of a small call shows.
+    """
     (tmp_path / "removed.py").write_text(REMOVED)
     assert "INT8 output tile: float32: written behind its end" in guarded(
         str(tmp_path / "removed.py"), timeout=600

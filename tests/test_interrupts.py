@@ -14,7 +14,10 @@ import numflash
 from numflash.cache.kvcache import KVCache
 from numflash.errors import CacheFullError
 
-B, G, D, PAGE = 3, 2, 16, 128
+B = 3
+G = 2
+D = 16
+PAGE = 128
 PACKAGE = str(Path(numflash.__file__).parent)
 needs_signals = pytest.mark.skipif(
     not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread(),
@@ -67,7 +70,9 @@ PAIRS = [
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th bytecode of this package's Python code, which is where a signal's handler may run."""
+    """Raises KeyboardInterrupt at the n-th bytecode of this package's Python code, which is where a
+    signal's handler may run.
+    """
 
     def __init__(self, n: int) -> None:
         self.n, self.raised = n, False
@@ -86,7 +91,8 @@ class Interrupter:
 
 def interrupted(call: Callable, n: int) -> bool:
     """Whether the call was interrupted at its n-th bytecode; it had fewer otherwise."""
-    tracer, before = Interrupter(n), sys.gettrace()
+    tracer = Interrupter(n)
+    before = sys.gettrace()
     sys.settrace(tracer)
     try:
         call()
@@ -100,12 +106,18 @@ def interrupted(call: Callable, n: int) -> bool:
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS, ids=lambda x: x.replace(" ", "_"))
 def test_interrupted_at_every_bytecode(kind, name):
-    """Before or after, never between; and what comes next counts pages and room as if nothing had happened."""
-    run, cache = OPERATIONS[name], cache_of(**CACHES[kind])
+    """Before or after, never between.
+
+    And what comes next counts pages and room as if nothing had happened.
+    """
+    run = OPERATIONS[name]
+    cache = cache_of(**CACHES[kind])
     before = state(cache)
     run(cache)
     after = state(cache)
-    n, found, stride = 0, set(), 7 if name in ("decode", "step") else 2
+    n = 0
+    found = set()
+    stride = 7 if name in ("decode", "step") else 2
     while True:
         cache = cache_of(**CACHES[kind])
         again = interrupted(lambda cache=cache: run(cache), n)
@@ -123,7 +135,9 @@ def test_interrupted_at_every_bytecode(kind, name):
 @pytest.mark.parametrize("kind", ["plain", "smooth pages"])
 def test_an_interrupted_append_does_not_change_the_room(kind):
     """Capacity is counted from what the kernel has stored, not from what Python noted afterwards."""
-    more, n, again = tokens(64, 3), 0, True
+    more = tokens(64, 3)
+    n = 0
+    again = True
     while again:
         cache = KVCache(B, G, D, 192, **CACHES[kind])
         again = interrupted(lambda cache=cache: cache.append(*more), n)
@@ -139,12 +153,14 @@ def test_an_interrupted_append_does_not_change_the_room(kind):
 @pytest.mark.parametrize("name", ["append", "share", "reset", "decode", "step"])
 def test_real_signals(name):
     """An interval timer interrupts a call at random moments."""
-    options, run = CACHES["smooth pages"], OPERATIONS[name]
+    options = CACHES["smooth pages"]
+    run = OPERATIONS[name]
     cache = cache_of(**options)
     before = state(cache)
     run(cache)
     after = state(cache)
-    rng, hits = np.random.default_rng(5), 0
+    rng = np.random.default_rng(5)
+    hits = 0
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(60):
@@ -168,7 +184,8 @@ def test_real_signals(name):
 def test_attention_after_real_signals(precision):
     q, k, v = (draw((1, 2, 70, 32), n) for n in range(3))
     want = numflash.attention(q, k, v, precision=precision)
-    rng, hits = np.random.default_rng(5), 0
+    rng = np.random.default_rng(5)
+    hits = 0
     handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(100):

@@ -48,7 +48,8 @@ def test_any_split_in_any_order(cuts, seed):
 
 
 def test_nothing_is_the_zero():
-    out, lse = draw((2, 3, 4)), draw((2, 3))
+    out = draw((2, 3, 4))
+    lse = draw((2, 3))
     nothing = np.full((2, 3, 4), np.nan, np.float32), np.full((2, 3), -np.inf, np.float32)
     for got in (
         numflash.merge_states(out, lse, *nothing),
@@ -75,7 +76,8 @@ def test_dtype_is_kept(dtype):
     import ml_dtypes
 
     dtype = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    out, lse = draw((2, 3, 4)).astype(dtype), draw((2, 3))
+    out = draw((2, 3, 4)).astype(dtype)
+    lse = draw((2, 3))
     got = numflash.merge_states(out, lse, out, lse)
     assert got[0].dtype == dtype and got[1].dtype == np.float32
     np.testing.assert_allclose(got[0].astype(float), out.astype(float), rtol=0.01)
@@ -83,7 +85,8 @@ def test_dtype_is_kept(dtype):
 
 def test_torch():
     torch = pytest.importorskip("torch")
-    out, lse = torch.randn(2, 3, 4), torch.randn(2, 3)
+    out = torch.randn(2, 3, 4)
+    lse = torch.randn(2, 3)
     got = numflash.merge_states(out, lse, out, lse)
     assert isinstance(got[0], torch.Tensor) and torch.allclose(got[0], out, atol=1e-6)
     assert torch.allclose(got[1], lse + np.log(2), atol=1e-6)

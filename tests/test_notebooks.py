@@ -1,4 +1,6 @@
-"""The course: every notebook runs as shipped, its exercises are open, their solutions right, and wrong answers are refused."""
+"""The course: every notebook runs as shipped, its exercises are open, their solutions right, and
+wrong answers are refused.
+"""
 
 import json
 import os

@@ -20,7 +20,8 @@ def full(x, *shape):
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
 def test_sinks_beside_scores_that_overflow(precision, impl):
-    q, v = full(1e38, 1, 1, 3, 4), draw((1, 1, 3, 4))
+    q = full(1e38, 1, 1, 3, 4)
+    v = draw((1, 1, 3, 4))
     out, lse = numflash.attention(
         q, q, v, sinks=[0.0], precision=precision, impl=impl, return_lse=True
     )
@@ -30,12 +31,14 @@ def test_sinks_beside_scores_that_overflow(precision, impl):
 
 @pytest.mark.parametrize("dtype", [F, np.float64])
 def test_merging_with_an_infinite_lse(dtype):
-    """An LSE of +inf is a sum that float32 does not hold: it outweighs every finite one, and equals another."""
-    a, b = np.ones((4, 2), dtype), np.full((4, 2), 3, dtype)
-    la, lb = (
-        np.array([np.inf, 0, np.inf, -np.inf], dtype),
-        np.array([0, np.inf, np.inf, np.inf], dtype),
-    )
+    """An LSE of +inf is a sum that float32 does not hold.
+
+    It outweighs every finite one, and equals another.
+    """
+    a = np.ones((4, 2), dtype)
+    b = np.full((4, 2), 3, dtype)
+    la = np.array([np.inf, 0, np.inf, -np.inf], dtype)
+    lb = np.array([0, np.inf, np.inf, np.inf], dtype)
     out, lse = numflash.merge_states(a, la, b, lb)
     assert out[:, 0].tolist() == [1, 3, 2, 3] and (lse == np.inf).all()
     out, lse = numflash.merge_states(
@@ -59,7 +62,8 @@ def test_no_warning_leaves_a_merge():
 @pytest.mark.parametrize("impl", ["cpu", "portable", "reference"])
 def test_a_row_that_sees_keys_has_an_lse_above_minus_infinity(precision, impl):
     """-inf is for rows that see nothing: a merge drops them."""
-    q, v = full(1e38, 1, 1, 3, 4), draw((1, 1, 5, 4))
+    q = full(1e38, 1, 1, 3, 4)
+    v = draw((1, 1, 5, 4))
     for key in (
         full(-1e38, 1, 1, 5, 4),
         np.concatenate([full(-1e38, 1, 1, 4, 4), full(-3e38, 1, 1, 1, 4)], 2),
@@ -81,12 +85,16 @@ def test_the_same_of_a_cache(dtype):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("impl", ["cpu", "portable"])
 def test_a_key_whose_partial_sums_overflow_keeps_its_weight(impl, precision):
-    """Sums that leave float32 on their way, and would come back: some of these rows see such a key."""
+    """Sums that leave float32 on their way, and would come back.
+
+    Some of these rows see such a key.
+    """
     rng = np.random.default_rng(0)
     k = (
         np.sign(rng.standard_normal((3000, 1, 4, 64))) * rng.uniform(5e37, 1e38, (3000, 1, 4, 64))
     ).astype(F)
-    q, v = full(1, 3000, 1, 1, 64), rng.standard_normal((3000, 1, 4, 3)).astype(F)
+    q = full(1, 3000, 1, 1, 64)
+    v = rng.standard_normal((3000, 1, 4, 3)).astype(F)
     for given in (k, -k):
         found, exact = (
             numflash.attention(q, given, v, impl=by, precision=precision, return_lse=True)
@@ -97,7 +105,10 @@ def test_a_key_whose_partial_sums_overflow_keeps_its_weight(impl, precision):
 
 
 def test_an_overflow_that_would_cancel_is_noticed():
-    """Partial sums of q.k reach -inf and stay there: the key would get weight 0 in a row that is finite."""
+    """Partial sums of q.k reach -inf and stay there.
+
+    The key would get weight 0 in a row that is finite.
+    """
     big = F(1.8e19)
     q = full(0, 1, 1, 7, 64)
     q[..., :8] = big

@@ -1,4 +1,7 @@
-"""Tasks on threads: each runs once, on any number of threads; one that fails is an exception and not a wrong result."""
+"""Tasks on threads: each runs once, on any number of threads.
+
+One that fails is an exception and not a wrong result.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,9 @@ def owners(x, out):
 
 
 def test_tasks_count_no_references():
-    """A locked instruction for each slice of a shared array made quantising on two threads three times as slow as on one."""
+    """A locked instruction for each slice of a shared array made quantising on two threads three
+    times as slow as on one.
+    """
     out = np.full((3, 3), -1, np.int64)
     assert owners(np.ones((3, 2)), out) != 0
     assert not out.any()

@@ -1,4 +1,7 @@
-"""Equal calls after the first: the same results, the same errors, nothing left over from other calls."""
+"""Equal calls after the first.
+
+The same results, the same errors, nothing left over from other calls.
+"""
 
 import threading
 
@@ -148,7 +151,8 @@ def test_threads_share_a_plan():
     """Several callers at once, and any number of threads below them: the same bits."""
     arrays = qkv(b=1, h=8, l=200, s=300, d=64)
     want = numflash.attention(*arrays)
-    before, failures = numba.get_num_threads(), []
+    before = numba.get_num_threads()
+    failures = []
 
     def call(threads):
         numba.set_num_threads(threads)

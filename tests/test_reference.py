@@ -1,4 +1,7 @@
-"""The oracle against the definition written out once more; the integer model against its budgets; the steps it yields."""
+"""The oracle against the definition written out once more; the integer model against its budgets.
+
+The steps it yields.
+"""
 
 import numpy as np
 import pytest
@@ -157,14 +160,18 @@ def test_lse_takes_the_smoothing_back():
 
 @pytest.mark.parametrize(("l", "s"), TAILS)
 def test_steps_are_what_the_model_adds_up(l, s):
-    """The steps hold invariants that a reader can check: weights, sums and octaves of each block."""
+    """The steps hold invariants that a reader can check.
+
+    Weights, sums and octaves of each block.
+    """
     arrays = qkv(h=1, l=l, s=s, d=16)
     problem = quantize_problem(
         validation.problem(
             *arrays, Options(precision="int8", is_causal=True, alignment="lower_right")
         )
     )
-    stop, m = 0, np.full(l, fx.MIN_OCTAVE)
+    stop = 0
+    m = np.full(l, fx.MIN_OCTAVE)
     for step in reference.integer_steps(problem, 0, 0):
         assert step.first == stop and step.first < step.stop <= s
         stop = step.stop
@@ -192,8 +199,11 @@ def test_permuting_keys_of_one_block_changes_no_bit(l, s, d, seed):
     q, k, v = qkv(h=1, l=l, s=min(s, 128), d=d, seed=seed)
     order = np.random.default_rng(seed).permutation(k.shape[2])
     # smoothing sums the keys in order: take it away so that both see the same integers
-    qt, kt, vt = numflash.quantize(q), numflash.quantize(k), numflash.quantize(v, "channel")
-    kp, vp = numflash.quantize(k[:, :, order]), numflash.quantize(v[:, :, order], "channel")
+    qt = numflash.quantize(q)
+    kt = numflash.quantize(k)
+    vt = numflash.quantize(v, "channel")
+    kp = numflash.quantize(k[:, :, order])
+    vp = numflash.quantize(v[:, :, order], "channel")
     a, b = (
         reference.solve(validation.quantized_problem(qt, x, y)) for x, y in ((kt, vt), (kp, vp))
     )

@@ -1,4 +1,7 @@
-"""Damaged caches, many callers, forks, and memory: nothing here may crash, hang, or give a wrong answer."""
+"""Damaged caches, many callers, forks, and memory.
+
+Nothing here may crash, hang, or give a wrong answer.
+"""
 
 import os
 import platform
@@ -60,7 +63,10 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
 
 
 def test_a_kernel_from_the_cache_loads_no_compiler(tmp_path):
-    """What Numba compiles with is imported to compile alone; the garbage collector, which rests meanwhile, goes on."""
+    """What Numba compiles with is imported to compile alone.
+
+    The garbage collector, which rests meanwhile, goes on.
+    """
     code = (
         "import gc, sys, numpy as np, numflash; x = numflash.quantize(np.ones((2, 4), np.float32)); "
         "print(x.data.sum(), 'numba.np.linalg' in sys.modules, gc.isenabled())"
@@ -89,7 +95,8 @@ def test_an_edited_helper_in_another_file_is_seen(tmp_path):
 def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
     from numflash.jit import compiler, disk_cache
 
-    one, other = np.zeros(5000, np.int32), np.zeros(5000, np.int32)
+    one = np.zeros(5000, np.int32)
+    other = np.zeros(5000, np.int32)
     other[2500] = 1
     assert repr(one) == repr(other)
 
@@ -100,7 +107,9 @@ def test_long_arrays_that_differ_in_the_middle_are_two_kernels():
 
 
 def test_a_helper_with_other_options_is_another_kernel():
-    """Two kernels that differ only in the options of a function they call must not share compiled code."""
+    """Two kernels that differ only in the options of a function they call must not share compiled
+    code.
+    """
     from numflash.jit import compiler, disk_cache
 
     def helper(x):
@@ -140,7 +149,10 @@ MADE = "import sys, numpy as np, factory; print([factory.make(c)(np.arange(5.0),
 
 
 def test_closures_compiled_in_other_processes_keep_apart(tmp_path):
-    """Numba numbers closures anew in every process: two from the cache must not run each other's code."""
+    """Numba numbers closures anew in every process.
+
+    Two from the cache must not run each other's code.
+    """
     (tmp_path / "factory.py").write_text(FACTORY)
 
     def made(*steps, cache="cache"):
@@ -190,8 +202,11 @@ if __name__ == "__main__":
 
 
 def test_kernels_from_the_cache_find_what_shares_out_their_tasks(tmp_path):
-    """A kernel in the disk cache holds only its symbol, whether it is in the cache too or must be compiled anew."""
-    script, cache = tmp_path / "factory.py", tmp_path / "cache"
+    """A kernel in the disk cache holds only its symbol, whether it is in the cache too or must be
+    compiled anew.
+    """
+    script = tmp_path / "factory.py"
+    cache = tmp_path / "cache"
     script.write_text(TASKS)
 
     def made(*steps):
@@ -384,5 +399,8 @@ print(faults(10))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's heap")
 def test_a_call_finds_the_memory_of_the_last_one():
-    """Packed K and V and the output are 6 MB: 1500 pages, which the system would clear anew each time."""
+    """Packed K and V and the output are 6 MB.
+
+    1500 pages, which the system would clear anew each time.
+    """
     assert float(python(AGAIN, ROOT / ".unused", NUMBA_CACHE_DIR="").stdout) < 100

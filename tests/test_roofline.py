@@ -44,7 +44,8 @@ def test_peak_loop_is_nothing_but_the_instruction():
 
 def test_memory_kernels_read_and_copy():
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    y, out = np.zeros_like(x), np.zeros(3, np.float32)
+    y = np.zeros_like(x)
+    out = np.zeros(3, np.float32)
     roofline.read_memory(x, 3, out)
     roofline.copy_memory(x, 3, y)
     assert out.sum() == x.sum() and (y == x).all()
@@ -52,14 +53,18 @@ def test_memory_kernels_read_and_copy():
 
 @pytest.mark.parametrize("isa", [i for i in VECTOR_ISAS if i in target.available()][:1])
 def test_phases_compute_the_attention(isa):
-    """The kernel with all parts on computes the attention that the whole kernel computes: else its parts mean nothing."""
+    """The kernel with all parts on computes the attention that the whole kernel computes.
+
+    Else its parts mean nothing.
+    """
     from numflash.quantization import quantize_problem
     from numflash.reference import combined_scale, integer_steps
     from numflash.tiling import tiling
 
     arrays = qkv(h=1, l=128, s=256, d=64)
     problem = quantize_problem(validation.problem(*arrays, Options(precision="int8")))
-    isa_data, block_q = VECTOR_ISAS[isa], tiling(isa).block_q
+    isa_data = VECTOR_ISAS[isa]
+    block_q = tiling(isa).block_q
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
     keys = phases.pack_keys(isa, problem.key.data[0], np.ascontiguousarray(ck[0]))
     values = phases.pack_values(isa, problem.value.data[0])

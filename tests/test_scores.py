@@ -1,4 +1,7 @@
-"""`numflash.scores` against float64, written out here: neither the kernels' functions nor the oracle's are used to check them."""
+"""`numflash.scores` against float64, written out here.
+
+Neither the kernels' functions nor the oracle's are used to check them.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +100,9 @@ def test_largest_is_zero_of_nothing():
     "module", ["cpu.launch", "cpu.launch_decode", "cpu.launch_backward", "cache.kvcache"]
 )
 def test_no_kernel_reaches_the_oracle(module):
-    """Importing what runs the kernels loads everything that they need: `reference` must not be part of it."""
+    """Importing what runs the kernels loads everything that they need.
+
+    `reference` must not be part of it.
+    """
     code = f"import sys, numflash.{module}; sys.exit('numflash.reference' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

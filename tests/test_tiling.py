@@ -9,7 +9,10 @@ from numflash.tiling import CACHES, TILINGS, Caches
 
 
 def test_working_sets_of_the_a64fx_notes():
-    """46 KB in the A64FX summary leaves S and the state out: its items add up to 58.75 KiB. Unfused: 70 KiB with K, not 54."""
+    """46 KB in the A64FX summary leaves S and the state out: its items add up to 58.75 KiB.
+
+    Unfused: 70 KiB with K, not 54.
+    """
     fused = TILINGS["a64fx-fused-48x64"].working_set(128)
     assert sum(fused.values()) == 58.75 * 1024
     assert fused == {
@@ -50,11 +53,14 @@ def test_named_tilings_hold_their_own_rules(name):
 )
 def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
     """Every array that the fused kernel touches for one key block at D = 128, added up by hand."""
-    t, caches = TILINGS[f"{cpu}-int8"], CACHES[cpu]
+    t = TILINGS[f"{cpu}-int8"]
+    caches = CACHES[cpu]
     assert (t.isa, t.lanes, t.block_q) == (isa, lanes, tiling.tiling(isa).block_q), (
         "the kernel reads its instruction set's"
     )
-    rows, keys, d = 24, 128, 128
+    rows = 24
+    keys = 128
+    d = 128
     by_hand = (
         rows * d
         + 2 * keys * d
@@ -108,7 +114,10 @@ def test_lookup():
 
 
 def test_one_key_block_for_every_integer_kernel():
-    """Weights are rounded once per row and key block: equal blocks give equal bits on every device."""
+    """Weights are rounded once per row and key block.
+
+    Equal blocks give equal bits on every device.
+    """
     for t in TILINGS.values():
         if t.dtype == "int8" and not t.name.startswith("a64fx"):
             assert t.key_block == tiling.KEY_BLOCK

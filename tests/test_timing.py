@@ -1,4 +1,7 @@
-"""Timing tables on a busy machine: what cannot be is marked, with the spread of the calls, and never printed as a result."""
+"""Timing tables on a busy machine.
+
+What cannot be is marked, with the spread of the calls, and never printed as a result.
+"""
 
 import math
 

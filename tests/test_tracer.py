@@ -37,7 +37,9 @@ def columns_then_rows(x, out):
 
 def test_one_pass():
     """40 floats are 3 lines of 64 bytes; each comes once, and the changed ones go back once."""
-    x, y, out = draw((40,), 1), draw((40,), 2), np.zeros(40, F)
+    x = draw((40,), 1)
+    y = draw((40,), 2)
+    out = np.zeros(40, F)
     report = trace(add, x, y, out)
     assert report.arrays == {
         "x": Traffic(40, 0, 3, 3, 0),
@@ -54,9 +56,13 @@ def test_one_pass():
 
 
 def test_the_cache_forgets_the_oldest_line():
-    """Six rows of one line, 16 columns. A cache of four lines (one of them out's) loses every row before it comes again by
-    columns; by rows it misses once a row. A cache of seven lines misses each row once in all."""
-    x, out = draw((6, 16)), np.zeros(1, F)
+    """Six rows of one line, 16 columns.
+
+    A cache of four lines (one of them out's) loses every row before it comes again by columns; by
+    rows it misses once a row. A cache of seven lines misses each row once in all.
+    """
+    x = draw((6, 16))
+    out = np.zeros(1, F)
     small, large = (trace(columns_then_rows, x, out, cache=n * 64) for n in (4, 7))
     assert small.arrays["x"] == Traffic(192, 0, 6, 6 * 16 + 6, 0)
     assert large.arrays["x"] == Traffic(192, 0, 6, 6, 0)
@@ -92,9 +98,13 @@ def test_slices_and_events():
 
 
 def test_naive_attention_by_hand():
-    """Q.K^T loads L S D of each; the softmax loads each score 3 times (maximum, weight, sum and scale read what they write)."""
+    """Q.K^T loads L S D of each.
+
+    The softmax loads each score 3 times (maximum, weight, sum and scale read what they write).
+    """
     q, k, v = (x[0, 0] for x in qkv(h=1, l=3, s=5, d=4, dv=2))
-    s, o = np.empty((3, 5), F), np.empty((3, 2), F)
+    s = np.empty((3, 5), F)
+    o = np.empty((3, 2), F)
     report = trace(ladder_float.naive, q, k, v, F(0.5 * np.log2(np.e)), s, o)
     assert {n: (t.loads, t.stores) for n, t in report.arrays.items()} == {
         "q": (60, 0),
@@ -111,11 +121,9 @@ def test_naive_attention_by_hand():
 def test_a_traced_kernel_computes_what_it_computes(name):
     q, k, v = (x[0, 0] for x in qkv(h=1, l=9, s=11, d=4))
     exact, _ = naive(q[None, None], k[None, None], v[None, None])
-    scale, o, tile = (
-        F(0.5 * np.log2(np.e)),
-        np.empty((9, 4), F),
-        (np.empty((4, 4), F), np.empty(4, F), np.empty(4, F)),
-    )
+    scale = F(0.5 * np.log2(np.e))
+    o = np.empty((9, 4), F)
+    tile = (np.empty((4, 4), F), np.empty(4, F), np.empty(4, F))
     if name == "packed":
         k, unpacked = np.empty((3, 4, 4), F), k
         trace(ladder_float.pack, unpacked, k)

@@ -142,7 +142,9 @@ def test_what_came_is_said():
     "options", [{"scale": 1e-30}, {"scale": 1e30}, {"softcap": 1e-30}, {"softcap": 1e30}]
 )
 def test_the_largest_and_smallest_factors(options):
-    """At the ends of what is allowed the result is that of float64, and nothing overflows on the way."""
+    """At the ends of what is allowed the result is that of float64, and nothing overflows on the
+    way.
+    """
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         out, lse = numflash.attention(Q, K, V, return_lse=True, **options)
         grads = numflash.attention_backward(V[:, :, :5], Q, K, V, out, lse, **options)
@@ -161,11 +163,9 @@ def test_error_classes_are_also_the_usual_ones():
     assert issubclass(UnsupportedError, RuntimeError)
 
 
-QT, KT, VT = (
-    numflash.quantize(Q, "row"),
-    numflash.quantize(K, "row", smooth=True),
-    numflash.quantize(V, "channel"),
-)
+QT = numflash.quantize(Q, "row")
+KT = numflash.quantize(K, "row", smooth=True)
+VT = numflash.quantize(V, "channel")
 
 
 def change(t, **fields):
@@ -216,7 +216,8 @@ def test_bad_quantised_argument(name, change, error):
 
 
 def test_only_a_whole_quantised_tensor_is_not_looked_at_again():
-    bad, good = change(KT, scale=-KT.scale), change(KT)
+    bad = change(KT, scale=-KT.scale)
+    good = change(KT)
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"key\.scale"):
             numflash.attention_int8(QT, bad, VT)

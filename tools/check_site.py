@@ -1,4 +1,7 @@
-"""Check a built site: every link and picture to a file of the site exists, every anchor too, and nothing asks another host.
+"""Check a built site.
+
+Every link and picture to a file of the site exists, every anchor too, and nothing asks another
+host.
 
 `tools/check_site.py build/site`
 """

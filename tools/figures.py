@@ -1,8 +1,10 @@
-"""The figures that README.md and docs/ show: measured, drawn, and written into the pages from one file, docs/figures.json.
+"""The figures that README.md and docs/ show.
+
+Measured, drawn, and written into the pages from one file, docs/figures.json.
 
 `tools/figures.py measure`  time every case on this machine (half a minute), write docs/figures.json
-`tools/figures.py draw`     docs/assets/ratio-light.svg and ratio-dark.svg from it
-`tools/figures.py write`    the tables and values between "<!-- table: NAME -->" and "<!-- end -->" from it
+`tools/figures.py draw`     docs/assets/ratio-light.svg and ratio-dark.svg from it `tools/figures.py
+write`    the tables and values between "<!-- table: NAME -->" and "<!-- end -->" from it
 
 `make figures` does all three. A test compares the pages with the file.
 """
@@ -23,7 +25,9 @@ DATA = ROOT / "docs" / "figures.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"(<!-- (table|value|figure): (\w+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
-PEER, INT8, FLOAT32 = "PyTorch float32", "numflash int8", "numflash float32"
+PEER = "PyTorch float32"
+INT8 = "numflash int8"
+FLOAT32 = "numflash float32"
 PEER16 = "PyTorch bfloat16"
 NAMES = (PEER, INT8, FLOAT32, PEER16)
 CASES = [
@@ -46,7 +50,10 @@ LIMITS = {PEER: 1e-5, PEER16: 0.02, FLOAT32: 1e-5, INT8: 0.03}  # relative L1 ag
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], most: int = 400) -> dict[str, float]:
-    """Least seconds of each call, all of which have run before; they take turns, so that the clock changes for all of them."""
+    """Least seconds of each call, all of which have run before.
+
+    They take turns, so that the clock changes for all of them.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     rounds = 3
     while len(times[PEER]) < rounds:
@@ -61,7 +68,10 @@ def in_turns(calls: dict[str, Callable[[], Any]], most: int = 400) -> dict[str, 
 
 
 def calls_of(case: Any) -> dict[str, Callable[[], Any]]:
-    """Public functions on float32 arrays (bfloat16 tensors for PyTorch's own 16 bits); each returns its output."""
+    """Public functions on float32 arrays (bfloat16 tensors for PyTorch's own 16 bits).
+
+    Each returns its output.
+    """
     import torch
 
     import numflash
@@ -95,7 +105,10 @@ def checked(case: Any) -> dict[str, Callable[[], Any]]:
 
 
 def decode_calls() -> dict[str, Callable[[], Any]]:
-    """One new token over a cache of 32768; PyTorch with the query heads of a KV head folded into rows, its fastest form."""
+    """One new token over a cache of 32768.
+
+    PyTorch with the query heads of a KV head folded into rows, its fastest form.
+    """
     import numpy as np
     import torch
 

@@ -1,11 +1,14 @@
-"""The table of docs/long_contexts.md: decoding and prefill inside transformers, with its caches and with ResidentCache.
+"""The table of docs/long_contexts.md.
 
-    python tools/generation.py decode smollm2 7900          # one token after 7900, all caches in turns
-    python tools/generation.py decode qwen2 16384 --threads 2
-    python tools/generation.py prefill smollm2 8192 --layers 6
+Decoding and prefill inside transformers, with its caches and with ResidentCache.
 
-Shapes have random weights, so that nothing is downloaded: a step's time does not depend on them. Medians of runs in turns;
-attention and the cache's update are timed inside the step. `--json FILE` adds the rows to a file.
+    python tools/generation.py decode smollm2 7900          # one token after 7900, all caches in
+    turns python tools/generation.py decode qwen2 16384 --threads 2 python tools/generation.py
+    prefill smollm2 8192 --layers 6
+
+Shapes have random weights, so that nothing is downloaded: a step's time does not depend on them.
+Medians of runs in turns; attention and the cache's update are timed inside the step. `--json FILE`
+adds the rows to a file.
 """
 
 from __future__ import annotations
@@ -93,7 +96,8 @@ def empty_cache(kind: str, config: Any, tokens: int) -> Any:
 
 def decode(model: Any, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step after `tokens` tokens, by cache."""
-    config, watch = model.config, Stopwatch()
+    config = model.config
+    watch = Stopwatch()
     for name in ("sdpa", "numflash"):
         transformers.AttentionInterface.register(name, watch.timed(ALL_ATTENTION_FUNCTIONS[name]))
     cache_utils.Cache.update = watch.timed(cache_utils.Cache.update)

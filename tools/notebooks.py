@@ -1,6 +1,9 @@
-"""Make notebooks/NN_name.ipynb from notebooks/NN_name.py, run it, and keep its output: `tools/notebooks.py [NN ...]`.
+"""Make notebooks/NN_name.ipynb from notebooks/NN_name.py, run it, and keep its output.
 
-The percent-format source is what is edited and reviewed; the .ipynb is what readers open and GitHub draws. Sources go one way.
+`tools/notebooks.py [NN ...]`.
+
+The percent-format source is what is edited and reviewed; the .ipynb is what readers open and GitHub
+draws. Sources go one way.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ def read(source: Path) -> NotebookNode:
 
 
 def run(source: Path) -> NotebookNode:
-    """The same with the output of every cell; what goes to stderr (compiling, progress) is left out."""
+    """The same with the output of every cell.
+
+    What goes to stderr (compiling, progress) is left out.
+    """
     book = read(source)
     NotebookClient(
         book, timeout=300, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}

@@ -1,6 +1,9 @@
-"""What mkdocs.yml cannot say: the notebooks and the files of the repository's root become pages, and new pages find their place.
+"""What mkdocs.yml cannot say.
 
-MkDocs calls the functions below (`hooks` in mkdocs.yml). Pages of docs/ that NAV does not name are listed under "Guides".
+The notebooks and the files of the repository's root become pages, and new pages find their place.
+
+MkDocs calls the functions below (`hooks` in mkdocs.yml). Pages of docs/ that NAV does not name are
+listed under "Guides".
 """
 
 from __future__ import annotations
@@ -95,7 +98,10 @@ def on_nav(nav: Any, files: Files, **_: Any) -> None:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links out of docs/ lead to the pages made from those files; in the repository they lead to the files."""
+    """Links out of docs/ lead to the pages made from those files.
+
+    In the repository they lead to the files.
+    """
     for page, source in FROM_ROOT.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}")
     return markdown.replace("](../notebooks/", "](course/")

@@ -11,7 +11,8 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..interop import Imported, dtype_name, import_array, widen
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-# What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16": bfloat16).
+# What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16":
+# bfloat16).
 BEYOND = {
     "float16": (65520.0, ("float32", "float64", "uint16")),
     "bfloat16": (2.0**128 - 2.0**119, ("float32", "float64")),

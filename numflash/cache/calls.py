@@ -1,4 +1,7 @@
-"""Decode calls prepared for one cache: which plan serves a query, and the rows that a plan gives back."""
+"""Decode calls prepared for one cache.
+
+Which plan serves a query, and the rows that a plan gives back.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,8 @@ class Calls:
         changed: bool,
     ) -> tuple[Plan, np.float32]:
         self._check(shape)
-        c, group = self.factor(scale), shape[1] // self.settings.kv_heads
+        c = self.factor(scale)
+        group = shape[1] // self.settings.kv_heads
         if splits is None:
             splits = self.layout.splits(self.batch, group * shape[2], workers, blocks)
         else:
@@ -89,11 +93,9 @@ class Calls:
         return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype == "int8" else 1))
 
     def _check(self, shape: tuple[int, ...]) -> None:
-        kv_heads, head_dim, window = (
-            self.settings.kv_heads,
-            self.settings.head_dim,
-            self.settings.window,
-        )
+        kv_heads = self.settings.kv_heads
+        head_dim = self.settings.head_dim
+        window = self.settings.window
         good = len(shape) == 4 and shape[0] == self.batch and shape[3] == head_dim
         if not good or shape[1] < 1 or shape[1] % kv_heads or shape[2] < 1:
             raise ArgumentError(

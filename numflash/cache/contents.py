@@ -1,4 +1,7 @@
-"""Reading a cache back: the stored numbers, the floats they stand for, and all of it as arrays on the host."""
+"""Reading a cache back.
+
+The stored numbers, the floats they stand for, and all of it as arrays on the host.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,21 @@ STATE_VERSION = 1
 def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What sequence b holds as it is stored, in slot order.
 
-    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for "int8", else (1, Hkv, slots).
+    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for "int8", else (1,
+    Hkv, slots).
     """
-    layout, store, settings = memory.layout, memory.store, memory.settings
+    layout = memory.layout
+    store = memory.store
+    settings = memory.settings
     pages, n = memory.slots(b)
     if not n:  # the layouts reshape by the sizes of what is there
-        heads, d, exact = settings.kv_heads, settings.head_dim, settings.dtype == "int8"
+        heads = settings.kv_heads
+        d = settings.head_dim
+        exact = settings.dtype == "int8"
         both = np.zeros((heads, 0, d + settings.value_dim), BITS[settings.dtype])
         return both[..., :d], both[..., d:], np.zeros((1 + exact, heads, 0), F)
-    keys, values = layout.keys(store, pages)[:, :n], layout.values(store, pages)[:, :n]
+    keys = layout.keys(store, pages)[:, :n]
+    values = layout.values(store, pages)[:, :n]
     return keys, values, layout.scales(store, pages)[:, :, :n]
 
 
@@ -39,7 +48,8 @@ def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]
     k_scale, v_scale = scales[..., None]
     v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
     bad = np.isnan(k_scale[..., 0])
-    offset, marked = memory.offset[b, :, None].copy(), bad if bad.any() else None
+    offset = memory.offset[b, :, None].copy()
+    marked = bad if bad.any() else None
     k_scale = np.where(bad[..., None], F(1), k_scale)
     key = QuantizedTensor(keys, k_scale, "row", offset, marked)
     return key, QuantizedTensor(values, v_scale, "row", None, marked)
@@ -81,7 +91,8 @@ def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     Raises
     ------
     ArgumentError, CacheFullError
-        What was given is no state, or of a cache of another shape or dtype. Nothing counts as written then.
+        What was given is no state, or of a cache of another shape or dtype. Nothing counts as
+        written then.
     """
     lengths = _lengths(memory, given)
     arrays = [_tokens(memory, given, b, int(lengths[b])) for b in range(memory.batch)]
@@ -133,7 +144,8 @@ def _tokens(
     memory: Memory, given: dict[str, Any], b: int, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys, values and scales of one sequence of a state."""
-    settings, layout = memory.settings, memory.layout
+    settings = memory.settings
+    layout = memory.layout
     used = min(length, layout.sinks + layout.ring)
     exact = settings.dtype == "int8"
     bits = np.dtype(BITS[settings.dtype])

@@ -1,4 +1,7 @@
-"""What decode does to scores besides scaling them: soft cap, ALiBi, the mask of the new tokens, sinks."""
+"""What decode does to scores besides scaling them.
+
+Soft cap, ALiBi, the mask of the new tokens, sinks.
+"""
 
 from __future__ import annotations
 

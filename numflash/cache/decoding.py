@@ -28,10 +28,12 @@ def redo(
 
     query (B, Hkv, rows, D), out (B, Hkv, rows, Dv) float32.
     """
-    window, layout = memory.settings.window, memory.layout
+    window = memory.settings.window
+    layout = memory.layout
     for b, g, r in plan.to_redo():
         key, value = read(memory, int(b))
-        queries, length = plan.queries, int(memory.store.lengths[b])
+        queries = plan.queries
+        length = int(memory.store.lengths[b])
         held = positions(length, memory.slots(b)[1], layout.sinks, layout.ring)
         new = int(r) % queries
         at = length - queries + new

@@ -1,8 +1,10 @@
-"""A decode engine: a state machine over a KV cache, after "API Usage Flow" of the T4 architecture (docs/sources.md).
+"""A decode engine.
 
-    uninitialised -- init --> initialised -- load_qkv --> ready -- decode --> ready -- get_output --> output ready
-    output ready -- load_qkv --> ready          ready, output ready -- reset --> initialised
-    any but uninitialised -- cleanup --> uninitialised
+a state machine over a KV cache, after "API Usage Flow" of the T4 architecture (docs/sources.md).
+
+    uninitialised -- init --> initialised -- load_qkv --> ready -- decode --> ready -- get_output
+    --> output ready output ready -- load_qkv --> ready          ready, output ready -- reset -->
+    initialised any but uninitialised -- cleanup --> uninitialised
 
 `step` is its one-call `decode`, which initialises by itself.
 """
@@ -32,7 +34,9 @@ class StateError(NumflashError, RuntimeError):
 
 
 class DecodeEngine:
-    """Token-by-token attention of one model layer, with the states of the T4 architecture; keys and values stay in a `KVCache`.
+    """Token-by-token attention of one model layer, with the states of the T4 architecture.
+
+    Keys and values stay in a `KVCache`.
 
     Parameters
     ----------
@@ -88,7 +92,8 @@ class DecodeEngine:
     def get_output(self) -> np.ndarray:
         """The output (B, H, n, Dv) of the last `decode`.
 
-        For a float32 NumPy query it is the engine's own buffer, so that a step allocates nothing: the next `decode` writes over it.
+        For a float32 NumPy query it is the engine's own buffer, so that a step allocates nothing:
+        the next `decode` writes over it.
         """
         self._allow("get_output", State.READY, State.OUTPUT_READY)
         if self._output is None:
@@ -112,7 +117,10 @@ class DecodeEngine:
         self._buffer = np.empty(0, np.float32)
 
     def step(self, query: Any, key: Any, value: Any) -> np.ndarray:
-        """load_qkv, decode and get_output in one call, on a card one CUDA graph; initialises by itself."""
+        """load_qkv, decode and get_output in one call, on a card one CUDA graph.
+
+        Initialises by itself.
+        """
         if self.state is State.UNINITIALISED:
             self.init()
         self._output = self._cache.step(query, key, value, out=self._out(query))

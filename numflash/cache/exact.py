@@ -1,4 +1,7 @@
-"""What a KV cache does outside its kernels, in float64: rows that float32 cannot hold, and the log-sum-exp."""
+"""What a KV cache does outside its kernels, in float64.
+
+Rows that float32 cannot hold, and the log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
-    """The token in each of the `used` slots of a sequence of `length` tokens; those behind the sinks lie in a ring."""
+    """The token in each of the `used` slots of a sequence of `length` tokens.
+
+    Those behind the sinks lie in a ring.
+    """
     slots = np.arange(used)
     if used == length:
         return slots
@@ -54,7 +60,8 @@ def natural_lse(
 ) -> np.ndarray:
     """lse (B, H, L) float32 of states m (octaves) and l (sums of weights of which `one` is 1).
 
-    offset (B, Hkv, D): channel means that were taken from the keys, or None; query (B, H, L, D) as it came.
+    offset (B, Hkv, D): channel means that were taken from the keys, or None; query (B, H, L, D) as
+    it came.
     """
     shift = None
     if offset is not None:

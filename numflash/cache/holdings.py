@@ -88,7 +88,8 @@ class Holdings:
         return integer(name, b, 0, memory.batch - 1)
 
     def quantized(self, sequence: int) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Keys and values of one sequence as dtype "int8" stores them, (Hkv, slots, D) and (Hkv, slots, Dv).
+        """Keys and values of one sequence as dtype "int8" stores them, (Hkv, slots, D) and (Hkv,
+        slots, Dv).
 
         In slot order. A token that was not finite has zeros and is marked `nonfinite`.
         """
@@ -99,26 +100,30 @@ class Holdings:
         return contents.quantized(memory, b)
 
     def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot order.
+        """Keys and values of one sequence as float32, (Hkv, slots, D) and (Hkv, slots, Dv), in slot
+        order.
 
-        Slots are positions, except in a ring, whose tokens behind the sinks start over. Tokens that were
-        not finite are NaN.
+        Slots are positions, except in a ring, whose tokens behind the sinks start over. Tokens that
+        were not finite are NaN.
         """
         memory = self._open()
         return contents.read(memory, self._sequence(memory, "sequence", sequence))
 
     def tail(self, sequence: int, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of the tokens that the next one attends to, (Hkv, n, D) and (Hkv, n, Dv) float32, in token order.
+        """Keys and values of the tokens that the next one attends to, (Hkv, n, D) and (Hkv, n, Dv)
+        float32, in token order.
 
         window : the next token's, itself included; None for all tokens. Not beyond the cache's own.
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
         key, value = contents.read(memory, b)
-        length, used = int(memory.store.lengths[b]), key.shape[1]
+        length = int(memory.store.lengths[b])
+        used = key.shape[1]
         if used < length:
             order = np.argsort(positions(length, used, memory.layout.sinks, memory.layout.ring))
-            key, value = key[:, order], value[:, order]
+            key = key[:, order]
+            value = value[:, order]
         most = self.window if window is None else integer("window", window, 1, MAX_LENGTH)
         if most is None:
             return key, value

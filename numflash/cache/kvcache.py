@@ -1,11 +1,13 @@
-"""A KV cache for token-by-token generation: keys and values stay in the layout that the decode kernels read.
+"""A KV cache for token-by-token generation.
 
-Contiguous, in pages that sequences may share, or as a ring that never grows (sliding window with sinks);
-stored as float32, bfloat16, float16 or INT8. Append and decode are one compiled call each. A cache
-belongs to one thread at a time; different caches may be used from different threads.
+Keys and values stay in the layout that the decode kernels read.
 
-A call that raises or is interrupted (KeyboardInterrupt) leaves the cache as it was before the call, or as
-it is after it.
+Contiguous, in pages that sequences may share, or as a ring that never grows (sliding window with
+sinks); stored as float32, bfloat16, float16 or INT8. Append and decode are one compiled call each.
+A cache belongs to one thread at a time; different caches may be used from different threads.
+
+A call that raises or is interrupted (KeyboardInterrupt) leaves the cache as it was before the call,
+or as it is after it.
 """
 
 from __future__ import annotations
@@ -53,38 +55,41 @@ class KVCache(Sequences):
     Parameters
     ----------
     batch, kv_heads, head_dim, max_length : int
-        Sequences; heads of K and V; channels, 1 to 512; tokens a sequence can hold (`reserve` raises it).
+        Sequences; heads of K and V; channels, 1 to 512; tokens a sequence can hold (`reserve`
+        raises it).
     dtype : "int8", "float32", "bfloat16" or "float16"
         Storage. INT8 has one scale per token and head for K and for V; products are exact integers,
         results have the bits of `reference.integer_decode`.
     page_size : int or None
-        None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a common
-        pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by `reset` and
-        `truncate`.
-    device : "cpu", "cuda", "cuda-emulator", or the emulator with an architecture ("cuda-emulator:sm_75")
+        None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a
+        common pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by
+        `reset` and `truncate`.
+    device : "cpu", "cuda", "cuda-emulator", or the emulator with an architecture
+        ("cuda-emulator:sm_75")
         Where keys and values are stored. The emulator runs the CUDA kernels without a card, slowly.
     pages : int or None
         Size of the pool; enough for every sequence unless given.
     value_dim : int or None
         Channels of V if not those of K.
     window : int or None
-        Each token attends to the last `window` tokens, itself included, and to the first `sinks`. The
-        cache is then a ring that never grows and never fills (StreamingLLM, arXiv 2309.17453; positions
-        are the caller's). `max_length` is not used.
+        Each token attends to the last `window` tokens, itself included, and to the first `sinks`.
+        The cache is then a ring that never grows and never fills (StreamingLLM, arXiv 2309.17453;
+        positions are the caller's). `max_length` is not used.
     sinks : int
         First tokens that a ring keeps.
     smooth : bool
-        INT8 only: the channel means of a sequence's first append (16 tokens or more) are subtracted from
-        all its keys before rounding, which softmax does not notice. On for keys with a large bias per
-        channel, as projections with a bias make them: 30 spreads in one channel cost 0.057 relative L1,
-        0.015 with it. Off otherwise: on the activations of MiniLM-L6, whose channel means reach 3.8
-        spreads, it changes the error by no more than 3 % either way (`tests/cpu/test_decode_smooth.py`).
+        INT8 only: the channel means of a sequence's first append (16 tokens or more) are subtracted
+        from all its keys before rounding, which softmax does not notice. On for keys with a large
+        bias per channel, as projections with a bias make them: 30 spreads in one channel cost 0.057
+        relative L1, 0.015 with it. Off otherwise: on the activations of MiniLM-L6, whose channel
+        means reach 3.8 spreads, it changes the error by no more than 3 % either way
+        (`tests/cpu/test_decode_smooth.py`).
     isa : str or None
         An instruction set of `numflash info` instead of the best one.
     unified_max : float or None
-        On CUDA with 16-bit floats: FlashDecoding++'s constant in place of the running maximum, in units
-        of scale * Q.K^T. Rows that leave the range in which weights relative to it are accurate are
-        computed again with the maximum.
+        On CUDA with 16-bit floats: FlashDecoding++'s constant in place of the running maximum, in
+        units of scale * Q.K^T. Rows that leave the range in which weights relative to it are
+        accurate are computed again with the maximum.
 
     Raises
     ------
@@ -139,16 +144,17 @@ class KVCache(Sequences):
         key : (B, Hkv, n, D) array of floats
         value : (B, Hkv, n, Dv)
         counts : (B,) integers or None
-            How many of the n tokens belong to each sequence (the first ones), 0 to n; all unless given.
+            How many of the n tokens belong to each sequence (the first ones), 0 to n; all unless
+            given.
 
         Raises
         ------
         CacheFullError
             A sequence would exceed `max_length`, or the pool of pages is used up.
         ArgumentError, ArgumentTypeError
-            Also for a finite number that the storage would make infinite: 65520 or more in a float16
-            cache. Infinity and NaN are stored as such: rows that attend to such a token are NaN. Nothing
-            is appended by a call that raises.
+            Also for a finite number that the storage would make infinite: 65520 or more in a
+            float16 cache. Infinity and NaN are stored as such: rows that attend to such a token are
+            NaN. Nothing is appended by a call that raises.
         """
         memory = self._memory or self._open()
         key, value, take, _ = self._admitted(memory, key, value, counts)
@@ -157,19 +163,22 @@ class KVCache(Sequences):
     def _admitted(
         self, memory: Memory, key: Any, value: Any, counts: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Key and value as the kernels take them, the tokens of each sequence, and the most of them.
+        """Key and value as the kernels take them, the tokens of each sequence, and the most of
+        them.
 
         There is room for them.
         """
         ready = _float32(key) and _float32(value)
         if not ready:
-            key, value = floats("key", key).array, floats("value", value).array
+            key = floats("key", key).array
+            value = floats("value", value).array
         known = memory.calls.shapes.get((key.shape, value.shape))
         n, take = known or self._shapes(memory, key.shape, value.shape)
         if not (ready and self._taken_as_is):
             for name, x in (("key", key), ("value", value)):
                 in_range(name, x, self.dtype)
-            key, value = memory.layout.tokens(key), memory.layout.tokens(value)
+            key = memory.layout.tokens(key)
+            value = memory.layout.tokens(value)
         if counts is not None:
             take = token_counts(counts, memory.batch, n)
         if self.window is None and memory.longest + n > memory.settings.max_length:
@@ -182,7 +191,8 @@ class KVCache(Sequences):
         self, memory: Memory, key: tuple[int, ...], value: tuple[int, ...]
     ) -> tuple[int, np.ndarray]:
         """How many tokens arrays of these shapes hold, and the same for each sequence."""
-        b, heads = memory.batch, self.kv_heads
+        b = memory.batch
+        heads = self.kv_heads
         for name, shape, d in (("key", key, self.head_dim), ("value", value, self.value_dim)):
             if len(shape) != 4 or shape[0] != b or shape[1] != heads or shape[3] != d:
                 raise ArgumentError(
@@ -194,7 +204,8 @@ class KVCache(Sequences):
         return memory.calls.shapes[key, value]
 
     def _check_room(self, memory: Memory, take: np.ndarray) -> None:
-        held, most = memory.store.lengths, memory.settings.max_length
+        held = memory.store.lengths
+        most = memory.settings.max_length
         over = held + take > most
         if over.any():
             b = int(np.argmax(np.where(over, held + take, 0)))
@@ -224,19 +235,20 @@ class KVCache(Sequences):
         sinks: Any = None,
         mask: Any = None,
     ) -> Any:
-        """Attention of the last L tokens of every sequence, which have been appended, over the whole cache.
+        """Attention of the last L tokens of every sequence, which have been appended, over the
+        whole cache.
 
         Parameters
         ----------
         query : (B, H, L, D) array of floats
-            H a multiple of kv_heads. Row i is at position lengths[b] - L + i and attends to the tokens up
-            to it (causal, lower right); a row at a negative position attends to nothing.
+            H a multiple of kv_heads. Row i is at position lengths[b] - L + i and attends to the
+            tokens up to it (causal, lower right); a row at a negative position attends to nothing.
         scale : float or None
             Factor of Q.K^T, 1/sqrt(D) unless given.
         splits : int or None
-            Parts of the keys that are computed on their own and merged in order; chosen by `split_count`
-            unless given. Equal splits give equal bits at any number of threads; other splits agree to
-            rounding.
+            Parts of the keys that are computed on their own and merged in order; chosen by
+            `split_count` unless given. Equal splits give equal bits at any number of threads; other
+            splits agree to rounding.
         out : (B, H, L, Dv) float32, contiguous, or None
             Where to write, also over the query; a new array unless given.
         return_lse : bool
@@ -245,15 +257,16 @@ class KVCache(Sequences):
         alibi_slopes : (H,) floats or None
             slope * distance is subtracted from the scores.
         sinks : (H,) floats or None
-            As `numflash.attention` takes them: the score of one more key per head, of value 0. (The sinks
-            of a ring are tokens.)
+            As `numflash.attention` takes them: the score of one more key per head, of value 0. (The
+            sinks of a ring are tokens.)
         mask : (L, L) or (B, L, L) bool or None
-            Which new tokens a new token attends to, besides the rule above: trees of speculated tokens.
-            Earlier tokens are attended to by all.
+            Which new tokens a new token attends to, besides the rule above: trees of speculated
+            tokens. Earlier tokens are attended to by all.
 
         Returns
         -------
-        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also lse (B, H, L)
+        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also lse
+            (B, H, L)
             float32, natural log. A row that attends to a token that was not finite is NaN.
 
         Raises
@@ -327,8 +340,8 @@ class KVCache(Sequences):
     ) -> Any:
         """`append` and `decode` of one step in one call.
 
-        On a card float32 NumPy arrays with as many new tokens as query rows go through a CUDA graph:
-        captured at the first such call, launched again while the number of splits stays.
+        On a card float32 NumPy arrays with as many new tokens as query rows go through a CUDA
+        graph: captured at the first such call, launched again while the number of splits stays.
 
         Parameters
         ----------
@@ -368,14 +381,17 @@ class KVCache(Sequences):
         if captured is None:
             step = cast(Any, memory.backend).Step(memory.append, plan, c, memory.store)
             captured = calls.steps[plan, float(c)] = step
-        rows, results = query.reshape(plan.shape), result.reshape((*plan.shape[:3], self.value_dim))
+        rows = query.reshape(plan.shape)
+        results = result.reshape((*plan.shape[:3], self.value_dim))
         captured(key, value, rows, take, results, memory.store)
         redo(memory, plan, rows, scale, results, NOTHING)
         return result
 
 
 def _channel_means(key: np.ndarray) -> np.ndarray | np.float32:
-    """(Hkv, D) float32 means of the finite keys of (Hkv, n, D), subtracted from all keys of the sequence."""
+    """(Hkv, D) float32 means of the finite keys of (Hkv, n, D), subtracted from all keys of the
+    sequence.
+    """
     if key.shape[1] < SMOOTH_TOKENS:
         return F(0)
     tokens = widen(key).astype(np.float64)

@@ -1,8 +1,8 @@
 """What a KV cache holds at one moment, and how that is changed: every change makes a new `Memory`.
 
-`KVCache` replaces its `Memory` in one assignment, so a call that is interrupted leaves the cache as it
-was. The one exception is the append kernel, which writes tokens behind the lengths and then raises
-these, all in one call.
+`KVCache` replaces its `Memory` in one assignment, so a call that is interrupted leaves the cache as
+it was. The one exception is the append kernel, which writes tokens behind the lengths and then
+raises these, all in one call.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Memory:
 
     def slots(self, b: int) -> tuple[np.ndarray, int]:
         """The pages and the number of slots in use of sequence b."""
-        layout, store = self.layout, self.store
+        layout = self.layout
+        store = self.store
         used = min(int(store.lengths[b]), layout.sinks + layout.ring)
         return store.table[b, : -(-used // layout.page_size)], used
 
@@ -138,7 +139,8 @@ def selected(memory: Memory, index: np.ndarray) -> Memory:
     CacheFullError
         A pool of a given size has no page left for such a copy; nothing has changed then.
     """
-    store, settings = memory.store, memory.settings
+    store = memory.store
+    settings = memory.settings
     same_batch = index.size == memory.batch
     if same_batch and (index == np.arange(index.size)).all():
         return memory
@@ -168,7 +170,8 @@ def _rebound(memory: Memory, table: np.ndarray, index: np.ndarray) -> Memory:
     """The same memory under another table."""
     store = memory.layout.rebound(memory.store, table, memory.store.lengths[index])
     offset = memory.offset[index]
-    append, calls = memory.backend.Append(memory.layout, index.size, offset), memory.calls
+    append = memory.backend.Append(memory.layout, index.size, offset)
+    calls = memory.calls
     if index.size != memory.batch:
         calls = Calls(memory.backend, memory.layout, memory.settings, int(index.size))
     return replace(
@@ -186,7 +189,9 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
     CacheFullError
         A shared page would have to be copied and none is free; nothing has changed then.
     """
-    store, layout, settings = memory.store, memory.layout, memory.settings
+    store = memory.store
+    layout = memory.layout
+    settings = memory.settings
     oldest = memory.oldest
     if settings.window is not None:
         oldest = np.maximum(oldest, store.lengths - layout.ring)
@@ -204,7 +209,8 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
         columns = lengths[rows] // settings.page_size
         users = paging.page_users(table, store.lengths, settings.page_size, memory.pages)
         shared = users[table[rows, columns]] > 1
-        rows, columns = rows[shared], columns[shared]
+        rows = rows[shared]
+        columns = columns[shared]
         free = np.flatnonzero(users == 0)
         if rows.size > free.size:
             raise CacheFullError(
@@ -237,5 +243,6 @@ def _copy_pool(source: Memory, target: Memory) -> None:
 def _copy_sequences(source: Memory, target: Memory, index: np.ndarray) -> None:
     """The slots in use of sequences `index`, where each has one page."""
     longest = min(source.longest, source.layout.sinks + source.layout.ring)
-    pages, to = source.store.table[index, 0], target.store.table[:, 0]
+    pages = source.store.table[index, 0]
+    to = target.store.table[:, 0]
     source.layout.copy_pages(source.store, pages, target.store, to, longest)

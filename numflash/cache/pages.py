@@ -1,8 +1,8 @@
 """Pages of a KV cache: which sequence owns which, which are shared, which are free.
 
-Nothing is stored but the block table and the lengths: the pages of a sequence are the first entries of
-its row, as many as its length needs. So ownership changes in the same step as the lengths, and entries
-beyond the length are scratch that an interrupted call may leave behind.
+Nothing is stored but the block table and the lengths: the pages of a sequence are the first entries
+of its row, as many as its length needs. So ownership changes in the same step as the lengths, and
+entries beyond the length are scratch that an interrupted call may leave behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def grow(table: np.ndarray, lengths: np.ndarray, take: np.ndarray, size: int, pa
     ------
     CacheFullError
     """
-    before, after = page_counts(lengths, size), page_counts(lengths + take, size)
+    before = page_counts(lengths, size)
+    after = page_counts(lengths + take, size)
     need = after - before
     total = int(need.sum())
     if not total:
@@ -56,7 +57,9 @@ def grow(table: np.ndarray, lengths: np.ndarray, take: np.ndarray, size: int, pa
 def gather(
     table: np.ndarray, lengths: np.ndarray, index: np.ndarray, size: int, pages: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences `index` of a cache in a new table: the table, and the pages to copy and their copies.
+    """Sequences `index` of a cache in a new table.
+
+    The table, and the pages to copy and their copies.
 
     Full pages are shared: no append writes to them. A partial last page belongs to one sequence, so
     every further taker gets a copy in a free page.

@@ -1,4 +1,7 @@
-"""What a device must offer to hold a KV cache: the types that `cpu.launch_decode` and `cuda.launch_decode` have in common."""
+"""What a device must offer to hold a KV cache.
+
+The types that `cpu.launch_decode` and `cuda.launch_decode` have in common.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,10 @@ class Layout(Protocol):
     def read(
         self, store: Any, pages: np.ndarray, slots: int, offset: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """(Hkv, slots, D) and (Hkv, slots, Dv) float32, NaN where a token was not finite; None where no kernel does it."""
+        """(Hkv, slots, D) and (Hkv, slots, Dv) float32, NaN where a token was not finite.
+
+        None where no kernel does it.
+        """
         ...
 
     def write(
@@ -144,7 +150,10 @@ class Plan(Protocol):
         ...
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Any, out: np.ndarray) -> None:
-        """Attention of rows of this shape, scores times c; writes out (B, Hkv, rows, Dv), m and l."""
+        """Attention of rows of this shape, scores times c.
+
+        Writes out (B, Hkv, rows, Dv), m and l.
+        """
         ...
 
     def change(self, changes: Any, shift: np.ndarray | None) -> None:
@@ -157,7 +166,10 @@ class Plan(Protocol):
 
 
 class Append(Protocol):
-    """A prepared append: writes tokens behind the lengths of a Store and raises these in one step."""
+    """A prepared append.
+
+    Writes tokens behind the lengths of a Store and raises these in one step.
+    """
 
     def __call__(self, key: np.ndarray, value: np.ndarray, counts: np.ndarray, store: Any) -> None:
         """Append the first `counts` (B,) of the tokens (B, Hkv, n, D) and (B, Hkv, n, Dv)."""

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 
 class Sequences(Holdings):
-    """Each of these changes takes effect in one step: an interrupted call has done all of it or nothing."""
+    """Each of these changes takes effect in one step.
+
+    An interrupted call has done all of it or nothing.
+    """
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in every sequence; what is stored stays. A ring needs no room.
+        """Make room for `tokens` tokens in every sequence; what is stored stays.
 
-        New memory is allocated and the tokens are copied, so double the size rather than adding a little.
+        A ring needs no room.
+
+        New memory is allocated and the tokens are copied, so double the size rather than adding a
+        little.
 
         Raises
         ------
@@ -42,8 +48,8 @@ class Sequences(Holdings):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            Also for a ring that has dropped tokens which the last remaining one attends to; it keeps 64
-            tokens or more beyond its window.
+            Also for a ring that has dropped tokens which the last remaining one attends to; it
+            keeps 64 tokens or more beyond its window.
         CacheFullError
             A page shared with another sequence has to be copied, and the pool has none left.
         """
@@ -62,10 +68,12 @@ class Sequences(Holdings):
             self._memory = truncated(memory, given.astype(np.int64))
 
     def reorder(self, index: Any) -> None:
-        """Make sequence i of the cache a copy of the present sequence `index[i]`; n indices leave n sequences.
+        """Make sequence i of the cache a copy of the present sequence `index[i]`.
 
-        For beam search and for dropping finished sequences. In a cache with pages the tables move and
-        only partly filled pages are copied; otherwise a sequence named twice is copied.
+        n indices leave n sequences.
+
+        For beam search and for dropping finished sequences. In a cache with pages the tables move
+        and only partly filled pages are copied; otherwise a sequence named twice is copied.
 
         Raises
         ------
@@ -85,7 +93,10 @@ class Sequences(Holdings):
         self._memory = selected(memory, given.astype(np.intp))
 
     def repeat(self, n: int) -> None:
-        """Make n copies of every sequence, next to each other: `reorder([0] * n + [1] * n + ...)`."""
+        """Make n copies of every sequence, next to each other.
+
+        `reorder([0] * n + [1] * n + ...)`.
+        """
         memory = self._open()
         n = integer("n", n, 1, memory.backend.MAX_BATCH)
         self.reorder(np.arange(memory.batch).repeat(n))
@@ -112,7 +123,8 @@ class Sequences(Holdings):
         store = memory.store
         if not memory.settings.paged:
             raise ArgumentError("share: the cache has no pages; allowed: a cache with page_size")
-        a, b = self._sequence(memory, "source", source), self._sequence(memory, "target", target)
+        a = self._sequence(memory, "source", source)
+        b = self._sequence(memory, "target", target)
         if a == b or store.lengths[b]:
             raise ArgumentError(
                 f"target: got {b}; allowed: an empty sequence other than the source"
@@ -128,7 +140,10 @@ class Sequences(Holdings):
         store.lengths[b] = n
 
     def reset(self, sequences: Any = None) -> None:
-        """Empty the given sequences (all unless given) and return their pages; memory stays allocated."""
+        """Empty the given sequences (all unless given) and return their pages.
+
+        Memory stays allocated.
+        """
         memory = self._open()
         if sequences is None:
             sequences = range(memory.batch)

@@ -14,7 +14,9 @@ from .protocols import Backend
 
 DEVICES = ("cpu", "cuda", "cuda-emulator")
 DTYPES = ("int8", "float32", "bfloat16", "float16")
-MAX_LENGTH, MAX_WINDOW, MAX_SINKS = 1 << 31, 1 << 29, 1 << 20
+MAX_LENGTH = 1 << 31
+MAX_WINDOW = 1 << 29
+MAX_SINKS = 1 << 20
 SLACK = KEY_BLOCK // 2  # slots of a ring beyond its window, for several new tokens at once
 
 
@@ -70,7 +72,9 @@ class Settings:
 
 
 def check_settings(given: Settings, backend: Backend) -> Settings:
-    """The settings of a cache from its arguments as they came; one clear exception for what is not allowed.
+    """The settings of a cache from its arguments as they came.
+
+    One clear exception for what is not allowed.
 
     Raises
     ------

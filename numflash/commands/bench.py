@@ -1,8 +1,8 @@
 """`numflash bench`: every contender is checked against float64, then timed.
 
-Metrics as `Fused FlashAttention V2`, "Benchmark Metrics": reference and fused time, speed-up, efficiency of each component,
-effective bandwidth. A rate is operations of the two products per second, for everybody; shares are of peaks measured in the
-same run.
+Metrics as `Fused FlashAttention V2`, "Benchmark Metrics": reference and fused time, speed-up,
+efficiency of each component, effective bandwidth. A rate is operations of the two products per
+second, for everybody; shares are of peaks measured in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def run(
     length: int, head_dim: int, iterations: int, threads: int, causal: bool, heads: int, batch: int
 ) -> dict[str, Any]:
     """One case, every contender; then the parts of the fused kernel."""
-    case, isa = Case(length, head_dim, causal, heads, batch), target.available()[0]
+    case = Case(length, head_dim, causal, heads, batch)
+    isa = target.available()[0]
     isas = VECTOR_ISAS.get(isa)
     parts = (
         isas is not None
@@ -89,7 +90,10 @@ def run(
 
 
 def plot(path: str, head_dim: int, threads: int, iterations: int) -> dict[str, Any]:
-    """Draw the sweep over L against the peers, and the roofline; `path` ends in what matplotlib can write (.png, .svg, .pdf)."""
+    """Draw the sweep over L against the peers, and the roofline.
+
+    `path` ends in what matplotlib can write (.png, .svg, .pdf).
+    """
     try:
         import matplotlib
     except ModuleNotFoundError:

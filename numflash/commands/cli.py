@@ -259,7 +259,10 @@ def positive(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for an error that has a message, 2 for a wrong command line."""
+    """Run a command; returns the exit status.
+
+    0, 1 for an error that has a message, 2 for a wrong command line.
+    """
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
     )  # before NumPy is loaded: its BLAS threads would keep spinning

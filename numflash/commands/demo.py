@@ -1,4 +1,6 @@
-"""The main job: attention on real activations, how exact, how fast, where the time goes, and what fits which cache."""
+"""The main job: attention on real activations, how exact, how fast, where the time goes, and what
+fits which cache.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, Case, compete, contenders
 from ..measure.timing import DISTURBED, explain_marks, percent, ratio
 
-LENGTHS, HEAD_DIMS = (1024, 4096), (64, 128)
+LENGTHS = (1024, 4096)
+HEAD_DIMS = (64, 128)
 
 
 def accuracy_table(progress: Progress) -> Table:
@@ -99,7 +102,8 @@ def phase_table(
     )
     progress.step("parts of the kernel")
     found = phases.measure(isa, length, head_dim, 3)
-    total, product = found["sum"], 2.0 * length**2 * head_dim
+    total = found["sum"]
+    product = 2.0 * length**2 * head_dim
     names = {"scores": "Q.K^T", "values": "P.V", "packing": "packing K and V"}
     for part, seconds in found.items():
         known = seconds > 0  # not where it is NaN
@@ -122,7 +126,9 @@ def phase_table(
 
 
 def tiling_text(isa: str) -> str:
-    """The tiling of this machine's kernel and of the A64FX summary's (docs/sources.md), with their sizes."""
+    """The tiling of this machine's kernel and of the A64FX summary's (docs/sources.md), with their
+    sizes.
+    """
     names = [f"{isa}-int8", "a64fx-fused-48x64"]
     parts = ["4. What fits which cache"]
     for name in names:

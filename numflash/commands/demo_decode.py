@@ -1,8 +1,11 @@
-"""Generation with a KV cache: 24 attention layers of Qwen 0.5B's shape, a prefill and then token after token, each step checked.
+"""Generation with a KV cache.
 
-The layers are real ones (RMS norm, Q, K, V and output projections with random weights, rotary positions, residual), without the
-multi-layer perceptrons; each token's hidden state feeds the next step. At every step and layer the decoded output is held against
-full attention recomputed in float32 from all keys and values seen so far.
+24 attention layers of Qwen 0.5B's shape, a prefill and then token after token, each step checked.
+
+The layers are real ones (RMS norm, Q, K, V and output projections with random weights, rotary
+positions, residual), without the multi-layer perceptrons; each token's hidden state feeds the next
+step. At every step and layer the decoded output is held against full attention recomputed in
+float32 from all keys and values seen so far.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM = 24, 14, 2, 64
+LAYERS = 24
+HEADS = 14
+KV_HEADS = 2
+HEAD_DIM = 64
 HIDDEN = HEADS * HEAD_DIM
 BUDGET = {"float32": 1e-4, "bfloat16": 0.03, "float16": 5e-3, "int8": 0.06}
 F = np.float32
@@ -40,7 +46,9 @@ class Layer:
         self.keys, self.values = (np.zeros((1, KV_HEADS, capacity, HEAD_DIM), F) for _ in range(2))
 
     def project(self, x: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """query, key, value (1, heads, n, D) of the hidden states (n, HIDDEN) at positions from `first` on."""
+        """query, key, value (1, heads, n, D) of the hidden states (n, HIDDEN) at positions from
+        `first` on.
+        """
         x = x * F(1) / np.sqrt((x * x).mean(-1, keepdims=True) + F(1e-6))
         q, k, v = (
             np.ascontiguousarray((x @ w).reshape(len(x), -1, HEAD_DIM).swapaxes(0, 1))[None]
@@ -65,8 +73,10 @@ def rotate(x: np.ndarray, first: int) -> np.ndarray:
     """Rotary positions on (1, heads, n, D), float32."""
     half = x.shape[3] // 2
     angle = np.arange(first, first + x.shape[2])[:, None] * 1e6 ** (-np.arange(half) / half)
-    cos, sin = np.cos(angle).astype(F), np.sin(angle).astype(F)
-    a, b = x[..., :half], x[..., half:]
+    cos = np.cos(angle).astype(F)
+    sin = np.sin(angle).astype(F)
+    a = x[..., :half]
+    b = x[..., half:]
     return np.ascontiguousarray(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
 
 
@@ -83,7 +93,9 @@ def run(
     """
     choice("dtype", dtype, DTYPES)
     rng = np.random.default_rng(0)
-    seconds, worst, total = 0.0, 0.0, 0.0
+    seconds = 0.0
+    worst = 0.0
+    total = 0.0
     with limit(threads), Progress("decode", steps + 1) as progress:
         progress.step(f"prefill of {prefill} tokens")
         layers = [Layer(rng, prefill + steps, dtype) for _ in range(LAYERS)]
@@ -115,17 +127,16 @@ def run(
                         f"token {step}: relative L1 {found:.3g} against full recomputation, "
                         f"budget {BUDGET[dtype]}"
                     )
-                worst, total = max(worst, found), total + found
+                worst = max(worst, found)
+                total = total + found
                 checking += time.perf_counter() - stop
                 x = x + out.reshape(1, HIDDEN) @ layer.o
             x = x / np.sqrt((x * x).mean() + F(1e-6))
         elapsed = time.perf_counter() - begin - checking
     size = sum(layer.cache.nbytes for layer in layers)
-    per_token, rate, mean = (
-        seconds / max(1, steps),
-        steps / elapsed if steps else 0.0,
-        total / max(1, steps * LAYERS),
-    )
+    per_token = seconds / max(1, steps)
+    rate = steps / elapsed if steps else 0.0
+    mean = total / max(1, steps * LAYERS)
     result = {
         "dtype": dtype,
         "threads": threads,

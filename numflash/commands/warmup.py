@@ -33,8 +33,12 @@ GROUPS = 1, 4, 7, 8  # query heads of a KV head in the models people run
 
 
 def decode(dtype: str, group: int, batch: int) -> None:
-    """One append and one decode; 64 sequences are enough work for the kernels of several threads."""
-    cache, x = KVCache(batch, 1, 64, 128, dtype), np.ones((batch, 1, 128, 64), np.float32)
+    """One append and one decode.
+
+    64 sequences are enough work for the kernels of several threads.
+    """
+    cache = KVCache(batch, 1, 64, 128, dtype)
+    x = np.ones((batch, 1, 128, 64), np.float32)
     cache.append(x, x)
     cache.decode(np.ones((batch, group, 1, 64), np.float32))
 
@@ -80,7 +84,10 @@ def jobs() -> list[tuple[str, Callable[[], Any]]]:
 
 
 def run() -> dict[str, Any]:
-    """Compile everything, with progress; returns the seconds each took (near 0 where the disk cache had it)."""
+    """Compile everything, with progress.
+
+    Returns the seconds each took (near 0 where the disk cache had it).
+    """
     table = Table("compiled", ("kernel", "s"))
     work = jobs()
     start = time.perf_counter()

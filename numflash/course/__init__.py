@@ -1,4 +1,6 @@
-"""What the notebooks share: checks of exercises, figures, and a tracer that counts the memory accesses of a kernel.
+"""What the notebooks share.
+
+Checks of exercises, figures, and a tracer that counts the memory accesses of a kernel.
 
 Imported by notebooks only. May import: everything but `commands`.
 """

@@ -1,6 +1,9 @@
-"""What the notebooks share: `check` for exercises, one way to draw, and the ceilings that figures are held against.
+"""What the notebooks share.
 
-Imported only by name (`from numflash.course import check`); drawing needs matplotlib (extra `notebooks`).
+`check` for exercises, one way to draw, and the ceilings that figures are held against.
+
+Imported only by name (`from numflash.course import check`); drawing needs matplotlib (extra
+`notebooks`).
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..measure import roofline
 
-# --- exercises -----------------------------------------------------------------------------------------------------------------
+# --- exercises
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One call of `check`: what was asked, what came, and the verdict ("open", "right" or "wrong") with its words."""
+    """One call of `check`.
+
+    What was asked, what came, and the verdict ("open", "right" or "wrong") with its words.
+    """
 
     name: str
     got: Any
@@ -37,7 +44,9 @@ answers: list[Answer] = []  # of this process, in order
 def check(
     name: str, got: Any, expected: Any, *cases: tuple[Any, ...], within: float = 1e-6
 ) -> None:
-    """Compare an exercise's answer with what is expected, and say both in plain words; a wrong answer stops nothing.
+    """Compare an exercise's answer with what is expected, and say both in plain words.
+
+    a wrong answer stops nothing.
 
     Parameters
     ----------
@@ -48,33 +57,34 @@ def check(
     within : relative tolerance of floats; integers, booleans and text must be equal
     """
     if got is ... or (isinstance(got, tuple) and any(x is ... for x in got)):
-        verdict, words = "open", "not answered yet"
+        verdict = "open"
+        words = "not answered yet"
     elif cases:
-        verdict, words = "right", f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
+        verdict = "right"
+        words = f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
         for case in cases:
             shown = ", ".join(map(_show, case))
             wish = expected(*case)
             try:
                 came = got(*case)
             except Exception as error:
-                verdict, words = (
-                    "wrong",
-                    f"not yet: of ({shown}) expected {_show(wish)}, got {type(error).__name__}: {error}",
-                )
+                verdict = "wrong"
+                words = f"not yet: of ({shown}) expected {_show(wish)}, got {type(error).__name__}: {error}"
                 break
             if came is ...:
-                verdict, words = "open", "not answered yet"
+                verdict = "open"
+                words = "not answered yet"
                 break
             if not _equal(came, wish, within):
-                verdict, words = (
-                    "wrong",
-                    f"not yet: of ({shown}) expected {_show(wish)}, got {_show(came)}",
-                )
+                verdict = "wrong"
+                words = f"not yet: of ({shown}) expected {_show(wish)}, got {_show(came)}"
                 break
     elif _equal(got, expected, within):
-        verdict, words = "right", f"right: {_show(expected)}"
+        verdict = "right"
+        words = f"right: {_show(expected)}"
     else:
-        verdict, words = "wrong", f"not yet: expected {_show(expected)}, got {_show(got)}"
+        verdict = "wrong"
+        words = f"not yet: expected {_show(expected)}, got {_show(got)}"
     answers.append(Answer(name, got, expected, cases, within, verdict, words))
     print(f"{name}: {words}")
 
@@ -89,7 +99,8 @@ def _equal(got: Any, expected: Any, within: float) -> bool:
     if isinstance(expected, str):
         return isinstance(got, str) and got.strip().lower() == expected.lower()
     try:
-        a, b = np.asarray(got), np.asarray(expected)
+        a = np.asarray(got)
+        b = np.asarray(expected)
         if a.shape != b.shape or a.dtype.kind not in "biuf":
             return False
         return bool(
@@ -112,8 +123,10 @@ def _show(x: Any) -> str:
     return repr(x.item() if isinstance(x, np.generic) else x)
 
 
-# --- drawing -------------------------------------------------------------------------------------------------------------------
-# Okabe and Ito's colours, safe for the colour-blind, in steps of brightness; dashes and hatches say the same in greyscale.
+# --- drawing
+# -------------------------------------------------------------------------------------------------------------------
+# Okabe and Ito's colours, safe for the colour-blind, in steps of brightness; dashes and hatches say
+# the same in greyscale.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#F0E442")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -123,7 +136,10 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--")
 def figure(
     columns: int = 1, *, width: float = 9.0, height: float = 3.6, **options: Any
 ) -> tuple[Any, Any]:
-    """A figure in the course's style, with `columns` axes side by side: (figure, axes or array of axes)."""
+    """A figure in the course's style, with `columns` axes side by side.
+
+    (figure, axes or array of axes).
+    """
     try:
         from cycler import cycler
         from matplotlib import pyplot, rcParams
@@ -159,8 +175,11 @@ def bars(
     ceiling: tuple[str, float] | None = None,
     digits: int = 1,
 ) -> None:
-    """Horizontal bars with their figures, top to bottom, and the named ceiling as a line that says its own."""
-    names, numbers = list(values), list(values.values())
+    """Horizontal bars with their figures, top to bottom, and the named ceiling as a line that says
+    its own.
+    """
+    names = list(values)
+    numbers = list(values.values())
     best = max([*numbers, ceiling[1] if ceiling else 0.0])
     for n, number in enumerate(numbers):
         ax.barh(
@@ -211,29 +230,39 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     print(shown.plain().lstrip("\n"))
 
 
-# --- ceilings ------------------------------------------------------------------------------------------------------------------
+# --- ceilings
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def roof(threads: int = 1, isa: str | None = None) -> roofline.Roof:
-    """The measured peaks of this machine, for one INT8 instruction set or the best; measured once per notebook (two seconds)."""
+    """The measured peaks of this machine, for one INT8 instruction set or the best.
+
+    Measured once per notebook (two seconds).
+    """
     return roofline.measure(threads, isa)
 
 
 def rounds(run: Callable[[], object], seconds: float = 0.3) -> float:
-    """Median seconds of a call, repeated for about `seconds`, at least 5 times, after one that is not counted."""
+    """Median seconds of a call, repeated for about `seconds`, at least 5 times, after one that is
+    not counted.
+    """
     from ..measure.timing import best_time, median_time
 
     once = best_time(run, 0.0, 1)
     return median_time(run, int(min(max(5, seconds / once), 200)))
 
 
-# --- graphics cards ------------------------------------------------------------------------------------------------------------
+# --- graphics cards
+# ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def card() -> Any:
-    """The GPU (`numflash.cuda.device.Device`) or None, and a line that says so. Needs the `cuda` extra."""
+    """The GPU (`numflash.cuda.device.Device`) or None, and a line that says so.
+
+    Needs the `cuda` extra.
+    """
     from ..cuda.device import current_device
 
     try:

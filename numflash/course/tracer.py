@@ -1,8 +1,9 @@
 """What a kernel asks of memory: its own source, run by the interpreter on arrays that count.
 
-`trace` runs the Python function behind a compiled kernel. Every load and store of an element is counted by array and by cache
-line, and goes through a model of a cache: fully associative, least recently used, write-back. The source decides what is counted:
-a compiler may keep a value in a register where the source reads it twice. Lines that come from far away it cannot save.
+`trace` runs the Python function behind a compiled kernel. Every load and store of an element is
+counted by array and by cache line, and goes through a model of a cache: fully associative, least
+recently used, write-back. The source decides what is counted: a compiler may keep a value in a
+register where the source reads it twice. Lines that come from far away it cannot save.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from ..errors import ArgumentError
 class Traffic:
     """What went to and from one array.
 
-    loads, stores : elements;  lines : different cache lines touched;  misses : lines that came from memory, some more than once
-    write_backs : changed lines that went back to memory, counting those still in the cache at the end
+    loads, stores : elements;  lines : different cache lines touched;  misses : lines that came from
+        memory, some more than once
+    write_backs : changed lines that went back to memory, counting those still in the cache at the
+        end
     """
 
     loads: int
@@ -40,7 +43,8 @@ class Report:
     """One run under the tracer.
 
     arrays : by argument name;  line, cache : bytes
-    events : (accesses, 4) int64, in order: index of the array in `arrays`, its line, 1 for a store, 1 for a miss
+    events : (accesses, 4) int64, in order: index of the array in `arrays`, its line, 1 for a store,
+        1 for a miss
     """
 
     arrays: dict[str, Traffic]
@@ -60,7 +64,10 @@ class Report:
         )
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of one array between the cache and memory, both ways; 0 if the kernel has no such array."""
+        """Bytes of one array between the cache and memory, both ways.
+
+        0 if the kernel has no such array.
+        """
         return (
             (self.arrays[name].misses + self.arrays[name].write_backs) * self.line
             if name in self.arrays
@@ -112,7 +119,10 @@ class _Memory:
 
 
 class Traced:
-    """An array that tells a `_Memory` of every element read or written; slices are views that tell it too."""
+    """An array that tells a `_Memory` of every element read or written.
+
+    Slices are views that tell it too.
+    """
 
     def __init__(self, array: np.ndarray, place: np.ndarray, number: int, memory: _Memory) -> None:
         self._array, self._place, self._number, self._memory = array, place, number, memory
@@ -202,7 +212,8 @@ def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64)
             f"cache, line: got {cache} and {line} bytes; allowed: at least one line of at least a byte"
         )
     names = list(inspect.signature(kernel.py_func).parameters)
-    memory, given = _Memory(line, cache), list(arguments)
+    memory = _Memory(line, cache)
+    given = list(arguments)
     arrays: dict[str, int] = {}
     for n, x in enumerate(arguments):
         if isinstance(x, np.ndarray):
@@ -221,7 +232,8 @@ def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64)
     counted = {}
     for name, n in arrays.items():
         mine = events[events[:, 0] == n]
-        stores, misses = int(mine[:, 2].sum()), int(mine[:, 3].sum())
+        stores = int(mine[:, 2].sum())
+        misses = int(mine[:, 3].sum())
         counted[name] = Traffic(
             len(mine) - stores,
             stores,

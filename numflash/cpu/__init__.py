@@ -1,4 +1,7 @@
-"""Kernels for CPUs, and one launcher for each job: `launch_float`, `launch_int8`, `launch_decode`, `launch_backward`.
+"""Kernels for CPUs, and one launcher for each job.
 
-Launchers turn a validated problem into kernel calls. May import: `jit`, `tiling`, `validation`; never `cuda` or the oracle.
+`launch_float`, `launch_int8`, `launch_decode`, `launch_backward`.
+
+Launchers turn a validated problem into kernel calls. May import: `jit`, `tiling`, `validation`;
+never `cuda` or the oracle.
 """

@@ -1,4 +1,7 @@
-"""From a validated problem to its result on the CPU: which launcher, one call at a time where the threads need it."""
+"""From a validated problem to its result on the CPU.
+
+Which launcher, one call at a time where the threads need it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from .launch_float import Results
 def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Attention on the CPU by the kernels of `isa` (None: the best of the target); they write into `results` where given."""
+    """Attention on the CPU by the kernels of `isa` (None: the best of the target).
+
+    They write into `results` where given.
+    """
     nb, nh, nkv, length, s, d, dv = problem.shape
     keep((4 * nb * (nh * length + nkv * s) * (d + dv)).bit_length())  # queries, out, K and V
     with one_at_a_time():
@@ -26,7 +32,9 @@ def run(
 
 
 def runner(problem: Problem) -> launch_float.FloatPlan | None:
-    """What computes this problem and all with the same shapes and options, if there is such a thing."""
+    """What computes this problem and all with the same shapes and options, if there is such a
+    thing.
+    """
     if problem.precision == "int8":
         return None
     isa = launch_float.isa_of(problem)

@@ -1,4 +1,7 @@
-"""From a validated problem to the kernels of its gradient: packing, options as arrays, and the rows that float32 cannot hold."""
+"""From a validated problem to the kernels of its gradient.
+
+Packing, options as arrays, and the rows that float32 cannot hold.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,9 @@ from .backward.backward_rows import make_backward_rows
 from .launch_float import LOG2E, heads, semantics, slope_functions
 
 F = np.float32
-LARGEST_SCORE, LARGEST_GRADIENT = (
-    2.0**120,
-    2.0**100,
-)  # scores, and what one row adds to a gradient, stay below in float32
+# scores, and what one row adds to a gradient, stay below in float32
+LARGEST_SCORE = 2.0**120
+LARGEST_GRADIENT = 2.0**100
 INFINITY = np.uint32(0x7F800000)
 
 
@@ -42,7 +44,10 @@ def _magnitude(row, words, out):
 
 @kernel
 def _magnitudes(words, out):
-    """out (rows,) uint32: the bits of the largest |x| of each row of x (rows, columns) float32, given by its bits."""
+    """out (rows,) uint32.
+
+    The bits of the largest |x| of each row of x (rows, columns) float32, given by its bits.
+    """
     over_tasks(_magnitude, words.shape[0], (words, out))
 
 
@@ -61,7 +66,10 @@ def _row_dots(a, b, out):
 
 
 def magnitudes(x: np.ndarray) -> np.ndarray:
-    """(N, rows, columns) float32 to (N, rows): the largest magnitude of each row, infinity for a row that is not finite."""
+    """(N, rows, columns) float32 to (N, rows).
+
+    The largest magnitude of each row, infinity for a row that is not finite.
+    """
     bits = fresh((x.shape[0] * x.shape[1],), np.uint32)
     _magnitudes(x.view(np.uint32).reshape(-1, x.shape[2]), bits)
     return np.minimum(bits, INFINITY).view(F).reshape(x.shape[:2])
@@ -76,7 +84,10 @@ def held_rows(
     most_k: np.ndarray,
     most_v: np.ndarray,
 ) -> np.ndarray:
-    """(N, L) bool: rows whose scores and gradients float32 holds; all finite, and far from the largest float."""
+    """(N, L) bool: rows whose scores and gradients float32 holds.
+
+    All finite, and far from the largest float.
+    """
     _, nh, nkv, _, _, d, dv = problem.shape
     most_q, most_do = (magnitudes(x).astype(np.float64) for x in (q, do))
     # of the keys of the row's own head, those that are finite
@@ -104,10 +115,11 @@ def run(
     isa: str | None = None,
     results: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa` (None: the best of the target).
+    """dQ (B, H, L, D), dK (B, Hkv, S, D) and dV (B, Hkv, S, Dv) in float32, by the kernels of `isa`
+    (None: the best of the target).
 
-    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous zeros that are added to, and
-    returned, where they are given.
+    grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
+    zeros that are added to, and returned, where they are given.
     """
     isa = target.require(isa, target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape

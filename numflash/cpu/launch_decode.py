@@ -1,4 +1,7 @@
-"""From a KV cache to decode kernels: how the cache is laid out, how many splits, which kernel, and its buffers."""
+"""From a KV cache to decode kernels.
+
+How the cache is laid out, how many splits, which kernel, and its buffers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
     from ..cache.settings import Settings
 
 F = np.float32
-MIN_PAGE, MAX_BATCH = KEY_BLOCK, 1 << 20
+MIN_PAGE = KEY_BLOCK
+MAX_BATCH = 1 << 20
 PARALLEL_CHANNELS = (
     1 << 19
 )  # appended elements below which starting threads costs more than it saves
@@ -38,10 +42,12 @@ PAGE = 4096  # bytes that hardware prefetches within
 def zeros(
     shape: tuple[int, ...], dtype: type, align: int = LINE, offset: int = 0, fill: bool = False
 ) -> np.ndarray:
-    """np.zeros, `offset` bytes behind a multiple of `align`: by default at the start of a cache line.
+    """np.zeros, `offset` bytes behind a multiple of `align`.
 
-    A vector that straddles two lines costs two reads. `fill`: nothing needs the zeros, so `guard` may put other values there
-    before a call.
+    By default at the start of a cache line.
+
+    A vector that straddles two lines costs two reads. `fill`: nothing needs the zeros, so `guard`
+    may put other values there before a call.
     """
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if guard.ON:
@@ -53,7 +59,10 @@ def zeros(
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a cache: pages of `page_size` slots; tokens below `sinks` keep their slots, the others share a ring of `ring`."""
+    """Sizes of a cache: pages of `page_size` slots.
+
+    Tokens below `sinks` keep their slots, the others share a ring of `ring`.
+    """
 
     tile: Tile
     kv_heads: int
@@ -122,7 +131,10 @@ class Layout:
         return Store(store.data, table, lengths)
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
-        """New tokens as the append kernels take them, contiguous: float32, or the bits of 16-bit storage."""
+        """New tokens as the append kernels take them, contiguous.
+
+        Float32, or the bits of 16-bit storage.
+        """
         if self.tile.dtype in ("int8", "float32"):
             return to_float32(x)
         return writable(np.ascontiguousarray(convert(x, self.tile.dtype))).view(self.bits)
@@ -175,7 +187,9 @@ class Layout:
     def read(
         self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """(Hkv, slots, D) and (Hkv, slots, Dv) float32 of the pages, compiled; None for float16, which has no scalar code.
+        """(Hkv, slots, D) and (Hkv, slots, Dv) float32 of the pages, compiled.
+
+        None for float16, which has no scalar code.
 
         offset : (Hkv, D) float32, what was subtracted from the keys.
         """
@@ -203,8 +217,13 @@ class Layout:
         value: np.ndarray,
         scales: np.ndarray,
     ) -> None:
-        """Store whole pages of elements: key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots)."""
-        t, heads, blocks = self.tile, self.kv_heads, key.shape[1] // KEY_BLOCK
+        """Store whole pages of elements.
+
+        Key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots).
+        """
+        t = self.tile
+        heads = self.kv_heads
+        blocks = key.shape[1] // KEY_BLOCK
         x = np.zeros((heads, blocks, self.block), self.bits)
         factors = scales.reshape(-1, heads, blocks, KEY_BLOCK).transpose(1, 2, 0, 3)
         x[..., : t.scales] = (
@@ -247,10 +266,14 @@ def make_layout(settings: Settings) -> Layout:
 
 
 class Append:
-    """Appending to one cache prepared: its kernels and buffers. Called with tokens, see `decode_append`."""
+    """Appending to one cache prepared: its kernels and buffers.
+
+    Called with tokens, see `decode_append`.
+    """
 
     def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
-        t, longest = layout.tile, max(layout.channels, layout.value_dim)
+        t = layout.tile
+        longest = max(layout.channels, layout.value_dim)
         make = make_append_int8 if t.dtype == "int8" else make_append_float
         self.serial, self.parallel = make(t, False), make(t, True)
         self.sizes = np.array([layout.sinks, layout.ring, layout.page_size, layout.columns])
@@ -281,7 +304,10 @@ class Append:
 
 
 class Plan:
-    """One decode call prepared: its kernel, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
+    """One decode call prepared: its kernel, sizes and buffers.
+
+    Called with the query (B, Hkv, rows, D).
+    """
 
     def __init__(
         self,
@@ -298,7 +324,8 @@ class Plan:
         rows = -(-all_rows // tiles)
         t = layout.tile
         units = batch * layout.kv_heads * tiles
-        tasks, w = max(1, units * splits), workers
+        tasks = max(1, units * splits)
+        w = workers
         self.kernel = make_decode(t, rows, changed, workers > 1)
         self.sizes = (
             queries,
@@ -310,8 +337,8 @@ class Plan:
             workers,
         )
         self.shape = (batch, layout.kv_heads, all_rows, layout.head_dim)
-        # What a worker writes block by block has pages of its own: prefetching beyond its end takes lines from another worker.
-        # The two share few sets of the first-level cache.
+        # What a worker writes block by block has pages of its own: prefetching beyond its end takes
+        # lines from another worker. The two share few sets of the first-level cache.
         self.scratch: Scratch | ChangedScratch = Scratch(
             zeros((w, rows, layout.channels // t.group), np.int32),
             zeros((w, 16, KEY_BLOCK), np.int32, PAGE, fill=True),
@@ -328,7 +355,10 @@ class Plan:
         self.unit = LOG2E_Q8 if t.dtype == "int8" else F(LOG2E_Q8 / 256)
 
     def change(self, changes: Changes, shift: np.ndarray | None) -> None:
-        """Set the options of the next calls; shift (B, H, L) float32 in units of the soft cap, or None."""
+        """Set the options of the next calls.
+
+        Shift (B, H, L) float32 in units of the soft cap, or None.
+        """
         batch, kv_heads, rows, _ = self.shape
         cap = np.zeros(2, F)
         if changes.softcap:

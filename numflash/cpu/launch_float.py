@@ -1,4 +1,7 @@
-"""From a validated problem to the floating-point kernels: packing, options as arrays, and the rows that float32 cannot hold."""
+"""From a validated problem to the floating-point kernels.
+
+Packing, options as arrays, and the rows that float32 cannot hold.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ Results = (
 
 
 def compact(x: np.ndarray | None, dtype: type) -> np.ndarray:
-    """A broadcast (B, H, L, S) view without its repetitions, but for the keys; contiguous, empty for None."""
+    """A broadcast (B, H, L, S) view without its repetitions, but for the keys.
+
+    Contiguous, empty for None.
+    """
     if x is None:
         return np.zeros((0, 0, 0, 0), dtype)
     once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides[:3])]
@@ -40,11 +46,9 @@ def semantics(problem: Problem, double: bool = False) -> Semantics:
 
     double : score functions are those of float64
     """
-    has_mask, has_bias, slopes = (
-        problem.mask is not None,
-        problem.bias is not None,
-        problem.alibi_slopes,
-    )
+    has_mask = problem.mask is not None
+    has_bias = problem.bias is not None
+    slopes = problem.alibi_slopes
     return Semantics(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,
@@ -120,14 +124,18 @@ def run_rows(
 
 
 class FloatPlan:
-    """What equal calls have in common, decided once: instruction set, tasks, places in scratch memory, options as numbers.
+    """What equal calls have in common, decided once.
 
-    Equal are calls of the same shapes, precision and options. A plan may be used by many threads at a time.
+    Instruction set, tasks, places in scratch memory, options as numbers.
+
+    Equal are calls of the same shapes, precision and options. A plan may be used by many threads at
+    a time.
 
     Parameters
     ----------
     problem : Problem
-        Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's own.
+        Its query, key and value count by their shapes; its masks, lengths and slopes are the plan's
+        own.
     isa : str
         An instruction set with register tiles.
 
@@ -144,10 +152,14 @@ class FloatPlan:
         self.kind = "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
         tiles = FLOAT_ISAS[isa]
         self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
-        options, stops = semantics(problem), np.ascontiguousarray(seen_keys(problem), np.int64)
-        n, n_kv, seen = nb * nh, nb * nkv, int(stops.max(initial=0))
+        options = semantics(problem)
+        stops = np.ascontiguousarray(seen_keys(problem), np.int64)
+        n = nb * nh
+        n_kv = nb * nkv
+        seen = int(stops.max(initial=0))
         words = padded(d, tiles.step) * self.operand.itemsize // 4
-        panels, columns = max(1, -(-seen // tiles.panel)), padded(dv, tiles.lanes)
+        panels = max(1, -(-seen // tiles.panel))
+        columns = padded(dv, tiles.lanes)
         value_rows = max(1, padded(seen, tiles.step) // tiles.group)
         in_place = self.kind == "float32" and columns == dv
         self.on_lines = in_place and length * nh // nkv >= MANY_ROWS
@@ -205,7 +217,9 @@ class FloatPlan:
     def operands(
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) arrays of the problem's storage as `run` takes them."""
+        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) arrays of the problem's storage as `run`
+        takes them.
+        """
         q, k, v = (to_float32(x) if self.operand == F else heads(x) for x in (query, key, value))
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
@@ -214,17 +228,22 @@ class FloatPlan:
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
     ) -> None:
-        """Attend contiguous operands. out (..., Dv) and lse (...), contiguous float32, are written; None for no lse."""
+        """Attend contiguous operands. out (..., Dv) and lse (...), contiguous float32, are written.
+
+        None for no lse.
+        """
         q_at, k_at, v_at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
         self.run_at(q_at, k_at, v_at, out_at, lse_at, lse is not None)
 
     def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
         """The same for addresses."""
-        room, numbers = scratch.take(self.layout.nbytes), self.numbers
+        room = scratch.take(self.layout.nbytes)
+        numbers = self.numbers
         at = room.address
         try:
             if guard.ON:
-                numbers, buffers = numbers.copy(), self.layout.guarded()
+                numbers = numbers.copy()
+                buffers = self.layout.guarded()
                 numbers[PLACES] = [x.ctypes.data - at for x in buffers]
             lse = lse if with_lse else at + int(numbers[LSE])
             if self.call(q, k, v, out, lse, at, numbers, self.factors):
@@ -233,9 +252,13 @@ class FloatPlan:
             scratch.give(room)
 
     def rescue(self, q: int, k: int, v: int, out: int, lse: int, redo: int) -> None:
-        """Do the rows that float32 cannot hold again in float64; `redo` is the address of their flags."""
+        """Do the rows that float32 cannot hold again in float64.
+
+        `redo` is the address of their flags.
+        """
         nb, nh, nkv, length, s, d, dv = self.shape
-        kind, width = self.operand.str, padded(d, self.step)
+        kind = self.operand.str
+        width = padded(d, self.step)
         problem = replace(
             self.problem,
             query=at_address(q, (nb, nh, length, d), kind),
@@ -262,7 +285,11 @@ def isa_of(problem: Problem, isa: str | None = None) -> str:
 
 
 def may_overflow(problem: Problem) -> np.ndarray:
-    """(B * H, L) bool: rows in whose scores a partial sum may leave float32, which could cancel into a finite number or -inf."""
+    """(B * H, L) bool.
+
+    Rows in whose scores a partial sum may leave float32, which could cancel into a finite number or
+    -inf.
+    """
     _, nh, nkv, _, _, d, _ = problem.shape
 
     def largest(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -277,7 +304,10 @@ def may_overflow(problem: Problem) -> np.ndarray:
 def run(
     problem: Problem, isa: str | None = None, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied; `results` if these are given."""
+    """out (B, H, L, Dv) and lse (B, H, L), both float32, sinks not applied.
+
+    `results` if these are given.
+    """
     isa = isa_of(problem, isa)
     nb, nh, _, length, _, _, dv = problem.shape
     out, lse = results or (fresh((nb, nh, length, dv), F), fresh((nb, nh, length), F))
@@ -285,7 +315,8 @@ def run(
         plan = FloatPlan(problem, isa)
         plan.run(*plan.operands(problem.query, problem.key, problem.value), out, lse)
         return out, lse
-    n, options = nb * nh, semantics(problem)
+    n = nb * nh
+    options = semantics(problem)
     rows = out.reshape(n, length, dv), lse.reshape(n, length)
     run_rows(problem, options, False, np.arange(n * length), *rows)
     redo = ~(np.isfinite(rows[0]).all(-1) & (rows[1] > -1e37)) | may_overflow(problem)

@@ -1,7 +1,9 @@
-"""From a validated problem to the INT8 kernels: operands, options as arrays, threads, and the log-sum-exp.
+"""From a validated problem to the INT8 kernels.
 
-Operands come from float arrays in one pass (`int8.quantize`), or are quantised already, by the caller or the general way, and
-only packed here.
+Operands, options as arrays, threads, and the log-sum-exp.
+
+Operands come from float arrays in one pass (`int8.quantize`), or are quantised already, by the
+caller or the general way, and only packed here.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Operands(NamedTuple):
     """What the kernels take, for N query heads and Nkv KV heads.
 
     query : (N, L, D) int8;  query_scale : (N, L) float32, in Q8.8 or units of the softcap
-    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  value_scale : (Nkv, Dv) float32
+    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  value_scale : (Nkv, Dv)
+        float32
     most : no score is larger than this
     cap_shift, row_shift : functions f() of `scores`, for options that need them
     """
@@ -50,14 +53,13 @@ class Operands(NamedTuple):
 def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Semantics:
     """The options of a problem as the kernels take them; scores are in Q8.8 (256 per octave).
 
-    extreme : scores may be too large to be rounded to int16 at once;  shift : `scores.cap_shift` where there is a softcap
+    extreme : scores may be too large to be rounded to int16 at once;  shift : `scores.cap_shift`
+        where there is a softcap
     """
     nb, nh, _, length, _, _, _ = problem.shape
-    has_mask, has_bias, slopes = (
-        problem.mask is not None,
-        problem.bias is not None,
-        problem.alibi_slopes,
-    )
+    has_mask = problem.mask is not None
+    has_bias = problem.bias is not None
+    slopes = problem.alibi_slopes
     return Semantics(
         NO_LIMIT if problem.left is None else problem.left,
         NO_LIMIT if problem.right is None else problem.right,
@@ -107,8 +109,11 @@ def from_floats(problem: Problem, isa: str) -> Operands | None:
 
 def from_integers(problem: Problem, isa: str) -> Operands:
     """Operands of QuantizedTensors, packed."""
-    q, k, v = problem.query, problem.key, problem.value
-    nkv, dv = problem.shape[2], problem.shape[6]
+    q = problem.query
+    k = problem.key
+    v = problem.value
+    nkv = problem.shape[2]
+    dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
     bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
@@ -149,7 +154,9 @@ def stream_of(problem: Problem, isa: str) -> int:
 def run(
     problem: Problem, isa: str, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """`precision="int8"` on the CPU. Returns out and lse, both float32; out is the first of `results` if these are given.
+    """`precision="int8"` on the CPU. Returns out and lse, both float32.
+
+    Out is the first of `results` if these are given.
 
     problem : its query, key and value are QuantizedTensors, or all three are float arrays
     """
@@ -163,8 +170,10 @@ def run(
     n = nb * nh
     shaped = fresh((nb, nh, length, dv), F) if results is None else results[0]
     out = shaped.reshape(n, length, dv)
-    m, l = fresh((n, length), np.int32), fresh((n, length), F)
-    sizes, counter = (nh, nkv, numba.get_num_threads()), np.zeros(1, np.int64)
+    m = fresh((n, length), np.int32)
+    l = fresh((n, length), F)
+    sizes = (nh, nkv, numba.get_num_threads())
+    counter = np.zeros(1, np.int64)
     if isa != "portable":
         sizes = (*sizes, stream_of(problem, isa))  # type: ignore[assignment]
     rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
@@ -174,6 +183,7 @@ def run(
         flash_int8.make_attend(isa, problem.pv)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift, one = None if problem.softcap else x.row_shift(), 1 if problem.pv == "fp32" else fx.P_ONE
+    shift = None if problem.softcap else x.row_shift()
+    one = 1 if problem.pv == "fp32" else fx.P_ONE
     rows = nb, nh, length
     return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

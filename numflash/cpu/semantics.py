@@ -1,8 +1,10 @@
-"""What an attention problem asks of the scores of one query row: which keys it sees and how they are transformed.
+"""What an attention problem asks of the scores of one query row.
 
-Plain scalar loops, shared by the register-tile kernels and the portable one, in the order of the field: scale, softcap, ALiBi,
-bias, mask. Scores are float32 in Q8.8 units here (256 per octave); every operation rounds once, so that all kernels agree with
-`reference.transform` to the bit.
+Which keys it sees and how they are transformed.
+
+Plain scalar loops, shared by the register-tile kernels and the portable one, in the order of the
+field: scale, softcap, ALiBi, bias, mask. Scores are float32 in Q8.8 units here (256 per octave);
+every operation rounds once, so that all kernels agree with `reference.transform` to the bit.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy as np
 from .. import fixedpoint as fx
 from ..jit.compiler import inline
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
 UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
 
@@ -22,11 +25,14 @@ UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
 class ScoreTiles(NamedTuple):
     """The functions of a problem; addresses are 0 where there is nothing to call.
 
-    unmasked, masked : address and frame of the functions for blocks that all rows see, and for others
+    unmasked, masked : address and frame of the functions for blocks that all rows see, and for
+        others
     states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
-    spans : (B or 1, H or 1, blocks of L, 2) int64 first key and end of the blocks that are not empty
+    spans : (B or 1, H or 1, blocks of L, 2) int64 first key and end of the blocks that are not
+        empty
     rows, keys : of a block
-    batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the same
+    batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the
+        same
     """
 
     unmasked: int
@@ -40,12 +46,15 @@ class ScoreTiles(NamedTuple):
     batch: np.ndarray
 
 
-NO_STATES, NO_SPANS = np.zeros((0, 0, 0, 0), np.uint8), np.zeros((0, 0, 0, 0), np.int64)
+NO_STATES = np.zeros((0, 0, 0, 0), np.uint8)
+NO_SPANS = np.zeros((0, 0, 0, 0), np.int64)
 NO_TILES = ScoreTiles(0, 0, 0, 0, NO_STATES, NO_SPANS, 1, 1, np.zeros(0, np.int64))
 
 
 class Semantics(NamedTuple):
-    """Which keys a row sees and what happens to its scores; arrays of one element where an option is off.
+    """Which keys a row sees and what happens to its scores.
+
+    Arrays of one element where an option is off.
 
     left, right, diagonal, key_lengths : as in `validation.Problem`, with NO_LIMIT for None
     general : masks, bias, softcap or slopes are to be looked at
@@ -119,7 +128,8 @@ def step_of(x):
 
 @inline
 def transform_row(semantics, b, h, i, first, x):
-    """Softcap, ALiBi, bias and mask on the float32 scores of one row from key `first` on, in the field's order.
+    """Softcap, ALiBi, bias and mask on the float32 scores of one row from key `first` on, in the
+    field's order.
 
     Scores come in Q8.8 units, with softcap in units of it.
     """
@@ -147,7 +157,10 @@ def transform_row(semantics, b, h, i, first, x):
 
 @inline
 def narrow_row(x, out):
-    """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, any NaN). -inf is hidden."""
+    """Q8.8 float32 scores to int16 relative to the row's own octave: (octave, any NaN).
+
+    -inf is hidden.
+    """
     top, spoiled = F(-np.inf), False
     for j in range(x.size):
         spoiled |= x[j] != x[j]

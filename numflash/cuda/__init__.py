@@ -1,4 +1,7 @@
-"""CUDA kernels written in Python: compiled offline, launched through cuda-bindings, or run in the PTX emulator."""
+"""CUDA kernels written in Python.
+
+Compiled offline, launched through cuda-bindings, or run in the PTX emulator.
+"""
 
 from __future__ import annotations
 

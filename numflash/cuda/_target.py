@@ -1,6 +1,8 @@
-"""The only import of numba-cuda, and every private name of it that numflash uses (tests/cuda/test_compile.py is the canary).
+"""The only import of numba-cuda, and every private name of it that numflash uses
+(tests/cuda/test_compile.py is the canary).
 
-A second front end should be a matter of this file and `ptx.py`: docs/pitfalls.md, "The future of numba.cuda".
+A second front end should be a matter of this file and `ptx.py`: docs/pitfalls.md, "The future of
+numba.cuda".
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ except (
     from numba import types
     from numba.core.typing import signature
 
-    _absent, numba_cuda, cuda = error, None, None
+    _absent = error
+    numba_cuda = None
+    cuda = None
 
     def intrinsic(function: Any) -> Any:
         """The function itself: nothing is compiled."""
@@ -63,7 +67,10 @@ def _need_compiler() -> None:
 
 
 def library_version(wheel: str) -> str:
-    """The version that a compiler library itself tells: of a CUDA toolkit, where there is no wheel."""
+    """The version that a compiler library itself tells.
+
+    Of a CUDA toolkit, where there is no wheel.
+    """
     _need_compiler()
     library = {"nvidia-nvvm": _nvvm, "nvidia-nvjitlink": _nvjitlink}.get(wheel)
     if library is None:
@@ -72,12 +79,17 @@ def library_version(wheel: str) -> str:
 
 
 def device_function(function: Any) -> Any:
-    """A function that kernels call and that is always compiled into them: fragments passed to it stay in registers."""
+    """A function that kernels call and that is always compiled into them.
+
+    Fragments passed to it stay in registers.
+    """
     return cuda.jit(device=True, forceinline=True)(function) if cuda else function
 
 
 class _OfflineDevice:
-    """Answers device functions, which ask the driver for a compute capability when they are compiled."""
+    """Answers device functions, which ask the driver for a compute capability when they are
+    compiled.
+    """
 
     def __init__(self, cc: tuple) -> None:
         self.compute_capability = cc[:2]
@@ -85,7 +97,8 @@ class _OfflineDevice:
 
 @contextlib.contextmanager
 def _offline(cc: tuple) -> Iterator[None]:
-    real, shim = _dispatcher.get_current_device, not hasattr(np, "row_stack")
+    real = _dispatcher.get_current_device
+    shim = not hasattr(np, "row_stack")
     _dispatcher.get_current_device = lambda: _OfflineDevice(cc)
     if shim:
         _numpy.row_stack = np.vstack  # numba-cuda uses a name that NumPy 2.5 has dropped
@@ -107,8 +120,9 @@ def missing_labels(ptx: str) -> set[str]:
 def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:
     """PTX text with `.loc` lines; cc (9, 0, "a") selects sm_90a. Needs no driver.
 
-    NVVM 13.5 with line numbers leaves out the label of a block that other blocks fall through to and a branch leads to as well, or
-    refuses the kernel (one in twenty, either way): then the text is made without line numbers.
+    NVVM 13.5 with line numbers leaves out the label of a block that other blocks fall through to
+    and a branch leads to as well, or refuses the kernel (one in twenty, either way): then the text
+    is made without line numbers.
     """
 
     def text(lines: bool) -> str:
@@ -133,10 +147,13 @@ def to_cubin(
     fastmath: bool,
     max_registers: int | None,
 ) -> tuple[str, bytes]:
-    """Entry name and cubin, through LTO-IR: linking PTX instead drops setmaxnreg and spills. Needs no driver.
+    """Entry name and cubin, through LTO-IR: linking PTX instead drops setmaxnreg and spills.
 
-    For Blackwell the PTX of sm_80 is assembled: its own optimiser leaves loops over fragments in place, and so the fragments in
-    memory (a stack of 256 bytes where sm_80's PTX needs none). None of the kernels uses more than sm_80 has there.
+    Needs no driver.
+
+    For Blackwell the PTX of sm_80 is assembled: its own optimiser leaves loops over fragments in
+    place, and so the fragments in memory (a stack of 256 bytes where sm_80's PTX needs none). None
+    of the kernels uses more than sm_80 has there.
     """
     _need_compiler()
     if cc[0] >= 10:
@@ -152,7 +169,8 @@ def to_cubin(
             max_registers=max_registers,
             nvvm_options={"fastmath": fastmath, "opt": 3},
         )
-        library, name = result.library, result.fndesc.llvm_func_name
+        library = result.library
+        name = result.fndesc.llvm_func_name
         kernel = library.get_function(name)
         library._entry_name = name
         kernel_fixup(kernel, False)

@@ -1,7 +1,10 @@
-"""Arrays on the card (PyTorch, CuPy, Numba): results of the same kind, on the caller's stream, nothing copied.
+"""Arrays on the card (PyTorch, CuPy, Numba).
 
-A NumPy array whose data pointer is a device address represents such an array while the arguments are checked: views, shapes and
-strides are computed as for any array, and nothing ever reads through it.
+Results of the same kind, on the caller's stream, nothing copied.
+
+A NumPy array whose data pointer is a device address represents such an array while the arguments
+are checked: views, shapes and strides are computed as for any array, and nothing ever reads through
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Remote:
-    """A device array: `array` represents it, `dtype` is its own, `empty` makes another of its kind, `stream` is the caller's."""
+    """A device array: `array` represents it, `dtype` is its own, `empty` makes another of its kind,
+    `stream` is the caller's.
+    """
 
     array: np.ndarray
     dtype: str
@@ -35,7 +40,8 @@ class Remote:
 
 def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
     """Describe a device array; raises for a library or dtype that is not served."""
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    torch = sys.modules.get("torch")
+    cupy = sys.modules.get("cupy")
     if torch is not None and isinstance(x, torch.Tensor):
         dtype = str(x.dtype).removeprefix("torch.")
         strides = tuple(n * x.element_size() for n in x.stride())
@@ -120,16 +126,19 @@ def _remote(
 def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
     """`numflash.attention` for device arrays.
 
-    A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host, like all small arguments
-    (lengths, slopes).
+    A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host,
+    like all small arguments (lengths, slopes).
     """
     from . import launch
 
-    sinks, there, layout = options.sinks, None, options.layout
+    sinks = options.sinks
+    there = None
+    layout = options.layout
     if sinks is not None and on_device(sinks):
         options = replace(options, sinks=None)
     taken, problem = _described(query, key, value, options)
-    own, ndim = taken[0].dtype, taken[0].array.ndim
+    own = taken[0].dtype
+    ndim = taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
     if sinks is not None and problem.sinks is None:
         there = take("sinks", sinks, ("float32",)).array
@@ -140,14 +149,16 @@ def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
         problem = replace(problem, sinks=there)
     shape = (b, h, length, dv) if layout == "bhld" else (b, length, h, dv)
     device = device_at(_named(taken, problem, there))
-    out, lse = taken[0].empty(shape, own), taken[0].empty((b, h, length), "float32")
+    out = taken[0].empty(shape, own)
+    lse = taken[0].empty((b, h, length), "float32")
     results = take("out", out).array, take("lse", lse).array
     if layout == "blhd":
         results = results[0].swapaxes(1, 2), results[1]
     if 0 not in (b, length):
         device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
     if ndim < 4:
-        out, lse = out.reshape(shape[4 - ndim :]), lse.reshape((b, h, length)[4 - ndim :])
+        out = out.reshape(shape[4 - ndim :])
+        lse = lse.reshape((b, h, length)[4 - ndim :])
     if not options.return_lse:
         return out
     if layout == "blhd":
@@ -168,7 +179,9 @@ def attention_backward(
     lse: Any,
     options: Options,
 ) -> tuple[Any, Any, Any]:
-    """`numflash.attention_backward` for device arrays; a mask lies there too, the rows' statistics get memory of the query's kind.
+    """`numflash.attention_backward` for device arrays.
+
+    a mask lies there too, the rows' statistics get memory of the query's kind.
 
     Sinks are in the LSE already.
     """
@@ -223,7 +236,10 @@ def _named(
 
 
 def dense(x: Any) -> Any:
-    """x, or a copy if it is a PyTorch tensor without rows in memory: `sum().backward()` hands back one number, expanded."""
+    """x, or a copy if it is a PyTorch tensor without rows in memory.
+
+    `sum().backward()` hands back one number, expanded.
+    """
     return x.contiguous() if hasattr(x, "contiguous") and x.stride(-1) != 1 else x
 
 
@@ -231,11 +247,13 @@ def _described(
     query: Any, key: Any, value: Any, options: Options
 ) -> tuple[list[Remote], validation.Problem]:
     """The operands and the mask as they are stored on the card, and the problem."""
-    mask, precision = options.attn_mask, options.precision
+    mask = options.attn_mask
+    precision = options.precision
     if mask is not None:
         mask = take("attn_mask", mask, ("bool", "float32")).array
     taken = [take(n, x) for n, x in (("query", query), ("key", key), ("value", value))]
-    own, ndim = taken[0].dtype, taken[0].array.ndim
+    own = taken[0].dtype
+    ndim = taken[0].array.ndim
     if options.layout == "blhd" and ndim != 4:
         raise ArgumentError(
             f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4"

@@ -1,8 +1,10 @@
-"""From a kernel factory to PTX (for the emulator) and to a cubin (for a card), offline, with a cache on disk.
+"""From a kernel factory to PTX (for the emulator) and to a cubin (for a card), offline, with a
+cache on disk.
 
-A factory is a module-level function whose arguments are plain values (head size, block sizes, flags). It returns a `Source`: the
-kernel as an ordinary Python function with those values in its closure, and how it wants to be launched. The cache key is the
-content: every source file of the package, the factory's arguments, the architecture, and the compiler's versions.
+A factory is a module-level function whose arguments are plain values (head size, block sizes,
+flags). It returns a `Source`: the kernel as an ordinary Python function with those values in its
+closure, and how it wants to be launched. The cache key is the content: every source file of the
+package, the factory's arguments, the architecture, and the compiler's versions.
 """
 
 from __future__ import annotations
@@ -57,9 +59,12 @@ class Source:
     threads : threads per block
     shared_bytes : dynamic shared memory per block
     max_registers : ceiling for ptxas, or None
-    blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers accordingly
-    cluster : blocks along x that run together and reach each other's shared memory (sm_90 and later; not in the emulator)
-    fastmath : all or nothing, so the shipped kernels leave it off and use approximate instructions by name
+    blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers
+        accordingly
+    cluster : blocks along x that run together and reach each other's shared memory (sm_90 and
+        later; not in the emulator)
+    fastmath : all or nothing, so the shipped kernels leave it off and use approximate instructions
+        by name
     """
 
     function: Callable
@@ -74,7 +79,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel: `code` is PTX text or a cubin; `parameters` has one type name per flattened parameter."""
+    """One compiled kernel: `code` is PTX text or a cubin.
+
+    `parameters` has one type name per flattened parameter.
+    """
 
     name: str
     arch: str
@@ -109,7 +117,10 @@ def capability(arch: str) -> tuple:
 
 
 def flat_parameters(signature: Any) -> tuple[str, ...]:
-    """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ...; a tuple is its items."""
+    """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ....
+
+    a tuple is its items.
+    """
     from ._target import types
 
     found: list[str] = []
@@ -127,15 +138,14 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
     """Compile without the cache; `kind` is "ptx" or "cubin"."""
     from . import _target
 
-    cc, bounds = capability(arch), (source.threads, source.blocks)
+    cc = capability(arch)
+    bounds = (source.threads, source.blocks)
     with _lock:
         if kind == "ptx":
-            name, code = (
-                source.function.__name__,
-                _target.to_ptx(
-                    source.function, source.signature, cc, bounds, source.fastmath
-                ).encode(),
-            )
+            name = source.function.__name__
+            code = _target.to_ptx(
+                source.function, source.signature, cc, bounds, source.fastmath
+            ).encode()
         else:
             name, code = _target.to_cubin(
                 source.function, source.signature, cc, bounds, source.fastmath, source.max_registers
@@ -153,7 +163,10 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
 
 @functools.cache
 def tool_versions() -> dict[str, str]:
-    """Versions of what compiles kernels: of the wheels, or of a CUDA toolkit's libraries where their wheels are not installed."""
+    """Versions of what compiles kernels.
+
+    Of the wheels, or of a CUDA toolkit's libraries where their wheels are not installed.
+    """
     from . import _target
 
     found = {}
@@ -184,7 +197,8 @@ _loaded: dict[tuple, Compiled] = {}
 
 
 def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: Any) -> Compiled:
-    """The kernel that `factory(**constants)` describes, from memory, from disk, or freshly compiled.
+    """The kernel that `factory(**constants)` describes, from memory, from disk, or freshly
+    compiled.
 
     Parameters
     ----------

@@ -1,8 +1,10 @@
-"""What launches read that comes from the host and changes little (lengths, slopes, tensor maps): copies on a device, kept.
+"""What launches read that comes from the host and changes little (lengths, slopes, tensor maps).
 
-One copy per content, found by a key. It is made from pinned memory, asynchronously, on the stream of the launch that
-needs it first; launches on other streams wait for it on the device. Copies that a captured graph reads are never freed and
-never change.
+Copies on a device, kept.
+
+One copy per content, found by a key. It is made from pinned memory, asynchronously, on the stream
+of the launch that needs it first; launches on other streams wait for it on the device. Copies that
+a captured graph reads are never freed and never change.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ import numpy as np
 
 from .driver import DriverError, Uncaptured, check
 
-CHUNK, SMALLEST = 1 << 18, 128  # bytes of a piece of the arena, and of its smallest slot
+# bytes of a piece of the arena, and of its smallest slot
+CHUNK = 1 << 18
+SMALLEST = 128
 KEPT = 256  # copies that no graph reads; beyond, the older half goes
 
 
 @dataclass
 class Copy:
-    """A content on the device, in a slot of `size` bytes at `address`, staged at `pinned`; complete once `event` has passed."""
+    """A content on the device, in a slot of `size` bytes at `address`, staged at `pinned`.
+
+    Complete once `event` has passed.
+    """
 
     address: int
     pinned: int
@@ -72,7 +79,8 @@ class Constants:
             check(d, d.cuStreamWaitEvent(stream, copy.event, 0))
 
     def _made(self, content: bytes, stream: int, captured: bool) -> Copy:
-        d, size = self._driver, max(SMALLEST, 1 << (len(content) - 1).bit_length())
+        d = self._driver
+        size = max(SMALLEST, 1 << (len(content) - 1).bit_length())
         if not captured:
             self._drop_old()
         with Uncaptured(d):
@@ -100,7 +108,8 @@ class Constants:
 
     def _slot(self, size: int) -> tuple[int, int]:
         """A free slot on the device and its twin in pinned memory."""
-        d, free = self._driver, self._free.setdefault(size, [])
+        d = self._driver
+        free = self._free.setdefault(size, [])
         if not free:
             nbytes = max(CHUNK, size)
             address = int(check(d, d.cuMemAlloc(nbytes)))
@@ -109,7 +118,9 @@ class Constants:
         return free.pop()
 
     def _drop_old(self) -> None:
-        """Give back the slots of the older half of what no graph reads, once there is too much of it and the device is done."""
+        """Give back the slots of the older half of what no graph reads, once there is too much of
+        it and the device is done.
+        """
         d = self._driver
         droppable = [key for key, copy in self._copies.items() if not copy.captured]
         if len(droppable) < KEPT:

@@ -1,8 +1,11 @@
-"""Folders of ready cubins: `python -m numflash.cuda.compile --arch sm_90a --to DIR` fills one, NUMFLASH_CUBINS=DIR uses it.
+"""Folders of ready cubins.
 
-A machine with such a folder needs no compiler: Python, numpy, numba, llvmlite and cuda-bindings are enough. The folder's
-manifest.json holds, for every kernel, its factory, options and architecture, how it is launched, and a checksum; and for the whole
-the versions of numflash and of the tools. Cubins of other sources than the installed ones are refused.
+`python -m numflash.cuda.compile --arch sm_90a --to DIR` fills one, NUMFLASH_CUBINS=DIR uses it.
+
+A machine with such a folder needs no compiler: Python, numpy, numba, llvmlite and cuda-bindings are
+enough. The folder's manifest.json holds, for every kernel, its factory, options and architecture,
+how it is launched, and a checksum; and for the whole the versions of numflash and of the tools.
+Cubins of other sources than the installed ones are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any
 from .. import __version__
 from ..errors import UnsupportedError
 
-MANIFEST, VARIABLE = "manifest.json", "NUMFLASH_CUBINS"
+MANIFEST = "manifest.json"
+VARIABLE = "NUMFLASH_CUBINS"
 SOURCES = ("cuda/kernels/*.py", "cuda/ptx.py", "cuda/_target.py", "tiling.py", "fixedpoint.py")
 
 

@@ -1,7 +1,8 @@
 """A card: its context and loaded kernels, and launches on it, through cuda-bindings.
 
-numba-cuda's own launcher cannot give a block more than 48 KB of shared memory and costs tens of microseconds, so kernels are
-loaded and launched here: one parameter block per kernel and thread, filled in place, one driver call.
+numba-cuda's own launcher cannot give a block more than 48 KB of shared memory and costs tens of
+microseconds, so kernels are loaded and launched here: one parameter block per kernel and thread,
+filled in place, one driver call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _CTYPES: dict[str, Any] = {
 
 
 def words_of(parameter: str) -> tuple[str, ...]:
-    """What a parameter is passed as. A Numba array: two pointers to its owner, size, item size, address, shape, strides."""
+    """What a parameter is passed as. A Numba array.
+
+    Two pointers to its owner, size, item size, address, shape, strides.
+    """
     return (
         ("int64",) * (5 + 2 * int(parameter[5:])) if parameter.startswith("array") else (parameter,)
     )
@@ -52,8 +56,9 @@ def words_of(parameter: str) -> tuple[str, ...]:
 class Kernel:
     """A cubin loaded into the current context.
 
-    Call it with the grid, the stream's handle and one number per parameter (for an array those of `words_of`); `threads` and the
-    dynamic shared memory are the compiled kernel's own. Thread-safe: each thread has its own parameter block.
+    Call it with the grid, the stream's handle and one number per parameter (for an array those of
+    `words_of`); `threads` and the dynamic shared memory are the compiled kernel's own. Thread-safe:
+    each thread has its own parameter block.
     """
 
     def __init__(self, driver: Any, item: Compiled) -> None:
@@ -91,7 +96,10 @@ class Kernel:
 
 
 class _Copies:
-    """Host arrays on the card for the length of a `with`: {id(array): address}; written ones come back at the end."""
+    """Host arrays on the card for the length of a `with`: {id(array): address}.
+
+    Written ones come back at the end.
+    """
 
     def __init__(self, driver: Any, arrays: list[np.ndarray]) -> None:
         self.driver = driver
@@ -126,12 +134,14 @@ class _Copies:
 
 
 class Device:
-    """One card: its architecture, its loaded kernels, and its copies of what launches read from the host.
+    """One card: its architecture, its loaded kernels, and its copies of what launches read from the
+    host.
 
     Attributes
     ----------
     ordinal : the driver's number of the device
-    arch, name, multiprocessors : the architecture kernels are built for, the device's name, its number of multiprocessors
+    arch, name, multiprocessors : the architecture kernels are built for, the device's name, its
+        number of multiprocessors
     """
 
     def __init__(self, ordinal: int = 0) -> None:
@@ -159,7 +169,10 @@ class Device:
         return Active(self.driver, self._context)
 
     def kernel(self, item: Compiled) -> Kernel:
-        """The loaded kernel of a cubin; loads it the first time, which no capture of this thread forbids."""
+        """The loaded kernel of a cubin.
+
+        Loads it the first time, which no capture of this thread forbids.
+        """
         found = self._kernels.get(item)
         if found is None:
             with self._lock, self.active(), Uncaptured(self.driver):
@@ -178,9 +191,11 @@ class Device:
         use: Callable[[Callable[[], None]], Any],
         persist: Sequence[np.ndarray] = (),
     ) -> Any:
-        """`use` the launches, in order, as one function without arguments, their arrays on the card; results are back afterwards.
+        """`use` the launches, in order, as one function without arguments, their arrays on the
+        card; results are back afterwards.
 
-        `persist` names arrays that should stay in L2 meanwhile: one window over all of them (`Device.persist`).
+        `persist` names arrays that should stay in L2 meanwhile: one window over all of them
+        (`Device.persist`).
         """
         steps = [launches] if isinstance(launches, Launch) else launches
         flat = [
@@ -195,7 +210,8 @@ class Device:
         ):
             table = encode(self.driver, [(m, address[id(m.array)]) for m in maps])
             with _Copies(self.driver, [table]) as at:
-                next_map, calls = at[id(table)], []
+                next_map = at[id(table)]
+                calls = []
                 for step, args in zip(steps, flat, strict=True):
                     kernel = self.kernel(
                         compiled(step.factory, step.arch, "cubin", **step.constants)
@@ -235,13 +251,17 @@ class Device:
                     self.persist(0, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
-        """Enqueue a launch whose arrays lie on the device; what is small and comes from the host is uploaded once per content.
+        """Enqueue a launch whose arrays lie on the device.
 
-        Legal while the stream is captured: then no memory that the graph reads is freed or written again.
+        What is small and comes from the host is uploaded once per content.
+
+        Legal while the stream is captured: then no memory that the graph reads is freed or written
+        again.
         """
         kernel = self.kernel(compiled(launch.factory, launch.arch, "cubin", **launch.constants))
         with self.active():
-            captured, numbers = capturing(self.driver, stream), []
+            captured = capturing(self.driver, stream)
+            numbers = []
             constant = functools.partial(self._constants.address, stream=stream, captured=captured)
             for x in (
                 x
@@ -263,11 +283,13 @@ class Device:
         return encode(self.driver, [(m, m.array.ctypes.data) for m in maps])
 
     def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
-        """Ask that this range, read again by every block of queries (keys and values), stays in L2 for launches on the stream.
+        """Ask that this range, read again by every block of queries (keys and values), stays in L2
+        for launches on the stream.
 
-        CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it. A card refuses more than its largest window
-        and its largest part of L2: the range is cut to the one, the hit ratio lowered to the other. On a card that can set nothing
-        aside (before sm_80) nothing happens.
+        CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it. A card
+        refuses more than its largest window and its largest part of L2: the range is cut to the
+        one, the hit ratio lowered to the other. On a card that can set nothing aside (before sm_80)
+        nothing happens.
         """
         with self.active():
             self._persist(stream, address, nbytes, hit_ratio)
@@ -314,7 +336,8 @@ def median_seconds(
     device: Device, work: Callable[[], None], repeats: int = 20, stream: int = 0
 ) -> float:
     """Median time of one launch, by events on the stream, after five launches to warm up."""
-    d, times = device.driver, []
+    d = device.driver
+    times = []
     with device.active():
         start, stop = (check(d, d.cuEventCreate(0)) for _ in range(2))
         for n in range(repeats + 5):
@@ -330,7 +353,9 @@ def median_seconds(
 
 
 def arch_of(major: int, minor: int) -> str:
-    """The newest architecture that kernels are built for and that a card of this compute capability runs."""
+    """The newest architecture that kernels are built for and that a card of this compute capability
+    runs.
+    """
     if (major, minor) == (9, 0):
         return "sm_90a"
     same = [
@@ -352,7 +377,10 @@ def device(ordinal: int) -> Device:
 
 
 def current_device() -> Device:
-    """The card of the thread's current context, or the first one; raises UnsupportedError where there is none."""
+    """The card of the thread's current context, or the first one.
+
+    Raises UnsupportedError where there is none.
+    """
     driver = open_driver()
     return device(current_ordinal(driver))
 
@@ -369,7 +397,8 @@ def device_at(named: Sequence[tuple[str, np.ndarray]]) -> Device:
 
     Parameters
     ----------
-    named : argument's name and an array whose data pointer is a device address; empty ones are on any device
+    named : argument's name and an array whose data pointer is a device address; empty ones are on
+        any device
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Calls of the CUDA driver that need care: errors, contexts, stream capture, tensor maps.
 
-The rules are those of the CUDA driver API manual: "Stream Management" (capture), "Context Management" and "Tensor Map Object
-Management".
+The rules are those of the CUDA driver API manual: "Stream Management" (capture), "Context
+Management" and "Tensor Map Object Management".
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 from ..errors import UnsupportedError
 from .tensormap import TensorMap
 
-MAP_BYTES, MAP_ALIGNMENT = 128, 64  # of an encoded tensor map; the alignment is the driver's rule
+# of an encoded tensor map; the alignment is the driver's rule
+MAP_BYTES = 128
+MAP_ALIGNMENT = 64
 
 
 class DriverError(UnsupportedError):
@@ -38,7 +40,8 @@ def open_driver() -> Any:
     Raises
     ------
     UnsupportedError
-        No bindings, no driver, or a driver that is older than the CUDA version whose machine code is made here.
+        No bindings, no driver, or a driver that is older than the CUDA version whose machine code
+        is made here.
     """
     try:
         from cuda.bindings import __version__, driver
@@ -50,7 +53,8 @@ def open_driver() -> Any:
             f"impl: got 'cuda', but there is no usable GPU here ({why}); 'cuda-emulator' runs the same "
             "kernels without one"
         ) from error
-    major, there = int(__version__.split(".")[0]), check(driver, driver.cuDriverGetVersion())
+    major = int(__version__.split(".")[0])
+    there = check(driver, driver.cuDriverGetVersion())
     if there < 1000 * major:
         needed = "driver 580 or later" if major == 13 else "a newer driver"
         raise UnsupportedError(
@@ -61,7 +65,10 @@ def open_driver() -> Any:
 
 
 class Active:
-    """A `with` in which a context is the thread's current one; the one before is current again afterwards."""
+    """A `with` in which a context is the thread's current one.
+
+    The one before is current again afterwards.
+    """
 
     __slots__ = ("context", "driver", "pushed")
 
@@ -80,7 +87,8 @@ class Active:
 
 
 class Uncaptured:
-    """A `with` in which this thread may allocate, load, free and wait while some stream is being captured.
+    """A `with` in which this thread may allocate, load, free and wait while some stream is being
+    captured.
 
     These calls are no part of the graph. Outside of it they would end the capture with an error.
     """
@@ -113,15 +121,24 @@ def device_of(driver: Any, address: int) -> int:
 
 @functools.cache
 def _encoder(driver: Any) -> Any:
-    """cuTensorMapEncodeTiled itself: the bindings' wrapper has it write to memory that is not aligned as the driver asks."""
+    """cuTensorMapEncodeTiled itself.
+
+    The bindings' wrapper has it write to memory that is not aligned as the driver asks.
+    """
     address = check(driver, driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))[0]
-    i, u, p = ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+    i = ctypes.c_int
+    u = ctypes.c_uint32
+    p = ctypes.c_void_p
     return ctypes.CFUNCTYPE(i, p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)(int(address))
 
 
 def map_strides(tensor: TensorMap) -> list[int]:
-    """Bytes between elements along each axis but the last; an axis of one element, whose stride says nothing, gets a lawful one."""
-    strides, x = list(tensor.array.strides), tensor.array
+    """Bytes between elements along each axis but the last.
+
+    An axis of one element, whose stride says nothing, gets a lawful one.
+    """
+    strides = list(tensor.array.strides)
+    x = tensor.array
     for axis in range(x.ndim - 2, -1, -1):
         if x.shape[axis] == 1:
             inner = strides[axis + 1] * x.shape[axis + 1]
@@ -134,7 +151,8 @@ def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:
     memory = np.zeros(MAP_BYTES * len(maps) + MAP_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % MAP_ALIGNMENT
     table = memory[start : start + MAP_BYTES * len(maps)].reshape(len(maps), MAP_BYTES)
-    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kinds = driver.CUtensorMapDataType
+    swizzles = driver.CUtensorMapSwizzle
     names = {"float16": "FLOAT16", "uint16": "BFLOAT16", "int8": "UINT8", "float32": "FLOAT32"}
     promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     for row, (tensor, address) in zip(table, maps, strict=True):

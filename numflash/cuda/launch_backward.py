@@ -1,4 +1,6 @@
-"""From a validated problem and the gradient of its output to the launches that give the gradients of query, key and value."""
+"""From a validated problem and the gradient of its output to the launches that give the gradients
+of query, key and value.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class Backward:
 
 @functools.cache
 def shape_of(gradients: str, d: int, dv: int, arch: str, masked: bool = False) -> dict[str, Any]:
-    """rows, columns and chunk of a pass; the chunk is what leaves registers for everything else (tests/cuda/test_sass.py)."""
+    """rows, columns and chunk of a pass.
+
+    The chunk is what leaves registers for everything else (tests/cuda/test_sass.py).
+    """
     narrow = masked or (arch == "sm_75" and d + dv > 192)
     for rows, columns in SHAPES:
         shape: dict[str, Any] = {
@@ -65,7 +70,10 @@ def shape_of(gradients: str, d: int, dv: int, arch: str, masked: bool = False) -
 
 
 def passes(d: int, dv: int) -> tuple[str, ...]:
-    """The passes of the tile kernel: dK and dV apart where their sums do not fit into registers together."""
+    """The passes of the tile kernel.
+
+    DK and dV apart where their sums do not fit into registers together.
+    """
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 
 
@@ -74,8 +82,8 @@ def _finite(
 ) -> tuple[Problem, np.ndarray, np.ndarray]:
     """The problem without NaN and infinity in its operands, such that 0 * NaN never happens.
 
-    A row of query or gradient that is not finite gets LSE NaN, and a key whose row is not finite a bias of NaN: they spoil what
-    they see and what sees them, and nothing else.
+    A row of query or gradient that is not finite gets LSE NaN, and a key whose row is not finite a
+    bias of NaN: they spoil what they see and what sees them, and nothing else.
     """
     bits = np.uint16(0x7F80 if problem.precision == "bfloat16" else 0x7C00)
 
@@ -113,7 +121,10 @@ def _finite(
 def _operands(
     problem: Problem, grad: np.ndarray, out: np.ndarray, lse: np.ndarray, results: Arrays | None
 ) -> tuple[Problem, Arrays, Arrays]:
-    """The problem; q, k, v, dO, O, LSE; dq, dk, dv and the statistics: in host memory made fit, on the card taken as they are."""
+    """The problem; q, k, v, dO, O, LSE; dq, dk, dv and the statistics.
+
+    In host memory made fit, on the card taken as they are.
+    """
     nb, nh, _, length, *_ = problem.shape
     if results is not None:
         named = (
@@ -165,7 +176,10 @@ def float32_backward(
     arch: str,
     results: Arrays | None = None,
 ) -> Backward:
-    """The launches for a float32 problem: arguments as for `float_backward`; on the card all arrays are contiguous."""
+    """The launches for a float32 problem: arguments as for `float_backward`.
+
+    On the card all arrays are contiguous.
+    """
     nb, nh, nkv, length, s, d, dv = problem.shape
     arrays = tuple(
         np.asarray(x) for x in (problem.query, problem.key, problem.value, grad, out, lse)
@@ -179,12 +193,10 @@ def float32_backward(
         )
     dq, dk, dv_out = [np.zeros_like(x) for x in arrays[:3]] if results is None else results[:3]
     _, left, right = band(problem)
-    mask, bias, slopes, nothing = (
-        problem.mask,
-        problem.bias,
-        problem.alibi_slopes,
-        np.zeros(1, np.float32),
-    )
+    mask = problem.mask
+    bias = problem.bias
+    slopes = problem.alibi_slopes
+    nothing = np.zeros(1, np.float32)
     mask_at, bias_at = (nothing if x is None else storage(x, results) for x in (mask, bias))
     shared = (
         *key_places(problem, s),
@@ -237,18 +249,22 @@ def float_backward(
     Parameters
     ----------
     problem : of the forward pass
-    grad, out : (B, H, L, Dv) in the problem's storage;  lse : (B, H, L) float32, as the forward pass gave them
-    results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the card
+    grad, out : (B, H, L, Dv) in the problem's storage;  lse : (B, H, L) float32, as the forward
+        pass gave them
+    results : dq, dk, dv and statistics (`statistics_shape`); they say that all arrays lie on the
+        card
 
     Raises
     ------
     UnsupportedError
-        A head size without a kernel, bfloat16 on sm_75; arrays on the card that cannot be read as they lie.
+        A head size without a kernel, bfloat16 on sm_75; arrays on the card that cannot be read as
+        they lie.
     """
     nb, nh, nkv, length, s, d, dv = problem.shape
     if problem.precision == "bfloat16" and arch == "sm_75":
         raise UnsupportedError("precision: got 'bfloat16'; sm_75 has float16 tensor cores only")
-    wide, dv_wide = padded(d), padded(dv)
+    wide = padded(d)
+    dv_wide = padded(dv)
     problem, (q, k, v, do, o, lse), (dq, dk, dv_out, stats) = _operands(
         problem, grad, out, lse, results
     )
@@ -257,10 +273,8 @@ def float_backward(
     if problem.bias is not None and problem.mask is not None:
         mask = np.where(problem.mask, problem.bias, np.float32(-np.inf))
     stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
-    here, rows = (
-        resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored),
-        stats.shape[2],
-    )
+    here = resident_ids(results, q, k, v, do, o, lse, dq, dk, dv_out, stats, stored)
+    rows = stats.shape[2]
 
     def strides(*arrays: np.ndarray) -> tuple[int, ...]:
         return tuple(int(n) for x in arrays for n in x.strides[:3])
@@ -283,7 +297,8 @@ def float_backward(
         if problem.alibi_slopes is None
         else np.ascontiguousarray(problem.alibi_slopes, np.float32)
     )
-    places, mask_strides = key_places(problem, s), strides_of(mask, results)
+    places = key_places(problem, s)
+    mask_strides = strides_of(mask, results)
     common = {
         "d": wide,
         "dv": dv_wide,
@@ -323,7 +338,8 @@ def run(
     lse: np.ndarray,
     emulator: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dq (B, H, L, D), dk (B, Hkv, S, D) and dv (B, Hkv, S, Dv) of a problem in host memory, in its storage.
+    """dq (B, H, L, D), dk (B, Hkv, S, D) and dv (B, Hkv, S, Dv) of a problem in host memory, in its
+    storage.
 
     Parameters
     ----------
@@ -334,7 +350,8 @@ def run(
     Raises
     ------
     UnsupportedError
-        No driver or card, a precision or head size without a kernel, scores that float32 does not hold.
+        No driver or card, a precision or head size without a kernel, scores that float32 does not
+        hold.
     """
     if (np.isfinite(lse) & (np.abs(lse) >= LARGEST_LSE)).any():
         raise UnsupportedError(

@@ -1,7 +1,10 @@
-"""From a KV cache to decode kernels on a card: how the cache lies there, how many splits, which kernel, and its buffers.
+"""From a KV cache to decode kernels on a card.
 
-The twin of `cpu.launch_decode`. Keys, values, block table and lengths stay on the card; the host keeps copies of the two small ones
-and sends them only after it has changed them itself (a new page, `share`, `reset`). A step uploads its token.
+How the cache lies there, how many splits, which kernel, and its buffers.
+
+The twin of `cpu.launch_decode`. Keys, values, block table and lengths stay on the card; the host
+keeps copies of the two small ones and sends them only after it has changed them itself (a new page,
+`share`, `reset`). A step uploads its token.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ MAX_BATCH = 65535  # blocks along an axis of the grid
 class Store:
     """A cache on the card.
 
-    k, v : what a slot holds, see `Layout.allocate`;  scales : of INT8 slots
-    table (B, pages of a sequence) int32, lengths (B,) int64 : on the host; `synchronise` sends them when they were changed there
+    k, v : what a slot holds, see `Layout.allocate`;  scales : of INT8 slots table (B, pages of a
+        sequence) int32, lengths (B,) int64 : on the host; `synchronise` sends them when they were
+        changed there
     """
 
     def __init__(
@@ -79,7 +83,10 @@ class Store:
                 self.sent[n] = here.copy()
 
     def growing(self) -> None:
-        """An append kernel is about to raise the card's lengths: unless `grown` follows, they are sent again."""
+        """An append kernel is about to raise the card's lengths.
+
+        Unless `grown` follows, they are sent again.
+        """
         self.sent[1] = np.full_like(self.lengths, -1)
 
     def grown(self, counts: np.ndarray) -> None:
@@ -100,7 +107,10 @@ class Store:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a cache: pages of `page_size` slots; tokens below `sinks` keep their slots, the others share a ring of `ring`."""
+    """Sizes of a cache: pages of `page_size` slots.
+
+    Tokens below `sinks` keep their slots, the others share a ring of `ring`.
+    """
 
     card: Any
     dtype: str
@@ -167,7 +177,10 @@ class Layout:
         return d, next(n for n in HEAD_DIMS if n >= self.value_dim)
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
-        """(blocks that run at once, key blocks of the longest sequence): what the number of splits depends on."""
+        """(blocks that run at once, key blocks of the longest sequence).
+
+        What the number of splits depends on.
+        """
         return self.card.multiprocessors * BLOCKS_PER_MULTIPROCESSOR, -(
             -min(longest, self.sinks + self.ring) // KEY_BLOCK
         )
@@ -181,15 +194,21 @@ class Layout:
         )
 
     def tokens(self, x: np.ndarray) -> np.ndarray:
-        """New tokens as the append kernel takes them, contiguous: as they are, float64 as float32."""
+        """New tokens as the append kernel takes them, contiguous.
+
+        As they are, float64 as float32.
+        """
         return np.ascontiguousarray(x) if x.dtype.name in SOURCES else to_float32(x)
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
-        """K (pages, Hkv, slots, D); V (pages, Hkv, slots, Dv), for INT8 (pages, Hkv, slots / n, Dv, n) with n = min(page, 128).
+        """K (pages, Hkv, slots, D).
+
+        V (pages, Hkv, slots, Dv), for INT8 (pages, Hkv, slots / n, Dv, n) with n = min(page, 128).
 
         Scales (pages, Hkv, 2, slots) float32, of keys and of values.
         """
-        heads, span = (pages, self.kv_heads), min(self.page_size, BLOCK)
+        heads = (pages, self.kv_heads)
+        span = min(self.page_size, BLOCK)
         v = (
             (*heads, self.page_size // span, self.v_stored, span)
             if self.exact
@@ -208,7 +227,10 @@ class Layout:
 
     @property
     def indirect(self) -> bool:
-        """Whether the kernels find a sequence by the table: without pages, sequence b has page b."""
+        """Whether the kernels find a sequence by the table.
+
+        Without pages, sequence b has page b.
+        """
         return self.paged
 
     def resized(self, page_size: int) -> Layout:
@@ -222,7 +244,10 @@ class Layout:
     def copy_pages(
         self, store: Store, pages: np.ndarray, to: Store, targets: np.ndarray, slots: int
     ) -> None:
-        """Copy pages of one store to pages of another, or of the same; of pages of another size what fits."""
+        """Copy pages of one store to pages of another, or of the same.
+
+        Of pages of another size what fits.
+        """
         arrays = [(store.k, to.k), (store.v, to.v)]
         if self.exact:
             arrays.append((store.scales, to.scales))
@@ -254,8 +279,12 @@ class Layout:
         value: np.ndarray,
         scales: np.ndarray,
     ) -> None:
-        """Store whole pages of elements: key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots)."""
-        size, span = self.page_size, min(self.page_size, BLOCK)
+        """Store whole pages of elements.
+
+        Key (Hkv, slots, D), value (Hkv, slots, Dv), scales (1 or 2, Hkv, slots).
+        """
+        size = self.page_size
+        span = min(self.page_size, BLOCK)
         k = np.zeros((*key.shape[:2], self.k_stored), self.bits)
         v = np.zeros((*value.shape[:2], self.v_stored), self.bits)
         k[..., : self.head_dim], v[..., : self.value_dim] = key, value
@@ -272,7 +301,8 @@ class Layout:
             self.card.upload(store.k[page], np.ascontiguousarray(k[:, part]))
             self.card.upload(store.v[page], np.ascontiguousarray(v_page))
 
-    # ---- reading back ------------------------------------------------------------------------------------------------------
+    # ---- reading back
+    # ------------------------------------------------------------------------------------------------------
     def _pages(self, x: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """(Hkv, pages, ...) of a buffer on the host."""
         found = [self.card.download(x[page]) for page in pages]
@@ -292,7 +322,10 @@ class Layout:
         return x.reshape(self.kv_heads, -1, self.v_stored)[..., : self.value_dim]
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
-        """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values; a float key that is NaN has the scale NaN."""
+        """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values.
+
+        a float key that is NaN has the scale NaN.
+        """
         if self.exact:
             return (
                 self._pages(store.scales, pages).transpose(2, 0, 1, 3).reshape(2, self.kv_heads, -1)
@@ -331,7 +364,10 @@ def make_layout(settings: Settings) -> Layout:
 
 
 class Append:
-    """Appending to one cache prepared: its buffers. Called with tokens of float32, float16 or (as uint16) bfloat16."""
+    """Appending to one cache prepared: its buffers.
+
+    Called with tokens of float32, float16 or (as uint16) bfloat16.
+    """
 
     def __init__(self, layout: Layout, batch: int, offset: np.ndarray) -> None:
         self.layout, self.offset = layout, offset
@@ -349,7 +385,8 @@ class Append:
         if not key.size:
             return
         if key.dtype != value.dtype:
-            key, value = to_float32(key), to_float32(value)
+            key = to_float32(key)
+            value = to_float32(value)
         self.prepare(counts, store)
         if (
             not self._buffers
@@ -364,7 +401,10 @@ class Append:
         store.grown(counts)
 
     def prepare(self, counts: np.ndarray, store: Store) -> None:
-        """Bring the card up to what the host has changed: table and lengths, tokens per sequence, channel means."""
+        """Bring the card up to what the host has changed.
+
+        Table and lengths, tokens per sequence, channel means.
+        """
         if (store.lengths + counts).max(initial=0) > LONGEST:
             raise CacheFullError(
                 f"append: a sequence would hold more than {LONGEST} tokens, which CUDA kernels do not count"
@@ -425,7 +465,10 @@ class Append:
 
 
 class Plan:
-    """One decode call prepared: its kernels, sizes and buffers. Called with the query (B, Hkv, rows, D)."""
+    """One decode call prepared: its kernels, sizes and buffers.
+
+    Called with the query (B, Hkv, rows, D).
+    """
 
     def __init__(
         self,
@@ -441,7 +484,8 @@ class Plan:
             raise UnsupportedError(
                 "softcap, alibi_slopes, mask: got one with a cache on a card; allowed: on the CPU, or sinks"
             )
-        card, rows = layout.card, group * queries
+        card = layout.card
+        rows = group * queries
         d, dv = layout.padded
         tiles = layout.row_tiles(rows)
         units = batch * layout.kv_heads * -(-rows // (16 * tiles))
@@ -487,9 +531,11 @@ class Plan:
 
     def launch(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
         """Enqueue the kernels on buffers."""
-        layout, card = self.layout, self.layout.card
+        layout = self.layout
+        card = self.layout.card
         queries, (_, kv_heads, rows, d), dv = self.sizes[0], self.shape, layout.value_dim
-        exact, size = layout.exact, np.dtype(layout.bits).itemsize
+        exact = layout.exact
+        size = np.dtype(layout.bits).itemsize
         results = (out, *self.there) if self.splits == 1 else self.parts
         scales = (store.scales,) if exact else ()
         pointers = (
@@ -552,14 +598,17 @@ class Plan:
 
 
 class Step:
-    """A whole step captured: tokens and query to the card, append, attention, results to the host. Replayed with one launch.
+    """A whole step captured: tokens and query to the card, append, attention, results to the host.
 
-    Made for one plan, scale and number of new tokens; the lengths are the card's own, so a graph serves every length that has the
-    plan's splits.
+    Replayed with one launch.
+
+    Made for one plan, scale and number of new tokens; the lengths are the card's own, so a graph
+    serves every length that has the plan's splits.
     """
 
     def __init__(self, append: Append, plan: Plan, c: np.float32, store: Store) -> None:
-        layout, card = plan.layout, plan.layout.card
+        layout = plan.layout
+        card = plan.layout.card
         self.append, self.plan, self.store, self.c = append, plan, store, c
         batch, kv_heads, _, d = plan.shape
         shapes = (
@@ -572,7 +621,8 @@ class Step:
         self._graph: Callable[[], None] | None = None
 
     def _enqueue(self) -> None:
-        card, plan = self.plan.layout.card, self.plan
+        card = self.plan.layout.card
+        plan = self.plan
         for to, x in zip((*self.there, plan.q), self.tokens, strict=True):
             card.upload(to, x)
         self.append.launch(self.there, self.store)
@@ -589,7 +639,9 @@ class Step:
         out: np.ndarray,
         store: Store,
     ) -> None:
-        """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n; float32.
+        """Tokens (B, Hkv, n, D) and (B, Hkv, n, Dv), query (B, Hkv, rows, D), `counts` all n.
+
+        Float32.
 
         store : with the memory that the step was made for.
         """

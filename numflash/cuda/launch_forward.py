@@ -1,4 +1,7 @@
-"""From a validated problem to one kernel launch: which kernel, with which constants, over which grid, on which arguments."""
+"""From a validated problem to one kernel launch.
+
+Which kernel, with which constants, over which grid, on which arguments.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +41,30 @@ def rows_per_block(tiling: Tiling, rows: int) -> int:
 
 
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values such that 0 * NaN never happens: a key row whose value is not finite becomes NaN, its value 0.
+    """Keys and values such that 0 * NaN never happens.
 
-    A hidden key's score is replaced before it is used, so a NaN key makes exactly the rows NaN that attend to it.
+    a key row whose value is not finite becomes NaN, its value 0.
+
+    A hidden key's score is replaced before it is used, so a NaN key makes exactly the rows NaN that
+    attend to it.
     """
     exponent = np.uint16(0x7F80 if bits else 0x7C00)
     bad = (value.view(np.uint16) & exponent) == exponent
     if not bad.any():
         return key, value
     rows = bad.any(-1)
-    key, value = key.copy(), value.copy()
+    key = key.copy()
+    value = value.copy()
     key.view(np.uint16)[rows] = 0x7FC0 if bits else 0x7E00
     value.view(np.uint16)[bad] = 0
     return key, value
 
 
 def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
-    """q, k, v, out and lse for the 16-bit kernels: in host memory made fit for them, on the card taken as they are."""
+    """q, k, v, out and lse for the 16-bit kernels.
+
+    In host memory made fit for them, on the card taken as they are.
+    """
     nb, nh, _, length, *_ = problem.shape
     if results is not None:
         return (
@@ -73,7 +83,9 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
         np.ascontiguousarray(problem.value),
         problem.precision == "bfloat16",
     )
-    q, k, v = padded_rows(problem.query), padded_rows(key), padded_rows(value)
+    q = padded_rows(problem.query)
+    k = padded_rows(key)
+    v = padded_rows(value)
     return (
         q,
         k,
@@ -84,7 +96,10 @@ def _operands(problem: Problem, results: Results) -> tuple[np.ndarray, ...]:
 
 
 def _one_mask(problem: Problem) -> tuple[np.ndarray | None, str]:
-    """The mask that a 16-bit kernel reads, and its kind: "", "bool" or "float" (a boolean mask then hides by -inf)."""
+    """The mask that a 16-bit kernel reads, and its kind.
+
+    "", "bool" or "float" (a boolean mask then hides by -inf).
+    """
     if problem.bias is None:
         return problem.mask, "" if problem.mask is None else "bool"
     return problem.bias if problem.mask is None else np.where(
@@ -93,7 +108,10 @@ def _one_mask(problem: Problem) -> tuple[np.ndarray | None, str]:
 
 
 def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarray]:
-    """Slopes (B x H) and sinks (H) as a 16-bit kernel reads them; one number that nobody reads where there are none."""
+    """Slopes (B x H) and sinks (H) as a 16-bit kernel reads them.
+
+    One number that nobody reads where there are none.
+    """
     nothing = np.zeros(1, np.float32)
     slopes = (
         nothing
@@ -104,8 +122,12 @@ def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarra
 
 
 def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, Any]:
-    """The constants that say what a 16-bit kernel has code for; with options that imply "transform" the scale's sign is none."""
-    softcap, alibi = bool(problem.softcap), problem.alibi_slopes is not None
+    """The constants that say what a 16-bit kernel has code for.
+
+    With options that imply "transform" the scale's sign is none.
+    """
+    softcap = bool(problem.softcap)
+    alibi = problem.alibi_slopes is not None
     return {
         "dtype": problem.precision,
         "band": band(problem)[0],
@@ -118,7 +140,9 @@ def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, A
 
 
 def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
-    """The launch of `kernels.flash_float` for a float16 or bfloat16 problem; `results` (out, lse) say that it lies on the card.
+    """The launch of `kernels.flash_float` for a float16 or bfloat16 problem.
+
+    `results` (out, lse) say that it lies on the card.
 
     Sinks are added on the card by the kernel, else by the caller.
     """
@@ -149,7 +173,8 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + strides_of(
         mask, results
     )
-    # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of log2
+    # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of
+    # log2
     args = (
         (q, k, v, out, lse, *key_places(problem, s), stored, slopes, sinks),
         strides,
@@ -169,7 +194,10 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
 
 
 def hopper_forward(problem: Problem, overlap: bool = True, results: Results = None) -> Launch:
-    """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem; sinks as for `float_forward`."""
+    """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem.
+
+    Sinks as for `float_forward`.
+    """
     from .kernels.flash_hopper import BLOCK_Q, PANEL, flash_hopper
 
     nb, nh, nkv, length, s, d, dv = problem.shape
@@ -177,7 +205,8 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
     _, left, right = band(problem)
     tiling = cuda_tiling("sm_90a", problem.precision, d, dv)
     wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
-    block_k, packed = tiling.key_block, packed_heads(nh // nkv)
+    block_k = tiling.key_block
+    packed = packed_heads(nh // nkv)
     mask, kind = _one_mask(problem)
     stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
     slopes, sinks = _per_head(problem, results)
@@ -188,7 +217,8 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         "group": nh // nkv,
         "packed": packed,
         "overlap": overlap,
-        # turns at the tensor cores pay where a tile's products are about as long as its softmax (FlashAttention-3 does the same)
+        # turns at the tensor cores pay where a tile's products are about as long as its softmax
+        # (FlashAttention-3 does the same)
         "ping_pong": max(wide, dv_wide) <= 128,
         **_float_options(problem, kind, results),
     }
@@ -216,10 +246,13 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
 def int8_forward(problem: Problem, arch: str) -> Launch:
     """The launch of `kernels.flash_int8` for a problem of QuantizedTensors.
 
-    With pv "int8" its bits are those of `reference.integer_model`; with pv "fp32" its sums are in an order of their own.
+    With pv "int8" its bits are those of `reference.integer_model`; with pv "fp32" its sums are in
+    an order of their own.
     """
     nb, nh, nkv, length, s, d, dv = problem.shape
-    wide, turing, group = problem.pv == "fp32", arch == "sm_75", nh // nkv
+    wide = problem.pv == "fp32"
+    turing = arch == "sm_75"
+    group = nh // nkv
     if wide and turing:
         raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
     cq, ck = combined_scale(problem.query, problem.key, problem.scale, problem.softcap)
@@ -228,17 +261,22 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
         if problem.softcap
         else row_shift(problem.query, problem.key.offset, problem.scale)
     )
-    q, k = padded_rows(problem.query.data, 16), padded_rows(problem.key.data, 16)
+    q = padded_rows(problem.query.data, 16)
+    k = padded_rows(problem.key.data, 16)
     stored = -(-s // KEY_BLOCK) * KEY_BLOCK
     v, v_scale, bad = _float_values(problem) if wide else _byte_values(problem, stored)
     channels = v_scale.shape[-1]
     key_scale = np.zeros((nb, nkv, 1, stored), np.float32)
     key_scale[..., 0, :s] = ck if bad is None else np.where(bad, np.float32(np.nan), ck)
     out = np.zeros((nb, nh, length, channels), np.float32)
-    m, l = np.zeros((nb, nh, length), np.int32), np.zeros((nb, nh, length), np.float32)
+    m = np.zeros((nb, nh, length), np.int32)
+    l = np.zeros((nb, nh, length), np.float32)
     has_band, left, right = band(problem)
-    mask, bias, nothing = problem.mask, problem.bias, np.zeros(1, np.float32)
-    unit, softcap = fx.LOG2E_Q8, bool(problem.softcap)
+    mask = problem.mask
+    bias = problem.bias
+    nothing = np.zeros(1, np.float32)
+    unit = fx.LOG2E_Q8
+    softcap = bool(problem.softcap)
     options = {
         "dv": padded(dv),
         "group": group,
@@ -255,17 +293,16 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
             if problem.alibi_slopes is None
             else np.ascontiguousarray(problem.alibi_slopes, np.float32) * unit
         )
-    cq, places = np.ascontiguousarray(cq), key_places(problem, s)
+    cq = np.ascontiguousarray(cq)
+    places = key_places(problem, s)
     extras = (
         nothing if mask is None else storage(mask),
         nothing if bias is None else storage(bias),
         slopes,
         capped,
     )
-    mask_strides, cap = (
-        (*strides_of(mask), *strides_of(bias)),
-        (np.float32(problem.softcap) * unit,),
-    )
+    mask_strides = (*strides_of(mask), *strides_of(bias))
+    cap = (np.float32(problem.softcap) * unit,)
 
     def finish() -> tuple[np.ndarray, np.ndarray]:
         return out[..., :dv], log_sum_exp(m, l, None if softcap else shift, 1 if wide else fx.P_ONE)
@@ -318,18 +355,26 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
 
 
 def packed_heads(group: int) -> int:
-    """Heads that a Hopper kernel packs into one tile of 128 rows: the largest power of two that divides the group."""
+    """Heads that a Hopper kernel packs into one tile of 128 rows.
+
+    The largest power of two that divides the group.
+    """
     return math.gcd(group, 128)
 
 
 def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
-    """(B, H, L, D) seen as (B, H / packed, L, packed, D): row r of a tile is query r // packed of head r % packed."""
+    """(B, H, L, D) seen as (B, H / packed, L, packed, D).
+
+    Row r of a tile is query r // packed of head r % packed.
+    """
     nb, nh, length, d = q.shape
     return q.reshape(nb, nh // packed, packed, length, d).swapaxes(2, 3)
 
 
 def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Values transposed to (B, Hkv, C, stored), their keys permuted; their scales (B, Hkv, C); keys that are not finite.
+    """Values transposed to (B, Hkv, C, stored), their keys permuted; their scales (B, Hkv, C).
+
+    Keys that are not finite.
 
     C is Dv rounded up to whole 16 bytes of the output's float32.
     """
@@ -337,24 +382,27 @@ def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray,
 
     nb, _, nkv, _, s, _, dv = problem.shape
     channels = -(-dv // 4) * 4
-    v, scale = (
-        np.zeros((nb, nkv, channels, stored), np.int8),
-        np.zeros((nb, nkv, channels), np.float32),
-    )
+    v = np.zeros((nb, nkv, channels, stored), np.int8)
+    scale = np.zeros((nb, nkv, channels), np.float32)
     v[..., :dv, :s] = problem.value.data.swapaxes(-1, -2)
     scale[..., :dv] = problem.value.scale[:, :, 0]
     return np.ascontiguousarray(v[..., permuted_keys(stored)]), scale, problem.value.nonfinite
 
 
 def _float_values(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values (B, Hkv, S, Dv or more) float32 with rows of whole 16 bytes, 0 where a key is not finite; scales of 1; those keys."""
+    """Values (B, Hkv, S, Dv or more) float32 with rows of whole 16 bytes, 0 where a key is not
+    finite; scales of 1; those keys.
+    """
     bad = ~np.isfinite(problem.value).all(-1)
     v = padded_rows(np.where(bad[..., None], np.float32(0), problem.value), 4)
     return v, np.ones((*v.shape[:2], v.shape[-1]), np.float32), bad
 
 
 def float32_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
-    """The launch of `kernels.flash_float32` for a float32 problem; on the card its arrays are contiguous."""
+    """The launch of `kernels.flash_float32` for a float32 problem.
+
+    On the card its arrays are contiguous.
+    """
     from .kernels.flash_float32 import WARPS, flash_float32
 
     nb, nh, nkv, length, s, d, dv = problem.shape
@@ -362,10 +410,8 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         q, k, v = (
             np.ascontiguousarray(x, np.float32) for x in (problem.query, problem.key, problem.value)
         )
-        out, lse = (
-            np.zeros((nb, nh, length, dv), np.float32),
-            np.zeros((nb, nh, length), np.float32),
-        )
+        out = np.zeros((nb, nh, length, dv), np.float32)
+        lse = np.zeros((nb, nh, length), np.float32)
     else:
         q, k, v, (out, lse) = problem.query, problem.key, problem.value, results
         if not all(x.flags.c_contiguous for x in (q, k, v, out)):
@@ -373,12 +419,10 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
                 "query, key, value: not contiguous (B, H, L, D) on the card, which its float32 kernel needs"
             )
     _, left, right = band(problem)
-    mask, bias, slopes, nothing = (
-        problem.mask,
-        problem.bias,
-        problem.alibi_slopes,
-        np.zeros(1, np.float32),
-    )
+    mask = problem.mask
+    bias = problem.bias
+    slopes = problem.alibi_slopes
+    nothing = np.zeros(1, np.float32)
     mask_at, bias_at = (nothing if x is None else storage(x, results) for x in (mask, bias))
     sinks = nothing if results is None or problem.sinks is None else problem.sinks
     constants = {

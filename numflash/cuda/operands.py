@@ -1,4 +1,7 @@
-"""A planned kernel launch, and how operands are described to it: padded rows, strides, the band of visible keys."""
+"""A planned kernel launch, and how operands are described to it.
+
+Padded rows, strides, the band of visible keys.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `args` holds tuples of arrays, which are passed as addresses, and of numbers."""
+    """One kernel launch.
+
+    `args` holds tuples of arrays, which are passed as addresses, and of numbers.
+    """
 
     factory: Callable
     constants: dict[str, Any]
@@ -52,7 +58,8 @@ def padded_rows(x: np.ndarray, multiple: int = 8) -> np.ndarray:
 
 def band(problem: Problem) -> tuple[bool, int, int]:
     """Whether rows see only a band of keys, and its two sides."""
-    left, right = problem.left, problem.right
+    left = problem.left
+    right = problem.right
     return (
         left is not None or right is not None,
         NO_LIMIT if left is None else min(left, NO_LIMIT),
@@ -61,7 +68,10 @@ def band(problem: Problem) -> tuple[bool, int, int]:
 
 
 def resident_ids(results: tuple | None, *arrays: np.ndarray) -> frozenset[int]:
-    """Ids of the arrays on the card: they represent memory that they do not own. An array that owns its memory is the host's."""
+    """Ids of the arrays on the card: they represent memory that they do not own.
+
+    An array that owns its memory is the host's.
+    """
     return (
         frozenset() if results is None else frozenset(id(x) for x in arrays if x.base is not None)
     )
@@ -76,13 +86,19 @@ def key_places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def storage(x: np.ndarray, results: tuple | None = None) -> np.ndarray:
-    """The memory behind a broadcast view: one element stands for every index along an axis of stride 0. On a card as it lies."""
+    """The memory behind a broadcast view.
+
+    One element stands for every index along an axis of stride 0. On a card as it lies.
+    """
     part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
     return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
 
 
 def strides_of(x: np.ndarray | None, results: tuple | None = None) -> tuple[int, ...]:
-    """Bytes from element to element of `storage`, 0 along the axes where one stands for all; zeros without an array."""
+    """Bytes from element to element of `storage`, 0 along the axes where one stands for all.
+
+    Zeros without an array.
+    """
     if x is None:
         return (0, 0, 0, 0)
     if results is not None:
@@ -118,7 +134,10 @@ def aligned(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def mappable(*arrays: np.ndarray) -> bool:
-    """Whether tensor maps describe these arrays: strides are positive, which those of broadcast and reversed axes are not."""
+    """Whether tensor maps describe these arrays.
+
+    Strides are positive, which those of broadcast and reversed axes are not.
+    """
     return all(
         0 < stride < 1 << 40
         for x in arrays

@@ -1,9 +1,11 @@
-"""Every inline PTX operation of numflash, each with the section of the PTX ISA manual that defines it.
+"""Every inline PTX operation of numflash, each with the section of the PTX ISA manual that defines
+it.
 
-`op` turns one PTX statement into an intrinsic that kernels call like a function. Operands are named in the text: `<a>`. An
-operand is a scalar type, passed by value, or a `Fragment`: n registers held in a `cuda.local.array`, passed as (array, first
-index) and updated in place. libNVVM scalarises such arrays when every index is a constant after unrolling, so a fragment
-lives in registers (docs/pitfalls.md, "Local arrays need constant loops").
+`op` turns one PTX statement into an intrinsic that kernels call like a function. Operands are named
+in the text: `<a>`. An operand is a scalar type, passed by value, or a `Fragment`: n registers held
+in a `cuda.local.array`, passed as (array, first index) and updated in place. libNVVM scalarises
+such arrays when every index is a constant after unrolling, so a fragment lives in registers
+(docs/pitfalls.md, "Local arrays need constant loops").
 """
 
 from __future__ import annotations
@@ -17,19 +19,29 @@ from llvmlite import ir
 
 from ._target import intrinsic, signature, types
 
-i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
+i32 = types.int32
+i64 = types.int64
+u32 = types.uint32
+u64 = types.uint64
+f32 = types.float32
 
 
 @dataclass(frozen=True)
 class Immediate:
-    """A number in the text of the instruction: a constant once libNVVM has unrolled the loops around it."""
+    """A number in the text of the instruction.
+
+    a constant once libNVVM has unrolled the loops around it.
+    """
 
     type: Any
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """n registers of one type in a local array; `out` are written, `inout` read and written by the same registers."""
+    """n registers of one type in a local array.
+
+    `out` are written, `inout` read and written by the same registers.
+    """
 
     n: int
     type: Any
@@ -57,7 +69,8 @@ def op(
 
     Parameters
     ----------
-    asm : PTX with `<name>` for each operand (`<name.0>` for one register of a fragment) and `<r>` for the returned value;
+    asm : PTX with `<name>` for each operand (`<name.0>` for one register of a fragment) and `<r>`
+        for the returned value;
         `%=` gives a number unique to the place
     ret : scalar type returned, or None
     memory : the statement reads or writes memory, so nothing may move across it
@@ -109,7 +122,9 @@ def op(
 
         def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
             supply = iter(zip(values, sig.args, strict=True))
-            tied_values, inputs, targets = [], [], []
+            tied_values = []
+            inputs = []
+            targets = []
             for spec in operands.values():
                 value, value_type = next(supply)
                 if not isinstance(spec, Fragment):
@@ -164,10 +179,14 @@ def op(
     return intrinsic(typer)
 
 
-# ---- addresses: an array's first element as a plain number -----------------------------------------------------------------
+# ---- addresses: an array's first element as a plain number
+# -----------------------------------------------------------------
 @intrinsic
 def shared_address(typingctx, array):
-    """32-bit address of a shared array in the shared window (PTX 5.1.6: state space conversion; no instruction is left of it)."""
+    """32-bit address of a shared array in the shared window (PTX 5.1.6: state space conversion.
+
+    No instruction is left of it).
+    """
 
     def lower(context, builder, sig, values):
         data = context.make_array(sig.args[0])(context, builder, values[0]).data
@@ -190,7 +209,8 @@ def global_address(typingctx, array):
     return signature(u64, array), lower
 
 
-# ---- arithmetic with a stated rounding: `.rn` keeps ptxas from contracting (PTX 9.7.3) -----------------------------------------
+# ---- arithmetic with a stated rounding: `.rn` keeps ptxas from contracting (PTX 9.7.3)
+# -----------------------------------------
 fma = op("fma.rn.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)  # 9.7.3.6
 fma_toward_zero = op("fma.rz.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
 mul = op("mul.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.5
@@ -255,7 +275,8 @@ pack_turing = op(
     high=f32,
 )  # the packed cvt is sm_80's
 
-# ---- memory (9.7.9.8 ld, 9.7.9.11 st) ----------------------------------------------------------------------------------------
+# ---- memory (9.7.9.8 ld, 9.7.9.11 st)
+# ----------------------------------------------------------------------------------------
 load_global_v4 = op(
     "ld.global.nc.v4.b32 <d>, [<address>];", memory=True, d=out(4, u32), address=u64
 )
@@ -339,7 +360,8 @@ ldmatrix_trans_ahead = op(
     ahead=Immediate(i32),
 )
 
-# ---- asynchronous copies to shared memory (9.7.9.25.3) -------------------------------------------------------------------------
+# ---- asynchronous copies to shared memory (9.7.9.25.3)
+# -------------------------------------------------------------------------
 cp_async = op("cp.async.cg.shared.global [<to>], [<source>], 16;", memory=True, to=u32, source=u64)
 cp_async_zfill = op(
     "cp.async.cg.shared.global [<to>+<ahead>], [<source>], 16, <size>;",
@@ -352,7 +374,8 @@ cp_async_zfill = op(
 cp_async_commit = op("cp.async.commit_group;", memory=True)
 cp_async_wait = {n: op(f"cp.async.wait_group {n};", memory=True) for n in range(4)}
 
-# ---- warps and barriers --------------------------------------------------------------------------------------------------------
+# ---- warps and barriers
+# --------------------------------------------------------------------------------------------------------
 shuffle_xor = op(
     "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", f32, a=f32, lanes=u32
 )  # 9.7.9.6
@@ -360,13 +383,18 @@ shuffle_xor_i32 = op(
     "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", i32, a=i32, lanes=u32
 )
 uniform = op(
-    "shfl.sync.idx.b32 <r>, <a>, 0, 0x1f, 0xffffffff;", i32, a=i32
-)  # what all lanes agree on: ptxas then keeps it, and what follows from it, in one register of the warp
+    "shfl.sync.idx.b32 <r>, <a>, 0, 0x1f, 0xffffffff;",
+    i32,
+    a=i32,
+    # what all lanes agree on: ptxas then keeps it, and what follows from it, in one register of the
+    # warp
+)
 barrier = op("bar.sync <number>, <threads>;", memory=True, number=u32, threads=u32)  # 9.7.13.1
 barrier_arrive = op("bar.arrive <number>, <threads>;", memory=True, number=u32, threads=u32)
 
 
-# ---- tensor cores: mma.sync (9.7.14.5) -----------------------------------------------------------------------------------------
+# ---- tensor cores: mma.sync (9.7.14.5)
+# -----------------------------------------------------------------------------------------
 def _mma(shape: str, d: str, a: str, b: str, na: int, nb: int, accumulators: int, t: Any) -> Any:
     return op(
         f"mma.sync.aligned.{shape}.row.col.{d}.{a}.{b}.{d} <d>, <a>, <b>, <d>;",
@@ -391,7 +419,10 @@ mma_tf32 = _mma(
 
 
 def _mma_turing(a: str) -> Any:
-    """An m16n8k32 product of bytes as four m8n8k16 (the only shape of sm_75): halves of the rows, halves of k."""
+    """An m16n8k32 product of bytes as four m8n8k16 (the only shape of sm_75).
+
+    Halves of the rows, halves of k.
+    """
     text = "".join(
         f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32 {{<d.{2 * r}>, <d.{2 * r + 1}>}}, {{<a.{r + 2 * h}>}}, "
         f"{{<b.{h}>}}, {{<d.{2 * r}>, <d.{2 * r + 1}>}};\n"
@@ -401,9 +432,11 @@ def _mma_turing(a: str) -> Any:
     return op(text, pure=True, d=inout(4, i32), a=Fragment(4, u32), b=Fragment(2, u32))
 
 
-mma_turing_s8, mma_turing_u8s8 = _mma_turing("s8"), _mma_turing("u8")
+mma_turing_s8 = _mma_turing("s8")
+mma_turing_u8s8 = _mma_turing("u8")
 
-# ---- Hopper: mbarrier (9.7.13.15), TMA (9.7.9.27), wgmma (9.7.15), setmaxnreg (9.7.19.5) -----------------------------------------
+# ---- Hopper: mbarrier (9.7.13.15), TMA (9.7.9.27), wgmma (9.7.15), setmaxnreg (9.7.19.5)
+# -----------------------------------------
 mbarrier_init = op(
     "mbarrier.init.shared::cta.b64 [<bar>], <count>;", memory=True, bar=u32, count=u32
 )
@@ -461,22 +494,27 @@ def register_fence(n: int, t: Any = f32) -> Any:
 
 
 def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
-    """m64 x n accumulators += A (64 x k) . B (k x n); B, and A unless in registers, by shared-memory descriptor.
+    """m64 x n accumulators += A (64 x k) . B (k x n).
 
-    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as it lies), else K-major (K as it lies). For dtype "int8"
-    B is always K-major, k is 32, and an A in registers is unsigned (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
+    B, and A unless in registers, by shared-memory descriptor.
+
+    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as it lies), else K-major
+    (K as it lies). For dtype "int8" B is always K-major, k is 32, and an A in registers is unsigned
+    (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
     """
     if dtype == "int8":
-        d, kind, k, tail, t = "s32", "u8.s8" if a_registers else "s8.s8", 32, "", i32
+        d = "s32"
+        kind = "u8.s8" if a_registers else "s8.s8"
+        k = 32
+        tail = ""
+        t = i32
     else:
         short = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-        d, kind, k, tail, t = (
-            "f32",
-            f"{short}.{short}",
-            16,
-            ", 1, 1, 1" if a_registers else ", 1, 1, 0, 0",
-            f32,
-        )
+        d = "f32"
+        kind = f"{short}.{short}"
+        k = 16
+        tail = ", 1, 1, 1" if a_registers else ", 1, 1, 0, 0"
+        t = f32
     return op(
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, <keep>, 0;\n"
         f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d}.{kind} <d>, <a>, <b>, p{tail};\n}}",

@@ -1,7 +1,9 @@
-"""Memory that stays on a card between launches, and launches on it; or the same in host memory for the emulator.
+"""Memory that stays on a card between launches, and launches on it.
 
-A buffer is a NumPy array. On a card its data pointer is a device address (see `arrays`): shapes, strides and views are computed as
-for any array, and nothing on the host reads through it.
+Or the same in host memory for the emulator.
+
+A buffer is a NumPy array. On a card its data pointer is a device address (see `arrays`): shapes,
+strides and views are computed as for any array, and nothing on the host reads through it.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class Emulated:
         blocks: tuple[int, int, int],
         args: tuple[Any, ...],
     ) -> None:
-        """Launch a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
+        """Launch a kernel.
+
+        `args` holds buffers, which stand for their addresses, numbers, and tuples of these.
+        """
         self.reports.append(
             emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args))
         )
@@ -84,12 +89,15 @@ class Emulated:
 
 
 class Card:
-    """The card of the thread's current context, or the first one, with buffers and two streams of its own.
+    """The card of the thread's current context, or the first one, with buffers and two streams of
+    its own.
 
-    One stream is for copies to it, one for kernels, after "Detailed Processing Flow" of the T4 architecture (docs/sources.md).
+    One stream is for copies to it, one for kernels, after "Detailed Processing Flow" of the T4
+    architecture (docs/sources.md).
 
-    The streams wait for each other by events, on the card: kernels for the copies made before them, copies for the kernels before
-    them, which may still be reading the buffers. The host waits only in `synchronise` and `download`.
+    The streams wait for each other by events, on the card: kernels for the copies made before them,
+    copies for the kernels before them, which may still be reading the buffers. The host waits only
+    in `synchronise` and `download`.
     """
 
     def __init__(self) -> None:
@@ -101,10 +109,8 @@ class Card:
             ) from error
         d = self.device.driver
         self.arch, self.multiprocessors = self.device.arch, self.device.multiprocessors
-        flag, timing = (
-            d.CUstream_flags.CU_STREAM_NON_BLOCKING,
-            d.CUevent_flags.CU_EVENT_DISABLE_TIMING,
-        )
+        flag = d.CUstream_flags.CU_STREAM_NON_BLOCKING
+        timing = d.CUevent_flags.CU_EVENT_DISABLE_TIMING
         with self.device.active():
             self.stream, self.copies = (int(check(d, d.cuStreamCreate(flag))) for _ in range(2))
             self._copied, self._computed = (check(d, d.cuEventCreate(timing)) for _ in range(2))
@@ -114,7 +120,8 @@ class Card:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """A buffer of zeros; it goes back when the array and its views are gone."""
-        d, size = self.device.driver, np.dtype(dtype).itemsize
+        d = self.device.driver
+        size = np.dtype(dtype).itemsize
         nbytes = max(16, int(np.prod(shape)) * size)
         with self.device.active(), Uncaptured(d):
             address = int(check(d, d.cuMemAlloc(nbytes)))
@@ -126,8 +133,11 @@ class Card:
         return np.asarray(memory)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A host array that copies in a graph may read and write while the host does something else."""
-        d, nbytes = self.device.driver, max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        """A host array that copies in a graph may read and write while the host does something
+        else.
+        """
+        d = self.device.driver
+        nbytes = max(16, int(np.prod(shape)) * np.dtype(dtype).itemsize)
         with self.device.active(), Uncaptured(d):
             address = int(check(d, d.cuMemHostAlloc(nbytes, 0)))
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -135,10 +145,14 @@ class Card:
         return np.frombuffer(memory, dtype, int(np.prod(shape))).reshape(shape)
 
     def upload(self, to: np.ndarray, x: np.ndarray) -> None:
-        """Enqueue a copy of a host array to a buffer of its shape and dtype; x may change afterwards, unless it is pinned."""
+        """Enqueue a copy of a host array to a buffer of its shape and dtype.
+
+        x may change afterwards, unless it is pinned.
+        """
         if self._rehearsing:
             return
-        d, source = self.device.driver, np.ascontiguousarray(x)
+        d = self.device.driver
+        source = np.ascontiguousarray(x)
         with self.device.active():
             if self._computing:
                 check(d, d.cuEventRecord(self._computed, self.stream))
@@ -158,7 +172,9 @@ class Card:
         self._computing = True
 
     def fetch(self, x: np.ndarray, to: np.ndarray) -> None:
-        """Enqueue a copy of a contiguous part of a buffer to a host array, which holds it after `synchronise`."""
+        """Enqueue a copy of a contiguous part of a buffer to a host array, which holds it after
+        `synchronise`.
+        """
         if self._rehearsing:
             return
         d = self.device.driver
@@ -190,7 +206,10 @@ class Card:
         blocks: tuple[int, int, int],
         args: tuple[Any, ...],
     ) -> None:
-        """Enqueue a kernel; `args` holds buffers, which stand for their addresses, numbers, and tuples of these."""
+        """Enqueue a kernel.
+
+        `args` holds buffers, which stand for their addresses, numbers, and tuples of these.
+        """
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
         if self._rehearsing:
             return
@@ -201,7 +220,9 @@ class Card:
             kernel(blocks, self.stream, *numbers)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` enqueues, as one CUDA graph: a function that launches it again, with the same buffers and pinned arrays.
+        """What `work` enqueues, as one CUDA graph.
+
+        a function that launches it again, with the same buffers and pinned arrays.
 
         Kernels are loaded before the capture, in which the driver allows no loading.
         """

@@ -1,7 +1,10 @@
-"""What ptxas made of a kernel: registers, stack, shared memory, and counts of machine instructions, read from a cubin.
+"""What ptxas made of a kernel.
 
-Needs `cuobjdump` and `nvdisasm`: `pip install 'numflash[sass]'`, or a CUDA toolkit on the PATH. A stack of 0 bytes is what says
-that fragments stayed in registers: generic loads through a stack pointer show neither as LDL nor as a spill.
+Registers, stack, shared memory, and counts of machine instructions, read from a cubin.
+
+Needs `cuobjdump` and `nvdisasm`: `pip install 'numflash[sass]'`, or a CUDA toolkit on the PATH. A
+stack of 0 bytes is what says that fragments stayed in registers: generic loads through a stack
+pointer show neither as LDL nor as a spill.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from ..errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel: registers per thread, bytes of stack, local and static shared memory, opcode -> count (with modifiers)."""
+    """Of one kernel: registers per thread, bytes of stack, local and static shared memory, opcode
+    -> count (with modifiers).
+    """
 
     registers: int
     stack: int

@@ -1,4 +1,7 @@
-"""Tensor maps: what TMA copies. The emulator reads the description; on a card the driver encodes it."""
+"""Tensor maps: what TMA copies. The emulator reads the description.
+
+On a card the driver encodes it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What cuTensorMapEncodeTiled describes: boxes of a row-major array, its last axis first in the coordinates.
+    """What cuTensorMapEncodeTiled describes.
 
-    array : up to 5 dimensions, last axis contiguous; box : extent along each axis of the array; swizzle : 128 or 0 (bytes).
+    Boxes of a row-major array, its last axis first in the coordinates.
+
+    array : up to 5 dimensions, last axis contiguous; box : extent along each axis of the array;
+        swizzle : 128 or 0 (bytes).
     """
 
     array: np.ndarray

@@ -8,6 +8,9 @@ import numpy as np
 
 
 def minilm() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """query, key, value of layer 2 of all-MiniLM-L6-v2, (12 heads, 512 tokens, 32) float16 each; see README.md beside this file."""
+    """query, key, value of layer 2 of all-MiniLM-L6-v2, (12 heads, 512 tokens, 32) float16 each.
+
+    See README.md beside this file.
+    """
     with np.load(Path(__file__).parent / "minilm_l6_layer2.npz") as stored:
         return stored["query"], stored["key"], stored["value"]

@@ -99,8 +99,8 @@ def flex_attention(
 ) -> Any:
     """Attention with a score function and a mask function of your own, fused into the kernels.
 
-    softmax(score_mod(query . key^T * scale, b, h, q_idx, kv_idx)) . value over the keys that the mask
-    lets pass; neither scores nor mask are stored. The functions are called once, with symbolic
+    softmax(score_mod(query . key^T * scale, b, h, q_idx, kv_idx)) . value over the keys that the
+    mask lets pass; neither scores nor mask are stored. The functions are called once, with symbolic
     arguments, and compiled to machine code (0.1 s at first, then kept on disk); no C++ compiler is
     needed. Names and meaning are those of PyTorch's FlexAttention.
 
@@ -110,8 +110,8 @@ def flex_attention(
         As `attention` takes them.
     score_mod : function of (score, b, h, q_idx, kv_idx), or None
         The new score, of the scaled one, batch entry, head, query and key number. Written with
-        operators, NumPy's or PyTorch's functions, and captured arrays, tensors and numbers. An index
-        beyond a captured array is clamped, a negative one counts from the end.
+        operators, NumPy's or PyTorch's functions, and captured arrays, tensors and numbers. An
+        index beyond a captured array is clamped, a negative one counts from the end.
     block_mask : BlockMask or None
         From `create_block_mask`.
     scale : float
@@ -122,8 +122,9 @@ def flex_attention(
         Also return the log-sum-exp of each row.
     impl : "auto", "reference", "portable" or "cpu"
     options
-        attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks, precision
-        ("float32", "bfloat16", "float16"), layout, as for `attention`; they come after the functions.
+        attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks,
+        precision ("float32", "bfloat16", "float16"), layout, as for `attention`; they come after
+        the functions.
 
     Returns
     -------

@@ -32,7 +32,9 @@ TESTS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 LOGIC = {"and": "and_", "or": "or_", "xor": "xor"}
 BYTES = {"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
          "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8}  # fmt: skip
-ONCE, PER_ROW, PER_VALUE = 0, 1, 2
+ONCE = 0
+PER_ROW = 1
+PER_VALUE = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ class Form:
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
-    """Add the tile function `name` to a module. Roots of the program: score, slope, mask, or None."""
+    """Add the tile function `name` to a module. Roots of the program.
+
+    Score, slope, mask, or None.
+    """
     function = ir.Function(module, function_type(F64 if form.double else F32), name)
     for pointer in function.args[:3]:
         pointer.add_attribute("noalias")
@@ -96,7 +101,8 @@ class _Tile:
         return PER_ROW if self.row_index in x.uses else ONCE
 
     def write(self) -> None:
-        b, args = self.b, self.args
+        b = self.b
+        args = self.args
         self._tables()
         self._compute(ONCE)
         with cgutils.for_range(b, args["rows"], intp=I64) as row:
@@ -142,7 +148,8 @@ class _Tile:
 
     def _vector(self, start: Any, column: Any, mask: Any) -> None:
         """One vector of a row, in which only the lanes of `mask` exist."""
-        b, many = self.b, self.many
+        b = self.b
+        many = self.many
         self.mask, self.column = mask, column
         at = b.add(start, column)
         pointer = b.gep(self.args["x"], [at])
@@ -276,7 +283,8 @@ class _Tile:
         return x if self.whole == I32 else b.sext(x, lanes.of(I64))
 
     def _operation(self, lanes: Lanes, x: Node, args: list[Any]) -> Any:
-        b, op = self.b, x.op
+        b = self.b
+        op = x.op
         if op in COMPARISONS:
             if x.args[0].kind == "f":
                 compare = b.fcmp_unordered if op == "ne" else b.fcmp_ordered
@@ -290,7 +298,8 @@ class _Tile:
         return self._integers(lanes, x, args) if x.kind == "i" else self._floats(lanes, x, args)
 
     def _floats(self, lanes: Lanes, x: Node, args: list[Any]) -> Any:
-        b, op = self.b, x.op
+        b = self.b
+        op = x.op
         if op in ("add", "sub", "mul", "div"):
             plain = {"add": b.fadd, "sub": b.fsub, "mul": b.fmul, "div": b.fdiv}[op]
             return plain(*args, flags=("contract",) if "score" in x.uses else ())
@@ -306,7 +315,8 @@ class _Tile:
         return lanes.function(op)(*args)
 
     def _integers(self, lanes: Lanes, x: Node, args: list[Any]) -> Any:
-        b, op = self.b, x.op
+        b = self.b
+        op = x.op
         if op in ("add", "sub", "mul"):
             return getattr(b, op)(*args)
         if op == "neg":
@@ -331,7 +341,8 @@ class _Tile:
                 if op == "floordiv"
                 else b.and_(x, lanes.integer(value - 1))
             )
-        zero, one = lanes.integer(0), lanes.integer(1)
+        zero = lanes.integer(0)
+        one = lanes.integer(1)
         by_zero = b.icmp_signed("==", y, zero)
         by_minus = b.icmp_signed("==", y, lanes.integer(-1))  # the smallest number / -1 would trap
         safe = y if value > 0 else b.select(b.or_(by_zero, by_minus), one, y)
@@ -390,7 +401,8 @@ class _Tile:
 
     def _pointers(self, start: Any, offset: Any) -> Any:
         """A vector of pointers: start + offset in elements (llvmlite's gep takes no vectors)."""
-        b, n = self.b, self.form.lanes
+        b = self.b
+        n = self.form.lanes
         element = start.type.pointee
         address = b.ptrtoint(start, I64)
         wide = b.sext(offset, ir.VectorType(I64, n)) if offset.type.element != I64 else offset
@@ -417,8 +429,12 @@ class _Tile:
         return total
 
     def _inside(self, lanes: Lanes, index: Any, x: Node, axis: int, size: Any) -> Any:
-        """An index from 0 to size - 1: negative ones count from the end, what is outside is clamped."""
-        b, bounds = self.b, self.program.bounds[x.number, axis]
+        """An index from 0 to size - 1.
+
+        Negative ones count from the end, what is outside is clamped.
+        """
+        b = self.b
+        bounds = self.program.bounds[x.number, axis]
         if bounds.certain:
             return index
         size = lanes.splat(self._index(size))
@@ -433,7 +449,10 @@ class _Tile:
         return index
 
     def _direction(self, x: Node) -> int:
-        """By how much an index grows from lane to lane: 1 or -1, 0 if it is not known to be one of them."""
+        """By how much an index grows from lane to lane.
+
+        1 or -1, 0 if it is not known to be one of them.
+        """
         if x.op == self.lane_index:
             return 1
         if x.op in ("add", "sub"):
@@ -456,7 +475,8 @@ class _Tile:
         if dtype == "bool":
             return b.icmp_unsigned("!=", x, lanes.fill(I8, 0))
         if dtype.startswith(("int", "uint")):
-            target, source = self.whole, 8 * BYTES[dtype]
+            target = self.whole
+            source = 8 * BYTES[dtype]
             if source == target.width:
                 return x
             if source > target.width:
@@ -489,7 +509,10 @@ def _letter(element: ir.Type) -> str:
 
 
 def _half(lanes: Lanes, x: Any) -> Any:
-    """float16 bits as float32 without an instruction for it: shifted, and brought to scale by 2**112."""
+    """float16 bits as float32 without an instruction for it.
+
+    Shifted, and brought to scale by 2**112.
+    """
     b = lanes.b
     x = b.zext(x, lanes.of(I32))
     shifted = b.shl(b.and_(x, lanes.fill(I32, 0x7FFF)), lanes.fill(I32, 13))

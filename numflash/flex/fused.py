@@ -17,7 +17,10 @@ Shape = tuple[int, int, int, int]
 
 
 class Pair(NamedTuple):
-    """Tile functions for blocks that all rows see, and for others; None where nothing is changed."""
+    """Tile functions for blocks that all rows see, and for others.
+
+    None where nothing is changed.
+    """
 
     unmasked: Tile | None
     masked: Tile | None
@@ -71,8 +74,11 @@ class Fused:
     def evaluate(
         self, scores: np.ndarray, b: int, h: int, rows: slice
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The changed scores of some rows in float64, -inf where hidden, and their slopes, by NumPy."""
-        prepared, arguments = self.prepared, {"score": scores, "b": b, "h": h}
+        """The changed scores of some rows in float64, -inf where hidden, and their slopes, by
+        NumPy.
+        """
+        prepared = self.prepared
+        arguments = {"score": scores, "b": b, "h": h}
         if self.batch is not None:
             arguments["b"] = self.batch[b]
         arguments["q"] = np.arange(rows.start, rows.stop)[:, None]
@@ -87,10 +93,12 @@ class Fused:
         return scores, slope
 
     def _pair(self, shape: Shape, double: bool) -> Pair:
-        plans, key = self.prepared.plans, ("forward", shape, double)
+        plans = self.prepared.plans
+        key = ("forward", shape, double)
         if key not in plans:
             self.prepared.check(shape)
-            score, mask = self.prepared.score, self.prepared.mask
+            score = self.prepared.score
+            mask = self.prepared.mask
             unmasked = None if score is None else self._tile(score, None, None, shape, double)
             masked = unmasked if mask is None else self._tile(score, None, mask, shape, double)
             self._keep(key, Pair(unmasked, masked))
@@ -100,7 +108,8 @@ class Fused:
         """The gradient tile function as `masked`; `unmasked` is not 0 where scores change."""
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
-        plans, key = self.prepared.plans, ("gradient", shape, double)
+        plans = self.prepared.plans
+        key = ("gradient", shape, double)
         if key not in plans:
             self.prepared.check(shape)
             slope = self.prepared.slope
@@ -120,7 +129,10 @@ class Fused:
 
 
 def spans(states: np.ndarray, keys: int) -> np.ndarray:
-    """(..., blocks of L, 2) int64: the first key of blocks that are not empty, and where they end."""
+    """(..., blocks of L, 2) int64.
+
+    The first key of blocks that are not empty, and where they end.
+    """
     seen = states != EMPTY
     count = seen.shape[-1]
     some = seen.any(-1)

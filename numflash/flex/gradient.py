@@ -129,7 +129,8 @@ class _Rules:
         return self.times(self.op("mul", self.x, self.minus(self.one, self.x)), self.d[0])
 
     def abs(self) -> Node:
-        d, u = self.d[0], self.x.args[0]
+        d = self.d[0]
+        u = self.x.args[0]
         falling = self.graph.where(self.op("lt", u, self.zero), self.op("neg", d), self.zero)
         return self.graph.where(self.op("gt", u, self.zero), d, falling)
 

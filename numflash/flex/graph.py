@@ -175,7 +175,9 @@ class Graph:
     def where(self, condition: Node, x: Node, y: Node) -> Node:
         """x where the condition holds, else y; both are evaluated."""
         kind = max(x.kind, y.kind, key=WIDTH.__getitem__)
-        condition, x, y = self.cast(condition, "b"), self.cast(x, kind), self.cast(y, kind)
+        condition = self.cast(condition, "b")
+        x = self.cast(x, kind)
+        y = self.cast(y, kind)
         if condition.op == "const":
             return x if condition.data else y
         return x if x is y else self._node("where", (condition, x, y), kind)

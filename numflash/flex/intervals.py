@@ -35,7 +35,10 @@ class Interval(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """An index that runs through consecutive blocks: their first values, the end, the array axis."""
+    """An index that runs through consecutive blocks.
+
+    Their first values, the end, the array axis.
+    """
 
     starts: np.ndarray
     stop: int
@@ -228,7 +231,8 @@ class Intervals:
         return Interval(-x.high, -x.low)
 
     def _abs(self, x: Interval) -> Interval:
-        low, high = np.abs(x.low), np.abs(x.high)
+        low = np.abs(x.low)
+        high = np.abs(x.high)
         inside = (x.low <= 0) & (x.high >= 0)
         return Interval(np.where(inside, 0, np.minimum(low, high)), np.maximum(low, high))
 
@@ -349,9 +353,11 @@ def _unknown(kind: str) -> Interval:
 
 def _corners(f: Any, x: Interval, y: Interval) -> Interval:
     found = [f(u, v) for u in (x.low, x.high) for v in (y.low, y.high)]
-    low, high = found[0], found[0]
+    low = found[0]
+    high = found[0]
     for z in found[1:]:
-        low, high = np.minimum(low, z), np.maximum(high, z)
+        low = np.minimum(low, z)
+        high = np.maximum(high, z)
     return Interval(low, high)
 
 

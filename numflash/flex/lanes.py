@@ -18,9 +18,11 @@ from numba.core import cgutils
 from ..cpu.floats.float_tiles import EXP2
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-F32, F64 = ir.FloatType(), ir.DoubleType()
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
 CONTRACT = ("contract",)
-LOG2E, LN2 = 1 / math.log(2), math.log(2)
+LOG2E = 1 / math.log(2)
+LN2 = math.log(2)
 MAGIC = (
     12582912.0  # 1.5 * 2**23: adding it rounds a float32 below 2**22 to an integer, ties to even
 )
@@ -218,7 +220,8 @@ class Lanes:
 
     def erf(self, x: Any) -> Any:
         b = self.b
-        a, w = self.magnitude(x), self.mul(x, x)
+        a = self.magnitude(x)
+        w = self.mul(x, x)
         t = b.fdiv(self.number(1.0), self.add(self.times(a, 0.3275911), self.number(1.0)))
         far = self.mul(self.mul(t, self.polynomial(ERF_FAR, t)), self.exp(b.fneg(w)))
         far = self.intrinsic("copysign", b.fsub(self.number(1.0), far), x)

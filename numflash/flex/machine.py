@@ -1,7 +1,7 @@
 """Machine code of tile functions: compiled once, kept in memory and on disk.
 
-The key of an entry is the program's text, the form, the sources, the versions of Numba and LLVM, and
-the CPU. Contents and sizes of captured arrays are in none of them.
+The key of an entry is the program's text, the form, the sources, the versions of Numba and LLVM,
+and the CPU. Contents and sizes of captured arrays are in none of them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def _folder() -> str | None:
 
 def _read(data: bytes) -> Any:
     """The entry, or None if it is damaged."""
-    digest, payload = data[:32], data[32:]
+    digest = data[:32]
+    payload = data[32:]
     if hashlib.sha256(payload).digest() == digest:
         return pickle.loads(payload)
     logger.info("ignoring a damaged cache entry")

@@ -15,17 +15,17 @@ from .prepared import EMPTY, FULL, PARTIAL, prepare
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 SHADES = {EMPTY: "  ", PARTIAL: "░░", FULL: "██"}
 WIDEST = 64  # blocks of a printed picture
-FINER, MOST_FINER = (
-    4,
-    1 << 17,
-)  # kernels skip by blocks of a quarter of each side, unless there are too many
+# kernels skip by blocks of a quarter of each side, unless there are too many
+FINER = 4
+MOST_FINER = 1 << 17
 
 
 class BlockMask:
     """A mask function `mask_mod(b, h, q_idx, kv_idx)` and what is known of it by blocks.
 
-    Made by `create_block_mask`, `BlockMask.from_dense` or `BlockMask.from_kv_blocks`. The blocks are
-    those of the contents that captured arrays had when it was made: make it again when they change.
+    Made by `create_block_mask`, `BlockMask.from_dense` or `BlockMask.from_kv_blocks`. The blocks
+    are those of the contents that captured arrays had when it was made: make it again when they
+    change.
 
     Attributes
     ----------
@@ -127,7 +127,10 @@ class BlockMask:
         return cls(function, states, (lengths[0], lengths[1]), block, (nb, nh))
 
     def sparsity(self) -> float:
-        """The part of all pairs that is in empty blocks, in percent; blocks at the edges count as whole ones."""
+        """The part of all pairs that is in empty blocks, in percent.
+
+        Blocks at the edges count as whole ones.
+        """
         rows, keys = self.BLOCK_SIZE
         seen = int(np.count_nonzero(self.states)) * rows * keys
         return 100.0 * (1 - seen / (math.prod(self.states.shape[:2]) * math.prod(self.seq_lengths)))
@@ -143,7 +146,10 @@ class BlockMask:
 
     @property
     def kv_indices(self) -> np.ndarray:
-        """(B, H, blocks of L, blocks of S) int32: their numbers first, in order, then the others'."""
+        """(B, H, blocks of L, blocks of S) int32.
+
+        Their numbers first, in order, then the others'.
+        """
         return np.argsort(self.states != PARTIAL, -1, kind="stable").astype(np.int32)
 
     @property
@@ -156,7 +162,10 @@ class BlockMask:
         return np.argsort(self.states != FULL, -1, kind="stable").astype(np.int32)
 
     def to_string(self, b: int = 0, h: int = 0, limit: int = WIDEST) -> str:
-        """The blocks of one head as a picture: full ██, in part ░░, empty blank; at most `limit` wide."""
+        """The blocks of one head as a picture: full ██, in part ░░, empty blank.
+
+        At most `limit` wide.
+        """
         states = self.states[min(b, len(self.states) - 1), min(h, self.states.shape[1] - 1)]
         step = max(1, -(-max(states.shape) // limit))
         lines = []
@@ -253,8 +262,8 @@ def create_block_mask(
 ) -> BlockMask:
     """Find out which blocks of queries and keys a mask function sees.
 
-    By interval arithmetic over the traced function: no pair is evaluated. A block whose bounds do not
-    decide is PARTIAL, which is always right.
+    By interval arithmetic over the traced function: no pair is evaluated. A block whose bounds do
+    not decide is PARTIAL, which is always right.
 
     Parameters
     ----------
@@ -273,8 +282,10 @@ def create_block_mask(
     ArgumentError
         A size that is not allowed, or a captured array that is too short for an index.
     """
-    nb, nh = _size("B", B), _size("H", H)
-    length, s = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    nb = _size("B", B)
+    nh = _size("H", H)
+    length = _size("Q_LEN", Q_LEN)
+    s = _size("KV_LEN", KV_LEN)
     sizes = nb, nh, length, s
     block = block_size(BLOCK_SIZE)
     prepared = prepare(None, mask_mod)

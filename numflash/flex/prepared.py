@@ -16,7 +16,9 @@ from .intervals import Axis, Interval, Intervals
 from .tracing import Capture, record
 
 KEPT = 256
-EMPTY, PARTIAL, FULL = 0, 1, 2
+EMPTY = 0
+PARTIAL = 1
+FULL = 2
 
 
 class Prepared:
@@ -71,7 +73,8 @@ class Prepared:
         return [x for x in (self.score, self.mask) if x is not None]
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        """Whether arrays that are indexed by b, h, q or k directly are long enough for (B, H, L, S).
+        """Whether arrays that are indexed by b, h, q or k directly are long enough for (B, H, L,
+        S).
 
         Raises
         ------
@@ -90,14 +93,17 @@ class Prepared:
                     )
 
     def block_states(self, shape: tuple[int, int, int, int], block: tuple[int, int]) -> np.ndarray:
-        """(B or 1, H or 1, blocks of L, blocks of S) uint8: EMPTY, PARTIAL or FULL, as intervals tell.
+        """(B or 1, H or 1, blocks of L, blocks of S) uint8.
+
+        EMPTY, PARTIAL or FULL, as intervals tell.
 
         EMPTY and FULL are certain. B and H are 1 where the mask does not depend on them.
         """
         assert self.mask is not None
         nb, nh, length, s = shape
         nb, nh = (n if name in self.mask.uses else 1 for n, name in ((nb, "b"), (nh, "h")))
-        ranges, axes = {}, {}
+        ranges = {}
+        axes = {}
         for axis, (name, size, step) in enumerate(
             zip(INDICES, (nb, nh, length, s), (1, 1, *block), strict=True)
         ):

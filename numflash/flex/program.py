@@ -116,7 +116,8 @@ class Program:
                 continue
             for axis, (y, size) in enumerate(zip(x.args, self.arrays[x.data].shape, strict=True)):
                 low, high, _ = proof.of(y)
-                low, high = float(np.min(low)), float(np.max(high))
+                low = float(np.min(low))
+                high = float(np.max(high))
                 if high >= UNBOUNDED or low <= -UNBOUNDED:
                     found[x.number, axis] = Bounds(True, True, True)
                 else:

@@ -264,7 +264,10 @@ def flatten(xs: Iterable[Any]) -> Iterable[Any]:
 
 
 def host_array(x: Any) -> np.ndarray | None:
-    """A NumPy array that shares the memory of a NumPy array or a PyTorch tensor; None of neither."""
+    """A NumPy array that shares the memory of a NumPy array or a PyTorch tensor.
+
+    None of neither.
+    """
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
     torch = sys.modules.get("torch")
@@ -352,7 +355,8 @@ def apply(graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any
             return args[0][args[1]]
         return indexed(graph, array, args[0], index)
     if name[0] == "r" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
-        name, args = name[1:], args[::-1]
+        name = name[1:]
+        args = args[::-1]
     if name[0] == "i" and name not in FUNCTIONS and name[1:] in FUNCTIONS and len(args) == 2:
         name = name[1:]
     if name in REDUCTIONS or (name in ("min", "max") and len(args) == 1):
@@ -381,7 +385,8 @@ def _long(x: Any) -> bool:
 def _elementwise(
     graph: Graph, name: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Several:
-    columns, size = [], 1
+    columns = []
+    size = 1
     for x in args:
         array = host_array(x)
         if isinstance(x, Row):
@@ -432,10 +437,8 @@ def _where(graph: Graph, condition: Any, x: Any, y: Any, **_: Any) -> Scalar:
 
 def _clamp(graph: Graph, x: Any, *bounds: Any, **named: Any) -> Any:
     low, high = (*bounds, None, None)[:2]
-    low, high = (
-        named.get("min", named.get("a_min", low)),
-        named.get("max", named.get("a_max", high)),
-    )
+    low = named.get("min", named.get("a_min", low))
+    high = named.get("max", named.get("a_max", high))
     for op, bound in (("max", low), ("min", high)):
         if bound is not None:
             x = apply(graph, op, (x, bound), {})

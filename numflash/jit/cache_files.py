@@ -13,7 +13,10 @@ LEFT_BEHIND = tuple(f"{suffix}.tmp." for suffix in SUFFIXES)  # by a process tha
 
 
 def folders() -> list[Path]:
-    """The folders in use for the kernels of this package: of each of its own folders, the one that Numba would choose now."""
+    """The folders in use for the kernels of this package.
+
+    Of each of its own folders, the one that Numba would choose now.
+    """
     packages = {path.parent: path for path in Path(__file__).parents[1].rglob("*.py")}
     found = map(folder_of, packages.values())
     return sorted({folder for folder in found if folder is not None})

@@ -1,4 +1,7 @@
-"""The one place for JIT options: `kernel`, `inline`, `bare` and `separate` are how numflash compiles a function."""
+"""The one place for JIT options.
+
+`kernel`, `inline`, `bare` and `separate` are how numflash compiles a function.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ if numba.config.DISABLE_JIT:
         "NUMBA_DISABLE_JIT is set: the kernels use instructions that only compiled code has; allowed: unset"
     )
 
-# Threads come from `prange` alone: array expressions inside a worker must not become parallel loops of their own (they cost
-# compile time and run serially anyway).
+# Threads come from `prange` alone: array expressions inside a worker must not become parallel loops
+# of their own (they cost compile time and run serially anyway).
 PRANGE_ONLY = {
     "prange": True,
     "comprehension": False,
@@ -44,7 +47,8 @@ FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 class _KernelCompiler(compiler.Compiler):
     """Numba's compiler with the garbage collector switched off.
 
-    The objects that a compilation makes stay alive; walking over them again and again takes a sixth of the time.
+    The objects that a compilation makes stay alive; walking over them again and again takes a sixth
+    of the time.
     """
 
     def compile_extra(self, func: Callable) -> Any:
@@ -64,7 +68,9 @@ def kernel(
     float_math: bool = False,
     **options: Any,
 ) -> Any:
-    """`numba.njit` as numflash uses it: no GIL, NumPy's division (no check for zero), the package's cache.
+    """`numba.njit` as numflash uses it.
+
+    No GIL, NumPy's division (no check for zero), the package's cache.
 
     Parameters
     ----------
@@ -88,7 +94,10 @@ def kernel(
 
 
 class _InlineLibrary(codegen.JITCodeLibrary):
-    """LLVM IR for callers to link; no machine code is made of it, which Numba does of every function."""
+    """LLVM IR for callers to link.
+
+    No machine code is made of it, which Numba does of every function.
+    """
 
     def _optimize_final_module(self) -> None:
         """Callers do."""
@@ -130,10 +139,13 @@ def inline(
     twice: bool = False,
     **options: Any,
 ) -> Any:
-    """A function that kernels call: compiled into its callers, never cached by itself; `float_math` as in `kernel`.
+    """A function that kernels call: compiled into its callers, never cached by itself.
+
+    `float_math` as in `kernel`.
 
     twice : bool
-        Optimise it by itself too. It costs as much again to compile, and makes a few long functions some 4 % faster.
+        Optimise it by itself too. It costs as much again to compile, and makes a few long functions
+        some 4 % faster.
     """
     if function is None:
         return functools.partial(inline, float_math=float_math, twice=twice, **options)
@@ -151,8 +163,9 @@ def inline(
     )(named(function))
 
 
-# The same without reference counts, for what runs per block of keys: each count is a locked instruction, which also holds back
-# every later read of memory. Takes and slices arrays, allocates none.
+# The same without reference counts, for what runs per block of keys: each count is a locked
+# instruction, which also holds back every later read of memory. Takes and slices arrays, allocates
+# none.
 bare = functools.partial(inline, _nrt=False)
 
 
@@ -164,25 +177,35 @@ class _KernelDispatcher(CPUDispatcher):
 
 
 class _SeparateDispatcher(_KernelDispatcher):
-    """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR into theirs."""
+    """Callers declare it and find its machine code by symbol, where Numba would link its LLVM IR
+    into theirs.
+    """
 
     def add_overload(self, cres: Any) -> None:
         super().add_overload(cres)
-        args, symbol, context = cres.fndesc.argtypes, cres.fndesc.llvm_func_name, self.targetctx
+        args = cres.fndesc.argtypes
+        symbol = cres.fndesc.llvm_func_name
+        context = self.targetctx
         self.provide(args, symbol)
         symbols[symbol] = salt(self), args, symbol
         context.remove_user_function(cres.entry_point)
         context.insert_user_function(cres.entry_point, cres.fndesc)
 
     def provide(self, args: tuple[Any, ...], symbol: str) -> None:
-        """Make its code for these types known as `symbol`; compiled again since, it has another one itself."""
+        """Make its code for these types known as `symbol`.
+
+        Compiled again since, it has another one itself.
+        """
         self.compile(args)
         cres: Any = self.overloads[args]
         llvm.add_symbol(symbol, cres.library.get_pointer_to_function(cres.fndesc.llvm_func_name))
 
 
 def separate(function: Callable | None = None, **options: Any) -> Any:
-    """A function that callers find by its symbol: compiled and cached by itself, once for all of them."""
+    """A function that callers find by its symbol.
+
+    Compiled and cached by itself, once for all of them.
+    """
     if function is None:
         return functools.partial(separate, **options)
     options = {

@@ -1,9 +1,10 @@
 """Compiled kernels on disk: what identifies an entry, and how it is read and written.
 
-Numba's own cache looks only at the file of the function itself: an edited helper in another file, another option set of the same
-function, or a data file cut short by a full disk can each run the wrong code. `_PackageCache` closes all three: the stamp is a hash
-of the kernel's source file and of all files of the package that it imports, the key holds options and closure values, and each
-entry carries its own key and checksum; anything that does not match is compiled again.
+Numba's own cache looks only at the file of the function itself: an edited helper in another file,
+another option set of the same function, or a data file cut short by a full disk can each run the
+wrong code. `_PackageCache` closes all three: the stamp is a hash of the kernel's source file and of
+all files of the package that it imports, the key holds options and closure values, and each entry
+carries its own key and checksum; anything that does not match is compiled again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def _imports(path: Path) -> frozenset[Path]:
 
 @functools.cache
 def source_digest(path: str) -> str:
-    """Hash of a source file and of all that it imports from the package, directly or not: the version of its kernels."""
+    """Hash of a source file and of all that it imports from the package, directly or not.
+
+    The version of its kernels.
+    """
     seen: set[Path] = set()
     waiting = {Path(path), Path(__file__)}
     while waiting:
@@ -130,8 +134,9 @@ def salt(value: Any) -> str:
 def named(function: Callable) -> Callable:
     """Name a closure after all that it closes over.
 
-    Numba tells the closures of a factory apart by a counter that starts at zero in every process. Two of them, compiled in
-    different processes and loaded from the cache into a third, would share a symbol, and one would run the other's code.
+    Numba tells the closures of a factory apart by a counter that starts at zero in every process.
+    Two of them, compiled in different processes and loaded from the cache into a third, would share
+    a symbol, and one would run the other's code.
     """
     if function.__closure__ and not hasattr(function, "_named"):
         function.__qualname__ += "." + hashlib.sha256(salt(function).encode()).hexdigest()[:16]
@@ -159,7 +164,10 @@ class _CheckedFile(caching.IndexDataCacheFile):
         return None
 
     def _load_index(self) -> dict[Any, str]:
-        """Names of the data files, by key; Numba's own, of a file that nobody else can have written."""
+        """Names of the data files, by key.
+
+        Numba's own, of a file that nobody else can have written.
+        """
         try:
             stream = io.BytesIO(read(self._index_path))
             if pickle.load(stream) == self._version:
@@ -177,7 +185,9 @@ class _CheckedFile(caching.IndexDataCacheFile):
 
     @contextlib.contextmanager
     def _open_for_write(self, filepath: str) -> Iterator[Any]:
-        """Write a new file, which only its owner may change, and put it in the place of the old one."""
+        """Write a new file, which only its owner may change, and put it in the place of the old
+        one.
+        """
         temporary = f"{filepath}.tmp.{uuid.uuid4().hex[:16]}"
         try:
             with open(
@@ -217,7 +227,10 @@ def _trusted(locator: type) -> Any:
 
 
 class _Entries(caching.CompileResultCacheImpl):
-    """What is cached of a kernel: Numba's, and the `separate` functions that must be there before it is loaded."""
+    """What is cached of a kernel.
+
+    Numba's, and the `separate` functions that must be there before it is loaded.
+    """
 
     _locator_classes: ClassVar = [_trusted(x) for x in caching.CacheImpl._locator_classes]
 
@@ -256,8 +269,9 @@ class _PackageCache(caching.FunctionCache):
         return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func), guard.ON)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        # Numba would import and register all that it can compile first, which takes as long as the rest of a first call. The
-        # compiler does that by itself; machine code from the disk needs only the functions that allocate.
+        # Numba would import and register all that it can compile first, which takes as long as the
+        # rest of a first call. The compiler does that by itself; machine code from the disk needs
+        # only the functions that allocate.
         rtsys.initialize(target_context)
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
@@ -266,7 +280,10 @@ class _PackageCache(caching.FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save what has been compiled; it is ready to be called, so an error here is only reported."""
+        """Save what has been compiled.
+
+        It is ready to be called, so an error here is only reported.
+        """
         try:
             super().save_overload(sig, data)
         except Exception as error:
@@ -274,7 +291,10 @@ class _PackageCache(caching.FunctionCache):
 
 
 def folder_of(file: Path) -> Path | None:
-    """The folder in use for compiled kernels of a source file; None where there is none that is trusted."""
+    """The folder in use for compiled kernels of a source file.
+
+    None where there is none that is trusted.
+    """
     made: dict[str, Any] = {}
     exec(compile("def function(): pass", str(file), "exec"), made)
     try:

@@ -1,13 +1,18 @@
-"""NUMFLASH_GUARD=1: every scratch and output buffer of the CPU kernels tells what is done to it beyond what is right.
+"""NUMFLASH_GUARD=1.
 
-A buffer then lies between canaries, is filled with signalling values first, and a call is made twice with two fillings:
+Every scratch and output buffer of the CPU kernels tells what is done to it beyond what is right.
+
+A buffer then lies between canaries, is filled with signalling values first, and a call is made
+twice with two fillings:
 
 * a canary that has changed afterwards: something was written beyond the buffer's ends;
-* results of the two calls that differ: something was read that nobody wrote, within a buffer or beyond its ends.
-  Which buffer it was is found by calling again, with one filling changed at a time.
+* results of the two calls that differ: something was read that nobody wrote, within a buffer or
+  beyond its ends. Which buffer it was is found by calling again, with one filling changed at a
+  time.
 
-Either raises `GuardError` with the buffer's name. Without the variable nothing of this is compiled or called. The kernels must
-not be in use by several Python threads for speed: guarded calls wait for each other.
+Either raises `GuardError` with the buffer's name. Without the variable nothing of this is compiled
+or called. The kernels must not be in use by several Python threads for speed: guarded calls wait
+for each other.
 """
 
 from __future__ import annotations
@@ -33,7 +38,8 @@ ON = os.environ.get("NUMFLASH_GUARD", "") not in ("", "0")
 SYMBOL = "numflash_guard_allocate"  # what guarded kernels call for memory
 MARGIN = 1 << 16  # bytes of canaries on either side
 LINE = 64
-# A signalling NaN and -6e18 as float32 and, by their upper halves, as bfloat16; large integers of both signs.
+# A signalling NaN and -6e18 as float32 and, by their upper halves, as bfloat16; large integers of
+# both signs.
 FILLINGS = (np.uint32(0x7FA1A1A1), np.uint32(0xDEB2B2B2))
 Place = tuple[str, bool]  # (name of a buffer, True within it and False beyond its ends)
 
@@ -54,7 +60,9 @@ class Room:
         return self.memory.ctypes.data + self.first
 
     def refill(self, different: Callable[[Place], int]) -> None:
-        """Fill what lies beyond the buffer's ends, and the buffer itself if it is not one that starts as zeros."""
+        """Fill what lies beyond the buffer's ends, and the buffer itself if it is not one that
+        starts as zeros.
+        """
         beyond = FILLINGS[different((self.name, False))]
         self.front = np.resize(np.frombuffer(beyond.tobytes(), np.uint8), self.first)
         self.back = np.resize(self.front[:4], self.memory.size - self.stop)
@@ -195,7 +203,9 @@ def _found(call: Callable[[], Any], want: list[bytes], places: list[Place]) -> G
 
 
 def guarded(function: Callable, results: Callable[..., Any] | None = None) -> Callable:
-    """`function` under guard where the guard is on, else itself. It must give the same results when it is called again.
+    """`function` under guard where the guard is on, else itself.
+
+    It must give the same results when it is called again.
 
     results : f(*args) -> arrays, the results of a function that writes them and returns None
     """
@@ -242,7 +252,10 @@ def writes(results: Callable[..., Any]) -> Callable[[Callable], Callable]:
 
 
 def checked(function: Callable) -> Callable:
-    """`function`, after which canaries are checked, where the guard is on: for calls that cannot be made twice."""
+    """`function`, after which canaries are checked, where the guard is on.
+
+    For calls that cannot be made twice.
+    """
     if not ON:
         return function
 

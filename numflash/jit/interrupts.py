@@ -1,7 +1,7 @@
 """Ctrl-C while a kernel is compiled: it takes effect as soon as that kernel is done.
 
-An exception in the middle would leave Numba's tables half filled, and one in a callback from LLVM is dropped by Python. Either
-way a later call would fail. Compiling a kernel takes seconds.
+An exception in the middle would leave Numba's tables half filled, and one in a callback from LLVM
+is dropped by Python. Either way a later call would fail. Compiling a kernel takes seconds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ def _handlers() -> dict[int, Callable]:
 
 
 def uninterrupted(function: Callable, *args: Any) -> Any:
-    """function(*args); signals that arrive meanwhile are handled afterwards, as if they had arrived then."""
+    """function(*args).
+
+    Signals that arrive meanwhile are handled afterwards, as if they had arrived then.
+    """
     global _deferring
     if _deferring or threading.current_thread() is not threading.main_thread():
         return function(*args)
-    handlers, pending = _handlers(), []
+    handlers = _handlers()
+    pending = []
 
     def note(number: int, frame: Any) -> Any:
         if _deferring:

@@ -1,7 +1,9 @@
-"""Arrays that start at a cache line: a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
+"""Arrays that start at a cache line.
 
-`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and `reshape` once for every dtype
-and shape.
+a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
+
+`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and
+`reshape` once for every dtype and shape.
 """
 
 from __future__ import annotations
@@ -48,16 +50,20 @@ fresh = _fresh if guard.ON else np.empty  # what a kernel writes all of
 def keep(bits: int) -> None:
     """Let the C library keep 2**bits bytes that a call frees, for the next one.
 
-    glibc gives the top of its heap back to the system once more is free than twice the largest block ever freed, and takes blocks
-    larger than that straight from the system: the pages of several large arrays are zeroed again at each call, 0.5 ms per MB on a
-    virtual machine. Freeing one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
+    glibc gives the top of its heap back to the system once more is free than twice the largest
+    block ever freed, and takes blocks larger than that straight from the system: the pages of
+    several large arrays are zeroed again at each call, 0.5 ms per MB on a virtual machine. Freeing
+    one block as large as all of them, which touches no memory, moves both limits (mallopt(3),
     M_MMAP_THRESHOLD; the most they move to is 32 MB).
     """
     np.empty(min(1 << bits, LARGEST_KEPT), np.uint8)
 
 
 def _allocator(clear: bool) -> Any:
-    """Intrinsic f(shape, dtype, name) -> aligned array; shape is a tuple, name a literal that `guard` speaks of."""
+    """Intrinsic f(shape, dtype, name) -> aligned array.
+
+    Shape is a tuple, name a literal that `guard` speaks of.
+    """
 
     def allocate(typingctx, shape, dtype, name):
         kind = types.Array(dtype.dtype, len(shape), "C")
@@ -76,7 +82,8 @@ def _allocator(clear: bool) -> Any:
                 strides.insert(0, builder.mul(strides[0], n))
             size = builder.mul(strides[0], sizes[0])
             if guard.ON:
-                meminfo, data = None, _guarded(context, builder, size, shown, not clear)
+                meminfo = None
+                data = _guarded(context, builder, size, shown, not clear)
             else:
                 meminfo = context.nrt.meminfo_alloc_aligned(builder, size, LINE)
                 data = context.nrt.meminfo_data(builder, meminfo)
@@ -98,7 +105,8 @@ def _allocator(clear: bool) -> Any:
 
 def _guarded(context: Any, builder: Any, size: Any, name: str, fill: bool) -> Any:
     """The address of a buffer from `guard`, which owns it."""
-    pointer, word = cgutils.voidptr_t, cgutils.intp_t
+    pointer = cgutils.voidptr_t
+    word = cgutils.intp_t
     take = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(pointer, [word, pointer, ir.IntType(32)]),
@@ -114,7 +122,10 @@ uncleared = _allocator(clear=False)  # the same, not cleared
 
 @intrinsic
 def place(typingctx, address, shape, dtype):
-    """A contiguous array at an address; shape is a tuple. It counts no references: its memory must outlive it."""
+    """A contiguous array at an address; shape is a tuple. It counts no references.
+
+    Its memory must outlive it.
+    """
     kind = types.Array(dtype.dtype, len(shape), "C")
     itemsize = as_dtype(kind.dtype).itemsize
 
@@ -138,17 +149,17 @@ def place(typingctx, address, shape, dtype):
 
 @intrinsic
 def reinterpret(typingctx, x, dtype):
-    """x.view(dtype); elements of another size only where x is contiguous, and a row holds whole ones."""
+    """x.view(dtype); elements of another size only where x is contiguous, and a row holds whole
+    ones.
+    """
     kind = x.copy(dtype=dtype.dtype)
     old, new = (as_dtype(t.dtype).itemsize for t in (x, kind))
     if old != new and x.layout != "C":
         return None
 
     def codegen(context, builder, signature, args):
-        source, out = (
-            arrayobj.make_array(x)(context, builder, args[0]),
-            arrayobj.make_array(kind)(context, builder),
-        )
+        source = arrayobj.make_array(x)(context, builder, args[0])
+        out = arrayobj.make_array(kind)(context, builder)
         shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
         if old != new:
             shape[-1] = builder.udiv(
@@ -163,7 +174,8 @@ def reinterpret(typingctx, x, dtype):
     return kind(x, dtype), codegen
 
 
-# ---- scratch memory of calls -----------------------------------------------------------------------------------------------------
+# ---- scratch memory of calls
+# -----------------------------------------------------------------------------------------------------
 KEPT = 16 << 20  # bytes of scratch memory that a thread keeps between calls, at most
 
 
@@ -197,7 +209,10 @@ class Room:
 
 
 class Scratch(threading.local):
-    """Scratch memory of each thread that calls kernels: one block, which grows to what calls need, and stays if at most `KEPT`."""
+    """Scratch memory of each thread that calls kernels.
+
+    One block, which grows to what calls need, and stays if at most `KEPT`.
+    """
 
     room: Room | None = None
 

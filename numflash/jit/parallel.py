@@ -1,8 +1,9 @@
 """Tasks on Numba's threads: one `prange`, compiled once, for all kernels.
 
-A `prange` of its own costs a kernel most of a second to compile, whatever its body does: Numba makes its body a function of its
-own, that a generalised ufunc, and that a call with one argument for every dimension of every array. Here the loop calls a task by
-its address; what it works on waits in the kernel's frame.
+A `prange` of its own costs a kernel most of a second to compile, whatever its body does: Numba
+makes its body a function of its own, that a generalised ufunc, and that a call with one argument
+for every dimension of every array. Here the loop calls a task by its address; what it works on
+waits in the kernel's frame.
 
     @inline
     def task(n, x, out): ...                     # one of `count` tasks, n = 0 .. count - 1
@@ -21,13 +22,18 @@ from numba.extending import intrinsic
 
 from .compiler import separate
 
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+I8 = ir.IntType(8)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
 TASK = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (frame, number of the task)
 
 
 @intrinsic
 def _call(typingctx, task, frame, n):
-    """f(task, frame, n): the function at the address `task`, with its frame and the number of the task."""
+    """f(task, frame, n).
+
+    The function at the address `task`, with its frame and the number of the task.
+    """
 
     def codegen(context, b, sig, args):
         address, frame, n = args
@@ -39,7 +45,10 @@ def _call(typingctx, task, frame, n):
 
 @intrinsic
 def threads_now(typingctx):
-    """f(): Numba's number of threads. Numba's own function holds an address, so that its callers cannot be cached on disk."""
+    """f(): Numba's number of threads.
+
+    Numba's own function holds an address, so that its callers cannot be cached on disk.
+    """
 
     def codegen(context, b, sig, args):
         kind = ir.FunctionType(I64, [])  # declared as Numba does; in C it returns an int
@@ -51,7 +60,10 @@ def threads_now(typingctx):
 
 @intrinsic
 def use_threads(typingctx, n):
-    """f(n): from here on n threads, from 1 to as many as Numba started with; not cached either by Numba's own function."""
+    """f(n): from here on n threads, from 1 to as many as Numba started with.
+
+    Not cached either by Numba's own function.
+    """
 
     def codegen(context, b, sig, args):
         kind = ir.FunctionType(ir.VoidType(), [I32])
@@ -64,7 +76,10 @@ def use_threads(typingctx, n):
 
 @separate(parallel=True)
 def share(count, task, frame):
-    """All tasks of one kernel: each thread takes an equal run of them. One thread alone wakes no others."""
+    """All tasks of one kernel: each thread takes an equal run of them.
+
+    One thread alone wakes no others.
+    """
     if count == 1 or threads_now() == 1:
         for n in range(count):
             _call(task, frame, n)
@@ -74,7 +89,9 @@ def share(count, task, frame):
 
 
 def _borrowed(b, value, kind):
-    """The same value, whose arrays have no owner: reference counts of shared arrays would be locked instructions in every thread.
+    """The same value, whose arrays have no owner.
+
+    Reference counts of shared arrays would be locked instructions in every thread.
 
     The caller of the tasks owns the arrays until all tasks are done.
     """
@@ -89,7 +106,9 @@ def _borrowed(b, value, kind):
 
 @intrinsic
 def over_tasks(typingctx, body, count, args):
-    """f(body, count, args): body(n, *args) for n = 0 .. count - 1, on Numba's threads; `body` is a jitted function.
+    """f(body, count, args): body(n, *args) for n = 0 .. count - 1, on Numba's threads.
+
+    `body` is a jitted function.
 
     Raises
     ------

@@ -1,8 +1,10 @@
-"""What the code generator may use: CPU name and features of Numba's target, and the instruction sets that follow.
+"""What the code generator may use.
 
-The decision is made from the target that Numba compiles for, not from the CPU that runs: `NUMBA_CPU_NAME` and
-`NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would abort the process inside LLVM, so every
-register-tile kernel is guarded by `require`.
+CPU name and features of Numba's target, and the instruction sets that follow.
+
+The decision is made from the target that Numba compiles for, not from the CPU that runs:
+`NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` are honoured. An operation that the target lacks would
+abort the process inside LLVM, so every register-tile kernel is guarded by `require`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ BFLOAT16_ISAS: Needs = {
 _V3 = "avx avx2 bmi bmi2 f16c fma sse4.2"
 _SKX = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _ICX = f"{_SKX} avx512vnni avx512vbmi avx512vbmi2 avx512bitalg avx512ifma avx512vpopcntdq gfni"
-# Features of a CPU asked for by name alone, with NUMBA_CPU_FEATURES empty: LLVM knows them, but offers no query.
+# Features of a CPU asked for by name alone, with NUMBA_CPU_FEATURES empty: LLVM knows them, but
+# offers no query.
 CPUS = {
     name: frozenset(features.split())
     for names, features in (
@@ -82,8 +85,8 @@ def _features(codegen: Any) -> frozenset[str]:
     return frozenset(f[1:] for f in listed.split(",") if f.startswith("+"))
 
 
-# What LLVM lists for an AArch64 machine leaves out what the CPU's name implies (Neoverse N1: no word of dotprod), so make code
-# that is valid everywhere and see which instructions it becomes.
+# What LLVM lists for an AArch64 machine leaves out what the CPU's name implies (Neoverse N1: no
+# word of dotprod), so make code that is valid everywhere and see which instructions it becomes.
 _TRIALS = """
 declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
 define i32 @dot(<16 x i8> %x, <16 x i8> %y) {
@@ -109,7 +112,10 @@ def _features_by_trial(target_machine: Any) -> frozenset[str]:
 
 
 def features(codegen: Any = None) -> frozenset[str]:
-    """The features that generated code may use; of Numba's CPU target unless another code generator is given."""
+    """The features that generated code may use.
+
+    Of Numba's CPU target unless another code generator is given.
+    """
     return _features(codegen or cpu_target.target_context.codegen())
 
 
@@ -129,7 +135,10 @@ def _granted(isa: str) -> bool:
 
 
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
-    """Raise instead of emitting an operation that the target lacks: LLVM would abort the process."""
+    """Raise instead of emitting an operation that the target lacks.
+
+    LLVM would abort the process.
+    """
     lacking = missing(isa, isas, codegen)
     if lacking:
         raise UnsupportedError(

@@ -1,4 +1,6 @@
-"""Threads: how many a kernel uses, which callers must wait for each other, and processes that cannot have them."""
+"""Threads: how many a kernel uses, which callers must wait for each other, and processes that
+cannot have them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def most() -> int:
 
 
 def count() -> int:
-    """Threads that parallel kernels of this thread use now; Numba's threading layer is loaded for it.
+    """Threads that parallel kernels of this thread use now.
+
+    Numba's threading layer is loaded for it.
 
     Raises
     ------
@@ -30,7 +34,8 @@ def count() -> int:
     try:
         return int(numba.get_num_threads())
     except (ValueError, ImportError) as error:
-        asked, reason = config.THREADING_LAYER, " ".join(str(error).split())
+        asked = config.THREADING_LAYER
+        reason = " ".join(str(error).split())
         raise UnsupportedError(
             f"NUMBA_THREADING_LAYER: got {asked!r}, which cannot be loaded here ({reason}); allowed: unset, 'workqueue', "
             "or 'omp' and 'tbb' where they are installed"
@@ -38,7 +43,8 @@ def count() -> int:
 
 
 def check_memory_for_threads() -> None:
-    """Try to start as many threads as kernels will use where the address space is limited (ulimit -v).
+    """Try to start as many threads as kernels will use where the address space is limited (ulimit
+    -v).
 
     Raises
     ------
@@ -51,7 +57,8 @@ def check_memory_for_threads() -> None:
         return
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
-    done, started = threading.Event(), list[threading.Thread]()
+    done = threading.Event()
+    started = list[threading.Thread]()
     try:
         for _ in range(most() - 1):
             thread = threading.Thread(target=done.wait, daemon=True)
@@ -70,7 +77,10 @@ def check_memory_for_threads() -> None:
 
 @contextmanager
 def limit(threads: int | None) -> Iterator[int]:
-    """Run what is inside on `threads` threads (None: as many as now), then restore the old number."""
+    """Run what is inside on `threads` threads (None.
+
+    As many as now), then restore the old number.
+    """
     before = count()
     if threads is not None and not 1 <= threads <= most():
         raise ArgumentError(f"threads: got {threads}; allowed: 1 to {most()}")
@@ -87,11 +97,16 @@ class _Held(threading.local):
     depth = 0  # how often this thread holds the lock
 
 
-_kernels, _held, _concurrent = threading.RLock(), _Held(), False
+_kernels = threading.RLock()
+_held = _Held()
+_concurrent = False
 
 
 def _serialised() -> bool:
-    """Whether callers must wait for each other: with Numba's work queue, and until it is known what the first kernel chooses."""
+    """Whether callers must wait for each other.
+
+    With Numba's work queue, and until it is known what the first kernel chooses.
+    """
     global _concurrent
     if not _concurrent:
         try:
@@ -104,8 +119,8 @@ def _serialised() -> bool:
 class one_at_a_time(ContextDecorator):
     """Serialise callers of parallel kernels where the threading layer is Numba's work queue.
 
-    The work queue is not thread-safe and ends the process (docs/pitfalls.md, "The workqueue layer ends the process"); OpenMP and
-    TBB need no lock.
+    The work queue is not thread-safe and ends the process (docs/pitfalls.md, "The workqueue layer
+    ends the process"); OpenMP and TBB need no lock.
     """
 
     def __enter__(self) -> None:
@@ -120,12 +135,16 @@ class one_at_a_time(ContextDecorator):
 
 
 def get_num_threads() -> int:
-    """Threads that calls of this Python thread use, at most: problems too small for all of them use fewer."""
+    """Threads that calls of this Python thread use, at most.
+
+    Problems too small for all of them use fewer.
+    """
     return count()
 
 
 def set_num_threads(threads: int) -> None:
-    """Let calls of this Python thread use that many threads, 1 to as many as Numba started with (`NUMBA_NUM_THREADS`).
+    """Let calls of this Python thread use that many threads, 1 to as many as Numba started with
+    (`NUMBA_NUM_THREADS`).
 
     Results do not depend on it. `numflash.torch` follows `torch.get_num_threads()` instead.
 
@@ -144,7 +163,9 @@ def set_num_threads(threads: int) -> None:
 
 @contextmanager
 def num_threads(threads: int) -> Iterator[int]:
-    """Within this context, calls of this Python thread use that many threads; then as many as before.
+    """Within this context, calls of this Python thread use that many threads.
+
+    Then as many as before.
 
     >>> with num_threads(1) as n:
     ...     n == get_num_threads() == 1
@@ -172,8 +193,9 @@ def refuse_after_fork() -> None:
     Raises
     ------
     UnsupportedError
-        In a process forked from one that has run them already: GNU OpenMP would terminate it (docs/pitfalls.md, "GNU OpenMP
-        does not survive a fork"). At the first call also where Numba's threading layer cannot be loaded.
+        In a process forked from one that has run them already: GNU OpenMP would terminate it
+        (docs/pitfalls.md, "GNU OpenMP does not survive a fork"). At the first call also where
+        Numba's threading layer cannot be loaded.
     MemoryError
         At the first call, if the address space is too small for the threads.
     """

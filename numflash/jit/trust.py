@@ -1,8 +1,8 @@
 """Which compiled kernels are safe to load: those that nobody else can have written.
 
-Loading a kernel runs what is in the file, so a folder of compiled kernels is as sensitive as one of programs. Files and
-folders are used if they belong to the user or to root, and nobody else may write to them. Windows has no such permissions,
-and a user's own folders there.
+Loading a kernel runs what is in the file, so a folder of compiled kernels is as sensitive as one of
+programs. Files and folders are used if they belong to the user or to root, and nobody else may
+write to them. Windows has no such permissions, and a user's own folders there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def distrust(found: os.stat_result) -> str | None:
 
 @functools.cache
 def _own_group(gid: int, uid: int) -> bool:
-    """Whether a group is a user's alone: their login group, of the same name, without further members.
+    """Whether a group is a user's alone.
+
+    Their login group, of the same name, without further members.
 
     Many distributions give every user such a group, and files that it may write (umask 002).
     """
@@ -45,7 +47,8 @@ def _own_group(gid: int, uid: int) -> bool:
     import pwd
 
     try:
-        user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
+        user = pwd.getpwuid(uid)
+        group = grp.getgrgid(gid)
     except KeyError:
         return False
     return (
@@ -80,7 +83,9 @@ def _refuse(folder: str, reason: str) -> None:
 
 
 def read(path: str | Path) -> bytes:
-    """The content of a file, whose owner is looked at after it has been opened: nobody can exchange it meanwhile.
+    """The content of a file, whose owner is looked at after it has been opened.
+
+    Nobody can exchange it meanwhile.
 
     Raises
     ------

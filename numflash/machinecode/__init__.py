@@ -1,4 +1,6 @@
-"""The machine code of a kernel: cross-compilation, reading assembly, an AArch64 emulator, and estimates of its cycles.
+"""The machine code of a kernel.
+
+Cross-compilation, reading assembly, an AArch64 emulator, and estimates of its cycles.
 
 Nothing here runs in a call of `attention`. May import: kernels, `jit`, `tiling`, `measure`.
 """

@@ -1,6 +1,9 @@
-"""Reading assembly text (AArch64, and x86 in AT&T syntax): its functions, its loops, and what their instructions are.
+"""Reading assembly text (AArch64, and x86 in AT&T syntax).
 
-Text in, data out; nothing is compiled here (see `numflash.machinecode.codegen`) and nothing is printed.
+Its functions, its loops, and what their instructions are.
+
+Text in, data out; nothing is compiled here (see `numflash.machinecode.codegen`) and nothing is
+printed.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _LANES64_X86 = re.compile(
     r"^vp(?:add|sub|abs|mull?|mulu?d|mov[sz]x[bwd]|sra|srl|sll|srav|srlv|sllv|max[su]|min[su])q\s"
 )
 _LANES64_ARM = re.compile(r"\bz\d+\.d\b|\bv\d+\.2d\b")
-# these print .d or .2d whatever the lanes are (logic, moves) or widen one value per row (reductions)
+# these print .d or .2d whatever the lanes are (logic, moves) or widen one value per row
+# (reductions)
 _LANELESS_ARM = re.compile(
     r"^(?:and|orr|orn|eor3?|bic|bsl|mov|movi|movprfx|not|dup|ld1r?d|ldr|ldp|str|stp|st1d|[us]addv|"
     r"addv|addp|fmov|ext|zip\d|uzp\d|trn\d|tbl|sel|insr?|umov)\s"
@@ -39,7 +43,10 @@ _LANELESS_ARM = re.compile(
 
 
 class Loop(NamedTuple):
-    """An innermost loop: the symbol that contains it, how many loops surround it (1 = none), and its instructions."""
+    """An innermost loop.
+
+    The symbol that contains it, how many loops surround it (1 = none), and its instructions.
+    """
 
     function: str
     depth: int
@@ -47,7 +54,10 @@ class Loop(NamedTuple):
 
 
 def functions(assembly: str) -> dict[str, list[str]]:
-    """Split assembly text into its functions: symbol -> lines holding only instructions and local labels."""
+    """Split assembly text into its functions.
+
+    Symbol -> lines holding only instructions and local labels.
+    """
     found: dict[str, list[str]] = {}
     lines: list[str] | None = None
     for raw in assembly.splitlines():
@@ -69,7 +79,10 @@ def functions(assembly: str) -> dict[str, list[str]]:
 
 
 def loops(assembly: str) -> list[Loop]:
-    """All innermost loops of the text, in order: the code between a label and the last branch back to it."""
+    """All innermost loops of the text, in order.
+
+    The code between a label and the last branch back to it.
+    """
     found = []
     for name, lines in functions(assembly).items():
         labels = {line[:-1]: n for n, line in enumerate(lines) if line.endswith(":")}
@@ -88,9 +101,12 @@ def loops(assembly: str) -> list[Loop]:
 
 
 def hot_loop(assembly: str) -> Loop:
-    """The innermost loop of a product's register tile: the loop with the highest share of integer dot products.
+    """The innermost loop of a product's register tile.
 
-    Without any, the loop with the most vector instructions: the unrolled main loop, not its remainders.
+    The loop with the highest share of integer dot products.
+
+    Without any, the loop with the most vector instructions: the unrolled main loop, not its
+    remainders.
 
     Raises
     ------
@@ -111,7 +127,9 @@ def hot_loop(assembly: str) -> Loop:
 
 
 def histogram(instructions: Iterable[str]) -> dict[str, int]:
-    """Count instructions by mnemonic and register kind (``"sdot z.s"``, ``"ld1rw z.s"``, ``"vpdpbusd zmm"``)."""
+    """Count instructions by mnemonic and register kind (``"sdot z.s"``, ``"ld1rw z.s"``,
+    ``"vpdpbusd zmm"``).
+    """
     return dict(collections.Counter(map(_kind, instructions)).most_common())
 
 
@@ -144,7 +162,9 @@ def is_integer_division(instruction: str) -> bool:
 
 
 def is_float64(instruction: str) -> bool:
-    """True for double precision arithmetic or a conversion from or to it (moves and bit logic do not count)."""
+    """True for double precision arithmetic or a conversion from or to it (moves and bit logic do
+    not count).
+    """
     return bool(_FLOAT64_X86.match(instruction) or _FLOAT64_ARM.match(instruction))
 
 
@@ -161,5 +181,8 @@ def is_call(instruction: str) -> bool:
 
 
 def is_stack(instruction: str) -> bool:
-    """True for an access to the stack: in a hot loop, a spilled register. An address alone (lea) touches no memory."""
+    """True for an access to the stack: in a hot loop, a spilled register.
+
+    An address alone (lea) touches no memory.
+    """
     return not instruction.startswith("lea") and bool(_STACK.search(instruction))

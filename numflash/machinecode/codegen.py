@@ -1,11 +1,14 @@
-"""Machine code of any Numba function for any CPU that LLVM knows, on this machine, without running it.
+"""Machine code of any Numba function for any CPU that LLVM knows, on this machine, without running
+it.
 
-The pip wheel of llvmlite holds LLVM's AArch64 and x86 back ends whatever the host is. Here Numba's own front end,
-type inference and pass pipeline run against a target machine of the caller's choice, so that a test on an x86 machine
-can read the very instructions an A64FX would execute, and an emulator can execute them.
+The pip wheel of llvmlite holds LLVM's AArch64 and x86 back ends whatever the host is. Here Numba's
+own front end, type inference and pass pipeline run against a target machine of the caller's choice,
+so that a test on an x86 machine can read the very instructions an A64FX would execute, and an
+emulator can execute them.
 
-Nested ``@njit`` functions, ``@overload`` implementations and intrinsics are compiled for that CPU too, and nothing of
-it reaches the functions as they run on the host: typing and lowering happen in contexts of their own.
+Nested ``@njit`` functions, ``@overload`` implementations and intrinsics are compiled for that CPU
+too, and nothing of it reaches the functions as they run on the host: typing and lowering happen in
+contexts of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from ..errors import ArgumentError
 from ..jit.parallel import share
 from . import assembly
 
-AARCH64, X86_64 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
+AARCH64 = "aarch64-unknown-linux-gnu"
+X86_64 = "x86_64-unknown-linux-gnu"
 _CPUS = {
     AARCH64: "a64fx neoverse-v1 neoverse-v2 neoverse-n1 neoverse-n2 cortex-a72",
     X86_64: "x86-64-v2 haswell skylake-avx512 icelake-server alderlake sapphirerapids znver2 znver3 znver4 znver5",
@@ -47,14 +51,19 @@ TRIPLES = {
 
 
 def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
-    """Argument types of the fused INT8 kernels; see `cpu.portable.make_attend` and `cpu.flash_int8.make_attend`."""
+    """Argument types of the fused INT8 kernels.
+
+    See `cpu.portable.make_attend` and `cpu.flash_int8.make_attend`.
+    """
     from ..cpu.int8.packing import PackedKeys
     from ..cpu.semantics import Semantics
 
     def array(dtype: str, ndim: int) -> Any:
         return types.Array(getattr(types, dtype), ndim, "C")
 
-    integer, number, flag = types.int64, types.float32, types.boolean
+    integer = types.int64
+    number = types.float32
+    flag = types.boolean
     semantics = containers.NamedTuple(
         (
             integer,
@@ -97,7 +106,10 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
 
 
 class Kernel(NamedTuple):
-    """A function that ships: where it is, the arguments if a factory makes it, its types, and CPUs it is meant for."""
+    """A function that ships.
+
+    Where it is, the arguments if a factory makes it, its types, and CPUs it is meant for.
+    """
 
     module: str
     name: str
@@ -163,7 +175,10 @@ _FEATURES = re.compile(r"[+-][\w.-]+(,[+-][\w.-]+)*")
 
 
 class Target(NamedTuple):
-    """What code is made for: an LLVM triple, CPU name and feature list (``"+sve,-sve2"``, empty = the CPU's own)."""
+    """What code is made for.
+
+    An LLVM triple, CPU name and feature list (``"+sve,-sve2"``, empty = the CPU's own).
+    """
 
     triple: str
     cpu: str
@@ -189,7 +204,9 @@ class Target(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """Compiled code: assembly text, ELF object (not for the host's own run), and the entry's symbol name."""
+    """Compiled code: assembly text, ELF object (not for the host's own run), and the entry's symbol
+    name.
+    """
 
     target: Target
     entry: str
@@ -235,7 +252,9 @@ class _Codegen(codegen.AOTCPUCodegen):
 
 
 class _TypingContext(typing.Context):
-    """Types every dispatcher as a fresh twin, so that no overload is shared with the host's functions."""
+    """Types every dispatcher as a fresh twin, so that no overload is shared with the host's
+    functions.
+    """
 
     def __init__(self) -> None:
         self._twins: dict[CPUDispatcher, CPUDispatcher] = {}
@@ -321,14 +340,16 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
 
     Parameters
     ----------
-    function : ``@njit`` function (its options are kept, caching excepted) or plain function (default options)
+    function : ``@njit`` function (its options are kept, caching excepted) or plain function
+        (default options)
     signature : a Numba signature, ``"void(int8[:, ::1], int32[::1])"`` or a tuple of types
     target : see `Target.named`
 
     Raises
     ------
     numba.core.errors.NumbaError
-        As ``@njit`` would on that CPU, for instance when an operation needs a feature that the CPU lacks.
+        As ``@njit`` would on that CPU, for instance when an operation needs a feature that the CPU
+        lacks.
     """
     typingctx, targetctx = _contexts(target)
     args, _ = sigutils.normalize_signature(signature)
@@ -340,7 +361,8 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
     overload: Any = twin.overloads[args]
     library = overload.library
     library._ensure_finalized()
-    machine, optimised = targetctx.codegen()._tm, library._final_module.as_bitcode()
+    machine = targetctx.codegen()._tm
+    optimised = library._final_module.as_bitcode()
 
     def fresh() -> (
         Any
@@ -399,8 +421,9 @@ def histogram(kernel: str, cpu: str = "host", features: str = "") -> dict[str, A
 def report(code: MachineCode) -> dict[str, Any]:
     """What the hot loop of a kernel consists of.
 
-    Keys: ``cpu``, ``triple``, ``function`` (symbol), ``depth`` (of the hot loop), ``instructions`` (kind -> count), ``total``, and
-    counts of what a hot loop should not hold: ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
+    Keys: ``cpu``, ``triple``, ``function`` (symbol), ``depth`` (of the hot loop), ``instructions``
+    (kind -> count), ``total``, and counts of what a hot loop should not hold:
+    ``integer_divisions``, ``float64``, ``lanes64``, ``calls``, ``stack``.
     """
     loop = assembly.hot_loop(code.assembly)
     unwanted = {

@@ -1,7 +1,9 @@
-"""Run AArch64 machine code from `numflash.machinecode.codegen` in this process, at any SVE vector length, through Unicorn.
+"""Run AArch64 machine code from `numflash.machinecode.codegen` in this process, at any SVE vector
+length, through Unicorn.
 
-Results are those of the architecture (base SVE, NEON) and instruction counts are exact; time, caches and the limits of a CPU model
-(which instructions it has) are not modelled: the emulated CPU knows all of base SVE and of NEON.
+Results are those of the architecture (base SVE, NEON) and instruction counts are exact; time,
+caches and the limits of a CPU model (which instructions it has) are not modelled: the emulated CPU
+knows all of base SVE and of NEON.
 """
 
 from __future__ import annotations
@@ -29,23 +31,28 @@ except ModuleNotFoundError as missing:
         f"the AArch64 emulator needs {missing.name}; pip install 'numflash[aarch64]'"
     ) from None
 
-EXTERNALS, CODE, STACK, HEAP = (
-    0x500000,
-    0x1000000,
-    0x7000000,
-    0x10000000,
-)  # where each region of memory starts
-PAGE, CODE_SIZE, STACK_SIZE, HEAP_SIZE = 4096, 1 << 22, 1 << 20, 1 << 26
+# where each region of memory starts
+EXTERNALS = 0x500000
+CODE = 0x1000000
+STACK = 0x7000000
+HEAP = 0x10000000
+PAGE = 4096
+CODE_SIZE = 1 << 22
+STACK_SIZE = 1 << 20
+HEAP_SIZE = 1 << 26
 GUARD = b"\xa5" * 256  # after every array
-SHF_ALLOC, R_ABS64 = 2, 257
+SHF_ALLOC = 2
+R_ABS64 = 257
 
 KNOWN = {"neoverse-v2": "-sve2"}  # Unicorn executes base SVE, not SVE2
 
 # (op0, op1, CRn, CRm, op2) of system registers
-CPTR_EL3, CPACR_EL1 = (3, 6, 1, 1, 2), (3, 0, 1, 0, 2)
+CPTR_EL3 = (3, 6, 1, 1, 2)
+CPACR_EL1 = (3, 0, 1, 0, 2)
 ZCR = ((3, 6, 1, 2, 0), (3, 4, 1, 2, 0), (3, 0, 1, 2, 0))  # EL3, EL2, EL1
 
-# ELF relocation -> (shift right, bits, position in the instruction) of the absolute address it puts there
+# ELF relocation -> (shift right, bits, position in the instruction) of the absolute address it puts
+# there
 ABSOLUTE = {
     263: (0, 16, 5),
     264: (0, 16, 5),
@@ -75,7 +82,8 @@ class Emulated:
 
     Parameters
     ----------
-    function, signature : as `numflash.machinecode.codegen.compile_for`; the function must not need Python
+    function, signature : as `numflash.machinecode.codegen.compile_for`; the function must not need
+        Python
     cpu, features : the CPU the code is made for
     vector_bits : length of the emulated SVE registers, 128 to 2048
 
@@ -129,7 +137,8 @@ class Emulated:
         return list(self._stubs)
 
     def _load(self, elf: Any) -> None:
-        address, free = {}, CODE
+        address = {}
+        free = CODE
         for index, section in enumerate(elf.iter_sections()):
             if section["sh_flags"] & SHF_ALLOC:
                 align = max(section["sh_addralign"], 16)
@@ -183,7 +192,8 @@ class Emulated:
         if kind in (311, 312):  # ADR_GOT_PAGE, LD64_GOT_LO12_NC
             slot = self._offsets.setdefault(value, EXTERNALS + PAGE + 8 * len(self._offsets))
             self._uc.mem_write(slot, struct.pack("<Q", value))
-            kind, value = {311: 275, 312: 286}[kind], slot
+            kind = {311: 275, 312: 286}[kind]
+            value = slot
         (instruction,) = struct.unpack("<I", self._uc.mem_read(where, 4))
         if kind in ABSOLUTE:
             shift, bits, position = ABSOLUTE[kind]
@@ -219,6 +229,8 @@ class Emulated:
             uc.reg_write(arm.UC_ARM64_REG_D0, int(np.exp2(np.float32(x)).view(np.uint32)))
         elif name == "NRT_MemInfo_call_dtor":
             pass
+        elif name == "get_num_threads":
+            uc.reg_write(arm.UC_ARM64_REG_X0, 1)
         elif name == "numba_attempt_nocopy_reshape":  # (nd, dims, strides twice, size, order)
             uc.reg_write(
                 arm.UC_ARM64_REG_X0,
@@ -250,7 +262,8 @@ class Emulated:
                 size * int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))
             )
 
-        old, new = words(dims, nd), contiguous(words(new_dims, new_nd))
+        old = words(dims, nd)
+        new = contiguous(words(new_dims, new_nd))
         if 0 not in old and words(strides, nd) != contiguous(old):
             return 0
         self._uc.mem_write(new_strides, struct.pack(f"<{new_nd}q", *new))
@@ -264,12 +277,11 @@ class Emulated:
         RuntimeError
             If the code raised, called something outside, or wrote past the end of an array.
         """
-        uc, integers, floats, back = (
-            self._uc,
-            [HEAP, HEAP + 64],
-            [],
-            [],
-        )  # result pointer, exception pointer
+        # result pointer, exception pointer
+        uc = self._uc
+        integers = [HEAP, HEAP + 64]
+        floats = []
+        back = []
         free = HEAP + PAGE
         for argument, kind in _flat(arguments, self.argument_types):
             if isinstance(kind, types.Array):
@@ -329,7 +341,9 @@ class Emulated:
         return np.frombuffer(bytes(uc.mem_read(HEAP, dtype.itemsize)), dtype)[0]
 
     def trace(self, *arguments: Any) -> list[str]:
-        """Call, and return the executed instructions as text, in order (without the padding between aligned labels)."""
+        """Call, and return the executed instructions as text, in order (without the padding between
+        aligned labels).
+        """
         where: dict[int, str] = {}
         at = None
         for raw in self.code.assembly.splitlines():
@@ -362,7 +376,8 @@ class Emulated:
         return [where[at] for at in executed if at in where]
 
     def _run(self, count: bool) -> None:
-        uc, hook = self._uc, None
+        uc = self._uc
+        hook = None
         self.instructions, self._failure = 0, ""
         if count:
 

@@ -1,7 +1,10 @@
-"""`numflash estimate`: what the INT8 kernels cost on an AArch64 CPU. Instructions by the emulator, cycles by llvm-mca's model.
+"""`numflash estimate`: what the INT8 kernels cost on an AArch64 CPU.
 
-No hardware is measured. Instructions are exact. Cycles are llvm-mca's model of the straight line of instructions that the emulator
-executed, in steady state: the ratios are worth reading, not the figures (see `LIMITS`).
+Instructions by the emulator, cycles by llvm-mca's model.
+
+No hardware is measured. Instructions are exact. Cycles are llvm-mca's model of the straight line of
+instructions that the emulator executed, in steady state: the ratios are worth reading, not the
+figures (see `LIMITS`).
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ Part = tuple[Emulated, tuple[Any, ...]]
 
 
 def isa_of(cpu: str) -> str | None:
-    """The instruction set of the register tiles on an AArch64 CPU; None where there is only the portable kernel."""
+    """The instruction set of the register tiles on an AArch64 CPU.
+
+    None where there is only the portable kernel.
+    """
     allowed = [name for name, triple in codegen.TRIPLES.items() if triple == codegen.AARCH64]
     if cpu not in allowed:
         raise ArgumentError(f"cpu: got {cpu!r}; allowed: {', '.join(map(repr, allowed))}")
@@ -48,7 +54,10 @@ def isa_of(cpu: str) -> str | None:
 
 
 def sums_tile(isa_name: str) -> Any:
-    """Intrinsic f(q, q_stride, k, groups, out): a 6 x 4 tile of int32 sums and nothing else, as `scores` has before it scales."""
+    """Intrinsic f(q, q_stride, k, groups, out).
+
+    a 6 x 4 tile of int32 sums and nothing else, as `scores` has before it scales.
+    """
     isa = VECTOR_ISAS[isa_name]
 
     @intrinsic
@@ -70,21 +79,17 @@ def sums_tile(isa_name: str) -> Any:
 
 
 def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
-    """Emulated functions of one key block and ROWS query rows, as the fused kernel calls its tiles, and their arguments."""
-    score, value = (
-        microkernels.score_tile(isa, 6),
-        microkernels.value_tile(isa, 6, VECTOR_ISAS[isa].nv),
-    )
-    octaves, weights = (
-        microkernels.block_octaves(isa, KEY_BLOCK),
-        microkernels.row_weights(isa, KEY_BLOCK),
-    )
-    totals, vector_lanes, sums_only, nv = (
-        microkernels.block_totals(isa),
-        lanes_of(isa),
-        sums_tile(isa),
-        VECTOR_ISAS[isa].nv,
-    )
+    """Emulated functions of one key block and ROWS query rows, as the fused kernel calls its tiles,
+    and their arguments.
+    """
+    score = microkernels.score_tile(isa, 6)
+    value = microkernels.value_tile(isa, 6, VECTOR_ISAS[isa].nv)
+    octaves = microkernels.block_octaves(isa, KEY_BLOCK)
+    weights = microkernels.row_weights(isa, KEY_BLOCK)
+    totals = microkernels.block_totals(isa)
+    vector_lanes = lanes_of(isa)
+    sums_only = sums_tile(isa)
+    nv = VECTOR_ISAS[isa].nv
 
     @njit(error_model="numpy")
     def scores(q, k, start, ck, cq, x):
@@ -145,16 +150,16 @@ def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
     def emulated(function: Any, signature: str, *arguments: Any) -> Part:
         return Emulated(function, f"void({signature})", cpu, vector_bits=bits), arguments
 
-    rng, lanes = np.random.default_rng(0), bits // 32
+    rng = np.random.default_rng(0)
+    lanes = bits // 32
     q, k, v = (
         rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (ROWS, KEY_BLOCK, KEY_BLOCK)
     )
     keys = packing.pack_keys(isa, k[None], np.ones((1, KEY_BLOCK), np.float32), lanes)
-    floats, ints = np.zeros(ROWS, np.float32), np.zeros(ROWS, np.int32)
-    x, p = (
-        rng.integers(-3000, 0, (ROWS, KEY_BLOCK)).astype(np.int16),
-        np.zeros((ROWS, KEY_BLOCK), np.uint8),
-    )
+    floats = np.zeros(ROWS, np.float32)
+    ints = np.zeros(ROWS, np.int32)
+    x = rng.integers(-3000, 0, (ROWS, KEY_BLOCK)).astype(np.int16)
+    p = np.zeros((ROWS, KEY_BLOCK), np.uint8)
     return {
         "scores": emulated(
             scores,
@@ -205,11 +210,9 @@ def portable_parts(cpu: str, bits: int, d: int) -> dict[str, Part]:
 
     rng = np.random.default_rng(0)
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (ROWS, KEY_BLOCK))
-    floats, weights, v = (
-        np.zeros(KEY_BLOCK, np.float32),
-        np.zeros((ROWS, KEY_BLOCK), np.int8),
-        np.zeros((d, KEY_BLOCK), np.int8),
-    )
+    floats = np.zeros(KEY_BLOCK, np.float32)
+    weights = np.zeros((ROWS, KEY_BLOCK), np.int8)
+    v = np.zeros((d, KEY_BLOCK), np.int8)
     return {
         "scores": emulated(
             "scores",
@@ -304,8 +307,10 @@ def cycles(
     model: Model, isa: str, bits: int, head_dims: Sequence[int] = (64, 128)
 ) -> list[tuple[str, float, str]]:
     """(what, figure, unit) of the register tiles, by the model."""
-    per_mac, share = "cycles per 64 multiply-adds", "%"
-    best, found = model.limit(isa, bits), []
+    per_mac = "cycles per 64 multiply-adds"
+    share = "%"
+    best = model.limit(isa, bits)
+    found = []
     found.append(("SDOT that wait for nothing", best, per_mac))
     code = tile_parts(isa, model.cpu, bits, 128)["scores"][0].code.assembly
     body = max(
@@ -323,7 +328,8 @@ def cycles(
             part: model.cycles(emulated.trace(*arguments))
             for part, (emulated, arguments) in tile_parts(isa, model.cpu, bits, d).items()
         }
-        work, tile = ROWS * KEY_BLOCK * d / 64, 6 * VECTOR_ISAS[isa].nv * bits / 32 * d / 64
+        work = ROWS * KEY_BLOCK * d / 64
+        tile = 6 * VECTOR_ISAS[isa].nv * bits / 32 * d / 64
         products = taken["scores"] + taken["values"]
         whole = products + taken["softmax"]
         found += [

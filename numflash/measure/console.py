@@ -1,4 +1,7 @@
-"""Tables and progress on the terminal: rich where it is installed, plain text otherwise. Progress goes to stderr, always."""
+"""Tables and progress on the terminal: rich where it is installed, plain text otherwise.
+
+Progress goes to stderr, always.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Who takes part in a benchmark: every contender computes the same attention, is checked before it is timed, and says its peer.
+"""Who takes part in a benchmark.
 
-The A64FX summary (docs/sources.md) compares the fused kernel with a parallel float32 reference; PyTorch takes part where it
-is installed.
+Every contender computes the same attention, is checked before it is timed, and says its peer.
+
+The A64FX summary (docs/sources.md) compares the fused kernel with a parallel float32 reference;
+PyTorch takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class Case:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of the two products over the visible part: what GOP/s counts, for everybody."""
+        """Multiplications and additions of the two products over the visible part.
+
+        What GOP/s counts, for everybody.
+        """
         visible = self.length * (self.length + 1) / 2 if self.causal else self.length**2
         return 4.0 * self.batch * self.heads * self.head_dim * visible
 
@@ -77,7 +82,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Contender:
-    """name, the largest relative L1 error it may have, and case -> call without arguments that returns the output."""
+    """name, the largest relative L1 error it may have, and case -> call without arguments that
+    returns the output.
+    """
 
     name: str
     budget: float
@@ -129,11 +136,16 @@ def _torch(case: Case) -> Callable[[], Any]:
     return call
 
 
-PEER, REFERENCE, PORTABLE = "PyTorch float32", "float32 reference", "numflash int8 portable"
+PEER = "PyTorch float32"
+REFERENCE = "float32 reference"
+PORTABLE = "numflash int8 portable"
 
 
 def contenders(everybody: bool = False) -> list[Contender]:
-    """Those that can run here, the machine's best first; `everybody` adds the other precisions and instruction sets."""
+    """Those that can run here, the machine's best first.
+
+    `everybody` adds the other precisions and instruction sets.
+    """
     best, *others = target.available()
     found = [Contender(f"numflash int8 {best}", 0.03, _int8(best))]
     if everybody:

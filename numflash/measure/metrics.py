@@ -1,6 +1,9 @@
-"""How far an output is from the exact one: always the same five figures, because each hides what another shows.
+"""How far an output is from the exact one.
 
-Cosine similarity is near 1 for every usable kernel; the largest absolute error and the worst row are what users notice.
+Always the same five figures, because each hides what another shows.
+
+Cosine similarity is near 1 for every usable kernel; the largest absolute error and the worst row
+are what users notice.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def errors(out: Any, exact: Any) -> Errors:
         return Errors(1.0, 0.0, 0.0, 0.0, 0.0)
     a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
     gap = np.abs(a - b)
-    row_gap, row_size = gap.sum(1), np.abs(b).sum(1)
+    row_gap = gap.sum(1)
+    row_size = np.abs(b).sum(1)
     total = row_size.sum()
     norms = np.linalg.norm(a) * np.linalg.norm(b)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -1,8 +1,11 @@
-"""Where the time of the fused INT8 kernel goes: the same kernel with one part after the other switched on.
+"""Where the time of the fused INT8 kernel goes.
 
-The parts are those of `flash_int8`: scores (Q.K^T with its epilogue), softmax, rescaling (merge of m, l and O), values (P.V with
-its epilogue). Each is timed as what it adds, so the parts add up to the whole; packing is a kernel of its own anyway. Full
-attention on sizes that fill every tile; the cost of edges and options is part of the whole kernel's time only.
+The same kernel with one part after the other switched on.
+
+The parts are those of `flash_int8`: scores (Q.K^T with its epilogue), softmax, rescaling (merge of
+m, l and O), values (P.V with its epilogue). Each is timed as what it adds, so the parts add up to
+the whole; packing is a kernel of its own anyway. Full attention on sizes that fill every tile; the
+cost of edges and options is part of the whole kernel's time only.
 """
 
 from __future__ import annotations
@@ -31,25 +34,30 @@ from ..validation import describe
 from .timing import timed
 
 PARTS = ("scores", "softmax", "rescaling", "values")
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 
 
 @functools.cache
 def make_phases(isa_name: str, parts: int):
-    """Kernel f(q, cq, keys, packed_values, o) of the first `parts` of PARTS over every query tile and key block of one head.
+    """Kernel f(q, cq, keys, packed_values, o) of the first `parts` of PARTS over every query tile
+    and key block of one head.
 
-    q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q, width) float32.
+    q (L, channels) first dot operand; cq (L,) float32; keys PackedKeys of one head; o (block_q,
+    width) float32.
     """
-    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
-    scores, octaves, weigh = (
-        score_block(isa_name),
-        octave_rows(isa_name),
-        weigh_rows(isa_name, "int8"),
-    )
+    isa = VECTOR_ISAS[isa_name]
+    t = tiling(isa_name)
+    scores = score_block(isa_name)
+    octaves = octave_rows(isa_name)
+    weigh = weigh_rows(isa_name, "int8")
     values, (begin, end) = value_block(isa_name, "int8"), tile_state(isa_name)
-    block_q, vector_lanes = t.block_q, lanes_of(isa_name)
+    block_q = t.block_q
+    vector_lanes = lanes_of(isa_name)
     operand = np.uint8 if isa.group == 4 else np.int16
-    with_softmax, with_rescaling, with_values = parts > 1, parts > 2, parts > 3
+    with_softmax = parts > 1
+    with_rescaling = parts > 2
+    with_values = parts > 3
 
     @kernel
     def run(q, cq, keys, packed_values, o):
@@ -57,16 +65,12 @@ def make_phases(isa_name: str, parts: int):
         stride, lanes = q.shape[1], vector_lanes()
         x = zeros((block_q, KEY_BLOCK), np.int16, "scores")
         p = zeros((block_q, KEY_BLOCK), operand, "weights")
-        m, l, scale = (
-            np.zeros(block_q, np.int32),
-            np.zeros(block_q, np.float32),
-            np.ones(block_q, np.float32),
-        )
-        octave, total, scale_bits = (
-            np.zeros(block_q, np.int32),
-            np.zeros(block_q, np.int32),
-            reinterpret(scale, np.int32),
-        )
+        m = np.zeros(block_q, np.int32)
+        l = np.zeros(block_q, np.float32)
+        scale = np.ones(block_q, np.float32)
+        octave = np.zeros(block_q, np.int32)
+        total = np.zeros(block_q, np.int32)
+        scale_bits = reinterpret(scale, np.int32)
         octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * lanes, np.int32)
         k, start, ck, v = keys.data[0], keys.start[0], keys.scale[0], packed_values[0]
         for row in range(0, q.shape[0] - block_q + 1, block_q):
@@ -91,17 +95,19 @@ def make_phases(isa_name: str, parts: int):
 
 
 def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, float]:
-    """Seconds of packing, of every part and of their sum, for full attention of one head on one thread.
+    """Seconds of packing, of every part and of their sum, for full attention of one head on one
+    thread.
 
-    A part is the difference of two times, each the fastest of some calls; NaN where it comes out negative three times, because
-    other programs took time from one of them.
+    A part is the difference of two times, each the fastest of some calls; NaN where it comes out
+    negative three times, because other programs took time from one of them.
 
     Raises
     ------
     ArgumentError
         `length` or `d` does not fill the tiles.
     """
-    isa, t = VECTOR_ISAS[isa_name], tiling(isa_name)
+    isa = VECTOR_ISAS[isa_name]
+    t = tiling(isa_name)
     panel = isa.nv * running_lanes(isa_name)
     if d % panel or length % KEY_BLOCK:
         raise ArgumentError(
@@ -111,14 +117,17 @@ def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, f
     q, k, v = (rng.standard_normal((1, 1, length, d), F) for _ in range(3))
     problem = quantize_problem(describe(q, k, v, Options(), "int8"))
     cq, ck = combined_scale(problem.query, problem.key, problem.scale)
-    k, v, scale = problem.key.data[0], problem.value.data[0], np.ascontiguousarray(ck[0])
+    k = problem.key.data[0]
+    v = problem.value.data[0]
+    scale = np.ascontiguousarray(ck[0])
     q = (problem.query.data[0, 0].astype(np.int16) + isa.q_offset).astype(
         np.uint8 if isa.group == 4 else np.int16
     )
     aligned = empty(q.shape, q.dtype)
     aligned[:] = q
     q = aligned
-    keys, values = pack_keys(isa_name, k, scale), pack_values(isa_name, v)
+    keys = pack_keys(isa_name, k, scale)
+    values = pack_values(isa_name, v)
     o = empty((t.block_q, d), F)
     with limit(1):
         calls: list[Callable[[], object]] = [
@@ -134,7 +143,10 @@ def measure(isa_name: str, length: int, d: int, repeats: int = 5) -> dict[str, f
 
 
 def fastest_times(calls: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Fastest time of each call. All are timed again, up to twice, where the second and later ones do not rise."""
+    """Fastest time of each call.
+
+    All are timed again, up to twice, where the second and later ones do not rise.
+    """
     best = [math.inf] * len(calls)
     for _ in range(3):
         best = [min(x, timed(call, repeats).fastest) for x, call in zip(best, calls, strict=True)]

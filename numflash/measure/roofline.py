@@ -1,7 +1,9 @@
-"""The roof of this machine, measured by kernels of our own: INT8 dot and FP32 multiply-add peaks, memory read and copy.
+"""The roof of this machine, measured by kernels of our own.
 
-Peaks come from loops that do nothing but the instruction, on independent accumulators in registers. What a data sheet says does
-not count: clocks, ports and shared memory of the machine at hand do.
+INT8 dot and FP32 multiply-add peaks, memory read and copy.
+
+Peaks come from loops that do nothing but the instruction, on independent accumulators in registers.
+What a data sheet says does not count: clocks, ports and shared memory of the machine at hand do.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from ..jit.compiler import kernel
 from ..jit.threads import limit
 from .timing import best_time
 
-# more than latency x throughput of the core (A64FX: 9 x 2), and no more than its registers hold (AVX2: 16)
+# more than latency x throughput of the core (A64FX: 9 x 2), and no more than its registers hold
+# (AVX2: 16)
 ACCUMULATORS = 12 if platform.machine() in ("x86_64", "AMD64") else 24
 STEPS = 1 << 18  # well below a millisecond: some run is not interrupted
 MEMORY_BYTES = 256 << 20  # far larger than any cache share
@@ -35,7 +38,8 @@ F = np.float32
 class Roof:
     """Measured rates, each the best of a few runs.
 
-    int8 : INT8 multiplications and additions per second (one dot instruction does 2 x group x lanes)
+    int8 : INT8 multiplications and additions per second (one dot instruction does 2 x group x
+        lanes)
     float32 : the same for FP32 multiply-add
     read, copy : bytes per second; a copied byte is read once and written once, and counts twice
     """
@@ -54,7 +58,10 @@ class Roof:
         )
 
     def confirmed(self, rates: list[float]) -> Roof:
-        """The same roof, measured again if one of these INT8 rates is above it: the higher one of both counts."""
+        """The same roof, measured again if one of these INT8 rates is above it.
+
+        The higher one of both counts.
+        """
         if max(rates, default=0.0) <= self.int8:
             return self
         int8, float32 = measure_compute(self.threads, self.isa)
@@ -66,7 +73,10 @@ class Roof:
 
 
 def _chain(isa: Vectors, element: ir.Type, result: types.Type, step: Callable) -> Callable:
-    """Intrinsic f(n, seed): n steps on each of ACCUMULATORS vector registers, reduced to one number so that none is dropped."""
+    """Intrinsic f(n, seed).
+
+    n steps on each of ACCUMULATORS vector registers, reduced to one number so that none is dropped.
+    """
     vec = isa.vector(element)
 
     @intrinsic
@@ -145,7 +155,9 @@ def _on_workers(chain: Callable) -> Callable:
 @functools.cache
 def _matrix_int8_peak() -> tuple[Callable, float]:
     """Matrix tiles: products of registers."""
-    configure, loop, release = amx_tiles.configure, amx_tiles.peak_loop, amx_tiles.release
+    configure = amx_tiles.configure
+    loop = amx_tiles.peak_loop
+    release = amx_tiles.release
 
     @kernel(parallel=True)
     def run(workers, n, seed, out):
@@ -159,8 +171,12 @@ def _matrix_int8_peak() -> tuple[Callable, float]:
 
 @functools.cache
 def _portable_int8_peak() -> tuple[Callable, float]:
-    """Targets without register tiles: what the compiler makes of an int8 dot product in the first-level cache."""
-    rows, size = 64, 1024
+    """Targets without register tiles.
+
+    What the compiler makes of an int8 dot product in the first-level cache.
+    """
+    rows = 64
+    size = 1024
 
     @kernel(parallel=True)
     def run(workers, n, seed, out):
@@ -198,12 +214,16 @@ def copy_memory(x, workers, y):
 
 
 def measure_compute(threads: int = 1, isa: str | None = None) -> tuple[float, float]:
-    """INT8 operations per second of `isa` (None: the best here) and FP32 operations per second, on `threads` threads."""
+    """INT8 operations per second of `isa` (None.
+
+    The best here) and FP32 operations per second, on `threads` threads.
+    """
     isa = target.require(isa)
     with limit(threads):
         int8, int8_ops = _int8_peak(isa)
         float32, float32_ops = _float32_peak()
-        int_out, float_out = np.empty(threads, np.int32), np.empty(threads, np.float32)
+        int_out = np.empty(threads, np.int32)
+        float_out = np.empty(threads, np.float32)
         int8_time = best_time(lambda: int8(threads, STEPS, np.int32(0x01010101), int_out))
         float_time = best_time(lambda: float32(threads, STEPS, F(0.5), float_out))
     return int8_ops * STEPS * threads / int8_time, float32_ops * STEPS * threads / float_time
@@ -212,7 +232,8 @@ def measure_compute(threads: int = 1, isa: str | None = None) -> tuple[float, fl
 def measure_memory(threads: int = 1) -> tuple[float, float]:
     """Bytes per second read and copied on `threads` threads."""
     x = np.ones((1024, MEMORY_BYTES // 4096), np.float32)
-    y, out = np.empty_like(x), np.empty(threads, np.float32)
+    y = np.empty_like(x)
+    out = np.empty(threads, np.float32)
     y.fill(0)
     with limit(threads):
         read_time = best_time(lambda: read_memory(x, threads, out), 0.3)
@@ -221,7 +242,9 @@ def measure_memory(threads: int = 1) -> tuple[float, float]:
 
 
 def measure(threads: int = 1, isa: str | None = None) -> Roof:
-    """The roof of this machine on `threads` threads, for the INT8 instructions of `isa` (None: the best here).
+    """The roof of this machine on `threads` threads, for the INT8 instructions of `isa` (None.
+
+    The best here).
 
     Takes about two seconds, and 512 MB.
     """

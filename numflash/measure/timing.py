@@ -1,7 +1,7 @@
 """Timing a call: always after one that is not counted, which compiles and warms the caches.
 
-A machine that runs other programs gives figures that cannot be: more than the peak, parts below zero. They are marked as
-disturbed, with their spread, and never printed as results.
+A machine that runs other programs gives figures that cannot be: more than the peak, parts below
+zero. They are marked as disturbed, with their spread, and never printed as results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _times(run: Callable[[], object], repeats: int, seconds: float) -> list[floa
 
 
 def timed(run: Callable[[], object], repeats: int, seconds: float = 0.02) -> Timing:
-    """Times of `repeats` calls, more where they take less than `seconds`, after one that is not counted."""
+    """Times of `repeats` calls, more where they take less than `seconds`, after one that is not
+    counted.
+    """
     times = _times(run, repeats, seconds)
     return Timing(float(np.median(times)), min(times))
 
@@ -61,12 +63,18 @@ def median_time(run: Callable[[], object], repeats: int, seconds: float = 0.02) 
 
 
 def best_time(run: Callable[[], object], seconds: float = 0.2, least: int = 3) -> float:
-    """Shortest time of a call: repeated for `seconds`, at least `least` times, after one that is not counted."""
+    """Shortest time of a call.
+
+    Repeated for `seconds`, at least `least` times, after one that is not counted.
+    """
     return min(_times(run, least, seconds))
 
 
 def percent(part: float, whole: float, digits: int = 0) -> str:
-    """A share of a whole; where it cannot be (above 100 %, below 0, not a number) the word `disturbed`."""
+    """A share of a whole.
+
+    Where it cannot be (above 100 %, below 0, not a number) the word `disturbed`.
+    """
     share = part / whole if whole else float("nan")
     return f"{100 * share:.{digits}f} %" if 0 <= share <= 1 else DISTURBED
 

@@ -1,4 +1,6 @@
-"""Attention over many machines: sequences spread over the ranks of an MPI communicator (mpi4py, the extra `mpi`).
+"""Attention over many machines.
+
+Sequences spread over the ranks of an MPI communicator (mpi4py, the extra `mpi`).
 
 >>> from mpi4py import MPI
 >>> from numflash.mpi import Split, ring_attention

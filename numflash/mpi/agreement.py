@@ -1,4 +1,7 @@
-"""All ranks raise the same error, or none does: nobody is left waiting for a message of a rank that gave up."""
+"""All ranks raise the same error, or none does.
+
+Nobody is left waiting for a message of a rank that gave up.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ T = TypeVar("T")
 
 
 def mpi(what: str) -> Any:
-    """mpi4py's MPI, or one error that names `what` needed it: mpi4py is missing, or the MPI library that it loads."""
+    """mpi4py's MPI, or one error that names `what` needed it.
+
+    Mpi4py is missing, or the MPI library that it loads.
+    """
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -46,15 +52,20 @@ def portable(error: Exception, rank: int) -> Exception:
 
 
 def agree(comm: Any, make: Callable[[], T]) -> list[T]:
-    """What `make()` returns on each rank. Where it raises on any, the error of the first such rank is raised on all.
+    """What `make()` returns on each rank.
+
+    Where it raises on any, the error of the first such rank is raised on all.
 
     One exchange of small objects; every rank calls it.
     """
-    result, mine, error = None, None, None
+    result = None
+    mine = None
+    error = None
     try:
         result = make()
     except Exception as raised:
-        mine, error = raised, portable(raised, comm.rank)
+        mine = raised
+        error = portable(raised, comm.rank)
     everyone = comm.allgather((result, error))
     for rank, (_, found) in enumerate(everyone):
         if found is not None:

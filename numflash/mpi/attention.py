@@ -23,7 +23,8 @@ from .splits import Split
 
 @dataclass
 class Job:
-    """A plan with this rank's operands in the form in which they are computed with, and its result so far.
+    """A plan with this rank's operands in the form in which they are computed with, and its result
+    so far.
 
     query : (B, H, L, D) array or QuantizedTensor;  own : Shard;  agreed : Agreed, for "int8"
     out (B, H, L, Dv) float32, lse (B, H, L) float32
@@ -76,10 +77,16 @@ class Job:
 
 
 def prepare(comm: Any, plan: Plan, impl: str) -> Job:
-    """Quantise where that is asked for: queries and keys once, by their owner, with the offset and scales of all ranks."""
-    p, ranges = plan.problem, plan.keys.chunks[plan.rank]
+    """Quantise where that is asked for.
+
+    Queries and keys once, by their owner, with the offset and scales of all ranks.
+    """
+    p = plan.problem
+    ranges = plan.keys.chunks[plan.rank]
     b, h, hkv, length, _, d, dv = p.shape
-    form, agreed, jobs = Format.of(p), None, []
+    form = Format.of(p)
+    agreed = None
+    jobs = []
     if p.precision == "int8":
 
         def statistics() -> Statistics:
@@ -89,7 +96,8 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         agreed = Agreed.of(Statistics.join(agree(comm, statistics)), p)
 
     def make() -> None:
-        query, own = p.query, Shard.of(ranges, p.key, p.value)
+        query = p.query
+        own = Shard.of(ranges, p.key, p.value)
         if agreed is not None:
             t = quantize_heads(floats(p.query).reshape(b * h, length, d), "row", False)
             bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
@@ -100,10 +108,8 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
                 nonfinite=bad,
             )
             own = quantise_shard(floats(p.key), floats(p.value), ranges, p, agreed)
-        out, lse = (
-            np.zeros((b, h, length, dv), np.float32),
-            np.full((b, h, length), -np.inf, np.float32),
-        )
+        out = np.zeros((b, h, length, dv), np.float32)
+        lse = np.full((b, h, length), -np.inf, np.float32)
         jobs.append(Job(plan, form, query, own, agreed, impl, out, lse))
 
     agree(comm, make)
@@ -137,7 +143,8 @@ def run(
     work(comm, job, report)
     out, lse = job.finish(comm)
     taken = import_array("query", query)
-    ndim, layout = taken.array.ndim, options["layout"]
+    ndim = taken.array.ndim
+    layout = options["layout"]
     result = deliver(
         restore(out, ndim, layout), restore(lse, ndim, layout), taken, plan.problem.return_lse
     )
@@ -169,27 +176,33 @@ def ring_attention(
     impl: str = "auto",
     report: Report | None = None,
 ) -> Any:
-    """`numflash.attention` over a sequence spread over ranks: queries stay, keys and values travel once round the ring.
+    """`numflash.attention` over a sequence spread over ranks.
 
-    Every rank of `comm` calls it with its own shard of the sequence and the same options. It returns when the rank's own rows are
-    done. Communication is non-blocking and runs while the kernel does; a message carries only keys that a rank further on sees.
+    Queries stay, keys and values travel once round the ring.
+
+    Every rank of `comm` calls it with its own shard of the sequence and the same options. It
+    returns when the rank's own rows are done. Communication is non-blocking and runs while the
+    kernel does; a message carries only keys that a rank further on sees.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-    query : (B, H, L_r, D) array, the rank's rows of the whole (B, H, L, D); 2-D and 3-D arrays are promoted
+    query : (B, H, L_r, D) array, the rank's rows of the whole (B, H, L, D); 2-D and 3-D arrays are
+        promoted
     key, value : (B, Hkv, S_r, D) and (B, Hkv, S_r, Dv) arrays, the rank's keys
         L_r and S_r may differ between ranks and may be 0; everything else is equal on all ranks.
     split : "plain", "zigzag" or Split
-        Which tokens of the whole sequence a rank's rows are. "plain": the ranks' shards follow one another, of any lengths.
-        "zigzag": as `Split.zigzag(L, ranks)` deals them, so that causal work is balanced.
+        Which tokens of the whole sequence a rank's rows are. "plain": the ranks' shards follow one
+        another, of any lengths. "zigzag": as `Split.zigzag(L, ranks)` deals them, so that causal
+        work is balanced.
     split_kv : as split
         The same for the keys; `split` unless given.
     window, alignment, key_lengths, is_causal, alibi_slopes
         Count tokens of the whole sequences, as if one process held them.
     precision : "int8" and the others
-        With "int8" each rank quantises its keys and values once and sends a quarter of the bytes of float32. The smoothing offset
-        (the mean key) and the scales of the value's channels are those of the whole sequence.
+        With "int8" each rank quantises its keys and values once and sends a quarter of the bytes of
+        float32. The smoothing offset (the mean key) and the scales of the value's channels are
+        those of the whole sequence.
     scale, enable_gqa, softcap, sinks, pv, layout, return_lse, impl
         As `numflash.attention` takes them.
     report : Report
@@ -200,8 +213,9 @@ def ring_attention(
     out : (B, H, L_r, Dv), the rank's rows, of the kind and dtype of query
     lse : (B, H, L_r) float32; only with `return_lse`
 
-    Equal calls give equal bits. Over another number of ranks or another split, partial results are rounded and merged in another
-    order: float32 differs in its last bits; int8 by its own rounding, and by float32's where chunks start on a key block of 128.
+    Equal calls give equal bits. Over another number of ranks or another split, partial results are
+    rounded and merged in another order: float32 differs in its last bits; int8 by its own rounding,
+    and by float32's where chunks start on a key block of 128.
 
     Raises
     ------
@@ -221,10 +235,12 @@ def ring_attention(
 def all_gather_attention(
     comm: Any, query: Any, key: Any, value: Any, *, report: Report | None = None, **options: Any
 ) -> Any:
-    """As `ring_attention`, but every rank first collects all keys and values, then calls the kernel once per query chunk.
+    """As `ring_attention`, but every rank first collects all keys and values, then calls the kernel
+    once per query chunk.
 
-    For keys and values that are short or have few heads (GQA), where n messages cost more than their bytes: one collective, nothing
-    to merge, but memory for all keys on every rank and no overlap. With "int8" the bits do not depend on how keys are split.
+    For keys and values that are short or have few heads (GQA), where n messages cost more than
+    their bytes: one collective, nothing to merge, but memory for all keys on every rank and no
+    overlap. With "int8" the bits do not depend on how keys are split.
 
     Parameters
     ----------
@@ -241,9 +257,12 @@ def gather_work(comm: Any, job: Job, report: Report) -> None:
     """Compute this rank's rows after one all-gather of keys and values."""
     from mpi4py import MPI
 
-    start, keys, form = time.perf_counter(), job.plan.keys, job.form
+    start = time.perf_counter()
+    keys = job.plan.keys
+    form = job.form
     sizes = [form.nbytes(c) for c in keys.chunks]
-    mine, everything = np.empty(sizes[comm.rank], np.uint8), np.empty(sum(sizes), np.uint8)
+    mine = np.empty(sizes[comm.rank], np.uint8)
+    everything = np.empty(sum(sizes), np.uint8)
     encode(form, job.own, mine)
     places = np.cumsum([0, *sizes])
     comm.Allgatherv([mine, MPI.BYTE], [everything, sizes, places[:-1].tolist(), MPI.BYTE])

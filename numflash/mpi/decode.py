@@ -1,4 +1,7 @@
-"""One token's attention over a KV cache that is spread over ranks: each rank its own keys, one reduction of (out, lse)."""
+"""One token's attention over a KV cache that is spread over ranks.
+
+Each rank its own keys, one reduction of (out, lse).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ F = np.float32
 
 @functools.cache
 def reduction(width: int) -> tuple[Any, Any]:
-    """The MPI operation that merges two states, and the datatype of one row: out (width - 1 numbers) and lse.
+    """The MPI operation that merges two states, and the datatype of one row.
 
-    The row is one element, so that no library cuts it. Not declared commutative: then ranks are merged in their order, and the
-    bits do not depend on who arrives first.
+    Out (width - 1 numbers) and lse.
+
+    The row is one element, so that no library cuts it. Not declared commutative: then ranks are
+    merged in their order, and the bits do not depend on who arrives first.
     """
     from mpi4py import MPI
 
@@ -39,15 +44,17 @@ def split_kv_decode(
 ) -> Any:
     """Attention of one new token per sequence over the keys of all ranks.
 
-    Each rank's cache holds other tokens of the same sequences, as many as it likes, none included: append each new token on one
-    rank only, for instance in turn. The query is the same on all ranks. While the local kernel runs, the ranks compare what they
-    were called with; after it, one reduction merges their states.
+    Each rank's cache holds other tokens of the same sequences, as many as it likes, none included:
+    append each new token on one rank only, for instance in turn. The query is the same on all
+    ranks. While the local kernel runs, the ranks compare what they were called with; after it, one
+    reduction merges their states.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
     cache : numflash.KVCache
-        The rank's own. Anything with `value_dim` and `decode(query, scale=..., return_lse=True)` will do.
+        The rank's own. Anything with `value_dim` and `decode(query, scale=..., return_lse=True)`
+        will do.
     query : (B, H, 1, D) array
     scale : float
         1 / sqrt(D) unless given.
@@ -55,7 +62,8 @@ def split_kv_decode(
 
     Returns
     -------
-    out : (B, H, 1, Dv), of the kind and dtype of query (float32 for float64), equal bits on all ranks
+    out : (B, H, 1, Dv), of the kind and dtype of query (float32 for float64), equal bits on all
+        ranks
     lse : (B, H, 1) float32; only with `return_lse`
 
     Raises
@@ -65,7 +73,8 @@ def split_kv_decode(
     """
     from mpi4py import MPI
 
-    comm, error = communicator(comm), None
+    comm = communicator(comm)
+    error = None
     given: dict[str, Any] = {}
     try:
         taken = import_array("query", query)
@@ -82,7 +91,8 @@ def split_kv_decode(
     except Exception as raised:
         error = raised
     digest = zlib.crc32(repr(given).encode())
-    mine, agreed = np.array([digest, -digest, error is not None], np.int64), np.empty(3, np.int64)
+    mine = np.array([digest, -digest, error is not None], np.int64)
+    agreed = np.empty(3, np.int64)
     compared = comm.Iallreduce(mine, agreed, MPI.MAX)
     rows = np.empty((0, 1), F)
     if error is None:
@@ -103,7 +113,10 @@ def split_kv_decode(
 def local_state(
     cache: Any, query: Any, scale: float | None, shape: tuple[int, ...], width: int
 ) -> tuple[np.ndarray, Exception | None]:
-    """(1 + B * H, Dv + 1) float32: out and lse of each row. The first row sees nothing, and something where decoding failed."""
+    """(1 + B * H, Dv + 1) float32: out and lse of each row.
+
+    The first row sees nothing, and something where decoding failed.
+    """
     rows = np.zeros((1 + shape[0] * shape[1], width + 1), F)
     rows[0, -1] = -np.inf
     try:

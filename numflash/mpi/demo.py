@@ -1,4 +1,7 @@
-"""`mpiexec -n 2 numflash demo ring`: one sequence over several ranks; how exact, how balanced, how fast, from what length on."""
+"""`mpiexec -n 2 numflash demo ring`: one sequence over several ranks.
+
+How exact, how balanced, how fast, from what length on.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,12 @@ from .plan import make_plan
 from .ring import Report, rotate
 from .splits import Split, imbalance
 
-CHECKED, TIMED = 517, 4096  # tokens of the whole sequence
-HEADS, KV_HEADS, HEAD_DIM = 4, 4, 128
+# tokens of the whole sequence
+CHECKED = 517
+TIMED = 4096
+HEADS = 4
+KV_HEADS = 4
+HEAD_DIM = 128
 PRECISIONS = ("float32", "int8")
 REPEATS = 5
 

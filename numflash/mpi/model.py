@@ -1,12 +1,14 @@
-"""How long a sequence each rank must hold for the exchange to hide behind the kernel, from a measured rate and a link.
+"""How long a sequence each rank must hold for the exchange to hide behind the kernel, from a
+measured rate and a link.
 
-One step of the ring moves the keys and values of one rank, S tokens, and computes its L = S queries against them:
+One step of the ring moves the keys and values of one rank, S tokens, and computes its L = S queries
+against them:
 
     kernel(S) = 4 H D S^2 / rate            (half of it for causal attention, zigzag)
     exchange(S) = latency + S * token_bytes / bandwidth
 
-Work grows with the square, bytes with the length: from some length on the kernel is the longer one, and the ring runs at the
-speed of the kernel alone.
+Work grows with the square, bytes with the length: from some length on the kernel is the longer one,
+and the ring runs at the speed of the kernel alone.
 """
 
 from __future__ import annotations
@@ -72,12 +74,19 @@ class Ring:
         return self.link.latency + length * self.token_bytes / self.link.bandwidth
 
     def hiding_length(self) -> int:
-        """Tokens per rank from which the kernel takes at least as long as the exchange: the root of kernel(x) = exchange(x)."""
-        a, b = self.kernel(1.0), self.token_bytes / self.link.bandwidth
+        """Tokens per rank from which the kernel takes at least as long as the exchange.
+
+        The root of kernel(x) = exchange(x).
+        """
+        a = self.kernel(1.0)
+        b = self.token_bytes / self.link.bandwidth
         return math.ceil((b + math.sqrt(b * b + 4 * a * self.link.latency)) / (2 * a))
 
     def seconds(self, length: int, ranks: int) -> float:
-        """One call over `ranks` ranks of `length` tokens each: n kernels, n - 1 exchanges beside them."""
+        """One call over `ranks` ranks of `length` tokens each.
+
+        n kernels, n - 1 exchanges beside them.
+        """
         return (ranks - 1) * max(self.kernel(length), self.exchange(length)) + self.kernel(length)
 
     def sent(self, length: int, ranks: int) -> int:

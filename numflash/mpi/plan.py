@@ -1,4 +1,7 @@
-"""One attention problem over all ranks: which rank stores which tokens, which rows attend to them, and what has to be sent."""
+"""One attention problem over all ranks.
+
+Which rank stores which tokens, which rows attend to them, and what has to be sent.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,14 @@ class Plan:
     def itinerary(self) -> Callable[[int, int], tuple[Range, ...]]:
         """(owner, step) -> the range of keys to send of each of the owner's chunks.
 
-        These are the keys that some rank, `step` or more places further round the ring, attends to; the range is empty where no
-        rank does. The first key is the start of a key block of its chunk.
+        These are the keys that some rank, `step` or more places further round the ring, attends to;
+        the range is empty where no rank does. The first key is the start of a key block of its
+        chunk.
         """
-        n, p = self.keys.ranks, self.problem
-        q, k = edges(self.queries), edges(self.keys)
+        n = self.keys.ranks
+        p = self.problem
+        q = edges(self.queries)
+        k = edges(self.keys)
         nothing = not len(p.diagonal)
         low, high = (0, 0) if nothing else (int(p.diagonal.min()), int(p.diagonal.max()))
         first = q[..., 0] + low - (FAR if p.left is None else p.left)
@@ -56,11 +62,12 @@ class Plan:
         )
         stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)  # a rank without queries sees nothing
         ring = (np.arange(n)[:, None] + np.arange(n)) % n  # (owner, step): the rank at that step
-        a, b = k[:, None, None, :, 0], k[:, None, None, :, 1]  # (owner, 1, 1, chunk)
-        lo, hi = (
-            np.maximum(first[ring][..., None], a),
-            np.minimum(stop[ring][..., None], b),
-        )  # (owner, step, query chunk, chunk)
+        # (owner, 1, 1, chunk)
+        a = k[:, None, None, :, 0]
+        b = k[:, None, None, :, 1]
+        # (owner, step, query chunk, chunk)
+        lo = np.maximum(first[ring][..., None], a)
+        hi = np.minimum(stop[ring][..., None], b)
         lo, hi = np.where(lo < hi, lo, FAR).min(2), np.where(lo < hi, hi, -FAR).max(2)
         lo = np.minimum.accumulate(lo[:, ::-1], 1)[:, ::-1]
         hi = np.maximum.accumulate(hi[:, ::-1], 1)[:, ::-1]
@@ -81,16 +88,23 @@ class Plan:
         return ranges
 
     def pieces(self) -> list[tuple[slice, int]]:
-        """Query chunks of this rank: its own rows, and the place of the first one in the whole sequence."""
-        found, at = [], 0
+        """Query chunks of this rank.
+
+        Its own rows, and the place of the first one in the whole sequence.
+        """
+        found = []
+        at = 0
         for start, stop in self.queries.chunks[self.rank]:
             found.append((slice(at, at + stop - start), start))
             at += stop - start
         return found
 
     def sees(self, rows: slice, start: int, keys: Range) -> bool:
-        """Whether query rows, the first at `start` of the whole sequence, attend to any of the keys."""
-        p, n = self.problem, rows.stop - rows.start
+        """Whether query rows, the first at `start` of the whole sequence, attend to any of the
+        keys.
+        """
+        p = self.problem
+        n = rows.stop - rows.start
         if not len(p.diagonal):
             return False
         first = start + int(p.diagonal.min()) - (FAR if p.left is None else p.left)
@@ -103,7 +117,10 @@ class Plan:
     def part(
         self, query: Any, rows: slice, start: int, key: Any, value: Any, keys: Range
     ) -> Problem:
-        """The problem of some rows and some keys, in their own coordinates. `query` is the rank's operand, quantised or not."""
+        """The problem of some rows and some keys, in their own coordinates.
+
+        `query` is the rank's operand, quantised or not.
+        """
         p = self.problem
         return replace(
             p,
@@ -141,7 +158,8 @@ def make_plan(
     impl: Any,
     given: dict[str, Any],
 ) -> Plan:
-    """Check every rank's arguments, and that they fit together, before anything is exchanged but these descriptions.
+    """Check every rank's arguments, and that they fit together, before anything is exchanged but
+    these descriptions.
 
     given : options as `Options` takes them, not checked yet: an error belongs to all ranks
     """

@@ -1,7 +1,10 @@
-"""Keys and values once round the ring, while every rank attends to what it holds: Ring Attention (Liu et al. 2023, section 3).
+"""Keys and values once round the ring, while every rank attends to what it holds.
 
-Step t: a rank holds the keys of the rank t places behind it. It sends them on and receives the next ones while its kernel runs on
-them, then merges the partial result by its log-sum-exp. Each message carries only the keys that somebody further on still sees.
+Ring Attention (Liu et al. 2023, section 3).
+
+Step t: a rank holds the keys of the rank t places behind it. It sends them on and receives the next
+ones while its kernel runs on them, then merges the partial result by its log-sum-exp. Each message
+carries only the keys that somebody further on still sees.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class Report:
 
     sent, received : bytes of keys and values;  messages : how many were sent
     setup : seconds in checks and in agreeing on scales;  kernel : seconds in attention and merging
-    exchange : seconds in which nothing but the exchange went on: posting messages, and waiting for them after the kernel
+    exchange : seconds in which nothing but the exchange went on: posting messages, and waiting for
+        them after the kernel
     total : seconds of the call
     """
 
@@ -49,9 +53,12 @@ def messages(buffer: np.ndarray) -> list[np.ndarray]:
 
 @contextmanager
 def progressing(requests: list[Any]) -> Iterator[None]:
-    """Keep messages moving while the main thread computes: most MPI libraries move large ones only inside MPI calls.
+    """Keep messages moving while the main thread computes.
 
-    One thread at a time calls MPI, so THREAD_SERIALIZED is enough; with less, messages move before and after.
+    Most MPI libraries move large ones only inside MPI calls.
+
+    One thread at a time calls MPI, so THREAD_SERIALIZED is enough; with less, messages move before
+    and after.
     """
     from mpi4py import MPI
 
@@ -90,16 +97,20 @@ def rotate(
     """
     from mpi4py import MPI
 
-    n, rank = comm.size, comm.rank
+    n = comm.size
+    rank = comm.rank
     clock = time.perf_counter
     most = max((form.nbytes(ranges(rank - t, t)) for t in range(1, n)), default=0)
     inbox = [np.empty(most, np.uint8) for _ in range(min(2, n - 1))]
-    shard, received = own, np.empty(0, np.uint8)
+    shard = own
+    received = np.empty(0, np.uint8)
     for step in range(1, n + 1):
         started = clock()
-        requests, incoming = [], received
+        requests = []
+        incoming = received
         if step < n:
-            onward, wanted = ranges(rank - step + 1, step), ranges(rank - step, step)
+            onward = ranges(rank - step + 1, step)
+            wanted = ranges(rank - step, step)
             outgoing = received
             if step == 1 or onward != shard.ranges:
                 outgoing = np.empty(form.nbytes(onward), np.uint8)
@@ -124,4 +135,5 @@ def rotate(
         report.kernel += worked - posted
         report.exchange += posted - started + clock() - worked
         if step < n:
-            shard, received = decode(form, wanted, incoming), incoming
+            shard = decode(form, wanted, incoming)
+            received = incoming

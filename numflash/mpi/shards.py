@@ -1,4 +1,7 @@
-"""Keys and values as messages: one buffer of bytes each, without a header, because both ends know its layout."""
+"""Keys and values as messages.
+
+One buffer of bytes each, without a header, because both ends know its layout.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,9 @@ class Field:
 class Format:
     """What a shard holds.
 
-    Float: key, value. INT8: the scale of each key (NaN marks a row whose key or value was not finite), key, value. The smoothing
-    offset and the scales of the value's channels are the same on all ranks and are not sent.
+    Float: key, value. INT8: the scale of each key (NaN marks a row whose key or value was not
+    finite), key, value. The smoothing offset and the scales of the value's channels are the same on
+    all ranks and are not sent.
     """
 
     lead: tuple[int, int]
@@ -40,7 +44,10 @@ class Format:
 
     @property
     def aligned(self) -> list[int]:
-        """Fields in the order of the buffer: wide types first, so that every array in it is aligned."""
+        """Fields in the order of the buffer.
+
+        Wide types first, so that every array in it is aligned.
+        """
         return sorted(range(len(self.fields)), key=lambda f: -self.fields[f].dtype.itemsize)
 
     @classmethod
@@ -130,12 +137,14 @@ def decode(form: Format, ranges: Sequence[Range], buffer: np.ndarray) -> Shard:
     return Shard(tuple(ranges), tuple(arrays))
 
 
-# ---- quantised once, by the owner ------------------------------------------------------------------------------------------------
+# ---- quantised once, by the owner
+# ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Statistics:
     """Per batch entry, key head and channel, over the finite rows of one rank or of all.
 
-    sums (B, Hkv, D) float64 of the key; peaks (B, Hkv, Dv) float32, the largest magnitude of the value.
+    sums (B, Hkv, D) float64 of the key; peaks (B, Hkv, Dv) float32, the largest magnitude of the
+    value.
     """
 
     sums: np.ndarray
@@ -145,7 +154,8 @@ class Statistics:
     def of(cls, key: np.ndarray, value: np.ndarray, real: np.ndarray) -> Statistics:
         """key, value (B, Hkv, n, .) float32; real (B, n) bool: rows that are not padding.
 
-        Summed in float64: the mean comes out the same however the tokens are split, but for a last bit once in a great many.
+        Summed in float64: the mean comes out the same however the tokens are split, but for a last
+        bit once in a great many.
         """
 
         def finite(x: np.ndarray) -> np.ndarray:
@@ -169,7 +179,8 @@ class Agreed:
     """What all ranks quantise with.
 
     offset : (B, Hkv, D) float32 or None
-        The mean of each channel of the key over the whole sequence; None with a softcap, as in `quantize_problem`.
+        The mean of each channel of the key over the whole sequence; None with a softcap, as in
+        `quantize_problem`.
     peaks : (B, Hkv, Dv) float32
     value_scale : (B, Hkv, 1, Dv) float32
     """
@@ -180,7 +191,10 @@ class Agreed:
 
     @classmethod
     def of(cls, whole: Statistics, problem: Problem) -> Agreed:
-        """From the statistics of all ranks; `problem.key_lengths` counts tokens of the whole sequence."""
+        """From the statistics of all ranks.
+
+        `problem.key_lengths` counts tokens of the whole sequence.
+        """
         counts = np.maximum(problem.key_lengths, 1).astype(np.float64)[:, None, None]
         b, hkv, dv = whole.peaks.shape
         peaks = whole.peaks.reshape(b * hkv, dv)
@@ -197,7 +211,10 @@ class Agreed:
 def quantise_shard(
     key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...], problem: Problem, agreed: Agreed
 ) -> Shard:
-    """A rank's keys and values as INT8 (values as float32 with pv "fp32"); key, value (B, Hkv, n, .) float32."""
+    """A rank's keys and values as INT8 (values as float32 with pv "fp32").
+
+    Key, value (B, Hkv, n, .) float32.
+    """
     b, hkv = key.shape[:2]
     offset = None if agreed.offset is None else agreed.offset.reshape(b * hkv, key.shape[3])
     columns = []
@@ -215,7 +232,8 @@ def quantise_shard(
             vq = quantize_heads(
                 v, "channel", False, real, peak=agreed.peaks.reshape(b * hkv, value.shape[3])
             )
-            v, bad = vq.data, bad if vq.nonfinite is None else bad | vq.nonfinite
+            v = vq.data
+            bad = bad if vq.nonfinite is None else bad | vq.nonfinite
         scale = np.where(bad[..., None], np.float32(np.nan), kq.scale)
         columns.append([x.reshape(b, hkv, n, x.shape[2]) for x in (scale, kq.data, v)])
         at += n

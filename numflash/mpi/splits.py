@@ -1,9 +1,10 @@
 """Which rank holds which tokens of a sequence, and how much causal work that gives each of them.
 
-A causal row i has i + 1 keys to visit. With consecutive shards the last of n ranks does (2n - 1) / n times the mean, close to
-twice, and everybody else waits for it. Zigzag gives each rank one chunk from the front and its mirror image from the back, so
-that all ranks do the same work at every step of the ring (the layout of Llama 3's context parallelism, Grattafiori et al. 2024,
-section 3.3.2, and of the zigzag variant of ring attention).
+A causal row i has i + 1 keys to visit. With consecutive shards the last of n ranks does (2n - 1) /
+n times the mean, close to twice, and everybody else waits for it. Zigzag gives each rank one chunk
+from the front and its mirror image from the back, so that all ranks do the same work at every step
+of the ring (the layout of Llama 3's context parallelism, Grattafiori et al. 2024, section 3.3.2,
+and of the zigzag variant of ring attention).
 """
 
 from __future__ import annotations
@@ -80,11 +81,16 @@ class Split:
         return sum(self.lengths)
 
     def indices(self, rank: int) -> np.ndarray:
-        """(tokens of the rank,) int64: their places in the whole sequence, as the rank stores them."""
+        """(tokens of the rank,) int64.
+
+        Their places in the whole sequence, as the rank stores them.
+        """
         return np.concatenate([np.arange(0), *(np.arange(a, b) for a, b in self.chunks[rank])])
 
     def permutation(self) -> np.ndarray:
-        """(L,) int64: place in the whole sequence of token n of all shards, concatenated in rank order."""
+        """(L,) int64: place in the whole sequence of token n of all shards, concatenated in rank
+        order.
+        """
         return np.concatenate([np.arange(0), *(self.indices(r) for r in range(self.ranks))])
 
     def shard(self, x: np.ndarray, rank: int, axis: int = -2) -> np.ndarray:
@@ -104,7 +110,11 @@ def named_split(name: str, lengths: Sequence[int]) -> Split:
 
 
 def causal_work(split: Split) -> np.ndarray:
-    """(ranks, ranks) int64: query-key pairs that rank r computes at step t of the ring, of a causal problem of equal L and S."""
+    """(ranks, ranks) int64.
+
+    Query-key pairs that rank r computes at step t of the ring, of a causal problem of equal L and
+    S.
+    """
     work = np.zeros((split.ranks, split.ranks), np.int64)
     for r in range(split.ranks):
         rows = split.indices(r)
@@ -115,6 +125,9 @@ def causal_work(split: Split) -> np.ndarray:
 
 
 def imbalance(split: Split) -> float:
-    """Causal work of the busiest rank over the mean: what the ring takes against perfect balance."""
+    """Causal work of the busiest rank over the mean.
+
+    What the ring takes against perfect balance.
+    """
     work = causal_work(split).sum(1)
     return float(work.max() / work.mean()) if work.any() else 1.0

@@ -1,4 +1,6 @@
-"""numflash inside PyTorch: `scaled_dot_product_attention` with PyTorch's signature, gradients, and a switch for whole models.
+"""numflash inside PyTorch.
+
+`scaled_dot_product_attention` with PyTorch's signature, gradients, and a switch for whole models.
 
 A model that somebody else wrote, as it is, on numflash's kernels:
 
@@ -10,17 +12,20 @@ A model that somebody else wrote, as it is, on numflash's kernels:
 >>> routed.calls, torch.allclose(y, layer(x), atol=1e-4)
 (1, True)
 
-In integers, where no gradient is needed: `use(precision="int8")`. To train, call the function as PyTorch's own:
+In integers, where no gradient is needed: `use(precision="int8")`. To train, call the function as
+PyTorch's own:
 
 >>> q, k, v = (torch.randn(1, 8, 128, 64, requires_grad=True) for _ in range(3))
 >>> numflash.torch.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 >>> q.grad.shape
 torch.Size([1, 8, 128, 64])
 
-`attention` takes what PyTorch's function has no name for (windows, soft caps, sinks, key lengths) and returns the log-sum-exp.
+`attention` takes what PyTorch's function has no name for (windows, soft caps, sinks, key lengths)
+and returns the log-sum-exp.
 
-Tensors are read where they lie. CPU tensors go to the CPU kernels, on as many threads as PyTorch uses; CUDA tensors to those of
-`numflash.cuda`, on the current stream. Nothing falls back to PyTorch's kernels unless `use(fallback=True)` says so.
+Tensors are read where they lie. CPU tensors go to the CPU kernels, on as many threads as PyTorch
+uses; CUDA tensors to those of `numflash.cuda`, on the current stream. Nothing falls back to
+PyTorch's kernels unless `use(fallback=True)` says so.
 """
 
 from .flex import flex_attention

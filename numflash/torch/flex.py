@@ -85,14 +85,16 @@ def flex_attention(
     return_aux: Any = None,
     precision: str | None = None,
 ) -> Any:
-    """`torch.nn.attention.flex_attention.flex_attention` by numflash's kernels, compiled without a C++ compiler.
+    """`torch.nn.attention.flex_attention.flex_attention` by numflash's kernels, compiled without a
+    C++ compiler.
 
     Parameters
     ----------
     query : (B, H, L, D) CPU tensor;  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
         float32, float16 or bfloat16; may require gradients.
     score_mod : function of (score, b, h, q_idx, kv_idx), or None
-        Captured tensors are constants: one that requires a gradient is refused while gradients are on.
+        Captured tensors are constants: one that requires a gradient is refused while gradients are
+        on.
     block_mask : BlockMask of PyTorch or of numflash, or None
         PyTorch's is read once: a changed one has to be a new object.
     scale, enable_gqa, return_lse, return_aux

@@ -1,4 +1,7 @@
-"""The operators of `numflash.torch`: attention on tensors, its gradient, and PyTorch's own function routed here."""
+"""The operators of `numflash.torch`.
+
+Attention on tensors, its gradient, and PyTorch's own function routed here.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,14 @@ _FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attenti
 
 
 class SdpaError(ArgumentError, RuntimeError):
-    """What PyTorch's function answers with a RuntimeError: code that catches that one still works."""
+    """What PyTorch's function answers with a RuntimeError.
+
+    Code that catches that one still works.
+    """
 
 
-# ---- the operator --------------------------------------------------------------------------------------------------------------
+# ---- the operator
+# --------------------------------------------------------------------------------------------------------------
 OPTIONS = {
     "attn_mask": "Tensor?",
     "is_causal": "bool",
@@ -62,7 +69,9 @@ def _schema(tensors: str, results: int) -> str:
 
 
 def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """(B,) keys of each batch entry, where a mask is one row for all heads and queries that hides nothing but the last keys."""
+    """(B,) keys of each batch entry, where a mask is one row for all heads and queries that hides
+    nothing but the last keys.
+    """
     if (
         mask is None
         or mask.dtype != torch.bool
@@ -85,9 +94,12 @@ def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
 
 
 def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
-    """The operator's options as `numflash.attention` takes them, and which implementation is asked for."""
+    """The operator's options as `numflash.attention` takes them, and which implementation is asked
+    for.
+    """
     given = dict(zip(OPTIONS, values, strict=True))
-    window, impl = (given.pop("left"), given.pop("right")), given.pop("impl")
+    window = (given.pop("left"), given.pop("right"))
+    impl = given.pop("impl")
     if given["key_lengths"] is None and given["alignment"] == "upper_left":
         lengths = _key_lengths(given["attn_mask"], key.shape[0], key.shape[2])
         if lengths is not None:  # with another alignment the diagonal would move with them
@@ -110,12 +122,17 @@ def _threads() -> Iterator[None]:
 
 
 def _array(x: Tensor) -> np.ndarray:
-    """The memory of a contiguous float32 tensor; `x.numpy()` would forbid PyTorch ever to resize it."""
+    """The memory of a contiguous float32 tensor.
+
+    `x.numpy()` would forbid PyTorch ever to resize it.
+    """
     return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
 
 
 def _call_of(query: Tensor, key: Tensor, value: Tensor, options: tuple) -> Any:
-    """What equal calls of the operator have in common, where tensors are float32 and contiguous, and options hold none; or None."""
+    """What equal calls of the operator have in common, where tensors are float32 and contiguous,
+    and options hold none; or None.
+    """
     for x in (query, key, value):
         if x.is_cuda or x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
             return None
@@ -128,7 +145,10 @@ def _call_of(query: Tensor, key: Tensor, value: Tensor, options: tuple) -> Any:
     "numflash::attention", mutates_args=(), schema=_schema("query key value", 2)
 )
 def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors; in memory of PyTorch's."""
+    """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors.
+
+    In memory of PyTorch's.
+    """
     call = _call_of(query, key, value, options)
     runner = plans.runners.get(call)
     if runner is not None:
@@ -202,7 +222,10 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep what the backward pass recomputes the weights from; the lse is a by-product without a gradient."""
+    """Keep what the backward pass recomputes the weights from.
+
+    The lse is a by-product without a gradient.
+    """
     tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
     ctx.rest, ctx.places = (
         [None if i in tensors else x for i, x in enumerate(inputs)],
@@ -234,9 +257,13 @@ _attention.register_autograd(_gradients, setup_context=_save)
 _attention_backward.register_autograd(_second)
 
 
-# ---- functions -----------------------------------------------------------------------------------------------------------------
+# ---- functions
+# -----------------------------------------------------------------------------------------------------------------
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-    """What the kernels do not see: kinds of tensor, and dtypes that numflash would silently compute less exactly."""
+    """What the kernels do not see.
+
+    Kinds of tensor, and dtypes that numflash would silently compute less exactly.
+    """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise ArgumentTypeError(f"{name}: got {type(x).__name__}; allowed: a tensor")
@@ -352,7 +379,8 @@ def attention(
     ArgumentError, ArgumentTypeError
         Naming the argument, what came and what is allowed.
     UnsupportedError
-        What `impl` names cannot run here; tensors on a device that is neither a CPU nor a CUDA card.
+        What `impl` names cannot run here; tensors on a device that is neither a CPU nor a CUDA
+        card.
     """
     query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
     _check(query, key, value, attn_mask)
@@ -390,10 +418,12 @@ def attention(
 def _heads_of_batches(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, tuple[int, ...]]:
-    """PyTorch's shapes as the kernels': 4-D tensors, the mask, whether heads are grouped, and the shape of the result.
+    """PyTorch's shapes as the kernels'.
 
-    Broadcast dimensions are views; only five and more dimensions may have to be copied. One key head for many query heads is left
-    as it is: the kernels read it once.
+    4-D tensors, the mask, whether heads are grouped, and the shape of the result.
+
+    Broadcast dimensions are views; only five and more dimensions may have to be copied. One key
+    head for many query heads is left as it is: the kernels read it once.
     """
     if (
         query.dim() == key.dim() == value.dim() == 4
@@ -440,7 +470,9 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     precision: str | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` by numflash's kernels: its signature, its shapes, its errors.
+    """`torch.nn.functional.scaled_dot_product_attention` by numflash's kernels.
+
+    Its signature, its shapes, its errors.
 
     Parameters
     ----------
@@ -448,7 +480,8 @@ def scaled_dot_product_attention(
     key : (N, ..., H, S, E) tensor
     value : (N, ..., H, S, Ev) tensor
         Leading dimensions broadcast. With `enable_gqa`, H divides Hq.
-    attn_mask : bool (True = may attend) or float tensor (added to the scores), broadcastable to (N, ..., Hq, L, S)
+    attn_mask : bool (True = may attend) or float tensor (added to the scores), broadcastable to (N,
+        ..., Hq, L, S)
         Or `torch.nn.attention.bias.causal_lower_right(L, S)`, whose diagonal ends at the last key.
     dropout_p : 0.0 only
     is_causal : bool
@@ -458,16 +491,15 @@ def scaled_dot_product_attention(
     precision : "int8", "float32", "bfloat16" or "float16"
         What to compute in: the query's dtype unless given. "int8" is for inference.
 
-    Returns
-    -------
-    (N, ..., Hq, L, Ev) tensor of the query's dtype and device. Rows that see no key are zero, as PyTorch has them; NaN in a key or
-    value that a row does not see stays out of it, where PyTorch's kernels let it through.
+    Returns ------- (N, ..., Hq, L, Ev) tensor of the query's dtype and device. Rows that see no key
+    are zero, as PyTorch has them; NaN in a key or value that a row does not see stays out of it,
+    where PyTorch's kernels let it through.
 
     Raises
     ------
     SdpaError
-        Where PyTorch raises a RuntimeError; and for what numflash lacks: dropout, float64, masks that require grad, "int8" with
-        inputs that require grad.
+        Where PyTorch raises a RuntimeError; and for what numflash lacks: dropout, float64, masks
+        that require grad, "int8" with inputs that require grad.
     ArgumentTypeError
         For what is not a tensor.
     UnsupportedError
@@ -482,14 +514,16 @@ def scaled_dot_product_attention(
             raise SdpaError(
                 "attn_mask: got one together with is_causal=True; allowed: one of the two"
             )
-        bias, alignment = attn_mask, "upper_left"
+        bias = attn_mask
+        alignment = "upper_left"
         if isinstance(bias, CausalBias):  # says where the diagonal lies, and holds no numbers
             if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
                 raise SdpaError(
                     f"attn_mask: got a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; allowed: "
                     f"{query.shape[-2]} and {key.shape[-2]}"
                 )
-            attn_mask, is_causal = None, True
+            attn_mask = None
+            is_causal = True
             alignment = "lower_right" if bias.variant == CausalVariant.LOWER_RIGHT else "upper_left"
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         _check(query, key, value, attn_mask)
@@ -533,20 +567,23 @@ def scaled_dot_product_attention(
     return out if out.dim() == len(shape) else out.reshape(shape)
 
 
-# ---- routing -------------------------------------------------------------------------------------------------------------------
+# ---- routing
+# -------------------------------------------------------------------------------------------------------------------
 class use(TorchFunctionMode):
-    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` are answered by numflash.
+    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` are answered
+    by numflash.
 
-    However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention` without weights and
-    `torch.nn.TransformerEncoder` do. It holds for the thread that enters it, nests (the innermost decides), and ends with the
-    block, also by an exception.
+    However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
+    without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
+    nests (the innermost decides), and ends with the block, also by an exception.
 
     Parameters
     ----------
     precision : "int8", "float32", "bfloat16", "float16" or None
         As `scaled_dot_product_attention` takes it.
     fallback : bool
-        What numflash refuses goes to PyTorch instead of raising; each reason is logged once and counted.
+        What numflash refuses goes to PyTorch instead of raising; each reason is logged once and
+        counted.
 
     Attributes
     ----------
@@ -573,7 +610,10 @@ class use(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own, which a mode sees as one call, being off inside: its body runs with two of its names bound to ours."""
+        """PyTorch's own, which a mode sees as one call, being off inside.
+
+        Its body runs with two of its names bound to ours.
+        """
         if func is not _MULTI_HEAD or torch.compiler.is_compiling():
             if self.fallback:
                 return func(*args, **kwargs)

@@ -13,11 +13,13 @@
 ...     torch.allclose(model(tokens).logits, eager, atol=1e-5)
 True
 
-Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`. "numflash_int8" computes the attention in
-integers and is for inference. Both serve every model that asks transformers' attention interface: causal and bidirectional, grouped
-heads, padding on either side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
+Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`.
+"numflash_int8" computes the attention in integers and is for inference. Both serve every model that
+asks transformers' attention interface: causal and bidirectional, grouped heads, padding on either
+side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
 
-What they cannot serve raises `ArgumentError`: dropout, attention weights as an output, the paged cache of continuous batching.
+What they cannot serve raises `ArgumentError`: dropout, attention weights as an output, the paged
+cache of continuous batching.
 """
 
 from .attention import register

@@ -1,4 +1,7 @@
-"""The attention function of `numflash.transformers`: from transformers' interface to `numflash.torch.attention`."""
+"""The attention function of `numflash.transformers`.
+
+From transformers' interface to `numflash.torch.attention`.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precisi
 
 
 def register() -> None:
-    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes. May be called again.
+    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes.
 
-    And "numflash", "numflash_bfloat16" and "numflash_int8" to those that `cache_implementation` takes, each a `ResidentCache`.
+    May be called again.
+
+    And "numflash", "numflash_bfloat16" and "numflash_int8" to those that `cache_implementation`
+    takes, each a `ResidentCache`.
     """
     for name, precision in IMPLEMENTATIONS.items():
         transformers.AttentionInterface.register(
@@ -37,9 +43,10 @@ def register() -> None:
 def _tell_from_flash_attention() -> None:
     """Let transformers not take our names for Dao's FlashAttention.
 
-    Since version 5 any name with "flash" in it is (`is_flash_attention_requested`): it would be looked for on the hub, packed
-    without padding, and refused a static cache. The function is imported by name all over, so it is replaced wherever it has
-    arrived; modules loaded later find the replacement.
+    Since version 5 any name with "flash" in it is (`is_flash_attention_requested`): it would be
+    looked for on the hub, packed without padding, and refused a static cache. The function is
+    imported by name all over, so it is replaced wherever it has arrived; modules loaded later find
+    the replacement.
     """
     name = "is_flash_attention_requested"
     original = getattr(generic, name, None)
@@ -87,7 +94,8 @@ def attend(
     ----------
     module : the layer; its `is_causal` decides where the argument does not
     query : (B, H, L, D);  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
-    attention_mask : (B, 1 or H, L, S) bool or float, or None, with which a causal layer is causal from key 0 on
+    attention_mask : (B, 1 or H, L, S) bool or float, or None, with which a causal layer is causal
+        from key 0 on
     s_aux : (H,)
         Sinks.
     position_bias : float, broadcastable to (B, H, L, S), added to the scores
@@ -167,9 +175,12 @@ def mask(
     mask_function: Any = masking_utils.causal_mask_function,
     **options: Any,
 ) -> Tensor | None:
-    """transformers' mask function: `sdpa_mask`, but that padding alone stays one row for all queries, a view with stride 0.
+    """transformers' mask function.
 
-    `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not looked at.
+    `sdpa_mask`, but that padding alone stays one row for all queries, a view with stride 0.
+
+    `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not
+    looked at.
     """
     if mask_function is not masking_utils.bidirectional_mask_function or attention_mask is None:
         return masking_utils.sdpa_mask(

@@ -1,4 +1,7 @@
-"""`cache_implementation="numflash_int8"` in `generate`: transformers has no registry for caches, so two names are wrapped."""
+"""`cache_implementation="numflash_int8"` in `generate`.
+
+Transformers has no registry for caches, so two names are wrapped.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What the attention mask of one forward pass says about its new tokens: which are padding, and who attends to whom.
+"""What the attention mask of one forward pass says about its new tokens.
 
-A resident cache stores no padding, so it has to tell padding from the rule of the layer (causal, with or
-without a window). All layers of a kind get the same mask, so it is read once per pass.
+Which are padding, and who attends to whom.
+
+A resident cache stores no padding, so it has to tell padding from the rule of the layer (causal,
+with or without a window). All layers of a kind get the same mask, so it is read once per pass.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Reading(NamedTuple):
     """New tokens of one pass.
 
     valid : (B, n) bool, False for padding; None where there is none
-    standard : every token attends to all earlier valid tokens in its window and to itself, and to no others
+    standard : every token attends to all earlier valid tokens in its window and to itself, and to
+        no others
     mask : (B, n, S) bool where that is not so, S the keys that the layer advertised
     """
 

@@ -1,7 +1,8 @@
-"""A cache for transformers whose keys and values stay in `numflash.KVCache`, where the decode kernels read them.
+"""A cache for transformers whose keys and values stay in `numflash.KVCache`, where the decode
+kernels read them.
 
-With transformers' own caches every step concatenates all keys and values, and numflash packs all of them again. Here a step writes
-one token and reads the cache once.
+With transformers' own caches every step concatenates all keys and values, and numflash packs all of
+them again. Here a step writes one token and reads the cache once.
 """
 
 from __future__ import annotations
@@ -27,22 +28,26 @@ SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
 
 
 class ResidentCache(Cache):
-    """Keys and values of a model in numflash's own layout, for `model.generate(ids, past_key_values=cache)`.
+    """Keys and values of a model in numflash's own layout, for `model.generate(ids,
+    past_key_values=cache)`.
 
-    The model must run with `attn_implementation="numflash"` (or "numflash_int8"); with another one the first layer raises
-    `ArgumentError`. Layers with a sliding window are rings that never grow. Padding takes no memory.
+    The model must run with `attn_implementation="numflash"` (or "numflash_int8"); with another one
+    the first layer raises `ArgumentError`. Layers with a sliding window are rings that never grow.
+    Padding takes no memory.
 
     Parameters
     ----------
     config : the model's configuration
     dtype : "int8", "float32", "bfloat16" or "float16"
-        Storage, and what the attention of prompts is computed in. "int8": a quarter of the memory and of the time; its error is
-        in the guide "Long contexts on a CPU". "float32" gives the tokens of PyTorch's attention.
+        Storage, and what the attention of prompts is computed in. "int8": a quarter of the memory
+        and of the time; its error is in the guide "Long contexts on a CPU". "float32" gives the
+        tokens of PyTorch's attention.
     max_length : int or None
-        Most tokens of a sequence; more raise `CacheFullError`. None: the cache grows by powers of two.
+        Most tokens of a sequence; more raise `CacheFullError`. None: the cache grows by powers of
+        two.
     page_size : int or None
-        A power of two from 128: sequences share pages, so repeating a prompt's cache for several answers
-        (`batch_repeat_interleave`, beams) moves tables, not tokens.
+        A power of two from 128: sequences share pages, so repeating a prompt's cache for several
+        answers (`batch_repeat_interleave`, beams) moves tables, not tokens.
 
     Attributes
     ----------
@@ -51,7 +56,8 @@ class ResidentCache(Cache):
     Raises
     ------
     ArgumentError, ArgumentTypeError
-        A configuration with layers that are neither full nor sliding-window attention, or arguments as `KVCache` refuses them.
+        A configuration with layers that are neither full nor sliding-window attention, or arguments
+        as `KVCache` refuses them.
     CacheFullError
         From the model's call: more tokens than `max_length`. Nothing is stored then.
     """
@@ -85,7 +91,8 @@ class ResidentCache(Cache):
         self._readings: dict[int | None, tuple[Tensor | None, int, int, Reading]] = {}
         self._moving = False
 
-    # ---- what it holds ---------------------------------------------------------------------------------------------------
+    # ---- what it holds
+    # ---------------------------------------------------------------------------------------------------
     @property
     def nbytes(self) -> int:
         """Bytes allocated for keys, values and scales of all layers."""
@@ -108,7 +115,8 @@ class ResidentCache(Cache):
         """What a prompt's attention is computed in; None for the query's own dtype."""
         return None if self.dtype == "float32" else self.dtype
 
-    # ---- one forward pass ------------------------------------------------------------------------------------------------
+    # ---- one forward pass
+    # ------------------------------------------------------------------------------------------------
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -163,7 +171,9 @@ class ResidentCache(Cache):
     def physical_mask(
         self, layer: ResidentLayer, reading: Reading, keys: int, order: Tensor | None
     ) -> Tensor:
-        """A mask over stored tokens (B, 1, n, keys), rows in the given order, from the one over all tokens."""
+        """A mask over stored tokens (B, 1, n, keys), rows in the given order, from the one over all
+        tokens.
+        """
         assert reading.mask is not None
         b, new, advertised = reading.mask.shape
         past = np.ones((b, advertised - new), bool)
@@ -185,10 +195,14 @@ class ResidentCache(Cache):
             mask = mask.gather(1, order[:, :, None].expand(-1, -1, keys))
         return mask[:, None]
 
-    # ---- all layers ------------------------------------------------------------------------------------------------------
+    # ---- all layers
+    # ------------------------------------------------------------------------------------------------------
     @contextmanager
     def _all_layers(self) -> Iterator[None]:
-        """A change of every layer: what interrupts it leaves a mark, and the cache refuses to go on."""
+        """A change of every layer.
+
+        What interrupts it leaves a mark, and the cache refuses to go on.
+        """
         self._moving = True
         self._readings = {}
         yield
@@ -201,12 +215,15 @@ class ResidentCache(Cache):
         self._valid, self._known, self._readings, self._moving = None, 0, {}, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens (padding counts); a positive number is refused, as transformers does.
+        """Remove the last -tokens_to_remove tokens (padding counts).
+
+        a positive number is refused, as transformers does.
 
         Raises
         ------
         ArgumentError
-            Also where a sliding-window layer no longer holds what came before: it keeps 64 tokens or more beyond its window.
+            Also where a sliding-window layer no longer holds what came before: it keeps 64 tokens
+            or more beyond its window.
         """
         if tokens_to_remove > 0 or self.get_seq_length() + tokens_to_remove < 0:
             raise ArgumentError(
@@ -247,11 +264,17 @@ class ResidentCache(Cache):
         self._select(self._sequences()[np.asarray(indices.cpu())])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make `repeats` copies of every sequence, next to each other: one prompt, several answers."""
+        """Make `repeats` copies of every sequence, next to each other.
+
+        One prompt, several answers.
+        """
         self._select(self._sequences().repeat(stored.bound("repeats", repeats, 1, 1 << 20)))
 
     def copy(self) -> ResidentCache:
-        """A cache of its own with the same tokens: a system prompt that many conversations start with."""
+        """A cache of its own with the same tokens.
+
+        a system prompt that many conversations start with.
+        """
         self._finish_or_undo()
         twin = object.__new__(ResidentCache)
         twin.__dict__.update(self.__dict__)
@@ -264,7 +287,8 @@ class ResidentCache(Cache):
             twin.layers.append(new)
         return twin
 
-    # ---- on disk ---------------------------------------------------------------------------------------------------------
+    # ---- on disk
+    # ---------------------------------------------------------------------------------------------------------
     def save(self, path: str | Path) -> None:
         """Write the cache to one .npz file, whole or not at all.
 
@@ -286,7 +310,8 @@ class ResidentCache(Cache):
         Raises
         ------
         ArgumentError
-            The file is none of `save`, of another version, or of a model with other layers, heads or channels.
+            The file is none of `save`, of another version, or of a model with other layers, heads
+            or channels.
         CacheFullError
             It holds more tokens than `max_length`.
         """
@@ -308,7 +333,9 @@ class ResidentCache(Cache):
 
 
 def _sizes(config: Any) -> tuple[int, int, int] | None:
-    """(KV heads, channels of K, channels of V) of all layers, None where the configuration does not say."""
+    """(KV heads, channels of K, channels of V) of all layers, None where the configuration does not
+    say.
+    """
     if getattr(config, "kv_lora_rank", None) or getattr(config, "global_head_dim", None):
         return None
     heads = getattr(config, "num_attention_heads", None)

@@ -1,8 +1,9 @@
 """One layer of a `ResidentCache`: keys and values in a `numflash.KVCache`, and attention over them.
 
-transformers' attention interface passes keys and values, not the cache. So `update` keeps the new tokens and hands back
-stand-ins, and the attention function calls `attend` of the layer they name: only there is the mask known, which says what is
-padding. The cache stores no padding: a sequence's tokens are its first ones, whatever the padding of the batch.
+transformers' attention interface passes keys and values, not the cache. So `update` keeps the new
+tokens and hands back stand-ins, and the attention function calls `attend` of the layer they name:
+only there is the mask known, which says what is padding. The cache stores no padding: a sequence's
+tokens are its first ones, whatever the padding of the batch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ..torch.sdpa import _threads, attention
 from .masks import PLAIN, Reading, gathered, scattered, to_back, to_front
 from .standin import StandIn
 
-# Query rows of a KV head (new tokens times heads of its group) up to which the decode kernel serves them: it reads the cache
-# once for every 8 rows, while the attention kernel takes keys and values out of the cache first.
+# Query rows of a KV head (new tokens times heads of its group) up to which the decode kernel serves
+# them: it reads the cache once for every 8 rows, while the attention kernel takes keys and values
+# out of the cache first.
 DECODE_ROWS = 64
 FIRST = 256  # tokens that are allocated at least; then powers of two
 
@@ -35,7 +37,8 @@ class ResidentLayer(CacheLayerMixin):
     seen : tokens of the layer, padding included
     """
 
-    is_compileable, is_croppable = False, True
+    is_compileable = False
+    is_croppable = True
 
     def __init__(self, cache: Any, window: int | None) -> None:
         super().__init__()
@@ -44,7 +47,8 @@ class ResidentLayer(CacheLayerMixin):
         self.store: KVCache | None = None
         self._new: tuple[Tensor, Tensor] | None = None
 
-    # ---- transformers' interface -----------------------------------------------------------------------------------------
+    # ---- transformers' interface
+    # -----------------------------------------------------------------------------------------
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device."""
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -52,7 +56,10 @@ class ResidentLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens (B, Hkv, n, D) for `attend`; returns stand-ins of the shape of all keys and values."""
+        """Keep the new tokens (B, Hkv, n, D) for `attend`.
+
+        Returns stand-ins of the shape of all keys and values.
+        """
         self._check(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
         self._new = key_states, value_states
@@ -128,7 +135,8 @@ class ResidentLayer(CacheLayerMixin):
             self.store.truncate(np.minimum(lengths, self.store.lengths))
         self.seen, self._new = seen, None
 
-    # ---- attention -------------------------------------------------------------------------------------------------------
+    # ---- attention
+    # -------------------------------------------------------------------------------------------------------
     def attend(
         self, query: Tensor, mask: Tensor | None, precision: str | None, **options: Any
     ) -> Tensor:
@@ -165,7 +173,10 @@ class ResidentLayer(CacheLayerMixin):
         return out
 
     def keep(self) -> None:
-        """Append the tokens that `update` kept, without attention: keys and values that were computed elsewhere."""
+        """Append the tokens that `update` kept, without attention.
+
+        Keys and values that were computed elsewhere.
+        """
         if self._new is None:
             raise ArgumentError("past_key_values: there are no new tokens; call update first")
         key, value = self._new
@@ -184,16 +195,21 @@ class ResidentLayer(CacheLayerMixin):
         )
 
     def _store(self, b: int, heads: int, d: int, dv: int, tokens: int, smooth: bool) -> KVCache:
-        """An empty cache; keys of models with biased projections need `smooth`, under a soft cap it costs more than it gives."""
+        """An empty cache; keys of models with biased projections need `smooth`, under a soft cap it
+        costs more than it gives.
+        """
         most = self.cache.max_length or _capacity(tokens)
         pages = None if self.window is not None else self.cache.page_size
-        dtype, window = self.cache.dtype, self.window
+        dtype = self.cache.dtype
+        window = self.window
         return KVCache(b, heads, d, most, dtype, pages, value_dim=dv, window=window, smooth=smooth)
 
-    # ---- in a file ---------------------------------------------------------------------------------------------------------
+    # ---- in a file
+    # ---------------------------------------------------------------------------------------------------------
     def describe(self) -> dict[str, Any]:
         """Window, tokens, and the arguments of the store."""
-        store, about = self.store, {"window": self.window, "seen": self.seen}
+        store = self.store
+        about = {"window": self.window, "seen": self.seen}
         if store is None:
             return about
         shape = [store.batch, store.kv_heads, store.head_dim, store.value_dim]
@@ -223,13 +239,17 @@ class ResidentLayer(CacheLayerMixin):
         assert self.store is not None
         if reading.valid is not None:
             order = to_front(reading.valid)
-            key, value = gathered(key, order), gathered(value, order)
+            key = gathered(key, order)
+            value = gathered(value, order)
         self.store.append(_numpy(key), _numpy(value), counts=reading.counts)
 
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, reading: Reading, options: dict[str, Any]
     ) -> Tensor:
-        """By the decode kernel, whose rows are a sequence's last tokens: so padding rows go to the front."""
+        """By the decode kernel, whose rows are a sequence's last tokens.
+
+        So padding rows go to the front.
+        """
         assert self.store is not None
         order = None if reading.valid is None else to_back(reading.valid)
         rows = _numpy(query if order is None else gathered(query, order))
@@ -258,7 +278,9 @@ class ResidentLayer(CacheLayerMixin):
     ) -> Tensor:
         """By the attention kernel, over what the cache holds and the new tokens as they came."""
         if not self.seen and reading.valid is None:
-            keys, values, lengths = key, value, None
+            keys = key
+            values = value
+            lengths = None
         else:
             keys, values, lengths = self._with_past(key, value, reading)
         order = None if reading.valid is None else to_back(reading.valid)
@@ -282,15 +304,20 @@ class ResidentLayer(CacheLayerMixin):
     def _with_past(
         self, key: Tensor, value: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of all that the new tokens can attend to, without padding: the stored ones, then the new.
+        """Keys and values of all that the new tokens can attend to, without padding.
 
-        Returns (B, Hkv, S, D), (B, Hkv, S, Dv) and, where sequences differ, (B,) how many of the S are theirs.
+        The stored ones, then the new.
+
+        Returns (B, Hkv, S, D), (B, Hkv, S, Dv) and, where sequences differ, (B,) how many of the S
+        are theirs.
         """
         assert self.store is not None
-        b, n = key.shape[0], key.shape[2]
+        b = key.shape[0]
+        n = key.shape[2]
         if reading.valid is not None:
             order = to_front(reading.valid)
-            key, value = gathered(key, order), gathered(value, order)
+            key = gathered(key, order)
+            value = gathered(value, order)
         take = np.full(b, n) if reading.counts is None else reading.counts
         past = [self.store.tail(i, self.window) for i in range(b)]
         held = np.array([k.shape[1] for k, _ in past])
@@ -308,7 +335,10 @@ class ResidentLayer(CacheLayerMixin):
 
 
 def _capacity(tokens: int) -> int:
-    """Tokens to allocate for so many: a power of two, so that growing copies each token once on average."""
+    """Tokens to allocate for so many.
+
+    a power of two, so that growing copies each token once on average.
+    """
     return max(FIRST, 1 << (tokens + 32 - 1).bit_length())
 
 

@@ -1,4 +1,7 @@
-"""What a resident cache hands to the attention function in place of keys and values: their shape, and where they are."""
+"""What a resident cache hands to the attention function in place of keys and values.
+
+Their shape, and where they are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ TRACING = (
 class StandIn(Tensor):
     """A tensor on the meta device. Anything but asking for its shape, dtype or device is refused.
 
-    So an attention implementation that does not know the cache fails instead of computing with nothing.
+    So an attention implementation that does not know the cache fails instead of computing with
+    nothing.
     """
 
     layer: Any

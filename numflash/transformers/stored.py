@@ -1,4 +1,7 @@
-"""A `ResidentCache` in a file: a NumPy archive of the stored numbers and a header that says for which model they are."""
+"""A `ResidentCache` in a file.
+
+a NumPy archive of the stored numbers and a header that says for which model they are.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import numpy as np
 from ..cache.arguments import integer
 from ..errors import ArgumentError
 
-FORMAT, VERSION = "numflash.ResidentCache", 1
+FORMAT = "numflash.ResidentCache"
+VERSION = 1
 
 
 def bound(name: str, value: Any, low: int, high: int) -> Any:
@@ -26,7 +30,10 @@ def bound(name: str, value: Any, low: int, high: int) -> Any:
 def write(
     path: Path, about: dict[str, Any], layers: Sequence[Any], valid: np.ndarray | None
 ) -> None:
-    """Write header and states to a file of its own, then move it to `path`: a reader finds the old file or the new one."""
+    """Write header and states to a file of its own, then move it to `path`.
+
+    a reader finds the old file or the new one.
+    """
     arrays = {
         f"{n}.{name}": x for n, layer in enumerate(layers) for name, x in layer.state().items()
     }
@@ -54,7 +61,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         with np.load(path, allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         header = json.loads(str(arrays.pop("header")))
-        form, version = header["format"], header["version"]
+        form = header["format"]
+        version = header["version"]
         header["dtype"], header["layers"]
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ArgumentError(f"path: {path} is no file of ResidentCache.save ({error})") from error

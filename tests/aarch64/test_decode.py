@@ -1,4 +1,6 @@
-"""Decode's INT8 products on AArch64 are dot products, and the whole kernels, executed, have the bits of the integer model."""
+"""Decode's INT8 products on AArch64 are dot products, and the whole kernels, executed, have the
+bits of the integer model.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The emulator itself: arguments, results, vector lengths, instruction counts, and that its guards bite."""
+"""The emulator itself.
+
+Arguments, results, vector lengths, instruction counts, and that its guards bite.
+"""
 
 import numpy as np
 import pytest
@@ -92,7 +95,8 @@ def test_dot_product_is_exact(cpu, bits, n):
 
 
 def test_every_kind_of_argument():
-    x, y = np.arange(12, dtype=np.float32).reshape(3, 4), np.zeros((3, 4), np.float32)
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    y = np.zeros((3, 4), np.float32)
     emulated = Emulated(
         affine, "void(float32[:, ::1], float32, int8, float64, float32[:, ::1])"
     )  # nine words on the stack
@@ -129,7 +133,8 @@ def test_overruns_are_caught():
 
 
 def test_memory_functions_work_and_others_are_refused():
-    x, y = np.arange(100, dtype=np.int8), np.zeros(100, np.int8)
+    x = np.arange(100, dtype=np.int8)
+    y = np.zeros(100, np.int8)
     emulated = Emulated(copies, "void(int8[::1], int8[::1])")
     emulated(x, y)
     assert np.array_equal(x, y) and "memcpy" in emulated.externals

@@ -1,4 +1,7 @@
-"""`numflash estimate`: exact counts, the model's figures that the register tile was built for, and clear refusals."""
+"""`numflash estimate`.
+
+Exact counts, the model's figures that the register tile was built for, and clear refusals.
+"""
 
 import json
 import shutil
@@ -50,7 +53,10 @@ def test_longer_vectors_halve_the_instructions(capsys):
 
 @needs_mca
 def test_the_model_of_the_a64fx(capsys):
-    """What the tile was built for: 0.52 in the loop and 0.62 for a whole D = 64 tile, where two pipes take 0.5."""
+    """What the tile was built for.
+
+    0.52 in the loop and 0.62 for a whole D = 64 tile, where two pipes take 0.5.
+    """
     assert cli.main(["estimate", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     cycles = {row["what"]: row["figure"] for row in found["cycles"]}
@@ -58,10 +64,8 @@ def test_the_model_of_the_a64fx(capsys):
     assert 0.5 <= cycles["loop of the 6 x 4 tile"] <= 0.52
     assert 0.5 < cycles["6 x 4 tile to int32 sums in memory, D = 64"] <= 0.62
     for d in (64, 128):
-        share, softmax = (
-            cycles[f"of the block's cycles not SDOT, D = {d}"],
-            cycles[f"softmax, D = {d}"],
-        )
+        share = cycles[f"of the block's cycles not SDOT, D = {d}"]
+        softmax = cycles[f"softmax, D = {d}"]
         products = cycles[f"both products, D = {d}"]
         assert share / 100 == pytest.approx(
             1 - 2 * d / 64 * 0.5 / (2 * d / 64 * products + softmax / 16), rel=0.02

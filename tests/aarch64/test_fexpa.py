@@ -1,4 +1,6 @@
-"""exp2 by FEXPA: the stated errors are the measured ones, and the SVE code has the bits of the NumPy model."""
+"""exp2 by FEXPA: the stated errors are the measured ones, and the SVE code has the bits of the
+NumPy model.
+"""
 
 import numpy as np
 import pytest
@@ -69,7 +71,8 @@ def test_sve_code_has_the_bits_of_the_model(emulated, name, bits):
 
 def test_the_table_is_the_instructions_own(emulated):
     """All 64 fractions, so that not only their sizes but their last bits are the machine's."""
-    x, y = -np.arange(64, dtype=np.float32) / 64, np.zeros(64, np.float32)
+    x = -np.arange(64, dtype=np.float32) / 64
+    y = np.zeros(64, np.float32)
     emulated(*function("fexpa"), "a64fx")(x, y)
     fractions = np.append(y[0], y[:0:-1] * 2).view(np.int32) & 0x7FFFFF
     np.testing.assert_array_equal(fractions, fexpa.TABLE)

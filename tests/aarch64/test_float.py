@@ -1,4 +1,7 @@
-"""The float32 kernel that ships becomes code for every AArch64 CPU: an operation of another machine would end the process."""
+"""The float32 kernel that ships becomes code for every AArch64 CPU.
+
+An operation of another machine would end the process.
+"""
 
 import numpy as np
 import pytest

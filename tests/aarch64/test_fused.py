@@ -1,4 +1,7 @@
-"""The whole fused INT8 kernel that ships, as one thread of SVE and NEON code, executed: the bits of the integer model."""
+"""The whole fused INT8 kernel that ships, as one thread of SVE and NEON code, executed.
+
+The bits of the integer model.
+"""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""On an AArch64 machine, real or emulated (`make test-aarch64`): what it is taken for, and the bits of INT8 attention on it."""
+"""On an AArch64 machine, real or emulated (`make test-aarch64`).
+
+What it is taken for, and the bits of INT8 attention on it.
+"""
 
 import os
 import platform
@@ -60,7 +63,10 @@ elif EMULATED:
 
 
 def has_the_bits_of_the_model(run, pv):
-    """Every case by `run(problem)` -> (out, lse): equal bits; with float values their sums are rounded in another order."""
+    """Every case by `run(problem)` -> (out, lse): equal bits.
+
+    With float values their sums are rounded in another order.
+    """
     for name, (shape, options) in CASES.items():
         arrays = qkv(**shape)
         if name == "mask":  # a query that is not finite: NaN, where vectors convert NaN to 0, too
@@ -94,9 +100,13 @@ def test_float_attention():
 
 
 def decode_and_compare():
-    """Append to an INT8 cache and decode, with padded channels, a partial block and values of very different size."""
+    """Append to an INT8 cache and decode, with padded channels, a partial block and values of very
+    different size.
+    """
     cache = KVCache(1, 2, 36, 300, value_dim=20)
-    key, value, query = draw((1, 2, 150, 36)), draw((1, 2, 150, 20), 1), draw((1, 12, 1, 36), 2)
+    key = draw((1, 2, 150, 36))
+    value = draw((1, 2, 150, 20), 1)
+    query = draw((1, 12, 1, 36), 2)
     value[:, :, ::3] *= 1e-3
     cache.append(key, value)
     k, v = cache.quantized(0)

@@ -1,4 +1,6 @@
-"""What the compiler makes of the portable INT8 kernel for AArch64, and that the code is right at every vector length."""
+"""What the compiler makes of the portable INT8 kernel for AArch64, and that the code is right at
+every vector length.
+"""
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -19,7 +21,10 @@ loops_become_dot_products = pytest.mark.skipif(
 
 
 def busy_loops(code):
-    """Innermost loops with half the vector instructions of the busiest or more: not the remainders."""
+    """Innermost loops with half the vector instructions of the busiest or more.
+
+    Not the remainders.
+    """
     loops = assembly.loops(code.assembly)
     sizes = [sum(map(assembly.is_vector, loop.instructions)) for loop in loops]
     return [loop for loop, size in zip(loops, sizes, strict=True) if 2 * size >= max(sizes)]
@@ -57,7 +62,10 @@ def test_softmax_neither_widens_to_64_bits_nor_divides_nor_calls(cpu):
 @loops_become_dot_products
 @pytest.mark.parametrize("cpu", CPUS)
 def test_softmax_works_in_narrow_lanes(cpu):
-    """The weights are made in 16-bit lanes; only the high half of a product may take 32-bit ones."""
+    """The weights are made in 16-bit lanes.
+
+    Only the high half of a product may take 32-bit ones.
+    """
     counts = codegen.histogram("portable-softmax", cpu)["instructions"]
     assert any(kind.endswith((" z.h", " v.8h")) for kind in counts)
 
@@ -109,7 +117,8 @@ MACHINES = [
 def test_scores(emulated, cpu, bits, d):
     rng = np.random.default_rng(d)
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (8, KEY_BLOCK))
-    ck, cq = rng.random(KEY_BLOCK).astype(np.float32), rng.random(8).astype(np.float32)
+    ck = rng.random(KEY_BLOCK).astype(np.float32)
+    cq = rng.random(8).astype(np.float32)
     x = np.zeros((8, KEY_BLOCK), np.float32)
     emulated(
         portable.score_block, codegen.KERNELS["portable-scores"].signature, cpu, vector_bits=bits
@@ -130,7 +139,8 @@ def test_softmax(emulated, cpu, bits):
         -np.arange(KEY_BLOCK) * 256,
         np.zeros(KEY_BLOCK),
     ):
-        x, p = x.astype(np.int16), np.zeros(KEY_BLOCK, np.int8)
+        x = x.astype(np.int16)
+        p = np.zeros(KEY_BLOCK, np.int8)
         total = softmax(x, 0, p)
         weights = fixedpoint.exp2_p8((-x.astype(np.int32)).astype(np.uint16))
         assert np.array_equal(p.astype(np.int16) + 128, weights) and total == weights.sum(
@@ -142,16 +152,12 @@ def test_softmax(emulated, cpu, bits):
 @pytest.mark.parametrize("extreme", [False, True])
 def test_values(emulated, cpu, bits, extreme):
     rng = np.random.default_rng(1)
-    weights, v = (
-        rng.integers(0, 256, (4, KEY_BLOCK)),
-        rng.integers(-127, 128, (12, KEY_BLOCK)).astype(np.int8),
-    )
+    weights = rng.integers(0, 256, (4, KEY_BLOCK))
+    v = rng.integers(-127, 128, (12, KEY_BLOCK)).astype(np.int8)
     if extreme:
         weights[:], v[:] = 255, np.where(v > 0, 127, -127)
-    scale, o = (
-        np.exp2(-np.arange(4, dtype=np.float32)),
-        rng.standard_normal((4, 12)).astype(np.float32),
-    )
+    scale = np.exp2(-np.arange(4, dtype=np.float32))
+    o = rng.standard_normal((4, 12)).astype(np.float32)
     want = o + (weights @ v.T.astype(np.int64)).astype(np.float32) * scale[:, None]
     emulated(
         portable.value_block, codegen.KERNELS["portable-values"].signature, cpu, vector_bits=bits

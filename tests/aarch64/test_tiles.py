@@ -1,4 +1,7 @@
-"""The register tiles and the row softmax that ship, as SVE and NEON code, executed: equal bits at every vector length."""
+"""The register tiles and the row softmax that ship, as SVE and NEON code, executed.
+
+Equal bits at every vector length.
+"""
 
 import functools
 
@@ -22,7 +25,8 @@ from numflash.machinecode.codegen import TRIPLES
 from numflash.machinecode.emulator import Emulated
 from numflash.tiling import KEY_BLOCK
 
-# Both instruction sets at every vector length by default; what another scheduler makes of the same source is slow.
+# Both instruction sets at every vector length by default; what another scheduler makes of the same
+# source is slow.
 MACHINES = [
     ("sve", "a64fx", 128),
     ("sve", "a64fx", 256),
@@ -38,8 +42,11 @@ on_every_machine = pytest.mark.parametrize(
     ("isa", "cpu", "bits"),
     [*MACHINES, *(pytest.param(*m, marks=pytest.mark.slow) for m in OTHERS if m[1] in TRIPLES)],
 )
-STRIDE, F = KEY_BLOCK, np.float32
-KEY, CENTRE = 256, 290  # first key of a changed tile, and the key at distance 0 from its first row
+STRIDE = KEY_BLOCK
+F = np.float32
+# first key of a changed tile, and the key at distance 0 from its first row
+KEY = 256
+CENTRE = 290
 
 
 @functools.cache
@@ -59,15 +66,16 @@ def score_function(isa, mr):
 
 @functools.cache
 def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
-    """A tile of keys KEY and on of a larger problem; only the last row has no bias and no mask of its own.
+    """A tile of keys KEY and on of a larger problem.
 
-    Its first rows are changed beside the dot products of the next tile, which is the same, where it is not wide.
+    Only the last row has no bias and no mask of its own.
+
+    Its first rows are changed beside the dot products of the next tile, which is the same, where it
+    is not wide.
     """
-    tile, room_of, finish = (
-        microkernels.waiting_tile(isa, mr, not wide),
-        microkernels.waiting_room(isa),
-        microkernels.finish(isa, wide),
-    )
+    tile = microkernels.waiting_tile(isa, mr, not wide)
+    room_of = microkernels.waiting_room(isa)
+    finish = microkernels.finish(isa, wide)
 
     @bare
     def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
@@ -178,8 +186,10 @@ def value_function(isa, mr, nv):
 
 @functools.cache
 def softmax_function(isa, keys):
-    octaves, weights = microkernels.block_octaves(isa, keys), microkernels.row_weights(isa, keys)
-    totals, vector_lanes = microkernels.block_totals(isa), lanes_of(isa)
+    octaves = microkernels.block_octaves(isa, keys)
+    weights = microkernels.row_weights(isa, keys)
+    totals = microkernels.block_totals(isa)
+    vector_lanes = lanes_of(isa)
 
     @njit
     def softmax(x, p, octave, octave_q8, sums, total):
@@ -197,7 +207,8 @@ def softmax_function(isa, keys):
 
 @functools.cache
 def precise_function(isa, keys):
-    weights, vector_lanes = microkernels.row_weights_q16(isa, keys), lanes_of(isa)
+    weights = microkernels.row_weights_q16(isa, keys)
+    vector_lanes = lanes_of(isa)
 
     @njit
     def softmax(x, octave_q8, scale, p, sums):
@@ -220,11 +231,10 @@ def test_score_tile(isa, cpu, bits, mr, d, extreme):
     panel = VECTOR_ISAS[isa].nv * bits // 32
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
     if extreme:
-        q, k = (
-            np.where(q > 0, 127, -127).astype(np.int8),
-            np.where(k > 0, 127, -127).astype(np.int8),
-        )
-    ck, cq = rng.random(panel).astype(np.float32), rng.random(mr).astype(np.float32)
+        q = np.where(q > 0, 127, -127).astype(np.int8)
+        k = np.where(k > 0, 127, -127).astype(np.int8)
+    ck = rng.random(panel).astype(np.float32)
+    cq = rng.random(mr).astype(np.float32)
     keys = packed_keys(isa, k, bits)
     x = np.full((mr, STRIDE), 99, np.int16)
     Emulated(*score_function(isa, mr), cpu, vector_bits=bits)(
@@ -253,20 +263,15 @@ def test_changed_tile(isa, cpu, bits, wide, cap, slope, has_bias, has_mask, base
     rng = np.random.default_rng(d)
     panel = VECTOR_ISAS[isa].nv * bits // 32
     q, k = (rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (mr, panel))
-    ck, cq = (
-        np.r_[np.zeros(KEY), rng.random(panel)].astype(np.float32),
-        rng.random(mr).astype(np.float32) * F(1e-4 if cap else 1),
-    )
-    shift, bias = (
-        rng.standard_normal(mr).astype(np.float32),
-        10 * rng.standard_normal((mr - 1, panel)).astype(np.float32),
-    )
+    ck = np.r_[np.zeros(KEY), rng.random(panel)].astype(np.float32)
+    cq = rng.random(mr).astype(np.float32) * F(1e-4 if cap else 1)
+    shift = rng.standard_normal(mr).astype(np.float32)
+    bias = 10 * rng.standard_normal((mr - 1, panel)).astype(np.float32)
     bias[0, :4] = -np.inf, np.finfo(np.float32).min, np.nan, 3e38
-    mask, bases = (
-        rng.integers(0, 3, (mr - 1, panel)).astype(np.uint8),
-        np.array([base, 0, base, base - 256], np.int32),
-    )
-    keys, x = packed_keys(isa, k, bits), np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
+    mask = rng.integers(0, 3, (mr - 1, panel)).astype(np.uint8)
+    bases = np.array([base, 0, base, base - 256], np.int32)
+    keys = packed_keys(isa, k, bits)
+    x = np.full((mr, STRIDE), 99, np.float32 if wide else np.int16)
     start = np.r_[np.zeros(KEY, np.int32), keys.start[0]]
     function = changed_function(isa, mr, wide, cap > 0, slope != 0, has_bias, has_mask)
     numbers = np.array([F(cap) * fixedpoint.CAP_UNIT, slope], F)
@@ -304,14 +309,15 @@ def test_changed_tile(isa, cpu, bits, wide, cap, slope, has_bias, has_mask, base
 @on_every_machine
 def test_wide_scores_are_cut_and_keep_nan(isa, cpu, bits):
     panel = VECTOR_ISAS[isa].nv * bits // 32
-    q, k = np.full((2, 4), 127, np.int8), np.full((panel, 4), 127, np.int8)
-    ck, cq = np.full(panel, 2.0**100, np.float32), np.array([2.0**20, -(2.0**20)], np.float32)
+    q = np.full((2, 4), 127, np.int8)
+    k = np.full((panel, 4), 127, np.int8)
+    ck = np.full(panel, 2.0**100, np.float32)
+    cq = np.array([2.0**20, -(2.0**20)], np.float32)
     ck[1], ck[2] = np.nan, 0
-    keys, x = packed_keys(isa, k, bits), np.zeros((2, STRIDE), np.float32)
-    ck, start = (
-        np.r_[np.zeros(KEY), ck].astype(np.float32),
-        np.r_[np.zeros(KEY, np.int32), keys.start[0]],
-    )
+    keys = packed_keys(isa, k, bits)
+    x = np.zeros((2, STRIDE), np.float32)
+    ck = np.r_[np.zeros(KEY), ck].astype(np.float32)
+    start = np.r_[np.zeros(KEY, np.int32), keys.start[0]]
     function = changed_function(isa, 2, True, False, False, False, False)
     Emulated(*function, cpu, vector_bits=bits)(
         q,
@@ -343,10 +349,8 @@ def test_value_tile(isa, cpu, bits, mr, nv, extreme):
     v = rng.integers(-127, 128, (KEY_BLOCK, columns)).astype(np.int8)
     if extreme:
         p[:], v[:] = 255, np.where(v > 0, 127, -127)
-    scale, o = (
-        np.exp2(-np.arange(mr, dtype=np.float32)),
-        rng.standard_normal((mr, columns)).astype(np.float32),
-    )
+    scale = np.exp2(-np.arange(mr, dtype=np.float32))
+    o = rng.standard_normal((mr, columns)).astype(np.float32)
     want = o + (p.astype(np.float64) @ v.astype(np.float64)).astype(np.float32) * scale[:, None]
     Emulated(*value_function(isa, mr, nv), cpu, vector_bits=bits)(
         p, packing.pack_values(isa, v[None], bits // 32)[0], scale, p.sum(1, dtype=np.int32), o
@@ -362,7 +366,9 @@ def test_row_softmax(isa, cpu, bits, keys):
     x[:, :keys] = rng.normal(0, 600, (8, keys)).round()
     x[1, :keys], x[2, :keys], x[3, :keys] = 0, 32767, np.linspace(-32768, 32512, keys)
     x[4, :keys], x[5, 1:keys], x[6, :keys] = -32768, fixedpoint.MASKED, np.arange(-keys, 0) * 16
-    p, octave, total = np.full(x.shape, 77, np.uint8), np.zeros(8, np.int32), np.zeros(8, np.int32)
+    p = np.full(x.shape, 77, np.uint8)
+    octave = np.zeros(8, np.int32)
+    total = np.zeros(8, np.int32)
     sums = np.zeros(8 * bits // 32, np.int32)
     Emulated(*softmax_function(isa, keys), cpu, vector_bits=bits)(
         x, p, octave, np.zeros(8, np.int16), sums, total
@@ -382,17 +388,19 @@ def test_row_softmax(isa, cpu, bits, keys):
 @on_every_machine
 @pytest.mark.parametrize("keys", [KEY_BLOCK // 2, KEY_BLOCK])
 def test_row_weights_of_float_values(isa, cpu, bits, keys):
-    """The weights of pv="fp32": Q16.16 as exact float32 times the row's power of two, and their integer sum."""
+    """The weights of pv="fp32".
+
+    Q16.16 as exact float32 times the row's power of two, and their integer sum.
+    """
     rng = np.random.default_rng(keys)
-    x, top = (
-        np.full((6, STRIDE), -7, np.int16),
-        np.array([0, 32512, 256, -256, 32512, 1024], np.int16),
-    )
+    x = np.full((6, STRIDE), -7, np.int16)
+    top = np.array([0, 32512, 256, -256, 32512, 1024], np.int16)
     x[:, :keys] = rng.normal(-600, 600, (6, keys)).round().clip(None, top[:, None])
     x[1, :keys], x[2, :keys], x[3, :keys] = np.linspace(-32768, 32512, keys), 256, fixedpoint.MASKED
     x[4, :keys] = 32512 - np.arange(keys) * 65
     scale = np.exp2(-np.arange(6, dtype=np.float32))
-    p, sums = np.full(x.shape, 77, np.float32), np.zeros(6 * bits // 32, np.int32)
+    p = np.full(x.shape, 77, np.float32)
+    sums = np.zeros(6 * bits // 32, np.int32)
     Emulated(*precise_function(isa, keys), cpu, vector_bits=bits)(x, top, scale, p, sums)
     distance = top[:, None].astype(np.uint32) - x[:, :keys].astype(np.uint32)
     weights = fixedpoint.exp2_quadratic(distance & np.uint32(0xFFFF))
@@ -409,7 +417,10 @@ def test_row_weights_of_float_values(isa, cpu, bits, keys):
 )
 @on_every_machine
 def test_hot_loops_hold_nothing_else(isa, cpu, bits):
-    """24 dot products, 4 loads of columns, 6 of rows, and loop control per step: no spill, nothing widened."""
+    """24 dot products, 4 loads of columns, 6 of rows, and loop control per step.
+
+    No spill, nothing widened.
+    """
     lanes = "z.s" if isa == "sve" else "v.4s"
     for function, dot in ((score_function(isa, 6), "sdot"), (value_function(isa, 6, 4), "udot")):
         loop = assembly.hot_loop(Emulated(*function, cpu, vector_bits=bits).code.assembly)
@@ -445,11 +456,9 @@ def test_softmax_stays_in_narrow_lanes(isa, cpu, bits):
 def test_an_instruction_set_that_the_target_lacks_is_an_error(isa, cpu, feature):
     """LLVM would abort the process."""
     lanes = lanes_of(isa)
-    score, value, softmax = (
-        score_function(isa, 6),
-        value_function(isa, 6, 4),
-        softmax_function(isa, KEY_BLOCK),
-    )
+    score = score_function(isa, 6)
+    value = value_function(isa, 6, 4)
+    softmax = softmax_function(isa, KEY_BLOCK)
     for function in (score, value, softmax, (njit(lambda: lanes()), "int64()")):
         with pytest.raises(
             UnsupportedError, match=f"{isa}.* needs .*{feature}.* target '{cpu}' lacks"

@@ -1,7 +1,10 @@
-"""The benchmark matrix, every contender on one thread: `make bench`. Nothing here passes or fails by time.
+"""The benchmark matrix, every contender on one thread: `make bench`.
 
-A contender is checked against float64 before it is timed. `extra_info` holds GOP/s, the share of the INT8 peak measured in the
-same run, effective bandwidth, the five error figures; of the fused kernel also the time and efficiency of each part.
+Nothing here passes or fails by time.
+
+A contender is checked against float64 before it is timed. `extra_info` holds GOP/s, the share of
+the INT8 peak measured in the same run, effective bandwidth, the five error figures; of the fused
+kernel also the time and efficiency of each part.
 """
 
 import functools
@@ -57,7 +60,10 @@ def bench_attention(benchmark, contender, case):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("length", LENGTHS[1:])
 def bench_parts(benchmark, length, head_dim):
-    """Where the time of the fused kernel goes; the benchmark's own time is that of measuring all parts."""
+    """Where the time of the fused kernel goes.
+
+    The benchmark's own time is that of measuring all parts.
+    """
     peak = roof()
     parts = benchmark.pedantic(phases.measure, (ISA, length, head_dim, 5), rounds=1)
     product = 2.0 * length**2 * head_dim

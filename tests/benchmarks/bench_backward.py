@@ -1,6 +1,8 @@
-"""Forward and backward of float32 attention against PyTorch, one thread, checked against each other before they are timed.
+"""Forward and backward of float32 attention against PyTorch, one thread, checked against each other
+before they are timed.
 
-`make bench` runs it; PyTorch takes part where it is installed. Nothing here passes or fails by time.
+`make bench` runs it; PyTorch takes part where it is installed. Nothing here passes or fails by
+time.
 """
 
 import numpy as np

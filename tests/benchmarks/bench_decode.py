@@ -1,7 +1,9 @@
-"""Decode of one token over a KV cache, against PyTorch's grouped SDPA and the measured read bandwidth, in the same run.
+"""Decode of one token over a KV cache, against PyTorch's grouped SDPA and the measured read
+bandwidth, in the same run.
 
-Checked against float64 before it is timed. `extra_info` holds the bytes per second of cache read, their share of the read
-bandwidth, the ratio to PyTorch where it is installed, and the time of appending one token, also as a share of the decode.
+Checked against float64 before it is timed. `extra_info` holds the bytes per second of cache read,
+their share of the read bandwidth, the ratio to PyTorch where it is installed, and the time of
+appending one token, also as a share of the decode.
 """
 
 import functools
@@ -30,8 +32,13 @@ def memory():
 
 
 def share_of_bandwidth(run, nbytes, threads, rounds=15):
-    """Bytes per second of `run` against those of a plain sum, by turns: both move by a factor of two within minutes."""
-    x, out, shares = memory(), np.empty(threads, np.float32), []
+    """Bytes per second of `run` against those of a plain sum, by turns.
+
+    Both move by a factor of two within minutes.
+    """
+    x = memory()
+    out = np.empty(threads, np.float32)
+    shares = []
     for _ in range(rounds):
         read = median_time(lambda: roofline.read_memory(x, threads, out), 1, 0)
         shares.append(nbytes / median_time(run, 3, 0) / (x.nbytes / read))

@@ -1,7 +1,10 @@
-"""The exp2 benchmark (docs/sources.md): every kernel, exp2 and broadcast at M = 4 and 16, Nc = 64 to 512, D = 64, on one thread.
+"""The exp2 benchmark (docs/sources.md).
 
-`numflash.cpu.study.exp2_benchmark.measure` gives the same as a table. A kernel is checked against float64 before it is timed; a
-round is many calls. `extra_info` holds seconds per call, and the share of the FMA peak and the cycles per element of the same run.
+Every kernel, exp2 and broadcast at M = 4 and 16, Nc = 64 to 512, D = 64, on one thread.
+
+`numflash.cpu.study.exp2_benchmark.measure` gives the same as a table. A kernel is checked against
+float64 before it is timed; a round is many calls. `extra_info` holds seconds per call, and the
+share of the FMA peak and the cycles per element of the same run.
 """
 
 import functools

@@ -1,8 +1,9 @@
-"""Float attention against PyTorch, ONNX Runtime and OpenVINO, one thread, each checked before it is timed: `make bench`.
+"""Float attention against PyTorch, ONNX Runtime and OpenVINO, one thread, each checked before it is
+timed: `make bench`.
 
-`python tests/benchmarks/bench_float.py` times everybody in turns and prints one table: turns, because clocks drift over a run by
-more than contenders differ. Peers take part where they are installed (`pip install torch onnx onnxruntime openvino`).
-Nothing here passes or fails by time.
+`python tests/benchmarks/bench_float.py` times everybody in turns and prints one table: turns,
+because clocks drift over a run by more than contenders differ. Peers take part where they are
+installed (`pip install torch onnx onnxruntime openvino`). Nothing here passes or fails by time.
 """
 
 import sys
@@ -43,9 +44,12 @@ def onnx_runtime(precision, q, k, v, causal):
     """MultiHeadAttention, which runs as flash attention on the CPU; layout (B, L, H * D)."""
     if precision != "float32":
         pytest.skip("ONNX Runtime's CPU attention has no bfloat16")
-    ort, helper = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx.helper")
+    ort = pytest.importorskip("onnxruntime")
+    helper = pytest.importorskip("onnx.helper")
     b, h, length, d = q.shape
-    kind, shape = 1, [b, length, h * d]  # TensorProto.FLOAT
+    # TensorProto.FLOAT
+    kind = 1
+    shape = [b, length, h * d]
     node = helper.make_node(
         "MultiHeadAttention",
         ["q", "k", "v"],

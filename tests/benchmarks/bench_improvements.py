@@ -1,6 +1,9 @@
-"""The eight improvements of the A64FX summary (docs/sources.md), checked and then timed: `make bench`.
+"""The eight improvements of the A64FX summary (docs/sources.md), checked and then timed.
 
-`python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here passes or fails by time.
+`make bench`.
+
+`python -m numflash.cpu.study.improvements` prints the gains beside the predicted ones. Nothing here
+passes or fails by time.
 """
 
 import numpy as np

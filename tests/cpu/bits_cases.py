@@ -1,4 +1,7 @@
-"""INT8 problems whose bits are compared, everywhere alike; run as a script it prints one digest per case for an instruction set."""
+"""INT8 problems whose bits are compared, everywhere alike.
+
+Run as a script it prints one digest per case for an instruction set.
+"""
 
 import hashlib
 import sys
@@ -72,8 +75,12 @@ def integers(rows, d, seed, low=-127, high=128):
 
 def extreme():
     """name, problem: what random data never reaches."""
-    l, s, d = 30, 200, 64
-    q, k, v = integers(l, d, 0), integers(s, d, 1), integers(s, d, 2)
+    l = 30
+    s = 200
+    d = 64
+    q = integers(l, d, 0)
+    k = integers(s, d, 1)
+    v = integers(s, d, 2)
     top = np.full((l, d), 127)
     yield "largest products", raw(top, np.full((s, d), 127), np.full((s, d), 127))
     signs = np.where(np.arange(s)[:, None] % 2, 127, -127) * np.ones((1, d))
@@ -142,7 +149,8 @@ def cases():
     """name, problem: all of them, a second's work for a kernel."""
     for i, (l, s) in enumerate(TAILS):
         for j in (0, 1):
-            d, dv = DIMS[(2 * i + j) % len(DIMS)], DIMS[(3 * i + 5 * j) % len(DIMS)]
+            d = DIMS[(2 * i + j) % len(DIMS)]
+            dv = DIMS[(3 * i + 5 * j) % len(DIMS)]
             arrays = qkv(h=2, l=l, s=s, d=d, dv=dv, seed=i)
             yield f"L={l} S={s} D={d} Dv={dv} causal={bool(j)}", int8(arrays, is_causal=bool(j))
     arrays = qkv(b=2, h=2, l=70, s=200, d=48, seed=5)
@@ -167,7 +175,8 @@ if __name__ == "__main__":
 
     from numflash.cpu import launch
 
-    isa, threads = sys.argv[1], int(sys.argv[2])
+    isa = sys.argv[1]
+    threads = int(sys.argv[2])
     numba.set_num_threads(threads)
     for name, problem in cases():
         print(digest(*launch.run(problem, isa)), name)

@@ -1,4 +1,5 @@
-"""One table of everything that the CPU's forward kernels have code for, and the problem of each of its rows.
+"""One table of everything that the CPU's forward kernels have code for, and the problem of each of
+its rows.
 
 `rows()` is the whole table; `pairs()` a part of it in which any two settings occur together.
 """
@@ -13,7 +14,8 @@ import numpy as np
 from numflash.options import Options
 from numflash.validation import Problem, problem
 
-# (B, H, Hkv, L, S, D, Dv): rows and keys that cut register, query and key tiles; channels that are no multiple of anything
+# (B, H, Hkv, L, S, D, Dv): rows and keys that cut register, query and key tiles; channels that are
+# no multiple of anything
 SHAPES = (
     (1, 2, 2, 33, 70, 17, 17),
     (2, 4, 2, 25, 130, 40, 72),
@@ -52,7 +54,10 @@ def rows() -> list[Row]:
 
 
 def pairs(seed: int = 0) -> list[Row]:
-    """Rows in which every two settings meet: of a few random ones, the one that adds most, until none is missing."""
+    """Rows in which every two settings meet.
+
+    Of a few random ones, the one that adds most, until none is missing.
+    """
     rng = Random(seed)
 
     def met(row: Row) -> set:
@@ -104,7 +109,10 @@ def options(row: Row, rng: np.random.Generator) -> dict:
 
 
 def operands(row: Row, rng: np.random.Generator) -> list[np.ndarray]:
-    """Query, key and value as float32; with "unseen nan" the last key is not finite, which few rows or none see."""
+    """Query, key and value as float32.
+
+    With "unseen nan" the last key is not finite, which few rows or none see.
+    """
     b, h, g, length, s, d, dv = SHAPES[row["shape"]]  # type: ignore[index]
     shapes = (b, h, length, d), (b, g, s, d), (b, g, s, dv)
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)

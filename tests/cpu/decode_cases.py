@@ -5,7 +5,10 @@ from oracles import draw, naive
 
 from numflash.cache.kvcache import KVCache
 
-B, H, G, D = 2, 4, 2, 16
+B = 2
+H = 4
+G = 2
+D = 16
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
 
 

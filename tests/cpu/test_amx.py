@@ -1,4 +1,7 @@
-"""AMX: code of nothing but the tile's work, for a target that has it; refusal where the target or the system lacks it."""
+"""AMX: code of nothing but the tile's work, for a target that has it.
+
+Refusal where the target or the system lacks it.
+"""
 
 import numpy as np
 import pytest
@@ -16,8 +19,10 @@ CPU = "sapphirerapids"
 def code():
     if CPU not in codegen.TRIPLES:
         pytest.skip(f"this LLVM does not know {CPU}")
-    multiply, both = amx.multiply("tdpbssd"), amx.multiply_beside("tdpbssd", amx.score_rows())
-    save, scratch = amx.save, amx.scratch_blocks
+    multiply = amx.multiply("tdpbssd")
+    both = amx.multiply_beside("tdpbssd", amx.score_rows())
+    save = amx.save
+    scratch = amx.scratch_blocks
 
     from numba import njit
 
@@ -65,7 +70,10 @@ def test_a_target_without_tiles_refuses():
 
 
 def test_a_system_that_refuses_is_not_asked_twice(monkeypatch):
-    """A kernel may be new enough for the instructions and still deny their state: then it is as if they were not there."""
+    """A kernel may be new enough for the instructions and still deny their state.
+
+    Then it is as if they were not there.
+    """
     if target.missing("amx_int8"):
         pytest.skip("the target has no AMX")
     monkeypatch.setattr(target, "tiles_permitted", lambda: False)
@@ -92,7 +100,9 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
     packed = np.ascontiguousarray(tiles).reshape(-1)
     ones = np.ones(32, np.float32)
     out = empty((32, 32), np.float32)
-    multiply, save, finish = amx.multiply(instruction), amx.save, amx.finish(amx.value_rows)
+    multiply = amx.multiply(instruction)
+    save = amx.save
+    finish = amx.finish(amx.value_rows)
     scratch = amx.scratch_blocks
 
     @njit

@@ -1,4 +1,7 @@
-"""The woven stream of AMX: the bits of the integer model where it runs, and that it stops where scores leave int16."""
+"""The woven stream of AMX.
+
+The bits of the integer model where it runs, and that it stops where scores leave int16.
+"""
 
 import numpy as np
 import pytest

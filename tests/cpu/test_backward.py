@@ -1,4 +1,7 @@
-"""Gradients of attention, every kernel: float64, within twice the error of plain float32; finite differences; equal bits."""
+"""Gradients of attention, every kernel: float64, within twice the error of plain float32.
+
+Finite differences; equal bits.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def close(found, operands, ulp=2.0**-23, **options):
-    """Within twice the error of plain float32, a few roundings, and those of scores and of dP - D as large as they are here."""
+    """Within twice the error of plain float32, a few roundings, and those of scores and of dP - D
+    as large as they are here.
+    """
     wanted = naive_gradients(*operands, **options)
     plain = naive_gradients(*operands, **options, dtype=F)
     do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
     d, dv = (operands[n].shape[-1] for n in (1, 3))
-    scores, of_weights = (
-        q * k * d**0.5 * max(1, options.get("scale") or 0),
-        do * v * (dv / d) ** 0.5,
-    )
+    scores = q * k * d**0.5 * max(1, options.get("scale") or 0)
+    of_weights = do * v * (dv / d) ** 0.5
     slopes = options.get("alibi_slopes")
     scores += (
         0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
@@ -68,7 +71,8 @@ def drawn(dv=None, **sizes):
     return draw((*q.shape[:3], v.shape[3]), 9), q, k, v
 
 
-# ---- sizes and options ---------------------------------------------------------------------------------------------------------
+# ---- sizes and options
+# ---------------------------------------------------------------------------------------------------------
 @every_isa
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_around_every_block_edge(isa, causal):
@@ -162,7 +166,8 @@ def test_any_combination_at_length(isa, case):
     combination(case, isa)
 
 
-# ---- checks that know nothing of the formula -----------------------------------------------------------------------------------
+# ---- checks that know nothing of the formula
+# -----------------------------------------------------------------------------------
 ALL = {
     "is_causal": True,
     "window": (4, None),
@@ -183,7 +188,8 @@ def test_a_gradient_is_what_the_oracle_changes_by(isa, options):
     do, *arrays = (x.astype(np.float64) for x in operands)
     for x, gradient in zip(arrays, found, strict=True):
         for at in np.ndindex(x.shape):
-            old, moved = x[at], []
+            old = x[at]
+            moved = []
             for step in (1e-6, -1e-6):
                 x[at] = old + step
                 moved.append((do * naive(*arrays, **options)[0]).sum())
@@ -208,7 +214,10 @@ def test_the_reference_is_the_definition(h, hkv, options):
 
 @pytest.mark.parametrize(("bias", "sink"), [(2.0**25, 2.0**25), (2.0**25, 0.0), (-(2.0**25), None)])
 def test_the_reference_with_scores_far_from_zero(bias, sink):
-    """An LSE as float32 holds it is off by ones there; the sink takes part when it is computed anew."""
+    """An LSE as float32 holds it is off by ones there.
+
+    The sink takes part when it is computed anew.
+    """
     do, q, k, v = drawn(h=2, l=5, s=7, d=3)
     options = {
         "attn_mask": np.full((5, 7), bias, F),
@@ -259,7 +268,8 @@ def test_parts_of_the_keys_add_up_to_the_whole(impl):
     )
 
 
-# ---- what is hidden, and what is not finite ------------------------------------------------------------------------------------
+# ---- what is hidden, and what is not finite
+# ------------------------------------------------------------------------------------
 @every_isa
 def test_what_nobody_sees_has_no_gradient(isa):
     do, q, k, v = drawn(l=40, s=90, d=16)
@@ -286,7 +296,10 @@ WAYS = ("mask", "bias", "padding", "causal", "window")
 @every_isa
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_hidden_never_leaks(isa, way):
-    """NaN and infinity in two keys: rows that do not see them, and keys that only such rows see, keep their gradients."""
+    """NaN and infinity in two keys.
+
+    Rows that do not see them, and keys that only such rows see, keep their gradients.
+    """
     do, q, k, v = drawn(l=200, s=200, d=16)
     mask = np.random.default_rng(1).random((200, 200)) < 0.7
     mask[:150, [3, 130]] = False
@@ -370,7 +383,10 @@ def test_finite_inputs_never_give_nan(isa):
 
 @every_isa
 def test_scores_that_float32_cannot_hold(isa):
-    """Weights of 0 and 1, or rows whose biases are all the lowest float: their LSE is computed anew, in float64."""
+    """Weights of 0 and 1, or rows whose biases are all the lowest float.
+
+    Their LSE is computed anew, in float64.
+    """
     do, q, k, v = drawn(l=40, s=90, d=16)
     big = q * F(1e20), k * F(1e20)
     found = solve(do, *big, v, isa)
@@ -391,7 +407,8 @@ def test_scores_that_float32_cannot_hold(isa):
         assert np.abs(found[2] - rest[2] - flat[2]).max() <= 1e-5
 
 
-# ---- bits, arrays, arguments ---------------------------------------------------------------------------------------------------
+# ---- bits, arrays, arguments
+# ---------------------------------------------------------------------------------------------------
 @every_isa
 def test_equal_bits_at_every_thread_count_and_run(isa):
     do, q, k, v = drawn(b=1, h=6, hkv=2, l=300, s=500, d=16)
@@ -433,7 +450,8 @@ def test_strides_of_every_kind():
 def test_read_only_arrays_compile_nothing_anew():
     operands = drawn(l=20, d=8)
     out, lse = attention(*operands[1:], return_lse=True)
-    want, known = attention_backward(*operands, out, lse), len(make_backward(ISAS[0]).signatures)
+    want = attention_backward(*operands, out, lse)
+    known = len(make_backward(ISAS[0]).signatures)
     for x in (*operands, out, lse):
         x.flags.writeable = False
     assert all(

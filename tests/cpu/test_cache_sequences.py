@@ -1,4 +1,7 @@
-"""Whole sequences of a cache: room, length, order, copies, states; and calls that are interrupted."""
+"""Whole sequences of a cache: room, length, order, copies, states.
+
+And calls that are interrupted.
+"""
 
 import sys
 
@@ -29,7 +32,9 @@ def holding(device, dtype, page_size, counts=(140, 70), **options):
 
 
 def assert_like(cache, rows, seeds=5):
-    """Sequence i of the cache holds rows[i] = (key (Hkv, n, D), value), as appended to a fresh cache."""
+    """Sequence i of the cache holds rows[i] = (key (Hkv, n, D), value), as appended to a fresh
+    cache.
+    """
     fresh = KVCache(len(rows), G, D, 700, cache.dtype)
     n = max(k.shape[1] for k, _ in rows)
     key, value = np.zeros((2, len(rows), G, n, D), np.float32)
@@ -224,7 +229,8 @@ def test_an_interrupted_call_has_done_all_or_nothing(change, page_size):
     whole(done)
     after = snapshot(done)
     for line in range(10**6):
-        cache, count = fresh(), [0]
+        cache = fresh()
+        count = [0]
 
         def trace(frame, event, _, count=count, line=line):
             if "numflash/cache" not in frame.f_code.co_filename:
@@ -253,9 +259,12 @@ def test_an_interrupted_call_has_done_all_or_nothing(change, page_size):
 @pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("page_size", [None, 128])
 def test_reading_is_the_inverse_of_storing(dtype, page_size):
-    """The compiled reading against the arrays of `state`, also of heads that fill no panel and of tokens not finite."""
+    """The compiled reading against the arrays of `state`, also of heads that fill no panel and of
+    tokens not finite.
+    """
     cache = KVCache(2, G, 5, 300, dtype, page_size, value_dim=70, smooth=dtype == "int8")
-    key, value = draw((2, G, 150, 5)), draw((2, G, 150, 70), 1)
+    key = draw((2, G, 150, 5))
+    value = draw((2, G, 150, 70), 1)
     value[0, 1, 7, 3] = np.nan
     cache.append(key, value, counts=[150, 20])
     for b, n in ((0, 150), (1, 20)):

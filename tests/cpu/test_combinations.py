@@ -1,7 +1,9 @@
-"""Every option on every kernel of this machine that has code for it: by pairs, and in the slow tests a large part of the table.
+"""Every option on every kernel of this machine that has code for it.
 
-INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's own float64 oracle works out
-for every number of a result.
+By pairs, and in the slow tests a large part of the table.
+
+INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
+own float64 oracle works out for every number of a result.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ FLOATS = [
     for isa in target.available(isas)
     if precision == "float32" or isa not in target.FLOAT_ISAS or isa == target.available(isas)[0]
 ]
-# Of the whole table's 12960 rows, the integer model computes some 50 a second: the slow tests take a sample, by a seed.
+# Of the whole table's 12960 rows, the integer model computes some 50 a second: the slow tests take
+# a sample, by a seed.
 SAMPLE = 1500
 
 

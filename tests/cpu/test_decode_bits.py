@@ -1,4 +1,6 @@
-"""INT8 decode has the bits of the integer model, in every split, on every instruction set, at any number of threads."""
+"""INT8 decode has the bits of the integer model, in every split, on every instruction set, at any
+number of threads.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ def model(cache, b, query, splits, seen=None):
     q = quantization.quantize(query[b])
     k, v = cache.quantized(b)
     if seen is None:
-        length, s = query.shape[2], k.data.shape[1]
+        length = query.shape[2]
+        s = k.data.shape[1]
         seen = np.arange(s)[None] <= np.arange(length)[:, None] + s - length
     return reference.integer_decode(q, k, v, query.shape[3] ** -0.5, seen, splits)
 
@@ -84,7 +87,8 @@ def test_int8_storage_is_the_quantisation():
 
 
 def test_threads_and_splits():
-    key, value = draw((1, G, 3000, 64)), draw((1, G, 3000, 64), 1)
+    key = draw((1, G, 3000, 64))
+    value = draw((1, G, 3000, 64), 1)
     cache = KVCache(1, G, 64, 3000)
     cache.append(key, value)
     query = draw((1, H, 1, 64), 2)

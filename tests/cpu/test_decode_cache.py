@@ -1,4 +1,7 @@
-"""The cache's meaning against float64: lengths, several new tokens, pages, shared prefixes, rings, tokens out of range."""
+"""The cache's meaning against float64.
+
+Lengths, several new tokens, pages, shared prefixes, rings, tokens out of range.
+"""
 
 import numpy as np
 import pytest
@@ -110,7 +113,8 @@ def test_which_token_lies_in_which_slot(sinks, ring):
 
 
 def test_whole_pages_are_shared_from_a_pool_that_is_used_up():
-    table, lengths = np.zeros((2, 3), np.int32), np.zeros(2, np.int64)
+    table = np.zeros((2, 3), np.int32)
+    lengths = np.zeros(2, np.int64)
     pages.grow(table, lengths, np.array([256, 0]), 128, 2)
     lengths[0] = 256
     assert pages.share(table, lengths, 0, 1, 256, 128, 2) is None
@@ -159,7 +163,8 @@ def test_ring(dtype, window, sinks):
     cache = KVCache(B, G, D, 1, dtype, window=window, sinks=sinks)
     size = cache.nbytes
     key, value = tokens(500)
-    i, queries = 0, 2 if window > 1 else 1
+    i = 0
+    queries = 2 if window > 1 else 1
     for step in (1, 2, 60, 64, 1, 100, 3, 200, 2):
         cache.append(key[:, :, i : i + step], value[:, :, i : i + step])
         i += step

@@ -1,4 +1,7 @@
-"""Decode with a soft cap, ALiBi, sinks and masks of the new tokens: float64 for floats, the integer model for INT8."""
+"""Decode with a soft cap, ALiBi, sinks and masks of the new tokens.
+
+Float64 for floats, the integer model for INT8.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +29,8 @@ CASES = {
 
 
 def oracle(query, key, value, mask=None, window=None, **options):
-    n, s = query.shape[2], key.shape[2]
+    n = query.shape[2]
+    s = key.shape[2]
     seen = np.arange(s)[None] <= np.arange(n)[:, None] + s - n
     if window:
         seen &= np.arange(s)[None] > np.arange(n)[:, None] + s - n - window

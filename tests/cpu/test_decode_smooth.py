@@ -1,6 +1,8 @@
-"""What taking the channel means from the keys does to the error of INT8 decode, on real activations and on keys with a bias.
+"""What taking the channel means from the keys does to the error of INT8 decode, on real activations
+and on keys with a bias.
 
-The last 64 of 512 tokens of layer 2 of MiniLM-L6 against float64; a bias is 30 spreads in one of 32 channels.
+The last 64 of 512 tokens of layer 2 of MiniLM-L6 against float64; a bias is 30 spreads in one of 32
+channels.
 
 | keys | first append | smooth | relative L1 | RMSE | cosine |
 |---|---|---|---|---|---|
@@ -23,7 +25,9 @@ ROWS = 64  # the last tokens are asked, causally
 
 
 def decode_errors(key, smooth, first):
-    """Errors of the last rows against float64, after a first append of `first` tokens and one of the rest."""
+    """Errors of the last rows against float64, after a first append of `first` tokens and one of
+    the rest.
+    """
     query, _, value = (x[None].astype(np.float32) for x in minilm())
     query = np.ascontiguousarray(query[:, :, -ROWS:])
     cache = KVCache(1, key.shape[1], key.shape[3], key.shape[2], smooth=smooth)

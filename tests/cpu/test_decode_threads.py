@@ -15,15 +15,19 @@ from numflash.jit.threads import limit, most
 
 
 def generate(out, seed):
-    """Tokens appended and decoded one by one on a thread of its own, on caches large enough for kernels of several threads."""
+    """Tokens appended and decoded one by one on a thread of its own, on caches large enough for
+    kernels of several threads.
+    """
     with limit(min(2, most())):
         cache, (key, value) = KVCache(B, G, 64, 5000), tokens(4500, seed, d=64)
         cache.append(key, value)
-        query, bits = draw((B, H, 1, 64), seed), []
+        query = draw((B, H, 1, 64), seed)
+        bits = []
         for i in range(30):
             more = tokens(1, 31 * seed + i, d=64)
             cache.append(*more)
-            key, value = np.concatenate([key, more[0]], 2), np.concatenate([value, more[1]], 2)
+            key = np.concatenate([key, more[0]], 2)
+            value = np.concatenate([value, more[1]], 2)
             bits.append(cache.decode(query, splits=2))
         out[seed] = bits, relative(bits[-1], expected(query, key, value)[0])
 
@@ -33,7 +37,8 @@ def test_two_caches_in_two_threads(layer, monkeypatch):
     monkeypatch.setattr(
         numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer
     )
-    alone, together = {}, {}
+    alone = {}
+    together = {}
     for seed in (10, 20):
         generate(alone, seed)
     threads = [threading.Thread(target=generate, args=(together, seed)) for seed in (10, 20)]
@@ -48,7 +53,9 @@ def test_two_caches_in_two_threads(layer, monkeypatch):
 
 def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
     """Two calls at once would end the process; observed from inside the call."""
-    inside, worst, real = [0], [0], launch_decode.Plan.__init__
+    inside = [0]
+    worst = [0]
+    real = launch_decode.Plan.__init__
 
     class Slow:
         def __init__(self, kernel):

@@ -1,4 +1,6 @@
-"""The float kernels of every instruction set here against the float64 oracle, within twice the error of plain low precision."""
+"""The float kernels of every instruction set here against the float64 oracle, within twice the
+error of plain low precision.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def make(query, key, value, precision="float32", attn_mask=None, **options):
 
 
 def plain(problem):
-    """Attention written out in the problem's own precision: float32 scores and sums, weights in the type of the operands."""
+    """Attention written out in the problem's own precision.
+
+    Float32 scores and sums, weights in the type of the operands.
+    """
     nb, nh, nkv, length, s, _, dv = problem.shape
     q, k, v = (np.asarray(widen(x), F) for x in (problem.query, problem.key, problem.value))
     k, v = (np.repeat(x, nh // nkv, 1) for x in (k, v))
@@ -39,7 +44,8 @@ def plain(problem):
     if problem.softcap:
         scores = F(problem.softcap) * np.tanh(scores / F(problem.softcap))
     if problem.alibi_slopes is not None:
-        i, j = np.arange(length)[:, None] + problem.diagonal[:, None, None, None], np.arange(s)
+        i = np.arange(length)[:, None] + problem.diagonal[:, None, None, None]
+        j = np.arange(s)
         scores = scores - problem.alibi_slopes[:, :, None, None].astype(F) * np.abs(i - j).astype(F)
     if problem.bias is not None:
         scores = scores + problem.bias
@@ -73,7 +79,8 @@ def agrees(problem, isa, budget=2.0):
     want, want_lse = reference.oracle(replace(problem, sinks=None))
     assert out.dtype == lse.dtype == F
     empty = np.isinf(want_lse)
-    # one rounding of a score of this size, or of the sums that lead to it, is a relative error of p; a tanh rounds like its cap
+    # one rounding of a score of this size, or of the sums that lead to it, is a relative error of
+    # p; a tanh rounds like its cap
     scores = max(np.abs(want_lse[~empty]).max(initial=0), largest_sum(problem), problem.softcap)
     allowed = budget * np.abs(plain(problem) - want).max()
     allowed += (4 * ULP[problem.precision] + 2.0**-23 * scores) * max(1.0, np.abs(want).max())
@@ -178,7 +185,8 @@ def test_what_is_hidden_never_leaks(precision, isa):
     ]
     for bad in (np.nan, np.inf, -np.inf, 3e38):
         for way in ways:
-            dirty_k, dirty_v = k.copy(), v.copy()
+            dirty_k = k.copy()
+            dirty_v = v.copy()
             dirty_k[:, :, [3, 130]], dirty_v[:, :, [3, 130]] = bad, bad
             problem = make(q, dirty_k, dirty_v, precision, **way)
             seen = reference.visible(problem, 0, 0)

@@ -1,4 +1,6 @@
-"""Any combination of options against the float64 oracle, and what must stay the same whatever the numbers are."""
+"""Any combination of options against the float64 oracle, and what must stay the same whatever the
+numbers are.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,20 @@ KERNELS = [
 
 @st.composite
 def problems(draw):
-    """Operands and options from the whole space: sizes around every block edge, any mix of what hides or changes scores."""
+    """Operands and options from the whole space.
+
+    Sizes around every block edge, any mix of what hides or changes scores.
+    """
     count = st.one_of(
         st.integers(1, 20), st.integers(1, 140), st.sampled_from([63, 64, 65, 256, 257, 300])
     )
-    length, s = draw(count), draw(count)
-    b, group, hkv = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    d, dv = (
-        draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 72, 80, 128]))),
-        draw(st.integers(1, 80)),
-    )
+    length = draw(count)
+    s = draw(count)
+    b = draw(st.integers(1, 2))
+    group = draw(st.integers(1, 3))
+    hkv = draw(st.integers(1, 2))
+    d = draw(st.one_of(st.integers(1, 40), st.sampled_from([64, 72, 80, 128])))
+    dv = draw(st.integers(1, 80))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     size = F(draw(st.sampled_from([1.0, 0.01, 4.0])))
     h = group * hkv

@@ -1,4 +1,7 @@
-"""The bits of INT8 attention: integer model = every instruction set, in this process and in one with another target."""
+"""The bits of INT8 attention.
+
+Integer model = every instruction set, in this process and in one with another target.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""What the compiler makes of the INT8 kernel: no integer division and no double precision in a hot loop, sums in registers."""
+"""What the compiler makes of the INT8 kernel.
+
+No integer division and no double precision in a hot loop, sums in registers.
+"""
 
 import pytest
 from oracles import qkv
@@ -63,7 +66,10 @@ def test_no_float64_anywhere(code):
 
 
 def test_product_loops_are_loads_and_dots(code):
-    """The two 6-row tiles: nothing is spilled, nothing is called, and nearly all instructions are dots."""
+    """The two 6-row tiles.
+
+    Nothing is spilled, nothing is called, and nearly all instructions are dots.
+    """
     dots = [sum(DOT[ISA] in i for i in loop.instructions) for loop in assembly.loops(code)]
     tile = 6 * VECTOR_ISAS[ISA].nv
     products = [

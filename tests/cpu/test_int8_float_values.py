@@ -1,4 +1,7 @@
-"""INT8 scores with float values (pv="fp32"): the weights of the integer model, sums in each kernel's own order."""
+"""INT8 scores with float values (pv="fp32").
+
+The weights of the integer model, sums in each kernel's own order.
+"""
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from numflash.tiling import tiling
 from numflash.validation import problem
 
 ISAS = target.available()
-# queries around the heights of register tiles (6, 32) and query tiles (24, 48, 96), keys that are cut off in a block
+# queries around the heights of register tiles (6, 32) and query tiles (24, 48, 96), keys that are
+# cut off in a block
 SHAPES = [
     (70, 70, 64, None),
     (96, 96, 16, None),
@@ -40,7 +44,9 @@ OPTIONS = {
     ],
 )
 def test_float_values_are_those_of_the_integer_model(isa):
-    """A part of a block that is no multiple of the tile's rows counts rows twice, and writes beyond the last one."""
+    """A part of a block that is no multiple of the tile's rows counts rows twice, and writes beyond
+    the last one.
+    """
     for l, s, d, dv in SHAPES:
         for options in OPTIONS.values():
             given = dict(options)

@@ -1,4 +1,6 @@
-"""Packed K and V against the layouts that `numflash.cpu.int8.packing` describes, written once more with NumPy's own indexing."""
+"""Packed K and V against the layouts that `numflash.cpu.int8.packing` describes, written once more
+with NumPy's own indexing.
+"""
 
 import numpy as np
 import pytest
@@ -36,7 +38,9 @@ def filled(x, *shape):
 @here
 @pytest.mark.parametrize(("s", "d"), SHAPES)
 def test_keys(isa, s, d):
-    rng, kind, lanes = np.random.default_rng(s * 1000 + d), VECTOR_ISAS[isa], running_lanes(isa)
+    rng = np.random.default_rng(s * 1000 + d)
+    kind = VECTOR_ISAS[isa]
+    lanes = running_lanes(isa)
     k = rng.integers(-128, 128, (3, s, d), dtype=np.int8)
     scale = rng.random((3, s), np.float32)
     scale[1, s // 2] = np.nan
@@ -44,7 +48,8 @@ def test_keys(isa, s, d):
     whole = filled(k, packing.padded(s, KEY_BLOCK), packing.padded(d, kind.step)).astype(
         np.int8 if kind.group == 4 else np.int16
     )
-    panel, order = kind.nv * lanes, kind.key_order(lanes)
+    panel = kind.nv * lanes
+    order = kind.key_order(lanes)
     panels = whole.reshape(3, -1, panel, whole.shape[2] // kind.group, kind.group)[:, :, order]
     if kind.tiled:  # 32 keys, step, tile, group, key, channel of the group
         tiles = panels.reshape(3, -1, 2, 16, whole.shape[2] // 64, 16, 4)
@@ -66,7 +71,9 @@ def test_keys(isa, s, d):
 @here
 @pytest.mark.parametrize(("s", "dv"), SHAPES)
 def test_values(isa, s, dv):
-    rng, kind, lanes = np.random.default_rng(s * 1000 + dv), VECTOR_ISAS[isa], running_lanes(isa)
+    rng = np.random.default_rng(s * 1000 + dv)
+    kind = VECTOR_ISAS[isa]
+    lanes = running_lanes(isa)
     v = rng.integers(-128, 128, (3, s, dv), dtype=np.int8)
     columns = packing.padded(dv, kind.unit * lanes)
     wide = np.int8 if kind.group == 4 else np.int16
@@ -79,7 +86,8 @@ def test_values(isa, s, dv):
         assert np.array_equal(packing.pack_values(isa, v), want.reshape(3, -1))
         return
     blocks = shifted.reshape(3, -1, KEY_BLOCK // kind.group, kind.group, columns)
-    chunks, t = [], 0
+    chunks = []
+    t = 0
     while t < columns:
         left = columns - t
         width = next(w for w in (kind.nv * lanes, 2 * lanes, lanes) if w <= left)
@@ -91,7 +99,8 @@ def test_values(isa, s, dv):
 @here
 def test_keys_that_are_not_aligned(isa):
     room = np.random.default_rng(0).integers(-128, 128, 64 * 64 + 1, dtype=np.int8)
-    k, scale = room[1:].reshape(1, 64, 64), np.ones((1, 64), np.float32)
+    k = room[1:].reshape(1, 64, 64)
+    scale = np.ones((1, 64), np.float32)
     for packed, same in zip(
         packing.pack_keys(isa, k, scale), packing.pack_keys(isa, k.copy(), scale), strict=True
     ):
@@ -101,7 +110,8 @@ def test_keys_that_are_not_aligned(isa):
 @pytest.mark.parametrize("isa", [i for i in target.available(target.FLOAT_ISAS) if i != "portable"])
 def test_float_values_stay_in_place_where_they_are_aligned(isa):
     """Kernels load whole floats: an array that begins between two of them is copied."""
-    stops, columns = np.array([16]), FLOAT_ISAS[isa].lanes
+    stops = np.array([16])
+    columns = FLOAT_ISAS[isa].lanes
     raw = np.arange(16 * columns * 4 + 4, dtype=np.uint8)
     for offset, in_place in ((0, True), (1, False)):
         v = raw[offset : offset + 16 * columns * 4].view(np.float32).reshape(1, 1, 16, columns)

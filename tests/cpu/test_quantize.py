@@ -1,4 +1,7 @@
-"""The one-pass quantiser against the general way: `quantize_problem`, then packing. All operands are compared for equality."""
+"""The one-pass quantiser against the general way: `quantize_problem`, then packing.
+
+All operands are compared for equality.
+"""
 
 import numba
 import numpy as np
@@ -60,7 +63,8 @@ def test_operands_are_those_of_the_general_way(isa, shape):
 
 def test_threads_change_no_bit():
     """Whole heads on one thread; chunks of rows on two, which three heads do not share evenly."""
-    arrays, most = qkv(**SHAPES["chunks"]), min(2, numba.config.NUMBA_NUM_THREADS)
+    arrays = qkv(**SHAPES["chunks"])
+    most = min(2, numba.config.NUMBA_NUM_THREADS)
     with threads.limit(most):
         check(problem(*arrays, Options(precision="int8")), ISAS[0])
 

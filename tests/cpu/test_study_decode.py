@@ -1,4 +1,6 @@
-"""The split and the unified maximum in miniature against float64, where they must agree and where one has to fall back."""
+"""The split and the unified maximum in miniature against float64, where they must agree and where
+one has to fall back.
+"""
 
 import numpy as np
 import pytest

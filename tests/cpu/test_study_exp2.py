@@ -1,4 +1,7 @@
-"""The exp2 + FMLA kernels of study: every combination against float64, weights at their limits, and the table's own arithmetic."""
+"""The exp2 + FMLA kernels of study.
+
+Every combination against float64, weights at their limits, and the table's own arithmetic.
+"""
 
 import numpy as np
 import pytest
@@ -28,7 +31,10 @@ def test_against_float64(combination, shape):
     ("exp2", "stated"), [("accurate", 2e-7), ("fast", 2.75e-3), ("ultra", 0.5)]
 )
 def test_weights_over_many_octaves(exp2, stated):
-    """x from 0 down to far below the last octave: the stated error is the real one, and nothing wraps around."""
+    """x from 0 down to far below the last octave.
+
+    The stated error is the real one, and nothing wraps around.
+    """
     s = -np.arange(4 * 40000, dtype=np.int32).reshape(4, -1)
     v = np.zeros((s.shape[1], 64), np.float32)
     p, _ = bench.compute("exp2", exp2, "register", s, 2.0**-10, 0.0, v)

@@ -1,4 +1,7 @@
-"""The switched fused kernel has the integer model's bits, whatever is on; the fused LayerNorm those of the separate passes."""
+"""The switched fused kernel has the integer model's bits, whatever is on.
+
+The fused LayerNorm those of the separate passes.
+"""
 
 import numpy as np
 import pytest
@@ -63,9 +66,13 @@ def test_every_switch_gives_attention(cases, exp2, pv):
 
 def test_layer_norm_with_the_quantiser_inside():
     for length, d in [(1, 1), (3, 7), (130, 384), (65, 64)]:
-        x, gamma, beta = draw((length, d), 0) * F(3) + F(1), draw(d, 1), draw(d, 2)
+        x = draw((length, d), 0) * F(3) + F(1)
+        gamma = draw(d, 1)
+        beta = draw(d, 2)
         x[0] = 0
-        y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
+        y = np.empty_like(x)
+        data = np.empty(x.shape, np.int8)
+        scale = np.empty(length, F)
         improvements.layer_norm(x, gamma, beta, y)
         wide = x.astype(np.float64)
         wide = (wide - wide.mean(1, keepdims=True)) / np.sqrt(

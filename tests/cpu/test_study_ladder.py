@@ -30,7 +30,9 @@ def test_float_rungs(name, l, s):
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("size", [30.0, 1e-20])
 def test_float_rungs_with_large_and_small_scores(name, size):
-    q, k, v = draw((50, 16), 1), draw((70, 16), 2) * np.float32(size), draw((70, 16), 3)
+    q = draw((50, 16), 1)
+    k = draw((70, 16), 2) * np.float32(size)
+    v = draw((70, 16), 3)
     exact, _ = naive(*(x[None, None] for x in (q, k, v)))
     assert np.abs(ladder.prepare(name, q, k, v)() - exact[0, 0]).max() < 2e-5
 
@@ -61,8 +63,10 @@ def test_integer_rungs_give_the_bits_of_the_model(name, isa, l, s, d, dv):
 @each_isa
 @pytest.mark.parametrize("name", INTEGERS)
 def test_a_block_that_a_row_does_not_see_weighs_nothing(name, isa):
-    """Rows 240 to 255 share a tile with rows that see keys from 256 on; of their own keys one counts, 100 octaves below zero, so
-    that hidden keys at -128 would show."""
+    """Rows 240 to 255 share a tile with rows that see keys from 256 on.
+
+    Of their own keys one counts, 100 octaves below zero, so that hidden keys at -128 would show.
+    """
     v = draw((1, 1, 512, 16))
     q = np.full((1, 1, 512, 16), 4.4, np.float32)
     k = np.where(np.arange(512) < 256, np.float32(-4.25), np.float32(4.25))[
@@ -74,7 +78,10 @@ def test_a_block_that_a_row_does_not_see_weighs_nothing(name, isa):
 
 @pytest.mark.skipif(not VECTORS, reason="no register tiles on this CPU")
 def test_the_model_agrees_with_the_definition():
-    """The bits above are those of attention: the causal rung against the row-by-row float64 definition."""
+    """The bits above are those of attention.
+
+    The causal rung against the row-by-row float64 definition.
+    """
     q, k, v = qkv(h=1, l=200, s=200, d=32)
     exact, _ = naive(q, k, v, is_causal=True)
     out = ladder.prepare("causal", q[0, 0], k[0, 0], v[0, 0])()

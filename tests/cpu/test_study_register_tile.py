@@ -17,7 +17,8 @@ VECTORS = [isa for isa in target.available() if isa != "portable"]
 @pytest.mark.parametrize("channels", [4, 128])
 def test_the_last_block_is_the_product(isa, mr, nv, channels):
     rng = np.random.default_rng(mr)
-    a, k = rng.integers(0, 128, (48, channels)), rng.integers(-128, 128, (256, channels), np.int8)
+    a = rng.integers(0, 128, (48, channels))
+    k = rng.integers(-128, 128, (256, channels), np.int8)
     a[5], k[130], k[131] = 127, -128, 127  # as large as they get
     c = np.zeros((24, 128), np.int32)
     make_product(isa, mr, nv)(

@@ -1,4 +1,8 @@
-"""Registers as values: each operation against NumPy, at lengths below, at and above a machine's register, and its machine code."""
+"""Registers as values.
+
+Each operation against NumPy, at lengths below, at and above a machine's register, and its machine
+code.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +31,8 @@ def run(operation, n=64):
 
 @pytest.mark.parametrize("n", [4, 16, 64])
 def test_operations(n):
-    x, two = X[:n], np.float32(2)
+    x = X[:n]
+    two = np.float32(2)
     half = np.float32(0.5)
     np.testing.assert_array_equal(
         run(njit(lambda v: r.fma(v, v, half)), n), (x.astype(float) ** 2 + 0.5).astype(np.float32)
@@ -48,7 +53,8 @@ def test_operations(n):
 
 @pytest.mark.parametrize(("rows", "columns"), [(4, 1), (4, 4), (1, 16)])
 def test_blocks_of_a_matrix(rows, columns):
-    s, load = np.arange(200, dtype=np.int32).reshape(10, 20) - 100, r.make_load_block(rows, columns)
+    s = np.arange(200, dtype=np.int32).reshape(10, 20) - 100
+    load = r.make_load_block(rows, columns)
 
     @njit
     def kernel(s, out):
@@ -75,7 +81,8 @@ def test_zeros_and_memory():
 
 @pytest.mark.parametrize("wrong", [lambda v, x: r.fma(v, x, v), lambda v, x: r.subtract(x, x)])
 def test_what_is_no_register(wrong):
-    operation, load = njit(wrong), r.make_load(16)
+    operation = njit(wrong)
+    load = r.make_load(16)
 
     @njit
     def kernel(x):

@@ -1,4 +1,7 @@
-"""The unfused INT8 pipeline of study: scores and weights for equality with integers in NumPy, probabilities against float64."""
+"""The unfused INT8 pipeline of study.
+
+Scores and weights for equality with integers in NumPy, probabilities against float64.
+"""
 
 import numpy as np
 import pytest
@@ -54,7 +57,8 @@ def test_gemm_is_exact(isa, shape, buffers):
 @each_isa
 @pytest.mark.parametrize(("a", "b"), [(-128, -128), (-128, 127), (127, 127)])
 def test_the_largest_products(isa, a, b):
-    q, k = np.full((1, 6, 128), a, np.int8), np.full((1, 128, 128), b, np.int8)
+    q = np.full((1, 6, 128), a, np.int8)
+    k = np.full((1, 128, 128), b, np.int8)
     ops = unfused.operands(isa, q, k)
     s, top = empty(ops)
     unfused.make_gemm(isa)(ops.q[0], ops.keys.data[0], ops.keys.start[0], s, top)
@@ -78,10 +82,14 @@ def test_maxima_from_the_product(shape):
 def test_three_passes_and_strip(shape, name):
     """By passes over all of S and by strips of it: the same bits as NumPy."""
     q, k = draw(*shape)
-    ops, scale = unfused.operands(ISAS[0], q, k), np.float32(0.02)
-    rows, keys = slice(shape[0]), slice(shape[1])
+    ops = unfused.operands(ISAS[0], q, k)
+    scale = np.float32(0.02)
+    rows = slice(shape[0])
+    keys = slice(shape[1])
     s, top = empty(ops)
-    e, p, l = np.zeros_like(s), np.zeros(s.shape, np.float32), np.zeros(len(s), np.int64)
+    e = np.zeros_like(s)
+    p = np.zeros(s.shape, np.float32)
+    l = np.zeros(len(s), np.int64)
     unfused.make_gemm(ISAS[0])(ops.q[0], ops.keys.data[0], ops.keys.start[0], s, top)
     unfused.maxima(s, shape[1], top)
     unfused.make_exponentials(name)(s, shape[1], scale, top, e, l)
@@ -103,12 +111,14 @@ def test_three_passes_and_strip(shape, name):
     ("name", "worst"), [("cubic", 0.003), ("quadratic", 0.006), ("line177", 0.16)]
 )
 def test_probabilities_against_float64(name, worst):
-    """Relative error of the likely keys: half a step of Q8.8 on either side of the fraction, and what exp2 adds."""
+    """Relative error of the likely keys.
+
+    Half a step of Q8.8 on either side of the fraction, and what exp2 adds.
+    """
     q, k = draw(30, 300, 64)
-    ops, scale = (
-        unfused.operands(ISAS[0], q, k),
-        256 * np.log2(np.e) / (74 * 74 * 8),
-    )  # scores of spread 1
+    # scores of spread 1
+    ops = unfused.operands(ISAS[0], q, k)
+    scale = 256 * np.log2(np.e) / (74 * 74 * 8)
     p = np.zeros((30, ops.keys.start.shape[1]), np.float32)
     unfused.make_strip(ISAS[0], name)(
         ops.q[0], ops.keys.data[0], ops.keys.start[0], 300, np.float32(scale), p
@@ -123,7 +133,8 @@ def test_probabilities_against_float64(name, worst):
 def test_row_sums_of_many_equal_keys():
     """65 536 equal keys overflow 32 bits."""
     s = np.zeros((1, 70000), np.int32)
-    e, l = np.zeros_like(s), np.zeros(1, np.int64)
+    e = np.zeros_like(s)
+    l = np.zeros(1, np.int64)
     unfused.make_exponentials("quadratic")(s, 70000, np.float32(1), np.zeros(1, np.int32), e, l)
     assert l[0] == 70000 * 65536
 

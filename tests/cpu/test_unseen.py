@@ -1,4 +1,7 @@
-"""What a row does not see never reaches it: NaN beside rows that see nothing, bad tokens beside good ones, unseen huge scores."""
+"""What a row does not see never reaches it.
+
+NaN beside rows that see nothing, bad tokens beside good ones, unseen huge scores.
+"""
 
 import numpy as np
 import pytest
@@ -24,7 +27,9 @@ BAND = {
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_see_nothing_beside_rows_that_see_nan(precision, isa, bad):
     """Fault: rows of one register tile share the keys that any of them sees, and 0 * NaN is NaN."""
-    q, k, v = draw((1, 2, 51, 16)), draw((1, 2, 20, 16), 1), draw((1, 2, 20, 16), 2)
+    q = draw((1, 2, 51, 16))
+    k = draw((1, 2, 20, 16), 1)
+    v = draw((1, 2, 20, 16), 2)
     v[0, :, 0, 3] = bad
     out, lse = launch.run(
         problem(
@@ -63,12 +68,13 @@ def test_the_smallest_case_of_it(impl, precision):
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("device", ["cpu", "cuda-emulator"])
 def test_a_bad_token_that_is_not_seen_costs_no_accuracy(device, which, ring):
-    """The scale that it leaves behind is not the largest of its block. Values are small, as activations are."""
-    key, value, query = (
-        draw((1, 1, 70, 64)),
-        draw((1, 1, 70, 64), 1) * F(0.01),
-        draw((1, 2, 2, 64), 2),
-    )
+    """The scale that it leaves behind is not the largest of its block.
+
+    Values are small, as activations are.
+    """
+    key = draw((1, 1, 70, 64))
+    value = draw((1, 1, 70, 64), 1) * F(0.01)
+    query = draw((1, 2, 2, 64), 2)
     bad = [key.copy(), value.copy()]
     bad[which == "value"][0, 0, 69] = np.nan
     out = []
@@ -82,11 +88,9 @@ def test_a_bad_token_that_is_not_seen_costs_no_accuracy(device, which, ring):
 
 def test_a_bad_token_that_has_left_the_window():
     """It lies in the ring until its slot is written again."""
-    key, value, query = (
-        draw((1, 1, 160, 64)),
-        draw((1, 1, 160, 64), 1) * F(0.01),
-        draw((1, 1, 1, 64), 2),
-    )
+    key = draw((1, 1, 160, 64))
+    value = draw((1, 1, 160, 64), 1) * F(0.01)
+    query = draw((1, 1, 1, 64), 2)
     out = []
     for bad in (False, True):
         cache = KVCache(1, 1, 64, 1, window=100)
@@ -102,11 +106,9 @@ def test_a_bad_token_that_has_left_the_window():
 @pytest.mark.parametrize("device", ["cpu", "cuda-emulator"])
 def test_values_of_zero_cost_no_accuracy(device):
     """Rows of zeros (padding) have no scale of their own either."""
-    key, value, query = (
-        draw((1, 1, 70, 64)),
-        draw((1, 1, 70, 64), 1) * F(0.01),
-        draw((1, 1, 1, 64), 2),
-    )
+    key = draw((1, 1, 70, 64))
+    value = draw((1, 1, 70, 64), 1) * F(0.01)
+    query = draw((1, 1, 1, 64), 2)
     value[0, 0, 30:40] = 0
     cache = KVCache(1, 1, 64, 300, device=device)
     cache.append(key, value)
@@ -117,7 +119,9 @@ def test_values_of_zero_cost_no_accuracy(device):
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_block_of_nothing_but_zeros(bad):
-    key, value, query = draw((1, 1, 200, 64)), draw((1, 1, 200, 64), 1), draw((1, 1, 1, 64), 2)
+    key = draw((1, 1, 200, 64))
+    value = draw((1, 1, 200, 64), 1)
+    query = draw((1, 1, 1, 64), 2)
     value[0, 0, :128] = 0
     if bad:
         key[0, 0, 100] = np.nan
@@ -130,7 +134,9 @@ def test_a_block_of_nothing_but_zeros(bad):
 
 def test_a_bad_token_does_not_switch_smoothing_off():
     """The channel means are those of the finite tokens."""
-    key, value, query = draw((1, 1, 40, 16)), draw((1, 1, 40, 16), 1), draw((1, 1, 2, 16), 2)
+    key = draw((1, 1, 40, 16))
+    value = draw((1, 1, 40, 16), 1)
+    query = draw((1, 1, 2, 16), 2)
     key[..., 3] += 30
     errors = []
     for bad in (False, True):
@@ -147,7 +153,8 @@ def test_a_bad_token_does_not_switch_smoothing_off():
 def test_decode_rows_that_see_nothing_beside_scores_that_overflow():
     """A row before the sequence shares a tile with one whose scores float32 cannot hold."""
     cache = KVCache(1, 1, 8, 300, "float32")
-    key, value = np.full((1, 1, 1, 8), 1e25, F), draw((1, 1, 1, 8))
+    key = np.full((1, 1, 1, 8), 1e25, F)
+    value = draw((1, 1, 1, 8))
     cache.append(key, value)
     out, lse = cache.decode(np.full((1, 1, 2, 8), 1e25, F), return_lse=True)
     assert not out[0, 0, 0].any() and lse[0, 0, 0] == -np.inf

@@ -1,12 +1,15 @@
-"""Every combination of the options that the CUDA forward kernels have code for, and the cases that each of these kernels meets.
+"""Every combination of the options that the CUDA forward kernels have code for, and the cases that
+each of these kernels meets.
 
-A kernel is compiled for a set of constants: `FAMILIES` enumerates them. What is an argument of the kernel (bands, lengths, masks of
-every form, scales, shapes, places) comes from decks, which are dealt until they are empty and then shuffled again, so that each
-case meets each option in a few hundred runs. The expected values are those of attention by its definition in float64, for INT8 the
+A kernel is compiled for a set of constants: `FAMILIES` enumerates them. What is an argument of the
+kernel (bands, lengths, masks of every form, scales, shapes, places) comes from decks, which are
+dealt until they are empty and then shuffled again, so that each case meets each option in a few
+hundred runs. The expected values are those of attention by its definition in float64, for INT8 the
 bits of the integer model.
 
-`python tests/cuda/combinations.py [FAMILY ...]` goes through all combinations of the families, or of all of them; the tests go
-through all of some and through enough of the others that every pair of options occurs, or every option (`WHOLE`, `PAIRS`).
+`python tests/cuda/combinations.py [FAMILY ...]` goes through all combinations of the families, or
+of all of them; the tests go through all of some and through enough of the others that every pair of
+options occurs, or every option (`WHOLE`, `PAIRS`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ import pytest
 from numflash.cuda import launch_forward, operands
 from numflash.quantization import quantize
 
-Combination, Case = dict[str, Any], dict[str, Any]
+Combination = dict[str, Any]
+Case = dict[str, Any]
 RUNS = 3  # cases per kernel
 
 
@@ -38,10 +42,13 @@ class Family:
     """The kernels of one kind on one architecture.
 
     masks : kinds of masks: "", "bool", "float" (additive, some -inf), "both"
-    banded : a band of keys is a constant of the kernel;  on_card : it runs on arrays that lie on the card, and joins sinks there
-    signed : whether the scale is positive is a constant, where nothing else makes the kernel scale its scores
+    banded : a band of keys is a constant of the kernel;  on_card : it runs on arrays that lie on
+        the card, and joins sinks there
+    signed : whether the scale is positive is a constant, where nothing else makes the kernel scale
+        its scores
     groups : query heads per key head
-    shapes : (L, S) for one head per key head, then for more: with more rows than a block of queries has, fewer, and more than keys
+    shapes : (L, S) for one head per key head, then for more: with more rows than a block of queries
+        has, fewer, and more than keys
     tile : keys per tile
     """
 
@@ -99,8 +106,10 @@ FAMILIES = {
     ),
     "int8-fp32 sm_80": Family(("int8-fp32",), "sm_80", **INT8),
 }
-# the tests go through all of the first, through every pair of options of the second, through every option of the others
-WHOLE, PAIRS = ("float16 sm_80", "int8 sm_80", "float32 sm_80"), ("float16 sm_75", "halves sm_90a")
+# the tests go through all of the first, through every pair of options of the second, through every
+# option of the others
+WHOLE = ("float16 sm_80", "int8 sm_80", "float32 sm_80")
+PAIRS = ("float16 sm_75", "halves sm_90a")
 
 
 def combinations(family: Family) -> list[Combination]:
@@ -128,12 +137,16 @@ def combinations(family: Family) -> list[Combination]:
 
 
 def enough(found: list[Combination], together: int) -> list[Combination]:
-    """Some of the combinations, with every so many options that are ever together: first those that add most."""
+    """Some of the combinations, with every so many options that are ever together.
+
+    First those that add most.
+    """
 
     def groups(one):
         return set(itertools.combinations(one.items(), together))
 
-    missing, chosen = set().union(*map(groups, found)), []
+    missing = set().union(*map(groups, found))
+    chosen = []
     while missing:
         chosen.append(max(found, key=lambda one: len(missing & groups(one))))
         missing -= groups(chosen[-1])
@@ -235,7 +248,10 @@ def name_of(one: Combination) -> str:
 def draw_masks(
     one: Combination, case: Case, family: Family, shape: tuple[int, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """`attn_mask`, and the boolean mask that stands beside an additive one: with rows and a tile of keys that nobody sees."""
+    """`attn_mask`, and the boolean mask that stands beside an additive one.
+
+    With rows and a tile of keys that nobody sees.
+    """
     if not one["mask"]:
         return None, None
     (_, h, l, s), form = shape, case["form"]
@@ -246,10 +262,8 @@ def draw_masks(
         return x.swapaxes(-1, -2) if form == "turned" else x
 
     rng = np.random.default_rng(7)
-    seen, bias = (
-        rng.random(FORMS[form](*shape)) > 0.4,
-        rng.standard_normal(FORMS[form](*shape)).astype(np.float32),
-    )
+    seen = rng.random(FORMS[form](*shape)) > 0.4
+    bias = rng.standard_normal(FORMS[form](*shape)).astype(np.float32)
     if placed(seen).shape[-2] > 1:
         placed(seen)[..., 3, :] = False
     if form in ("keys", "heads", "turned"):
@@ -272,7 +286,9 @@ def draw(
     b, hkv, (d, dv) = 2, 1 if group == 6 else 2, case["heads"]
     h = hkv * group
     if place_of(case) != "host":
-        d, dv = -(-d // 8) * 8, -(-dv // 8) * 8  # whole rows of 16 bytes
+        # whole rows of 16 bytes
+        d = -(-d // 8) * 8
+        dv = -(-dv // 8) * 8
     operands = oracles.qkv(
         b=b, h=h, hkv=hkv, l=l, s=s, d=d, dv=dv, seed=zlib.crc32(str(case).encode())
     )
@@ -313,7 +329,10 @@ def turned(x: np.ndarray) -> np.ndarray:
 
 
 def in_memory(launch: operands.Launch) -> operands.Launch:
-    """The launch with the memory behind its arrays, from their first number on: the emulator takes no array with gaps."""
+    """The launch with the memory behind its arrays, from their first number on.
+
+    The emulator takes no array with gaps.
+    """
 
     def memory(x: Any) -> Any:
         if not isinstance(x, np.ndarray) or x.flags.c_contiguous:
@@ -331,10 +350,8 @@ def in_memory(launch: operands.Launch) -> operands.Launch:
 
 def plan(family: Family, problem: Any, case: Case) -> operands.Launch:
     """The launch of a float kernel, on arrays in host memory or as they lie on a card."""
-    single, arch = (
-        problem.precision == "float32",
-        {} if family.arch == "sm_90a" else {"arch": family.arch},
-    )
+    single = problem.precision == "float32"
+    arch = {} if family.arch == "sm_90a" else {"arch": family.arch}
     make = (
         launch_forward.hopper_forward
         if not arch
@@ -389,10 +406,14 @@ def check_all(family: Family, one: Combination, dealt: list[Case]) -> None:
 
 
 def parameters(*names: str) -> list[Any]:
-    """What `check_all` takes, as parameters of a test; by default the kernels that have every option."""
+    """What `check_all` takes, as parameters of a test.
+
+    By default the kernels that have every option.
+    """
     chosen = []
     for name in names:
-        family, last = FAMILIES[name], combinations(FAMILIES[name])[-1]
+        family = FAMILIES[name]
+        last = combinations(FAMILIES[name])[-1]
         for one, dealt in cases(family, tested(name)):
             marks = () if name in WHOLE and one == last else pytest.mark.slow
             chosen.append(
@@ -405,7 +426,8 @@ def main(names: list[str]) -> int:
     """Go through all combinations of the families; the number of those that fail."""
     failed = 0
     for name in names or FAMILIES:
-        start, family = time.perf_counter(), FAMILIES[name]
+        start = time.perf_counter()
+        family = FAMILIES[name]
         found = list(cases(family, combinations(family)))
         for one, dealt in found:
             try:

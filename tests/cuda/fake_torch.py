@@ -1,4 +1,7 @@
-"""What `validate` uses of PyTorch and Triton, on NumPy arrays: no card, no time passes, and a backend can be told to fail."""
+"""What `validate` uses of PyTorch and Triton, on NumPy arrays.
+
+No card, no time passes, and a backend can be told to fail.
+"""
 
 import contextlib
 import sys
@@ -37,7 +40,10 @@ class Event:
 
 
 def install(fail="", wrong="", card=True):
-    """Put the fakes into `sys.modules`; `fail` and `wrong` name a backend that raises, or whose result is off."""
+    """Put the fakes into `sys.modules`.
+
+    `fail` and `wrong` name a backend that raises, or whose result is off.
+    """
     torch, nn, attention = (
         types.ModuleType(name) for name in ("torch", "torch.nn", "torch.nn.attention")
     )

@@ -1,4 +1,7 @@
-"""Float problems in the emulator against float64: 16-bit ones within twice the error of rounded attention."""
+"""Float problems in the emulator against float64.
+
+16-bit ones within twice the error of rounded attention.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +35,9 @@ def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
 
 
 def budget(expected, v):
-    """Twice the rounding of the output to the type of `v`, and for the rounded weights a unit of the largest value."""
+    """Twice the rounding of the output to the type of `v`, and for the rounded weights a unit of
+    the largest value.
+    """
     eps = float(ml_dtypes.finfo(v.dtype).eps)
     return 2 * np.abs(expected.astype(v.dtype).astype(np.float64) - expected).max(
         initial=0
@@ -40,7 +45,10 @@ def budget(expected, v):
 
 
 def compare(out, lse, q, k, v, **options):
-    """What a kernel gave for operands of a type in `DTYPES` against attention by its definition; a row that sees nothing is 0."""
+    """What a kernel gave for operands of a type in `DTYPES` against attention by its definition.
+
+    a row that sees nothing is 0.
+    """
     out = (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64)
     expected, expected_lse = oracles.naive(q, k, v, **options)
     single = v.dtype == np.float32

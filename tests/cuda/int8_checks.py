@@ -49,10 +49,13 @@ def same_bits(q, k, v, seed=0, arch="sm_80", **options):
 
 
 def near_the_model(problem, arch="sm_80", seed=0):
-    """pv "fp32": octaves, weights and sums are integers and agree; the sums of P.V are rounded in an order of their own.
+    """pv "fp32": octaves, weights and sums are integers and agree.
 
-    Of what the largest value could give: low times low, which is left out, is 2**-20 at most, since parts are cut and not rounded;
-    the bits that a value's low part loses 2**-21, and additions in another order less than that.
+    The sums of P.V are rounded in an order of their own.
+
+    Of what the largest value could give: low times low, which is left out, is 2**-20 at most, since
+    parts are cut and not rounded; the bits that a value's low part loses 2**-21, and additions in
+    another order less than that.
     """
     out, lse, report, expected, expected_lse = solve(problem, arch, seed)
     assert out.shape == expected.shape and np.array_equal(

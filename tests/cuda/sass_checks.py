@@ -1,4 +1,7 @@
-"""Machine code of a kernel, with what holds for all of them: it fits, no fragment is in memory, nothing is spilled."""
+"""Machine code of a kernel, with what holds for all of them.
+
+It fits, no fragment is in memory, nothing is spilled.
+"""
 
 import pytest
 
@@ -8,7 +11,9 @@ from numflash.errors import UnsupportedError
 
 
 def resources(factory, arch, **constants):
-    """What ptxas made of a kernel, which has no stack, no generic accesses and no arithmetic in float64."""
+    """What ptxas made of a kernel, which has no stack, no generic accesses and no arithmetic in
+    float64.
+    """
     try:
         sass.tool("cuobjdump"), sass.tool("nvdisasm")
     except UnsupportedError as error:

@@ -1,6 +1,9 @@
-"""Every shipped CUDA kernel but INT8's forward ones, on every architecture: what `python tests/cuda/sass_table.py` prints.
+"""Every shipped CUDA kernel but INT8's forward ones, on every architecture.
 
-A row per kernel and set of options: registers, bytes of stack, spilled words. `variants` is what the tests go through.
+What `python tests/cuda/sass_table.py` prints.
+
+A row per kernel and set of options: registers, bytes of stack, spilled words. `variants` is what
+the tests go through.
 """
 
 import itertools
@@ -20,7 +23,8 @@ from numflash.cuda.kernels.flash_float32 import flash_float32
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
-PLAIN, MASKED = {}, {"band": True, "group": 4, "mask": "bool"}
+PLAIN = {}
+MASKED = {"band": True, "group": 4, "mask": "bool"}
 ALL = {"band": True, "group": 4, "mask": "float", "softcap": True, "alibi": True}
 FLOAT32 = {"group": 4, "mask": True, "bias": True, "softcap": True, "alibi": True}
 CHANNELS = (64, 128, 256)  # of INT8 keys, and of Hopper's tiles
@@ -28,7 +32,8 @@ CHANNELS = (64, 128, 256)  # of INT8 keys, and of Hopper's tiles
 
 def variants(arch):
     """(factory, constants) of each kernel that `arch` may run."""
-    turing, hopper = arch == "sm_75", arch == "sm_90a"
+    turing = arch == "sm_75"
+    hopper = arch == "sm_90a"
     dtypes = ("float16",) if turing else ("float16", "bfloat16")
     for d, dtype, options in itertools.product(
         CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**ALL, "sinks": True})

@@ -1,4 +1,6 @@
-"""float16 and bfloat16 forward kernels for every combination of options, in every case, in the emulator against float64."""
+"""float16 and bfloat16 forward kernels for every combination of options, in every case, in the
+emulator against float64.
+"""
 
 import pytest
 
@@ -9,7 +11,8 @@ from combinations import DECKS, FAMILIES, WHOLE, cases, check_all, combinations,
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_option_meets_every_case(name):
-    family, met = FAMILIES[name], {}
+    family = FAMILIES[name]
+    met = {}
     for one, dealt in cases(family, combinations(family)):
         for option in ((n, one[n]) for n in ("band", "mask", "softcap", "alibi", "sinks", "group")):
             for deck, card in (item for case in dealt for item in case.items()):

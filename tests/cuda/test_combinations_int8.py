@@ -1,4 +1,7 @@
-"""INT8 kernels, and float32's, for every combination of options, in every case: the integer model's bits, and float64."""
+"""INT8 kernels, and float32's, for every combination of options, in every case.
+
+The integer model's bits, and float64.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The toolchain without a GPU: offline compilation for every architecture, the cache, and what happens without the extra."""
+"""The toolchain without a GPU.
+
+Offline compilation for every architecture, the cache, and what happens without the extra.
+"""
 
 import re
 import subprocess
@@ -53,7 +56,10 @@ def test_ptx_names_its_target(arch, target, cache):
 
 
 def test_a_label_that_nvvm_leaves_out():
-    """With line numbers NVVM 13.5 drops one of this kernel's: neither ptxas, for Blackwell, nor the emulator could go there."""
+    """With line numbers NVVM 13.5 drops one of this kernel's.
+
+    Neither ptxas, for Blackwell, nor the emulator could go there.
+    """
     source = flash_float(32, 32, 64, 64, group=4, band=True, mask="float")
     text = _target.to_ptx(source.function, source.signature, (8, 0), (source.threads, 1), False)
     label = re.search(r"^\$\w+:", text, re.M)[0]
@@ -128,7 +134,10 @@ def test_device_functions_compile_offline():
 
 
 def test_canary_of_private_names():
-    """What `_target` uses of numba-cuda beyond its documentation; a release that drops one fails here, with its name."""
+    """What `_target` uses of numba-cuda beyond its documentation.
+
+    a release that drops one fails here, with its name.
+    """
     import numba.cuda.dispatcher
     from numba.cuda.compiler import compile_cuda, kernel_fixup
     from numba.cuda.cudadrv import nvvm

@@ -59,7 +59,8 @@ def test_folders_that_cannot_be_used(folder, monkeypatch):
         return str(found.value)
 
     (file,) = folder.glob("*.cubin")
-    whole, manifest = file.read_bytes(), (folder / "manifest.json").read_text()
+    whole = file.read_bytes()
+    manifest = (folder / "manifest.json").read_text()
     file.write_bytes(whole[:-1])
     assert "is damaged" in said()
     file.unlink()
@@ -128,7 +129,8 @@ def test_a_toolkit_without_the_wheel_of_nvvm(monkeypatch, tmp_path):
 
 def test_what_a_validation_needs():
     """Each kernel once, decode's too; a quick run needs fewer."""
-    quick, whole = kernels.needed("sm_90a", quick=True), kernels.needed("sm_90a")
+    quick = kernels.needed("sm_90a", quick=True)
+    whole = kernels.needed("sm_90a")
     names = {factory.__name__ for factory, _, _ in whole}
     assert quick < whole and {arch for _, arch, _ in whole} == {"sm_90a"}
     assert names == {

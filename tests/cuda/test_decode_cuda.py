@@ -1,4 +1,7 @@
-"""Decode on CUDA in the emulator: INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors."""
+"""Decode on CUDA in the emulator.
+
+INT8 with the integer model's bits, floats against float64, pages, rings, traffic, errors.
+"""
 
 import functools
 from types import SimpleNamespace
@@ -17,7 +20,10 @@ from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
 
-B, H, G, D = 2, 4, 2, 64
+B = 2
+H = 4
+G = 2
+D = 64
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
 
 
@@ -54,7 +60,8 @@ def assert_bits(cache, query, splits, seen=None):
     assert reports(cache)[-1].shared_conflicts == 0
     for b in range(query.shape[0]):
         k, v = cache.quantized(b)
-        length, s = query.shape[2], k.data.shape[1]
+        length = query.shape[2]
+        s = k.data.shape[1]
         sees = (
             np.arange(s)[None] <= np.arange(length)[:, None] + s - length if seen is None else seen
         )
@@ -167,7 +174,10 @@ def test_several_new_tokens_are_causal(dtype):
     "heads", [2, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16))]
 )
 def test_groups_of_heads(heads):
-    """1, 7, 8 and 20 query heads on a KV head: rows of one tile, of two, never a second reading of the keys."""
+    """1, 7, 8 and 20 query heads on a KV head.
+
+    Rows of one tile, of two, never a second reading of the keys.
+    """
     cache, _, _ = filled(130)
     assert_bits(cache, draw((B, heads, 1, D), 9), 2 if heads > 32 else 1)
 
@@ -195,7 +205,8 @@ def test_groups_of_heads_in_floats():
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_channels(d, dv, dtype):
     cache = KVCache(B, G, d, 300, dtype, device="cuda-emulator", value_dim=dv)
-    key, value = draw((B, G, 131, d)), draw((B, G, 131, dv), 1)
+    key = draw((B, G, 131, d))
+    value = draw((B, G, 131, dv), 1)
     cache.append(key, value)
     query = draw((B, H, 1, d), 9)
     if dtype == "int8":
@@ -277,8 +288,12 @@ def test_shared_prefix(dtype):
 
 @pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_ring(dtype):
-    """More tokens than slots: each row sees the first `sinks` and the last `window`, on both ends of the ring too."""
-    window, sinks = 20, 3
+    """More tokens than slots.
+
+    Each row sees the first `sinks` and the last `window`, on both ends of the ring too.
+    """
+    window = 20
+    sinks = 3
     cache = new(dtype, length=1, window=window, sinks=sinks)
     key, value = tokens(300)
     query = draw((B, H, 1, D), 2)
@@ -315,7 +330,10 @@ def test_tokens_and_queries_that_are_not_finite(dtype):
 
 @pytest.mark.parametrize("size", [1e-30, 1e4, pytest.param(1e18, marks=pytest.mark.slow), 1e36])
 def test_extreme_queries(size):
-    """A query beyond float16's range, and scores beyond float32's: rows that float32 does not hold are done again in float64."""
+    """A query beyond float16's range, and scores beyond float32's.
+
+    Rows that float32 does not hold are done again in float64.
+    """
     cache, key, value = filled(70, "float16")
     query = np.float32(size) * draw((B, H, 1, D), 5)
     exact, _ = naive(query, *(x.astype(np.float16) for x in (key, value)))
@@ -358,15 +376,21 @@ def test_smoothing():
 
 @pytest.mark.parametrize(("dtype", "paged"), [("int8", False), ("int8", True), ("float16", False)])
 def test_every_byte_of_the_cache_is_read_once(dtype, paged):
-    """Traffic of a step, exactly: the keys, values and scales in use, once, whatever the splits; the query once per block."""
-    n, heads, size = 288, 14, 1 if dtype == "int8" else 2
+    """Traffic of a step, exactly: the keys, values and scales in use, once, whatever the splits.
+
+    The query once per block.
+    """
+    n = 288
+    heads = 14
+    size = 1 if dtype == "int8" else 2
     cache, _, _ = filled(n, dtype, page_size=32 if paged else None)
     query = draw((B, heads, 1, D), 3)
     kept = B * G * n * (2 * D * size + (8 if dtype == "int8" else 0))
     for splits in (1, 3):
         reports(cache).clear()
         cache.decode(query, splits=splits)
-        report, blocks = reports(cache)[0], B * G * splits
+        report = reports(cache)[0]
+        blocks = B * G * splits
         assert report.blocks == blocks and len(reports(cache)) == (1 if splits == 1 else 2)
         small = blocks * (THREADS * 4 + heads // G * D * 4)  # length, query
         assert report.global_loaded == kept + small + (
@@ -376,7 +400,8 @@ def test_every_byte_of_the_cache_is_read_once(dtype, paged):
 
 def test_a_step_uploads_only_its_token():
     cache, _, _ = filled(120)
-    card, query = cache.emulator, draw((B, H, 1, D), 3)
+    card = cache.emulator
+    query = draw((B, H, 1, D), 3)
     cache.append(*tokens(1))
     cache.decode(query)
     for step in range(3):
@@ -403,7 +428,10 @@ def test_short_contexts_take_one_block_per_head():
 
 @pytest.mark.parametrize(("phi", "readings"), [(0.0, 1), (40.0, 2), (-40.0, 2)])
 def test_unified_maximum(phi, readings):
-    """A constant in place of the maximum where it fits; where it does not, the block reads its keys again with the maximum."""
+    """A constant in place of the maximum where it fits.
+
+    Where it does not, the block reads its keys again with the maximum.
+    """
     n = 100
     cache, key, value = filled(n, "float16", unified_max=phi)
     query = draw((B, H, 1, D), 5)

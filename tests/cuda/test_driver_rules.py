@@ -1,4 +1,7 @@
-"""What the driver forbids, against a stub that knows the rules: capture, contexts, devices, tensor maps, order of copies."""
+"""What the driver forbids, against a stub that knows the rules.
+
+Capture, contexts, devices, tensor maps, order of copies.
+"""
 
 import pytest
 
@@ -9,7 +12,8 @@ from test_stub_driver import pytestmark as needs_compiler
 
 pytestmark = needs_compiler
 
-# arrays of a stand-in for PyTorch on two devices, on a stream that does not wait for the default one; nothing is compiled
+# arrays of a stand-in for PyTorch on two devices, on a stream that does not wait for the default
+# one; nothing is compiled
 START = """
 import ctypes, sys, types
 import numpy as np
@@ -111,7 +115,10 @@ print(d.cuGraphLaunch(whole, 0x77)[0].name)
 
 
 def test_forward_and_backward_are_captured(driver):  # noqa: F811
-    """In each of the three modes; kernels are loaded and constants made meanwhile, and what the graph reads is never touched."""
+    """In each of the three modes.
+
+    Kernels are loaded and constants made meanwhile, and what the graph reads is never touched.
+    """
     out, said = lines(driver, CAPTURE)
     assert out[:-1:2] == ["CUDA_SUCCESS"] * 3
     assert all(line.split()[1:] == ["True", "CUDA_SUCCESS"] for line in out[1:-1:2]), out
@@ -147,7 +154,10 @@ cache.close()
 
 
 def test_every_device(driver):  # noqa: F811
-    """Launches go where the arrays lie; the caller's context is current again; arrays of two devices are refused."""
+    """Launches go where the arrays lie; the caller's context is current again.
+
+    Arrays of two devices are refused.
+    """
     out, said = lines(driver, DEVICES, STUB_DEVICES="2")
     assert "stub:" not in said, said
     assert out[0].endswith("0x0>") or out[0] == "0" or "0x0" in out[0], out[0]
@@ -175,7 +185,10 @@ print(refused(lambda: numflash.attention(q, *(Tensor((1, 2, 90, 64), strides=(64
 
 
 def test_strides(driver):  # noqa: F811
-    """Tensor maps take multiples of 16 above 0; broadcast and reversed axes go to the kernel without maps."""
+    """Tensor maps take multiples of 16 above 0.
+
+    Broadcast and reversed axes go to the kernel without maps.
+    """
     out, said = lines(driver, STRIDES)
     assert "stub:" not in said, said
     first, broadcast, reverse, odd = (

@@ -1,4 +1,7 @@
-"""Each kind of fault, planted in a small kernel next to the correct version: the emulator names the rule and the source line."""
+"""Each kind of fault, planted in a small kernel next to the correct version.
+
+The emulator names the rule and the source line.
+"""
 
 import inspect
 
@@ -12,7 +15,10 @@ from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.emulator import EmulatorError, TensorMap
 
-u32, i32, u64, f32 = types.uint32, types.int32, types.uint64, types.float32
+u32 = types.uint32
+i32 = types.int32
+u64 = types.uint64
+f32 = types.float32
 WORDS = types.Array(u32, 1, "C")
 FLOATS = types.Array(f32, 1, "C")
 
@@ -29,7 +35,9 @@ def words(n=64):
 
 
 def fails(kind, line, function, *args, **options):
-    """The fault is found under every schedule, with the kernel's own line (the one that holds `line`)."""
+    """The fault is found under every schedule, with the kernel's own line (the one that holds
+    `line`).
+    """
     for schedule, seed in (("random", 0), ("random", 1), ("lockstep", 0)):
         with pytest.raises(EmulatorError) as caught:
             run(function, *args, schedule=schedule, seed=seed, **options)
@@ -226,9 +234,12 @@ def test_wait_without_barrier():
 
 
 def product(wait=True, fence=True, proxy_fence=True, overwrite=False, dtype="float16"):
-    """One wgmma of a 64 x 32-byte by a 32-byte x 8 tile of ones that the threads write to shared memory themselves."""
+    """One wgmma of a 64 x 32-byte by a 32-byte x 8 tile of ones that the threads write to shared
+    memory themselves.
+    """
     mma = ptx.wgmma(8, dtype, False)
-    pause, nothing = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
+    pause = ptx.wgmma_wait[0]
+    nothing = ptx.wgmma_wait[1]
     kind, ones = (i32, 0x01010101) if dtype == "int8" else (f32, 0x3C003C00)
 
     def kernel(y):
@@ -290,30 +301,34 @@ def test_product_faults(kind, line, options):
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_product_of_bytes(weights):
-    """Every byte in its place: A (unsigned from registers, or signed from shared memory) 64 x 32, B 24 x 32, both K-major."""
+    """Every byte in its place.
+
+    A (unsigned from registers, or signed from shared memory) 64 x 32, B 24 x 32, both K-major.
+    """
     mma = ptx.wgmma(24, "int8", weights)
     pause = ptx.wgmma_wait[0]
 
     def kernel(a, b, y):
         shared = cuda.shared.array(4096, u32)
         t = cuda.threadIdx.x
-        acc, four = cuda.local.array(12, i32), cuda.local.array(4, u32)
+        acc = cuda.local.array(12, i32)
+        four = cuda.local.array(4, u32)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
         for i in range(4):  # word t % 8 of rows of 128 bytes; chunks of 16 bytes are swizzled
-            r, c = i * 16 + (t >> 3), t & 7
+            r = i * 16 + (t >> 3)
+            c = t & 7
             at = u32(r * 128 + (((c >> 2) ^ (r & 7)) << 4) + (c & 3) * 4)
             ptx.store_shared(base + at, a[r, c])
             if r < 24:
                 ptx.store_shared(base + u32(8192) + at, b[r, c])
         ptx.fence_async()
         cuda.syncthreads()
-        r, c = (t >> 5) * 16 + ((t & 31) >> 2), t & 3
+        r = (t >> 5) * 16 + ((t & 31) >> 2)
+        c = t & 3
         for i in range(4):  # PTX 9.7.15.5.1.1: rows r and r + 8, bytes 4 c to 4 c + 3 and 16 beyond
             four[i] = a[r + 8 * (i & 1), c + 4 * (i >> 1)]
-        da, db = (
-            u64(0x4000004000000000) | u64(base >> u32(4)),
-            u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4)),
-        )
+        da = u64(0x4000004000000000) | u64(base >> u32(4))
+        db = u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4))
         ptx.wgmma_fence()
         if weights:
             mma(acc, 0, four, 0, db, i32(0))
@@ -357,7 +372,9 @@ def test_product_of_bytes(weights):
     ],
 )
 def test_products_that_do_not_exist(kind, shape, registers, immediates):
-    """Of a size, with accumulators or immediates that the instruction does not have (PTX 9.7.15.5.2)."""
+    """Of a size, with accumulators or immediates that the instruction does not have (PTX
+    9.7.15.5.2).
+    """
     d = ", ".join("%r1" for _ in range(registers))
     text = run_ptx(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, %rd1, %rd1, %p1{immediates};")
     with pytest.raises(EmulatorError) as caught:
@@ -375,7 +392,8 @@ def tiles(wait_full=True, wait_empty=True, expect=1024):
         t = cuda.threadIdx.x
         raw = ptx.shared_address(shared)
         base = (raw + u32(1023)) & u32(0xFFFFFC00)
-        full, empty = base + u32(1024), base + u32(1032)
+        full = base + u32(1024)
+        empty = base + u32(1032)
         if t == 0:
             ptx.mbarrier_init(full, u32(1))
             ptx.mbarrier_init(empty, u32(32))

@@ -1,4 +1,7 @@
-"""The backward kernels in the emulator against float64 gradients: within twice the error of gradients by rounded weights."""
+"""The backward kernels in the emulator against float64 gradients.
+
+Within twice the error of gradients by rounded weights.
+"""
 
 from types import SimpleNamespace
 
@@ -48,7 +51,10 @@ def gradients(
     alibi_slopes=None,
     sinks=None,
 ):
-    """out, lse, dq, dk, dv in float64, whole score matrices in memory; `rounded` is applied to weights and their gradients."""
+    """out, lse, dq, dk, dv in float64, whole score matrices in memory.
+
+    `rounded` is applied to weights and their gradients.
+    """
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
     (nb, nh, length, d), (nkv, s) = q.shape, k.shape[1:3]
     group, scale, left, right = (
@@ -56,14 +62,17 @@ def gradients(
         d**-0.5 if scale is None else scale,
         *(window or (None, None)),
     )
-    keys, values = k.repeat(group, 1), v.repeat(group, 1)
+    keys = k.repeat(group, 1)
+    values = v.repeat(group, 1)
     x = np.einsum("bhld,bhsd->bhls", q, keys) * scale
     slope = np.ones_like(x)
     if softcap:
         t = np.tanh(x / softcap)
-        x, slope = softcap * t, 1 - t * t
+        x = softcap * t
+        slope = 1 - t * t
     count = np.full(nb, s) if key_lengths is None else key_lengths
-    i, j = np.arange(length)[:, None], np.arange(s)
+    i = np.arange(length)[:, None]
+    j = np.arange(s)
     centre = i + (count - length if alignment == "lower_right" else 0 * count)[:, None, None, None]
     if alibi_slopes is not None:
         x = x - np.asarray(alibi_slopes)[..., None, None] * abs(centre - j)
@@ -88,7 +97,8 @@ def gradients(
     out = p @ values
     delta = (do * rounded(out)).sum(-1, keepdims=True)
     ds = rounded(p * (do @ values.swapaxes(2, 3) - delta) * slope)
-    dk, dv = scale * (ds.swapaxes(2, 3) @ q), rounded(p).swapaxes(2, 3) @ do
+    dk = scale * (ds.swapaxes(2, 3) @ q)
+    dv = rounded(p).swapaxes(2, 3) @ do
 
     def summed(x):
         return x.reshape(nb, nkv, group, *x.shape[2:]).sum(2)
@@ -123,7 +133,10 @@ def solve(q, k, v, do, out, lse, arch="sm_80", emulator=None, **options):
 
 
 def check(shape=None, dtype="float16", arch="sm_80", seed=0, magnify=1, **options):
-    """Compiling dominates: cases share kernels where they can (head sizes up to 64, the same group, options and band)."""
+    """Compiling dominates.
+
+    Cases share kernels where they can (head sizes up to 64, the same group, options and band).
+    """
     kind = DTYPES[dtype]
     q, k, v, do = case(**(shape or {}), dtype=dtype, seed=seed)
     q *= kind(magnify)
@@ -133,7 +146,8 @@ def check(shape=None, dtype="float16", arch="sm_80", seed=0, magnify=1, **option
     eps = float(ml_dtypes.finfo(kind).eps)
     for mine, right, low in zip(found, expected, rough, strict=True):
         largest = np.abs(right).max(initial=0)
-        budget = 2 * np.abs(low - right).max(initial=0) + eps * (largest + 1e-3)
+        # the last term: dP - D is 0 for a row that sees one key, but for float32's rounding of both
+        budget = 2 * np.abs(low - right).max(initial=0) + eps * (largest + 1e-3) + 2.0**-18
         assert np.abs(mine.astype(np.float64) - right).max(initial=0) <= budget
     nothing = np.isneginf(lse)
     assert not found[0][nothing].any()
@@ -446,7 +460,8 @@ def test_float32(options):
 
 def test_an_expanded_gradient_gets_memory():
     torch = pytest.importorskip("torch")
-    expanded, heads_last = torch.ones(()).expand(1, 2, 5, 8), torch.ones(1, 5, 2, 8).transpose(1, 2)
+    expanded = torch.ones(()).expand(1, 2, 5, 8)
+    heads_last = torch.ones(1, 5, 2, 8).transpose(1, 2)
     assert arrays.dense(expanded).is_contiguous() and torch.equal(arrays.dense(expanded), expanded)
     assert arrays.dense(heads_last) is heads_last
 

@@ -1,4 +1,7 @@
-"""float16 and bfloat16 forward kernels in the emulator against float64: within twice the error of rounded attention."""
+"""float16 and bfloat16 forward kernels in the emulator against float64.
+
+Within twice the error of rounded attention.
+"""
 
 import numpy as np
 import oracles
@@ -111,7 +114,10 @@ def test_a_mask_that_is_part_of_a_larger_one():
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sinks_join_on_the_card(dtype):
-    """With results given, as for arrays on a card, the kernel adds the sinks itself; a row that sees nothing has the sink's LSE."""
+    """With results given, as for arrays on a card, the kernel adds the sinks itself.
+
+    a row that sees nothing has the sink's LSE.
+    """
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=40, s=70, d=64))
     sinks = np.array([-3.0, 0.5, 4.0, 60.0], np.float32)
     options = {
@@ -165,7 +171,10 @@ def test_wide_heads_are_refused():
 
 
 def test_an_l4_tile_in_a_second():
-    """256 x 256 at D = 64 is the size that notebooks emulate; the report says how long it took (no timed pass or fail)."""
+    """256 x 256 at D = 64 is the size that notebooks emulate.
+
+    The report says how long it took (no timed pass or fail).
+    """
     report = check({"b": 1, "h": 1, "l": 256, "s": 256, "d": 64})
     assert report.seconds > 0 and report.blocks == 4 and "warp-instructions" in str(report)
 

@@ -55,7 +55,8 @@ def test_one_key():
 
 def zeros(shape=(1, 1, 1, 4, 4), **options):
     b, h, hkv, l, s = shape
-    q, k = np.zeros((b, h, l, 64), np.float16), np.zeros((b, hkv, s, 64), np.float16)
+    q = np.zeros((b, h, l, 64), np.float16)
+    k = np.zeros((b, hkv, s, 64), np.float16)
     return problem_of(q, k, k, **options)
 
 
@@ -79,7 +80,10 @@ def test_plan_chooses_the_kernel():
 
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"mask": True}])
 def test_what_the_sm_80_kernel_does_on_hopper(options):
-    """Built for sm_90a and run: the few queries of a group's heads, which fill no tile of 128 rows."""
+    """Built for sm_90a and run.
+
+    The few queries of a group's heads, which fill no tile of 128 rows.
+    """
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=4, hkv=2, l=9, s=100, d=64))
     seen = np.random.default_rng(1).random((9, 100)) > 0.5 if "mask" in options else None
     options = {name: x for name, x in options.items() if name != "mask"}
@@ -118,7 +122,10 @@ def test_options_with_packed_heads():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_taking_turns_changes_no_bit(causal, seed):
-    """Five tiles, the last query tile not full, with and without a band: the order of issue is all that `ping_pong` changes."""
+    """Five tiles, the last query tile not full, with and without a band.
+
+    The order of issue is all that `ping_pong` changes.
+    """
     q, k, v = (x.astype(np.float16) for x in oracles.qkv(b=1, h=1, l=300, s=600, d=64))
     problem = problem_of(q, k, v, is_causal=causal)
     found = []
@@ -155,7 +162,10 @@ def test_taking_turns_changes_no_bit(causal, seed):
     ],
 )
 def test_sinks_join_on_the_card(dtype, d, options):
-    """With results given, as for arrays on a card, the kernel adds the sinks itself; a row that sees nothing has the sink's LSE."""
+    """With results given, as for arrays on a card, the kernel adds the sinks itself.
+
+    a row that sees nothing has the sink's LSE.
+    """
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
     options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}
     problem = problem_of(q, k, v, **options)

@@ -98,7 +98,8 @@ def test_all_of_int8(arch):
         data = rng.choice([-128, 127, 5], (1, 1, n, 64)).astype(np.int8)
         return QuantizedTensor(data, np.full(shape, 0.01, np.float32), granularity)
 
-    query, key = operand(70, (1, 1, 70, 1), "row"), operand(150, (1, 1, 150, 1), "row")
+    query = operand(70, (1, 1, 70, 1), "row")
+    key = operand(150, (1, 1, 150, 1), "row")
     value = operand(150, (1, 1, 1, 64), "channel")
     same_bits_of(
         validation.quantized_problem(query, key, value, Options(is_causal=True, return_lse=True)),
@@ -126,15 +127,15 @@ def test_all_of_int8(arch):
     ],
 )
 def test_pairs_of_warps(shape, options):
-    """Beyond 128 channels two warps share 16 rows: as many products as one would need, half of them each.
+    """Beyond 128 channels two warps share 16 rows.
+
+    As many products as one would need, half of them each.
 
     Per block of keys a warp arrives at three barriers of the whole block and one of its pair.
     """
     report = same_bits(*oracles.qkv(**shape), **options)
-    d, dv = (
-        tiling.padded(shape["d"], tiling.SWIZZLED_HEAD_DIMS),
-        tiling.padded(shape["dv"], tiling.CUDA_HEAD_DIMS),
-    )
+    d = tiling.padded(shape["d"], tiling.SWIZZLED_HEAD_DIMS)
+    dv = tiling.padded(shape["dv"], tiling.CUDA_HEAD_DIMS)
     warps = report.blocks * report.threads // 32
     blocks, rest = divmod(
         report.tensor_operations, (d // 32) * 8 + (dv // 16) * 4
@@ -196,7 +197,10 @@ def test_what_is_refused():
 
 
 def test_extreme_options():
-    """Biases and slopes beyond float32's range in Q8.8: what is infinite hides nothing but -inf itself."""
+    """Biases and slopes beyond float32's range in Q8.8.
+
+    What is infinite hides nothing but -inf itself.
+    """
     q, k, v = oracles.qkv(b=1, h=1, l=20, s=150, d=64)
     bias = np.random.default_rng(2).choice(
         np.array([3e38, -3e38, 0.0, 1.0, -np.inf], np.float32), (1, 1, 20, 150)
@@ -205,7 +209,10 @@ def test_extreme_options():
 
 
 def test_weight_is_exp2_p8():
-    """The kernel's scalar for every Q8.8 distance, against the shared definition; a hidden key weighs nothing at any octave."""
+    """The kernel's scalar for every Q8.8 distance, against the shared definition.
+
+    a hidden key weighs nothing at any octave.
+    """
 
     def kernel(t, octave, out):
         i = cuda.grid(1)

@@ -1,4 +1,7 @@
-"""The INT8 kernel of sm_90a (wgmma on bytes, TMA) in the emulator: the bits of the integer model, for every option."""
+"""The INT8 kernel of sm_90a (wgmma on bytes, TMA) in the emulator.
+
+The bits of the integer model, for every option.
+"""
 
 import numpy as np
 import oracles
@@ -26,10 +29,14 @@ def check(q, k, v, **options):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ring_of_blocks(seed):
-    """Nine blocks turn the ring of four more than twice; neither the last rows nor the last keys fill theirs."""
+    """Nine blocks turn the ring of four more than twice.
+
+    Neither the last rows nor the last keys fill theirs.
+    """
     report = check(*oracles.qkv(b=1, h=1, l=130, s=1100, d=64), seed=seed)
-    # 3 tiles of 64 rows, of 4 since the last warpgroup of the second block has none; a warpgroup counts as four warps
-    # and the last block's scores are multiplied once more, instead of a branch around the next one's
+    # 3 tiles of 64 rows, of 4 since the last warpgroup of the second block has none; a warpgroup
+    # counts as four warps and the last block's scores are multiplied once more, instead of a branch
+    # around the next one's
     assert report.tensor_operations == 4 * 4 * ((9 + 1) * 64 // 32 + 9 * 128 // 32)
 
 

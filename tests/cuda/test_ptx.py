@@ -1,4 +1,7 @@
-"""Every inline PTX operation in the emulator, against NumPy; the hopper ones are in test_emulator_faults and test_flash_hopper."""
+"""Every inline PTX operation in the emulator, against NumPy.
+
+The hopper ones are in test_emulator_faults and test_flash_hopper.
+"""
 
 from fractions import Fraction
 
@@ -12,7 +15,10 @@ from numflash.cuda import emulate, ptx
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 
-u32, i32, u64, f32 = types.uint32, types.int32, types.uint64, types.float32
+u32 = types.uint32
+i32 = types.int32
+u64 = types.uint64
+f32 = types.float32
 
 
 def array(t, ndim=1):
@@ -22,7 +28,8 @@ def array(t, ndim=1):
 def test_float_arithmetic():
     def kernel(x, y, out):
         i = cuda.grid(1)
-        a, b = x[i], y[i]
+        a = x[i]
+        b = y[i]
         out[0, i] = ptx.fma(a, b, a)
         out[1, i] = ptx.mul(a, b)
         out[2, i] = ptx.add(a, b)
@@ -86,7 +93,10 @@ def test_fma_rounds_once():
 
 
 def test_fma_towards_zero():
-    """Against exact arithmetic: never beyond, and an overflow is the largest number; infinity and NaN are themselves."""
+    """Against exact arithmetic: never beyond, and an overflow is the largest number.
+
+    Infinity and NaN are themselves.
+    """
 
     def kernel(x, y, z, out):
         i = cuda.grid(1)
@@ -122,7 +132,8 @@ def test_fma_towards_zero():
     for found, *three in zip(out, x, y, z, strict=True):
         if np.isfinite(three).all() and abs(found) < largest:
             a, b, c = (Fraction(float(n)) for n in three)
-            exact, after = a * b + c, np.nextafter(found, np.float32(np.copysign(np.inf, found)))
+            exact = a * b + c
+            after = np.nextafter(found, np.float32(np.copysign(np.inf, found)))
             assert abs(Fraction(float(found))) <= abs(exact) < abs(Fraction(float(after)))
 
 
@@ -143,7 +154,8 @@ def test_integer_arithmetic():
         out[11, i] = ptx.shift_right(u32(x[i]), u32(y[i]))
         out[12, i] = u32(ptx.dot4(u32(x[i]), u32(y[i]), x[i]))
 
-    ptx_pack, ptx_pack_bf16 = ptx.pack["float16"], ptx.pack["bfloat16"]
+    ptx_pack = ptx.pack["float16"]
+    ptx_pack_bf16 = ptx.pack["bfloat16"]
     rng = np.random.default_rng(1)
     x, y = (rng.integers(-1000, 1000, 128).astype(np.int32) for _ in range(2))
     f = (rng.standard_normal(128) * 100).astype(np.float32)
@@ -189,7 +201,8 @@ def test_memory_and_shuffles():
         t = cuda.threadIdx.x
         four = cuda.local.array(4, u32)
         two = cuda.local.array(2, f32)
-        at, here = ptx.global_address(x) + u64(t * 16), ptx.shared_address(shared) + u32(t * 16)
+        at = ptx.global_address(x) + u64(t * 16)
+        here = ptx.shared_address(shared) + u32(t * 16)
         to = ptx.global_address(y) + u64(t * 64)
         ptx.load_global_v4(four, 0, at)
         ptx.store_shared_v4(here, four, 0)
@@ -211,7 +224,8 @@ def test_memory_and_shuffles():
     x = np.arange(128 * 4, dtype=np.float32) + 0.5
     y = np.zeros((128, 16), np.uint32)
     emulate(Source(kernel, types.void(array(f32), array(u32, 2)), 128), 1, None, [x, y])
-    bits, t = x.view(np.uint32).reshape(128, 4), np.arange(128)
+    bits = x.view(np.uint32).reshape(128, 4)
+    t = np.arange(128)
     assert np.array_equal(y[:, :4], bits[t ^ 1]) and np.array_equal(y[:, 4:6], bits[:, :2])
     for column in (6, 7, 8):
         assert np.array_equal(y[:, column], bits[:, 0])
@@ -221,7 +235,8 @@ def test_memory_and_shuffles():
 
 def place(which, register, part, per_word, lane):
     """Row and column of one element of a fragment, from the figures of PTX 9.7.14.5."""
-    group, quad = lane // 4, lane % 4
+    group = lane // 4
+    quad = lane % 4
     if which == "c":
         return group + 8 * (register // 2), 2 * quad + register % 2
     column = per_word * quad + part + 4 * per_word * (register // 2 if which == "a" else register)
@@ -247,7 +262,9 @@ def test_products(operation, kind, other, k, registers):
 
     def kernel(a, b, c, out):
         lane = cuda.threadIdx.x
-        fa, fb, fc = cuda.local.array(4, u32), cuda.local.array(2, u32), cuda.local.array(4, result)
+        fa = cuda.local.array(4, u32)
+        fb = cuda.local.array(2, u32)
+        fc = cuda.local.array(4, result)
         for i in range(na):
             fa[i] = a[lane, i]
         for i in range(nb):
@@ -268,14 +285,17 @@ def test_products(operation, kind, other, k, registers):
         C = rng.integers(-(10**6), 10**6, (16, 8)).astype(np.int32)
         expected = A.astype(np.int64) @ B.astype(np.int64).T + C
     else:
-        A, B = rng.standard_normal((16, k)).astype(kind), rng.standard_normal((8, k)).astype(other)
+        A = rng.standard_normal((16, k)).astype(kind)
+        B = rng.standard_normal((8, k)).astype(other)
         C = rng.standard_normal((16, 8)).astype(np.float32)
         if kind == np.float32:  # TF32: 10 bits of fraction are read
             A, B = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (A, B))
         expected = A.astype(np.float64) @ B.astype(np.float64).T + C
     per_word = 4 // A.itemsize
-    a, b = np.zeros((32, na * per_word), kind), np.zeros((32, nb * per_word), other)
-    c, out = np.zeros((32, 4), C.dtype), np.zeros((32, 4), C.dtype)
+    a = np.zeros((32, na * per_word), kind)
+    b = np.zeros((32, nb * per_word), other)
+    c = np.zeros((32, 4), C.dtype)
+    out = np.zeros((32, 4), C.dtype)
     for lane in range(32):
         for part in range(per_word):
             for i in range(na):

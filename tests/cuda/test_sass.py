@@ -1,4 +1,7 @@
-"""Machine code of the 16-bit kernels: exact counts of tensor-core operations, no stack, a register ceiling, wide accesses."""
+"""Machine code of the 16-bit kernels.
+
+Exact counts of tensor-core operations, no stack, a register ceiling, wide accesses.
+"""
 
 import pytest
 
@@ -20,7 +23,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("options", [{"band": True, "group": 4}, MASKED, {**ALL, "sinks": True}])
 def test_options_of_wide_heads_on_turing(options):
-    """Blocks of 16 keys: those of 32 leave up to 40 bytes of stack with any option but a boolean mask alone."""
+    """Blocks of 16 keys.
+
+    Those of 32 leave up to 40 bytes of stack with any option but a boolean mask alone.
+    """
     block_k = cuda_tiling("sm_75", "float16", 256).key_block
     resources(
         flash_float,
@@ -109,7 +115,8 @@ def test_backward(arch, gradients, d, registers):
     scores = 1 if gradients == "v" else 2  # S, and dP unless only dV is wanted
     each = (d // 16) * (shape["chunk"] // 8)  # products of 16 x 8 x 16 of one matrix product
     assert found.count("HMMA") == (scores + len(gradients)) * each * (2 if turing else 1)
-    # a turned or plain operand per two products; the own rows' once per step, either before the loop or in it
+    # a turned or plain operand per two products; the own rows' once per step, either before the
+    # loop or in it
     assert found.count("LDSM") == (scores + len(gradients)) * each // 2 + scores * d // 16
     assert found.registers <= registers
     assert (found.count("LDG.E.128") if turing else found.count("LDGSTS.E.BYPASS.128")) > 0
@@ -129,7 +136,10 @@ def test_backward(arch, gradients, d, registers):
     ],
 )
 def test_backward_with_options(d, gradients, options):
-    """Masks cost registers for their addresses: the chunk is smaller with them, and what they need is computed tile by tile."""
+    """Masks cost registers for their addresses.
+
+    The chunk is smaller with them, and what they need is computed tile by tile.
+    """
     shape = launch_backward.shape_of(gradients, d, d, "sm_80", "mask" in options)
     resources(flash_backward, "sm_80", gradients=gradients, d=d, dv=d, **shape, **options)
 
@@ -181,7 +191,10 @@ OVERLAPPED = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
 def test_hopper_softmax_runs_beside_the_products(d, block_k, dtype, ping_pong, options):
-    """By position: every exponential of the main loop is issued before the wait for P . V, after the wait for the scores."""
+    """By position: every exponential of the main loop is issued before the wait for P .
+
+    V, after the wait for the scores.
+    """
     constants = {"d": d, "dv": d, "block_k": block_k, "dtype": dtype, "ping_pong": ping_pong}
     item = compiled(flash_hopper, "sm_90a", "cubin", **constants, **OVERLAPPED[options])
     exponentials = block_k // 2 + 2  # of the scores, and of the change of two maxima

@@ -1,4 +1,7 @@
-"""Machine code of the decode kernels: exact counts of tensor-core operations, nothing spilled, wide accesses to the cache."""
+"""Machine code of the decode kernels.
+
+Exact counts of tensor-core operations, nothing spilled, wide accesses to the cache.
+"""
 
 import pytest
 

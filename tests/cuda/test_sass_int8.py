@@ -1,4 +1,7 @@
-"""Machine code of the INT8 forward kernels: exact counts of tensor-core operations, no stack, nothing spilled, for every option."""
+"""Machine code of the INT8 forward kernels.
+
+Exact counts of tensor-core operations, no stack, nothing spilled, for every option.
+"""
 
 import pytest
 
@@ -19,7 +22,8 @@ OPTIONS = {
     "alibi": {"alibi": True},
     "all": {"band": True, "mask": True, "bias": True, "softcap": True, "alibi": True, "group": 4},
 }
-# every option where registers are shortest, and none and all of them elsewhere: a kernel takes ptxas some ten seconds
+# every option where registers are shortest, and none and all of them elsewhere: a kernel takes
+# ptxas some ten seconds
 TABLE = [
     (arch, d, name)
     for arch in ("sm_75", "sm_80", "sm_120")
@@ -37,14 +41,15 @@ BY_DEFAULT = [("sm_75", 128, "none"), ("sm_80", 256, "none"), ("sm_120", 128, "n
 
 
 def check(arch, d, name, dv=None, wide=False):
-    """Resources of the kernel with the constants that `forward.int8_forward` takes, for a block of 64 rows and 128 keys."""
-    tiling, turing = (
-        cuda_tiling(
-            "sm_75" if arch == "sm_75" else "sm_80", "int8-fp32" if wide else "int8", d, dv
-        ),
-        arch == "sm_75",
+    """Resources of the kernel with the constants that `forward.int8_forward` takes, for a block of
+    64 rows and 128 keys.
+    """
+    tiling = cuda_tiling(
+        "sm_75" if arch == "sm_75" else "sm_80", "int8-fp32" if wide else "int8", d, dv
     )
-    halves, sizes = tiling.key_block // (tiling.nv * tiling.lanes), tiling.sizes(d, dv)
+    turing = arch == "sm_75"
+    halves = tiling.key_block // (tiling.nv * tiling.lanes)
+    sizes = tiling.sizes(d, dv)
     found = resources(
         flash_int8,
         arch,
@@ -56,7 +61,8 @@ def check(arch, d, name, dv=None, wide=False):
         halves=halves,
         **OPTIONS[name],
     )
-    scores, values = sizes["d"] // 32 * 16 // halves, sizes["dv"] // 8 * 4 // halves
+    scores = sizes["d"] // 32 * 16 // halves
+    values = sizes["dv"] // 8 * 4 // halves
     if wide:  # three products of TF32 per 8 keys and channels; a part of 32 keys is one round
         assert (
             found.count("IMMA") == scores
@@ -69,7 +75,8 @@ def check(arch, d, name, dv=None, wide=False):
         assert found.count("IMMA") == scores + values
     if not turing:
         assert found.count("LDGSTS.E.BYPASS.128") == found.count("LDGSTS") > 0
-    # 16 bytes at a time, but for m and l; Blackwell has the shuffles before twice, for warps together and apart, and some with them
+    # 16 bytes at a time, but for m and l; Blackwell has the shuffles before twice, for warps
+    # together and apart, and some with them
     channels = sizes["dv"] // halves // 8
     blackwell = found.count("STG.E.128") - channels if arch in ("sm_100", "sm_120") else 0
     assert (
@@ -88,7 +95,10 @@ def check(arch, d, name, dv=None, wide=False):
     ],
 )
 def test_every_option(arch, d, name):
-    """With a stack of 0 bytes (`resources`); a pair of warps that shares 256 channels leaves room."""
+    """With a stack of 0 bytes (`resources`).
+
+    a pair of warps that shares 256 channels leaves room.
+    """
     found = check(arch, d, name)
     assert found.registers <= ({32: 232, 64: 232, 256: 224}.get(d, 255) if arch == "sm_80" else 255)
 
@@ -122,10 +132,11 @@ def test_float_values(arch, d, name):
     [(d, n) for d in (64, 128, 256) for n in OPTIONS if d == 128 or n in ("none", "all")],
 )
 def test_hopper(d, name):
-    """Scores are multiplied in two places (the first block's, the next one's), weights and values in one.
+    """Scores are multiplied in two places (the first block's, the next one's), weights and values
+    in one.
 
-    As many fences and as many waits as groups of products (first scores, next scores, parts of the values): ptxas has
-    added none of its own.
+    As many fences and as many waits as groups of products (first scores, next scores, parts of the
+    values): ptxas has added none of its own.
     """
     found = resources(
         flash_int8_hopper,

@@ -1,4 +1,7 @@
-"""No stack: the kernels that need the most registers, by default; those of `sass_table` with boolean masks among the slow tests."""
+"""No stack: the kernels that need the most registers, by default.
+
+Those of `sass_table` with boolean masks among the slow tests.
+"""
 
 import pytest
 
@@ -13,7 +16,10 @@ from numflash.cuda.kernels.flash_hopper import flash_hopper
 
 
 def test_all_options_at_once():
-    """The widest kernel for Hopper: its descriptors' upper halves, and addresses in a mask, are no registers between tiles."""
+    """The widest kernel for Hopper.
+
+    Its descriptors' upper halves, and addresses in a mask, are no registers between tiles.
+    """
     found = resources(
         flash_hopper, "sm_90a", d=256, dv=256, block_k=64, packed=4, sinks=True, **ALL
     )
@@ -47,7 +53,8 @@ def test_the_widest_kernels(arch):
 def test_masked_gradients_of_256_channels(arch, mask):
     """Half of a thread's registers hold sums: where a mask's addresses are first to be spilled."""
     for gradients in launch_backward.passes(256, 256):
-        shape, turing = launch_backward.shape_of(gradients, 256, 256, arch, True), arch == "sm_75"
+        shape = launch_backward.shape_of(gradients, 256, 256, arch, True)
+        turing = arch == "sm_75"
         found = resources(
             flash_backward,
             arch,

@@ -1,4 +1,7 @@
-"""The path to a card, driven against a driver that does nothing: what reaches the driver, and what it costs on the host."""
+"""The path to a card, driven against a driver that does nothing.
+
+What reaches the driver, and what it costs on the host.
+"""
 
 import json
 import os
@@ -207,7 +210,10 @@ for module, kind, half in ((cupy, CuPyArray, "float16"), (torch, Array, "torch.f
 
 
 def test_arrays_of_cupy_and_pytorch(driver):
-    """Stand-ins for both libraries: the same kind comes out, two results are all that is made, on the library's current stream."""
+    """Stand-ins for both libraries.
+
+    The same kind comes out, two results are all that is made, on the library's current stream.
+    """
     done = run(driver, LIBRARIES, "80")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [" ".join(line[:-1]) for line in lines] == [
@@ -312,7 +318,10 @@ cache.close()
 
 
 def test_a_decode_step_is_one_graph(driver):
-    """Copies on one stream, kernels on the other, ordered by events; a step is captured once and launched again."""
+    """Copies on one stream, kernels on the other, ordered by events.
+
+    a step is captured once and launched again.
+    """
     done = run(driver, DECODE, "80", STUB_TRACE="1")
     assert done.stdout.splitlines() == [f"(1, 4, 1, 64) [{n}]" for n in (21, 22, 23)]
     said = "".join(
@@ -350,7 +359,10 @@ def test_a_decode_step_is_one_graph(driver):
     [(1 << 18, 1 << 18, f"{1 << 18} 0.5"), (1 << 20, 1 << 19, f"{1 << 19} 0.5")],
 )
 def test_l2_window(driver, nbytes, limit, window):
-    """A range of any size: the driver refuses more than the card's largest window, 512 KB for the stub's."""
+    """A range of any size.
+
+    The driver refuses more than the card's largest window, 512 KB for the stub's.
+    """
     code = f"from numflash.cuda.device import current_device; current_device().persist(0, 0x700000000000, {nbytes}, 0.5)"
     done = run(driver, code, "80")
     assert (
@@ -451,7 +463,10 @@ def test_timings_that_stop_lose_nothing(driver):
 
 
 def test_what_the_driver_refuses_is_a_failure(driver):
-    """And what has no kernel is none: float16 on a card whose driver calls fail, then an option that is refused."""
+    """And what has no kernel is none.
+
+    Float16 on a card whose driver calls fail, then an option that is refused.
+    """
     refuse = (
         "def run(problem):\n raise (DriverError('refused') if problem.precision == 'float16' else "
         "validate.UnsupportedError('no kernel'))\nvalidate.launch.run = run"

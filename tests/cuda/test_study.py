@@ -1,4 +1,6 @@
-"""The ladder: every rung is right, and each claim that its sentence makes can be read off the counters."""
+"""The ladder: every rung is right, and each claim that its sentence makes can be read off the
+counters.
+"""
 
 import numpy as np
 import pytest
@@ -51,7 +53,10 @@ def test_what_each_rung_claims(rows):
 
 
 def copies(row):
-    """Wavefronts of rung 4's 16-byte stores, which do not conflict: Q once, K and V once per block of 64 queries."""
+    """Wavefronts of rung 4's 16-byte stores, which do not conflict.
+
+    Q once, K and V once per block of 64 queries.
+    """
     return (256 + 4 * 2 * 256) * 128 // 128
 
 

@@ -1,4 +1,7 @@
-"""`python -m numflash.cuda.validate` without a card: against the stub driver, with stand-ins for PyTorch and Triton."""
+"""`python -m numflash.cuda.validate` without a card.
+
+Against the stub driver, with stand-ins for PyTorch and Triton.
+"""
 
 import json
 import os
@@ -26,7 +29,8 @@ def attention(q, k, v, causal, scale):
     with torch.nn.attention.sdpa_kernel("own"):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 """
-# neither the stub nor this emulator runs a kernel, so none is compiled; what the list says of zeros is replaced
+# neither the stub nor this emulator runs a kernel, so none is compiled; what the list says of zeros
+# is replaced
 WHOLE = """
 import sys
 sys.path.insert(0, {here!r})
@@ -68,8 +72,11 @@ def run(driver, arguments, capability, before=""):  # noqa: F811
 
 @needs_compiler
 def test_from_the_first_problem_to_the_targets(driver, tmp_path):  # noqa: F811
-    """A Hopper card: every case and timing is in the file, with names, medians, errors and what was to be reached."""
-    tutorial, file = tmp_path / "tutorial.py", tmp_path / "found.json"
+    """A Hopper card: every case and timing is in the file, with names, medians, errors and what was
+    to be reached.
+    """
+    tutorial = tmp_path / "tutorial.py"
+    file = tmp_path / "found.json"
     tutorial.write_text(TUTORIAL.format(before="pass"))
     done = run(driver, ["--json", str(file), "--lengths", "64", "--triton", str(tutorial)], "90")
     assert done.returncode == 0, done.stderr
@@ -165,7 +172,10 @@ def test_an_older_card_killed_half_way(driver, tmp_path):  # noqa: F811
 
 @needs_compiler
 def test_turing(driver):  # noqa: F811
-    """What it has no kernels for is skipped and no failure, and named; float16 decode is compared and timed."""
+    """What it has no kernels for is skipped and no failure, and named.
+
+    Float16 decode is compared and timed.
+    """
     code = (
         "validate.CASES, validate.GRADIENTS = (('b', (1, 1, 1, 8, 8, 32), 'bfloat16', {}),), (('g', (1, 1, 1, 8, 8, 32), "
         "'bfloat16', {}),)\nvalidate_decode.CASES = (('f', 'float16', 32, 4, 1, 1, {}), ('b', 'bfloat16', 32, 4, 1, 1, {}))\n"
@@ -268,7 +278,10 @@ def test_targets():
 
 
 def test_what_is_compiled_ahead(monkeypatch, capsys):
-    """All kernels of the list, each once, for an architecture without a card; a case that has no kernel is left out."""
+    """All kernels of the list, each once, for an architecture without a card.
+
+    a case that has no kernel is left out.
+    """
     cases = [
         case
         for case in validate.CASES

@@ -1,8 +1,15 @@
-"""Well-known score and mask functions, written in NumPy's style; torch's differs only where it must."""
+"""Well-known score and mask functions, written in NumPy's style.
+
+Torch's differs only where it must.
+"""
 
 import numpy as np
 
-B, H, L, S, D = 2, 4, 150, 150, 32
+B = 2
+H = 4
+L = 150
+S = 150
+D = 32
 rng = np.random.default_rng(7)
 SLOPES = 2.0 ** -np.arange(1, H + 1)
 RELATIVE = rng.standard_normal((H, 2 * L + 1)).astype(np.float32)
@@ -101,8 +108,10 @@ def dilated(b, h, q, k):
 
 def neighbourhood(b, h, q, k):
     """7 x 7 pixels around each pixel of a picture, moved inside at its edges."""
-    row, column = q // WIDTH, q % WIDTH
-    row, column = np.clip(row, 3, 15 - 1 - 3), np.clip(column, 3, WIDTH - 1 - 3)
+    row = q // WIDTH
+    column = q % WIDTH
+    row = np.clip(row, 3, 15 - 1 - 3)
+    column = np.clip(column, 3, WIDTH - 1 - 3)
     return (abs(row - k // WIDTH) <= 3) & (abs(column - k % WIDTH) <= 3)
 
 

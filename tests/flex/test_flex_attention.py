@@ -93,7 +93,8 @@ def test_built_in_options_follow_the_functions():
 def test_equal_bits_at_one_and_two_threads():
     q, k, v = g.operands(6)
     run = functools.partial(numflash.flex_attention, q, k, v, g.t5_bias, block_mask(g.documents))
-    threads, found = numba.get_num_threads(), []
+    threads = numba.get_num_threads()
+    found = []
     try:
         for n in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
             numba.set_num_threads(n)
@@ -203,7 +204,8 @@ def test_torch_functions_against_torch():
     torch = pytest.importorskip("torch")
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = (torch.from_numpy(x) for x in g.operands(14, hkv=2, length=70, s=90))
-    documents, table = torch.arange(90) // 20, torch.randn(g.H, 200, dtype=torch.bfloat16)
+    documents = torch.arange(90) // 20
+    table = torch.randn(g.H, 200, dtype=torch.bfloat16)
     lengths = torch.tensor([60, 90])
 
     def mask_mod(b, h, q, k):
@@ -223,7 +225,8 @@ def test_torch_functions_against_torch():
 
 
 def test_sequences_packed_behind_each_other():
-    cu_q, cu_k = np.array([0, 40, 41, 131]), np.array([0, 60, 90, 150])
+    cu_q = np.array([0, 40, 41, 131])
+    cu_k = np.array([0, 60, 90, 150])
     made = np.random.default_rng(16)
     q = made.standard_normal((131, g.H, g.D)).astype(np.float32)
     k, v = (made.standard_normal((150, 2, g.D)).astype(np.float32) for _ in "kv")
@@ -239,7 +242,8 @@ def test_sequences_packed_behind_each_other():
         q, k, v, cu_q, cu_k, enable_gqa=True, score_mod=score_mod, mask_mod=mask_mod, return_lse=True
     )  # fmt: skip
     for n in range(3):
-        rows, keys = slice(cu_q[n], cu_q[n + 1]), slice(cu_k[n], cu_k[n + 1])
+        rows = slice(cu_q[n], cu_q[n + 1])
+        keys = slice(cu_k[n], cu_k[n + 1])
         one = [x[None].swapaxes(1, 2) for x in (q[rows], k[keys], v[keys])]
         at = [np.array([[[[n]]]]), *g.indices(one[0].shape[2], one[1].shape[2])[1:]]
         wanted = g.oracle(

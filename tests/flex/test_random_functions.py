@@ -1,4 +1,7 @@
-"""Random functions over the whole set of operations: tiles, slopes and block states against float64."""
+"""Random functions over the whole set of operations.
+
+Tiles, slopes and block states against float64.
+"""
 
 import ctypes
 
@@ -159,11 +162,9 @@ def traced(tree):
 def call(program, x, double, gradient=False):
     """Change a tile x (rows, count) of batch entry 1, head 2, from query 3 and key 0 on."""
     tile = machine.tile(program, double, gradient)
-    pointer, size, real = (
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_double if double else ctypes.c_float,
-    )
+    pointer = ctypes.c_void_p
+    size = ctypes.c_int64
+    real = ctypes.c_double if double else ctypes.c_float
     x = np.array(x, np.float64 if double else np.float32, order="C")
     slope = np.zeros_like(x)
     function = ctypes.CFUNCTYPE(None, *[pointer] * 3, *[size] * 7, real, real)(tile.address)
@@ -173,7 +174,8 @@ def call(program, x, double, gradient=False):
     return (x, slope) if gradient else x
 
 
-Q, K = np.arange(3, L)[:, None], np.arange(S)
+Q = np.arange(3, L)[:, None]
+K = np.arange(S)
 SCORES = rng.standard_normal((L - 3, S)).astype(np.float32).astype(np.float64) * 2
 
 

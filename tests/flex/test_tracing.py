@@ -71,7 +71,8 @@ def test_short_rows_may_be_used_whole():
     found = prepare(None, lambda b, h, q, k: (codes[q] == codes[k]).any())
     from numflash.flex.evaluate import evaluate
 
-    q, k = np.arange(10)[:, None], np.arange(10)[None]
+    q = np.arange(10)[:, None]
+    k = np.arange(10)[None]
     (seen,) = evaluate(found.graph, (found.mask,), {"b": 0, "h": 0, "q": q, "k": k})
     assert np.array_equal(seen, q == k)
 
@@ -142,7 +143,8 @@ def test_no_tile_reads_beyond_an_array(size, way):
     assert protect(start, page, 0) == 0
     assert protect(start + 2 * page, page, 0) == 0
     everything = np.frombuffer(memory, np.float32)
-    first, last = everything[page // 4 :][:size], everything[2 * page // 4 - size :][:size]
+    first = everything[page // 4 :][:size]
+    last = everything[2 * page // 4 - size :][:size]
     first[:] = last[:] = np.arange(size) / size
     q, k, v = g.operands(length=size, s=size)
     functions = {

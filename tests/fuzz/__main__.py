@@ -1,6 +1,9 @@
-"""`python -m tests.fuzz --seconds 600 --seed 1`: random calls in a child process; a line to repeat each failure.
+"""`python -m tests.fuzz --seconds 600 --seed 1`: random calls in a child process.
 
-A crash of the child is a failure of the case that it was in. The same seed gives the same cases, whatever the time.
+a line to repeat each failure.
+
+A crash of the child is a failure of the case that it was in. The same seed gives the same cases,
+whatever the time.
 """
 
 from __future__ import annotations
@@ -91,8 +94,13 @@ def fuzz(
     most: int,
     shrinks: bool,
 ) -> int:
-    child, seen, done, failed = Child(), {}, Counter(), 0
-    number, start, last = first, time.monotonic(), 0.0
+    child = Child()
+    seen = {}
+    done = Counter()
+    failed = 0
+    number = first
+    start = time.monotonic()
+    last = 0.0
     stop = first + cases if cases else 1 << 62
     while number < stop and (left := start + seconds - time.monotonic()) > 0 and len(seen) < most:
         order = {
@@ -105,9 +113,11 @@ def fuzz(
         answer = child.ask(order)
         if "crash" in answer:
             done["crashed"] += 1
-            failures, number = [[answer["at"], answer["crash"]]], answer["at"] + 1
+            failures = [[answer["at"], answer["crash"]]]
+            number = answer["at"] + 1
         else:
-            failures, number = answer["failures"], answer["next"]
+            failures = answer["failures"]
+            number = answer["next"]
             done.update(answer["kinds"])
         for at, failure in failures:
             failed += 1

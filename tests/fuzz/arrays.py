@@ -1,4 +1,7 @@
-"""Arrays of a case: numbers of every magnitude in memory of every layout, made again from a few words of JSON."""
+"""Arrays of a case.
+
+Numbers of every magnitude in memory of every layout, made again from a few words of JSON.
+"""
 
 from __future__ import annotations
 
@@ -57,17 +60,24 @@ def numbers(shape: tuple[int, ...], draw: str, seed: int, dtype: str) -> np.ndar
 
 
 def put(x: np.ndarray, bad: list[list]) -> None:
-    """Set single entries: [[flat position, "nan" | "inf" | "-inf" | number], ...]; positions wrap around."""
+    """Set single entries: [[flat position, "nan" | "inf" | "-inf" | number], ...].
+
+    Positions wrap around.
+    """
     for position, value in bad:
         if x.size:
             x.reshape(-1)[position % x.size] = float(value)
 
 
 def laid_out(x: np.ndarray, view: list | None) -> np.ndarray:
-    """The same numbers in other memory: view is [name, axis]. "broadcast" repeats the first entry along the axis."""
+    """The same numbers in other memory: view is [name, axis].
+
+    "broadcast" repeats the first entry along the axis.
+    """
     if view is None or not x.size:
         return x
-    name, axis = view[0], view[1] % x.ndim
+    name = view[0]
+    axis = view[1] % x.ndim
     if name == "reverse":
         return np.flip(np.flip(x, axis).copy(), axis)
     if name == "step":

@@ -1,4 +1,7 @@
-"""A KV cache held against lists of tokens: append, decode, step, share, reset, rings, pages, counts, full caches."""
+"""A KV cache held against lists of tokens.
+
+Append, decode, step, share, reset, rings, pages, counts, full caches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ SMOOTH = 16  # tokens of a first append from which channel means are taken
 
 
 class Sequence:
-    """What one sequence of the cache must hold: tokens as they came, and where its channel means come from."""
+    """What one sequence of the cache must hold.
+
+    Tokens as they came, and where its channel means come from.
+    """
 
     def __init__(self, g: int, d: int, dv: int) -> None:
         self.key, self.value = np.zeros((g, 0, d)), np.zeros((g, 0, dv))
@@ -57,7 +63,8 @@ class Model:
 
     def append(self, key: np.ndarray, value: np.ndarray, take: list[int]) -> None:
         for b, n in enumerate(take):
-            s, stored = self.all[b], "float32" if self.c["dtype"] == "int8" else self.c["dtype"]
+            s = self.all[b]
+            stored = "float32" if self.c["dtype"] == "int8" else self.c["dtype"]
             if self.c["smooth"] and not s.length and n >= SMOOTH:
                 with np.errstate(all="ignore"):
                     mean = (
@@ -70,7 +77,8 @@ class Model:
 
 def visible(c: dict, s: int, length: int) -> np.ndarray:
     """(L, S) bool: which tokens the last L see."""
-    at, held = s - length + np.arange(length)[:, None], np.arange(s)
+    at = s - length + np.arange(length)[:, None]
+    held = np.arange(s)
     seen = held <= at
     if c.get("window") is not None:
         seen &= (held > at - c["window"]) | (held < c["sinks"])
@@ -78,7 +86,10 @@ def visible(c: dict, s: int, length: int) -> np.ndarray:
 
 
 def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
-    """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales; rows that are not finite."""
+    """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales.
+
+    Rows that are not finite.
+    """
     found = oracle.quantized((x - offset).astype(np.float32)[None], -1)
     bad = ~np.isfinite(x).all(-1)
     return (
@@ -123,7 +134,8 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
             ) + 8 * EPS * np.abs(x)
         x = np.where(seen, x, -np.inf)
         p, lse = oracle.softmax(x[None], None)
-        p, lse = p[0], lse[0]
+        p = p[0]
+        lse = lse[0]
         out = p @ value
         off = np.where(p > 1e-30, error, 0).max(-1, initial=0)
         far = np.where(seen & (p <= 1e-30), error, 0).max(-1, initial=0)
@@ -131,8 +143,9 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
         if int8:
             peaks = oracle.block_peaks(p)
             delta = delta + peaks / 255 * 1.1 + 0.0045 * p
-            # a value's share of the largest scale of its block is folded into its weight, which is then rounded; unseen
-            # tokens of a ring's slots share blocks in an order of their own: the largest scale anywhere bounds them all
+            # a value's share of the largest scale of its block is folded into its weight, which is
+            # then rounded; unseen tokens of a ring's slots share blocks in an order of their own:
+            # the largest scale anywhere bounds them all
             top = oracle.block_peaks(np.where(np.isfinite(v_scale[..., 0]), v_scale[..., 0], 0))
             if c.get("window") is not None:
                 top = np.broadcast_to(v_scale[..., 0].max(-1, keepdims=True, initial=0), top.shape)
@@ -156,10 +169,8 @@ def decoded(c: dict, s: Sequence, query: np.ndarray, scale: float):
             )
         lse_error = total / np.maximum(1 - total, 0.05) + off + 8 * EPS * np.abs(lse) + 1e-6
         unsure = (far > 5) | (off > 5)
-    out_error, lse_error = (
-        np.where(unsure[..., None], np.inf, out_error),
-        np.where(unsure, np.inf, lse_error),
-    )
+    out_error = np.where(unsure[..., None], np.inf, out_error)
+    lse_error = np.where(unsure, np.inf, lse_error)
     some = seen.any(-1)
     out = np.where(spoiled[..., None], np.nan, np.where(some[..., None], out, 0))
     return out, np.where(spoiled, np.nan, np.where(some, lse, -np.inf)), out_error, lse_error
@@ -224,7 +235,8 @@ def admitted(c: dict, held: KVCache, model: Model, take: list[int], call) -> boo
 
 
 def share(op: dict, held: KVCache, model: Model) -> None:
-    a, b = op["source"], op["target"]
+    a = op["source"]
+    b = op["target"]
     source = model.all[a]
     n = source.length if op["length"] is None else op["length"]
     try:
@@ -239,7 +251,8 @@ def share(op: dict, held: KVCache, model: Model) -> None:
 
 
 def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
-    length, draw = op["l"], "normal" if c["draw"] in ("huge", "zeros") else c["draw"]
+    length = op["l"]
+    draw = "normal" if c["draw"] in ("huge", "zeros") else c["draw"]
     query = numbers((c["b"], c["queries"], length, c["d"]), draw, op["seed"] + 2, "float32")
     shape = (*query.shape[:3], model.dv)
     given = {name: op[name] for name in ("splits", "scale") if op[name] is not None}
@@ -256,11 +269,13 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
         ):
             return
         model.append(key, value, [op["n"]] * c["b"])
-        found, lse = got[0], None
+        found = got[0]
+        lse = None
     elif op["lse"]:
         found, lse = held.decode(query, out=out, return_lse=True, **given)
     else:
-        found, lse = held.decode(query, out=out, **given), None
+        found = held.decode(query, out=out, **given)
+        lse = None
     if out is not None and found is not out:
         raise WrongError("out was not returned")
     same_kind("out", found, shape, "float32")

@@ -1,4 +1,7 @@
-"""One check for each kind of case: make its arrays, call numflash, hold the result against the oracle."""
+"""One check for each kind of case.
+
+Make its arrays, call numflash, hold the result against the oracle.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +222,8 @@ def varlen(c: dict) -> None:
     same_kind("out", out, (*q.shape[:2], c["dv"]), c["dtype"])
     same_kind("lse", lse, q.shape[:2], "float32")
     for n in range(len(at[0]) - 1):
-        rows, keys = slice(at[0][n], at[0][n + 1]), slice(at[1][n], at[1][n + 1])
+        rows = slice(at[0][n], at[0][n + 1])
+        keys = slice(at[1][n], at[1][n + 1])
         if rows.start == rows.stop:
             continue
         one = [x.swapaxes(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
@@ -299,7 +303,9 @@ def backward(c: dict) -> None:
 
 
 def unseen(c: dict, found: tuple, operands: tuple, o: dict) -> None:
-    """NaN and infinity reach the gradients of rows that see them and of the keys that these see, never those of others."""
+    """NaN and infinity reach the gradients of rows that see them and of the keys that these see,
+    never those of others.
+    """
     q, k, v, do = operands
     seen, _ = oracle.seen_keys((*q.shape[:3], k.shape[2]), o)
     bad = ~np.isfinite(k).all(-1) | ~np.isfinite(v).all(-1)

@@ -26,9 +26,10 @@ def same_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str) ->
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, error: np.ndarray, dtype: str) -> None:
-    """Entries within `error` and the rounding of `dtype`; NaN and infinity where they belong; infinite errors say nothing.
+    """Entries within `error` and the rounding of `dtype`; NaN and infinity where they belong.
 
-    What may lie beyond the largest number of `dtype`, by its error, may be infinite.
+    Infinite errors say nothing. What the error takes beyond the largest number of `dtype`
+    may be infinite.
     """
     got = np.asarray(got).astype(np.float64)
     with np.errstate(all="ignore"):
@@ -53,7 +54,8 @@ def inside(name: str, got: np.ndarray, v: np.ndarray, room: float) -> None:
     if not v.shape[2] or not got.size or not np.isfinite(v).all():
         return
     with np.errstate(all="ignore"):
-        low, high = np.minimum(v.min(2), 0)[:, :, None], np.maximum(v.max(2), 0)[:, :, None]
+        low = np.minimum(v.min(2), 0)[:, :, None]
+        high = np.maximum(v.max(2), 0)[:, :, None]
         slack = room * np.maximum(np.abs(low), np.abs(high)) + 1e-30
         got = np.asarray(got).astype(np.float64)
         wrong = (got < low - slack) | (got > high + slack)

@@ -1,4 +1,7 @@
-"""Cases at random: each a dictionary of JSON, from which `checks` makes the arrays and the call again."""
+"""Cases at random.
+
+Each a dictionary of JSON, from which `checks` makes the arrays and the call again.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +140,8 @@ def attention(rng: Random) -> dict:
         c["h"] = c["g"] = 1
     c["layout"] = rng.choice(("bhld", "bhld", "blhd"))
     c["impl"] = rng.choice(("auto", "auto", "cpu", "portable" if rng.random() < 0.3 else "auto"))
-    usual, bad = rng.random() < 0.85, rng.random() < 0.15
+    usual = rng.random() < 0.85
+    bad = rng.random() < 0.15
     for name in "qkv":
         c[name] = operand(rng, c["ndim"], usual, bad and rng.random() < 0.5)
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], c["precision"] == "int8")
@@ -145,7 +149,10 @@ def attention(rng: Random) -> dict:
 
 
 def quantised(rng: Random) -> dict:
-    """attention_int8 on QuantizedTensors made here: any int8 data, -128 included, and scales of any size."""
+    """attention_int8 on QuantizedTensors made here.
+
+    Any int8 data, -128 included, and scales of any size.
+    """
     c = {"kind": "quantised", **shapes(rng), "ndim": 4, "pv": rng.choice(("int8", "fp32"))}
     c["granularity"] = [rng.choice(("row", "row", "block", "tensor")) for _ in "qk"]
     c["granularity"].append(
@@ -171,7 +178,8 @@ def varlen(rng: Random) -> dict:
         c["lengths_k"] = c["lengths_q"]
     c["dtype"] = rng.choice(("float32", "float32", "float16", "bfloat16"))
     c["precision"] = rng.choice((None, None, "int8", "float32", "bfloat16"))
-    usual, bad = rng.random() < 0.85, rng.random() < 0.15
+    usual = rng.random() < 0.85
+    bad = rng.random() < 0.15
     for name in "qkv":
         c[name] = operand(rng, 3, usual, bad and rng.random() < 0.5)
     c["options"] = options(rng, 1, c["h"], 1, 1, c["precision"] == "int8", packed=True)
@@ -186,7 +194,8 @@ def merge(rng: Random) -> dict:
     }
     c["dtype"] = rng.choice(("float32", "float64", "float16", "bfloat16"))
     c["lse_dtype"] = rng.choice(("float32", "float64"))
-    usual, ndim = rng.random() < 0.8, len(c["shape"]) + 1
+    usual = rng.random() < 0.8
+    ndim = len(c["shape"]) + 1
     c["a"], c["b"] = (operand(rng, ndim, usual, rng.random() < 0.1) for _ in "ab")
     size = rng.choice((1.0, 10.0, 100.0, 1e30))
     c["lse"] = [
@@ -201,7 +210,8 @@ def backward(rng: Random) -> dict:
     c["dtype"] = rng.choice(("float32", "float32", "float32", "float16", "bfloat16"))
     c["layout"] = rng.choice(("bhld", "bhld", "blhd"))
     c["impl"] = rng.choice(("auto", "auto", "auto", "portable"))
-    usual, bad = rng.random() < 0.9, rng.random() < 0.1
+    usual = rng.random() < 0.9
+    bad = rng.random() < 0.1
     for name in ("q", "k", "v", "do"):
         c[name] = operand(rng, 4, usual, bad and rng.random() < 0.4)
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], False)

@@ -1,7 +1,10 @@
-"""What is right, in float64, with the error that rounding may leave: written for the fuzzer alone, it shares no code with numflash.
+"""What is right, in float64, with the error that rounding may leave.
 
-Scores of every head are held at once. A bound is worked out for every number of a result, from how far each score can be off (E):
-weights then change by factors up to exp(2 E), so an output moves by no more than expm1(2 E) sum(p |v - out|).
+Written for the fuzzer alone, it shares no code with numflash.
+
+Scores of every head are held at once. A bound is worked out for every number of a result, from how
+far each score can be off (E): weights then change by factors up to exp(2 E), so an output moves by
+no more than expm1(2 E) sum(p |v - out|).
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ EPS_OF = {"float32": 2.0**-24, "float64": 2.0**-24, "float16": 2.0**-11, "bfloat
 
 @dataclass
 class Expected:
-    """out (B, H, L, Dv) and lse (B, H, L), how far they may be off, and which entries nothing is said about."""
+    """out (B, H, L, Dv) and lse (B, H, L), how far they may be off, and which entries nothing is
+    said about.
+    """
 
     out: np.ndarray
     lse: np.ndarray
@@ -83,7 +88,8 @@ def changed(s: np.ndarray, error: np.ndarray, seen: np.ndarray, away: np.ndarray
     if mask is not None and mask.dtype != bool:
         with np.errstate(over="ignore"):
             bias = np.where(seen, np.asarray(mask, np.float32).astype(np.float64), 0)
-        s, error = s + bias, error + 4 * EPS * np.abs(bias)
+        s = s + bias
+        error = error + 4 * EPS * np.abs(bias)
     return np.where(seen, s, -np.inf), np.where(seen, error + 4 * EPS * np.abs(s), 0)
 
 
@@ -126,9 +132,12 @@ def softmax(s: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.nda
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, o: dict, precision: str = "float32"
 ) -> Expected:
-    """Float attention of operands (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv) that are rounded already."""
+    """Float attention of operands (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv) that are rounded
+    already.
+    """
     b, h, length, d = q.shape
-    k, v = heads(k, h), heads(v, h)
+    k = heads(k, h)
+    v = heads(v, h)
     scale = d**-0.5 if o.get("scale") is None else o["scale"]
     seen, away = seen_keys((b, h, length, k.shape[2]), o)
     with np.errstate(all="ignore"):
@@ -166,10 +175,14 @@ def slope_of(q: np.ndarray, k: np.ndarray, scale: float, o: dict) -> np.ndarray 
     return 1 - np.tanh((q @ k.swapaxes(2, 3)) * scale / cap) ** 2
 
 
-# ---- the integer pipeline --------------------------------------------------------------------------------------------
+# ---- the integer pipeline
+# --------------------------------------------------------------------------------------------
 @dataclass
 class Quantized:
-    """data * scale + offset, float64; `bad` rows held what is not finite; `loose`: its rounding cannot be foretold."""
+    """data * scale + offset, float64; `bad` rows held what is not finite; `loose`.
+
+    Its rounding cannot be foretold.
+    """
 
     data: np.ndarray
     scale: np.ndarray
@@ -186,7 +199,9 @@ class Quantized:
 def quantized(
     x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth: bool = False
 ) -> Quantized:
-    """Symmetric INT8 of x (B, H, N, D) float32 values: one scale per row (axis -1) or per channel (axis -2).
+    """Symmetric INT8 of x (B, H, N, D) float32 values.
+
+    One scale per row (axis -1) or per channel (axis -2).
 
     counts (B,): rows that exist; the others stand as zeros and do not count.
     """
@@ -197,7 +212,9 @@ def quantized(
         exists = (np.arange(n) < np.asarray(counts)[:, None])[:, None, :, None]
     bad = ~np.isfinite(x).all(-1, keepdims=True) & exists
     clean = np.where(bad | ~exists, np.float32(0), x)
-    offset, loose, step = np.zeros((1, 1, 1, 1), np.float32), False, 0.0
+    offset = np.zeros((1, 1, 1, 1), np.float32)
+    loose = False
+    step = 0.0
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if smooth and n:
             total = clean.sum(2, keepdims=True, dtype=np.float64)
@@ -236,10 +253,15 @@ def block_peaks(p: np.ndarray) -> np.ndarray:
 
 
 def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -> Expected:
-    """The integer pipeline's result to within the rounding of its scores and weights; rows that see a bad key are NaN."""
+    """The integer pipeline's result to within the rounding of its scores and weights.
+
+    Rows that see a bad key are NaN.
+    """
     b, h, length, d = q.data.shape
     scale = d**-0.5 if o.get("scale") is None else o["scale"]
-    qv, kv, vv = q.value, heads(k.value, h), heads(v.value, h)
+    qv = q.value
+    kv = heads(k.value, h)
+    vv = heads(v.value, h)
     seen, away = seen_keys((b, h, length, kv.shape[2]), o)
     with np.errstate(all="ignore"):
         dots = (qv @ kv.swapaxes(2, 3)) * scale
@@ -291,7 +313,9 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         )
         if (
             pv == "fp32"
-        ):  # sums of values are float32: they may overflow before they are divided by the sum of weights
+            # sums of values are float32: they may overflow before they are divided by the sum of
+            # weights
+        ):
             heavy = np.where(np.isfinite(vv), np.abs(vv), 0).sum(2, keepdims=True) > LARGEST / 4
             out_error = np.where(heavy, np.nan, out_error)
         unsure = (far > 5) | k.loose | lost.any(-1)
@@ -319,14 +343,20 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
     return Expected(out, own_lse, out_error, lse_error, own, s, error, 1.0)
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients
+# -------------------------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
 def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray, precision: str):
-    """dq, dk, dv and their bounds, of operands as for `attention`; out and lse as the caller passes them."""
-    h, d = q.shape[1], q.shape[3]
+    """dq, dk, dv and their bounds, of operands as for `attention`.
+
+    Out and lse as the caller passes them.
+    """
+    h = q.shape[1]
+    d = q.shape[3]
     scale = d**-0.5 if o.get("scale") is None else o["scale"]
     found = attention(q, k, v, o, precision)
-    kh, vh = heads(k, h), heads(v, h)
+    kh = heads(k, h)
+    vh = heads(v, h)
     with np.errstate(all="ignore"):
         # an lse of few digits says nothing: the weights are computed anew
         lse_given = np.where(np.abs(lse_given) >= 2.0**22, found.lse, lse_given)
@@ -335,7 +365,9 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         dp = do @ vh.swapaxes(2, 3)
         delta = (do * out_given).sum(-1, keepdims=True)
         ds = p * (dp - delta) * found.slope * scale
-        dq, dkh, dvh = ds @ kh, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
+        dq = ds @ kh
+        dkh = ds.swapaxes(2, 3) @ q
+        dvh = p.swapaxes(2, 3) @ do
         off = found.error + 4 * EPS * np.abs(lse_given)[..., None] + 64 * EPS
         terms = q.shape[2] + k.shape[2] + d + v.shape[3]
         factor = 2 * np.expm1(np.minimum(off, 50)) + (terms + 60) * EPS
@@ -345,15 +377,12 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         e_p = p * factor
         e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)
         largest = sum(np.abs(x).max(initial=0) for x in (q, k, v, do))
-        e_ds, e_p = (
-            e_ds + terms * TINY * largest,
-            e_p + terms * TINY,
-        )  # products below float32's normal numbers
-        e_dq, e_dk, e_dv = (
-            e_ds @ np.abs(kh),
-            e_ds.swapaxes(2, 3) @ np.abs(q),
-            e_p.swapaxes(2, 3) @ np.abs(do),
-        )
+        # products below float32's normal numbers
+        e_ds = e_ds + terms * TINY * largest
+        e_p = e_p + terms * TINY
+        e_dq = e_ds @ np.abs(kh)
+        e_dk = e_ds.swapaxes(2, 3) @ np.abs(q)
+        e_dv = e_p.swapaxes(2, 3) @ np.abs(do)
 
     def grouped(x):
         return x.reshape(x.shape[0], k.shape[1], h // k.shape[1], *x.shape[2:]).sum(2)

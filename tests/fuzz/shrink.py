@@ -93,7 +93,9 @@ def shrink(
             tries -= 1
             found = run(other)
             if found is not None and kind_of(found) == wanted:
-                case, failure, again = other, found, True
+                case = other
+                failure = found
+                again = True
                 break
             if tries <= 0:
                 break

@@ -1,4 +1,7 @@
-"""The child process: runs numbered cases, and leaves the number of the one it is in where its parent finds it after a crash.
+"""The child process.
+
+Runs numbered cases, and leaves the number of the one it is in where its parent finds it after a
+crash.
 
 Run as `python -m tests.fuzz.worker`; commands come as lines of JSON on stdin, answers go to stdout.
 """
@@ -54,7 +57,8 @@ def main() -> None:
             answer = {"failure": outcome(order["case"], table)}
         else:
             answer = {"failures": [], "kinds": {}}
-            end, number = time.monotonic() + order["seconds"], order["first"]
+            end = time.monotonic() + order["seconds"]
+            number = order["first"]
             while number < order["stop"] and time.monotonic() < end:
                 at[:] = number.to_bytes(8, "little")
                 made = case(order["seed"], number, tuple(order["kinds"]))

@@ -24,7 +24,10 @@ needs_mpi = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 def on_ranks(ranks, *command, limit=240, threads=1):
-    """stdout of `python command` on so many ranks; fails when a rank fails, or nothing has come back after `limit` seconds."""
+    """stdout of `python command` on so many ranks.
+
+    Fails when a rank fails, or nothing has come back after `limit` seconds.
+    """
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
     env = {
         **os.environ,

@@ -1,4 +1,7 @@
-"""Attention problems over ranks, and ways to split them: what worker.py computes and the tests hold it against."""
+"""Attention problems over ranks, and ways to split them.
+
+What worker.py computes and the tests hold it against.
+"""
 
 import random
 from itertools import pairwise

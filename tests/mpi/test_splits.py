@@ -1,4 +1,7 @@
-"""Who holds what: every token once, there and back, and the balance of causal work. Needs no MPI."""
+"""Who holds what: every token once, there and back, and the balance of causal work.
+
+Needs no MPI.
+"""
 
 import subprocess
 import sys

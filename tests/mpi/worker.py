@@ -1,4 +1,6 @@
-"""What every rank runs under mpiexec: all cases of this number of ranks, in one process each. Rank 0 writes what was found.
+"""What every rank runs under mpiexec: all cases of this number of ranks, in one process each.
+
+Rank 0 writes what was found.
 
 mpiexec -n N python worker.py results.pickle PART...
 """
@@ -48,7 +50,10 @@ def solve(comm, call, arrays, split_name, report=None, **options):
 
 
 def semantics(comm):
-    """Every problem and precision; every split over three ranks, two of them in turn over other numbers."""
+    """Every problem and precision.
+
+    Every split over three ranks, two of them in turn over other numbers.
+    """
     for at, (name, (shape, options)) in enumerate(PROBLEMS.items()):
         for call in CALLS:
             for split in (
@@ -121,8 +126,11 @@ def interfaces(comm):
 
 def repeats(comm):
     """The same call under other timings, and in small messages, must give the same bits."""
-    rng, arrays = random.Random(comm.rank), qkv(**SMALL)
-    usual, largest, whole = attention.solve, ring.LARGEST, []
+    rng = random.Random(comm.rank)
+    arrays = qkv(**SMALL)
+    usual = attention.solve
+    largest = ring.LARGEST
+    whole = []
 
     def late(*args):
         time.sleep(rng.random() * 0.01)
@@ -254,7 +262,8 @@ class Cache:
             return np.zeros((*query.shape[:3], self.value_dim), np.float32), np.full(
                 query.shape[:3], -np.inf, np.float32
             )
-        key, value = np.concatenate(self.keys, 2), np.concatenate(self.values, 2)
+        key = np.concatenate(self.keys, 2)
+        value = np.concatenate(self.values, 2)
         return numflash.attention(
             query.astype(np.float32),
             key,
@@ -274,7 +283,8 @@ class Broken(Cache):
 def decoding(comm):
     """Nine tokens appended in turn, each attended to after it came; on every rank."""
     q, k, v = qkv(b=2, h=4, hkv=2, l=9, d=16, dv=8)
-    cache, steps = Cache(8), []
+    cache = Cache(8)
+    steps = []
     for i in range(9):
         if i % comm.size == comm.rank:
             cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
@@ -284,7 +294,8 @@ def decoding(comm):
     yield "everywhere", comm.allgather(again.tobytes())
     half = split_kv_decode(comm, cache, q[:, :, 8:9].astype(np.float16))
     yield "float16", half
-    last, one = comm.rank == comm.size - 1, q[:, :, 8:9]
+    last = comm.rank == comm.size - 1
+    one = q[:, :, 8:9]
     yield (
         "two tokens",
         everywhere(comm, lambda: split_kv_decode(comm, cache, q[:, :, 7:9] if last else one)),
@@ -325,7 +336,8 @@ def kernels(comm):
 
 
 def main(path, *parts):
-    comm, found = MPI.COMM_WORLD, {}
+    comm = MPI.COMM_WORLD
+    found = {}
     for part in parts:
         found[part] = dict(globals()[part](comm))
     if comm.rank == 0:

@@ -1,7 +1,10 @@
-"""`python -m tests.mutants [WORD ...]`: plant one fault after the other in a copy of the package, and see the tests fail.
+"""`python -m tests.mutants [WORD ...]`.
 
-WORD ... : only the faults whose file or number has one of these words. Faults that nothing can notice are left out, with their
-reason. Kernels are compiled anew for each fault, so the whole table takes about an hour.
+Plant one fault after the other in a copy of the package, and see the tests fail.
+
+WORD ... : only the faults whose file or number has one of these words. Faults that nothing can
+notice are left out, with their reason. Kernels are compiled anew for each fault, so the whole table
+takes about an hour.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ def plant(copy: Path, mutant: Mutant) -> str:
 
 
 def noticed(copy: Path, mutant: Mutant, cache: Path) -> str:
-    """How the tests end on the changed copy: "killed", "survived", or what went wrong with the tests themselves."""
+    """How the tests end on the changed copy.
+
+    "killed", "survived", or what went wrong with the tests themselves.
+    """
     environment = {**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(cache)}
     words = mutant.tests.split(" -k ")
     chosen = [*shlex.split(words[0]), *(["-k", words[1]] if len(words) > 1 else [])]
@@ -55,7 +61,8 @@ def main() -> int:
     words = parser.parse_args().words
     alive = 0
     with tempfile.TemporaryDirectory() as folder:
-        copy, cache = Path(folder) / "tree", Path(folder) / "cache"
+        copy = Path(folder) / "tree"
+        cache = Path(folder) / "cache"
         copy.mkdir()
         for name in ("numflash", "tests", "pyproject.toml"):
             source = ROOT / name

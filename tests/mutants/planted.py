@@ -1,4 +1,6 @@
-"""The planted faults, as data: where, what stands there, what is put in its place, and the tests that must notice.
+"""The planted faults, as data.
+
+Where, what stands there, what is put in its place, and the tests that must notice.
 
 A fault that no test can notice carries the reason why it changes nothing that matters.
 """
@@ -22,20 +24,25 @@ INT8 = "tests/cpu/test_combinations.py -k test_int8_by_pairs"
 FLOATS = "tests/cpu/test_combinations.py -k test_floats_by_pairs"
 FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
 BACKWARD = "tests/cpu/test_backward.py"
-UNSEEN, OVERFLOW = "tests/cpu/test_unseen.py", "tests/test_overflow.py"
-VALIDATION, WRONG = "tests/test_validation.py", "tests/test_wrong_arguments.py"
-QUANTIZATION, SCORES, MERGE = (
-    "tests/test_quantization.py",
-    "tests/test_scores.py",
-    "tests/test_merge.py",
-)
-CACHE, DECODE = "tests/cpu/test_decode_cache.py", "tests/cpu/test_decode_bits.py"
-TORCH, MPI = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py", "tests/mpi"
-CUDA_FLOAT, CUDA_INT8 = "tests/cuda/test_flash_halves.py", "tests/cuda/test_flash_int8.py"
+UNSEEN = "tests/cpu/test_unseen.py"
+OVERFLOW = "tests/test_overflow.py"
+VALIDATION = "tests/test_validation.py"
+WRONG = "tests/test_wrong_arguments.py"
+QUANTIZATION = "tests/test_quantization.py"
+SCORES = "tests/test_scores.py"
+MERGE = "tests/test_merge.py"
+CACHE = "tests/cpu/test_decode_cache.py"
+DECODE = "tests/cpu/test_decode_bits.py"
+TORCH = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py"
+MPI = "tests/mpi"
+CUDA_FLOAT = "tests/cuda/test_flash_halves.py"
+CUDA_INT8 = "tests/cuda/test_flash_int8.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
 
-FLASH_INT8, FLASH_FLOAT = "cpu/int8/flash_int8.py", "cpu/floats/flash_float.py"
-LAUNCH_INT8, LAUNCH_FLOAT = "cpu/launch_int8.py", "cpu/launch_float.py"
+FLASH_INT8 = "cpu/int8/flash_int8.py"
+FLASH_FLOAT = "cpu/floats/flash_float.py"
+LAUNCH_INT8 = "cpu/launch_int8.py"
+LAUNCH_FLOAT = "cpu/launch_float.py"
 
 MUTANTS = [
     # ---- the INT8 kernel

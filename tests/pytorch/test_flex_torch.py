@@ -12,7 +12,10 @@ import numflash  # noqa: E402
 import numflash.torch  # noqa: E402
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError  # noqa: E402
 
-B, H, L, D = 2, 4, 70, 32
+B = 2
+H = 4
+L = 70
+D = 32
 TABLE = torch.linspace(-1, 1, 2 * L)
 
 
@@ -36,7 +39,8 @@ def torch_mask():
 
 def eager(q, k, v):
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    i, j = torch.arange(L)[:, None], torch.arange(L)
+    i = torch.arange(L)[:, None]
+    j = torch.arange(L)
     scores = score_mod(q @ k.transpose(-1, -2) / D**0.5, 0, 0, i, j)
     scores = scores.masked_fill(~mask_mod(0, 0, i, j), -torch.inf)
     return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)

@@ -1,4 +1,7 @@
-"""A sentence encoder that people use, with its own weights: embeddings as the eager implementation's."""
+"""A sentence encoder that people use, with its own weights.
+
+Embeddings as the eager implementation's.
+"""
 
 import hashlib
 import os
@@ -19,7 +22,8 @@ import numflash.transformers  # noqa: E402
 numflash.transformers.register()
 
 
-# model.safetensors of sentence-transformers/all-MiniLM-L6-v2, as two packages by different people carry it
+# model.safetensors of sentence-transformers/all-MiniLM-L6-v2, as two packages by different people
+# carry it
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 

@@ -1,4 +1,5 @@
-"""`numflash.transformers.ResidentCache` in every way that `generate` is used, on small models with random weights.
+"""`numflash.transformers.ResidentCache` in every way that `generate` is used, on small models with
+random weights.
 
 With the float32 cache the greedy tokens are those of the eager implementation.
 """
@@ -118,7 +119,8 @@ def test_assisted_decoding(model):
 
 def logits(model, pieces, cache, masks=None):
     """Logits of the pieces of one text, each a forward pass over a cache."""
-    found, seen = [], 0
+    found = []
+    seen = 0
     for ids in pieces:
         seen += ids.shape[1]
         mask = None if masks is None else masks[:, :seen]
@@ -129,7 +131,9 @@ def logits(model, pieces, cache, masks=None):
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
 def test_pieces_of_a_text(model, padding):
-    """Several new tokens on a cache that is not empty, more than a ring holds, with padding anywhere."""
+    """Several new tokens on a cache that is not empty, more than a ring holds, with padding
+    anywhere.
+    """
     ids = torch.cat([TOKENS] * 4, 1)
     mask = torch.ones_like(ids)
     if padding == "left":
@@ -245,7 +249,8 @@ def test_growth_limits_and_bytes(llama):
 
 def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     llama.set_attn_implementation("numflash")
-    cache, whole = new(llama), new(llama)
+    cache = new(llama)
+    whole = new(llama)
     wanted = logits(llama, [TOKENS, TOKENS[:, :3]], whole)
     logits(llama, [TOKENS], cache)
     second = cache.layers[1]
@@ -276,7 +281,9 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
 
 
 def test_a_mask_of_ones_own(llama):
-    """A tree of speculated tokens, and a prompt whose tokens attend to each other in both directions."""
+    """A tree of speculated tokens, and a prompt whose tokens attend to each other in both
+    directions.
+    """
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
     past = torch.ones(1, 1, 3, 40, dtype=torch.bool)
     for first in (None, torch.ones(1, 1, 40, 40, dtype=torch.bool)):
@@ -291,7 +298,8 @@ def test_a_mask_of_ones_own(llama):
                 masks = [m if m is None else torch.where(m, 0.0, -torch.inf) for m in masks]
             with torch.no_grad():
                 llama(TOKENS[:1], past_key_values=cache, attention_mask=masks[0])
-                ids, at = TOKENS[1:, :3], torch.tensor([[40, 41, 41]])
+                ids = TOKENS[1:, :3]
+                at = torch.tensor([[40, 41, 41]])
                 found.append(
                     llama(
                         ids, past_key_values=cache, attention_mask=masks[1], position_ids=at

@@ -26,7 +26,9 @@ def test_use_nests_and_ends():
 
 
 def test_use_holds_for_its_own_thread():
-    inside, leave, counts = threading.Event(), threading.Event(), []
+    inside = threading.Event()
+    leave = threading.Event()
+    counts = []
 
     def other():
         with nt.use() as mine:
@@ -71,7 +73,8 @@ def test_a_real_mistake_is_an_error_either_way(fallback):
 def test_multihead_attention(grad):
     torch.manual_seed(0)
     model = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
-    x, pad = draw(2, 30, 64), torch.arange(30) >= torch.tensor([[30], [21]])
+    x = draw(2, 30, 64)
+    pad = torch.arange(30) >= torch.tensor([[30], [21]])
     with torch.set_grad_enabled(grad):
         want = model(x, x, x, key_padding_mask=pad, need_weights=False)[0]
         with nt.use() as routed:
@@ -89,11 +92,9 @@ def test_transformer_encoder_and_decoder():
     decoder = torch.nn.TransformerDecoder(
         torch.nn.TransformerDecoderLayer(64, 4, batch_first=True), 2
     ).eval()
-    x, y, causal = (
-        draw(2, 30, 64),
-        draw(2, 20, 64, seed=1),
-        torch.nn.Transformer.generate_square_subsequent_mask(20),
-    )
+    x = draw(2, 30, 64)
+    y = draw(2, 20, 64, seed=1)
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(20)
     with torch.no_grad():
         want = decoder(y, encoder(x), tgt_mask=causal, tgt_is_causal=True)
         with nt.use() as routed:

@@ -25,7 +25,8 @@ def test_the_docstring_of_the_module():
 
 def test_the_examples_of_the_guide():
     text = Path(__file__).parents[2].joinpath("docs", "pytorch.md").read_text()
-    space, examples = {}, re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    space = {}
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 3
     for code in examples[: None if find_spec("transformers") else 2]:
         exec(code, space)
@@ -64,7 +65,9 @@ def test_against_float64(dtype, tolerance, options):
 @pytest.mark.parametrize(("q", "k", "v", "gqa"), SHAPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_shapes_broadcast_as_pytorch_has_them(q, k, v, gqa, masked):
-    q, k, v = draw(*q), draw(*k, seed=1), draw(*v, seed=2)
+    q = draw(*q)
+    k = draw(*k, seed=1)
+    v = draw(*v, seed=2)
     mask = KEEP[0, 0] if masked else None
     out = nt.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa)
     want = exact(q, k, v, mask, enable_gqa=gqa)
@@ -73,7 +76,9 @@ def test_shapes_broadcast_as_pytorch_has_them(q, k, v, gqa, masked):
 
 
 def test_a_mask_over_five_dimensions():
-    q, k, v = draw(3, 2, 4, 5, 8), draw(3, 2, 4, 7, 8, seed=1), draw(3, 2, 4, 7, 8, seed=2)
+    q = draw(3, 2, 4, 5, 8)
+    k = draw(3, 2, 4, 7, 8, seed=1)
+    v = draw(3, 2, 4, 7, 8, seed=2)
     for mask in (KEEP, KEEP[None, :, :1], torch.stack([KEEP, ~KEEP, KEEP])):
         torch.testing.assert_close(
             nt.scaled_dot_product_attention(q, k, v, mask).double(),
@@ -97,10 +102,8 @@ def test_a_mask_over_five_dimensions():
 def test_sizes_of_zero(cut):
     arrays = [x.clone().requires_grad_() for x in cut(Q, K, V)]
     for causal in (True, False):
-        out, want = (
-            nt.scaled_dot_product_attention(*arrays, is_causal=causal),
-            SDPA(*arrays, is_causal=causal),
-        )
+        out = nt.scaled_dot_product_attention(*arrays, is_causal=causal)
+        want = SDPA(*arrays, is_causal=causal)
         assert out.shape == want.shape
         torch.testing.assert_close(out, want)
     out.sum().backward()

@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct with its own weights: the tokens, the distribution and the perplexity of PyTorch's attention.
+"""SmolLM2-135M-Instruct with its own weights.
+
+The tokens, the distribution and the perplexity of PyTorch's attention.
 
 `make test-llm` installs the weights; without them the tests are skipped.
 """
@@ -21,7 +23,8 @@ if demo_generate.weights() is None:
     pytest.skip("needs the weights: make test-llm", allow_module_level=True)
 
 nt.register()
-PAST, NEW = 1024, 48
+PAST = 1024
+NEW = 48
 
 
 @pytest.fixture(scope="module")

@@ -66,9 +66,13 @@ def test_compiled_models_are_routed_inside_the_context_only():
 
 
 def test_multihead_attention_inside_the_compiler():
-    """Traced, it breaks the graph and is routed outside of it; PyTorch's fused layer, which cannot be routed, is refused."""
+    """Traced, it breaks the graph and is routed outside of it.
+
+    PyTorch's fused layer, which cannot be routed, is refused.
+    """
     layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True).eval()
-    x, before = draw(2, 10, 64), torch.backends.mha.get_fastpath_enabled()
+    x = draw(2, 10, 64)
+    before = torch.backends.mha.get_fastpath_enabled()
     try:
         with torch.no_grad():
             want = layer(x)

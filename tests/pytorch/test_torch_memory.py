@@ -20,7 +20,8 @@ from numflash.jit import threads  # noqa: E402
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kernels_read_the_tensors_themselves(monkeypatch, dtype):
     """Also expanded and transposed ones, and masks."""
-    seen, run = [], launch.run
+    seen = []
+    run = launch.run
     monkeypatch.setattr(
         launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
     )
@@ -42,7 +43,8 @@ def test_kernels_read_the_tensors_themselves(monkeypatch, dtype):
 @pytest.mark.parametrize("precision", [None, "int8"])
 def test_results_are_tensors_of_pytorch_that_the_kernel_wrote(monkeypatch, precision):
     """No array of NumPy's in between: the memory is PyTorch's, and the kernel's own result."""
-    written, run = [], launch.run
+    written = []
+    run = launch.run
     monkeypatch.setattr(
         launch,
         "run",
@@ -58,7 +60,8 @@ def test_results_are_tensors_of_pytorch_that_the_kernel_wrote(monkeypatch, preci
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gradients_and_converted_results_are_tensors_of_pytorch(monkeypatch, dtype):
-    written, run = [], launch_backward.run
+    written = []
+    run = launch_backward.run
     monkeypatch.setattr(
         launch_backward,
         "run",
@@ -86,7 +89,9 @@ def test_every_implementation_gives_its_result_there(impl):
 def test_threads_follow_pytorch(monkeypatch):
     import numba
 
-    seen, run, outer = [], launch.run, numba.get_num_threads()
+    seen = []
+    run = launch.run
+    outer = numba.get_num_threads()
     monkeypatch.setattr(
         launch,
         "run",

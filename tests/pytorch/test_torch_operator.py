@@ -1,4 +1,7 @@
-"""The operator under numflash.torch: options beyond PyTorch's, PyTorch's own checks of it, and cards as far as it goes."""
+"""The operator under numflash.torch.
+
+Options beyond PyTorch's, PyTorch's own checks of it, and cards as far as it goes.
+"""
 
 import copy
 import pickle
@@ -20,8 +23,12 @@ from numflash.torch import sdpa  # noqa: E402
 
 
 def test_trailing_padding_becomes_key_lengths(monkeypatch):
-    """A mask of one row for all queries: with the diagonal at the front nothing changes, at the back the mask must stay one."""
-    seen, run = [], launch.run
+    """A mask of one row for all queries.
+
+    With the diagonal at the front nothing changes, at the back the mask must stay one.
+    """
+    seen = []
+    run = launch.run
     monkeypatch.setattr(
         launch, "run", lambda problem, **options: seen.append(problem) or run(problem, **options)
     )
@@ -106,10 +113,8 @@ def test_opcheck_of_the_backward_pass():
 
 def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, want = (
-            nt.scaled_dot_product_attention(Q, K.bfloat16(), V, BIAS),
-            SDPA(Q, K.bfloat16(), V, BIAS),
-        )
+        out = nt.scaled_dot_product_attention(Q, K.bfloat16(), V, BIAS)
+        want = SDPA(Q, K.bfloat16(), V, BIAS)
     assert out.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(out, want, atol=2e-2, rtol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArgumentError, match="float64"):
@@ -160,7 +165,8 @@ def test_tensors_of_any_strides(change, dtype):
 
 
 def test_threads_of_python_at_once():
-    want, wrong = nt.scaled_dot_product_attention(Q, K, V), []
+    want = nt.scaled_dot_product_attention(Q, K, V)
+    wrong = []
 
     def work():
         wrong.extend(
@@ -189,15 +195,19 @@ def test_shapes_on_a_card_are_known_without_one():
 
 
 def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
-    """A stand-in for a CUDA tensor reaches what is behind `numflash.attention` itself, and no CPU thread is set for it."""
+    """A stand-in for a CUDA tensor reaches what is behind `numflash.attention` itself, and no CPU
+    thread is set for it.
+    """
 
     class OnCard:
-        is_cuda, shape = True, (1, 1, 4, 16)
+        is_cuda = True
+        shape = (1, 1, 4, 16)
 
         def detach(self):
             return self
 
-    q, seen = OnCard(), []
+    q = OnCard()
+    seen = []
     monkeypatch.setattr(sdpa.api, "attend", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(sdpa.threads, "limit", None)
     sdpa._attention._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())

@@ -69,13 +69,18 @@ def model(request):
 
 def padded(side, lengths=(40, 27)):
     """Attention mask with padding on one side."""
-    at, n = torch.arange(40), torch.tensor(lengths)[:, None]
+    at = torch.arange(40)
+    n = torch.tensor(lengths)[:, None]
     return (at < n if side == "right" else at >= 40 - n).long()
 
 
 def both(model, run, name="numflash"):
-    """What a run gives with the eager implementation, and with this one; and how often numflash's kernels ran."""
-    calls, kernels = [], launch.run
+    """What a run gives with the eager implementation, and with this one.
+
+    And how often numflash's kernels ran.
+    """
+    calls = []
+    kernels = launch.run
     with torch.no_grad():
         model.set_attn_implementation("eager")
         want = run()
@@ -138,7 +143,10 @@ def test_static_cache(model, padding):
 
 
 def test_beams_and_packed_sequences():
-    """Caches that are reordered; several sequences in one row, told apart by their positions alone."""
+    """Caches that are reordered.
+
+    Several sequences in one row, told apart by their positions alone.
+    """
     torch.manual_seed(0)
     model = CAUSAL["llama"]().eval()
     out, want, _ = both(
@@ -178,7 +186,10 @@ def test_autocast_copies_and_saved_models(tmp_path):
 
 
 def test_training(model):
-    """Gradients of every parameter; sinks are parameters without one here, so gpt-oss cannot be trained."""
+    """Gradients of every parameter.
+
+    Sinks are parameters without one here, so gpt-oss cannot be trained.
+    """
 
     def step(name):
         model.set_attn_implementation(name)
@@ -225,7 +236,9 @@ def test_bidirectional_padding(side, name):
 
 
 def test_position_biases():
-    """T5 adds a learned bias to the scores of encoder and decoder, whose cross attention sees padding."""
+    """T5 adds a learned bias to the scores of encoder and decoder, whose cross attention sees
+    padding.
+    """
     torch.manual_seed(0)
     model = transformers.T5Model(
         transformers.T5Config(
@@ -259,7 +272,8 @@ def test_what_is_refused():
     encoder.set_attn_implementation("numflash_int8")
     with pytest.raises(ArgumentError, match=r"int8.*grad"):
         encoder.eval()(TOKENS)
-    layer, x = torch.nn.Module(), torch.randn(1, 2, 3, 8)
+    layer = torch.nn.Module()
+    x = torch.randn(1, 2, 3, 8)
     with pytest.raises(ArgumentError, match="output_attentions"):
         attend(layer, x, x, x, None, output_attentions=True)
     with pytest.raises(ArgumentError, match="cache"):

@@ -1,8 +1,11 @@
-"""The gradient of attention one row at a time, in plain loops for every CPU: the portable kernel in float32, the rescue in float64.
+"""The gradient of attention one row at a time, in plain loops for every CPU.
 
-The algorithm of `backward` without its tiles, in two passes that share nothing, so that no worker adds to what another writes:
-`query_pass` owns a row of dQ and goes through its keys, `key_pass` owns a block of keys and goes through the rows that see it.
-A key of weight 0 is never touched, so NaN and infinity in hidden keys and values stay where they are.
+The portable kernel in float32, the rescue in float64.
+
+The algorithm of `backward` without its tiles, in two passes that share nothing, so that no worker
+adds to what another writes: `query_pass` owns a row of dQ and goes through its keys, `key_pass`
+owns a block of keys and goes through the rows that see it. A key of weight 0 is never touched, so
+NaN and infinity in hidden keys and values stay where they are.
 """
 
 from __future__ import annotations
@@ -26,13 +29,19 @@ F = np.float32
 
 @functools.cache
 def make_backward_rows(double: bool):
-    """The kernels in float64 or float32: (query_pass, key_pass), over the same arguments but for what they write."""
+    """The kernels in float64 or float32.
+
+    (query_pass, key_pass), over the same arguments but for what they write.
+    """
     R = np.float64 if double else np.float32
     dot, soften, change, nothing_seen = row_functions(double)
 
     @inline
     def score(semantics, b, h, i, first, row, keys, scale, s, slope):
-        """Scores s of one row for keys first .. first + s.size, -inf where hidden, and softcap's slope; False if all are hidden."""
+        """Scores s of one row for keys first ..
+
+        First + s.size, -inf where hidden, and softcap's slope; False if all are hidden.
+        """
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + s.size):
             return False
         for j in range(s.size):
@@ -54,14 +63,20 @@ def make_backward_rows(double: bool):
 
     @inline
     def weigh(p, m, share):
-        """Scores to weights 2**(p - m) * share, at most 1; the weight of a hidden key is 0 whatever m and share are."""
+        """Scores to weights 2**(p - m) * share, at most 1.
+
+        The weight of a hidden key is 0 whatever m and share are.
+        """
         for j in range(p.size):
             x = p[j] - m
             p[j] = R(0) if p[j] == R(-np.inf) else R(np.exp2(R(0) if x > R(0) else x)) * share
 
     @inline
     def differentiate(p, do, values, first, delta, slope):
-        """slope = slope * p * (do . v - delta), the gradient of the scores; 0 where the weight is 0."""
+        """slope = slope * p * (do . v - delta), the gradient of the scores.
+
+        0 where the weight is 0.
+        """
         for j in range(p.size):
             slope[j] = (
                 slope[j] * p[j] * (dot(do, values[first + j]) - delta) if p[j] != R(0) else R(0)
@@ -69,7 +84,10 @@ def make_backward_rows(double: bool):
 
     @inline
     def normalise(semantics, b, h, i, lo, hi, row, keys, scale, room, slope, sink):
-        """(m, share) of a row whose LSE float64 may not hold: its weights are 2**(s - m) * share."""
+        """(m, share) of a row whose LSE float64 may not hold.
+
+        Its weights are 2**(s - m) * share.
+        """
         m = R(-np.inf)
         for first in range(lo, hi, KEYS):
             s = room[: min(KEYS, hi - first)]
@@ -144,12 +162,15 @@ def make_backward_rows(double: bool):
     def query_pass(
         q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq
     ):
-        """dQ of the rows `todo` (int64, n * L + i, rising); an LSE of infinity is computed anew, in place.
+        """dQ of the rows `todo` (int64, n * L + i, rising).
 
-        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32; lse (N, L) float64 in units of log2 and share (N, L)
-        float64 ones: weights are 2**(s - lse) * share; delta (N, L) float64; scales = (factor of the scores in units of log2,
-        factor of dQ and dK); heads = (H, Hkv, workers); sinks (H,) float64 in units of log2; counter (1,) int64 zero;
-        dq (N, L, D) float32.
+        An LSE of infinity is computed anew, in place.
+
+        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32; lse (N, L) float64 in
+        units of log2 and share (N, L) float64 ones: weights are 2**(s - lse) * share; delta (N, L)
+        float64; scales = (factor of the scores in units of log2, factor of dQ and dK); heads = (H,
+        Hkv, workers); sinks (H,) float64 in units of log2; counter (1,) int64 zero; dq (N, L, D)
+        float32.
         """
         over_tasks(
             query_work,
@@ -210,10 +231,8 @@ def make_backward_rows(double: bool):
                         for j in range(p.size):
                             if p[j] != R(0):
                                 x, y = ds[j], p[j]
-                                dk_row, dv_row = (
-                                    dk_sums[first - block + j],
-                                    dv_sums[first - block + j],
-                                )
+                                dk_row = dk_sums[first - block + j]
+                                dv_row = dv_sums[first - block + j]
                                 for e in range(d):
                                     dk_row[e] += x * row[e]
                                 for e in range(columns):
@@ -231,7 +250,8 @@ def make_backward_rows(double: bool):
     ):
         """What the rows `todo` add to dK and dV. Arguments as in `query_pass`, which comes first.
 
-        starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n; dk (Nkv, S, D), dv (Nkv, S, Dv) float32.
+        starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n; dk (Nkv, S, D),
+        dv (Nkv, S, Dv) float32.
         """
         over_tasks(
             key_work,

@@ -1,21 +1,26 @@
-"""The gradient of attention with register tiles: dQ, dK and dV in float32, with recomputation, in one order of summation.
+"""The gradient of attention with register tiles.
 
-FlashAttention 2, algorithm 2 (Dao 2023); `study.backward_plain` derives it and does the same in plain loops. A worker owns a head,
-or every `splits`-th block of its keys, and computes a tile of weights and score gradients once, transposed (keys are rows, so that
-LSE and D = rowsum(dO * O) lie along the lanes):
+DQ, dK and dV in float32, with recomputation, in one order of summation.
 
-    S^T  = K.Q^T * scale * log2(e)        dP^T = V.dO^T                   (score_tile, against packed Q and dO)
-    change  softcap, ALiBi, bias, mask, edges of what a query sees        (edge_row, only where asked for)
-    P^T  = 2**(S^T - LSE)                 dS^T = P^T * (dP^T - D)         (row_gradients)
-    dV  += P^T.dO                         dK  += dS^T.Q                   (value_tile)
-    dQ  += dS.K                           after dS^T is turned round in registers
+FlashAttention 2, algorithm 2 (Dao 2023); `study.backward_plain` derives it and does the same in
+plain loops. A worker owns a head, or every `splits`-th block of its keys, and computes a tile of
+weights and score gradients once, transposed (keys are rows, so that LSE and D = rowsum(dO * O) lie
+along the lanes):
 
-dQ is the worker's own (one copy for each split, added up in order at the end), and so are dK and dV (one copy for each query head
-of a group), so nothing is atomic and equal inputs give equal bits at every thread count: the number of splits follows from the
-shape alone. FlashAttention 2 adds dQ atomically, and in its deterministic mode keeps copies as well.
+    S^T  = K.Q^T * scale * log2(e)        dP^T = V.dO^T                   (score_tile, against
+    packed Q and dO) change  softcap, ALiBi, bias, mask, edges of what a query sees
+    (edge_row, only where asked for) P^T  = 2**(S^T - LSE)                 dS^T = P^T * (dP^T - D)
+    (row_gradients) dV  += P^T.dO                         dK  += dS^T.Q
+    (value_tile) dQ  += dS.K                           after dS^T is turned round in registers
 
-Everything is finite here: rows that float32 cannot hold take no part (`launch_backward` has `backward_rows` do them), and keys that
-are not finite are hidden: who sees them is such a row, or gives them weight 0.
+dQ is the worker's own (one copy for each split, added up in order at the end), and so are dK and dV
+(one copy for each query head of a group), so nothing is atomic and equal inputs give equal bits at
+every thread count: the number of splits follows from the shape alone. FlashAttention 2 adds dQ
+atomically, and in its deterministic mode keeps copies as well.
+
+Everything is finite here: rows that float32 cannot hold take no part (`launch_backward` has
+`backward_rows` do them), and keys that are not finite are hidden: who sees them is such a row, or
+gives them weight 0.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ from ..launch_float import LOG2E, NO_LIMIT, slope_functions
 from ..semantics import ScoreTiles
 
 F = np.float32
-KEYS, QUERIES = 144, 64  # rows and columns of a tile: multiples of MR and of every panel
+# rows and columns of a tile: multiples of MR and of every panel
+KEYS = 144
+QUERIES = 64
 TASKS = 16  # shares that a problem is cut into, at least, where it has so many key blocks
 HIDDEN = F(-np.inf)
 FINITE = float(np.finfo(F).max)
@@ -61,7 +68,10 @@ LN2 = np.log(2.0)
 
 
 class Scratch(NamedTuple):
-    """Tiles of W workers, on cache lines: p, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS), slope (W, QUERIES)."""
+    """Tiles of W workers, on cache lines.
+
+    P, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS), slope (W, QUERIES).
+    """
 
     p: np.ndarray
     ds: np.ndarray
@@ -70,14 +80,17 @@ class Scratch(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a query sees and what happens to its scores, in units of log2, turned round like the tiles.
+    """What a query sees and what happens to its scores, in units of log2, turned round like the
+    tiles.
 
     left, right, diagonal, key_lengths : as in `scores.Semantics`
     hidden : (Nkv, S) bool, keys to leave out; empty if none
-    mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four sizes may be 1
+    mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
+        sizes may be 1
     softcap : float32, 0 = none
     slopes : (B, H) float32, empty if none
-    functions : score and mask functions; `masked` is their gradient tile, `unmasked` whether scores change
+    functions : score and mask functions; `masked` is their gradient tile, `unmasked` whether scores
+        change
     sizes : L, S
     """
 
@@ -96,7 +109,10 @@ class Options(NamedTuple):
 
 @functools.cache
 def row_gradients(name: str):
-    """Intrinsic f(x, dp, off, count, lse, delta, at): x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:])."""
+    """Intrinsic f(x, dp, off, count, lse, delta, at).
+
+    x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:]).
+    """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
@@ -105,7 +121,8 @@ def row_gradients(name: str):
             px, pd, pl, pm = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5))
 
             def body(n, state):
-                here, there = b.add(a[2], n), b.add(a[6], n)
+                here = b.add(a[2], n)
+                there = b.add(a[6], n)
                 x = b.fsub(load(b, px, here, isa.floats, 4), load(b, pl, there, isa.floats, 4))
                 p = exp2(
                     b,
@@ -135,21 +152,26 @@ def row_gradients(name: str):
 def make_backward(name: str):
     """The kernel of one instruction set: see its own words."""
     isa = FLOAT_ISAS[name]
-    lanes, panel, nv = isa.lanes, isa.panel, isa.nv
+    lanes = isa.lanes
+    panel = isa.panel
+    nv = isa.nv
     half = max(1, nv // 2) * lanes
-    score, gradients, square = (
-        score_tile(name, nv, scaled=True),
-        row_gradients(name),
-        transpose(lanes),
-    )
+    score = score_tile(name, nv, scaled=True)
+    gradients = row_gradients(name)
+    square = transpose(lanes)
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
-    softcap, alibi, add_bias = tiles.row_softcap(name), tiles.row_alibi(name), tiles.row_bias(name)
+    softcap = tiles.row_softcap(name)
+    alibi = tiles.row_alibi(name)
+    add_bias = tiles.row_bias(name)
     softcap_seen = tiles.row_softcap(name, hidden=True)
-    apply_mask, found = tiles.row_mask(name), tiles.any_byte(name)
+    apply_mask = tiles.row_mask(name)
+    found = tiles.any_byte(name)
 
     @inline
     def add_product(a, first, rows, stride, b, at, steps, width, out, to):
-        """out[to + i] += sum over `steps` of a[first + i] * b[at + step] for whole tiles of MR rows; b and out are `width` wide."""
+        """out[to + i] += sum over `steps` of a[first + i] * b[at + step] for whole tiles of MR
+        rows; b and out are `width` wide.
+        """
         t = 0
         while t < width:  # a chunk of b's columns stays in L1 for all rows
             n = panel if t + panel <= width else half if nv > 1 and t + half <= width else lanes
@@ -222,7 +244,9 @@ def make_backward(name: str):
 
     @inlined
     def keys_seen(options, mask, b, h, key, i, columns, first, stop):
-        """first .. stop (keys of a block) without the groups of MR keys at either end that the mask hides from all queries."""
+        """first .. stop (keys of a block) without the groups of MR keys at either end that the mask
+        hides from all queries.
+        """
         while first < stop and not any_seen(options, mask, b, h, key + first, i, columns // lanes):
             first += MR
         while first < stop and not any_seen(
@@ -233,7 +257,10 @@ def make_backward(name: str):
 
     @inlined
     def user_row(options, b, h, key, i, columns, x, at, slope):
-        """The user's functions on the scores of one key; a key or query that does not exist keeps slope 0."""
+        """The user's functions on the scores of one key.
+
+        a key or query that does not exist keeps slope 0.
+        """
         functions = options.functions
         slope[:columns] = F(0)
         length, s = options.sizes
@@ -245,7 +272,9 @@ def make_backward(name: str):
 
     @inlined
     def edge_row(options, mask, bias, slope, b, h, key, i, columns, lo, hi, x, at):
-        """The scores x[at:] of one key for `columns` queries from i on, changed in the field's order; slope = softcap's slope."""
+        """The scores x[at:] of one key for `columns` queries from i on, changed in the field's
+        order; slope = softcap's slope.
+        """
         count, cap = columns // lanes, options.softcap
         called = options.functions.masked != 0
         if called:
@@ -302,16 +331,12 @@ def make_backward(name: str):
             or options.softcap > F(0)
             or options.slopes.size > 0
         )
-        p, ds, turned, slope = (
-            scratch.p[worker],
-            scratch.ds[worker],
-            scratch.turned[worker],
-            scratch.slope[worker],
-        )
-        mask, bias = (
-            options.mask.reshape(options.mask.size),
-            options.bias.reshape(options.bias.size),
-        )
+        p = scratch.p[worker]
+        ds = scratch.ds[worker]
+        turned = scratch.turned[worker]
+        slope = scratch.slope[worker]
+        mask = options.mask.reshape(options.mask.size)
+        bias = options.bias.reshape(options.bias.size)
         while True:
             task = next_task(counter)
             if task >= n_heads * splits:
@@ -320,12 +345,10 @@ def make_backward(name: str):
             b, h = n // h_all, n % h_all
             n_kv = b * h_kv + h * h_kv // h_all
             keys, values, queries, outs, some_dq = k[n_kv], v[n_kv], q[n], do[n], dq[split, n]
-            queries_packed, outs_packed, row_lse, row_delta = (
-                q_packed[n],
-                do_packed[n],
-                lse[n],
-                delta[n],
-            )
+            queries_packed = q_packed[n]
+            outs_packed = do_packed[n]
+            row_lse = lse[n]
+            row_delta = delta[n]
             for block in range(split, blocks, splits):  # interleaved: causal shares are equal
                 key = block * KEYS
                 high = min(KEYS, key_rows - key)
@@ -339,7 +362,8 @@ def make_backward(name: str):
                         first, stop = min(first, lo), max(stop, min(hi, length))
                 for i in range(first // QUERIES * QUERIES, stop, QUERIES):
                     columns = min(QUERIES, length - i)
-                    # the keys of the block that the tile's first query sees on its left, and its last on its right
+                    # the keys of the block that the tile's first query sees on its left, and its
+                    # last on its right
                     near = max(0, i + options.diagonal[b] - options.left - key) // MR * MR
                     far = (
                         (min(end, i + columns + options.diagonal[b] + options.right - key) + MR - 1)
@@ -474,10 +498,12 @@ def make_backward(name: str):
     ):
         """All shares of all heads.
 
-        q (N, padded L, columns), do (N, padded L, value columns), k, v (Nkv, padded S, ...) float32 in rows of whole vectors,
-        padded with zeros; q_packed, do_packed (N, ...) in panels; lse (N, padded L) in units of log2, +inf for a row that takes no
-        part; delta (N, padded L); c float32 scale * log2(e); sizes = (H, Hkv, S, splits, workers); counter (1,) int64 zero;
-        dq (splits, N, padded L + MR, columns) zeros; dk, dv (N, padded S, ...): all without the factor of the scores.
+        q (N, padded L, columns), do (N, padded L, value columns), k, v (Nkv, padded S, ...) float32
+        in rows of whole vectors, padded with zeros; q_packed, do_packed (N, ...) in panels; lse (N,
+        padded L) in units of log2, +inf for a row that takes no part; delta (N, padded L); c
+        float32 scale * log2(e); sizes = (H, Hkv, S, splits, workers); counter (1,) int64 zero; dq
+        (splits, N, padded L + MR, columns) zeros; dk, dv (N, padded S, ...): all without the factor
+        of the scores.
         """
         over_tasks(
             work,
@@ -506,7 +532,9 @@ def make_backward(name: str):
 
 
 def _rows(x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None) -> np.ndarray:
-    """x (N, L, D) as (N, rows, whole vectors) on cache lines, zeros where nothing is and in the rows `skip` (N, L)."""
+    """x (N, L, D) as (N, rows, whole vectors) on cache lines, zeros where nothing is and in the
+    rows `skip` (N, L).
+    """
     n, length, d = x.shape
     clean = skip is None or not skip.any()
     if clean and (length, d) == (rows, padded(d, unit)):
@@ -544,7 +572,10 @@ def _turn_block(task, x, out):
 
 @kernel
 def _turn(x, out):
-    """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares; what lies beyond L stays."""
+    """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares.
+
+    What lies beyond L stays.
+    """
     over_tasks(_turn_block, x.shape[0] * out.shape[1], (x, out))
 
 
@@ -594,20 +625,24 @@ def run(
 ) -> None:
     """dQ, dK and dV of all rows that have an LSE, by the kernel of `isa`.
 
-    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; lse (N, L) float32 in units of log2,
-    +inf for a row to leave out; delta (N, L); hidden (N, L) and (Nkv, S) bool: rows and keys that may hold anything;
-    gradients as q, k and v, written.
+    operands q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32, contiguous; lse (N,
+    L) float32 in units of log2, +inf for a row to leave out; delta (N, L); hidden (N, L) and (Nkv,
+    S) bool: rows and keys that may hold anything; gradients as q, k and v, written.
     """
     vectors = FLOAT_ISAS[isa]
     q, k, v, do = operands
     _, nh, nkv, length, s, d, dv = problem.shape
-    n, group, lanes = q.shape[0], nh // nkv, vectors.lanes
-    wide, high = padded(length, vectors.panel), padded(s, MR)
+    n = q.shape[0]
+    group = nh // nkv
+    lanes = vectors.lanes
+    wide = padded(length, vectors.panel)
+    high = padded(s, MR)
     q_rows, do_rows = (_rows(x, wide, lanes, hidden[0]) for x in (q, do))
     k_rows, v_rows = (_rows(x, high, lanes, hidden[1]) for x in (k, v))
     stops = np.full(1, wide, np.int64)
     q_packed, do_packed = (pack_keys(isa, x[None], stops)[0] for x in (q_rows, do_rows))
-    row_lse, row_delta = np.full((n, wide), F(np.inf)), np.zeros((n, wide), F)
+    row_lse = np.full((n, wide), F(np.inf))
+    row_delta = np.zeros((n, wide), F)
     row_lse[:, :length], row_delta[:, :length] = lse, np.where(hidden[0], 0, delta)
     workers = numba.get_num_threads()
     scratch = Scratch(

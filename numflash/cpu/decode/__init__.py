@@ -1,4 +1,6 @@
-"""Attention of a few new tokens over a KV cache, split over keys: appending, register tiles, softmax, the loop in `flash_decode`.
+"""Attention of a few new tokens over a KV cache, split over keys.
+
+Appending, register tiles, softmax, the loop in `flash_decode`.
 
 May import: `cpu.isa`, the tiles of `cpu.int8` and `cpu.floats`, `jit`, `tiling`.
 """

@@ -1,4 +1,7 @@
-"""Appending tokens to a KV cache: quantise or copy, and write each token into its lane of the decode layout, O(D) per token."""
+"""Appending tokens to a KV cache.
+
+Quantise or copy, and write each token into its lane of the decode layout, O(D) per token.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
 from .tiles import Tile
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 LARGEST = F(np.finfo(np.float32).max)
-INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+INFINITE = I(0x7F800000)
+MAGNITUDE = I(0x7FFFFFFF)
 NO_SCALE = F(2.0**-100)  # as in `quantization`
 ROUND = F(1.5 * 2.0**23)
 NO_VALUE = F(ZERO_VALUE_SCALE)
@@ -23,10 +28,12 @@ SCALE_LIMIT = F(2.0**100)  # scores stay finite: see `reference.combined_scale`
 
 @bare
 def quantize_row(x, moved, out, scale_of_zeros):
-    """`quantization.quantize(granularity="row")` of one row: returns its scale, NaN (and zeros) where x is not finite.
+    """`quantization.quantize(granularity="row")` of one row.
 
-    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row. A row of zeros has no scale
-    of its own, but `scale_of_zeros`.
+    Returns its scale, NaN (and zeros) where x is not finite.
+
+    x (D,) float32; moved (D,) float32 scratch; out at least D integers, zeros behind the row. A row
+    of zeros has no scale of its own, but `scale_of_zeros`.
     """
     bits, moved_bits, top = x.view(np.int32), moved.view(np.int32), I(0)
     for d in range(x.size):
@@ -61,15 +68,16 @@ def in_turn(body, count, args):
 
 @functools.cache
 def _make_writers(tile: Tile):
-    panel, group, scales, exact = tile.panel, tile.group, tile.scales, tile.dtype == "int8"
+    panel = tile.panel
+    group = tile.group
+    scales = tile.scales
+    exact = tile.dtype == "int8"
 
     @bare
     def write_key(row, page, slot, columns, added):
         """One token's channels, padded to whole groups, into its lane of the panel."""
-        inner, base = (
-            slot % KEY_BLOCK,
-            slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales),
-        )
+        inner = slot % KEY_BLOCK
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
         lane = base + scales + inner // panel * panel * row.size + inner % panel * group
         for e in range(0, row.size, group):
             for r in range(group):
@@ -77,7 +85,10 @@ def _make_writers(tile: Tile):
 
     @bare
     def write_value(row, page, slot, channels, columns, added):
-        """One token's values into its byte lane of the block; columns behind the row keep their zeros."""
+        """One token's values into its byte lane of the block.
+
+        Columns behind the row keep their zeros.
+        """
         inner = slot % KEY_BLOCK
         block = (
             slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
@@ -93,10 +104,8 @@ def _make_writers(tile: Tile):
     @bare
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
         """The scales of one token, before K and V of its block."""
-        inner, base = (
-            slot % KEY_BLOCK,
-            slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales),
-        )
+        inner = slot % KEY_BLOCK
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
         both = page[base : base + scales].view(np.float32)
         both[inner] = k_scale
         if exact:
@@ -107,25 +116,28 @@ def _make_writers(tile: Tile):
 
 @functools.cache
 def make_append_int8(tile: Tile, parallel: bool):
-    """append(key, value, counts, pages, table, lengths, sizes, offset, work): key and value (B, Hkv, n, D) float32.
+    """append(key, value, counts, pages, table, lengths, sizes, offset, work).
 
-    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `decode.Store`, one by one, because a named
-    tuple of them costs as much to pass as the append itself; sizes (4,) int64: sinks, ring, page size, columns; offset (B, Hkv, D)
-    float32; work (B * Hkv, 4, max(D in whole groups, Dv)) float32 scratch.
+    Key and value (B, Hkv, n, D) float32.
+
+    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `decode.Store`,
+    one by one, because a named tuple of them costs as much to pass as the append itself; sizes (4,)
+    int64: sinks, ring, page size, columns; offset (B, Hkv, D) float32; work (B * Hkv, 4, max(D in
+    whole groups, Dv)) float32 scratch.
     """
     write_key, write_value, write_scales = _make_writers(tile)
     for_each = over_tasks if parallel else in_turn
-    group, added, v_added = tile.group, I(tile.q_offset), I(tile.v_offset)
+    group = tile.group
+    added = I(tile.q_offset)
+    v_added = I(tile.v_offset)
 
     @bare
     def append_head(key, value, count, pages, table, length, sizes, shift, work):
         sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
         moved, rest = work[0, : max(d, dv)], work[1, :d]
-        k_row, v_row = (
-            work[2].view(np.int32)[: (d + group - 1) // group * group],
-            work[3].view(np.int32)[:dv],
-        )
+        k_row = work[2].view(np.int32)[: (d + group - 1) // group * group]
+        v_row = work[3].view(np.int32)[:dv]
         for i in range(count):
             slot = place(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
@@ -135,10 +147,8 @@ def make_append_int8(tile: Tile, parallel: bool):
                 rest[e] = (
                     x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
                 )
-            k_scale, v_scale = (
-                quantize_row(rest, moved, k_row, F(1)),
-                quantize_row(value[i], moved, v_row, NO_VALUE),
-            )
+            k_scale = quantize_row(rest, moved, k_row, F(1))
+            v_scale = quantize_row(value[i], moved, v_row, NO_VALUE)
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), NO_VALUE
                 k_row[:], v_row[:] = 0, 0
@@ -177,8 +187,10 @@ def make_append_int8(tile: Tile, parallel: bool):
 
 @functools.cache
 def make_append_float(tile: Tile, parallel: bool):
-    """append(key, value, counts, pages, table, lengths, sizes, zeros): as for INT8, but key and value have the storage's own type,
-    float32 or the bits of 16-bit floats as uint16.
+    """append(key, value, counts, pages, table, lengths, sizes, zeros).
+
+    As for INT8, but key and value have the storage's own type, float32 or the bits of 16-bit floats
+    as uint16.
 
     zeros (max(D, Dv),) unsigned bits: what is stored for a token that is not finite.
     """

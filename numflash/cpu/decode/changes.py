@@ -1,7 +1,9 @@
-"""What options make of decode's scores between the products and the softmax: soft cap, ALiBi, the mask of the new tokens.
+"""What options make of decode's scores between the products and the softmax.
 
-Scores are in octaves, INT8 scores in units of 1/256 octave (Q8.8); every operation rounds once, so INT8 has the bits of
-`reference.integer_decode` here too.
+Soft cap, ALiBi, the mask of the new tokens.
+
+Scores are in octaves, INT8 scores in units of 1/256 octave (Q8.8); every operation rounds once, so
+INT8 has the bits of `reference.integer_decode` here too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from ...jit.compiler import bare
 from .append import place
 from .slots import coverage
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 softcap = bare(fx.softcap)
 
 
@@ -53,7 +56,10 @@ def token_in(slot, length, sinks, ring):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a tile belong: sequence, KV head, the first row in it; and the sizes of the sequence."""
+    """Where the rows of a tile belong: sequence, KV head, the first row in it.
+
+    And the sizes of the sequence.
+    """
 
     b: int
     g: int
@@ -65,7 +71,11 @@ class Rows(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """One row's options: the position of its token, the cap and its reciprocal, what is added before the cap, ALiBi's slope."""
+    """One row's options.
+
+    The position of its token, the cap and its reciprocal, what is added before the cap, ALiBi's
+    slope.
+    """
 
     position: int
     cap: float
@@ -102,7 +112,8 @@ def change_ints(t, hidden, first, at, row):
 
 @bare
 def hide_new(x, value, first, mask, start, sinks, ring):
-    """x[j] = value for the slots from `first` on that hold new tokens which the row does not attend to.
+    """x[j] = value for the slots from `first` on that hold new tokens which the row does not attend
+    to.
 
     mask : (L,) of the new tokens, the first of which is token `start`
     """

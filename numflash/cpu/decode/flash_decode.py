@@ -1,17 +1,21 @@
-"""Attention of a few new tokens over a KV cache: one pass over the keys of each KV head, in splits that are merged in order.
+"""Attention of a few new tokens over a KV cache.
 
-Flash-Decoding (Dao et al. 2023) on the layout of `decode_tiles`. A task is one tile of query rows of one KV head and one split of
-its key blocks; it leaves an unnormalised output, its octave or maximum m and its sum l. The splits are merged in fixed order, and
-the division by the sum of the weights comes last:
+One pass over the keys of each KV head, in splits that are merged in order.
+
+Flash-Decoding (Dao et al. 2023) on the layout of `decode_tiles`. A task is one tile of query rows
+of one KV head and one split of its key blocks; it leaves an unnormalised output, its octave or
+maximum m and its sum l. The splits are merged in fixed order, and the division by the sum of the
+weights comes last:
 
     out = sum_i(2**(m_i - m) o_i) / sum_i(2**(m_i - m) l_i)
 
-In the INT8 pipeline every m is a whole octave, so nothing is rounded by the merge but the additions; `reference.integer_decode` is
-the definition, split for split and bit for bit.
+In the INT8 pipeline every m is a whole octave, so nothing is rounded by the merge but the
+additions; `reference.integer_decode` is the definition, split for split and bit for bit.
 
-FlashDecoding++'s unified maximum is in `study.split_decode` only: with a constant in place of the maximum, and without the test
-for overflow that it then needs, float32 decode of 4096 keys is 0 to 1 % faster (Granite Rapids), because the maximum is a few
-instructions beside the memory's time, and O is rescaled only after it has grown by eight octaves.
+FlashDecoding++'s unified maximum is in `study.split_decode` only: with a constant in place of the
+maximum, and without the test for overflow that it then needs, float32 decode of 4096 keys is 0 to 1
+% faster (Granite Rapids), because the maximum is a few instructions beside the memory's time, and O
+is rescaled only after it has grown by eight octaves.
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ from .slots import coverage, hide, row_edges, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
 from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
 
-F, I = np.float32, np.int32
-INFINITE, MAGNITUDE = I(0x7F800000), I(0x7FFFFFFF)
+F = np.float32
+I = np.int32
+INFINITE = I(0x7F800000)
+MAGNITUDE = I(0x7FFFFFFF)
 ROUND = F(1.5 * 2.0**23)
 UNSEEN = F(fx.MIN_OCTAVE)
 NOTHING = F(-3e38)  # maximum of a float row that has seen no key
@@ -52,10 +58,13 @@ FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
 
 
 class Store(NamedTuple):
-    """The cache: pages of keys and values, see `decode_tiles` for the layout inside a page and head.
+    """The cache: pages of keys and values, see `decode_tiles` for the layout inside a page and
+    head.
 
-    data : (pages, Hkv, elements): scales, K and V block by block; the scale of a key is NaN where the token was not finite
-    table : (B, pages of a sequence) int32, the page of each `page size` slots;  lengths : (B,) int64 tokens
+    data : (pages, Hkv, elements): scales, K and V block by block; the scale of a key is NaN where
+        the token was not finite
+    table : (B, pages of a sequence) int32, the page of each `page size` slots;  lengths : (B,)
+        int64 tokens
     """
 
     data: np.ndarray
@@ -71,9 +80,10 @@ class Store(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
 
-    q (W, rows, words) int32; work (W, 16, 128) int32, see `decode_tiles`; sums (W, 64, columns) float32, the output of a task;
-    line (W, D) float32; edges (W, rows, 5) int64; spoiled (W, rows) uint8;
-    o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether any row is to be done again
+    q (W, rows, words) int32; work (W, 16, 128) int32, see `decode_tiles`; sums (W, 64, columns)
+    float32, the output of a task; line (W, D) float32; edges (W, rows, 5) int64; spoiled (W, rows)
+    uint8; o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether
+    any row is to be done again
     """
 
     q: np.ndarray
@@ -89,7 +99,10 @@ class Scratch(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The query rows of one task: `real` of them, in the buffers of its worker; `options` are the scratch with `changes`."""
+    """The query rows of one task: `real` of them, in the buffers of its worker.
+
+    `options` are the scratch with `changes`.
+    """
 
     words: np.ndarray  # (rows, words) int32 operands of the products
     work: (
@@ -106,8 +119,9 @@ class Query(NamedTuple):
 class Blocks(NamedTuple):
     """Key blocks side by side in the elements `data` of one head of a page.
 
-    The first begins at element `base`, the next `step` elements further. Each has `n` slots, the first of them is slot `first` of
-    the sequence. More than one only where every row attends to all of them: then `inside` is true.
+    The first begins at element `base`, the next `step` elements further. Each has `n` slots, the
+    first of them is slot `first` of the sequence. More than one only where every row attends to all
+    of them: then `inside` is true.
     """
 
     data: np.ndarray
@@ -130,10 +144,19 @@ def largest_bits(x):
 
 @functools.cache
 def _make_block(tile: Tile, rows: int):
-    """The two products of one key block, block_scores and block_values. They take addresses, see `score_tile` and `value_tile`."""
-    score, nv = score_tile(tile, rows), tile.width(rows)
-    value, value_one = value_tile(tile, rows, nv), value_tile(tile, rows, 1)
-    lanes, panel, group, size, scales = tile.lanes, tile.panel, tile.group, tile.size, tile.scales
+    """The two products of one key block, block_scores and block_values.
+
+    They take addresses, see `score_tile` and `value_tile`.
+    """
+    score = score_tile(tile, rows)
+    nv = tile.width(rows)
+    value = value_tile(tile, rows, nv)
+    value_one = value_tile(tile, rows, 1)
+    lanes = tile.lanes
+    panel = tile.panel
+    group = tile.group
+    size = tile.size
+    scales = tile.scales
     span = nv * lanes
 
     @bare(forceinline=True)
@@ -190,7 +213,8 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
-    group, q_offset = tile.group, tile.q_offset
+    group = tile.group
+    q_offset = tile.q_offset
     word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
 
     @bare
@@ -223,8 +247,9 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
 
     @bare(forceinline=False)
     def take_whole(place, blocks, step, q, words, work, o, columns):
-        """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite. A function of its own, of nothing
-        but addresses and sizes: they stay in registers.
+        """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite.
+
+        A function of its own, of nothing but addresses and sizes: they stay in registers.
         """
         apart()
         bad = False
@@ -284,8 +309,11 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
 def _make_float(tile: Tile, rows: int, changed: bool):
     block_scores, block_values = _make_block(tile, rows)
     vectors = FLOAT_VECTORS[tile.lanes]
-    top_of, weights = row_max(vectors), row_exp(vectors)
-    lanes, count, scales = tile.lanes, KEY_BLOCK // tile.lanes, tile.scales
+    top_of = row_max(vectors)
+    weights = row_exp(vectors)
+    lanes = tile.lanes
+    count = KEY_BLOCK // tile.lanes
+    scales = tile.scales
 
     @bare
     def prepare(q, c, words, line, spoiled, r):
@@ -365,19 +393,22 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
 
     decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
     """
-    exact, group, scales = tile.dtype == "int8", tile.group, tile.scales
+    exact = tile.dtype == "int8"
+    group = tile.group
+    scales = tile.scales
     one = F(1 / fx.VALUE_UNIT if exact else 1)
     prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows, changed)
 
     @bare
     def begin(q, c, w, s, at, window, real):
-        """The rows of a task in the buffers of worker w: operands, what each attends to, and the empty state."""
+        """The rows of a task in the buffers of worker w.
+
+        Operands, what each attends to, and the empty state.
+        """
         words, edges, spoiled, work = s.q[w], s.edges[w], s.spoiled[w], s.work[w]
-        o, start, state = (
-            s.sums[w, :rows],
-            work[rows, START : START + ROWS],
-            work[rows].view(np.float32),
-        )
+        o = s.sums[w, :rows]
+        start = work[rows, START : START + ROWS]
+        state = work[rows].view(np.float32)
         cq, m, l = state[CQ : CQ + ROWS], state[M : M + ROWS], state[L : L + ROWS]
         o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
         for r in range(real, rows):
@@ -391,7 +422,9 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
 
     @bare
     def seen_by_some(query, first, n):
-        """(whether some row attends to some of n slots from `first` on, whether every row to all of them)."""
+        """(whether some row attends to some of n slots from `first` on, whether every row to all of
+        them).
+        """
         some, every = False, True
         for r in range(query.real):
             any_slot, all_slots = coverage(query.edges[r], first, n)
@@ -450,7 +483,10 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
 
     @bare
     def merge_splits(s, base, splits, r):
-        """The splits of row r in their order, into the first one's sums; its maximum and its sum of weights."""
+        """The splits of row r in their order, into the first one's sums.
+
+        Its maximum and its sum of weights.
+        """
         top = s.m[base, r]
         for i in range(1, splits):
             top = max(top, s.m[base + i, r])
@@ -508,10 +544,11 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     def decode(q, c, store, scratch, sizes, out, m_out, l_out):
         """All rows of all KV heads of all sequences.
 
-        q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new token); c float32 scale * log2(e),
-        times 256 for INT8; sizes = (new tokens, splits, window, sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32;
-        m_out, l_out (B, Hkv, rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token that was not
-        finite, m AGAIN where float32 does not hold the row's scores or sums.
+        q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new
+        token); c float32 scale * log2(e), times 256 for INT8; sizes = (new tokens, splits, window,
+        sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32; m_out, l_out (B, Hkv,
+        rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token
+        that was not finite, m AGAIN where float32 does not hold the row's scores or sums.
         """
         units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
         scratch.counter[0], scratch.counter[1] = 0, 0

@@ -1,4 +1,7 @@
-"""Which slots of a cache a query row attends to: up to three runs of them, because a ring starts over."""
+"""Which slots of a cache a query row attends to.
+
+Up to three runs of them, because a ring starts over.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The INT8 softmax of decode: the rows of a tile over one block of 128 keys, bit for bit as `reference.integer_decode` has it.
+"""The INT8 softmax of decode.
 
-What is one number a row is worked out for all rows at once: their chains of dependent instructions are long. Everything lies in the
-scratch of the tile, `work` of `decode_tiles`.
+The rows of a tile over one block of 128 keys, bit for bit as `reference.integer_decode` has it.
+
+What is one number a row is worked out for all rows at once: their chains of dependent instructions
+are long. Everything lies in the scratch of the tile, `work` of `decode_tiles`.
 """
 
 from __future__ import annotations
@@ -37,25 +39,33 @@ from .tiles import HIDDEN, OCTAVE, RATIO, ROWS, SCALE, SHRINK, V_START, L, M, Ti
 
 @functools.cache
 def value_ratios(tile: Tile, rows: int):
-    """Intrinsic f(scales, n, work) -> (some token not finite, largest scale of a value), of the first n tokens of a block.
+    """Intrinsic f(scales, n, work) -> (some token not finite, largest scale of a value), of the
+    first n tokens of a block.
 
-    scales (256,) float32 of the keys, then of the values; RATIO (128,) uint16 = min(round(65536 * scale / largest), 65535).
+    scales (256,) float32 of the keys, then of the values; RATIO (128,) uint16 = min(round(65536 *
+    scale / largest), 65535).
     """
-    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
-    floats, ints = vector(F32, lanes), vector(I32, lanes)
+    lanes = tile.lanes
+    vectors = KEY_BLOCK // tile.lanes
+    floats = vector(F32, lanes)
+    ints = vector(I32, lanes)
 
     @intrinsic
     def ratios(typingctx, scales, n, work):
         def codegen(context, b, sig, a):
-            ps, pw = pointer(b, a[0]), pointer(b, a[2])
-            count, lane = b.trunc(a[1], I32), ir.Constant(ints, list(range(lanes)))
+            ps = pointer(b, a[0])
+            pw = pointer(b, a[2])
+            count = b.trunc(a[1], I32)
+            lane = ir.Constant(ints, list(range(lanes)))
             held = [
                 b.icmp_signed("<", lane, splat(b, b.sub(count, I32(lanes * v)), ints))
                 for v in range(vectors)
             ]
             scales = [in_order(load(b, ps, I64(lanes * v), floats, 4)) for v in range(2 * vectors)]
-            keys, values = scales[:vectors], scales[vectors:]
-            bad, top = ir.Constant(held[0].type, None), constant(ints, 0)
+            keys = scales[:vectors]
+            values = scales[vectors:]
+            bad = ir.Constant(held[0].type, None)
+            top = constant(ints, 0)
             for some, key, value in zip(held, keys, values, strict=True):
                 bad = b.or_(bad, b.and_(some, b.fcmp_unordered("uno", key, key)))
                 bits = b.select(
@@ -90,7 +100,10 @@ def value_ratios(tile: Tile, rows: int):
 
 
 def _fold(b: ir.IRBuilder, tile: Tile, rows: list, operation: str):
-    """<8 x i32>: each row's vector reduced to one number, by "smax" or "add"; the first row's again where there are fewer."""
+    """<8 x i32>: each row's vector reduced to one number, by "smax" or "add".
+
+    The first row's again where there are fewer.
+    """
     rows = rows + rows[:1] * (ROWS - len(rows))
     if tile.x86:  # the tree of shuffles has its constants in memory, cold lines all of them
         return Isa.fold_rows(tile.vectors, b, rows, operation)
@@ -99,20 +112,26 @@ def _fold(b: ir.IRBuilder, tile: Tile, rows: list, operation: str):
 
 def _power(b: ir.IRBuilder, x):
     """2**max(x, -126) of whole numbers x up to 0."""
-    ints, least = vector(I32, ROWS), constant(x.type, -126.0)
+    ints = vector(I32, ROWS)
+    least = constant(x.type, -126.0)
     x = b.fptosi(b.select(b.fcmp_ordered(">", x, least), x, least), ints)
     return b.bitcast(b.shl(b.add(x, constant(ints, 127)), constant(ints, 23)), vector(F32, ROWS))
 
 
 @functools.cache
 def octave_rows(tile: Tile, rows: int):
-    """Intrinsic f(work) -> whether a row's M grew: OCTAVE = ceil(max t), MIN_OCTAVE where all is hidden; M = max(M, OCTAVE);
-    SHRINK = 2**(M before - M), 2**-126 at least.
+    """Intrinsic f(work) -> whether a row's M grew.
+
+    OCTAVE = ceil(max t), MIN_OCTAVE where all is hidden; M = max(M, OCTAVE); SHRINK = 2**(M before
+    - M), 2**-126 at least.
 
     The scores t are int32 Q8.8, OCTAVE int32, M and SHRINK float32.
     """
-    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
-    ints, eight, floats = vector(I32, lanes), vector(I32, ROWS), vector(F32, ROWS)
+    lanes = tile.lanes
+    vectors = KEY_BLOCK // tile.lanes
+    ints = vector(I32, lanes)
+    eight = vector(I32, ROWS)
+    floats = vector(F32, ROWS)
 
     @intrinsic
     def octaves(typingctx, work):
@@ -137,7 +156,8 @@ def octave_rows(tile: Tile, rows: int):
                 constant(eight, MIN_OCTAVE),
             )
             store(b, found, pw, state(rows, OCTAVE), 4)
-            before, new = load(b, pw, state(rows, M), floats, 4), b.sitofp(found, floats)
+            before = load(b, pw, state(rows, M), floats, 4)
+            new = b.sitofp(found, floats)
             grown = b.fcmp_ordered(">", new, before)
             new = b.select(grown, new, before)
             store(b, new, pw, state(rows, M), 4)
@@ -157,7 +177,8 @@ def shrink_rows(tile: Tile, rows: int):
     @intrinsic
     def shrink(typingctx, work, o, columns):
         def codegen(context, b, sig, a):
-            pw, po = pointer(b, a[0]), pointer(b, a[1])
+            pw = pointer(b, a[0])
+            po = pointer(b, a[1])
             for r in range(rows):
                 factor = splat(b, load(b, pw, state(rows, SHRINK + r), F32, 4), floats)
                 with cgutils.for_range_slice(b, I64(0), a[2], I64(tile.lanes), I64) as (e, _):
@@ -174,16 +195,22 @@ def shrink_rows(tile: Tile, rows: int):
 def weigh_rows(tile: Tile, rows: int):
     """Intrinsic f(work, unit): the weights of a block, after `octave_rows` of it.
 
-    p8 = round(255 * 2**(t - OCTAVE)) are summed up: L = L * SHRINK + sum * 2**(OCTAVE - M). What is stored over t, from the start
-    of its row on, are the weights of the values, p = round(255 * 2**(t - OCTAVE) * RATIO / 65536): each value's scale against the
-    largest one of its block, folded in before the one rounding. SCALE = 2**(OCTAVE - M) * unit, 0 where all is hidden;
+    p8 = round(255 * 2**(t - OCTAVE)) are summed up: L = L * SHRINK + sum * 2**(OCTAVE - M). What is
+    stored over t, from the start of its row on, are the weights of the values, p = round(255 *
+    2**(t - OCTAVE) * RATIO / 65536): each value's scale against the largest one of its block,
+    folded in before the one rounding. SCALE = 2**(OCTAVE - M) * unit, 0 where all is hidden;
     V_START = -v_offset * (sum of p) where values have an offset.
 
-    L, SCALE and unit are float32, V_START is int32, weights are bytes or, without byte dot products, int16 or int32.
+    L, SCALE and unit are float32, V_START is int32, weights are bytes or, without byte dot
+    products, int16 or int32.
     """
-    lanes, vectors = tile.lanes, KEY_BLOCK // tile.lanes
-    i16s, i32s, wide = vector(I16, 2 * lanes), vector(I32, lanes), vector(I32, 2 * lanes)
-    eight, floats = vector(I32, ROWS), vector(F32, ROWS)
+    lanes = tile.lanes
+    vectors = KEY_BLOCK // tile.lanes
+    i16s = vector(I16, 2 * lanes)
+    i32s = vector(I32, lanes)
+    wide = vector(I32, 2 * lanes)
+    eight = vector(I32, ROWS)
+    floats = vector(F32, ROWS)
     element = {4: I8, 2: I16, 1: I32}[tile.group]
 
     def signed16(n):
@@ -203,14 +230,14 @@ def weigh_rows(tile: Tile, rows: int):
 
         def codegen(context, b, sig, a):
             pw = pointer(b, a[0])
-            totals, stored = [], []
+            totals = []
+            stored = []
             for r in range(rows):
                 base = splat(b, b.shl(load(b, pw, state(rows, OCTAVE + r), I32, 4), I32(8)), i32s)
                 ts = [load(b, pw, I64(r * KEY_BLOCK + lanes * v), i32s, 4) for v in range(vectors)]
-                total, weights = (
-                    constant(i16s, 0),
-                    constant(i16s, 0),
-                )  # up to 16 weights a lane: fits 16 bits
+                # up to 16 weights a lane: fits 16 bits
+                total = constant(i16s, 0)
+                weights = constant(i16s, 0)
                 for v in range(0, vectors, 2):
                     halves = [
                         call(

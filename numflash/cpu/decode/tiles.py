@@ -1,16 +1,22 @@
-"""Register tiles of decode: few query rows against many cached keys, for every storage of the cache and every instruction set.
+"""Register tiles of decode.
 
-The query group of a KV head is the row dimension (FlashAttention 2's packing for grouped heads), so each vector of K and V is read
-from memory once and meets all rows in registers. The layout of the cache is the layout that these tiles read in a straight line:
+Few query rows against many cached keys, for every storage of the cache and every instruction set.
 
-* K of a block of 128 keys: [panel][step][key in panel][group], `panel` = nv * lanes keys side by side, `group` channels per step.
+The query group of a KV head is the row dimension (FlashAttention 2's packing for grouped heads), so
+each vector of K and V is read from memory once and meets all rows in registers. The layout of the
+cache is the layout that these tiles read in a straight line:
+
+* K of a block of 128 keys: [panel][step][key in panel][group], `panel` = nv * lanes keys side by
+  side, `group` channels per step.
 * V of a block: [chunk of columns][step][column in chunk][group], `group` keys per step.
-* A page of a head is the scales, K and V of its first block, then of the next: one straight line. Reading K, V and scales from
-  arrays of their own halves the bandwidth, because the hardware's prefetching starts over at each turn.
+* A page of a head is the scales, K and V of its first block, then of the next: one straight line.
+  Reading K, V and scales from arrays of their own halves the bandwidth, because the hardware's
+  prefetching starts over at each turn.
 
-A token is one lane of K and one byte lane of V, so appending it costs O(D). On VNNI keys are stored with 128 added: they are the
-unsigned operand, the query the signed one, and 128 * sum(q) is taken out by the first value of the sums, one number per row. On
-AArch64, whose dot instructions take operands of one kind, the values are: 128 * (sum of the row's weights) is taken out likewise.
+A token is one lane of K and one byte lane of V, so appending it costs O(D). On VNNI keys are stored
+with 128 added: they are the unsigned operand, the query the signed one, and 128 * sum(q) is taken
+out by the first value of the sums, one number per row. On AArch64, whose dot instructions take
+operands of one kind, the values are: 128 * (sum of the row's weights) is taken out likewise.
 """
 
 from __future__ import annotations
@@ -48,21 +54,24 @@ from ..isa.vectors_arm import SVE_128
 from ..isa.vectors_x86 import X86
 
 PORTABLE = Isa("portable", 4, 1, 4, 0)
-# The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the last row, the state, one 32-bit
-# number for each of up to 8 rows from these columns on; in front of them the ratios of the values, for float storage a row's sum.
+# The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the
+# last row, the state, one 32-bit number for each of up to 8 rows from these columns on; in front of
+# them the ratios of the values, for float storage a row's sum.
 ROWS = 8
 RATIO, V_START, OCTAVE, SCALE, SHRINK, M, L, START, CQ = (
     0,
     *range(KEY_BLOCK - 8 * ROWS, KEY_BLOCK, ROWS),
 )
 HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
-# Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls behind wherever the products
-# pause (softmax, a new page): without this, reads from memory run at 55 to 60 % of a plain sum's rate, with it at 75 to 90 %
-# (Granite Rapids; 1 to 8 KB do about the same).
+# Bytes of the straight line that are asked for ahead of the products. Intel's own prefetching falls
+# behind wherever the products pause (softmax, a new page): without this, reads from memory run at
+# 55 to 60 % of a plain sum's rate, with it at 75 to 90 % (Granite Rapids; 1 to 8 KB do about the
+# same).
 #
-# Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain sum's rate, where the same products
-# without them reach 94 % (D = 128, 4 rows, INT8, from memory). What it does not stand is a line out of turn: leaving out the 16
-# lines of scales of 528 a block, or reading them after the keys, costs the products 30 %, a plain sum 16 %. Hence every line of the
+# Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
+# sum's rate, where the same products without them reach 94 % (D = 128, 4 rows, INT8, from memory).
+# What it does not stand is a line out of turn: leaving out the 16 lines of scales of 528 a block,
+# or reading them after the keys, costs the products 30 %, a plain sum 16 %. Hence every line of the
 # cache is read, in ascending order (`in_order`).
 AHEAD = 4096
 
@@ -75,7 +84,8 @@ class Tile:
     ----------
     isa : a name of `target.ISAS`
     dtype : "int8", "float32", "bfloat16" or "float16": the storage
-    lanes, nv : lanes of a 32-bit vector; vectors side by side in a panel of keys or a chunk of columns
+    lanes, nv : lanes of a 32-bit vector; vectors side by side in a panel of keys or a chunk of
+        columns
     group : elements that one step of a dot product adds into a lane
     q_offset : what is added to stored keys (128 where the dot instruction is unsigned x signed)
     v_offset : what is added to stored values (128 where it is unsigned x unsigned)
@@ -114,7 +124,10 @@ class Tile:
         return vector(I32 if self.dtype == "int8" else F32, self.lanes)
 
     def width(self, rows: int) -> int:
-        """Vectors side by side in a tile of `rows` rows, a divisor of nv: 16 sums with 32 registers, else 8."""
+        """Vectors side by side in a tile of `rows` rows, a divisor of nv.
+
+        16 sums with 32 registers, else 8.
+        """
         most = 16 if self.lanes == 16 else 8
         return max(n for n in (1, 2, 4) if n <= self.nv and (n == 1 or n * rows <= most))
 
@@ -190,7 +203,10 @@ class Tile:
 
 
 def tile(isa: str, dtype: str) -> Tile:
-    """The tile of an INT8 instruction set; float storage takes its vector length. AArch64 takes 128-bit vectors."""
+    """The tile of an INT8 instruction set; float storage takes its vector length.
+
+    AArch64 takes 128-bit vectors.
+    """
     isa = "avx512_vnni" if isa == "amx_int8" else isa  # a few query rows fill no matrix tile
     if isa == "sve" and not target.missing("neon_dot"):
         isa = "neon_dot"
@@ -208,7 +224,9 @@ def tile(isa: str, dtype: str) -> Tile:
 
 def _products(b, tile, one, one_stride, many, many_step, steps, first, rows, nv, keys):
     """rows x nv sums in registers over `steps` steps, one or more, from `first`."""
-    entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
+    entry = b.block
+    loop = b.append_basic_block("dot")
+    done = b.append_basic_block("dot.end")
     b.branch(loop)
     b.position_at_end(loop)
     n = b.phi(I64)
@@ -246,11 +264,14 @@ def state(rows: int, column: int):
 
 @functools.cache
 def score_tile(tile: Tile, rows: int):
-    """Intrinsic f(q, words, k, scales, j, work): scores of a block's keys from j on, `tile.width` vectors of them.
+    """Intrinsic f(q, words, k, scales, j, work).
 
-    Addresses: q rows of `words` words; k the first of these keys; scales (128,) float32; work, from which START and CQ are taken.
-    INT8 writes work[row, j + n] = round(clip((float32(start + q.k) * scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN;
-    float storage writes (q.k) * cq as float32.
+    Scores of a block's keys from j on, `tile.width` vectors of them.
+
+    Addresses: q rows of `words` words; k the first of these keys; scales (128,) float32; work, from
+    which START and CQ are taken. INT8 writes work[row, j + n] = round(clip((float32(start + q.k) *
+    scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN; float storage writes (q.k) * cq as
+    float32.
     """
     nv = tile.width(rows)
 
@@ -261,7 +282,8 @@ def score_tile(tile: Tile, rows: int):
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
             pq, pk, pck, pw = (pointer(b, a[i]) for i in (0, 2, 3, 5))
-            floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
+            floats = vector(F32, tile.lanes)
+            exact = tile.dtype == "int8"
             first = [constant(tile.sums, 0.0)] * rows
             if exact:
                 first = [
@@ -303,11 +325,14 @@ def _limit(b, x):
 
 @functools.cache
 def value_tile(tile: Tile, rows: int, nv: int):
-    """Intrinsic f(work, v, step, steps, o, column, columns): o[rows, column + nv * lanes] += (P.V) * scale.
+    """Intrinsic f(work, v, step, steps, o, column, columns).
 
-    Addresses: work, where the weights P and SCALE lie; v the first of these columns, `step` elements between two steps of it; o,
-    rows of `columns` float32. INT8 multiplies and adds in float32, each rounded, and where values are stored with an offset its
-    sums begin with V_START; float storage starts its sums from o and takes no scale.
+    o[rows, column + nv * lanes] += (P.V) * scale.
+
+    Addresses: work, where the weights P and SCALE lie; v the first of these columns, `step`
+    elements between two steps of it; o, rows of `columns` float32. INT8 multiplies and adds in
+    float32, each rounded, and where values are stored with an offset its sums begin with V_START;
+    float storage starts its sums from o and takes no scale.
     """
 
     @intrinsic
@@ -317,7 +342,8 @@ def value_tile(tile: Tile, rows: int, nv: int):
         def codegen(context, b, sig, a):
             target.guard(tile.isa, context.codegen())
             pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 4))
-            floats, exact = vector(F32, tile.lanes), tile.dtype == "int8"
+            floats = vector(F32, tile.lanes)
+            exact = tile.dtype == "int8"
             where = [
                 b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n))
                 for m in range(rows)

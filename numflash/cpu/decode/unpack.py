@@ -1,4 +1,7 @@
-"""Taking tokens out of a KV cache again: from the decode layout to rows of float32, for attention of a long prompt over a cache."""
+"""Taking tokens out of a KV cache again.
+
+From the decode layout to rows of float32, for attention of a long prompt over a cache.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,28 @@ from ...tiling import KEY_BLOCK
 from .append import in_turn
 from .tiles import Tile
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 
 
 @functools.cache
 def make_unpack(tile: Tile, parallel: bool):
-    """unpack(data, pages, sizes, offset, key, value): the first tokens of one sequence, in slot order.
+    """unpack(data, pages, sizes, offset, key, value).
 
-    data, pages : of `flash_decode.Store`, its page numbers for this sequence; sizes (2,) int64: page size, columns
-    offset (Hkv, D) float32, added to the keys of INT8
-    key (Hkv, n, D), value (Hkv, n, Dv) float32, written; NaN where a token was not finite
+    The first tokens of one sequence, in slot order.
+
+    data, pages : of `flash_decode.Store`, its page numbers for this sequence; sizes (2,) int64:
+        page size, columns offset (Hkv, D) float32, added to the keys of INT8 key (Hkv, n, D), value
+        (Hkv, n, Dv) float32, written; NaN where a token was not finite
     """
-    group, panel, scales, exact = tile.group, tile.panel, tile.scales, tile.dtype == "int8"
+    group = tile.group
+    panel = tile.panel
+    scales = tile.scales
+    exact = tile.dtype == "int8"
     for_each = over_tasks if parallel else in_turn
     shift = 16 if tile.dtype == "bfloat16" else 0
-    q_wraps, v_wraps = tile.q_offset > 0, tile.v_offset > 0
+    q_wraps = tile.q_offset > 0
+    v_wraps = tile.v_offset > 0
 
     @bare
     def code(x, wraps):

@@ -1,4 +1,7 @@
-"""The float32 and bfloat16 attention kernel: packing, register tiles, and the fused loop in `flash_float`.
+"""The float32 and bfloat16 attention kernel.
 
-`flash_rows` is the same algorithm row by row in plain loops. May import: `cpu.isa`, `cpu.semantics`, `jit`, `tiling`.
+Packing, register tiles, and the fused loop in `flash_float`.
+
+`flash_rows` is the same algorithm row by row in plain loops. May import: `cpu.isa`,
+`cpu.semantics`, `jit`, `tiling`.
 """

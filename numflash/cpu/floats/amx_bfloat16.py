@@ -1,8 +1,9 @@
 """The float register tiles of `float_tiles` on AMX: 32 rows of bfloat16, summed in float32.
 
-One tdpbf16ps multiplies 16 rows of 32 bfloat16 by 16 x 16 pairs and adds to 16 x 16 float32 sums: 8,192 products in 16 cycles.
-Its right operand is what the packed K and V are already: rows of pairs, one pair for each column. Like vdpbf16ps it takes and gives
-denormals as zero. Sums are O's own format, so `value_tile` loads and stores O as it lies.
+One tdpbf16ps multiplies 16 rows of 32 bfloat16 by 16 x 16 pairs and adds to 16 x 16 float32 sums:
+8,192 products in 16 cycles. Its right operand is what the packed K and V are already: rows of
+pairs, one pair for each column. Like vdpbf16ps it takes and gives denormals as zero. Sums are O's
+own format, so `value_tile` loads and stores O as it lies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def _tile(b, operation: str, number: int, pointer, stride) -> None:
 
 
 def _multiply(b, pa, a_stride, pb, b_stride, steps, wide: int) -> None:
-    """The tiles of sums += A.B, SIDE tiles tall and `wide` wide; A and B are byte pointers, strides in bytes."""
+    """The tiles of sums += A.B, SIDE tiles tall and `wide` wide.
+
+    A and B are byte pointers, strides in bytes.
+    """
     tile_rows = b.mul(a_stride, I64(ROWS))
     with cgutils.for_range(b, steps) as step:
         left = b.gep(pa, [b.mul(step.index, I64(WIDTH))])
@@ -47,7 +51,10 @@ def _sums(px, x_stride, b, wide: int):
 
 
 def score_tile(isa, nv: int):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride); steps of pairs of channels, whole tiles of them."""
+    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride).
+
+    Steps of pairs of channels, whole tiles of them.
+    """
 
     @intrinsic
     def tile(typingctx, q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride):
@@ -56,7 +63,9 @@ def score_tile(isa, nv: int):
         def codegen(context, b, sig, a):
             target.guard(isa.name, context.codegen(), target.BFLOAT16_ISAS)
             pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6))
-            q_row, x_row, panel = b.mul(a[2], I64(2)), b.mul(a[8], I64(4)), I64(isa.panel * 4)
+            q_row = b.mul(a[2], I64(2))
+            x_row = b.mul(a[8], I64(4))
+            panel = I64(isa.panel * 4)
             for first in range(0, nv, SIDE):
                 wide = min(SIDE, nv - first)
                 sums = _sums(
@@ -83,7 +92,10 @@ def score_tile(isa, nv: int):
 
 
 def value_tile(isa, nv: int):
-    """Intrinsic f(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride); steps of pairs of keys, in whole tiles."""
+    """Intrinsic f(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride).
+
+    Steps of pairs of keys, in whole tiles.
+    """
 
     @intrinsic
     def tile(typingctx, p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride):
@@ -100,10 +112,8 @@ def value_tile(isa, nv: int):
                 )
                 for number, pointer in sums:
                     _tile(b, "tileloadd", number, pointer, o_row)
-                left, right = (
-                    b.gep(pp, [b.mul(a[1], I64(2))]),
-                    b.gep(pv, [b.add(b.mul(a[4], I64(2)), I64(first * WIDTH))]),
-                )
+                left = b.gep(pp, [b.mul(a[1], I64(2))])
+                right = b.gep(pv, [b.add(b.mul(a[4], I64(2)), I64(first * WIDTH))])
                 _multiply(
                     b,
                     left,

@@ -1,7 +1,10 @@
-"""One call of the float kernels in one compiled function: pack K and V, attend, check the limits of float32.
+"""One call of the float kernels in one compiled function.
 
-What a call needs besides its arrays comes as two arrays of numbers, which `launch_float.FloatPlan` prepares once for all equal
-calls. Arrays come as addresses: unpacking thirty Python objects takes as long as attention over 64 keys.
+Pack K and V, attend, check the limits of float32.
+
+What a call needs besides its arrays comes as two arrays of numbers, which `launch_float.FloatPlan`
+prepares once for all equal calls. Arrays come as addresses: unpacking thirty Python objects takes
+as long as attention over 64 keys.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from .flash_float import make_attend
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_tiles import FLOAT_ISAS
 
-F, U = np.float32, np.uint32
+F = np.float32
+U = np.uint32
 LARGEST = 2.0**120  # scores and their sums stay below
 TASKS = 4  # query tiles for each thread, at least
 
@@ -92,9 +96,11 @@ class Factors(NamedTuple):
     softcap: float
 
 
-REDO, LSE = Numbers._fields.index("redo"), Numbers._fields.index("lse")
+REDO = Numbers._fields.index("redo")
+LSE = Numbers._fields.index("lse")
 PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("diagonal"))
-NUMBERS, FACTORS = len(Numbers._fields), len(Factors._fields)
+NUMBERS = len(Numbers._fields)
+FACTORS = len(Factors._fields)
 
 
 @kernel
@@ -105,7 +111,9 @@ def addresses(q, k, v, out, lse):
 
 @bare
 def rows_per_task(block_q, mr, n, length, workers):
-    """Rows of a query tile: the tiling's, or fewer for short queries, and where several threads would have too few tiles.
+    """Rows of a query tile.
+
+    The tiling's, or fewer for short queries, and where several threads would have too few tiles.
 
     Always whole groups of rows, so that the bits do not depend on the number of threads.
     """
@@ -117,25 +125,28 @@ def rows_per_task(block_q, mr, n, length, workers):
 
 @functools.cache
 def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
-    """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in float64.
+    """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in
+    float64.
 
-    q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv, S, Dv), contiguous operands;
+    q, k, v, out, lse, room : addresses of q (B, H, L, D), k (B, Hkv, S, whole words) and v (B, Hkv,
+        S, Dv), contiguous operands;
         of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
     in_place : V is read where it is, not packed
     """
     tiles = FLOAT_ISAS[isa]
-    panel, group, rows_of_tile = tiles.panel, tiles.group, tiles.rows
+    panel = tiles.panel
+    group = tiles.group
+    rows_of_tile = tiles.rows
     operand: type[np.generic] = np.float32 if group == 1 else np.uint16
     element: type[np.generic] = np.uint32 if group == 1 else np.uint16
-    pack_keys, attend = make_pack_keys(tiles.lanes, panel, group), make_attend(isa, kind)
+    pack_keys = make_pack_keys(tiles.lanes, panel, group)
+    attend = make_attend(isa, kind)
     pack_values = pack_columns if group == 1 else pack_pairs
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
-        p, f = (
-            Numbers(*to_fixed_tuple(numbers, NUMBERS)),
-            Factors(*to_fixed_tuple(factors, FACTORS)),
-        )
+        p = Numbers(*to_fixed_tuple(numbers, NUMBERS))
+        f = Factors(*to_fixed_tuple(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         threads = threads_now()
         workers = min(p.workers, threads)

@@ -1,20 +1,25 @@
-"""The fused floating-point attention: register tiles, online softmax in base 2, float32 sums, one query tile at a time.
+"""The fused floating-point attention.
 
-FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key block:
+Register tiles, online softmax in base 2, float32 sums, one query tile at a time.
 
-    scores   s = Q.K^T                                                  (score_tile: a panel of K stays in L1 for all rows)
-    change   softcap, ALiBi, bias, mask, edges of what a row sees       (edge_rows, only where asked for)
-    softmax  running maximum m, p = 2**(c * s - m), running sum l       (row_exceeds, row_weights); c = scale * log2(e)
-    values   O += P.V                                                   (value_tile: so do the columns of V)
-    out = O / l, lse = (m + log2(l)) * ln 2
+FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key
+block:
 
-K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as many as a register tile has (6,
-or 32 with AMX). The maximum is followed only when it grows by more than 8 octaves: p stays below 2**8, and O is hardly ever
-rescaled. Keys that no row of a group can see are neither multiplied nor read, nor panels at the ends of a key block that a dense
-mask hides from all of them.
+    scores   s = Q.K^T                                                  (score_tile: a panel of K
+    stays in L1 for all rows) change   softcap, ALiBi, bias, mask, edges of what a row sees
+    (edge_rows, only where asked for) softmax  running maximum m, p = 2**(c * s - m), running sum l
+    (row_exceeds, row_weights); c = scale * log2(e) values   O += P.V
+    (value_tile: so do the columns of V) out = O / l, lse = (m + log2(l)) * ln 2
 
-What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases near the lowest float) is
-noticed per row, by the largest magnitudes or by the result itself, and done again by `flash_rows` in float64.
+K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as
+many as a register tile has (6, or 32 with AMX). The maximum is followed only when it grows by more
+than 8 octaves: p stays below 2**8, and O is hardly ever rescaled. Keys that no row of a group can
+see are neither multiplied nor read, nor panels at the ends of a key block that a dense mask hides
+from all of them.
+
+What float32 cannot hold (scores that overflow, NaN or infinity in a hidden value, a row of biases
+near the lowest float) is noticed per row, by the largest magnitudes or by the result itself, and
+done again by `flash_rows` in float64.
 """
 
 from __future__ import annotations
@@ -46,7 +51,10 @@ inlined = bare(forceinline=True)  # where options go in: a call would copy them 
 
 
 class Room(NamedTuple):
-    """What a worker needs for one query tile; the rows of `bounds` and `spans` are named in `run_tiles`."""
+    """What a worker needs for one query tile.
+
+    The rows of `bounds` and `spans` are named in `run_tiles`.
+    """
 
     q: np.ndarray  # (block_q, channels) operands
     x: np.ndarray  # (block_q * key_block,) float32 scores
@@ -63,40 +71,41 @@ class Room(NamedTuple):
 
 @functools.cache
 def make_attend(name: str, precision: str):
-    """The kernel of one target: attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo)."""
+    """The kernel of one target.
+
+    attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo).
+    """
     isa = FLOAT_ISAS[name]
     key_block = tiling(name, precision).key_block
-    lanes, group, panel, nv, mr, step, unit = (
-        isa.lanes,
-        isa.group,
-        isa.panel,
-        isa.nv,
-        isa.rows,
-        isa.step,
-        isa.unit,
-    )
+    lanes = isa.lanes
+    group = isa.group
+    panel = isa.panel
+    nv = isa.nv
+    mr = isa.rows
+    step = isa.step
+    unit = isa.unit
     score1, score2, score3, score4 = (tiles.score_tile(name, min(n, nv)) for n in (1, 2, 3, 4))
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
     begin_tiles, end_tiles = tile_state(name)
-    top_of, exceeds, weights, scale = (
-        tiles.row_max(name),
-        tiles.row_exceeds(name),
-        tiles.row_weights(name),
-        tiles.row_scale(name),
-    )
-    softcap, softcap_seen = tiles.row_softcap(name), tiles.row_softcap(name, hidden=True)
-    alibi, add_bias, apply_mask, found = (
-        tiles.row_alibi(name),
-        tiles.row_bias(name),
-        tiles.row_mask(name),
-        tiles.any_byte(name),
-    )
+    top_of = tiles.row_max(name)
+    exceeds = tiles.row_exceeds(name)
+    weights = tiles.row_weights(name)
+    scale = tiles.row_scale(name)
+    softcap = tiles.row_softcap(name)
+    softcap_seen = tiles.row_softcap(name, hidden=True)
+    alibi = tiles.row_alibi(name)
+    add_bias = tiles.row_bias(name)
+    apply_mask = tiles.row_mask(name)
+    found = tiles.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
     @bare
     def scores(q, q_off, stride, k, first, stop, x, x_off):
-        """x[:, x_off ...] = Q.K^T of a group of rows for keys first .. stop of one panel, in whole units."""
+        """x[:, x_off ...] = Q.K^T of a group of rows for keys first ..
+
+        Stop of one panel, in whole units.
+        """
         column = first % panel
         n = (stop - first + unit - 1) // unit * (unit // lanes)
         at = (first - column) * stride + column * group
@@ -111,7 +120,9 @@ def make_attend(name: str, precision: str):
 
     @inlined
     def panel_seen(mask, at, step, rows, n):
-        """Whether the dense mask lets any of the rows, from mask[at] on and `step` apart, see any of n keys."""
+        """Whether the dense mask lets any of the rows, from mask[at] on and `step` apart, see any
+        of n keys.
+        """
         for _ in range(rows):
             if found(mask, at, n // lanes):
                 return True
@@ -139,7 +150,10 @@ def make_attend(name: str, precision: str):
 
     @bare
     def values(p, start, stop, real, v, block, columns, o):
-        """O += P.V of all groups, a chunk of V's columns after the other; group g sees keys start[g] .. stop[g] of the block."""
+        """O += P.V of all groups, a chunk of V's columns after the other.
+
+        Group g sees keys start[g] .. stop[g] of the block.
+        """
         stride, t = columns * group, 0
         while t < columns:
             width = (
@@ -148,10 +162,8 @@ def make_attend(name: str, precision: str):
             for g in range(0, real, mr):
                 first, n = start[g // mr], stop[g // mr] - start[g // mr]
                 if n > 0:
-                    steps, at = (
-                        (n + step - 1) // step * (step // group),
-                        g * key_block + first - block,
-                    )
+                    steps = (n + step - 1) // step * (step // group)
+                    at = g * key_block + first - block
                     where, to = first * columns + t * group, g * columns + t
                     if width == panel:
                         value4(p, at, key_block, v, where, stride, steps, o, to, columns)
@@ -163,7 +175,10 @@ def make_attend(name: str, precision: str):
 
     @bare
     def grow_row(x, at, count, m, l, o, i):
-        """Follow the maximum of a row, and bring its sums to it; a NaN beside hidden scores only becomes the maximum."""
+        """Follow the maximum of a row, and bring its sums to it.
+
+        a NaN beside hidden scores only becomes the maximum.
+        """
         top = top_of(x, at, count)
         if top == HIDDEN:
             for j in range(at, at + count * lanes):
@@ -183,8 +198,8 @@ def make_attend(name: str, precision: str):
     ):
         """Weights of a group's rows that do not see all keys of first .. stop as they are.
 
-        Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no slice made, row by row: each
-        costs two atomic operations on a counter.
+        Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no
+        slice made, row by row: each costs two atomic operations on a counter.
         """
         n = stop - first
         count, whole, rest = (n + unit - 1) // unit * (unit // lanes), n // lanes, n % lanes
@@ -195,10 +210,8 @@ def make_attend(name: str, precision: str):
         bias, bias_end, mask, mask_end = dense.bias, dense.bias_end, dense.mask, dense.mask_end
         bias_at, bias_step = row_of(semantics.bias, b, h, row + g) + first, step_of(semantics.bias)
         mask_at, mask_step = row_of(semantics.mask, b, h, row + g) + first, step_of(semantics.mask)
-        centre, early = (
-            row + semantics.diagonal[b] - first,
-            cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0),
-        )
+        centre = row + semantics.diagonal[b] - first
+        early = cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0)
         for i in range(g, g + rows):
             at = i * key_block + first - block
             tail, end = at + whole * lanes, at + count * lanes
@@ -280,10 +293,9 @@ def make_attend(name: str, precision: str):
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
-            n, row = (
-                task // tiles,
-                (tiles - 1 - task % tiles) * block_q,
-            )  # the longest causal tiles first
+            # the longest causal tiles first
+            n = task // tiles
+            row = (tiles - 1 - task % tiles) * block_q
             b, h = n // h_all, n % h_all
             n_kv = b * h_kv + h * h_kv // h_all
             real = min(block_q, length - row)
@@ -303,11 +315,10 @@ def make_attend(name: str, precision: str):
             o[:groups], l[:groups] = F(0), F(0)
             for block in range(first // key_block * key_block, stop, key_block):
                 for g in range(0, real, mr):
-                    rows, left, right = (
-                        min(mr, real - g),
-                        s,
-                        0,
-                    )  # keys that any row of the group sees
+                    # keys that any row of the group sees
+                    rows = min(mr, real - g)
+                    left = s
+                    right = 0
                     for i in range(g, g + rows):
                         if hi[i] > lo[i]:
                             left, right = min(left, lo[i]), max(right, hi[i])
@@ -333,11 +344,10 @@ def make_attend(name: str, precision: str):
                     a, z = start[g // mr], end[g // mr]
                     if a >= z:
                         continue
-                    rows, most, least = (
-                        min(mr, real - g),
-                        0,
-                        s,
-                    )  # keys that all rows of the group see
+                    # keys that all rows of the group see
+                    rows = min(mr, real - g)
+                    most = 0
+                    least = s
                     for i in range(g, g + rows):
                         most, least = max(most, lo[i]), min(least, hi[i])
                     factor_all = c
@@ -494,10 +504,11 @@ def make_attend(name: str, precision: str):
     ):
         """All query tiles of all heads.
 
-        q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest |q| without overflow;
-        columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv, workers); block_q rows of a tile, whole groups;
-        counter (2,) int64 zeros, the second 1 afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32;
-        redo (N, L) uint8, 1 for a row that float32 cannot hold.
+        q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest
+        |q| without overflow; columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv,
+        workers); block_q rows of a tile, whole groups; counter (2,) int64 zeros, the second 1
+        afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8,
+        1 for a row that float32 cannot hold.
         """
         over_tasks(
             work,

@@ -1,7 +1,10 @@
-"""Attention one row at a time, in plain loops for every CPU: the portable kernel in float32, and the rescue in float64.
+"""Attention one row at a time, in plain loops for every CPU.
 
-The same algorithm as `flash_float` without its tiles. In float64 nothing that fits float32 can overflow, and a value whose weight
-is 0 is never touched, so NaN and infinity in hidden keys and values stay where they are.
+The portable kernel in float32, and the rescue in float64.
+
+The same algorithm as `flash_float` without its tiles. In float64 nothing that fits float32 can
+overflow, and a value whose weight is 0 is never touched, so NaN and infinity in hidden keys and
+values stay where they are.
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ def row_functions(double: bool):
 
     @inline
     def change(semantics, b, h, i, first, s):
-        """ALiBi, bias and mask of scores in units of log2; a hidden key is -inf, even where its score is NaN."""
+        """ALiBi, bias and mask of scores in units of log2.
+
+        a hidden key is -inf, even where its score is NaN.
+        """
         if semantics.slopes.size > 0:
             slope, centre = R(semantics.slopes[b, h]), i + semantics.diagonal[b] - first
             for j in range(s.size):
@@ -99,7 +105,10 @@ def row_functions(double: bool):
 
 @functools.cache
 def make_attend_rows(double: bool):
-    """The kernel in float64 or float32: attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse)."""
+    """The kernel in float64 or float32.
+
+    attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse).
+    """
     R = np.float64 if double else np.float32
     dot, soften, change, nothing_seen = row_functions(double)
 
@@ -183,7 +192,8 @@ def make_attend_rows(double: bool):
     def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
         """Rows `todo` (int64, n * L + i) of all heads.
 
-        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv) float32; scale in units of log2; out (N, L, Dv), lse (N, L) float32.
+        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv) float32; scale in units of log2; out (N, L, Dv),
+        lse (N, L) float32.
         """
         over_tasks(work, heads[2], (q, k, v, todo, scale, semantics, heads, s, counter, out, lse))
 

@@ -1,8 +1,9 @@
 """Packed operands of the floating-point kernels.
 
-K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels (the pair of one dot product).
-V, per head: [key][column] float32, in place where its rows are whole vectors; bfloat16 as [key pair][column][2 keys].
-Keys that no row can see are not packed, and columns are padded to whole vectors, both with zeros.
+K, per head: [panel][word][key in panel], words of 32 bits: one float32, or two bfloat16 channels
+(the pair of one dot product). V, per head: [key][column] float32, in place where its rows are whole
+vectors; bfloat16 as [key pair][column][2 keys]. Keys that no row can see are not packed, and
+columns are padded to whole vectors, both with zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def on_lines(x: np.ndarray) -> np.ndarray:
 
 @bare
 def largest(words, group, top):
-    """Bits of the largest finite magnitude in a row of words, at least `top`; infinity and NaN do not count."""
+    """Bits of the largest finite magnitude in a row of words, at least `top`.
+
+    Infinity and NaN do not count.
+    """
     for e in range(words.size):
         if group == 1:
             x = U(words[e] & U(0x7FFFFFFF))
@@ -123,14 +127,18 @@ def pack_pairs(v, stops, out):
 
 
 def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen. Also the largest magnitude of each head."""
+    """Pack k (B, Hkv, S, D); `stops` (B,) keys of each batch that can be seen.
+
+    Also the largest magnitude of each head.
+    """
     isa = FLOAT_ISAS[name]
     if k.shape[3] % isa.step:
         k = np.pad(k, ((0, 0), (0, 0), (0, 0), (0, -k.shape[3] % isa.step)))
     words = np.ascontiguousarray(k).view(U)
     nb, nh, _, width = words.shape
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
-    out, most = empty((nb * nh, panels * isa.panel * width), U), np.empty((nb * nh, panels), U)
+    out = empty((nb * nh, panels * isa.panel * width), U)
+    most = np.empty((nb * nh, panels), U)
     make_pack_keys(isa.lanes, isa.panel, isa.group)(
         words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
     )
@@ -141,7 +149,10 @@ def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, 
 def pack_values(
     name: str, v: np.ndarray, stops: np.ndarray, rows: int = MANY_ROWS
 ) -> tuple[np.ndarray, int]:
-    """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is: (B * Hkv, ...) operands and columns of a row."""
+    """Pack v (B, Hkv, S, Dv) for `rows` queries of each head, or take it as it is.
+
+    (B * Hkv, ...) operands and columns of a row.
+    """
     isa = FLOAT_ISAS[name]
     nb, nh, s, dv = v.shape
     columns = padded(dv, isa.lanes)

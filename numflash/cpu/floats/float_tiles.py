@@ -1,4 +1,5 @@
-"""Register tiles and row operations of the floating-point kernels, written once for every vector length.
+"""Register tiles and row operations of the floating-point kernels, written once for every vector
+length.
 
 Contract (A rows of operands, B packed or in place, `steps` steps of `group` products each):
 
@@ -6,8 +7,9 @@ Contract (A rows of operands, B packed or in place, `steps` steps of `group` pro
 * `value_tile`: o[rows, nv * lanes] += A.B, float32.
 * `row_max`, `row_exp`, `row_softcap`, ...: one row of scores, whole vectors at a time.
 
-Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves AVX-512, AVX2 and NEON. NaN is
-kept on purpose: comparisons are written so that a NaN score stays NaN and reaches the row sum.
+Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves
+AVX-512, AVX2 and NEON. NaN is kept on purpose: comparisons are written so that a NaN score stays
+NaN and reaches the row sum.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class FloatIsa(Vectors):
     nv : vectors side by side in a register tile, at most
     group : products per lane and instruction: 1 float32, or 2 bfloat16 (vdpbf16ps)
     rows : rows of a register tile
-    step : products that a tile takes at a time; channels are padded to whole steps, and so are the keys that P.V takes
+    step : products that a tile takes at a time; channels are padded to whole steps, and so are the
+        keys that P.V takes
     unit : keys that a tile of scores is wide at least
     """
 
@@ -122,7 +125,9 @@ FLOAT_ISAS = {
 
 @functools.cache
 def score_tile(name: str, nv: int, scaled: bool = False):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride); `k` in panels of the full width.
+    """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride).
+
+    `k` in panels of the full width.
 
     `scaled` (of vectors only): f(..., steps, c, x, x_off, x_stride), x = (A.B) * c.
     """
@@ -199,9 +204,12 @@ def value_tile(name: str, nv: int):
 
 
 def for_vectors(b, count, lanes, state, body):
-    """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state. No turn if count is 0.
+    """`for n in range(count)`: body(offset in elements, state) -> state; returns the last state.
 
-    The test stands at the head, so that LLVM unrolls the loop: with `vectors.repeat` float32 attention takes 5 to 25 % longer.
+    No turn if count is 0.
+
+    The test stands at the head, so that LLVM unrolls the loop: with `vectors.repeat` float32
+    attention takes 5 to 25 % longer.
     """
     entry = b.block
     head, turn, done = (b.append_basic_block(part) for part in ("row", "row.turn", "row.end"))
@@ -259,14 +267,20 @@ def polynomial(b, isa, coefficients, f):
 
 
 def whole(b, isa, n):
-    """A whole float32 number as int32, within its range; NaN becomes 0. (fptosi.sat promises as much, and works lane by lane.)"""
+    """A whole float32 number as int32, within its range; NaN becomes 0.
+
+    (fptosi.sat promises as much, and works lane by lane.)
+    """
     return b.fptosi(
         b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0)), vector(I32, isa.lanes)
     )
 
 
 def exp2(b, isa, x):
-    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN. Of 16 lanes, no denormals: they cost 150 cycles each on Intel."""
+    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN. Of 16 lanes, no denormals.
+
+    They cost 150 cycles each on Intel.
+    """
     if isa.lanes == 16:
         return exp2_avx512(b, isa, x)
     x = larger(b, x, constant(isa.floats, LOWEST))
@@ -283,8 +297,12 @@ def exp2(b, isa, x):
 
 
 def exp2_avx512(b, isa, x):
-    """vreduceps: x - floor(x), of infinity 0; vscalefps: y * 2**floor(x), 0 where x is below the normal numbers."""
-    zero, down = constant(isa.floats, 0.0), I32(9)
+    """vreduceps: x - floor(x), of infinity 0; vscalefps.
+
+    y * 2**floor(x), 0 where x is below the normal numbers.
+    """
+    zero = constant(isa.floats, 0.0)
+    down = I32(9)
     f = call(b, "llvm.x86.avx512.mask.reduce.ps.512", isa.floats, x, down, zero, I16(-1), I32(4))
     normal = b.bitcast(b.fcmp_unordered(">=", x, constant(isa.floats, -126.0)), I16)
     return call(
@@ -332,17 +350,17 @@ def row_max(name: str):
 
 @functools.cache
 def row_exceeds(name: str):
-    """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the bound, or NaN."""
+    """Intrinsic f(x, x_off, count, c, bound) -> whether any score times c of a row is above the
+    bound, or NaN.
+    """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
     def exceeds(typingctx, x, x_off, count, c, bound):
         def codegen(context, b, sig, a):
-            px, c, bound = (
-                data(context, b, sig.args[0], a[0]),
-                splat(b, a[3], isa.floats),
-                splat(b, a[4], isa.floats),
-            )
+            px = data(context, b, sig.args[0], a[0])
+            c = splat(b, a[3], isa.floats)
+            bound = splat(b, a[4], isa.floats)
 
             def body(at, state):
                 return [
@@ -367,7 +385,10 @@ def row_exceeds(name: str):
 
 
 def _weigh(context, b, isa, sig, a, change):
-    """p = 2**change(x), as operands of `value_tile`, and l, one vector, += p; the last four arguments are p, p_off, l, l_off."""
+    """p = 2**change(x), as operands of `value_tile`, and l, one vector, += p.
+
+    The last four arguments are p, p_off, l, l_off.
+    """
     end = len(a)
     px, pp, pl = (data(context, b, sig.args[n], a[n]) for n in (0, end - 4, end - 2))
 
@@ -386,7 +407,10 @@ def _weigh(context, b, isa, sig, a, change):
 
 @functools.cache
 def row_exp(name: str):
-    """Intrinsic f(x, x_off, count, m, p, p_off, l, l_off): p = 2**(x - m), as operands of `value_tile`; l, one vector, += p."""
+    """Intrinsic f(x, x_off, count, m, p, p_off, l, l_off).
+
+    p = 2**(x - m), as operands of `value_tile`; l, one vector, += p.
+    """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
@@ -402,13 +426,17 @@ def row_exp(name: str):
 
 @functools.cache
 def row_weights(name: str):
-    """Intrinsic f(x, x_off, count, c, m, p, p_off, l, l_off): `row_exp` of scores that still lack their factor: 2**(x * c - m)."""
+    """Intrinsic f(x, x_off, count, c, m, p, p_off, l, l_off).
+
+    `row_exp` of scores that still lack their factor: 2**(x * c - m).
+    """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
     def weights(typingctx, x, x_off, count, c, m, p, p_off, l, l_off):
         def codegen(context, b, sig, a):
-            c, below = splat(b, a[3], isa.floats), splat(b, b.fneg(a[4]), isa.floats)
+            c = splat(b, a[3], isa.floats)
+            below = splat(b, b.fneg(a[4]), isa.floats)
             return _weigh(context, b, isa, sig, a, lambda x: isa.fma(b, x, c, below))
 
         return types.void(x, x_off, count, c, m, p, p_off, l, l_off), codegen
@@ -428,7 +456,10 @@ def narrow(b, isa, x):
 
 
 def row_change(name: str, more: int, change):
-    """Intrinsic f(x, x_off, count, ...) of `more` (1 or 2) arguments: x = change(context, b, isa, sig, args, x, offset)."""
+    """Intrinsic f(x, x_off, count, ...) of `more` (1 or 2) arguments.
+
+    x = change(context, b, isa, sig, args, x, offset).
+    """
     isa = FLOAT_ISAS[name]
 
     def codegen(context, b, sig, a):
@@ -477,7 +508,8 @@ def row_softcap(name: str, hidden: bool = False):
     """
 
     def change(context, b, isa, sig, a, x, at):
-        cap, part = splat(b, a[3], isa.floats), splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
+        cap = splat(b, a[3], isa.floats)
+        part = splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
         sign = vector(I32, isa.lanes)
         bits = b.bitcast(b.fmul(x, part), sign)
         magnitude = b.bitcast(b.and_(bits, constant(sign, 0x7FFFFFFF)), isa.floats)
@@ -519,7 +551,10 @@ def row_alibi(name: str):
 
 @functools.cache
 def row_bias(name: str):
-    """Intrinsic f(x, x_off, count, bias, off): x += bias * log2(e); a bias of -inf hides even a NaN."""
+    """Intrinsic f(x, x_off, count, bias, off): x += bias * log2(e).
+
+    a bias of -inf hides even a NaN.
+    """
 
     def change(context, b, isa, sig, a, x, at):
         bias = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.floats, 4)
@@ -558,7 +593,8 @@ def any_byte(name: str):
     @intrinsic
     def found(typingctx, mask, off, count):
         def codegen(context, b, sig, a):
-            pm, bytes_ = data(context, b, sig.args[0], a[0]), vector(I8, isa.lanes)
+            pm = data(context, b, sig.args[0], a[0])
+            bytes_ = vector(I8, isa.lanes)
 
             def body(at, state):
                 return [b.or_(state[0], load(b, pm, b.add(a[1], at), bytes_, 1))]

@@ -1,4 +1,7 @@
-"""The INT8 attention kernel: packing, register tiles, fixed-point softmax, and the fused loop in `flash_int8`.
+"""The INT8 attention kernel.
 
-`portable` is the same algorithm in plain loops: read it first. May import: `cpu.isa`, `cpu.semantics`, `jit`, `tiling`.
+Packing, register tiles, fixed-point softmax, and the fused loop in `flash_int8`.
+
+`portable` is the same algorithm in plain loops: read it first. May import: `cpu.isa`,
+`cpu.semantics`, `jit`, `tiling`.
 """

@@ -1,16 +1,21 @@
-"""Matrix tiles of Intel AMX (Sapphire Rapids and later): both products of the INT8 kernel, 32 rows x 32 columns at a time.
+"""Matrix tiles of Intel AMX (Sapphire Rapids and later).
 
-AMX holds eight tiles of 16 rows x 64 bytes. One tdpbusd multiplies 16 rows of 64 bytes by 64 x 16 bytes and adds to 16 x 16 int32
-sums: 16,384 products in 16 cycles, 8 times what vpdpbusd does. Its right operand is what the packed K and V are already: rows of
-4-byte groups, one group for each column. Two by two tiles of sums share their operands: 4 loads for 4 products.
+Both products of the INT8 kernel, 32 rows x 32 columns at a time.
 
-The sums can only leave through memory, so a block has two steps: `multiply` and `save` put the sums of 32 x 32 into a scratch block
-in L1, `finish` does with vectors what `microkernels` do in registers. The two run on different units: where a next block follows,
-`multiply_beside` weaves its products into the `finish` of the last one.
+AMX holds eight tiles of 16 rows x 64 bytes. One tdpbusd multiplies 16 rows of 64 bytes by 64 x 16
+bytes and adds to 16 x 16 int32 sums: 16,384 products in 16 cycles, 8 times what vpdpbusd does. Its
+right operand is what the packed K and V are already: rows of 4-byte groups, one group for each
+column. Two by two tiles of sums share their operands: 4 loads for 4 products.
 
-A process must ask Linux for the tiles once (`jit.system.tiles_permitted`), a thread must configure them before it uses them.
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX";
-Linux kernel documentation, "Using XSTATE features in user space applications".
+The sums can only leave through memory, so a block has two steps: `multiply` and `save` put the sums
+of 32 x 32 into a scratch block in L1, `finish` does with vectors what `microkernels` do in
+registers. The two run on different units: where a next block follows, `multiply_beside` weaves its
+products into the `finish` of the last one.
+
+A process must ask Linux for the tiles once (`jit.system.tiles_permitted`), a thread must configure
+them before it uses them. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
+volume 1, chapter 18 "Programming with Intel AMX"; Linux kernel documentation, "Using XSTATE
+features in user space applications".
 """
 
 from __future__ import annotations
@@ -53,12 +58,15 @@ def _block(b, scratch, number):
 
 
 def _multiply(context, b, instruction, types_, args, step, between=lambda part: None):
-    """Adds step number `step` of A.B to the tiles of sums; `between` emits what should run beside each of the four products.
+    """Adds step number `step` of A.B to the tiles of sums.
+
+    `between` emits what should run beside each of the four products.
 
     args: a, a_off, a_stride, b, b_off as in `multiply`.
     """
     pa, pb = (b.gep(data(context, b, types_[n], args[n]), [args[n + 1]]) for n in (0, 3))
-    a_stride, tile = args[2], ROWS * WIDTH
+    a_stride = args[2]
+    tile = ROWS * WIDTH
     left = b.gep(pa, [b.mul(step, I64(WIDTH))])
     right = b.gep(pb, [b.mul(step, I64(SIDE * tile))])
     for c in range(SIDE):
@@ -85,9 +93,12 @@ def _clear(b):
 
 @functools.cache
 def multiply(instruction: str):
-    """Intrinsic f(a, a_off, a_stride, b, b_off, steps): the tiles of sums become A.B, over 64 * steps products each.
+    """Intrinsic f(a, a_off, a_stride, b, b_off, steps).
 
-    a: rows of bytes, `a_stride` apart; b: packed tiles (`packing`), SIDE for every step; instruction "tdpbssd" or "tdpbusd".
+    The tiles of sums become A.B, over 64 * steps products each.
+
+    a: rows of bytes, `a_stride` apart; b: packed tiles (`packing`), SIDE for every step;
+    instruction "tdpbssd" or "tdpbusd".
     """
 
     @intrinsic
@@ -106,9 +117,12 @@ def multiply(instruction: str):
 
 @functools.cache
 def multiply_beside(instruction: str, rows):
-    """Intrinsic f(*(as `multiply`), *(as `finish`)): both, the products of one block beside the last rows of another.
+    """Intrinsic f(*(as `multiply`), *(as `finish`)).
 
-    Each product takes 16 cycles of the matrix unit and one slot of the queue, so two rows of vector work follow it at once.
+    Both, the products of one block beside the last rows of another.
+
+    Each product takes 16 cycles of the matrix unit and one slot of the queue, so two rows of vector
+    work follow it at once.
     """
 
     @intrinsic
@@ -192,7 +206,10 @@ def save(typingctx, scratch, number):
 
 @functools.cache
 def finish(rows):
-    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes): the 32 rows of a saved block, by `rows`."""
+    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes).
+
+    The 32 rows of a saved block, by `rows`.
+    """
 
     @intrinsic
     def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes):
@@ -218,7 +235,10 @@ def _sums(b, block, m):
 
 @functools.cache
 def score_rows(changed: bool = False, wide: bool = False):
-    """Rows of scores x as `microkernels.score_tile` or `finish` has them; s: scales of the keys, t: of the queries."""
+    """Rows of scores x as `microkernels.score_tile` or `finish` has them; s: scales of the keys, t.
+
+    Of the queries.
+    """
     isa = AMX_INT8
 
     def rows(context, b, types_, args):
@@ -252,7 +272,10 @@ def score_rows(changed: bool = False, wide: bool = False):
 
 
 def value_rows(context, b, types_, args):
-    """Rows of O (x) grown as `microkernels.value_tile` does it; t: scales of the rows, s is not used."""
+    """Rows of O (x) grown as `microkernels.value_tile` does it; t.
+
+    Scales of the rows, s is not used.
+    """
     block, (pt, px) = (
         _block(b, args[0], args[1]),
         (data(context, b, types_[n], args[n]) for n in (4, 6)),
@@ -274,11 +297,9 @@ def value_rows(context, b, types_, args):
 def score_block(changed: bool, wide: bool):
     """As `blocks.score_block`."""
     rows_of_x = score_rows(changed, wide)
-    first_block, both, last_block = (
-        multiply("tdpbssd"),
-        multiply_beside("tdpbssd", rows_of_x),
-        finish(rows_of_x),
-    )
+    first_block = multiply("tdpbssd")
+    both = multiply_beside("tdpbssd", rows_of_x)
+    last_block = finish(rows_of_x)
 
     @inline
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
@@ -287,12 +308,10 @@ def score_block(changed: bool, wide: bool):
         first_block(q, 0, stride, k, first * stride, steps)
         save(scratch, 0)
         for n in range(1, blocks):
-            i, c, at, old = (
-                n // side * BLOCK,
-                n % side * BLOCK,
-                (n - 1) // side * BLOCK,
-                (n - 1) % side * BLOCK,
-            )
+            i = n // side * BLOCK
+            c = n % side * BLOCK
+            at = (n - 1) // side * BLOCK
+            old = (n - 1) % side * BLOCK
             both(
                 q,
                 i * stride,
@@ -331,12 +350,13 @@ def score_block(changed: bool, wide: bool):
 
 @functools.cache
 def value_block():
-    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first .. first + columns."""
-    first_block, both, last_block = (
-        multiply("tdpbusd"),
-        multiply_beside("tdpbusd", value_rows),
-        finish(value_rows),
-    )
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first ..
+
+    First + columns.
+    """
+    first_block = multiply("tdpbusd")
+    both = multiply_beside("tdpbusd", value_rows)
+    last_block = finish(value_rows)
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
@@ -346,12 +366,10 @@ def value_block():
         first_block(p, 0, KEY_BLOCK, v, first * width, steps)
         save(scratch, 0)
         for n in range(1, blocks):
-            i, c, at, old = (
-                n // side * BLOCK,
-                n % side * BLOCK,
-                (n - 1) // side * BLOCK,
-                (n - 1) % side * BLOCK,
-            )
+            i = n // side * BLOCK
+            c = n % side * BLOCK
+            at = (n - 1) // side * BLOCK
+            old = (n - 1) % side * BLOCK
             both(
                 p,
                 i * KEY_BLOCK,

@@ -1,31 +1,37 @@
-"""The woven stream of AMX: one software-pipelined run over the key blocks that a query tile sees whole and without options.
+"""The woven stream of AMX.
 
-A matrix unit and the vector units work side by side only if each always finds work in the window of instructions that the core
-looks ahead. So the steps of one block (scores, softmax, values) are spread over two turns and woven into one stream:
+One software-pipelined run over the key blocks that a query tile sees whole and without options.
 
-    turn u   tile products                      vector work beside them
-    QK 0, 1  scores of keys 0..63 of block u    last weights of block u-1;    O += values (last two) of block u-2
-    --       (check, merge)                     octaves of block u-1: m, l and O shift; stop if int16 did not hold them
-    QK 2, 3  scores of keys 64..127 of block u  scores of keys 0..63 of block u to int16
-    PV 0, 1  values 0, 1 of block u-1           scores of keys 64..127 of block u to int16
-    --       (hide)                             at an edge, scores of keys that a row does not see
-    PV 2...  the other values of block u-1      first weights of block u;     O += values of block u-1
+A matrix unit and the vector units work side by side only if each always finds work in the window of
+instructions that the core looks ahead. So the steps of one block (scores, softmax, values) are
+spread over two turns and woven into one stream:
 
-A product block (QK i, PV i) is 32 rows x 32 columns: 2 x 2 tiles of sums over one or more steps of 64 bytes. Three rules, found by
-measurement, make its tile instructions cheap:
+    turn u   tile products                      vector work beside them QK 0, 1  scores of keys
+    0..63 of block u    last weights of block u-1;    O += values (last two) of block u-2 --
+    (check, merge)                     octaves of block u-1: m, l and O shift; stop if int16 did not
+    hold them QK 2, 3  scores of keys 64..127 of block u  scores of keys 0..63 of block u to int16
+    PV 0, 1  values 0, 1 of block u-1           scores of keys 64..127 of block u to int16 --
+    (hide)                             at an edge, scores of keys that a row does not see PV 2...
+    the other values of block u-1      first weights of block u;     O += values of block u-1
 
-* Sums leave a tile only in the first step of the next block: store, clear, multiply, tile by tile, so that each store hides
-  behind a product. A tile that is stored right after its own product waits for it.
-* The operands of the next step are loaded as soon as their tile register is free, in snake order (00, 01, 11, 10, then 01, 00, 10,
-  11), so that no product waits for a load.
+A product block (QK i, PV i) is 32 rows x 32 columns: 2 x 2 tiles of sums over one or more steps of
+64 bytes. Three rules, found by measurement, make its tile instructions cheap:
+
+* Sums leave a tile only in the first step of the next block: store, clear, multiply, tile by tile,
+  so that each store hides behind a product. A tile that is stored right after its own product waits
+  for it.
+* The operands of the next step are loaded as soon as their tile register is free, in snake order
+  (00, 01, 11, 10, then 01, 00, 10, 11), so that no product waits for a load.
 * About as many rows of vector work follow each product as the matrix unit needs time for it.
 
-The pipeline does not care what the turns belong to: a turn is a row of addresses (`Turn`), and the stream goes from one query tile
-into the next without running empty. Two turns of padding before the real ones fill it, and write to a scratch tile; a turn without
-scores drains it. The bits are those of `flash_int8`'s steps: the same operations on every number, in the same order.
+The pipeline does not care what the turns belong to: a turn is a row of addresses (`Turn`), and the
+stream goes from one query tile into the next without running empty. Two turns of padding before the
+real ones fill it, and write to a scratch tile; a turn without scores drains it. The bits are those
+of `flash_int8`'s steps: the same operations on every number, in the same order.
 
-The stream is one function in LLVM's language, made for a number of steps and of value blocks; `address_of` compiles it, `run`
-calls it. It returns the number of turns that it has finished: fewer than given if scores left int16.
+The stream is one function in LLVM's language, made for a number of steps and of value blocks;
+`address_of` compiles it, `run` calls it. It returns the number of turns that it has finished: fewer
+than given if scores left int16.
 """
 
 from __future__ import annotations
@@ -48,14 +54,19 @@ from ..isa.vectors_x86 import AMX_INT8
 
 TILE = ROWS * WIDTH  # bytes
 GROUP = 8  # rows whose octaves are found together
-LOWEST, HIGHEST = -110, 127  # octaves for which int16 scores are exact: as in `flash_int8`
+# octaves for which int16 scores are exact: as in `flash_int8`
+LOWEST = -110
+HIGHEST = 127
 INTS, FLOATS, WORDS, BYTES = (
     vector(t, 64 // n) for t, n in ((I32, 4), (F32, 4), (I16, 2), (I8, 1))
 )
 
 
 class Turn(NamedTuple):
-    """Byte offsets in a row of the table of turns: addresses of one query tile of 32 rows and one key block."""
+    """Byte offsets in a row of the table of turns.
+
+    Addresses of one query tile of 32 rows and one key block.
+    """
 
     q: int = 0  # rows of int8, `64 * steps` bytes apart
     cq: int = 8  # their scales
@@ -65,19 +76,26 @@ class Turn(NamedTuple):
     o: int = 40  # rows of O, float32
     m: int = 48  # running octaves of the rows
     l: int = 56  # running sums of the rows
-    lo: int = 64  # the first key that each row sees, int64; 0 (no address): every row sees the whole block
+    # the first key that each row sees, int64; 0 (no address): every row sees the whole block
+    lo: int = 64
     hi: int = 72  # and the key after the last one
     first: int = 80  # the first key of the block: a number
 
 
-TURN, BEFORE, AFTER = Turn(), 2, 2
+TURN = Turn()
+BEFORE = 2
+AFTER = 2
 FIELDS = len(TURN)
 TURNS = 128  # real ones in a table
-NEAR = 16  # key blocks that every row of a query tile sees before the next ones are read: they stay in L2
+# key blocks that every row of a query tile sees before the next ones are read: they stay in L2
+NEAR = 16
 
 
 class Scratch(NamedTuple):
-    """Byte offsets in the stream's scratch. Addresses that are used together differ in their low 12 bits."""
+    """Byte offsets in the stream's scratch.
+
+    Addresses that are used together differ in their low 12 bits.
+    """
 
     sums: int = 0  # two blocks of sums, `other_sums` apart
     other_sums: int = 4096 + 2048
@@ -130,7 +148,8 @@ def _mixed(*lists):
 def _hide(module) -> ir.Function:
     """f(x, lo, hi, first): scores x of keys that a row does not see become those of weight 0.
 
-    A function of its own, that the turns call at edges only: its constants would take registers from them.
+    A function of its own, that the turns call at edges only: its constants would take registers
+    from them.
     """
     kind = ir.FunctionType(VOID, [I8.as_pointer()] * 3 + [I64])
     function = ir.Function(module, kind, module.get_unique_name("amx.hide"))
@@ -145,7 +164,8 @@ def _hide(module) -> ir.Function:
         return splat(b, b.trunc(call(b, "llvm.smax.i64", I64, key, I64(0)), I16), WORDS)
 
     with cgutils.for_range(b, I64(BLOCK)) as loop:
-        start, stop = bound(lo, loop.index), bound(hi, loop.index)
+        start = bound(lo, loop.index)
+        stop = bound(hi, loop.index)
         row = _at(b, x, b.mul(loop.index, I64(64)))
         for v in range(KEY_BLOCK // BLOCK):
             keys = ir.Constant(WORDS, list(range(v * BLOCK, (v + 1) * BLOCK)))
@@ -157,7 +177,10 @@ def _hide(module) -> ir.Function:
 
 
 class Operands(NamedTuple):
-    """The operands of a block of products: left rows `stride` bytes apart, steps of them `step` bytes; right tiles in one piece."""
+    """The operands of a block of products.
+
+    Left rows `stride` bytes apart, steps of them `step` bytes; right tiles in one piece.
+    """
 
     left: ir.Value
     stride: ir.Value
@@ -166,13 +189,17 @@ class Operands(NamedTuple):
 
 
 class Stream:
-    """Emits the pieces of a turn. Vector work comes as lists of functions, each of which emits a row or so."""
+    """Emits the pieces of a turn.
+
+    Vector work comes as lists of functions, each of which emits a row or so.
+    """
 
     def __init__(self, b, scratch, steps: int, values: int) -> None:
         self.b, self.scratch, self.steps, self.values = b, scratch, steps, values
         self.row_bytes = values * BLOCK * 4  # of O
 
-    # ---- tile products -----------------------------------------------------------------------------
+    # ---- tile products
+    # -----------------------------------------------------------------------------
 
     def load_left(self, x: Operands, r: int, k: int) -> None:
         b = self.b
@@ -190,11 +217,14 @@ class Stream:
             self.load_right(x, n, 0)
 
     def block(self, instruction, now, following, steps, out, beside) -> None:
-        """The products of one block, whose first operands are loaded; those of the following one are, at the end.
+        """The products of one block, whose first operands are loaded.
+
+        Those of the following one are, at the end.
 
         out : where the sums of the block before go;  beside : vector work
         """
-        b, done = self.b, 0
+        b = self.b
+        done = 0
         for k in range(steps):
             odd = k % 2
             snake = ((0, 1), (0, 0), (1, 0), (1, 1)) if odd else ((0, 0), (0, 1), (1, 1), (1, 0))
@@ -234,10 +264,14 @@ class Stream:
         place = (m // ROWS * SIDE + v) * TILE + m % ROWS * WIDTH
         return self.b.sitofp(_load(self.b, block, INTS, place, 64), FLOATS)
 
-    # ---- vector work -------------------------------------------------------------------------------
+    # ---- vector work
+    # -------------------------------------------------------------------------------
 
     def score_rows(self, block, ck, cq, x) -> list:
-        """A block of sums to int16 scores x: the product with the scales of key and query, rounded."""
+        """A block of sums to int16 scores x.
+
+        The product with the scales of key and query, rounded.
+        """
         b = self.b
         key_scales = [_load(b, ck, FLOATS, v * 64) for v in range(SIDE)]
 
@@ -266,7 +300,9 @@ class Stream:
         return [functools.partial(row, m) for m in range(BLOCK)]
 
     def softmax_rows(self, first, rows: int, weights) -> list:
-        """Octaves, weights and their sums of `rows` rows from `first` on (an IR value), GROUP rows at a time."""
+        """Octaves, weights and their sums of `rows` rows from `first` on (an IR value), GROUP rows
+        at a time.
+        """
         b = self.b
         x = _at(b, self.scratch, b.add(I64(AT.scores), b.mul(first, I64(64))))
         p = _at(b, weights, b.mul(first, I64(64)))
@@ -294,7 +330,8 @@ class Stream:
 
     def _octaves(self, per_row, g, tops) -> None:
         """ceil of the largest score of GROUP rows, and the same in Q8.8, twice in a word."""
-        b, eight = self.b, vector(I32, GROUP)
+        b = self.b
+        eight = vector(I32, GROUP)
         top = b.sext(AMX_INT8.fold_rows(b, tops, "smax"), eight)
         octave = b.ashr(b.add(top, constant(eight, 255)), constant(eight, 8))
         _store(b, octave, per_row, AT.octaves + 4 * g)
@@ -328,7 +365,8 @@ class Stream:
 
     def left_int16(self):
         """i1: whether int16 does not hold the octave of some row."""
-        b, found = self.b, None
+        b = self.b
+        found = None
         for h in range(SIDE):
             octave = _load(b, self.scratch, INTS, AT.octaves + 64 * h)
             high = b.icmp_signed(">", octave, constant(INTS, HIGHEST))
@@ -337,8 +375,12 @@ class Stream:
         return b.icmp_unsigned("!=", b.bitcast(found, I16), I16(0))
 
     def merge(self, o, m_rows, l_rows) -> None:
-        """Running octaves m and sums l of a tile take in a block's; rows of O whose octave grows shift by the difference."""
-        b, grown = self.b, []
+        """Running octaves m and sums l of a tile take in a block's.
+
+        Rows of O whose octave grows shift by the difference.
+        """
+        b = self.b
+        grown = []
 
         def power(n):
             """2**-n, by its bits."""
@@ -348,9 +390,11 @@ class Stream:
         for h in range(SIDE):
             octave = _load(b, self.scratch, INTS, AT.octaves + 64 * h)
             total = b.sitofp(_load(b, self.scratch, INTS, AT.totals + 64 * h), FLOATS)
-            m, l = _load(b, m_rows, INTS, 64 * h), _load(b, l_rows, FLOATS, 64 * h)
+            m = _load(b, m_rows, INTS, 64 * h)
+            l = _load(b, l_rows, FLOATS, 64 * h)
             new = AMX_INT8.generic(b, "smax", octave, m)
-            shrink, scale = power(b.sub(new, m)), power(b.sub(new, octave))
+            shrink = power(b.sub(new, m))
+            scale = power(b.sub(new, octave))
             _store(b, shrink, self.scratch, AT.partial + 64 * h)  # partial sums are used up
             _store(b, scale, self.scratch, AT.scales + 64 * h)
             _store(b, new, m_rows, 64 * h)
@@ -361,13 +405,16 @@ class Stream:
     def _shrink(self, o, rows) -> None:
         """The rows of O whose bits are set, times their factor."""
         b = self.b
-        entry, loop, done = b.block, b.append_basic_block("shrink"), b.append_basic_block("shrunk")
+        entry = b.block
+        loop = b.append_basic_block("shrink")
+        done = b.append_basic_block("shrunk")
         b.cbranch(b.icmp_unsigned("!=", rows, I32(0)), loop, done)
         b.position_at_end(loop)
         now = b.phi(I32)
         r = b.zext(call(b, "llvm.cttz.i32", I32, now, ir.IntType(1)(1)), I64)
         factor = _load(b, self.scratch, F32, b.add(I64(AT.partial), b.mul(r, I64(4))))
-        factor, row = splat(b, factor, FLOATS), _at(b, o, b.mul(r, I64(self.row_bytes)))
+        factor = splat(b, factor, FLOATS)
+        row = _at(b, o, b.mul(r, I64(self.row_bytes)))
         for place in range(0, self.row_bytes, 64):
             _store(b, b.fmul(_load(b, row, FLOATS, place, 64), factor), row, place, 64)
         rest = b.and_(now, b.sub(now, I32(1)))
@@ -396,7 +443,8 @@ class Pipeline:
         other = b.mul(odd, I64(AT.other_weights))
         self.new_weights = _at(b, scratch, b.add(I64(AT.weights), other))
         self.weights = _at(b, scratch, b.sub(I64(AT.weights + AT.other_weights), other))
-        # groups of weights beside PV 2 and on, in order; the rest is left for the next turn's QK 0, 1
+        # groups of weights beside PV 2 and on, in order; the rest is left for the next turn's QK 0,
+        # 1
         self.early = min(BLOCK // GROUP, values - 2)
         self.late = (BLOCK // GROUP - self.early) // 2 * GROUP
 
@@ -404,12 +452,13 @@ class Pipeline:
         """Row n of the table from `row` on: pointers, but for the last three."""
         b = self.b
         numbers = Turn(*(_load(b, row, I64, 8 * FIELDS * n + place, 8) for place in TURN))
-        return Turn(*(pointer(b, x) for x in numbers[:-3]), *numbers[-3:])
+        return Turn._make([*(pointer(b, x) for x in numbers[:-3]), *numbers[-3:]])
 
     def hide_edges(self) -> None:
         """Where block u is at the edge of what a row sees."""
         with self.b.if_then(self.b.icmp_unsigned("!=", self.now.lo, I64(0)), likely=False):
-            now, x = self.now, _at(self.b, self.scratch, AT.scores)
+            now = self.now
+            x = _at(self.b, self.scratch, AT.scores)
             bounds = (pointer(self.b, keys) for keys in (now.lo, now.hi))
             self.b.call(_hide(self.b.module), [x, *bounds, now.first])
 
@@ -444,7 +493,8 @@ class Pipeline:
 
     def first_scores(self) -> None:
         """QK 0, 1 beside the last weights of block u-1 and the last values of block u-2."""
-        b, s = self.b, self.stream
+        b = self.b
+        s = self.stream
 
         def emit(t):
             other = self.sums_of(b.sub(I64(1), t))
@@ -452,14 +502,16 @@ class Pipeline:
             first = b.add(I64(self.early * GROUP), b.mul(t, I64(self.late)))
             weights = s.softmax_rows(first, self.late, self.weights)
             beside = _mixed(weights, s.value_rows(self.sums_of(t), o))
-            now, following = self.scores_of(self.now, t), self.scores_of(self.now, b.add(t, I64(1)))
+            now = self.scores_of(self.now, t)
+            following = self.scores_of(self.now, b.add(t, I64(1)))
             s.block("tdpbssd", now, following, self.steps, other, beside)
 
         self.pair(emit)
 
     def score_work(self, t, n):
         """Sums of QK n to scores."""
-        b, now = self.b, self.now
+        b = self.b
+        now = self.now
         ck = _at(b, now.ck, b.mul(n, I64(BLOCK * 4)))
         x = _at(b, self.scratch, b.add(I64(AT.scores), b.mul(n, I64(BLOCK * 64))))
         return self.stream.score_rows(self.sums_of(t), ck, now.cq, x)
@@ -471,7 +523,8 @@ class Pipeline:
         def emit(t):
             n = b.add(t, I64(2))
             following = self.choose(t, self.scores_of(self.now, I64(3)), self.values_of(I64(0)))
-            other, beside = self.sums_of(b.sub(I64(1), t)), self.score_work(t, t)
+            other = self.sums_of(b.sub(I64(1), t))
+            beside = self.score_work(t, t)
             self.stream.block(
                 "tdpbssd", self.scores_of(self.now, n), following, self.steps, other, beside
             )
@@ -491,15 +544,19 @@ class Pipeline:
         b = self.b
 
         def emit(t):
-            other, beside = self.sums_of(b.sub(I64(1), t)), self.score_work(t, b.add(t, I64(2)))
+            other = self.sums_of(b.sub(I64(1), t))
+            beside = self.score_work(t, b.add(t, I64(2)))
             following = self.after_values(t, 0)
             self.stream.block("tdpbusd", self.values_of(t), following, 2, other, beside)
 
         self.pair(emit)
 
     def other_values(self, n: int, drained: bool = False) -> None:
-        """PV n, n + 1 beside the values two blocks before and weights of block u, if there is one (not `drained`)."""
-        b, s = self.b, self.stream
+        """PV n, n + 1 beside the values two blocks before and weights of block u, if there is one
+        (not `drained`).
+        """
+        b = self.b
+        s = self.stream
 
         def emit(t):
             o = self.columns(self.last, b.add(t, I64(n - 2)))
@@ -507,7 +564,8 @@ class Pipeline:
             if n - 2 < self.early and not drained:
                 first = b.mul(b.add(t, I64(n - 2)), I64(GROUP))
                 beside = _mixed(s.softmax_rows(first, GROUP, self.new_weights), beside)
-            other, now = self.sums_of(b.sub(I64(1), t)), self.values_of(b.add(t, I64(n)))
+            other = self.sums_of(b.sub(I64(1), t))
+            now = self.values_of(b.add(t, I64(n)))
             s.block("tdpbusd", now, self.after_values(t, n), 2, other, beside)
 
         self.pair(emit)
@@ -520,7 +578,8 @@ class Pipeline:
 
     def drained_values(self) -> None:
         """PV 0, 1 where no scores follow, beside the last values of block u-2."""
-        b, s = self.b, self.stream
+        b = self.b
+        s = self.stream
         s.prime(self.values_of(I64(0)))
 
         def emit(t):
@@ -551,13 +610,17 @@ def _emit(b, table, count, scratch, steps: int, values: int) -> None:
         return Pipeline(b, table, scratch, turn, steps, values)
 
     def merge(p, turn):
-        """The state takes in block u-1, whose softmax is complete now; or the stream ends, if scores left int16."""
+        """The state takes in block u-1, whose softmax is complete now.
+
+        Or the stream ends, if scores left int16.
+        """
         left = b.and_(p.stream.left_int16(), b.icmp_signed(">", turn, I64(0)))  # turn 0 fills
         with b.if_then(left, likely=False):
             b.ret(b.sub(turn, I64(1)))
         p.stream.merge(p.last.o, p.last.m, p.last.l)
 
-    entry, body = b.block, b.append_basic_block("turn")
+    entry = b.block
+    body = b.append_basic_block("turn")
     drain = b.append_basic_block("drain")
     first = pipeline(I64(0))
     first.stream.prime(first.scores_of(first.now, I64(0)))
@@ -611,8 +674,12 @@ def _address(steps: int, values: int):
 
 @functools.cache
 def address_of(d: int, dv: int) -> int:
-    """The address of the stream for head sizes d and dv, compiled where it is not yet; 0 if there is none."""
-    steps, values = -(-d // WIDTH), -(-dv // (2 * BLOCK)) * 2
+    """The address of the stream for head sizes d and dv, compiled where it is not yet.
+
+    0 if there is none.
+    """
+    steps = -(-d // WIDTH)
+    values = -(-dv // (2 * BLOCK)) * 2
     if steps > MOST_STEPS or values > MOST_VALUES:
         return 0
     address = _address(steps, values)
@@ -624,12 +691,17 @@ def address_of(d: int, dv: int) -> int:
     return int(stream())
 
 
-MOST_STEPS, MOST_VALUES = 4, 8  # head sizes up to 256: beyond, a turn is long enough by itself
+# head sizes up to 256: beyond, a turn is long enough by itself
+MOST_STEPS = 4
+MOST_VALUES = 8
 
 
 @intrinsic
 def run(typingctx, address, table, count, scratch):
-    """f(address, table, count, scratch): the stream at `address` over `count` turns; addresses are integers."""
+    """f(address, table, count, scratch): the stream at `address` over `count` turns.
+
+    Addresses are integers.
+    """
 
     def codegen(context, b, sig, args):
         function = b.inttoptr(args[0], FUNCTION.as_pointer())
@@ -644,7 +716,10 @@ def table_shape() -> tuple[int, int]:
 
 
 def scratch_size() -> int:
-    """Bytes of scratch; behind them, m, l and O of the tile that padding turns write to: BLOCK float32 for each column of O."""
+    """Bytes of scratch; behind them, m, l and O of the tile that padding turns write to.
+
+    BLOCK float32 for each column of O.
+    """
     return AT.size + 2 * BLOCK * 4
 
 
@@ -653,7 +728,9 @@ PART, NONE, EDGE, WHOLE = range(4)
 
 @bare
 def seen(tile, i, first):
-    """What the BLOCK rows from i on see of the block of keys `first`: all of it, each row some, or none; or only some rows do.
+    """What the BLOCK rows from i on see of the block of keys `first`.
+
+    All of it, each row some, or none; or only some rows do.
 
     The bounds of the rows are non-decreasing.
     """
@@ -672,7 +749,10 @@ def seen(tile, i, first):
 
 @bare
 def stream_stop(tile, kv, first, stop):
-    """The end of the blocks from key `first` on that the stream can take: of finite keys, seen by all rows of a turn or by none."""
+    """The end of the blocks from key `first` on that the stream can take.
+
+    Of finite keys, seen by all rows of a turn or by none.
+    """
     for c in range(first, stop, KEY_BLOCK):
         if kv.wide[c // KEY_BLOCK] != 0:
             return c
@@ -714,7 +794,10 @@ def fill_turns(table, scratch, tile, kv, state, first, stop):
 
 @bare
 def stream_blocks(stream, table, scratch, tile, kv, state, first, stop):
-    """Key blocks first .. stop into the state (m, l, O) of a tile; False if scores left int16, and the state is void."""
+    """Key blocks first .. stop into the state (m, l, O) of a tile.
+
+    False if scores left int16, and the state is void.
+    """
     most = TURNS // (tile.rows // BLOCK) * KEY_BLOCK
     for c in range(first, stop, most):
         n = fill_turns(table, scratch, tile, kv, state, c, min(stop, c + most))

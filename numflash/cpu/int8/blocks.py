@@ -1,7 +1,9 @@
-"""The two products of the INT8 kernel on a whole block: all rows of a query tile with one key block.
+"""The two products of the INT8 kernel on a whole block.
 
-Register tiles as in the A64FX summary (docs/sources.md), tallest first, smaller ones for the last rows and columns; on AMX,
-matrix tiles.
+All rows of a query tile with one key block.
+
+Register tiles as in the A64FX summary (docs/sources.md), tallest first, smaller ones for the last
+rows and columns; on AMX, matrix tiles.
 """
 
 from __future__ import annotations
@@ -27,15 +29,20 @@ from .microkernels import (
 
 @functools.cache
 def score_block(isa_name: str, changed: bool = False, wide: bool = False):
-    """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first .. first + columns.
+    """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first ..
 
-    Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`, float32 before rounding.
+    First + columns.
+
+    Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`,
+    float32 before rounding.
     """
     if isa_name == "amx_int8":
         return amx.score_block(changed, wide)
     if changed:
         return _changed_score_block(isa_name, wide)
-    group, nv, lanes = VECTOR_ISAS[isa_name].group, VECTOR_ISAS[isa_name].nv, lanes_of(isa_name)
+    group = VECTOR_ISAS[isa_name].group
+    nv = VECTOR_ISAS[isa_name].nv
+    lanes = lanes_of(isa_name)
     tile6, tile4, tile2 = (score_tile(isa_name, m) for m in ROWS)
 
     @inline
@@ -100,13 +107,15 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
 
 
 def _changed_score_block(isa_name: str, wide: bool):
-    """The same with changes: each tile waits in L1 and is changed beside the dot products of the next one; wide, after its own."""
-    group, nv, lanes, room_of = (
-        VECTOR_ISAS[isa_name].group,
-        VECTOR_ISAS[isa_name].nv,
-        lanes_of(isa_name),
-        waiting_room(isa_name),
-    )
+    """The same with changes.
+
+    Each tile waits in L1 and is changed beside the dot products of the next one; wide, after its
+    own.
+    """
+    group = VECTOR_ISAS[isa_name].group
+    nv = VECTOR_ISAS[isa_name].nv
+    lanes = lanes_of(isa_name)
+    room_of = waiting_room(isa_name)
     tile4, tile2 = (waiting_tile(isa_name, m, not wide) for m in WAITING_ROWS)
     change = finish(isa_name, wide)
 
@@ -220,24 +229,34 @@ def _changed_score_block(isa_name: str, wide: bool):
 
 
 def value_rows(isa_name: str, pv: str) -> int:
-    """Rows that `value_block` takes at a time: it also writes the rows up to the next multiple of them.
+    """Rows that `value_block` takes at a time.
 
-    Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold whole multiples.
+    It also writes the rows up to the next multiple of them.
+
+    Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold
+    whole multiples.
     """
     return max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
 
 
 @functools.cache
 def value_block(isa_name: str, pv: str):
-    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first .. first + columns."""
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first ..
+
+    First + columns.
+    """
     if pv == "fp32":
         return _float_value_block(isa_name)
     if isa_name == "amx_int8":
         return amx.value_block()
-    isa, vector_lanes = VECTOR_ISAS[isa_name], lanes_of(isa_name)
-    group, nv, nv_half = isa.group, isa.nv, max(1, isa.nv // 2)
+    isa = VECTOR_ISAS[isa_name]
+    vector_lanes = lanes_of(isa_name)
+    group = isa.group
+    nv = isa.nv
+    nv_half = max(1, isa.nv // 2)
     tile6, tile4, tile2 = (value_tile(isa_name, m, nv) for m in ROWS)
-    half6, one6 = value_tile(isa_name, 6, nv_half), value_tile(isa_name, 6, 1)
+    half6 = value_tile(isa_name, 6, nv_half)
+    one6 = value_tile(isa_name, 6, 1)
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
@@ -334,7 +353,8 @@ def value_block(isa_name: str, pv: str):
 def _float_value_block(isa_name: str):
     """The same in float32; V stands in rows as wide as O."""
     isa = VECTOR_ISAS[isa_name]
-    nv, lanes = isa.nv, isa.lanes
+    nv = isa.nv
+    lanes = isa.lanes
     tile6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[lanes], n) for n in (nv, 1))
 
     @inline

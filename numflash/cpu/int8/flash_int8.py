@@ -1,8 +1,10 @@
-"""The fused INT8 attention: integer Q.K^T, fixed-point online softmax and integer P.V, one query tile at a time.
+"""The fused INT8 attention.
+
+Integer Q.K^T, fixed-point online softmax and integer P.V, one query tile at a time.
 
 The plan is that of the A64FX summary (docs/sources.md), with the integer pipeline of
-`reference.integer_model`, whose bits it produces. One source for every instruction set: the register tiles come from
-`microkernels`. Per query tile of `block_q` rows:
+`reference.integer_model`, whose bits it produces. One source for every instruction set: the
+register tiles come from `microkernels`. Per query tile of `block_q` rows:
 
     for every key block that a row can see:
         scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8            (narrow_scores)
@@ -11,11 +13,12 @@ The plan is that of the A64FX summary (docs/sources.md), with the integer pipeli
         values   O += P.V in int32 registers, added to float32 O                     (add_values)
     out = O / l * v_scale                                                            (store_rows)
 
-Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and dense masks change the scores
-before they are stored as int16 (`score_changes`), from which a row of ALiBi takes off the whole octaves that it is sure to lie
-below. Where int16 does not hold a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
-to the row's own octave; the bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
-runs the same steps of many blocks side by side.
+Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and
+dense masks change the scores before they are stored as int16 (`score_changes`), from which a row of
+ALiBi takes off the whole octaves that it is sure to lie below. Where int16 does not hold a row
+(beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative to the
+row's own octave; the bits are the same where both apply. On AMX, blocks without options go through
+`amx_stream`, which runs the same steps of many blocks side by side.
 """
 
 from __future__ import annotations
@@ -59,10 +62,13 @@ from .rows import (
 from .score_changes import Changes, changes_from
 from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 HIDDEN_WIDE = F(-np.inf)  # float32 score of a key that is not seen
-# Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would have a weight.
-LOWEST, HIGHEST = -110, 127
+# Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would
+# have a weight.
+LOWEST = -110
+HIGHEST = 127
 ALL_HIDDEN = I(int(fx.MASKED) >> 8)  # octave of hidden scores
 EDGE_ROWS = 12  # rows of P.V that stop at the same key where a block is cut off
 
@@ -77,7 +83,8 @@ class Scratch(NamedTuple):
     o: np.ndarray  # (block_q, columns) float32
     sums: np.ndarray  # (block_q * lanes,) int32 partial sums of the weights
     octave_q8: np.ndarray  # (block_q,) int16
-    floats: np.ndarray  # (5, block_q) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
+    # (5, block_q) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
+    floats: np.ndarray
     ints: np.ndarray  # (5, block_q) int32: m, octave, total, base, own
     flags: np.ndarray  # (2, block_q) uint8: live, spoiled
     bounds: np.ndarray  # (2, block_q) int64: lo, hi
@@ -98,7 +105,9 @@ class Operands(NamedTuple):
 
 @functools.cache
 def make_attend(isa_name: str, pv: str):
-    """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
+    """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16
+    and V in float32 ("fp32").
+    """
     isa = VECTOR_ISAS[isa_name]
     block_q = tiling(isa_name).block_q
     block_q -= block_q % math.lcm(value_rows(isa_name, pv), isa.rows[-1])  # whole units of rows
@@ -106,10 +115,14 @@ def make_attend(isa_name: str, pv: str):
     changed_scores = score_block(isa_name, True)
     float_scores = score_block(isa_name, True, True)
     values = value_block(isa_name, pv)
-    octaves, weigh = octave_rows(isa_name), weigh_rows(isa_name, pv)
+    octaves = octave_rows(isa_name)
+    weigh = weigh_rows(isa_name, pv)
     begin, end = tile_state(isa_name)
-    vector_lanes, float_lanes = lanes_of(isa_name), isa.lanes
-    q_offset, step, columns_unit = isa.q_offset, isa.step, isa.unit
+    vector_lanes = lanes_of(isa_name)
+    float_lanes = isa.lanes
+    q_offset = isa.q_offset
+    step = isa.step
+    columns_unit = isa.unit
     operand = np.uint8 if isa.group == 4 else np.int16
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     unit = F(1 if pv == "int8" else 1 / ONE_Q16)  # of a weight, in the sum l
@@ -147,7 +160,10 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def drop_hidden(semantics, dense, b, h, row, block, octave, live):
-        """Rows with the lowest octave from which mask or bias hide the whole block become unseen; whether there are any."""
+        """Rows with the lowest octave from which mask or bias hide the whole block become unseen.
+
+        Whether there are any.
+        """
         found = False
         for i in range(live.size):
             if live[i] and octave[i] == ALL_HIDDEN:
@@ -166,7 +182,9 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def narrow_scores(tile, kv, block, x, changed, changes):
-        """Scores of a block as int16, at its edges half a block at a time and only of rows that see some of it."""
+        """Scores of a block as int16, at its edges half a block at a time and only of rows that see
+        some of it.
+        """
         stride = tile.q.shape[1]
         part = block.columns if block.inside else HALF
         for a in range(0, block.columns, part):
@@ -188,7 +206,10 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def wide_scores(tile, kv, block, wide, changes, x, state):
-        """The same by way of float32, as int16 relative to each row's own octave; whether int16 would not have held them."""
+        """The same by way of float32, as int16 relative to each row's own octave.
+
+        Whether int16 would not have held them.
+        """
         real, columns = tile.real, block.columns
         float_scores(
             tile.q,
@@ -214,7 +235,10 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def narrow_wide(wide, tile, block, x, state):
-        """Float32 scores to int16 relative to each row's octave `own`; rows without a number are spoiled and unseen."""
+        """Float32 scores to int16 relative to each row's octave `own`.
+
+        Rows without a number are spoiled and unseen.
+        """
         whole = block.columns // float_lanes
         for i in range(tile.real):
             if tile.live[i]:
@@ -235,7 +259,9 @@ def make_attend(isa_name: str, pv: str):
 
     @bare
     def add_values(p, kv, tile, block, inside, state):
-        """O += P.V of a block, at its edges a few rows at a time and only up to the last key that they see: beyond it P is 0."""
+        """O += P.V of a block, at its edges a few rows at a time and only up to the last key that
+        they see: beyond it P is 0.
+        """
         part = tile.rows if inside else edge_rows
         for i in range(0, tile.rows, part):
             stop, seen = min(i + part, tile.rows), block.columns
@@ -322,20 +348,16 @@ def make_attend(isa_name: str, pv: str):
         has_slopes = semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
         changed = semantics.softcap > F(0) or has_dense or has_slopes
         x, p, wide = scratch.x, scratch.p, scratch.wide
-        q_scale, l, scale, shift, numbers = (
-            scratch.floats[0],
-            scratch.floats[1],
-            scratch.floats[2],
-            scratch.floats[3],
-            scratch.floats[4],
-        )
-        m, octave, total, base, own = (
-            scratch.ints[0],
-            scratch.ints[1],
-            scratch.ints[2],
-            scratch.ints[3],
-            scratch.ints[4],
-        )
+        q_scale = scratch.floats[0]
+        l = scratch.floats[1]
+        scale = scratch.floats[2]
+        shift = scratch.floats[3]
+        numbers = scratch.floats[4]
+        m = scratch.ints[0]
+        octave = scratch.ints[1]
+        total = scratch.ints[2]
+        base = scratch.ints[3]
+        own = scratch.ints[4]
         live, spoiled = scratch.flags[0], scratch.flags[1]
         lo, hi = scratch.bounds[0], scratch.bounds[1]
         scale_bits = reinterpret(scale, np.int32)
@@ -348,7 +370,8 @@ def make_attend(isa_name: str, pv: str):
             scratch.mask_end,
             wide.reshape(wide.size),
         )
-        # vectors may read beyond the last keys of bias and mask: `copy_end` puts these where a whole block fits
+        # vectors may read beyond the last keys of bias and mask: `copy_end` puts these where a
+        # whole block fits
         end_at = -(s // KEY_BLOCK * KEY_BLOCK)
         while True:
             task = next_task(counter)
@@ -477,9 +500,9 @@ def make_attend(isa_name: str, pv: str):
     ):
         """All query tiles of all heads.
 
-        q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...); v_scale (Nkv, Dv) float32;
-        heads = (H, Hkv, workers, address of the AMX stream or 0); s keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L)
-        float32; m_out (N, L) int32.
+        q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...);
+        v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers, address of the AMX stream or 0); s
+        keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
         """
         over_tasks(
             work,

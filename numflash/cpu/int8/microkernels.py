@@ -1,17 +1,21 @@
-"""Register tiles of the integer pipeline: `mr` rows x `nv` vectors of int32 sums held in registers, written once for all ISAs.
+"""Register tiles of the integer pipeline.
+
+`mr` rows x `nv` vectors of int32 sums held in registers, written once for all ISAs.
 
 Contract (A rows, B packed in panels, `groups` steps of `isa.group` products each):
 
-* `score_tile`: x[mr, nv * lanes] = saturate_int16(round(float32(bias[j] + A.B) * ck[j] * cq[i])), Q8.8.
-* `waiting_tile`, `finish`: the same in two parts, with softcap, ALiBi, bias and mask between, or as float32 for scores that need
-  more range.
-* `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the multiply-add rounds once anyway;
-  total[i] is the sum of A's row, for instruction sets that add an offset to B.
+* `score_tile`: x[mr, nv * lanes] = saturate_int16(round(float32(bias[j] + A.B) * ck[j] * cq[i])),
+  Q8.8.
+* `waiting_tile`, `finish`: the same in two parts, with softcap, ALiBi, bias and mask between, or as
+  float32 for scores that need more range.
+* `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the
+  multiply-add rounds once anyway; total[i] is the sum of A's row, for instruction sets that add an
+  offset to B.
 
-Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX summary (docs/sources.md); the smaller ones serve the last rows of a
-block. Those of `waiting_tile` have 4 rows at most, so that what runs beside them finds registers. One LLVM phi per
-accumulator keeps the sums in registers, and the initial value is an operand (docs/pitfalls.md, "Accumulators in arrays stay
-in memory").
+Tiles of 6 x 4, 4 x 4 and 2 x 4 vectors as in the A64FX summary (docs/sources.md); the smaller ones
+serve the last rows of a block. Those of `waiting_tile` have 4 rows at most, so that what runs
+beside them finds registers. One LLVM phi per accumulator keeps the sums in registers, and the
+initial value is an operand (docs/pitfalls.md, "Accumulators in arrays stay in memory").
 """
 
 from __future__ import annotations
@@ -29,14 +33,16 @@ from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I8, I16, I32, I64, Isa, constant, data, load, store, vector
 from . import score_changes
 
-ROWS, WAITING_ROWS = (6, 4, 2), (4, 2)
+ROWS = (6, 4, 2)
+WAITING_ROWS = (4, 2)
 
 
 def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
     """Scaled float32 scores of one tile, as mr lists of nv vectors in packed key order."""
     pq, pk, pbias, pck, pcq = (data(context, b, sig.args[i], a[i]) for i in (0, 3, 6, 7, 9))
     col = [b.add(a[8], isa.elements(b, v)) for v in range(nv)]
-    i32s, f32s = isa.vector(I32), isa.vector(F32)
+    i32s = isa.vector(I32)
+    f32s = isa.vector(F32)
     start = [load(b, pbias, col[v], i32s, 4) for v in range(nv)]
     key_scale = [load(b, pck, col[v], f32s, 4) for v in range(nv)]
     rows = dot_loop(
@@ -56,7 +62,9 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
 
 @functools.cache
 def score_tile(name: str, mr: int):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, x, x_off, x_stride) for one ISA and row count."""
+    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, x, x_off, x_stride)
+    for one ISA and row count.
+    """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
@@ -105,7 +113,10 @@ def _waiting(b, isa, room, turn):
 
 
 def _change(context, b, isa, types_, args, tile, wide):
-    """emit(n): changes row n of a tile that waits, and stores it. args: x, x_off, x_stride, changes, ..., i, j as in `finish`."""
+    """emit(n): changes row n of a tile that waits, and stores it. args.
+
+    X, x_off, x_stride, changes, ..., i, j as in `finish`.
+    """
     px = data(context, b, types_[0], args[0])
     change = score_changes.changer(context, b, isa, types_[3], args[3], wide)
 
@@ -122,16 +133,20 @@ def _change(context, b, isa, types_, args, tile, wide):
 
 @functools.cache
 def waiting_tile(name: str, mr: int, woven: bool):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn): float32 scores that wait for `finish`.
+    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn).
 
-    `woven`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows of the tile of the turn before
-    beside the dot products, which use two of Zen 4's four vector pipes. rows <= (groups - 1) // BESIDE.
+    Float32 scores that wait for `finish`.
+
+    `woven`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows
+    of the tile of the turn before beside the dot products, which use two of Zen 4's four vector
+    pipes. rows <= (groups - 1) // BESIDE.
     """
     isa = VECTOR_ISAS[name]
 
     def codegen(context, b, sig, a):
         target.guard(name, context.codegen())
-        tile, beside = _waiting(b, isa, a[11], a[12]), None
+        tile = _waiting(b, isa, a[11], a[12])
+        beside = None
         if woven:
             before = _waiting(b, isa, a[11], b.add(a[12], I64(1)))
             beside = a[17], _change(context, b, isa, sig.args[13:], a[13:], before, False)
@@ -198,10 +213,12 @@ def waiting_tile(name: str, mr: int, woven: bool):
 
 @functools.cache
 def finish(name: str, wide: bool):
-    """Intrinsic f(room, turn, x, x_off, x_stride, changes, done, rows, i, j): a waiting tile of rows i + done to i + rows and keys
-    from j on, as x.
+    """Intrinsic f(room, turn, x, x_off, x_stride, changes, done, rows, i, j).
 
-    changes : `score_changes.Changes`, for softcap, ALiBi, bias and mask; x becomes int16, or stays float32 where `wide`
+    a waiting tile of rows i + done to i + rows and keys from j on, as x.
+
+    changes : `score_changes.Changes`, for softcap, ALiBi, bias and mask; x becomes int16, or stays
+        float32 where `wide`
     """
     isa = VECTOR_ISAS[name]
 
@@ -223,7 +240,9 @@ def finish(name: str, wide: bool):
 
 @functools.cache
 def value_tile(name: str, mr: int, nv: int):
-    """Intrinsic f(p, p_off, p_stride, v, v_off, groups, scale, total, i, o, o_off, o_stride) for one ISA, row count and width."""
+    """Intrinsic f(p, p_off, p_stride, v, v_off, groups, scale, total, i, o, o_off, o_stride) for
+    one ISA, row count and width.
+    """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
@@ -233,7 +252,8 @@ def value_tile(name: str, mr: int, nv: int):
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
             pp, pv, ps, pt, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6, 7, 9))
-            i32s, f32s = isa.vector(I32), isa.vector(F32)
+            i32s = isa.vector(I32)
+            f32s = isa.vector(F32)
             start = []  # takes the offset of V back out
             for m in range(mr):
                 if isa.v_offset:
@@ -257,16 +277,21 @@ def value_tile(name: str, mr: int, nv: int):
 
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
-    """body(offsets, state) -> state over all int16 vectors of `keys` scores: all at once, or two a turn where their number is
-    known only when the code runs.
+    """body(offsets, state) -> state over all int16 vectors of `keys` scores.
+
+    All at once, or two a turn where their number is known only when the code runs.
     """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
-    entry, loop, done = b.block, b.append_basic_block("keys"), b.append_basic_block("keys.end")
+    entry = b.block
+    loop = b.append_basic_block("keys")
+    done = b.append_basic_block("keys.end")
     b.branch(loop)
     b.position_at_end(loop)
-    j, now = b.phi(I64), [b.phi(x.type) for x in state]
-    new, following = body([j, b.add(j, isa.elements(b, 2))], now), b.add(j, isa.elements(b, 4))
+    j = b.phi(I64)
+    now = [b.phi(x.type) for x in state]
+    new = body([j, b.add(j, isa.elements(b, 2))], now)
+    following = b.add(j, isa.elements(b, 4))
     for phi, first, back in zip([j, *now], [I64(0), *state], [following, *new], strict=True):
         phi.add_incoming(first, entry)
         phi.add_incoming(back, loop)
@@ -277,9 +302,12 @@ def over_keys(b, isa: Isa, keys: int, state: list, body):
 
 @functools.cache
 def block_octaves(name: str, keys: int):
-    """Intrinsic f(x, x_off, x_stride, octave, octave_q8, i): octaves of 8 rows of `keys` int16 Q8.8 scores each.
+    """Intrinsic f(x, x_off, x_stride, octave, octave_q8, i).
 
-    octave[i:i + 8] = ceil(max x) int32, and the same as int16 Q8.8 in octave_q8 (wrapped where it leaves the range).
+    Octaves of 8 rows of `keys` int16 Q8.8 scores each.
+
+    octave[i:i + 8] = ceil(max x) int32, and the same as int16 Q8.8 in octave_q8 (wrapped where it
+    leaves the range).
     """
     isa = VECTOR_ISAS[name]
 
@@ -290,7 +318,8 @@ def block_octaves(name: str, keys: int):
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
             px, po, pq = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 4))
-            i16s, rows = isa.vector(I16, 2), [b.add(a[1], b.mul(a[2], I64(r))) for r in range(8)]
+            i16s = isa.vector(I16, 2)
+            rows = [b.add(a[1], b.mul(a[2], I64(r))) for r in range(8)]
 
             def larger(offsets, tops):
                 return [
@@ -303,7 +332,8 @@ def block_octaves(name: str, keys: int):
                 ]
 
             tops = over_keys(b, isa, keys, [isa.fill(b, i16s, -32768)] * 8, larger)
-            i32s, n = vector(I32, 8), a[5]
+            i32s = vector(I32, 8)
+            n = a[5]
             whole = b.ashr(
                 b.add(b.sext(isa.fold_rows(b, tops, "smax"), i32s), constant(i32s, 255)),
                 constant(i32s, 8),
@@ -319,16 +349,20 @@ def block_octaves(name: str, keys: int):
 
 @functools.cache
 def row_weights(name: str, keys: int):
-    """Intrinsic f(x, x_off, octave_q8, i, p, p_off, sums, s_off): the softmax weights of one row of one key block.
+    """Intrinsic f(x, x_off, octave_q8, i, p, p_off, sums, s_off).
 
-    x int16 Q8.8, `keys` scores; p = round(255 * 2**(x - octave)) in the type of the first dot operand, with the bits of
-    `fixedpoint.exp2_p8`; sums[s_off: s_off + lanes] int32 add up to the sum of p.
+    The softmax weights of one row of one key block.
 
-    Short because a 16-bit variable shift by 16 or more is 0 (no clamp), one byte shuffle takes the high bytes of two vectors,
-    and the dot instruction with ones adds up the weights.
+    x int16 Q8.8, `keys` scores; p = round(255 * 2**(x - octave)) in the type of the first dot
+    operand, with the bits of `fixedpoint.exp2_p8`; sums[s_off: s_off + lanes] int32 add up to the
+    sum of p.
+
+    Short because a 16-bit variable shift by 16 or more is 0 (no clamp), one byte shuffle takes the
+    high bytes of two vectors, and the dot instruction with ones adds up the weights.
     """
     isa = VECTOR_ISAS[name]
-    i16s, i32s = isa.vector(I16, 2), isa.vector(I32)
+    i16s = isa.vector(I16, 2)
+    i32s = isa.vector(I32)
 
     @intrinsic
     def weights(typingctx, x, x_off, octave_q8, i, p, p_off, sums, s_off):
@@ -373,12 +407,17 @@ def row_weights(name: str, keys: int):
 
 @functools.cache
 def row_weights_q16(name: str, keys: int):
-    """Intrinsic f(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off): as `row_weights`, in Q16.16 and float32.
+    """Intrinsic f(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off).
 
-    p = float32(exp2_quadratic(octave - x)) * 2**-16 * scale[i], scale a power of two; sums add up to the Q16.16 weights.
+    As `row_weights`, in Q16.16 and float32.
+
+    p = float32(exp2_quadratic(octave - x)) * 2**-16 * scale[i], scale a power of two; sums add up
+    to the Q16.16 weights.
     """
     isa = VECTOR_ISAS[name]
-    i16s, i32s, f32s = isa.vector(I16), isa.vector(I32), isa.vector(F32)
+    i16s = isa.vector(I16)
+    i32s = isa.vector(I32)
+    f32s = isa.vector(F32)
 
     @intrinsic
     def weights(typingctx, x, x_off, octave_q8, i, scale, p, p_off, sums, s_off):
@@ -420,7 +459,10 @@ def row_weights_q16(name: str, keys: int):
 
 @functools.cache
 def block_totals(name: str):
-    """Intrinsic f(sums, total, i): total[i:i + 8] int32 = the sums of 8 rows of `lanes` int32 each, from row i of `sums` on."""
+    """Intrinsic f(sums, total, i).
+
+    total[i:i + 8] int32 = the sums of 8 rows of `lanes` int32 each, from row i of `sums` on.
+    """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
@@ -429,8 +471,10 @@ def block_totals(name: str):
 
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
-            ps, pt = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[1], a[1])
-            lanes, i32s = isa.elements(b, 1), isa.vector(I32)
+            ps = data(context, b, sig.args[0], a[0])
+            pt = data(context, b, sig.args[1], a[1])
+            lanes = isa.elements(b, 1)
+            i32s = isa.vector(I32)
             rows = [load(b, ps, b.mul(b.add(a[2], I64(r)), lanes), i32s, 4) for r in range(8)]
             store(b, isa.fold_rows(b, rows, "add"), pt, a[2], 4)
             return context.get_dummy_value()

@@ -1,15 +1,18 @@
 """Packed operands: K and V laid out so that a register tile reads them in one straight line.
 
-K, per head: [panel][channel group][key in panel][channels of the group], `panel` keys side by side. The keys of a panel stand in
-`Isa.key_order`, so that narrowing two int32 vectors to int16 brings the scores out in natural order without a shuffle.
-V, per head: [key block][column chunk][key group][column][keys of the group]; chunks of nv * lanes columns, then narrower ones.
+K, per head: [panel][channel group][key in panel][channels of the group], `panel` keys side by side.
+The keys of a panel stand in `Isa.key_order`, so that narrowing two int32 vectors to int16 brings
+the scores out in natural order without a shuffle. V, per head: [key block][column chunk][key
+group][column][keys of the group]; chunks of nv * lanes columns, then narrower ones.
 
-For matrix tiles (`Isa.tiled`) the innermost unit is a tile of 1 KB, 16 groups x 16 columns x 4: a right operand that lies in one
-piece. 32 columns stand together, as two tiles for each step of 64 channels or keys. K: [32 keys][step][2][16 groups][16 keys][4],
-V: [key block][32 columns][step][2][16 groups][16 columns][4]. The keys of a group of V are `Isa.value_order` apart, so that weights
-are packed without a shuffle.
+For matrix tiles (`Isa.tiled`) the innermost unit is a tile of 1 KB, 16 groups x 16 columns x 4: a
+right operand that lies in one piece. 32 columns stand together, as two tiles for each step of 64
+channels or keys. K: [32 keys][step][2][16 groups][16 keys][4], V: [key block][32
+columns][step][2][16 groups][16 columns][4]. The keys of a group of V are `Isa.value_order` apart,
+so that weights are packed without a shuffle.
 
-Here K and V are int8 already. `quantize` packs them from floats, with the same two functions: `panel_packer` and `block_weaver`.
+Here K and V are int8 already. `quantize` packs them from floats, with the same two functions:
+`panel_packer` and `block_weaver`.
 """
 
 from __future__ import annotations
@@ -27,15 +30,19 @@ from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.transpose import first_values, transpose, weave
 
 SQUARE = 8  # words transposed at a time; every panel is a multiple of it
-TILE, SIDE = 16, 32  # columns, and groups, of a matrix tile; columns of two of them
+# columns, and groups, of a matrix tile; columns of two of them
+TILE = 16
+SIDE = 32
 TASK_KEYS = 4 * KEY_BLOCK  # keys that one task packs
 
 
 class PackedKeys(NamedTuple):
     """K of all KV heads, N of them, `padded` keys each (a multiple of the key block).
 
-    data : (N, padded * channels) int8 or int16;  start : (N, padded) int32 first value of each key's sums
-    scale : (N, padded) float32, NaN for a key that was not finite;  wide : (N, blocks) uint8, 1 where a block holds such a key
+    data : (N, padded * channels) int8 or int16;  start : (N, padded) int32 first value of each
+        key's sums
+    scale : (N, padded) float32, NaN for a key that was not finite;  wide : (N, blocks) uint8, 1
+        where a block holds such a key
     """
 
     data: np.ndarray
@@ -46,15 +53,22 @@ class PackedKeys(NamedTuple):
 
 @functools.cache
 def panel_packer(name: str, lanes: int):
-    """f(words, base, groups, data, start, n, first): panel `first` of head n, from rows of `groups` words.
+    """f(words, base, groups, data, start, n, first).
 
-    words : int32; the row of the panel's first key begins at word `base`;  data, start : as in `PackedKeys`
+    Panel `first` of head n, from rows of `groups` words.
+
+    words : int32; the row of the panel's first key begins at word `base`;  data, start : as in
+        `PackedKeys`
     """
     isa = VECTOR_ISAS[name]
-    panel, order = isa.nv * lanes, isa.key_order(lanes)
+    panel = isa.nv * lanes
+    order = isa.key_order(lanes)
     beside = tuple(order[:SQUARE].tolist())  # the keys of every square, from its first one on
-    square, offset, tiled = transpose(SQUARE, beside), isa.q_offset, isa.tiled
-    start_of, spacing = offset and first_values(name), TILE if tiled else panel
+    square = transpose(SQUARE, beside)
+    offset = isa.q_offset
+    tiled = isa.tiled
+    start_of = offset and first_values(name)
+    spacing = TILE if tiled else panel
 
     @bare
     def place(c, g, groups):
@@ -88,9 +102,13 @@ def panel_packer(name: str, lanes: int):
 
 @functools.cache
 def block_weaver(name: str, lanes: int):
-    """f(v, base, stride, columns, data, n, block): one key block of head n, from int8 rows `stride` apart, the first at `base`."""
+    """f(v, base, stride, columns, data, n, block).
+
+    One key block of head n, from int8 rows `stride` apart, the first at `base`.
+    """
     isa = VECTOR_ISAS[name]
-    group, tiled = isa.group, isa.tiled
+    group = isa.group
+    tiled = isa.tiled
     chunk = SIDE if tiled else isa.nv * lanes
     woven = weave(lanes, group, isa.v_offset, isa.value_order)
 
@@ -131,7 +149,9 @@ def block_weaver(name: str, lanes: int):
 @functools.cache
 def _pack_keys(name: str, lanes: int):
     isa = VECTOR_ISAS[name]
-    panel, group, order = isa.nv * lanes, isa.group, isa.key_order(lanes)
+    panel = isa.nv * lanes
+    group = isa.group
+    order = isa.key_order(lanes)
     operand = np.int8 if group == 4 else np.int16
     pack_panel = panel_packer(name, lanes)
 
@@ -174,10 +194,8 @@ def _pack_keys(name: str, lanes: int):
     @kernel
     def pack_keys(k, words, scale, keys):
         all_keys = keys.start.shape[1]
-        groups, tasks = (
-            keys.data.shape[1] // all_keys // group,
-            (all_keys + TASK_KEYS - 1) // TASK_KEYS,
-        )
+        groups = keys.data.shape[1] // all_keys // group
+        tasks = (all_keys + TASK_KEYS - 1) // TASK_KEYS
         over_tasks(task, k.shape[0] * tasks, (k, words, scale, groups, tasks, keys))
 
     return pack_keys
@@ -226,7 +244,8 @@ def _pack_values(name: str, lanes: int):
 def empty_keys(isa_name: str, n: int, s: int, d: int, lanes: int) -> PackedKeys:
     """Room for s keys of d channels of n heads."""
     isa = VECTOR_ISAS[isa_name]
-    keys, channels = padded(s, KEY_BLOCK), padded(d, isa.step)
+    keys = padded(s, KEY_BLOCK)
+    channels = padded(d, isa.step)
     return PackedKeys(
         empty((n, keys * channels), np.int8 if isa.group == 4 else np.int16),
         empty((n, keys), np.int32),
@@ -245,8 +264,12 @@ def empty_values(isa_name: str, n: int, s: int, dv: int, lanes: int) -> np.ndarr
 def pack_keys(
     isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None
 ) -> PackedKeys:
-    """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None: of this machine)."""
-    isa, lanes = VECTOR_ISAS[isa_name], lanes or running_lanes(isa_name)
+    """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None.
+
+    Of this machine).
+    """
+    isa = VECTOR_ISAS[isa_name]
+    lanes = lanes or running_lanes(isa_name)
     n, s, d = k.shape
     packed = empty_keys(isa_name, n, s, d, lanes)
     whole = isa.group == 4 and d % isa.step == 0
@@ -256,7 +279,10 @@ def pack_keys(
 
 
 def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.ndarray:
-    """Pack v (N, S, Dv) int8, plus the offset of the instruction set: (N, padded keys * columns)."""
+    """Pack v (N, S, Dv) int8, plus the offset of the instruction set.
+
+    (N, padded keys * columns).
+    """
     lanes = lanes or running_lanes(isa_name)
     n, s, dv = v.shape
     data = empty_values(isa_name, n, s, dv, lanes)
@@ -265,12 +291,13 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
 
 
 def float_rows(isa_name: str, v: np.ndarray, bad: np.ndarray) -> np.ndarray:
-    """v (N, S, Dv) float32 as (N, padded keys * columns), rows of whole vectors; padding and `bad` (N, S) rows are zeros."""
+    """v (N, S, Dv) float32 as (N, padded keys * columns), rows of whole vectors.
+
+    Padding and `bad` (N, S) rows are zeros.
+    """
     n, s, dv = v.shape
-    keys, columns = (
-        padded(s, KEY_BLOCK),
-        padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name)),
-    )
+    keys = padded(s, KEY_BLOCK)
+    columns = padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name))
     if (keys, columns) == (s, dv) and not bad.any() and v.ctypes.data % LINE == 0:
         return v.reshape(n, -1)
     out = empty((n, keys, columns), np.float32)

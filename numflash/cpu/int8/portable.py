@@ -1,13 +1,18 @@
-"""The INT8 attention in plain loops: no intrinsics, every CPU that LLVM knows. Read this kernel first.
+"""The INT8 attention in plain loops: no intrinsics, every CPU that LLVM knows.
 
-It is the fused algorithm of `flash_int8` without its register tiles, and produces the same bits. Both products are dot products of
-two contiguous rows, the one form that LLVM turns into the machine's integer dot instructions by itself (SDOT and UDOT on AArch64,
-vpmaddwd on x86): Q.K^T along the channels, P.V along the keys of a block, for which V is stored transposed. On AArch64 a 4 x 4
-block of such products shares its operands in registers. On x86 LLVM multiplies pairs only where no operand is shared, and unrolls
-where it knows the length: there the products are taken one by one, of lengths that are constants.
+Read this kernel first.
 
-P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed dot product, and LLVM makes no
-UDOT of a block of unsigned products on Neoverse); 128 times the sum of V over the block is put back, exactly.
+It is the fused algorithm of `flash_int8` without its register tiles, and produces the same bits.
+Both products are dot products of two contiguous rows, the one form that LLVM turns into the
+machine's integer dot instructions by itself (SDOT and UDOT on AArch64, vpmaddwd on x86): Q.K^T
+along the channels, P.V along the keys of a block, for which V is stored transposed. On AArch64 a 4
+x 4 block of such products shares its operands in registers. On x86 LLVM multiplies pairs only where
+no operand is shared, and unrolls where it knows the length: there the products are taken one by
+one, of lengths that are constants.
+
+P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed
+dot product, and LLVM makes no UDOT of a block of unsigned products on Neoverse); 128 times the sum
+of V over the block is put back, exactly.
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ from ..isa.isas import padded, shares_operands
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 
-F, I, U16 = np.float32, np.int32, np.uint16
+F = np.float32
+I = np.int32
+U16 = np.uint16
 BLOCK_Q = tiling("portable").block_q
 MR = NR = 4  # register block: 16 sums
 P_OFFSET = 128
-exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
+exp2_p8 = inline(fx.exp2_p8)
+exp2_q16 = inline(fx.exp2_quadratic)
 
 
 @inline
@@ -46,30 +54,22 @@ def dot_block(a, b, out):
     s00 = s01 = s02 = s03 = s10 = s11 = s12 = s13 = I(0)
     s20 = s21 = s22 = s23 = s30 = s31 = s32 = s33 = I(0)
     for d in range(a0.size):
-        s00, s01, s02, s03 = (
-            mac(s00, a0[d], b0[d]),
-            mac(s01, a0[d], b1[d]),
-            mac(s02, a0[d], b2[d]),
-            mac(s03, a0[d], b3[d]),
-        )
-        s10, s11, s12, s13 = (
-            mac(s10, a1[d], b0[d]),
-            mac(s11, a1[d], b1[d]),
-            mac(s12, a1[d], b2[d]),
-            mac(s13, a1[d], b3[d]),
-        )
-        s20, s21, s22, s23 = (
-            mac(s20, a2[d], b0[d]),
-            mac(s21, a2[d], b1[d]),
-            mac(s22, a2[d], b2[d]),
-            mac(s23, a2[d], b3[d]),
-        )
-        s30, s31, s32, s33 = (
-            mac(s30, a3[d], b0[d]),
-            mac(s31, a3[d], b1[d]),
-            mac(s32, a3[d], b2[d]),
-            mac(s33, a3[d], b3[d]),
-        )
+        s00 = mac(s00, a0[d], b0[d])
+        s01 = mac(s01, a0[d], b1[d])
+        s02 = mac(s02, a0[d], b2[d])
+        s03 = mac(s03, a0[d], b3[d])
+        s10 = mac(s10, a1[d], b0[d])
+        s11 = mac(s11, a1[d], b1[d])
+        s12 = mac(s12, a1[d], b2[d])
+        s13 = mac(s13, a1[d], b3[d])
+        s20 = mac(s20, a2[d], b0[d])
+        s21 = mac(s21, a2[d], b1[d])
+        s22 = mac(s22, a2[d], b2[d])
+        s23 = mac(s23, a2[d], b3[d])
+        s30 = mac(s30, a3[d], b0[d])
+        s31 = mac(s31, a3[d], b1[d])
+        s32 = mac(s32, a3[d], b2[d])
+        s33 = mac(s33, a3[d], b3[d])
     out[0, 0], out[0, 1], out[0, 2], out[0, 3] = s00, s01, s02, s03
     out[1, 0], out[1, 1], out[1, 2], out[1, 3] = s10, s11, s12, s13
     out[2, 0], out[2, 1], out[2, 2], out[2, 3] = s20, s21, s22, s23
@@ -77,7 +77,10 @@ def dot_block(a, b, out):
 
 
 def dot_rows(length: int):
-    """f(a, b, out): out[i, j] = a[i] . b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length."""
+    """f(a, b, out): out[i, j] = a[i] .
+
+    b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length.
+    """
 
     @inline
     def dots(a, b, out):
@@ -92,7 +95,9 @@ def dot_rows(length: int):
     return dots
 
 
-dots_any, dots_64, dots_128 = dot_rows(0), dot_rows(64), dot_rows(128)
+dots_any = dot_rows(0)
+dots_64 = dot_rows(64)
+dots_128 = dot_rows(128)
 
 
 @inline
@@ -112,7 +117,10 @@ def product(a, b, out):
 
 @inline
 def score_block(q, k, ck, cq, x):
-    """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i]: q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units."""
+    """x[i, j] = (float32(q[i] . k[j]) * ck[j]) * cq[i].
+
+    q (rows, D), k (keys, D) int8, x (rows, keys) float32 in Q8.8 units.
+    """
     s = uncleared(x.shape, np.int32, "portable products")
     product(q, k, s)
     for i in range(q.shape[0]):
@@ -123,7 +131,9 @@ def score_block(q, k, ck, cq, x):
 
 @inline
 def softmax_row(x, octave, p):
-    """p + 128 = round(255 * 2**(x - octave)), the weights of int16 Q8.8 scores relative to their octave; returns their sum."""
+    """p + 128 = round(255 * 2**(x - octave)), the weights of int16 Q8.8 scores relative to their
+    octave; returns their sum.
+    """
     total = I(P_OFFSET * KEY_BLOCK)
     for j in range(x.size):
         p[j] = np.int8(exp2_p8(U16(np.subtract(octave, I(x[j])))) ^ np.uint8(P_OFFSET))
@@ -134,7 +144,10 @@ def softmax_row(x, octave, p):
 
 @inline
 def value_block(p, v, scale, o):
-    """o[i, t] += float32((p[i] + 128) . v[t]) * scale[i]: p (rows, keys) int8 weights minus 128, v (Dv, keys) int8."""
+    """o[i, t] += float32((p[i] + 128) . v[t]) * scale[i].
+
+    p (rows, keys) int8 weights minus 128, v (Dv, keys) int8.
+    """
     s = uncleared((p.shape[0], v.shape[0]), np.int32, "portable weighted values")
     start = uncleared((v.shape[0],), np.int32, "portable first values")
     for t in range(v.shape[0]):
@@ -162,7 +175,10 @@ def softmax_row_q16(x, octave, p):
 
 @inline
 def value_block_float(p, v, scale, o):
-    """o[i] += sum over j of p[i, j] * 2**-16 * scale[i] * v[j]: p (rows, keys), v (keys, Dv) float32."""
+    """o[i] += sum over j of p[i, j] * 2**-16 * scale[i] * v[j].
+
+    p (rows, keys), v (keys, Dv) float32.
+    """
     for i in range(p.shape[0]):
         row, unit = o[i], F(scale[i] * F(1 / fx.ONE_Q16))
         for j in range(v.shape[0]):
@@ -173,7 +189,10 @@ def value_block_float(p, v, scale, o):
 
 @inline
 def merge_row(octave, total, m, l, o):
-    """One row's block into its running state: (m, l, scale of the block); O shifts by whole octaves when the row's octave grows."""
+    """One row's block into its running state: (m, l, scale of the block).
+
+    O shifts by whole octaves when the row's octave grows.
+    """
     if octave > m:
         shrink = F(2.0) ** F(max(m - octave, -126))
         if l != F(0):
@@ -197,7 +216,10 @@ def transpose_block(task, v, out):
 
 @kernel
 def transpose_values(v, out):
-    """out (N, blocks, columns, keys of a block) = v (N, S, Dv) int8 transposed; what does not exist holds 0."""
+    """out (N, blocks, columns, keys of a block) = v (N, S, Dv) int8 transposed.
+
+    What does not exist holds 0.
+    """
     over_tasks(transpose_block, out.shape[0] * out.shape[1], (v, out))
 
 
@@ -211,7 +233,8 @@ def pad_keys(x: np.ndarray) -> np.ndarray:
 
 
 def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
-    """V for `attend`: int8 (N, S, Dv) transposed by key block, or, with `bad`, float32 by key block.
+    """V for `attend`: int8 (N, S, Dv) transposed by key block, or, with `bad`, float32 by key
+    block.
 
     bad : (N, S) bool, rows of V to store as zeros; given for float32 only.
     """
@@ -226,7 +249,9 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
 
 @functools.cache
 def make_attend(pv: str):
-    """The kernel with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32 ("fp32")."""
+    """The kernel with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32
+    ("fp32").
+    """
     integer = pv == "int8"
     softmax, add_values = (
         (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
@@ -256,10 +281,9 @@ def make_attend(pv: str):
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
-            n, row = (
-                task // tiles,
-                (tiles - 1 - task % tiles) * BLOCK_Q,
-            )  # the longest causal tiles first
+            # the longest causal tiles first
+            n = task // tiles
+            row = (tiles - 1 - task % tiles) * BLOCK_Q
             b, h = n // h_all, n % h_all
             n_kv = b * h_kv + h * h_kv // h_all
             rows = min(BLOCK_Q, length - row)
@@ -318,9 +342,10 @@ def make_attend(pv: str):
     def attend(q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
         """All query tiles of all heads.
 
-        q (N, L, D) int8; cq (N, L) float32; k (Nkv, padded keys, D) int8; ck (Nkv, padded keys) float32, NaN for a key that was not
-        finite; v (Nkv, blocks, ...) from `arrange_values`; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers);
-        s keys; counter (1,) int64 zero; out (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
+        q (N, L, D) int8; cq (N, L) float32; k (Nkv, padded keys, D) int8; ck (Nkv, padded keys)
+        float32, NaN for a key that was not finite; v (Nkv, blocks, ...) from `arrange_values`;
+        v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out
+        (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
         """
         over_tasks(
             work,

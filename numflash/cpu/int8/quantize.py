@@ -1,4 +1,6 @@
-"""Float query, key and value to the operands of the INT8 kernel, in one pass: the fast way of `quantization.quantize_problem`.
+"""Float query, key and value to the operands of the INT8 kernel, in one pass.
+
+The fast way of `quantization.quantize_problem`.
 
 One task takes one KV head, so that its rows are still in the cache when they are read again:
 
@@ -8,9 +10,10 @@ One task takes one KV head, so that its rows are still in the cache when they ar
     values       block by block likewise
     queries      int8 rows and scales of the query heads that belong to this KV head
 
-Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the statistics of all come first.
-The results are those of `quantize_problem`, to the bit, for input whose magnitudes stay below `quantize_rows.PLAIN`. Otherwise
-(infinity, NaN, huge numbers, heads narrower than a vector) `quantize` returns None, and the caller goes the general way.
+Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the
+statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
+whose magnitudes stay below `quantize_rows.PLAIN`. Otherwise (infinity, NaN, huge numbers, heads
+narrower than a vector) `quantize` returns None, and the caller goes the general way.
 """
 
 from __future__ import annotations
@@ -39,13 +42,17 @@ from .packing import (
 )
 from .quantize_rows import LANES, PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 PLAIN_BITS = int(F(PLAIN).view(I))
 EVEN = 4  # tasks for each thread from which on an uneven number of them is even enough
 
 
 class Rows(NamedTuple):
-    """Where the rows of a (B, H, L, D) array are: address of the first; bytes from one batch, head and row to the next; sizes."""
+    """Where the rows of a (B, H, L, D) array are: address of the first.
+
+    Bytes from one batch, head and row to the next; sizes.
+    """
 
     start: int
     batch: int
@@ -59,7 +66,8 @@ class Rows(NamedTuple):
 class Source(NamedTuple):
     """What is quantised.
 
-    lengths : (B,) keys that count;  smooth : take the mean off K;  unit : float32, what turns scales of Q into cq
+    lengths : (B,) keys that count;  smooth : take the mean off K;  unit : float32, what turns
+        scales of Q into cq
     """
 
     q: Rows
@@ -74,7 +82,8 @@ class Operands(NamedTuple):
     """What the INT8 kernel works on, of N query heads and Nkv KV heads.
 
     q : (N, L, D) int8;  q_scale, cq : (N, L) float32, the scales, and these times `Source.unit`
-    keys, values : as packed;  v_scale : (Nkv, Dv) float32;  offset : (Nkv, D) float32, the mean of K or zeros
+    keys, values : as packed;  v_scale : (Nkv, Dv) float32;  offset : (Nkv, D) float32, the mean of
+        K or zeros
     """
 
     q: np.ndarray
@@ -87,7 +96,10 @@ class Operands(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of every KV head and chunk: channel sums of K, channel peaks of K and V as bits; the largest magnitude and scales of all."""
+    """Of every KV head and chunk: channel sums of K, channel peaks of K and V as bits.
+
+    The largest magnitude and scales of all.
+    """
 
     sums: np.ndarray  # (Nkv, chunks, D) float32
     k_peaks: np.ndarray  # (Nkv, chunks, D) int32
@@ -148,8 +160,12 @@ def channel_scales(peaks, scale, factor):
 
 @functools.cache
 def query_rows(kind: str):
-    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale): rows first .. stop of query head n."""
-    scales, to_int8 = row_scales(kind), quantize_rows(kind, False)
+    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale): rows first ..
+
+    Stop of query head n.
+    """
+    scales = row_scales(kind)
+    to_int8 = quantize_rows(kind, False)
 
     @bare
     def run(x, n, first, stop, unit, to, room):
@@ -172,11 +188,17 @@ def query_rows(kind: str):
 
 @functools.cache
 def key_panels(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, keys, room) -> largest scale: keys first .. stop of head n; those from `length` on are zeros."""
-    isa, lanes = VECTOR_ISAS[isa_name], running_lanes(isa_name)
-    panel, group = isa.nv * lanes, isa.group
+    """f(x, n, first, stop, length, keys, room) -> largest scale: keys first .. stop of head n.
+
+    Those from `length` on are zeros.
+    """
+    isa = VECTOR_ISAS[isa_name]
+    lanes = running_lanes(isa_name)
+    panel = isa.nv * lanes
+    group = isa.group
     column_of = np.argsort(isa.key_order(lanes))  # where each key of a panel stands
-    scales, to_operand = row_scales(kind), quantize_rows(kind, False, 32 // group)
+    scales = row_scales(kind)
+    to_operand = quantize_rows(kind, False, 32 // group)
     pack_panel = panel_packer(isa_name, lanes)
 
     @bare
@@ -206,7 +228,10 @@ def key_panels(isa_name: str, kind: str):
 
 @functools.cache
 def value_blocks(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, values, room): values first .. stop of head n; those from `length` on are zeros."""
+    """f(x, n, first, stop, length, values, room): values first .. stop of head n.
+
+    Those from `length` on are zeros.
+    """
     to_int8 = quantize_rows(kind, True)
     weave_block = block_weaver(isa_name, running_lanes(isa_name))
 
@@ -228,14 +253,21 @@ def value_blocks(isa_name: str, kind: str):
 
 @functools.cache
 def make_quantize(isa_name: str, kind: str):
-    """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K); to: `Operands` to be written.
+    """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
+
+    To: `Operands` to be written.
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
     """
-    isa, lanes = VECTOR_ISAS[isa_name], running_lanes(isa_name)
-    panel, group, step = isa.nv * lanes, isa.group, isa.step
-    statistics, queries = channel_statistics(kind), query_rows(kind)
-    keys, values = key_panels(isa_name, kind), value_blocks(isa_name, kind)
+    isa = VECTOR_ISAS[isa_name]
+    lanes = running_lanes(isa_name)
+    panel = isa.nv * lanes
+    group = isa.group
+    step = isa.step
+    statistics = channel_statistics(kind)
+    queries = query_rows(kind)
+    keys = key_panels(isa_name, kind)
+    values = value_blocks(isa_name, kind)
 
     @bare
     def look(n, c, length, source, found, room):
@@ -334,7 +366,9 @@ def rows_of(x: np.ndarray) -> tuple[np.ndarray, Rows]:
 
 
 def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, float, float] | None:
-    """Operands of a problem of float arrays, and the largest scales of Q and K; None where only the general way is right.
+    """Operands of a problem of float arrays, and the largest scales of Q and K.
+
+    None where only the general way is right.
 
     unit : what turns scales of the query into cq: `scores.score_unit`
     """
@@ -342,7 +376,9 @@ def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, fl
     if min(d, dv) < LANES or problem.pv == "fp32":
         return None
     kept, (q, k, v) = zip(*map(rows_of, (problem.query, problem.key, problem.value)), strict=True)
-    lanes, n, heads = running_lanes(isa_name), nb * nh, nb * nkv
+    lanes = running_lanes(isa_name)
+    n = nb * nh
+    heads = nb * nkv
     to = Operands(
         empty((n, length, d), np.int8),
         empty((n, length), F),

@@ -1,8 +1,10 @@
-"""Rows of floats to int8, eight at a time, in vectors that LLVM splits or joins as the target needs: one source for every CPU.
+"""Rows of floats to int8, eight at a time, in vectors that LLVM splits or joins as the target
+needs: one source for every CPU.
 
-Intrinsics on addresses, for input whose magnitudes stay below `PLAIN`: there nothing overflows, nothing has to be clipped, and the
-results are those of `numflash.quantization` to the bit. A vector at the end of a row begins `LANES` before it, where it overlaps
-the one before: all that is done here comes to the same when it is done twice. So rows have `LANES` elements at least.
+Intrinsics on addresses, for input whose magnitudes stay below `PLAIN`: there nothing overflows,
+nothing has to be clipped, and the results are those of `numflash.quantization` to the bit. A vector
+at the end of a row begins `LANES` before it, where it overlaps the one before: all that is done
+here comes to the same when it is done twice. So rows have `LANES` elements at least.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from ..isa.vectors import (
     vector,
 )
 
-LANES, ROWS, WIDE = 16, 8, 4  # elements of a vector, rows at a time, vectors of channels at a time
+# elements of a vector, rows at a time, vectors of channels at a time
+LANES = 16
+ROWS = 8
+WIDE = 4
 PLAIN = 2.0**96
-FLOATS, INTS = vector(F32, LANES), vector(I32, LANES)
+FLOATS = vector(F32, LANES)
+INTS = vector(I32, LANES)
 EIGHT = vector(F32, ROWS), vector(I32, ROWS)
 SIZES = {"float32": 4, "bfloat16": 2}
 
@@ -68,7 +74,8 @@ def _smax(b, x, y):
 
 def _place(b, n, d, width=LANES):
     """The element at which vector n of a row begins: the last one ends with the row."""
-    place, last = b.mul(n, I64(width)), b.sub(d, I64(width))
+    place = b.mul(n, I64(width))
+    last = b.sub(d, I64(width))
     return b.select(b.icmp_signed("<", place, last), place, last)
 
 
@@ -78,7 +85,8 @@ def _count(b, d, width=LANES):
 
 def _fold(b, rows):
     """<8 x i32>: the maximum of each of 8 vectors, by a transposing tree."""
-    lanes, part = LANES, ROWS // 2
+    lanes = LANES
+    part = ROWS // 2
     while part:
         low = [j for j in range(lanes) if j % (2 * part) < part]
         high = [j + part for j in low]
@@ -93,7 +101,8 @@ def _fold(b, rows):
 
 
 def _by_eight(chosen):
-    half, n = ROWS // 2, len(chosen) // 2
+    half = ROWS // 2
+    n = len(chosen) // 2
     return [
         j for k in range(0, n, half) for j in chosen[k : k + half] + chosen[n + k : n + k + half]
     ]
@@ -109,9 +118,12 @@ def _rows(b, first, stride, count):
 
 @functools.cache
 def row_scales(kind: str):
-    """Intrinsic f(x, stride, count, d, shift, scale, factor) -> largest bits: the scales of up to ROWS rows of x - shift.
+    """Intrinsic f(x, stride, count, d, shift, scale, factor) -> largest bits.
 
-    scale[r] = peak / 127 and factor[r] = 127 / peak, float32, or 1 and 0 for a row of nothing; ROWS of each are stored.
+    The scales of up to ROWS rows of x - shift.
+
+    scale[r] = peak / 127 and factor[r] = 127 / peak, float32, or 1 and 0 for a row of nothing; ROWS
+    of each are stored.
     """
 
     @intrinsic
@@ -131,7 +143,8 @@ def row_scales(kind: str):
             tops = repeat(b, I64(0), _count(b, args[3]), [constant(INTS, 0)] * ROWS, peaks)
             floats, _ = EIGHT
             bits = _fold(b, tops)
-            peak, full = b.bitcast(bits, floats), constant(floats, 127.0)
+            peak = b.bitcast(bits, floats)
+            full = constant(floats, 127.0)
             usable = b.fcmp_ordered(">", peak, constant(floats, float(NO_SCALE)))
             _store(b, b.select(usable, b.fdiv(peak, full), constant(floats, 1.0)), po, I64(0))
             _store(b, b.select(usable, b.fdiv(full, peak), constant(floats, 0.0)), pf, I64(0))
@@ -144,9 +157,12 @@ def row_scales(kind: str):
 
 @functools.cache
 def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
-    """Intrinsic f(x, stride, count, d, shift, factor, out, out_stride): up to ROWS rows of (x - shift) * factor, rounded to even.
+    """Intrinsic f(x, stride, count, d, shift, factor, out, out_stride).
 
-    factor: one for each row, or for each channel (`by_channel`, where shift is not read); out: int8 or int16 (`bits`).
+    Up to ROWS rows of (x - shift) * factor, rounded to even.
+
+    factor: one for each row, or for each channel (`by_channel`, where shift is not read); out: int8
+    or int16 (`bits`).
     """
     narrow = vector(ir.IntType(bits), LANES)
 
@@ -181,8 +197,9 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
 
 @functools.cache
 def channel_statistics(kind: str):
-    """Intrinsic f(x, stride, count, d, sums, peaks): sums[c] = x[0, c] + x[1, c] + ... in this order, float32; peaks[c] the largest
-    magnitude, as bits.
+    """Intrinsic f(x, stride, count, d, sums, peaks): sums[c] = x[0, c] + x[1, c] + ...
+
+    In this order, float32; peaks[c] the largest magnitude, as bits.
     """
 
     @intrinsic

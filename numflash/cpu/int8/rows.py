@@ -1,7 +1,9 @@
-"""One tile of query rows against one block of keys: what is known of both, and which scores each row may use.
+"""One tile of query rows against one block of keys.
 
-A tile holds `real` rows of the problem, padded to `rows`: whole register tiles. Row i sees the keys lo[i] <= j < hi[i]; both bounds
-are non-decreasing, so the rows that see a key are contiguous.
+What is known of both, and which scores each row may use.
+
+A tile holds `real` rows of the problem, padded to `rows`: whole register tiles. Row i sees the keys
+lo[i] <= j < hi[i]; both bounds are non-decreasing, so the rows that see a key are contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from ..semantics import HIDDEN, UNSEEN
 from .score_changes import Changes
 from .softmax import HALF
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 FARTHEST = F(2.0**29)  # most that is taken off scores before they become int16: within fx.T_LIMIT
 
 
@@ -35,7 +38,10 @@ class Tile(NamedTuple):
 
 
 class State(NamedTuple):
-    """The online softmax of a tile: m, l and o over the blocks so far; the rest is of the present block."""
+    """The online softmax of a tile: m, l and o over the blocks so far.
+
+    The rest is of the present block.
+    """
 
     m: np.ndarray  # (block_q,) int32 running maximum, whole octaves
     l: np.ndarray  # (block_q,) float32 running sum of the weights
@@ -60,7 +66,10 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys: `columns` of them from `first` on, of which `real` exist; `inside` if every row sees them all."""
+    """A block of keys: `columns` of them from `first` on, of which `real` exist.
+
+    `inside` if every row sees them all.
+    """
 
     first: int
     columns: int
@@ -108,7 +117,10 @@ def unit_range(tile, first, columns, unit_rows):
 
 @bare
 def hide_edges(x, tile, block):
-    """Scores of keys that a row does not see: weight 0. Every score is looked at, in vectors of int16."""
+    """Scores of keys that a row does not see: weight 0.
+
+    Every score is looked at, in vectors of int16.
+    """
     for i in range(tile.real):
         if tile.live[i]:
             row = x[i]
@@ -137,7 +149,10 @@ def blank_rows(p, tile, columns, total):
 
 @bare
 def copy_end(changes, block, end):
-    """Bias and mask of the last keys, to where `end` has them: vectors may read a whole block there."""
+    """Bias and mask of the last keys, to where `end` has them.
+
+    Vectors may read a whole block there.
+    """
     first = block.first
     for i in range(changes.last + 1):
         if changes.has_bias:
@@ -154,7 +169,10 @@ def copy_end(changes, block, end):
 
 @bare
 def lower_base(changes, block):
-    """The base of each row: less than ALiBi takes off its nearest key of the block, in whole octaves."""
+    """The base of each row.
+
+    Less than ALiBi takes off its nearest key of the block, in whole octaves.
+    """
     last = block.first + block.columns - 1
     for i in range(changes.last + 1):
         away = max(block.first - changes.centre - i, changes.centre + i - last, 0)
@@ -164,7 +182,9 @@ def lower_base(changes, block):
 
 @bare
 def padded_changes(changes, bias, mask, at):
-    """The same options for the last keys, whose bias and mask `copy_end` puts into `bias` and `mask` at offset `at`."""
+    """The same options for the last keys, whose bias and mask `copy_end` puts into `bias` and
+    `mask` at offset `at`.
+    """
     return Changes(
         changes.has_cap,
         changes.has_slope,

@@ -1,9 +1,13 @@
-"""What options make of INT8 scores while these wait in L1: softcap, ALiBi, bias and mask, between scale and rounding.
+"""What options make of INT8 scores while these wait in L1.
 
-The arithmetic of `scores.transform_row`, to the bit: no multiply-add is fused, every operation rounds once, as in the integer
-model. Where scores become int16, what is below them all is hidden either way; with `wide` they stay float32 and only -inf is.
+Softcap, ALiBi, bias and mask, between scale and rounding.
 
-Dense biases and masks are asked for a key block ahead: their rows lie too far apart for the hardware to foresee the next one.
+The arithmetic of `scores.transform_row`, to the bit: no multiply-add is fused, every operation
+rounds once, as in the integer model. Where scores become int16, what is below them all is hidden
+either way; with `wide` they stay float32 and only -inf is.
+
+Dense biases and masks are asked for a key block ahead: their rows lie too far apart for the
+hardware to foresee the next one.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ class Changes(NamedTuple):
     shift : (rows,) float32, added to scores in units of the cap
     numbers : (2,) float32: the cap in Q8.8 times CAP_UNIT, the slope in Q8.8
     centre : the key at distance 0 from row 0
-    base : (rows,) int32 Q8.8, whole octaves from -2**29 to 0: taken off the rounded scores of a row, so that int16 holds them
-    bias : flat float32, natural units; `bias_at` is the element of row 0 and key 0, rows are `bias_step` apart
+    base : (rows,) int32 Q8.8, whole octaves from -2**29 to 0: taken off the rounded scores of a
+        row, so that int16 holds them
+    bias : flat float32, natural units; `bias_at` is the element of row 0 and key 0, rows are
+        `bias_step` apart
     mask : flat uint8, 0 where a key is hidden, likewise
     last : the last row of bias and mask
     """
@@ -72,13 +78,18 @@ def changes_from(changes, i):
 
 
 def changer(context, b, isa, changes_type, changes, wide: bool):
-    """f(scores, row, key, x, where): emits the options of vectors of a row, whose first key is `key`, and stores them.
+    """f(scores, row, key, x, where).
 
-    scores : pairs of vectors of float32, in the order of a panel;  x, where : a pointer, and the element to store from
+    Emits the options of vectors of a row, whose first key is `key`, and stores them.
 
-    Factors are loaded anew for every row, and options are flags: what stands in registers is taken from the dot products beside.
+    scores : pairs of vectors of float32, in the order of a panel;  x, where : a pointer, and the
+        element to store from
+
+    Factors are loaded anew for every row, and options are flags: what stands in registers is taken
+    from the dot products beside.
     """
-    floats, ints = isa.vector(F32), isa.vector(I32)
+    floats = isa.vector(F32)
+    ints = isa.vector(I32)
     field = {name: b.extract_value(changes, n) for n, name in enumerate(Changes._fields)}
     types = dict(zip(Changes._fields, changes_type.types, strict=True))
     shifts, numbers, bases, biases, masks = (
@@ -93,7 +104,8 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         return isa.splat(b, load(b, numbers, I64(n), F32, 4), floats)
 
     def capped(scores, row, key):
-        shift, cap = isa.splat(b, load(b, shifts, row, F32, 4), floats), factor(0)
+        shift = isa.splat(b, load(b, shifts, row, F32, 4), floats)
+        cap = factor(0)
         return softcap(b, isa, [b.fadd(x, shift) for x in scores], cap)
 
     def sloped(scores, row, key):
@@ -111,7 +123,8 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         return b.add(b.add(field[name + "_at"], b.mul(field[name + "_step"], row)), key)
 
     def biased(scores, row, key):
-        start, bias = dense("bias", row, key), []
+        start = dense("bias", row, key)
+        bias = []
         for v in range(len(scores)):
             where = b.add(start, isa.elements(b, v))
             prefetch(b, b.gep(biases, [b.mul(b.add(where, I64(KEY_BLOCK)), I64(4))]))
@@ -130,7 +143,8 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
 
     def masked(scores, row, key):
         """Scores in the order of the keys, of type int16 or float32."""
-        start, per_lane = dense("mask", row, key), 1 if wide else 2
+        start = dense("mask", row, key)
+        per_lane = 1 if wide else 2
         prefetch(b, b.gep(masks, [b.add(start, I64(KEY_BLOCK))]))
         hidden = isa.fill(b, scores[0].type, -np.inf if wide else fx.MASKED)
         places = (b.add(start, isa.elements(b, per_lane * v)) for v in range(len(scores)))
@@ -140,7 +154,10 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         ]
 
     def limited(scores, row, key):
-        """Above 32767, and where it is NaN, 32767: int16 will be that, and neither must pass for a hidden key."""
+        """Above 32767, and where it is NaN, 32767.
+
+        Int16 will be that, and neither must pass for a hidden key.
+        """
         return [isa.choose(b, "<", x, number(32767), x, number(32767)) for x in scores]
 
     def change(scores, row, key, x, where):
@@ -153,7 +170,8 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
             scores = changed(
                 scores, b.or_(field["has_slope"], field["has_bias"]), limited, row, key
             )
-        pairs, base = [scores[v : v + 2] for v in range(0, len(scores), 2)], None
+        pairs = [scores[v : v + 2] for v in range(0, len(scores), 2)]
+        base = None
         if wide:
             scores = [y for pair in pairs for y in isa.in_order(b, *pair)]
         else:
@@ -184,19 +202,27 @@ def softcap(b, isa, x, cap):
 
     x = [isa.clamp(b, v, float(fx.CAP_LIMIT)) for v in x]
     z = each(b.fmul, x, x)
-    p, q = plus(z, fx.CAP_P1), plus(z, fx.CAP_Q2)
-    x, p, q = [b.fmul(v, cap) for v in x], each(b.fmul, p, z), each(b.fmul, q, z)
-    p, q = plus(p, fx.CAP_P0), plus(q, fx.CAP_Q1)
-    p, q = each(b.fmul, x, p), each(b.fmul, q, z)
+    p = plus(z, fx.CAP_P1)
+    q = plus(z, fx.CAP_Q2)
+    x = [b.fmul(v, cap) for v in x]
+    p = each(b.fmul, p, z)
+    q = each(b.fmul, q, z)
+    p = plus(p, fx.CAP_P0)
+    q = plus(q, fx.CAP_Q1)
+    p = each(b.fmul, x, p)
+    q = each(b.fmul, q, z)
     return each(b.fdiv, p, plus(q, fx.CAP_Q0))
 
 
 def _where(b, test, vectors, change):
     """change(vectors) if the test holds, else the vectors as they are: a branch."""
-    entry, then, done = b.block, b.append_basic_block("change"), b.append_basic_block("change.end")
+    entry = b.block
+    then = b.append_basic_block("change")
+    done = b.append_basic_block("change.end")
     b.cbranch(test, then, done)
     b.position_at_end(then)
-    changed, end = change(vectors), b.block
+    changed = change(vectors)
+    end = b.block
     b.branch(done)
     b.position_at_end(done)
     phis = [b.phi(x.type) for x in vectors]

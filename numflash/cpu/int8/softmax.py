@@ -1,4 +1,7 @@
-"""The online softmax of the INT8 kernel on a whole block of rows: octaves, weights, and the running state (m, l, O)."""
+"""The online softmax of the INT8 kernel on a whole block of rows.
+
+Octaves, weights, and the running state (m, l, O).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from ...tiling import KEY_BLOCK
 from ..isa.isas import lanes_of
 from .microkernels import block_octaves, block_totals, row_weights, row_weights_q16
 
-F, I = np.float32, np.int32
+F = np.float32
+I = np.int32
 HALF = KEY_BLOCK // 2  # the last key block may be half as wide
 
 
 @functools.cache
 def octave_rows(isa_name: str):
-    """f(x, rows, columns, octave, octave_q8): the block's own octave of every row, 8 rows at a time."""
-    octaves_half, octaves_whole = block_octaves(isa_name, HALF), block_octaves(isa_name, KEY_BLOCK)
+    """f(x, rows, columns, octave, octave_q8).
+
+    The block's own octave of every row, 8 rows at a time.
+    """
+    octaves_half = block_octaves(isa_name, HALF)
+    octaves_whole = block_octaves(isa_name, KEY_BLOCK)
 
     @inline
     def run(x, rows, columns, octave, octave_q8):
@@ -33,16 +41,17 @@ def octave_rows(isa_name: str):
 
 @functools.cache
 def weigh_rows(isa_name: str, pv: str):
-    """f(x, rows, columns, octave_q8, scale, p, sums, total): weights P of every row, and their sums.
+    """f(x, rows, columns, octave_q8, scale, p, sums, total).
+
+    Weights P of every row, and their sums.
 
     P is uint8 relative to the block's octave, or with pv "fp32" Q16.16 as float32 times `scale`.
     """
-    weights, vector_lanes, totals = (
-        row_weights if pv == "int8" else row_weights_q16,
-        lanes_of(isa_name),
-        block_totals(isa_name),
-    )
-    half, whole = weights(isa_name, HALF), weights(isa_name, KEY_BLOCK)
+    weights = row_weights if pv == "int8" else row_weights_q16
+    vector_lanes = lanes_of(isa_name)
+    totals = block_totals(isa_name)
+    half = weights(isa_name, HALF)
+    whole = weights(isa_name, KEY_BLOCK)
 
     if pv == "int8":
 
@@ -74,7 +83,10 @@ def weigh_rows(isa_name: str, pv: str):
 
 @inline
 def grow_rows(octave, rows, m, l, scale, scale_bits, o):
-    """Running octave m = max(m, octave): O and l shift by whole octaves, exactly. scale = 2**(octave - m), by its bits."""
+    """Running octave m = max(m, octave): O and l shift by whole octaves, exactly.
+
+    Scale = 2**(octave - m), by its bits.
+    """
     grown = I(0)
     for i in range(rows):
         grown |= I(octave[i] > m[i])

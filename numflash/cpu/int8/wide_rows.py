@@ -1,4 +1,7 @@
-"""One row of INT8 scores outside the fast path, whole vectors at a time. Wide scores are float32 in Q8.8 units."""
+"""One row of INT8 scores outside the fast path, whole vectors at a time.
+
+Wide scores are float32 in Q8.8 units.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ def row_top(lanes: int):
 
 @functools.cache
 def row_narrow(lanes: int):
-    """Intrinsic f(x, x_off, count, base, out, out_off): out int16 = round(x) - base, at least -32768; that where x is -inf."""
+    """Intrinsic f(x, x_off, count, base, out, out_off).
+
+    Out int16 = round(x) - base, at least -32768; that where x is -inf.
+    """
     isa = FLOAT_ISAS[FLOATS[lanes]]
 
     @intrinsic
@@ -78,12 +84,11 @@ def row_narrow(lanes: int):
         sig = types.void(x, x_off, count, base, out, out_off)
 
         def codegen(context, b, sig, a):
-            px, po, ints = (
-                data(context, b, sig.args[0], a[0]),
-                data(context, b, sig.args[4], a[4]),
-                vector(I32, lanes),
-            )
-            base, lowest = splat(b, a[3], ints), constant(ints, fx.MASKED)
+            px = data(context, b, sig.args[0], a[0])
+            po = data(context, b, sig.args[4], a[4])
+            ints = vector(I32, lanes)
+            base = splat(b, a[3], ints)
+            lowest = constant(ints, fx.MASKED)
 
             def body(at, state):
                 y = load(b, px, b.add(a[1], at), isa.floats, 4)
@@ -103,7 +108,9 @@ def row_narrow(lanes: int):
 
 @functools.cache
 def any_bias(lanes: int):
-    """Intrinsic f(bias, off, count) -> whether any of `count` vectors of a float32 bias is not -inf."""
+    """Intrinsic f(bias, off, count) -> whether any of `count` vectors of a float32 bias is not
+    -inf.
+    """
     isa = FLOAT_ISAS[FLOATS[lanes]]
 
     @intrinsic

@@ -1,8 +1,11 @@
-"""The matrix tiles of Intel AMX: their sizes, what each of the eight is used for, and their configuration.
+"""The matrix tiles of Intel AMX.
 
-AMX has eight tile registers of 16 rows x 64 bytes. A process must ask Linux for them once (`jit.system.tiles_permitted`), a
-thread must configure them before it uses them.
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel AMX".
+Their sizes, what each of the eight is used for, and their configuration.
+
+AMX has eight tile registers of 16 rows x 64 bytes. A process must ask Linux for them once
+(`jit.system.tiles_permitted`), a thread must configure them before it uses them. Source: Intel 64
+and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel
+AMX".
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from numba.extending import intrinsic
 from ...jit import target
 from .vectors import I8, call
 
-ROWS, WIDTH = 16, 64  # rows of a tile, and bytes of a row
-SUMS, LEFT, RIGHT = (
-    ((0, 1), (2, 3)),
-    (4, 5),
-    (6, 7),
-)  # tiles of sums, of the left and of the right operand
+# rows of a tile, and bytes of a row
+ROWS = 16
+WIDTH = 64
+# tiles of sums, of the left and of the right operand
+SUMS = ((0, 1), (2, 3))
+LEFT = (4, 5)
+RIGHT = (6, 7)
 VOID = ir.VoidType()
 BYTES = I8.as_pointer()
 SIDE = 2  # tiles of sums: SIDE x SIDE at a time
@@ -72,13 +76,19 @@ def _nothing(typingctx):
 
 
 def tile_state(name: str):
-    """Intrinsics f() that a thread calls before and after its tiles of instruction set `name`: registers need nothing."""
+    """Intrinsics f() that a thread calls before and after its tiles of instruction set `name`.
+
+    Registers need nothing.
+    """
     return (configure, release) if name.startswith("amx") else (_nothing, _nothing)
 
 
 @intrinsic
 def peak_loop(typingctx, n, seed):
-    """f(n, seed): n times four products that do not wait for each other, and nothing else; returns the seed."""
+    """f(n, seed): n times four products that do not wait for each other, and nothing else.
+
+    Returns the seed.
+    """
 
     def codegen(context, b, sig, args):
         for tile in range(8):

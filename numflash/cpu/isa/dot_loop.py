@@ -1,4 +1,7 @@
-"""The product loop of every register tile: `mr` rows times `nv` vectors of sums that stay in registers."""
+"""The product loop of every register tile.
+
+`mr` rows times `nv` vectors of sums that stay in registers.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,17 @@ BESIDE = 3  # steps of dot products for each piece of other work between them
 def dot_loop(
     b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None
 ):
-    """mr x nv register accumulators over `groups` >= 1 steps: yields the nv final values of each row.
+    """mr x nv register accumulators over `groups` >= 1 steps.
 
-    The last step stands outside the loop, row by row, so that what the caller does with a row runs beside the dot products of
-    the next rows. A is addressed in elements of one operand (4 / group bytes: 1 for group 4, 2 for group 2); rows of B are
-    `b_stride` elements apart, or as wide as the tile.
+    Yields the nv final values of each row.
 
-    beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which there must be enough
+    The last step stands outside the loop, row by row, so that what the caller does with a row runs
+    beside the dot products of the next rows. A is addressed in elements of one operand (4 / group
+    bytes: 1 for group 4, 2 for group 2); rows of B are `b_stride` elements apart, or as wide as the
+    tile.
+
+    beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which
+        there must be enough
     """
     width = 4 // isa.group  # bytes of an element
 
@@ -36,12 +43,16 @@ def dot_loop(
 
     def repeat(first, stop, old, body):
         """body(n, values) -> values, for n from `first` to `stop`; the values after them."""
-        entry, loop, done = b.block, b.append_basic_block("dot"), b.append_basic_block("dot.end")
+        entry = b.block
+        loop = b.append_basic_block("dot")
+        done = b.append_basic_block("dot.end")
         b.cbranch(b.icmp_signed("<", first, stop), loop, done)
         b.position_at_end(loop)
-        n, now = b.phi(I64), [b.phi(x.type) for x in old]
+        n = b.phi(I64)
+        now = [b.phi(x.type) for x in old]
         new = body(n, now)
-        following, end = b.add(n, I64(1)), b.block
+        following = b.add(n, I64(1))
+        end = b.block
         b.cbranch(b.icmp_signed("<", following, stop), loop, done)
         b.position_at_end(done)
         final = [b.phi(x.type) for x in old]
@@ -61,8 +72,11 @@ def dot_loop(
             sums = following(b.add(b.mul(n, I64(BESIDE)), I64(g)), sums)
         return sums
 
-    last, first, sums = b.sub(groups, I64(1)), I64(0), init
+    last = b.sub(groups, I64(1))
+    first = I64(0)
+    sums = init
     if beside:
         count, emit = beside
-        first, sums = b.mul(count, I64(BESIDE)), repeat(I64(0), count, sums, turn)
+        first = b.mul(count, I64(BESIDE))
+        sums = repeat(I64(0), count, sums, turn)
     yield from step(last, repeat(first, last, sums, following))

@@ -1,11 +1,16 @@
-"""exp2 by FEXPA, SVE's table instruction: float variants beside the fixed-point ones of `numflash.fixedpoint`.
+"""exp2 by FEXPA, SVE's table instruction.
 
-FEXPA puts bits 13:6 of a word into the exponent of a float32 and looks bits 5:0 up in a table of the 64 fractions of 2**(i/64):
-2**x from x in steps of 1/64 and nothing more. `exp2 + FMLA benchmark`, "Implementation Results", calls the step alone "Perfect";
-its error is up to 1.08 %, or 0.55 % where x is rounded to the nearest step. A quadratic in what is left brings float32's accuracy.
+Float variants beside the fixed-point ones of `numflash.fixedpoint`.
 
-The NumPy functions are the exact model (operation by operation, as rounded by the machine), `exp2_row` is the SVE code. The
-kernels that ship use the integer exp2, whose bits are the same on every device.
+FEXPA puts bits 13:6 of a word into the exponent of a float32 and looks bits 5:0 up in a table of
+the 64 fractions of 2**(i/64): 2**x from x in steps of 1/64 and nothing more. `exp2 + FMLA
+benchmark`, "Implementation Results", calls the step alone "Perfect"; its error is up to 1.08 %, or
+0.55 % where x is rounded to the nearest step. A quadratic in what is left brings float32's
+accuracy.
+
+The NumPy functions are the exact model (operation by operation, as rounded by the machine),
+`exp2_row` is the SVE code. The kernels that ship use the integer exp2, whose bits are the same on
+every device.
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(
 STEPS = F(1.5 * 2**17)  # x + STEPS has a last bit of 1/64
 BIAS = F(127)  # of a float32 exponent; 127 * 64 steps
 LOWEST = F(-127)  # exponent field 0 and fraction 0: 2**x is 0 from here on, as it is for -inf
-LN2, HALF_LN2_SQUARED = F(0.6931472), F(0.2402265)
+LN2 = F(0.6931472)
+HALF_LN2_SQUARED = F(0.2402265)
 
 
 def fexpa(word):
@@ -37,7 +43,10 @@ def fexpa(word):
 
 
 def truncated(x):
-    """2**x for float32 x <= 0, x cut down to a step of 1/64: the variant "fast" of the exp2 benchmark (docs/sources.md)."""
+    """2**x for float32 x <= 0, x cut down to a step of 1/64.
+
+    The variant "fast" of the exp2 benchmark (docs/sources.md).
+    """
     steps = np.floor((np.maximum(x, LOWEST) + BIAS) * F(64)).astype(np.int32)
     return fexpa(steps)
 
@@ -48,7 +57,10 @@ def rounded(x):
 
 
 def quadratic(x):
-    """2**x for float32 x <= 0: the nearest step, times 1 + r (ln 2 + r ln(2)**2 / 2) of the rest |r| <= 1/128."""
+    """2**x for float32 x <= 0.
+
+    The nearest step, times 1 + r (ln 2 + r ln(2)**2 / 2) of the rest |r| <= 1/128.
+    """
     x = np.maximum(x, LOWEST)
     z = x + (STEPS + BIAS)
     r = x - (z - (STEPS + BIAS))
@@ -70,9 +82,14 @@ EXP2_FLOAT = {
 
 @functools.cache
 def exp2_row(name: str):
-    """Intrinsic f(x, y, n): y[:n] = 2**x[:n] for float32 arrays, x <= 0 and no NaN, by a variant of `EXP2_FLOAT`."""
+    """Intrinsic f(x, y, n).
+
+    y[:n] = 2**x[:n] for float32 arrays, x <= 0 and no NaN, by a variant of `EXP2_FLOAT`.
+    """
     isa = SVE
-    f32s, i32s, mask = isa.vector(F32), isa.vector(I32), Scalable(ir.IntType(1), isa.lanes)
+    f32s = isa.vector(F32)
+    i32s = isa.vector(I32)
+    mask = Scalable(ir.IntType(1), isa.lanes)
 
     @intrinsic
     def row(typingctx, x, y, n):
@@ -104,11 +121,9 @@ def exp2_row(name: str):
                 slope = isa.generic(b, "fma", r, number(HALF_LN2_SQUARED), number(LN2))
                 return isa.generic(b, "fma", b.fmul(step, r), slope, step)
 
-            entry, loop, done = (
-                b.block,
-                b.append_basic_block("row"),
-                b.append_basic_block("row.end"),
-            )
+            entry = b.block
+            loop = b.append_basic_block("row")
+            done = b.append_basic_block("row.end")
             b.cbranch(b.icmp_signed(">", a[2], I64(0)), loop, done)
             b.position_at_end(loop)
             j = b.phi(I64)

@@ -1,4 +1,6 @@
-"""The instruction sets that have register tiles, and how many lanes their vectors have where the code runs."""
+"""The instruction sets that have register tiles, and how many lanes their vectors have where the
+code runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ VECTOR_ISAS: dict[str, Isa] = {
 
 @functools.cache
 def lanes_of(name: str):
-    """Intrinsic f() -> int32 lanes of a vector of the instruction set: a constant, or read from the machine for SVE."""
+    """Intrinsic f() -> int32 lanes of a vector of the instruction set.
+
+    a constant, or read from the machine for SVE.
+    """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
@@ -59,7 +64,11 @@ def running_lanes(name: str) -> int:
 
 @intrinsic
 def shares_operands(typingctx):
-    """f() -> bool, a constant: whether LLVM makes dot products of plain loops whose products share operands. It does on AArch64."""
+    """f() -> bool, a constant.
+
+    Whether LLVM makes dot products of plain loops whose products share operands. It does on
+    AArch64.
+    """
 
     def codegen(context, b, sig, args):
         return context.get_constant(

@@ -19,7 +19,10 @@ FULL = np.uint8(2)
 
 
 def function_type(real: ir.Type) -> ir.FunctionType:
-    """Of all tile functions: void(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit)."""
+    """Of all tile functions.
+
+    void(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit).
+    """
     pointers = [I8.as_pointer(), real.as_pointer(), real.as_pointer()]
     return ir.FunctionType(ir.VoidType(), [*pointers, *[I64] * 7, real, real])
 
@@ -41,7 +44,10 @@ def _call(context, b, sig, address, frame, x, slope, rest):
 
 @intrinsic
 def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit):
-    """f(address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit): change scores x[at ...] in place."""
+    """f(address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit).
+
+    Change scores x[at ...] in place.
+    """
     sig = types.void(types.intp, types.intp, x, *[types.int64] * 8, x.dtype, x.dtype)
 
     def codegen(context, builder, sig, a):
@@ -88,7 +94,10 @@ def state(tiles, b, h, first_row, last_row, key):
 
 @bare
 def trimmed(tiles, b, h, first_row, last_row, first, stop, unit):
-    """Keys first .. stop without the empty blocks at either end; the first one stays a multiple of `unit`."""
+    """Keys first .. stop without the empty blocks at either end.
+
+    The first one stays a multiple of `unit`.
+    """
     start = first
     while start < stop and state(tiles, b, h, first_row, last_row, start) == 0:
         start = (start // tiles.keys + 1) * tiles.keys

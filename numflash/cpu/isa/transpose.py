@@ -1,4 +1,7 @@
-"""What packing is made of: squares of words transposed, rows woven together, sums of packed keys, all in registers."""
+"""What packing is made of.
+
+Squares of words transposed, rows woven together, sums of packed keys, all in registers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, s
 
 @functools.cache
 def transpose(lanes: int, order: tuple[int, ...] = ()):
-    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of lanes x lanes words, in registers.
+    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride).
+
+    a square of lanes x lanes words, in registers.
 
     Offsets and strides are in words. Row r of the square is row order[r] of x, or row r.
     """
@@ -23,7 +28,8 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
     @intrinsic
     def square(typingctx, x, x_off, x_stride, out, out_off, out_stride):
         def codegen(context, b, sig, a):
-            px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+            px = data(context, b, sig.args[0], a[0])
+            po = data(context, b, sig.args[3], a[3])
             words = vector(I32, lanes)
             rows = [
                 load(b, px, b.add(a[1], b.mul(a[2], ir.Constant(a[2].type, r))), words, 4, 1)
@@ -35,7 +41,8 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
                 high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
                 for r in range(lanes):
                     if not r & step:
-                        x, y = rows[r], rows[r + step]
+                        x = rows[r]
+                        y = rows[r + step]
                         rows[r], rows[r + step] = shuffle(b, x, y, low), shuffle(b, x, y, high)
                 step //= 2
             for r, x in enumerate(rows):
@@ -49,16 +56,19 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
 
 @functools.cache
 def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
-    """Intrinsic f(x, x_off, x_stride, out, out_off): `lanes` columns of `group` rows of int8, the rows' values side by side.
+    """Intrinsic f(x, x_off, x_stride, out, out_off).
 
-    out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16 (group 2), in elements; row r
-    is row order[r] of x where that is given.
+    `lanes` columns of `group` rows of int8, the rows' values side by side.
+
+    out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16
+    (group 2), in elements; row r is row order[r] of x where that is given.
     """
 
     @intrinsic
     def woven(typingctx, x, x_off, x_stride, out, out_off):
         def codegen(context, b, sig, a):
-            px, po = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
+            px = data(context, b, sig.args[0], a[0])
+            po = data(context, b, sig.args[3], a[3])
             rows = [
                 load(b, px, b.add(a[1], b.mul(a[2], I64(r))), vector(I8, lanes), 1)
                 for r in order or range(group)
@@ -85,9 +95,12 @@ def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
 
 @functools.cache
 def first_values(name: str):
-    """Intrinsic f(k, k_off, groups, start, start_off): what the sums of a packed panel's keys start from.
+    """Intrinsic f(k, k_off, groups, start, start_off).
 
-    start[j] = -q_offset * (the sum of key j over its channels), int32: it takes the offset of Q out of the dot products.
+    What the sums of a packed panel's keys start from.
+
+    start[j] = -q_offset * (the sum of key j over its channels), int32: it takes the offset of Q out
+    of the dot products.
     """
     isa = VECTOR_ISAS[name]
 
@@ -95,15 +108,11 @@ def first_values(name: str):
     def sums(typingctx, k, k_off, groups, start, start_off):
         def codegen(context, b, sig, a):
             target.guard(name, context.codegen())
-            pk, ps, i32s = (
-                data(context, b, sig.args[0], a[0]),
-                data(context, b, sig.args[3], a[3]),
-                isa.vector(I32),
-            )
-            zero, offsets = (
-                isa.fill(b, i32s, 0),
-                b.bitcast(isa.fill(b, i32s, isa.q_offset * 0x01010101), isa.operand),
-            )
+            pk = data(context, b, sig.args[0], a[0])
+            ps = data(context, b, sig.args[3], a[3])
+            i32s = isa.vector(I32)
+            zero = isa.fill(b, i32s, 0)
+            offsets = b.bitcast(isa.fill(b, i32s, isa.q_offset * 0x01010101), isa.operand)
 
             def add(g, sums):
                 column = b.add(a[1], b.mul(g, isa.elements(b, isa.group * isa.nv)))

@@ -1,7 +1,8 @@
 """LLVM vector operations for the register tiles: what every instruction set has in common.
 
-An `Isa` describes an instruction set by data (lanes, layout of the packed operands) and a few operations; `vectors_x86` and
-`vectors_arm` are the only places that name instructions of one CPU. Micro-kernels and softmax are written once against it.
+An `Isa` describes an instruction set by data (lanes, layout of the packed operands) and a few
+operations; `vectors_x86` and `vectors_arm` are the only places that name instructions of one CPU.
+Micro-kernels and softmax are written once against it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-I8, I16, I32, I64, F32 = (
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-    ir.FloatType(),
-)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
 
 
 def vector(element: ir.Type, lanes: int) -> ir.VectorType:
@@ -77,18 +76,28 @@ def store(b: ir.IRBuilder, x, base, index, size: int) -> None:
 
 
 def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
-    """Ask for the cache line at `address`, for reading; locality 3 brings it into all levels, 2 into the second one."""
+    """Ask for the cache line at `address`, for reading.
+
+    Locality 3 brings it into all levels, 2 into the second one.
+    """
     call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
 
 
 def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
-    """`for n in range(first, stop)`: body(n, state) -> state; the state after the last turn. The state stays in registers."""
-    entry, loop, done = b.block, b.append_basic_block("turn"), b.append_basic_block("turns.end")
+    """`for n in range(first, stop)`: body(n, state) -> state; the state after the last turn.
+
+    The state stays in registers.
+    """
+    entry = b.block
+    loop = b.append_basic_block("turn")
+    done = b.append_basic_block("turns.end")
     b.cbranch(b.icmp_signed("<", first, stop), loop, done)
     b.position_at_end(loop)
-    n, now = b.phi(I64), [b.phi(x.type) for x in state]
+    n = b.phi(I64)
+    now = [b.phi(x.type) for x in state]
     new = body(n, now)
-    following, end = b.add(n, I64(1)), b.block
+    following = b.add(n, I64(1))
+    end = b.block
     b.cbranch(b.icmp_signed("<", following, stop), loop, done)
     b.position_at_end(done)
     final = [b.phi(x.type) for x in state]
@@ -106,7 +115,8 @@ class Vectors:
 
     Attributes
     ----------
-    lanes : 32-bit lanes; of the shortest vector where the length is known only when the code runs (`scalable`)
+    lanes : 32-bit lanes; of the shortest vector where the length is known only when the code runs
+        (`scalable`)
     """
 
     name: str
@@ -155,11 +165,14 @@ class Isa(Vectors):
     ----------
     group : products that one dot instruction adds into a lane: 4 bytes, or 2 int16
     nv : vectors side by side in a register tile of scores
-    rows : rows of the register tiles, the tallest first; a block of rows is filled up to a multiple of the last
+    rows : rows of the register tiles, the tallest first; a block of rows is filled up to a multiple
+        of the last
     step : the channels of Q and K are filled up to a multiple of it
     unit : the columns of V and O are filled up to a multiple of so many vectors
-    q_offset : added to Q before the dot product, taken out by the value that each key's sum starts from
-    v_offset : added to V before the dot product, taken out by the value that each row's sum starts from
+    q_offset : added to Q before the dot product, taken out by the value that each key's sum starts
+        from
+    v_offset : added to V before the dot product, taken out by the value that each row's sum starts
+        from
     tiled : K and V are packed as matrix tiles: see `int8.packing`
     value_order : keys of a group of V, from its first one on, where they are not consecutive
     """
@@ -215,7 +228,8 @@ class Isa(Vectors):
         raise NotImplementedError
 
     def to_int16(self, b: ir.IRBuilder, x, y, base=None) -> Any:
-        """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in `key_order` come out in order.
+        """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in
+        `key_order` come out in order.
 
         base : int32 vector, taken off between rounding and saturating
         """
@@ -234,7 +248,9 @@ class Isa(Vectors):
         return x, y
 
     def columns(self, b: ir.IRBuilder, v: int) -> Any:
-        """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key on."""
+        """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key
+        on.
+        """
         return ir.Constant(
             self.vector(I32),
             self.key_order(self.lanes)[v * self.lanes : (v + 1) * self.lanes].tolist(),
@@ -256,7 +272,10 @@ def pointer(b: ir.IRBuilder, address):
 
 @intrinsic
 def address(typingctx, x):
-    """f(x): the address of an array's first element. One register, where the array is eight, and a slice of it as many again."""
+    """f(x): the address of an array's first element.
+
+    One register, where the array is eight, and a slice of it as many again.
+    """
 
     def codegen(context, b, sig, args):
         return b.ptrtoint(data(context, b, sig.args[0], args[0]), I64)
@@ -277,10 +296,12 @@ def apart(typingctx):
 
 @intrinsic
 def next_task(typingctx, counter):
-    """Take the next number from a shared counter (int64 array of one element): dynamic scheduling on any threading layer.
+    """Take the next number from a shared counter (int64 array of one element).
 
-    Atomic, so that no task is computed twice. No test of the forward kernels can tell: two workers with one number would write the
-    same values twice.
+    Dynamic scheduling on any threading layer.
+
+    Atomic, so that no task is computed twice. No test of the forward kernels can tell: two workers
+    with one number would write the same values twice.
     """
 
     def codegen(context, b, sig, args):

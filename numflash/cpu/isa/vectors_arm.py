@@ -1,7 +1,10 @@
-"""The AArch64 instruction sets: NEON with the dot product extension, and SVE at any vector length up to 512 bits.
+"""The AArch64 instruction sets.
 
-Both have SDOT (signed x signed, for Q.K^T) and UDOT (unsigned x unsigned, for P.V with V + 128); the A64FX has no mixed one. SVE
-code is written in scalable types and is right at every vector length; llvmlite has no such type, but prints what it is given.
+NEON with the dot product extension, and SVE at any vector length up to 512 bits.
+
+Both have SDOT (signed x signed, for Q.K^T) and UDOT (unsigned x unsigned, for P.V with V + 128);
+the A64FX has no mixed one. SVE code is written in scalable types and is right at every vector
+length; llvmlite has no such type, but prints what it is given.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ class Neon(Isa):
         return rows[0] if len(rows) == 1 else shuffle(b, rows[0], rows[1], list(range(8)))
 
     def to_int16(self, b: ir.IRBuilder, x, y, base=None):
-        i32s, i16s = self.vector(I32), ir.VectorType(I16, 4)
+        i32s = self.vector(I32)
+        i16s = ir.VectorType(I16, 4)
         x, y = (call(b, "llvm.aarch64.neon.fcvtns.v4i32.v4f32", i32s, v) for v in (x, y))
         if base is not None:
-            x, y = b.sub(x, base), b.sub(y, base)
+            x = b.sub(x, base)
+            y = b.sub(y, base)
         x, y = (call(b, "llvm.aarch64.neon.sqxtn.v4i16", i16s, v) for v in (x, y))
         return shuffle(b, x, y, list(range(8)))
 
@@ -109,7 +114,10 @@ class Sve(Neon):
         return call(b, f"llvm.aarch64.sve.dup.x.{self.suffix(ty)}", ty, x)
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
-        """Pairwise operations from UZP1 and UZP2 (base SVE has none): SMAXV and UADDV take 8 micro-operations for every row."""
+        """Pairwise operations from UZP1 and UZP2 (base SVE has none).
+
+        SMAXV and UADDV take 8 micro-operations for every row.
+        """
 
         def pairwise(x, y):
             even, odd = (
@@ -153,7 +161,9 @@ class Sve(Neon):
         return call(b, "llvm.aarch64.sve.udot.nxv4i32", acc.type, acc, p, v)
 
     def to_int16(self, b: ir.IRBuilder, x, y, base=None):
-        """Cut to int16 in float, then the low halves of x + ROUND: base SVE has no saturating narrowing.
+        """Cut to int16 in float, then the low halves of x + ROUND.
+
+        Base SVE has no saturating narrowing.
 
         The difference of a whole score and a whole base is exact wherever int16 holds it.
         """
@@ -182,11 +192,15 @@ class Sve(Neon):
 
 @dataclass(frozen=True)
 class Sve128(Neon):
-    """128-bit vectors whose dot products are SVE's, in the first 128 bits of its registers: for a CPU without NEON's (A64FX)."""
+    """128-bit vectors whose dot products are SVE's, in the first 128 bits of its registers.
+
+    For a CPU without NEON's (A64FX).
+    """
 
     def _dot(self, b: ir.IRBuilder, name: str, *operands):
         def scalable(x):
-            ty, suffix = Scalable(x.type.element, x.type.count), self.suffix(x.type)
+            ty = Scalable(x.type.element, x.type.count)
+            suffix = self.suffix(x.type)
             return call(
                 b,
                 f"llvm.vector.insert.nx{suffix}.{suffix}",

@@ -14,18 +14,26 @@ from .vectors import I16, I32, Isa, call, shuffle
 
 @dataclass(frozen=True)
 class X86(Isa):
-    """Vectors of 256 or 512 bits. vpdpbusd is unsigned x signed, hence Q + 128; AVX2 multiplies int16 instead, exactly."""
+    """Vectors of 256 or 512 bits. vpdpbusd is unsigned x signed, hence Q + 128.
+
+    AVX2 multiplies int16 instead, exactly.
+    """
 
     interleave = 4  # lanes that vpackssdw takes in turn from each of its operands
 
     def key_order(self, lanes: int) -> np.ndarray:
         column = np.arange(self.nv * lanes)
-        vec, lane, w = column // lanes, column % lanes, self.interleave
+        vec = column // lanes
+        lane = column % lanes
+        w = self.interleave
         return vec // 2 * 2 * lanes + lane // w * 2 * w + vec % 2 * w + lane % w
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
-        """A transposing tree: two vectors become one that holds half as many lanes of each, until the 8 rows lie side by side,
-        then the blocks of 8 are combined. About 4 instructions a row, where reducing row by row takes 9.
+        """A transposing tree.
+
+        Two vectors become one that holds half as many lanes of each, until the 8 rows lie side by
+        side, then the blocks of 8 are combined. About 4 instructions a row, where reducing row by
+        row takes 9.
         """
 
         def combine(x, y):
@@ -57,7 +65,8 @@ class X86(Isa):
         if self.group == 2:
             return b.add(acc, call(b, "llvm.x86.avx2.pmadd.wd", acc.type, q, k))
         if llvm.llvm_version_info < (21,):  # operands were declared as int32 lanes up to LLVM 20
-            q, k = b.bitcast(q, acc.type), b.bitcast(k, acc.type)
+            q = b.bitcast(q, acc.type)
+            k = b.bitcast(k, acc.type)
         return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, q, k)
 
     def value_dot(self, b: ir.IRBuilder, acc, p, v):
@@ -81,7 +90,8 @@ class X86(Isa):
         else:
             x, y = (call(b, "llvm.x86.avx.cvt.ps2dq.256", i32s, v) for v in (x, y))
         if base is not None:
-            x, y = b.sub(x, base), b.sub(y, base)
+            x = b.sub(x, base)
+            y = b.sub(y, base)
         return call(
             b,
             f"llvm.x86.{'avx512.packssdw.512' if self.lanes == 16 else 'avx2.packssdw'}",
@@ -91,7 +101,8 @@ class X86(Isa):
         )
 
     def in_order(self, b: ir.IRBuilder, x, y):
-        lanes, w = self.lanes, self.interleave
+        lanes = self.lanes
+        w = self.interleave
         order = [
             key // (2 * w) * w + key % w + (lanes if key % (2 * w) >= w else 0)
             for key in range(2 * lanes)
@@ -99,7 +110,8 @@ class X86(Isa):
         return shuffle(b, x, y, order[:lanes]), shuffle(b, x, y, order[lanes:])
 
     def packed(self, b: ir.IRBuilder, x, y):
-        lanes, w = self.lanes, self.interleave
+        lanes = self.lanes
+        w = self.interleave
         order = [lane // w * 2 * w + lane % w for lane in range(lanes)]
         return shuffle(b, x, y, order), shuffle(b, x, y, [key + w for key in order])
 
@@ -118,7 +130,9 @@ class X86(Isa):
 
 
 def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
-    """Chosen lanes of two vectors, first all of one, then all of the other, as halves of every block of `unit` lanes."""
+    """Chosen lanes of two vectors, first all of one, then all of the other, as halves of every
+    block of `unit` lanes.
+    """
     half = unit // 2
     return [
         n
@@ -129,7 +143,10 @@ def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Amx(X86):
-    """The vectors of AVX-512 with AMX's matrix tiles: a right operand is packed tile by tile, 1 KB each."""
+    """The vectors of AVX-512 with AMX's matrix tiles.
+
+    a right operand is packed tile by tile, 1 KB each.
+    """
 
     tiled = True
     value_order: ClassVar[tuple[int, ...]] = (
@@ -140,7 +157,10 @@ class Amx(X86):
     )  # keys of a group, from its first one on: see `high_bytes`
 
     def high_bytes(self, b: ir.IRBuilder, x, y):
-        """The high bytes of x and y in turn, not side by side: a shift and a blend. V is packed in the same order."""
+        """The high bytes of x and y in turn, not side by side: a shift and a blend.
+
+        V is packed in the same order.
+        """
         high = b.and_(y, self.fill(b, y.type, -256))
         return b.bitcast(b.or_(b.lshr(x, self.fill(b, x.type, 8)), high), self.operand)
 

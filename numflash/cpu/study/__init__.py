@@ -1,1 +1,4 @@
-"""Kernels of the course, one step at a time: what it costs to leave out each idea. May import: everything but `commands`."""
+"""Kernels of the course, one step at a time: what it costs to leave out each idea. May import.
+
+Everything but `commands`.
+"""

@@ -1,7 +1,10 @@
-"""The gradient of attention in plain loops, float32: read this first, then `cpu.backward`, which does the same with register tiles.
+"""The gradient of attention in plain loops, float32.
 
-FlashAttention 2, algorithm 2 (Dao 2023). The forward pass saved one number per row, LSE = log(sum of exp(scores)), from which any
-tile of the weights can be computed again, so nothing of size L x S is ever stored. With dO the gradient of the output O:
+Read this first, then `cpu.backward`, which does the same with register tiles.
+
+FlashAttention 2, algorithm 2 (Dao 2023). The forward pass saved one number per row, LSE = log(sum
+of exp(scores)), from which any tile of the weights can be computed again, so nothing of size L x S
+is ever stored. With dO the gradient of the output O:
 
     P  = exp(S - LSE)            S = Q.K^T * scale
     dV = P^T.dO
@@ -10,9 +13,9 @@ tile of the weights can be computed again, so nothing of size L x S is ever stor
     dK = dS^T.Q * scale
     dQ = dS.K * scale
 
-Two passes, each over tiles that no other worker writes: key blocks for dK and dV, query blocks for dQ. So there are no atomic
-additions and every sum has one order, whatever the number of threads; the price is that S and dP are computed twice, seven products
-instead of five.
+Two passes, each over tiles that no other worker writes: key blocks for dK and dV, query blocks for
+dQ. So there are no atomic additions and every sum has one order, whatever the number of threads;
+the price is that S and dP are computed twice, seven products instead of five.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ def add_rows(weights, rows, out):
 
 @inline
 def tile_gradients(q, k, v, do, lse, delta, scale, first_key, p, ds):
-    """Weights p and score gradients ds of one tile, both (M, N); row i sees the keys below first_key[i], counted in the tile."""
+    """Weights p and score gradients ds of one tile, both (M, N).
+
+    Row i sees the keys below first_key[i], counted in the tile.
+    """
     dot_products(q, k, p)
     dot_products(do, v, ds)
     for i in range(q.shape[0]):
@@ -70,19 +76,18 @@ def seen_keys(first_row, rows, key, diagonal, causal, seen):
 def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
     """dK and dV: a worker owns a block of keys and goes through all queries that see it.
 
-    q, do (N, L, .), k, v (N / group, S, .) float32; lse (N, L) in units of log2, +inf for a row that sees nothing;
-    delta (N, L); scale in units of log2; dk, dv as k and v, without the factor of the scores.
+    q, do (N, L, .), k, v (N / group, S, .) float32; lse (N, L) in units of log2, +inf for a row
+    that sees nothing; delta (N, L); scale in units of log2; dk, dv as k and v, without the factor
+    of the scores.
     """
     n_kv, s, _ = k.shape
     length, blocks = q.shape[1], (s + BLOCK - 1) // BLOCK
     for task in prange(n_kv * blocks):
         n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         z = min(j + BLOCK, s)
-        p, ds, seen = (
-            np.empty((BLOCK, BLOCK), F),
-            np.empty((BLOCK, BLOCK), F),
-            np.empty(BLOCK, np.int64),
-        )
+        p = np.empty((BLOCK, BLOCK), F)
+        ds = np.empty((BLOCK, BLOCK), F)
+        seen = np.empty(BLOCK, np.int64)
         transposed = np.empty((BLOCK, BLOCK), F)
         dk[n_key, j:z], dv[n_key, j:z] = F(0), F(0)
         for n in range(n_key * group, (n_key + 1) * group):
@@ -116,17 +121,18 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
 
 @kernel(parallel=True, float_math=True)
 def query_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dq):
-    """dQ: a worker owns a block of queries and goes through all keys that they see. Arguments as in `key_pass`."""
+    """dQ: a worker owns a block of queries and goes through all keys that they see.
+
+    Arguments as in `key_pass`.
+    """
     n_heads, length, _ = q.shape
     s, blocks = k.shape[1], (length + BLOCK - 1) // BLOCK
     for task in prange(n_heads * blocks):
         n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         y, n_key = min(i + BLOCK, length), np.intp(task) // blocks // group
-        p, ds, seen = (
-            np.empty((BLOCK, BLOCK), F),
-            np.empty((BLOCK, BLOCK), F),
-            np.empty(BLOCK, np.int64),
-        )
+        p = np.empty((BLOCK, BLOCK), F)
+        ds = np.empty((BLOCK, BLOCK), F)
+        seen = np.empty(BLOCK, np.int64)
         dq[n, i:y] = F(0)
         last = min(s, y + diagonal) if causal else s
         for j in range(0, last, BLOCK):
@@ -158,9 +164,12 @@ def backward(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dQ, dK and dV of attention, for arrays (B, H, L, D) and (B, Hkv, S, D) float32; `out` and `lse` from the forward pass.
+    """dQ, dK and dV of attention, for arrays (B, H, L, D) and (B, Hkv, S, D) float32.
 
-    The diagonal of `is_causal` starts in the upper left corner, as in PyTorch. `numflash.attention_backward` is the one to use.
+    `out` and `lse` from the forward pass.
+
+    The diagonal of `is_causal` starts in the upper left corner, as in PyTorch.
+    `numflash.attention_backward` is the one to use.
     """
     q, do, o = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (query, grad_out, out))
     k, v = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (key, value))

@@ -1,7 +1,10 @@
-"""The exp2 benchmark (docs/sources.md), redone: which way of computing O = exp2(S * scale - max) @ V comes how near the FMA peak.
+"""The exp2 benchmark (docs/sources.md), redone.
 
-`exp2 + FMLA benchmark`, all tables. Percentages are of the FMA peak measured in the same run, cycles of the clock measured in the
-same run. Every result is held against float64 before it is timed.
+Which way of computing O = exp2(S * scale - max) @ V comes how near the FMA peak.
+
+`exp2 + FMLA benchmark`, all tables. Percentages are of the FMA peak measured in the same run,
+cycles of the clock measured in the same run. Every result is held against float64 before it is
+timed.
 """
 
 from __future__ import annotations
@@ -44,11 +47,13 @@ class Row:
     broadcast : "register" or "memory"; of "two_pass" and "gemm" always "memory", and "" of "exp2"
     m, nc, d : rows, keys, columns
     seconds : per call, best of many
-    share : of the measured FMA peak, counting the 2 * m * nc * d operations of the product and nothing else; 0 for "exp2"
+    share : of the measured FMA peak, counting the 2 * m * nc * d operations of the product and
+        nothing else; 0 for "exp2"
     cycles : of the measured clock, per element of S
     weight_error : largest relative error of a weight of P
     output_error : relative L1 error of O; of P for "exp2"
-    ranking_errors : share of the pairs of keys of a row whose scores differ, but whose weights are not in the same order
+    ranking_errors : share of the pairs of keys of a row whose scores differ, but whose weights are
+        not in the same order
     """
 
     kernel: str
@@ -76,9 +81,11 @@ def _chain(n, x, add, flip):
 
 
 def measure_clock() -> float:
-    """Cycles per second of one core, from a chain of additions and exclusive ors, each of which takes one cycle.
+    """Cycles per second of one core, from a chain of additions and exclusive ors, each of which
+    takes one cycle.
 
-    Some machines run code with wide vectors at a lower clock: there the cycles of the table are too many, the percentages right.
+    Some machines run code with wide vectors at a lower clock: there the cycles of the table are too
+    many, the percentages right.
     """
     x, add, flip = np.uint64(1), np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
     return 2 * CHAIN / best_time(lambda: _chain(CHAIN, x, add, flip), 0.1)
@@ -86,7 +93,10 @@ def measure_clock() -> float:
 
 @functools.cache
 def _repeated(name: str, exp2: str, broadcast: str):
-    """Kernel f(times, s, scale, top, v, p, scratch, o): the chosen kernel `times` times over: no call from Python is timed."""
+    """Kernel f(times, s, scale, top, v, p, scratch, o): the chosen kernel `times` times over.
+
+    No call from Python is timed.
+    """
     if name in ("fused", "fused4"):
         fused = (exp2_values.make_fused if name == "fused" else exp2_values.make_fused4)(
             exp2, broadcast
@@ -120,7 +130,8 @@ def _repeated(name: str, exp2: str, broadcast: str):
 def draw(
     m: int, nc: int, d: int = 64, seed: int = 0
 ) -> tuple[np.ndarray, np.float32, np.float32, np.ndarray]:
-    """S (m, nc) int32 with natural scores N(0, 1) behind scale, the scale, the maximum in units of log2, and V (nc, d) float32.
+    """S (m, nc) int32 with natural scores N(0, 1) behind scale, the scale, the maximum in units of
+    log2, and V (nc, d) float32.
 
     S and V start at a cache line.
     """
@@ -131,7 +142,9 @@ def draw(
 
 
 def ranking_errors(s: np.ndarray, p: np.ndarray) -> float:
-    """Share of the pairs of keys with different scores in a row whose weights tie or stand in the other order."""
+    """Share of the pairs of keys with different scores in a row whose weights tie or stand in the
+    other order.
+    """
     order = np.argsort(s, 1, kind="stable")
     s, p = np.take_along_axis(s, order, 1), np.take_along_axis(p, order, 1)
     higher = s[:, None, :] > s[:, :, None]
@@ -194,7 +207,9 @@ def compute(
 def prepare(
     name: str, exp2: str, broadcast: str, s, scale, top, v
 ) -> tuple[Callable[[], None], int]:
-    """A call that runs the kernel so many times over that it takes some 10 ms, and how many times that is."""
+    """A call that runs the kernel so many times over that it takes some 10 ms, and how many times
+    that is.
+    """
     run, scratch = _repeated(name, exp2, broadcast), aligned(np.zeros(LANES, F))
     p, o = compute(name, exp2, broadcast, s, scale, top, v)
     times = max(

@@ -1,17 +1,20 @@
-"""O = exp2(S * scale - max) @ V, the second stage of attention on its own: the kernels of the exp2 benchmark (docs/sources.md).
+"""O = exp2(S * scale - max) @ V, the second stage of attention on its own.
 
-S (M, Nc) int32 scores, V (Nc, D) float32, O (M, D) float32, not normalised (`exp2 + FMLA benchmark`, "Overview"). Every kernel
-keeps a tile of 4 rows of O in registers and adds one rank-1 product per key: o[i] += p[i, key] * v[key]. They differ in where p
-comes from:
+The kernels of the exp2 benchmark (docs/sources.md).
+
+S (M, Nc) int32 scores, V (Nc, D) float32, O (M, D) float32, not normalised (`exp2 + FMLA
+benchmark`, "Overview"). Every kernel keeps a tile of 4 rows of O in registers and adds one rank-1
+product per key: o[i] += p[i, key] * v[key]. They differ in where p comes from:
 
 * `fused`: exp2 of one column of S per key: four values in a register that has room for sixteen.
 * `fused4`: four keys at a time, so that exp2 works on sixteen values.
 * `two_pass`: exp2 over whole rows of S into P, then the product.
 * `gemm`: the product alone, P given: the ceiling of the other three.
 
-and in how a weight reaches all lanes: "register", broadcast from the lane where exp2 left it (its DUP), or "memory",
-stored and loaded back with replication (LD1RW; vbroadcastss from memory on x86). A machine whose registers do not hold 4 x 64 sums
-works on 16 columns of O at a time, and `fused` and `fused4` repeat exp2 for each.
+and in how a weight reaches all lanes: "register", broadcast from the lane where exp2 left it (its
+DUP), or "memory", stored and loaded back with replication (LD1RW; vbroadcastss from memory on x86).
+A machine whose registers do not hold 4 x 64 sums works on 16 columns of O at a time, and `fused`
+and `fused4` repeat exp2 for each.
 """
 
 from __future__ import annotations
@@ -70,7 +73,10 @@ def exp2_fast(x):
 
 @inline
 def exp2_ultra(x):
-    """2**floor(x), its variant "ultra": up to 50 % too small, and every score within an octave weighs the same."""
+    """2**floor(x), its variant "ultra".
+
+    Up to 50 % too small, and every score within an octave weighs the same.
+    """
     return times_power(ONE, floor(at_least(x, LOWEST)))
 
 
@@ -115,7 +121,10 @@ def gemm(p, v, o):
 
 @functools.cache
 def make_exp2_rows(name: str):
-    """Kernel f(s, scale, top, p): p (M, Nc) float32 = exp2(s * scale - top), s (M, Nc) int32; sixteen scores at a time."""
+    """Kernel f(s, scale, top, p): p (M, Nc) float32 = exp2(s * scale - top), s (M, Nc) int32.
+
+    Sixteen scores at a time.
+    """
     exp2 = EXP2[name]
 
     @kernel
@@ -128,7 +137,10 @@ def make_exp2_rows(name: str):
 
 @functools.cache
 def make_two_pass(name: str):
-    """Kernel f(s, scale, top, v, p, o): p (M, Nc) float32 is scratch, and its final content is P."""
+    """Kernel f(s, scale, top, v, p, o).
+
+    p (M, Nc) float32 is scratch, and its final content is P.
+    """
     exp2_rows = make_exp2_rows(name)
 
     @kernel
@@ -141,7 +153,10 @@ def make_two_pass(name: str):
 
 @functools.cache
 def make_weights(broadcast: str):
-    """Inline f(w, p, first, step) -> four weights: lanes first, first + step, ... of w, or of what w was stored to."""
+    """Inline f(w, p, first, step) -> four weights: lanes first, first + step, ...
+
+    Of w, or of what w was stored to.
+    """
 
     @inline
     def from_register(w, p, first, step):
@@ -161,7 +176,10 @@ def make_weights(broadcast: str):
 
 @functools.cache
 def make_fused(name: str, broadcast: str):
-    """Kernel f(s, scale, top, v, p, o): one key at a time; p, 16 float32 of scratch, serves broadcast "memory"."""
+    """Kernel f(s, scale, top, v, p, o): one key at a time.
+
+    P, 16 float32 of scratch, serves broadcast "memory".
+    """
     exp2, weights, through_memory = EXP2[name], make_weights(broadcast), broadcast == "memory"
 
     @kernel

@@ -1,12 +1,16 @@
-"""The fused INT8 kernel with switches: each improvement that the A64FX summary (docs/sources.md) proposes is a switch.
+"""The fused INT8 kernel with switches.
 
-    exp2      "plain": the loop as it is written, for the compiler;  "vectors": its vectors written out (microkernels)
-    pv        "fp32": weights Q16.16 as float32 times float32 V, the summary's kernel;  "bf16": two 16-bit products per lane;
+Each improvement that the A64FX summary (docs/sources.md) proposes is a switch.
+
+    exp2      "plain": the loop as it is written, for the compiler;  "vectors": its vectors written
+    out (microkernels) pv        "fp32": weights Q16.16 as float32 times float32 V, the summary's
+    kernel;  "bf16": two 16-bit products per lane;
               "int8": weights in eight bits and the integer dot product
 
-Prefetching (the next key block is asked for while this one is computed), threads, causal skipping and grouped heads are arguments.
-The loops are those of `flash_int8` without its masks and its wide path: scores must stay within +-110 octaves, which the random
-data of the measurements does. With pv "int8" the bits are those of `reference.integer_model`.
+Prefetching (the next key block is asked for while this one is computed), threads, causal skipping
+and grouped heads are arguments. The loops are those of `flash_int8` without its masks and its wide
+path: scores must stay within +-110 octaves, which the random data of the measurements does. With pv
+"int8" the bits are those of `reference.integer_model`.
 """
 
 from __future__ import annotations
@@ -85,11 +89,9 @@ def narrow_row(typingctx, x, off, count, p):
 def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     """The kernel with these switches, see `run`'s own words."""
     isa, block_q = VECTOR_ISAS[isa_name], tiling(isa_name).block_q
-    score, octaves, totals = (
-        score_tile(isa_name, 6),
-        block_octaves(isa_name, KEY_BLOCK),
-        block_totals(isa_name),
-    )
+    score = score_tile(isa_name, 6)
+    octaves = block_octaves(isa_name, KEY_BLOCK)
+    totals = block_totals(isa_name)
     exact_row, wide_row = row_weights(isa_name, KEY_BLOCK), row_weights_q16(isa_name, KEY_BLOCK)
     integer, half_width, plain = pv == "int8", pv == "bf16", exp2 == "plain"
     group, nv, vector_lanes, lanes = isa.group, isa.nv, lanes_of(isa_name), isa.lanes
@@ -149,11 +151,13 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
         m_out,
         l_out,
     ):
-        """Attention of N heads, K and V of N / group_heads; a worker takes query tiles, the longest causal ones first.
+        """Attention of N heads, K and V of N / group_heads.
 
-        q (N, padded L, channels) first dot operand, cq (N, padded L) float32, keys PackedKeys, values (Nkv, ...) packed for `pv`,
-        columns of a packed row of V, ahead: prefetch, s keys, counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32,
-        m_out (N, L) int32.
+        a worker takes query tiles, the longest causal ones first.
+
+        q (N, padded L, channels) first dot operand, cq (N, padded L) float32, keys PackedKeys,
+        values (Nkv, ...) packed for `pv`, columns of a packed row of V, ahead: prefetch, s keys,
+        counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32, m_out (N, L) int32.
         """
         n_heads, length, dv = out.shape
         stride, panel, all_keys = q.shape[2], nv * vector_lanes(), keys.start.shape[1]
@@ -162,16 +166,12 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
             x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)
             operands = np.zeros((block_q, KEY_BLOCK), np.uint16) if half_width else p
             o, m, l = np.zeros((block_q, columns), F), np.zeros(block_q, I), np.zeros(block_q, F)
-            octave, octave_q8, scale = (
-                np.zeros(block_q, I),
-                np.zeros(block_q, np.int16),
-                np.ones(block_q, F),
-            )
-            total, sums, scale_bits = (
-                np.zeros(block_q, I),
-                np.zeros(block_q * vector_lanes(), I),
-                scale.view(I),
-            )
+            octave = np.zeros(block_q, I)
+            octave_q8 = np.zeros(block_q, np.int16)
+            scale = np.ones(block_q, F)
+            total = np.zeros(block_q, I)
+            sums = np.zeros(block_q * vector_lanes(), I)
+            scale_bits = scale.view(I)
             while True:
                 task = next_task(counter)
                 if task >= n_heads * tiles:
@@ -179,12 +179,10 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                 n, row = task // tiles, (tiles - 1 - task % tiles) * block_q
                 n_key = n // group_heads
                 tile, factor = q[n, row : row + block_q], cq[n, row : row + block_q]
-                k, start, ck, v = (
-                    keys.data[n_key],
-                    keys.start[n_key],
-                    keys.scale[n_key],
-                    values[n_key],
-                )
+                k = keys.data[n_key]
+                start = keys.start[n_key]
+                ck = keys.scale[n_key]
+                v = values[n_key]
                 m[:], l[:] = I(UNSEEN), F(0)
                 o[:] = F(0)
                 for c in range(0, min(all_keys, row + block_q) if causal else all_keys, KEY_BLOCK):

@@ -1,8 +1,10 @@
-"""The eight improvements that the A64FX summary (docs/sources.md) proposes, measured singly and together.
+"""The eight improvements that the A64FX summary (docs/sources.md) proposes, measured singly and
+together.
 
-Its section is "Further Improvement Possibilities (8 Strategies)". The starting point is its kernel in this
-package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one thread, every head with its own K and V.
-`measure()` returns the table as data; `python -m numflash.cpu.study.improvements` prints it.
+Its section is "Further Improvement Possibilities (8 Strategies)". The starting point is its kernel
+in this package's terms: INT8 Q.K^T, fixed-point softmax left to the compiler, float32 P.V, one
+thread, every head with its own K and V. `measure()` returns the table as data; `python -m
+numflash.cpu.study.improvements` prints it.
 """
 
 from __future__ import annotations
@@ -59,11 +61,9 @@ class Prepared:
     def run(self, exp2: str = "vectors", pv: str = "int8", ahead: bool = False) -> np.ndarray:
         """Attention by the kernel with these switches, on as many threads as are allowed now."""
         nb, nh, nkv, length, s, _, dv = self.forward.shape
-        out, m, l = (
-            np.empty((nb * nh, length, dv), F),
-            np.empty((nb * nh, length), I),
-            np.empty((nb * nh, length), F),
-        )
+        out = np.empty((nb * nh, length, dv), F)
+        m = np.empty((nb * nh, length), I)
+        l = np.empty((nb * nh, length), F)
         make_fused(self.isa, exp2, pv)(
             self.q,
             self.cq,
@@ -88,7 +88,8 @@ class Prepared:
 def prepare(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, is_causal: bool = False
 ) -> Prepared:
-    """Quantise and pack float32 arrays (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv), as `precision="int8"` does.
+    """Quantise and pack float32 arrays (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv), as
+    `precision="int8"` does.
 
     Raises
     ------
@@ -140,12 +141,16 @@ def prepare(
     )
 
 
-# --- LayerNorm and the quantiser that feeds Q, K and V -------------------------------------------------------------------------
+# --- LayerNorm and the quantiser that feeds Q, K and V
+# -------------------------------------------------------------------------
 
 
 @kernel(float_math=True)
 def normalise(x, gamma, beta, y):
-    """y = (x - mean) / sqrt(variance + epsilon) * gamma + beta, one row; a kernel of its own, so that both callers get its bits."""
+    """y = (x - mean) / sqrt(variance + epsilon) * gamma + beta, one row.
+
+    a kernel of its own, so that both callers get its bits.
+    """
     mean, square = F(0), F(0)
     for e in range(x.size):
         mean += x[e]
@@ -160,14 +165,18 @@ def normalise(x, gamma, beta, y):
 
 @kernel(parallel=True)
 def layer_norm(x, gamma, beta, y):
-    """The separate pass: x (L, D) float32 -> y (L, D) float32, which the quantiser then reads again."""
+    """The separate pass.
+
+    x (L, D) float32 -> y (L, D) float32, which the quantiser then reads again.
+    """
     for i in prange(x.shape[0]):
         normalise(x[i], gamma, beta, y[i])
 
 
 @kernel(parallel=True)
 def layer_norm_quantize(x, gamma, beta, data, scale):
-    """Both at once: x (L, D) float32 -> data (L, D) int8, scale (L,) float32, with the bits of `quantize(layer_norm(x), "row")`.
+    """Both at once: x (L, D) float32 -> data (L, D) int8, scale (L,) float32, with the bits of
+    `quantize(layer_norm(x), "row")`.
 
     Inputs are finite; the package's quantiser also marks rows that are not.
     """
@@ -190,11 +199,15 @@ def layer_norm_quantize(x, gamma, beta, data, scale):
                 out[e] = np.int8(I(F(F(F(y[e] * factor) + ROUND) - ROUND)))
 
 
-# --- why 16 bits may not pay ------------------------------------------------------------------------------------------------------
+# --- why 16 bits may not pay
+# ------------------------------------------------------------------------------------------------------
 
 
 def tile_rates(repeats: int = 5) -> dict[str, float]:
-    """Multiplications and additions per second of the P.V register tile alone, in L1: float32, and bfloat16 where there is one."""
+    """Multiplications and additions per second of the P.V register tile alone, in L1.
+
+    Float32, and bfloat16 where there is one.
+    """
     names = {"float32": next(n for n in target.available(target.FLOAT_ISAS))}
     if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS):
         names["bfloat16"] = HALF_WIDTH
@@ -244,12 +257,16 @@ def _tile_loop(name: str) -> Callable[..., None]:
     return run
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------------
+# --- the table
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gain:
-    """One improvement: seconds before and after, the predicted gain (low, high), and what was compared."""
+    """One improvement.
+
+    Seconds before and after, the predicted gain (low, high), and what was compared.
+    """
 
     name: str
     predicted: tuple[float, float]
@@ -283,7 +300,9 @@ def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> flo
 def measure(
     length: int = 2048, head_dim: int = 128, heads: int = 4, repeats: int = 5
 ) -> list[Gain]:
-    """The table: every improvement on its own, then all together. Checked against each other before anything is timed.
+    """The table: every improvement on its own, then all together.
+
+    Checked against each other before anything is timed.
 
     Raises
     ------
@@ -294,20 +313,16 @@ def measure(
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, heads, length, head_dim), F) for _ in range(3))
     full, causal = prepare(q, k, v), prepare(q, k, v, is_causal=True)
-    shared, shared_causal = (
-        prepare(q, k[:, :1], v[:, :1]),
-        prepare(q, k[:, :1], v[:, :1], is_causal=True),
-    )
+    shared = prepare(q, k[:, :1], v[:, :1])
+    shared_causal = prepare(q, k[:, :1], v[:, :1], is_causal=True)
     exact = full.run("plain", "fp32")
     for pv in full.values:
         if not np.abs(full.run("vectors", pv, True) - exact).max() <= 0.05 * np.abs(exact).max():
             raise ArithmeticError(f"improvements: pv {pv!r} is off by more than 5 %")
     threads, width = most(), heads * head_dim
-    x, gamma, beta = (
-        rng.standard_normal((length, width), F),
-        rng.random(width, F),
-        rng.random(width, F),
-    )
+    x = rng.standard_normal((length, width), F)
+    gamma = rng.random(width, F)
+    beta = rng.random(width, F)
     y, data, scale = np.empty_like(x), np.empty(x.shape, np.int8), np.empty(length, F)
 
     def apart() -> None:
@@ -321,11 +336,9 @@ def measure(
         with limit(on):
             return median_time(functools.partial(call, *arguments), repeats)
 
-    base, wide, whole = (
-        timed(full.run, "plain", "fp32"),
-        timed(full.run, "vectors", "fp32"),
-        timed(full.run),
-    )
+    base = timed(full.run, "plain", "fp32")
+    wide = timed(full.run, "vectors", "fp32")
+    whole = timed(full.run)
     norm, fused_norm = timed(apart), timed(at_once)
     tokens = 8 * length
     with limit(1):

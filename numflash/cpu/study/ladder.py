@@ -1,6 +1,8 @@
-"""The ladder: one head of attention, made faster one idea at a time, every rung checked before it is timed.
+"""The ladder: one head of attention, made faster one idea at a time, every rung checked before it
+is timed.
 
-`python -m numflash.cpu.study.ladder 4096 64` climbs it and prints what each rung reaches, against float64 and the peaks.
+`python -m numflash.cpu.study.ladder 4096 64` climbs it and prints what each rung reaches, against
+float64 and the peaks.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ NAMES = tuple(rung.name for rung in LADDER)
 
 
 def vector_isa() -> str:
-    """The best instruction set whose tiles are vector registers, which the course is about; matrix tiles (AMX) are not asked for.
+    """The best instruction set whose tiles are vector registers, which the course is about.
+
+    Matrix tiles (AMX) are not asked for.
 
     Raises
     ------
@@ -117,9 +121,11 @@ def prepare(
     workers: int = 1,
     isa: str | None = None,
 ) -> Callable[[], np.ndarray]:
-    """A call without arguments that runs the rung on query (L, D), key (S, D) and value (S, Dv) float32; returns (L, Dv) float32.
+    """A call without arguments that runs the rung on query (L, D), key (S, D) and value (S, Dv)
+    float32; returns (L, Dv) float32.
 
-    Packing is part of the call; quantisation is not. Rung "causal" hides keys after a query's own position.
+    Packing is part of the call; quantisation is not. Rung "causal" hides keys after a query's own
+    position.
 
     Raises
     ------
@@ -162,7 +168,10 @@ def prepare(
 def climb(
     length: int, d: int, workers: int = 1, repeats: int = 5
 ) -> Iterator[tuple[Rung, float, float]]:
-    """Every rung on N(0, 1): (rung, median seconds, relative L1 error against float64), each checked before it is timed."""
+    """Every rung on N(0, 1).
+
+    (rung, median seconds, relative L1 error against float64), each checked before it is timed.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((length, d), F) for _ in range(3))
     exact = {

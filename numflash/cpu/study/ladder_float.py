@@ -1,7 +1,8 @@
 """Rungs 1 to 4 of the ladder, in float32 and plain loops: naive, online, tiled, packed.
 
-One head: q (L, D), k (S, D), v (S, Dv), o (L, Dv), all float32; `scale` times log2(e), so that weights are powers of two. What a
-rung needs beside its operands is an argument too, so that `numflash.course.tracer` can count what it costs.
+One head: q (L, D), k (S, D), v (S, Dv), o (L, Dv), all float32; `scale` times log2(e), so that
+weights are powers of two. What a rung needs beside its operands is an argument too, so that
+`numflash.course.tracer` can count what it costs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def add_scaled(out, p, value):
 
 @inline
 def add_rows(out, weights, rows):
-    """out += weights @ rows, four rows a turn: `out` is loaded and stored once for four multiply-adds."""
+    """out += weights @ rows, four rows a turn.
+
+    `out` is loaded and stored once for four multiply-adds.
+    """
     whole = rows.shape[0] // 4 * 4
     for j in range(0, whole, 4):
         w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
@@ -51,7 +55,10 @@ def multiply(out, factor):
 
 @kernel(float_math=True)
 def naive(q, k, v, scale, s, o):
-    """Rung 1: the definition. The whole matrix of scores s (L, S) is written, read and written again by every pass."""
+    """Rung 1: the definition.
+
+    The whole matrix of scores s (L, S) is written, read and written again by every pass.
+    """
     for i in range(q.shape[0]):  # S = Q.K^T
         query, row = q[i], s[i]
         for j in range(k.shape[0]):
@@ -73,7 +80,10 @@ def naive(q, k, v, scale, s, o):
 
 @kernel(float_math=True)
 def online(q, k, v, scale, o):
-    """Rung 2: one pass (Milakov and Gimelshein 2018). No matrix; when a larger score comes, what was summed shrinks."""
+    """Rung 2: one pass (Milakov and Gimelshein 2018). No matrix.
+
+    When a larger score comes, what was summed shrinks.
+    """
     for i in range(q.shape[0]):
         query, out, m, l = q[i], o[i], F(-np.inf), F(0)
         out[:] = F(0)
@@ -93,7 +103,10 @@ def online(q, k, v, scale, o):
 
 @inline
 def softmax_row(s, m, l, out):
-    """Scores s of one row and tile become weights below the new maximum; returns it and the new sum."""
+    """Scores s of one row and tile become weights below the new maximum.
+
+    Returns it and the new sum.
+    """
     top = m
     for j in range(s.size):
         top = max(top, s[j])
@@ -111,7 +124,8 @@ def softmax_row(s, m, l, out):
 def make_tiled(block_q: int, block_k: int):
     """Rung 3: tiles of block_q rows and block_k keys (FlashAttention, Dao et al. 2022).
 
-    s (block_q, block_k), m and l (block_q,): the scores of a tile, the maximum and the sum of each of its rows.
+    s (block_q, block_k), m and l (block_q,): the scores of a tile, the maximum and the sum of each
+    of its rows.
     """
 
     @kernel(float_math=True)
@@ -154,7 +168,9 @@ def pack(k, packed):
 
 @functools.cache
 def make_packed(block_q: int, block_k: int):
-    """Rung 4: k packed (blocks, D, block_k), so that a vector holds keys and no sum crosses its lanes; else as rung 3."""
+    """Rung 4: k packed (blocks, D, block_k), so that a vector holds keys and no sum crosses its
+    lanes; else as rung 3.
+    """
 
     @kernel(float_math=True)
     def packed(q, k, v, scale, s, m, l, o):

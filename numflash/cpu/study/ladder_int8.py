@@ -1,7 +1,10 @@
-"""Rungs 5 to 8 of the ladder, in integers on the package's register tiles: unfused, fused, parallel, causal.
+"""Rungs 5 to 8 of the ladder, in integers on the package's register tiles.
 
-One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole vectors (`Operands` pads them);
-what masks, options and extreme scores need is in `flash_int8`, the same algorithm without these limits.
+Unfused, fused, parallel, causal.
+
+One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole
+vectors (`Operands` pads them); what masks, options and extreme scores need is in `flash_int8`, the
+same algorithm without these limits.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ MOST_OCTAVES = 110  # int16 scores are exact below
 
 
 class Operands(NamedTuple):
-    """One quantised head, padded: q (rows, channels) first dot operand, cq (rows,) and ck (1, S) scales, k and v int8 (1, S, D)."""
+    """One quantised head, padded.
+
+    q (rows, channels) first dot operand, cq (rows,) and ck (1, S) scales, k and v int8 (1, S, D).
+    """
 
     q: np.ndarray
     cq: np.ndarray
@@ -50,7 +56,8 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
     Raises
     ------
     ArgumentError
-        No keys, or scores that may leave the range of int16 Q8.8, which `flash_int8` takes another path for.
+        No keys, or scores that may leave the range of int16 Q8.8, which `flash_int8` takes another
+        path for.
     """
     if not key.shape[0]:
         raise ArgumentError("key: got 0 keys; allowed: 1 or more on the ladder")
@@ -69,10 +76,8 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
             f"allowed: {MOST_OCTAVES} on the ladder"
         )
     length, channels = query.shape[0], padded(query.shape[1], isa.step)
-    whole, columns = (
-        padded(length, t.block_q),
-        padded(value.shape[1], isa.unit * running_lanes(isa_name)),
-    )
+    whole = padded(length, t.block_q)
+    columns = padded(value.shape[1], isa.unit * running_lanes(isa_name))
     q = empty((whole, channels), np.uint8 if isa.group == 4 else np.int16)
     q[:] = isa.q_offset
     q[:length, : query.shape[1]] = problem.query.data[0, 0].astype(np.int16) + isa.q_offset
@@ -94,22 +99,27 @@ def quantise(isa_name: str, query: np.ndarray, key: np.ndarray, value: np.ndarra
 
 @functools.cache
 def make_parts(isa_name: str):
-    """The four parts of the integer pipeline on one query tile and key block: scores, softmax, merge, values.
+    """The four parts of the integer pipeline on one query tile and key block.
 
-    x, p : (block_q, KEY_BLOCK) int16 Q8.8 scores and weights;  row : first row of the tile in q and cq;  c : first key
-    state : one row of each per query row: octave, octave_q8, total (of the block), m, l (running), scale, scale_bits
+    Scores, softmax, merge, values.
+
+    x, p : (block_q, KEY_BLOCK) int16 Q8.8 scores and weights;  row : first row of the tile in q and
+        cq;  c : first key
+    state : one row of each per query row: octave, octave_q8, total (of the block), m, l (running),
+        scale, scale_bits
     """
     block_q, vector_lanes = tiling(isa_name).block_q, lanes_of(isa_name)
     score_block, value_block = blocks.score_block(isa_name), blocks.value_block(isa_name, "int8")
-    octaves, weights = (
-        microkernels.block_octaves(isa_name, KEY_BLOCK),
-        microkernels.row_weights(isa_name, KEY_BLOCK),
-    )
+    octaves = microkernels.block_octaves(isa_name, KEY_BLOCK)
+    weights = microkernels.row_weights(isa_name, KEY_BLOCK)
     totals = microkernels.block_totals(isa_name)
 
     @inline
     def scores(q, cq, row, keys, c, x):
-        """x = Q.K^T, scaled, in Q8.8; keys after the last one and, in a causal tile, after the row are the caller's to hide."""
+        """x = Q.K^T, scaled, in Q8.8.
+
+        Keys after the last one and, in a causal tile, after the row are the caller's to hide.
+        """
         tile, factor = q[row : row + block_q], cq[row : row + block_q]
         score_block(
             tile, q.shape[1], keys.data, c, keys.start, keys.scale, factor, block_q, KEY_BLOCK, x
@@ -128,7 +138,10 @@ def make_parts(isa_name: str):
 
     @inline
     def merge(octave, total, m, l, scale, o):
-        """Running octave m and sum l; o shrinks by whole octaves where m grows; scale = 2**(octave - m) for this block."""
+        """Running octave m and sum l; o shrinks by whole octaves where m grows.
+
+        Scale = 2**(octave - m) for this block.
+        """
         for i in range(block_q):
             if octave[i] > m[i]:
                 shrink, line = F(2.0) ** F(max(m[i] - octave[i], -126)), o[i]
@@ -148,10 +161,12 @@ def make_parts(isa_name: str):
 
 @functools.cache
 def make_unfused(isa_name: str):
-    """Rung 5: register tiles, one pass after the other over the scores and weights of the whole problem.
+    """Rung 5: register tiles, one pass after the other over the scores and weights of the whole
+    problem.
 
-    f(q, cq, keys, n_keys, v, x, p, octave, total, o, l): scores x and weights p (tiles, blocks, block_q, KEY_BLOCK);
-    octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l (rows,) float32.
+    f(q, cq, keys, n_keys, v, x, p, octave, total, o, l): scores x and weights p (tiles, blocks,
+    block_q, KEY_BLOCK); octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l
+    (rows,) float32.
     """
     scores, softmax, merge, values = make_parts(isa_name)
     vector_lanes, block_q, (begin, end) = (
@@ -174,10 +189,8 @@ def make_unfused(isa_name: str):
             for b in range(blocks):
                 softmax(x[tile, b], octave[tile, b], octave_q8, p[tile, b], sums, total[tile, b])
         for tile in range(tiles):
-            part, line = (
-                o[tile * block_q : (tile + 1) * block_q],
-                l[tile * block_q : (tile + 1) * block_q],
-            )
+            part = o[tile * block_q : (tile + 1) * block_q]
+            line = l[tile * block_q : (tile + 1) * block_q]
             part[:], line[:], m[:] = F(0), F(0), I(UNSEEN)
             for b in range(blocks):
                 merge(octave[tile, b], total[tile, b], m, line, scale, part)
@@ -189,7 +202,10 @@ def make_unfused(isa_name: str):
 
 @functools.cache
 def make_tile(isa_name: str, causal: bool):
-    """One query tile against all keys that it sees, fused: f(q, cq, keys, n_keys, v, row, room, o, l)."""
+    """One query tile against all keys that it sees, fused.
+
+    f(q, cq, keys, n_keys, v, row, room, o, l).
+    """
     scores, softmax, merge, values = make_parts(isa_name)
     block_q = tiling(isa_name).block_q
 
@@ -220,7 +236,10 @@ def make_tile(isa_name: str, causal: bool):
 
 @functools.cache
 def make_room(isa_name: str):
-    """What a worker needs beside o and l: the scores and weights of a tile, and a few values per row."""
+    """What a worker needs beside o and l.
+
+    The scores and weights of a tile, and a few values per row.
+    """
     vector_lanes, block_q = lanes_of(isa_name), tiling(isa_name).block_q
     operand = np.uint8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
 
@@ -261,7 +280,10 @@ def make_fused(isa_name: str):
 
 @functools.cache
 def make_parallel(isa_name: str, causal: bool):
-    """Rungs 7 and 8: threads take the next tile, the longest first: f(q, cq, keys, n_keys, v, counter, workers, o, l)."""
+    """Rungs 7 and 8: threads take the next tile, the longest first.
+
+    f(q, cq, keys, n_keys, v, counter, workers, o, l).
+    """
     tile, room, block_q = make_tile(isa_name, causal), make_room(isa_name), tiling(isa_name).block_q
     begin, end = tile_state(isa_name)
 
@@ -293,7 +315,10 @@ def make_parallel(isa_name: str, causal: bool):
 
 
 def packed(isa_name: str, x: Operands) -> tuple[PackedKeys, np.ndarray]:
-    """K and V in the order in which the register tiles read them; the kernels take the arrays of the one head."""
+    """K and V in the order in which the register tiles read them.
+
+    The kernels take the arrays of the one head.
+    """
     keys = pack_keys(isa_name, x.k, x.ck)
     return PackedKeys(*(array[0] for array in keys)), pack_values(isa_name, x.v)[0]
 
@@ -310,10 +335,8 @@ def run(rung: str, isa_name: str, x: Operands, workers: int = 1) -> np.ndarray:
     o, l = empty((x.q.shape[0], x.v.shape[2]), F), np.empty(x.q.shape[0], F)
     if rung == "unfused":
         shape = x.q.shape[0] // block_q, padded(n, KEY_BLOCK) // KEY_BLOCK, block_q
-        scores, weights = (
-            empty((*shape, KEY_BLOCK), np.int16),
-            empty((*shape, KEY_BLOCK), x.q.dtype),
-        )
+        scores = empty((*shape, KEY_BLOCK), np.int16)
+        weights = empty((*shape, KEY_BLOCK), x.q.dtype)
         make_unfused(isa_name)(
             x.q,
             x.cq,

@@ -2,9 +2,10 @@
 
 One query row per step, its scores in full, threads over rows.
 
-`Fused FlashAttention V2`, "Parallel Reference Verification": score row, softmax, weighted sum of V, `omp parallel for` over rows.
-No tiles, nothing fused: what a plain loop gives when the compiler vectorises it, and a second opinion on large problems where
-the float64 oracle would take minutes. Threads: all of Numba's, or as many as given.
+`Fused FlashAttention V2`, "Parallel Reference Verification": score row, softmax, weighted sum of V,
+`omp parallel for` over rows. No tiles, nothing fused: what a plain loop gives when the compiler
+vectorises it, and a second opinion on large problems where the float64 oracle would take minutes.
+Threads: all of Numba's, or as many as given.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ F = np.float32
 
 @kernel(parallel=True, float_math=True)
 def attend_rows(q, k, v, scale, causal, workers, out):
-    """q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), out (N, L, Dv), all float32; N / Nkv query heads share a key head."""
+    """q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), out (N, L, Dv), all float32.
+
+    N / Nkv query heads share a key head.
+    """
     n_heads, length, _ = q.shape
     s_len, share = k.shape[1], n_heads // k.shape[0]
     scores = np.empty((workers, s_len), np.float32)  # an exception inside prange would be lost

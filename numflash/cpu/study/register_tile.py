@@ -20,7 +20,10 @@ from ..isa.vectors import I32, I64, data, store
 
 @functools.cache
 def make_tile(isa_name: str, mr: int, nv: int):
-    """Intrinsic f(a, a_off, a_stride, b, b_off, groups, c, c_off, c_stride): c[mr, nv * lanes] int32 = A.B."""
+    """Intrinsic f(a, a_off, a_stride, b, b_off, groups, c, c_off, c_stride).
+
+    c[mr, nv * lanes] int32 = A.B.
+    """
     isa = VECTOR_ISAS[isa_name]
 
     @intrinsic
@@ -58,16 +61,16 @@ def make_tile(isa_name: str, mr: int, nv: int):
 
 @functools.cache
 def make_product(isa_name: str, mr: int, nv: int):
-    """Kernel f(a, b, c): blocks of c.shape scores of A.B, each into the same c, as the fused kernel does with its scores.
+    """Kernel f(a, b, c).
 
-    a (rows, channels) first dot operand, not negative; b (panels, channels * panel) from `pack`; c (block_q, keys) int32; rows a
-    multiple of block_q and that of mr, keys of the panel.
+    Blocks of c.shape scores of A.B, each into the same c, as the fused kernel does with its scores.
+
+    a (rows, channels) first dot operand, not negative; b (panels, channels * panel) from `pack`; c
+    (block_q, keys) int32; rows a multiple of block_q and that of mr, keys of the panel.
     """
-    tile, lanes, group = (
-        make_tile(isa_name, mr, nv),
-        lanes_of(isa_name),
-        VECTOR_ISAS[isa_name].group,
-    )
+    tile = make_tile(isa_name, mr, nv)
+    lanes = lanes_of(isa_name)
+    group = VECTOR_ISAS[isa_name].group
 
     @kernel
     def product(a, b, c):
@@ -92,9 +95,12 @@ def make_product(isa_name: str, mr: int, nv: int):
 
 
 def pack(isa_name: str, k: np.ndarray, nv: int, offset: int = 0) -> np.ndarray:
-    """k (keys, channels) int8 as (panels, channels * panel): [channel group][key of the panel][channels of the group].
+    """k (keys, channels) int8 as (panels, channels * panel).
 
-    The first byte lies `offset` bytes after a multiple of 64, so that no vector crosses a cache line unless asked to.
+    [channel group][key of the panel][channels of the group].
+
+    The first byte lies `offset` bytes after a multiple of 64, so that no vector crosses a cache
+    line unless asked to.
     """
     isa, panel = VECTOR_ISAS[isa_name], nv * running_lanes(isa_name)
     keys, channels = k.shape

@@ -1,8 +1,10 @@
-"""Vector registers as values in a kernel, so that a register tile can be written down line by line in Python.
+"""Vector registers as values in a kernel, so that a register tile can be written down line by line
+in Python.
 
-The product kernels build their tiles as LLVM code (`microkernels`). For study, a `Lanes` is a value like a number: load it,
-multiply and add it, broadcast one of its lanes, store it. A `Lanes` may be longer than a register of the machine: 64 float32 lanes
-are four AVX-512 registers, and LLVM splits them. Operations take scalars in place of vectors and broadcast them.
+The product kernels build their tiles as LLVM code (`microkernels`). For study, a `Lanes` is a value
+like a number: load it, multiply and add it, broadcast one of its lanes, store it. A `Lanes` may be
+longer than a register of the machine: 64 float32 lanes are four AVX-512 registers, and LLVM splits
+them. Operations take scalars in place of vectors and broadcast them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to even, |x| < 2**22, on
 def aligned(x: np.ndarray, offset: int = 0) -> np.ndarray:
     """A copy of x that starts `offset` bytes behind the start of a cache line.
 
-    Loads of whole registers straddle two lines unless offset is 0; NumPy's arrays start 16 bytes behind a line as often as not.
+    Loads of whole registers straddle two lines unless offset is 0; NumPy's arrays start 16 bytes
+    behind a line as often as not.
     """
     out = empty((x.nbytes + offset,), np.uint8)[offset:].view(x.dtype).reshape(x.shape)
     out[:] = x
@@ -59,7 +62,10 @@ def _elementwise(build):
 
 
 def _typed(build, *given):
-    """(signature, codegen) where every argument is a number or Lanes of one length; None, which Numba reports, otherwise."""
+    """(signature, codegen) where every argument is a number or Lanes of one length.
+
+    None, which Numba reports, otherwise.
+    """
     lanes = {t.n for t in given if isinstance(t, Lanes)}
     if len(lanes) == 1 and all(isinstance(t, (Lanes, types.Number)) for t in given):
         return Lanes(*lanes)(*given), _elementwise(build)
@@ -118,7 +124,10 @@ def times_power(typingctx, y, n):
 
 @intrinsic
 def lane(typingctx, x, i):
-    """Lane i of a register as a scalar; where it is broadcast again, LLVM shuffles from register to register."""
+    """Lane i of a register as a scalar.
+
+    Where it is broadcast again, LLVM shuffles from register to register.
+    """
 
     def codegen(context, b, sig, args):
         return b.extract_element(args[0], context.cast(b, args[1], sig.args[1], types.int32))
@@ -139,7 +148,10 @@ def put(typingctx, value, x, i):
 
 @intrinsic
 def keep_in_memory(typingctx):
-    """Forbids the compiler to carry a stored value past this point in a register; no instruction of its own."""
+    """Forbids the compiler to carry a stored value past this point in a register.
+
+    No instruction of its own.
+    """
 
     def codegen(context, b, sig, args):
         b.fence("seq_cst", "singlethread")
@@ -150,7 +162,10 @@ def keep_in_memory(typingctx):
 
 @functools.cache
 def make_load(n: int):
-    """Intrinsic f(x, i) -> n lanes: x[i:i + n] of a contiguous float32 array, i counted through the whole array."""
+    """Intrinsic f(x, i) -> n lanes.
+
+    x[i:i + n] of a contiguous float32 array, i counted through the whole array.
+    """
 
     @intrinsic
     def load_lanes(typingctx, x, i):
@@ -175,7 +190,10 @@ def make_zeros(n: int):
 
 @functools.cache
 def make_load_block(rows: int, columns: int):
-    """Intrinsic f(s, i, stride) -> rows * columns lanes: a block of an int32 matrix from element i on, row by row, as float32."""
+    """Intrinsic f(s, i, stride) -> rows * columns lanes.
+
+    a block of an int32 matrix from element i on, row by row, as float32.
+    """
 
     @intrinsic
     def load_block(typingctx, s, i, stride):

@@ -1,12 +1,16 @@
-"""One new token against a cache of keys, in miniature: FlashDecoding's split, and FlashDecoding++'s unified maximum. float32.
+"""One new token against a cache of keys, in miniature.
 
-`split` (FlashDecoding, Dao et al. 2023): with one query row there is nothing to share among workers but the keys. Each takes a part
-of them with its own maximum m and sum l and leaves an output that is not divided yet; `merge` brings the parts to one maximum,
-adds them and divides: out = sum(2**(m_i - m) o_i) / sum(2**(m_i - m) l_i).
+FlashDecoding's split, and FlashDecoding++'s unified maximum. float32.
 
-`unified` (FlashDecoding++, Hong et al. 2023, section 3): all parts subtract one number phi fixed beforehand, so that they add
-up as they are, no maximum is looked for and nothing is rescaled. It is right only while 2**(s - phi) stays inside float32, so every
-row is tested: a score too far above phi, or a sum so far below that precision is gone, sends the row to `split`.
+`split` (FlashDecoding, Dao et al. 2023): with one query row there is nothing to share among workers
+but the keys. Each takes a part of them with its own maximum m and sum l and leaves an output that
+is not divided yet; `merge` brings the parts to one maximum, adds them and divides: out =
+sum(2**(m_i - m) o_i) / sum(2**(m_i - m) l_i).
+
+`unified` (FlashDecoding++, Hong et al. 2023, section 3): all parts subtract one number phi fixed
+beforehand, so that they add up as they are, no maximum is looked for and nothing is rescaled. It is
+right only while 2**(s - phi) stays inside float32, so every row is tested: a score too far above
+phi, or a sum so far below that precision is gone, sends the row to `split`.
 
 `cpu.decode` is the kernel that ships, on the split and without the unified maximum.
 """
@@ -60,7 +64,10 @@ def part(length, splits, i):
 
 @kernel(parallel=True, float_math=True)
 def split(q, k, v, c, o, m, l):
-    """Each part on its own: q (H, D), k, v (H, S, .), c = scale * log2(e); o (H, splits, Dv), m, l (H, splits)."""
+    """Each part on its own: q (H, D), k, v (H, S, .), c = scale * log2(e).
+
+    o (H, splits, Dv), m, l (H, splits).
+    """
     splits = m.shape[1]
     for task in prange(m.size):
         h, i = np.intp(task) // splits, np.intp(task) % splits
@@ -82,7 +89,10 @@ def split(q, k, v, c, o, m, l):
 
 @kernel
 def merge(o, m, l, out):
-    """The parts in their order, brought to one maximum, added and divided; a head that saw no key gives 0."""
+    """The parts in their order, brought to one maximum, added and divided.
+
+    a head that saw no key gives 0.
+    """
     for h in range(m.shape[0]):
         top, total, row = m[h].max(), F(0), out[h]
         row[:] = F(0)
@@ -98,7 +108,10 @@ def merge(o, m, l, out):
 
 @kernel(parallel=True, float_math=True)
 def unified(q, k, v, c, phi, o, l, high):
-    """Each part with the same shift phi (H,), in units of log2; high (H, splits) uint8: 1 where a score does not fit."""
+    """Each part with the same shift phi (H,), in units of log2; high (H, splits) uint8.
+
+    1 where a score does not fit.
+    """
     splits = l.shape[1]
     for task in prange(l.size):
         h, i = np.intp(task) // splits, np.intp(task) % splits
@@ -119,13 +132,14 @@ def split_decode(
     splits: int = 4,
     scale: float | None = None,
 ) -> np.ndarray:
-    """Attention of one token per head: query (H, D), key (H, S, D), value (H, S, Dv) float32 -> (H, Dv)."""
+    """Attention of one token per head.
+
+    Query (H, D), key (H, S, D), value (H, S, Dv) float32 -> (H, Dv).
+    """
     heads, dv = query.shape[0], value.shape[2]
-    o, m, l = (
-        np.empty((heads, splits, dv), F),
-        np.empty((heads, splits), F),
-        np.empty((heads, splits), F),
-    )
+    o = np.empty((heads, splits, dv), F)
+    m = np.empty((heads, splits), F)
+    l = np.empty((heads, splits), F)
     split(
         query, key, value, F((query.shape[1] ** -0.5 if scale is None else scale) * LOG2E), o, m, l
     )
@@ -142,13 +156,14 @@ def unified_decode(
     splits: int = 4,
     scale: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The same with one shift phi (H,), in units of log2, for all parts: (out (H, Dv), rows (H,) bool that had to fall back)."""
+    """The same with one shift phi (H,), in units of log2, for all parts.
+
+    (out (H, Dv), rows (H,) bool that had to fall back).
+    """
     heads, dv = query.shape[0], value.shape[2]
-    o, l, high = (
-        np.empty((heads, splits, dv), F),
-        np.empty((heads, splits), F),
-        np.empty((heads, splits), np.uint8),
-    )
+    o = np.empty((heads, splits, dv), F)
+    l = np.empty((heads, splits), F)
+    high = np.empty((heads, splits), np.uint8)
     unified(
         query,
         key,

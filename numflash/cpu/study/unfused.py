@@ -2,14 +2,18 @@
 
 S = Q.K^T for all keys, then softmax in passes over S, each a kernel of its own.
 
-`INT8 GEMM + FlashAttention status`. Scores are int32, tiles 48 x 128 (`tiling` "a64fx-unfused-48x128"), register tiles 6 rows high;
-softmax is in integers: t = round(S * scale) in Q8.8, weights 2**(t - maximum) in Q16.16.
+`INT8 GEMM + FlashAttention status`. Scores are int32, tiles 48 x 128 (`tiling`
+"a64fx-unfused-48x128"), register tiles 6 rows high; softmax is in integers: t = round(S * scale) in
+Q8.8, weights 2**(t - maximum) in Q16.16.
 
-* `make_gemm`: every tile straight to S, or by one or two buffers in the first-level cache ("Key Optimizations", 2).
+* `make_gemm`: every tile straight to S, or by one or two buffers in the first-level cache ("Key
+  Optimizations", 2).
 * `make_gqa`: several query heads against each tile of K while it is in the cache.
 * `maxima`, `make_exponentials`, `normalise`: the three passes ("Three-pass requirement").
-* `make_gemm(..., maxima=True)`: the row maxima from the product itself, so that softmax needs two passes ("Two-pass algorithm").
-* `make_strip`: 48 rows of S at a time, which stay in the second-level cache until softmax has read them ("L2 tiling").
+* `make_gemm(..., maxima=True)`: the row maxima from the product itself, so that softmax needs two
+  passes ("Two-pass algorithm").
+* `make_strip`: 48 rows of S at a time, which stay in the second-level cache until softmax has read
+  them ("L2 tiling").
 """
 
 from __future__ import annotations
@@ -45,14 +49,20 @@ NOTE_SCALE = (
 
 
 class Operands(NamedTuple):
-    """q (H, rows, channels) first dot operand, rows padded to a multiple of 6; keys of Hkv heads, padded to a multiple of 128."""
+    """q (H, rows, channels) first dot operand, rows padded to a multiple of 6.
+
+    Keys of Hkv heads, padded to a multiple of 128.
+    """
 
     q: np.ndarray
     keys: PackedKeys
 
 
 def best_isa() -> str:
-    """The best instruction set of this machine that has register tiles of 6 rows; "portable" where there is none."""
+    """The best instruction set of this machine that has register tiles of 6 rows.
+
+    "portable" where there is none.
+    """
     return next(isa for isa in target.available() if isa in ISAS or isa == "portable")
 
 
@@ -90,7 +100,10 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
 
 @functools.cache
 def make_tile(name: str):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride): s[6, panel] int32 = q . k, in key order."""
+    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride).
+
+    s[6, panel] int32 = q . k, in key order.
+    """
     isa = ISAS[name]
 
     @intrinsic
@@ -120,7 +133,10 @@ def make_tile(name: str):
 
 @functools.cache
 def make_rows(isa_name: str):
-    """Inline f(q, i, k, start, c, s, s_off, s_stride): the scores of 6 rows of q from row i on against 128 keys from key c on."""
+    """Inline f(q, i, k, start, c, s, s_off, s_stride).
+
+    The scores of 6 rows of q from row i on against 128 keys from key c on.
+    """
     isa, tile, lanes = ISAS[isa_name], make_tile(isa_name), lanes_of(isa_name)
     group, nv = isa.group, isa.nv
 
@@ -157,10 +173,14 @@ def raise_maxima(s, row, rows, c, top):
 
 @functools.cache
 def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
-    """Kernel f(q, k, start, s, top): s (rows, keys) int32 = q . k of one head; k, start of `PackedKeys`.
+    """Kernel f(q, k, start, s, top): s (rows, keys) int32 = q . k of one head.
 
-    buffers : 0 writes tiles straight to s; 1 computes a tile, then copies it; 2 computes a tile while it copies the one before
-    maxima : raise top (rows,) int32 to the largest score of each row, from each tile while it is in the cache (`buffers` 0)
+    K, start of `PackedKeys`.
+
+    buffers : 0 writes tiles straight to s; 1 computes a tile, then copies it; 2 computes a tile
+        while it copies the one before
+    maxima : raise top (rows,) int32 to the largest score of each row, from each tile while it is in
+        the cache (`buffers` 0)
     """
     six_rows = make_rows(isa_name)
 
@@ -199,9 +219,12 @@ def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
 
 @functools.cache
 def make_gqa(isa_name: str):
-    """Kernel f(q, k, start, s): all heads; a tile of K serves every query head of its group before the next one is read.
+    """Kernel f(q, k, start, s): all heads.
 
-    q (H, rows, channels); k (Hkv, ...) and start (Hkv, keys) of `PackedKeys`; s (H, rows, keys) int32
+    a tile of K serves every query head of its group before the next one is read.
+
+    q (H, rows, channels); k (Hkv, ...) and start (Hkv, keys) of `PackedKeys`; s (H, rows, keys)
+    int32
     """
     six_rows = make_rows(isa_name)
 
@@ -228,14 +251,19 @@ def row_maximum(s):
 
 @kernel
 def maxima(s, count, top):
-    """Pass 1: top (rows,) int32 = the largest of the first `count` scores of each row of s (rows, keys)."""
+    """Pass 1: top (rows,) int32 = the largest of the first `count` scores of each row of s (rows,
+    keys).
+    """
     for i in range(s.shape[0]):
         top[i] = row_maximum(s[i, :count])
 
 
 @functools.cache
 def make_row_exponentials(name: str):
-    """Inline f(s, scale, top, e) -> total: one row of weights e in Q16.16 and their sum, by an exp2 of `fixedpoint.EXP2`."""
+    """Inline f(s, scale, top, e) -> total.
+
+    One row of weights e in Q16.16 and their sum, by an exp2 of `fixedpoint.EXP2`.
+    """
     exp2 = inline(fx.EXP2[name][0])
 
     @inline
@@ -255,9 +283,12 @@ def make_row_exponentials(name: str):
 
 @functools.cache
 def make_exponentials(name: str):
-    """Pass 2: kernel f(s, count, scale, top, e, l): weights of the first `count` keys of each row, and their sums.
+    """Pass 2: kernel f(s, count, scale, top, e, l).
 
-    s (rows, keys) int32;  scale : float32, scores to Q8.8;  top (rows,) int32;  e (rows, keys) int32 Q16.16;  l (rows,) int64
+    Weights of the first `count` keys of each row, and their sums.
+
+    s (rows, keys) int32;  scale : float32, scores to Q8.8;  top (rows,) int32;  e (rows, keys)
+    int32 Q16.16;  l (rows,) int64
     """
     row_exponentials = make_row_exponentials(name)
 
@@ -285,7 +316,10 @@ def normalise(e, count, l, p):
 
 @functools.cache
 def make_strip(isa_name: str, exp2: str):
-    """Kernel f(q, k, start, count, scale, p): p (rows, keys) float32, all three passes on 48 rows of S before the next 48."""
+    """Kernel f(q, k, start, count, scale, p).
+
+    p (rows, keys) float32, all three passes on 48 rows of S before the next 48.
+    """
     six_rows, row_exponentials = make_rows(isa_name), make_row_exponentials(exp2)
 
     @kernel

@@ -1,7 +1,9 @@
-"""The component table of unfused INT8 attention in the A64FX status note (docs/sources.md), and what each of its proposals changes.
+"""The component table of unfused INT8 attention in the A64FX status note (docs/sources.md), and
+what each of its proposals changes.
 
-Its sections are "Benchmark Results" and "Potential Next Steps". The note stops at softmax: P.V is not part
-of their total, nor of this one. Everything runs on one thread, on random int8 operands with the scores of N(0, 1) data.
+Its sections are "Benchmark Results" and "Potential Next Steps". The note stops at softmax: P.V is
+not part of their total, nor of this one. Everything runs on one thread, on random int8 operands
+with the scores of N(0, 1) data.
 """
 
 from __future__ import annotations
@@ -40,10 +42,12 @@ class Times:
 
     Attributes
     ----------
-    components : lines of three pipelines: "three-pass" (the note's), "two-pass" (maxima from the product, no normalisation:
+    components : lines of three pipelines: "three-pass" (the note's), "two-pass" (maxima from the
+        product, no normalisation:
         P.V would divide by l at the end) and "strip" (all three passes on 48 rows at a time)
     softmax : share of everything but the product in "three-pass"; the note found 63.6 %
-    gemm, gemm_in_l2 : operations per second of the product, S written to memory and S staying in the second-level cache
+    gemm, gemm_in_l2 : operations per second of the product, S written to memory and S staying in
+        the second-level cache
     staged, double_buffered : the same by one buffer and by two
     peak : measured INT8 operations per second of the dot instruction that the product uses
     elements : softmax of "three-pass", scores per second
@@ -86,11 +90,9 @@ def measure(
         ops = unfused.operands(isa, q, k)
         head, keys, start = ops.q[0], ops.keys.data[0], ops.keys.start[0]
         s, p = (aligned(np.zeros((head.shape[0], start.size), kind)) for kind in (np.int32, F))
-        e, l, top = (
-            p.view(np.int32),
-            np.zeros(head.shape[0], np.int64),
-            np.full(head.shape[0], UNSEEN, np.int32),
-        )
+        e = p.view(np.int32)
+        l = np.zeros(head.shape[0], np.int64)
+        top = np.full(head.shape[0], UNSEEN, np.int32)
         strip = aligned(np.zeros((BLOCK_Q, start.size), np.int32))
         gemm = unfused.make_gemm(isa)
 
@@ -149,7 +151,8 @@ def measure(
 def measure_gqa(
     heads: int = 8, kv_heads: int = 2, length: int = 1024, head_dim: int = 128, repeats: int = 5
 ) -> dict[str, float]:
-    """Seconds of the scores of all query heads, with K of each KV head packed once and reused, and packed for every query head.
+    """Seconds of the scores of all query heads, with K of each KV head packed once and reused, and
+    packed for every query head.
 
     Returns
     -------

@@ -1,4 +1,7 @@
-"""A strict emulator for the PTX of numflash's kernels: runs them on any machine, checks them, counts what they move."""
+"""A strict emulator for the PTX of numflash's kernels.
+
+Runs them on any machine, checks them, counts what they move.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from .report import Report, classify
 
 __all__ = ["EmulatorError", "Report", "TensorMap", "emulate"]
 
-BATCH_THREADS, BATCH_BYTES = 2048, 16 << 20
+BATCH_THREADS = 2048
+BATCH_BYTES = 16 << 20
 
 
 def emulate(
@@ -39,8 +43,10 @@ def emulate(
     kernel : Compiled, Source, PTX text, or a Python function
         A plain function is compiled for `arch` with a signature taken from the arguments.
     grid, block : 1 to 3 numbers; `block` may be None for a `Compiled` or `Source`, which know it
-    args : NumPy arrays (changed in place by the kernel), numbers, lists of `TensorMap`, or tuples of these
-        Where the kernel takes an address (uint64), an array or a list of tensor maps stands for its address.
+    args : NumPy arrays (changed in place by the kernel), numbers, lists of `TensorMap`, or tuples
+        of these
+        Where the kernel takes an address (uint64), an array or a list of tensor maps stands for its
+        address.
     shared_bytes : dynamic shared memory per block
     schedule : "random" (warps in two random cohorts between barriers) or "lockstep"
     seed : of the schedule
@@ -52,8 +58,9 @@ def emulate(
     Raises
     ------
     EmulatorError
-        With the PTX line and the kernel's source line: out-of-bounds and misaligned accesses, uninitialised shared memory, reads
-        before the wait that makes them valid, races between warps, divergent warp operations, deadlock.
+        With the PTX line and the kernel's source line: out-of-bounds and misaligned accesses,
+        uninitialised shared memory, reads before the wait that makes them valid, races between
+        warps, divergent warp operations, deadlock.
     """
     start = time.perf_counter()
     if schedule not in ("random", "lockstep"):
@@ -63,7 +70,8 @@ def emulate(
             f"kernel: got one for clusters of {kernel.cluster} blocks; allowed: blocks of their own"
         )
     text, layout, threads, dynamic = _resolve(kernel, args, arch)
-    sizes, blocks = _three("grid", grid), _three("block", threads if block is None else block)
+    sizes = _three("grid", grid)
+    blocks = _three("block", threads if block is None else block)
     dynamic = dynamic if shared_bytes is None else shared_bytes
     program = _parsed(text)
     memory = Global()
@@ -148,7 +156,10 @@ def _signature(args: Sequence[Any]) -> Any:
 def _flatten(
     args: Sequence[Any], layout: tuple[str, ...] | None, memory: Global, maps: dict[int, TensorMap]
 ) -> list[Any]:
-    """Arguments as the kernel's parameters: Numba passes an array as meminfo, parent, size, item size, data, shape, strides."""
+    """Arguments as the kernel's parameters.
+
+    Numba passes an array as meminfo, parent, size, item size, data, shape, strides.
+    """
     flat: list[Any] = []
     for a in args:
         flat += list(a) if isinstance(a, tuple) else [a]
@@ -192,10 +203,8 @@ def _three(name: str, value: Any) -> tuple[int, int, int]:
 def _fill(report: Report, machine: Machine) -> None:
     for i, n in zip(machine.program.code, machine.executed, strict=True):
         if n:
-            group, name = (
-                classify(i.op, i.type if i.modifiers else ""),
-                ".".join((i.op, *i.modifiers)),
-            )
+            group = classify(i.op, i.type if i.modifiers else "")
+            name = ".".join((i.op, *i.modifiers))
             report.instructions[group] = report.instructions.get(group, 0) + int(n)
             report.opcodes[name] = report.opcodes.get(name, 0) + int(n)
     for counter, total in machine.counters.items():

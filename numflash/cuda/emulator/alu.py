@@ -1,7 +1,10 @@
-"""Arithmetic, logic, comparisons, conversions and moves: each instruction becomes one NumPy call over all threads.
+"""Arithmetic, logic, comparisons, conversions and moves.
 
-A binder takes the machine and an instruction and returns `run(mask)`; `mask` is True or one boolean per thread, and results are
-written in place (`out=`, `where=`), so a register is one array for the whole run.
+Each instruction becomes one NumPy call over all threads.
+
+A binder takes the machine and an instruction and returns `run(mask)`; `mask` is True or one boolean
+per thread, and results are written in place (`out=`, `where=`), so a register is one array for the
+whole run.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ _BINARY = {
 @binds("add", "sub", "and", "or", "xor", "max", "min", "div", "rem")
 def binary(m: Machine, i: Instruction) -> Run:
     t = i.type
-    d, a, b = m.target(i.operands[0], t), m.value(i.operands[1], t), m.value(i.operands[2], t)
+    d = m.target(i.operands[0], t)
+    a = m.value(i.operands[1], t)
+    b = m.value(i.operands[2], t)
     floating = t[0] == "f" or (t[0] == "b" and t[1] == "f")
     if i.op in ("max", "min"):
         f = getattr(np, ("f" + i.op) if floating else i.op + "imum")
@@ -103,26 +108,31 @@ _UNARY = {
 
 @binds("neg", "abs", "sqrt", "rcp", "ex2", "lg2", "tanh")
 def unary(m: Machine, i: Instruction) -> Run:
-    f, d, a = _UNARY[i.op], m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
+    f = _UNARY[i.op]
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
     return lambda mask: f(a, out=d, where=mask)
 
 
 @binds("rsqrt")
 def rsqrt(m: Machine, i: Instruction) -> Run:
-    d, a = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
     return lambda mask: write(d, 1 / np.sqrt(a), mask)
 
 
 @binds("not")
 def bitwise_not(m: Machine, i: Instruction) -> Run:
-    d, a = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
     return lambda mask: np.invert(a, out=d, where=mask)
 
 
 @binds("mul")
 def multiply(m: Machine, i: Instruction) -> Run:
     t = i.type
-    a, b = m.value(i.operands[1], t), m.value(i.operands[2], t)
+    a = m.value(i.operands[1], t)
+    b = m.value(i.operands[2], t)
     if "wide" in i.modifiers:
         d = m.target(i.operands[0], t[0] + str(2 * int(t[1:])))
         return lambda mask: np.multiply(a, b, out=d, where=mask, dtype=d.dtype)
@@ -130,7 +140,8 @@ def multiply(m: Machine, i: Instruction) -> Run:
     if "hi" in i.modifiers:
         if t[1:] == "64":
             return lambda mask: write(d, _high64(a, b, t), mask)
-        wide, bits = DTYPES[t[0] + str(2 * int(t[1:]))], int(t[1:])
+        wide = DTYPES[t[0] + str(2 * int(t[1:]))]
+        bits = int(t[1:])
         return lambda mask: write(
             d, (np.multiply(a, b, dtype=wide) >> wide(bits)).astype(d.dtype), mask
         )
@@ -150,8 +161,10 @@ def _high64(a: Any, b: Any, t: str) -> np.ndarray:
 def multiply_add(m: Machine, i: Instruction) -> Run:
     t = i.type
     wide = t[0] + str(2 * int(t[1:])) if "wide" in i.modifiers else t
-    d, c = m.target(i.operands[0], wide), m.value(i.operands[3], wide)
-    a, b = m.value(i.operands[1], t), m.value(i.operands[2], t)
+    d = m.target(i.operands[0], wide)
+    c = m.value(i.operands[3], wide)
+    a = m.value(i.operands[1], t)
+    b = m.value(i.operands[2], t)
     if "hi" in i.modifiers:
         raise Fault("unsupported", i.text)
     return lambda mask: write(d, np.multiply(a, b, dtype=d.dtype) + c, mask)
@@ -198,7 +211,8 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
 @binds("shl", "shr")
 def shift(m: Machine, i: Instruction) -> Run:
     t = i.type
-    d, a = m.target(i.operands[0], t), m.value(i.operands[1], t)
+    d = m.target(i.operands[0], t)
+    a = m.value(i.operands[1], t)
     width = d.dtype.itemsize * 8
     f = np.left_shift if i.op == "shl" else np.right_shift
     n = m.value(i.operands[2], "u32")
@@ -220,7 +234,8 @@ def shift(m: Machine, i: Instruction) -> Run:
 def funnel_shift(m: Machine, i: Instruction) -> Run:
     d = m.target(i.operands[0], "u32")
     low, high, n = (m.value(x, "u32") for x in i.operands[1:4])
-    left, wrap = i.modifiers[0] == "l", "wrap" in i.modifiers
+    left = i.modifiers[0] == "l"
+    wrap = "wrap" in i.modifiers
 
     def run(mask: Any) -> None:
         both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low).astype(
@@ -235,12 +250,11 @@ def funnel_shift(m: Machine, i: Instruction) -> Run:
 
 @binds("bfi")
 def bit_field_insert(m: Machine, i: Instruction) -> Run:
-    d, a, b = (
-        m.target(i.operands[0], i.type),
-        m.value(i.operands[1], i.type),
-        m.value(i.operands[2], i.type),
-    )
-    position, length = int(i.operands[3], 0), int(i.operands[4], 0)
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
+    b = m.value(i.operands[2], i.type)
+    position = int(i.operands[3], 0)
+    length = int(i.operands[4], 0)
     T = d.dtype.type
     field = T((((1 << length) - 1) << position) & ((1 << d.dtype.itemsize * 8) - 1))
     return lambda mask: write(d, (b & ~field) | ((a << T(position)) & field), mask)
@@ -248,10 +262,15 @@ def bit_field_insert(m: Machine, i: Instruction) -> Run:
 
 @binds("bfe")
 def bit_field_extract(m: Machine, i: Instruction) -> Run:
-    d, a = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
-    position, length, width = int(i.operands[2], 0), int(i.operands[3], 0), d.dtype.itemsize * 8
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
+    position = int(i.operands[2], 0)
+    length = int(i.operands[3], 0)
+    width = d.dtype.itemsize * 8
     T = d.dtype.type
-    up, down = T(width - position - length), T(width - length)  # signed types keep the field's sign
+    # signed types keep the field's sign
+    up = T(width - position - length)
+    down = T(width - length)
     return lambda mask: write(d, (a << up) >> down, mask)
 
 
@@ -288,11 +307,14 @@ def set_predicate(m: Machine, i: Instruction) -> Run:
     if "|" in i.operands[0]:
         raise Fault("unsupported", i.text)
     d = m.target(i.operands[0], "pred")
-    a, b, f = m.value(i.operands[1], t), m.value(i.operands[2], t), _COMPARE[i.modifiers[0]]
+    a = m.value(i.operands[1], t)
+    b = m.value(i.operands[2], t)
+    f = _COMPARE[i.modifiers[0]]
     if t[0] == "f" and i.modifiers[0] == "ne":  # ordered: false when either is NaN
         f = lambda x, y: (x < y) | (x > y)  # noqa: E731
     if len(i.operands) == 4:
-        combine, other = _COMBINE[i.modifiers[1]], i.operands[3]
+        combine = _COMBINE[i.modifiers[1]]
+        other = i.operands[3]
         c = m.value(other.lstrip("!"), "pred")
         negate = other.startswith("!")
         return lambda mask: write(d, combine(f(a, b), ~c if negate else c), mask)
@@ -301,11 +323,9 @@ def set_predicate(m: Machine, i: Instruction) -> Run:
 
 @binds("selp")
 def select(m: Machine, i: Instruction) -> Run:
-    d, a, b = (
-        m.target(i.operands[0], i.type),
-        m.value(i.operands[1], i.type),
-        m.value(i.operands[2], i.type),
-    )
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
+    b = m.value(i.operands[2], i.type)
     p = m.value(i.operands[3], "pred")
     return lambda mask: write(d, np.where(p, a, b), mask)
 
@@ -319,13 +339,12 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 @binds("cvt")
 def convert(m: Machine, i: Instruction) -> Run:
-    to, source = i.modifiers[-2], i.modifiers[-1]
+    to = i.modifiers[-2]
+    source = i.modifiers[-1]
     if to in ("f16x2", "bf16x2"):
-        d, high, low = (
-            m.target(i.operands[0], "u32"),
-            m.value(i.operands[1], "f32"),
-            m.value(i.operands[2], "f32"),
-        )
+        d = m.target(i.operands[0], "u32")
+        high = m.value(i.operands[1], "f32")
+        low = m.value(i.operands[2], "f32")
         half = (
             (lambda x: np.asarray(x, np.float32).astype(np.float16).view(np.uint16))
             if to == "f16x2"
@@ -352,7 +371,8 @@ def convert(m: Machine, i: Instruction) -> Run:
             ),
             np.trunc,
         )
-        low, high = np.iinfo(DTYPES[to]).min, np.iinfo(DTYPES[to]).max
+        low = np.iinfo(DTYPES[to]).min
+        high = np.iinfo(DTYPES[to]).max
 
         def to_integer(mask: Any) -> None:
             x = rounding(np.asarray(a, np.float64))
@@ -376,14 +396,16 @@ def convert(m: Machine, i: Instruction) -> Run:
         return lambda mask: whole(a, out=d, where=mask)
     kind = DTYPES[to]
     if "sat" in i.modifiers and to not in floats:
-        low, high = np.iinfo(kind).min, np.iinfo(kind).max
+        low = np.iinfo(kind).min
+        high = np.iinfo(kind).max
         return lambda mask: write(d, np.clip(a, low, high).astype(kind).astype(extended), mask)
     return lambda mask: write(d, np.asarray(a).astype(kind).astype(extended), mask)
 
 
 @binds("cvta")
 def convert_address(m: Machine, i: Instruction) -> Run:
-    d, a = m.target(i.operands[0], i.type), m.value(i.operands[1], i.type)
+    d = m.target(i.operands[0], i.type)
+    a = m.value(i.operands[1], i.type)
     space = next((s for s in ("shared", "local") if s in i.modifiers), None)
     window = m.window[space] if space else 0
     step = np.uint64(2**64 - window if "to" in i.modifiers and window else window)
@@ -395,7 +417,8 @@ def move(m: Machine, i: Instruction) -> Run:
     t, (to, source) = i.type, i.operands
     part = {"b32": "b16", "b64": "b32"}.get(t, "")
     if source.startswith("{"):
-        d, parts = m.target(to, t), [m.value(x, part) for x in vector(source)]
+        d = m.target(to, t)
+        parts = [m.value(x, part) for x in vector(source)]
         bits = d.dtype.type(DTYPES[part]().itemsize * 8)
         return lambda mask: write(
             d,
@@ -405,10 +428,8 @@ def move(m: Machine, i: Instruction) -> Run:
             mask,
         )
     if to.startswith("{"):
-        a, targets = (
-            m.value(source, t),
-            [m.target(x, part) if x != "_" else None for x in vector(to)],
-        )
+        a = m.value(source, t)
+        targets = [m.target(x, part) if x != "_" else None for x in vector(to)]
         T = DTYPES[t]
         bits = DTYPES[part]().itemsize * 8
 
@@ -418,7 +439,8 @@ def move(m: Machine, i: Instruction) -> Run:
                     write(x, (a >> T(k * bits)).astype(x.dtype), mask)
 
         return unpack
-    d, a = m.target(to, t), m.value(source, t)
+    d = m.target(to, t)
+    a = m.value(source, t)
     return lambda mask: np.copyto(d, a, where=mask)
 
 
@@ -450,7 +472,8 @@ def permute_bytes(m: Machine, i: Instruction) -> Run:
 
 @binds("dp4a")
 def dot4(m: Machine, i: Instruction) -> Run:
-    d, c = m.target(i.operands[0], "s32"), m.value(i.operands[3], "s32")
+    d = m.target(i.operands[0], "s32")
+    c = m.value(i.operands[3], "s32")
     kinds = [np.int8 if t == "s32" else np.uint8 for t in i.modifiers[-2:]]
     a, b = (m.value(x, "u32") for x in i.operands[1:3])
 
@@ -471,7 +494,8 @@ def dot4(m: Machine, i: Instruction) -> Run:
 def count_bits(m: Machine, i: Instruction) -> Run:
     if i.op != "popc":
         raise Fault("unsupported", i.text)
-    d, a = m.target(i.operands[0], "u32"), m.value(i.operands[1], i.type)
+    d = m.target(i.operands[0], "u32")
+    a = m.value(i.operands[1], i.type)
     return lambda mask: write(d, np.bitwise_count(a).astype(np.uint32), mask)
 
 

@@ -1,8 +1,9 @@
 """What finishes later: cp.async groups, TMA with mbarriers, and wgmma.
 
-Everything is as late as the rules allow. A cp.async lands at the wait of the thread that issued it; a TMA tile when every warp
-waits; until then the bytes are "pending" and reading them is an error. Accumulators of a wgmma are tainted until its group is
-waited for, and its operands in shared memory count as being read all that time.
+Everything is as late as the rules allow. A cp.async lands at the wait of the thread that issued it;
+a TMA tile when every warp waits; until then the bytes are "pending" and reading them is an error.
+Accumulators of a wgmma are tainted until its group is waited for, and its operands in shared memory
+count as being read all that time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ WGMMA_SIZES = {
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object: arrivals still missing in this phase, bytes still expected, and the clocks it hands on."""
+    """An mbarrier object.
+
+    Arrivals still missing in this phase, bytes still expected, and the clocks it hands on.
+    """
 
     count: int
     missing: int
@@ -57,7 +61,8 @@ class Copies:
         self.flying: list[tuple[Mbarrier, Any]] = []
         self.version = 0
 
-    # ---- cp.async -----------------------------------------------------------------------------------------------------------
+    # ---- cp.async
+    # -----------------------------------------------------------------------------------------------------------
     def issue(
         self, lanes: np.ndarray, to: np.ndarray, source: np.ndarray, size: int, given: np.ndarray
     ) -> None:
@@ -99,7 +104,8 @@ class Copies:
                     m.shared.data[index[:, None] + np.arange(data.shape[1])] = data
                     m.shared.note_write(g, np.full(index.size, w))
 
-    # ---- mbarrier -----------------------------------------------------------------------------------------------------------
+    # ---- mbarrier
+    # -----------------------------------------------------------------------------------------------------------
     def barrier(self, block: int, address: int) -> Mbarrier:
         found = self.barriers.get((block, address))
         if found is None:
@@ -131,11 +137,15 @@ class Copies:
             self.version += 1
 
     def bind_wait(self, i: Instruction) -> Any:
-        """For the machine: which threads find the phase over (`mbarrier.try_wait`); they learn what the arrivals knew."""
+        """For the machine: which threads find the phase over (`mbarrier.try_wait`).
+
+        They learn what the arrivals knew.
+        """
         m = self.m
         if "parity" not in i.modifiers:
             raise Fault("unsupported", i.text)
-        d, parity = m.target(i.operands[0], "pred"), m.value(i.operands[2], "u32")
+        d = m.target(i.operands[0], "pred")
+        parity = m.value(i.operands[2], "u32")
         base, offset = m.address(i.operands[1], "u32")
 
         def ready(mask: np.ndarray) -> np.ndarray:
@@ -155,13 +165,16 @@ class Copies:
 
         return ready
 
-    # ---- TMA ----------------------------------------------------------------------------------------------------------------
+    # ---- TMA
+    # ----------------------------------------------------------------------------------------------------------------
     def load_tile(
         self, thread: int, to: int, tensor: TensorMap, coordinates: list[int], address: int
     ) -> None:
-        m, block = self.m, int(self.m.block_of[thread])
+        m = self.m
+        block = int(self.m.block_of[thread])
         bar = self.barrier(block, address)
-        array, box = tensor.array, tensor.box
+        array = tensor.array
+        box = tensor.box
         if len(coordinates) != array.ndim:
             raise Fault(
                 "protocol",
@@ -260,7 +273,8 @@ def _bulk(m: Machine, i: Instruction) -> Run:
         m.address(i.operands[2], "u32"),
     )
     name, coordinates = re.fullmatch(r"\[(\S+),\s*\{(.*)\}\]", i.operands[1]).groups()  # type: ignore[union-attr]
-    tensor, places = m.value(name, "u64"), [m.value(x, "s32") for x in vector(coordinates)]
+    tensor = m.value(name, "u64")
+    places = [m.value(x, "s32") for x in vector(coordinates)]
 
     def run(mask: Any) -> None:
         for t in m.thread if mask is True else np.nonzero(mask)[0]:
@@ -305,7 +319,8 @@ def mbarrier(m: Machine, i: Instruction) -> Run:
     return run
 
 
-# ---- wgmma ---------------------------------------------------------------------------------------------------------------------
+# ---- wgmma
+# ---------------------------------------------------------------------------------------------------------------------
 class Products:
     """wgmma groups under way, per warp: tainted registers and operands being read."""
 
@@ -337,7 +352,10 @@ class Products:
         return None if group is None else group > self.retired
 
     def check(self, i: Instruction, names: frozenset, writes: frozenset, mask: Any) -> None:
-        """Called for every instruction while products are under way: none may touch their registers, except to move them on."""
+        """Called for every instruction while products are under way.
+
+        None may touch their registers, except to move them on.
+        """
         if i.op == "wgmma":
             return
         active = None
@@ -406,7 +424,9 @@ def wgmma(m: Machine, i: Instruction) -> Run:
 
 
 def _groups_of_four(m: Machine, mask: Any, what: str, numbers: bool = False) -> np.ndarray:
-    """The warps, which must be whole warpgroups (four warps from a multiple of four), as a mask over warps or as numbers."""
+    """The warps, which must be whole warpgroups (four warps from a multiple of four), as a mask
+    over warps or as numbers.
+    """
     warps = m.whole_warps(mask, what)
     in_block = (warps % m.warps_per_block).reshape(-1, 4) if warps.size % 4 == 0 else None
     if in_block is None or (in_block[:, 0] % 4).any() or (np.diff(in_block, axis=1) != 1).any():
@@ -447,7 +467,8 @@ def _product(m: Machine, i: Instruction) -> Run:
     trans_b = 0 if bytes_in else flags[-1]
     trans_a = 0 if bytes_in or in_registers else flags[2]
     names = vector(d)
-    targets, kept = [m.target(x, td) for x in names], m.value(keep, "pred")
+    targets = [m.target(x, td) for x in names]
+    kept = m.value(keep, "pred")
     view_a = [m.value(x, "u32") for x in vector(a)] if in_registers else m.value(a, "u64")
     view_b = m.value(b, "u64")
     per_word = 32 // BITS[ta]
@@ -463,7 +484,8 @@ def _product(m: Machine, i: Instruction) -> Run:
                 "wgmma without wgmma.fence since the last wait: registers written before may not be seen",
             )
         for four in warps.reshape(-1, 4):
-            first, threads = int(four[0]) * 32, slice(int(four[0]) * 32, int(four[0]) * 32 + 128)
+            first = int(four[0]) * 32
+            threads = slice(int(four[0]) * 32, int(four[0]) * 32 + 128)
             B = _tile(m, int(np.broadcast_to(view_b, m.n)[first]), n, k, trans_b, tb, four)
             if in_registers:
                 A = decode(gather(view_a, four), ta).reshape(4, -1)[:, places].reshape(64, k)
@@ -487,7 +509,9 @@ def _product(m: Machine, i: Instruction) -> Run:
 def _tile(
     m: Machine, descriptor: int, mn: int, k: int, mn_major: int, t: str, four: np.ndarray
 ) -> np.ndarray:
-    """Read an (mn, k) operand through its matrix descriptor (PTX 9.7.15.5.1.2.2), 128-byte swizzle, and mark it as being read."""
+    """Read an (mn, k) operand through its matrix descriptor (PTX 9.7.15.5.1.2.2), 128-byte swizzle,
+    and mark it as being read.
+    """
     start, lead, stride = ((descriptor >> s & 0x3FFF) << 4 for s in (0, 16, 32))
     if descriptor >> 62 != 1:
         raise Fault(
@@ -495,7 +519,8 @@ def _tile(
             f"matrix descriptor {descriptor:#x}: only the 128-byte swizzle is emulated",
         )
     size = BITS[t] // 8
-    r, c = np.arange(mn)[:, None], np.arange(k)[None]
+    r = np.arange(mn)[:, None]
+    c = np.arange(k)[None]
     if mn_major:  # atoms of 64 elements x 8 k-rows: `lead` between atoms along mn, `stride` along k
         offset = (r >> 6) * lead + (r & 63) * size + (c >> 3) * stride + (c & 7) * 128
     else:  # atoms of 8 rows x 128 bytes: `stride` between atoms along mn

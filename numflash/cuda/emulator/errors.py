@@ -6,7 +6,10 @@ from ...errors import NumflashError
 
 
 class Fault(Exception):
-    """Raised where the rule is broken; the machine adds the PTX line and the source line and raises `EmulatorError`."""
+    """Raised where the rule is broken.
+
+    The machine adds the PTX line and the source line and raises `EmulatorError`.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -19,8 +22,9 @@ class EmulatorError(NumflashError, RuntimeError):
     Attributes
     ----------
     kind : str
-        "out-of-bounds", "misaligned", "uninitialised", "pending" (read before the wait that makes it valid), "race", "divergent",
-        "deadlock", "protocol" (a barrier, tensor map or group used against its rules) or "unsupported".
+        "out-of-bounds", "misaligned", "uninitialised", "pending" (read before the wait that makes
+        it valid), "race", "divergent", "deadlock", "protocol" (a barrier, tensor map or group used
+        against its rules) or "unsupported".
     ptx_line : int
         Line in the PTX text.
     source : tuple (file, line) or None

@@ -1,9 +1,12 @@
-"""Runs a parsed kernel over a batch of blocks: registers, divergence, barriers and a randomised schedule of warps.
+"""Runs a parsed kernel over a batch of blocks.
 
-All threads of a batch advance together where they are at the same instruction. Threads of a warp that part ways run as groups,
-smallest program counter first, and merge where they meet. After every barrier the warps are dealt at random into two cohorts,
-and one cohort runs as far as it can before the other moves: a missing barrier then shows as wrong or missing data, besides
-being found by the shadow memory (`memory.Shared`).
+Registers, divergence, barriers and a randomised schedule of warps.
+
+All threads of a batch advance together where they are at the same instruction. Threads of a warp
+that part ways run as groups, smallest program counter first, and merge where they meet. After every
+barrier the warps are dealt at random into two cohorts, and one cohort runs as far as it can before
+the other moves: a missing barrier then shows as wrong or missing data, besides being found by the
+shadow memory (`memory.Shared`).
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from .errors import EmulatorError, Fault
 from .memory import RESERVED, Global, Shared
 from .parse import Instruction, Program, registers_of
 
-SHARED_WINDOW, LOCAL_WINDOW = 0x7F00_0000_0000_0000, 0x7E00_0000_0000_0000
+SHARED_WINDOW = 0x7F00_0000_0000_0000
+LOCAL_WINDOW = 0x7E00_0000_0000_0000
 STEP_LIMIT = 5_000_000  # branches in one batch
 PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
 
 
 class Group:
-    """Threads at the same instruction. `wait` is None, ("barrier", id) or ("mbarrier", version seen)."""
+    """Threads at the same instruction.
+
+    `wait` is None, ("barrier", id) or ("mbarrier", version seen).
+    """
 
     __slots__ = ("cohort", "mask", "pc", "wait", "warps")
 
@@ -44,7 +51,10 @@ class Barrier:
 
 
 class Machine:
-    """A batch of `blocks` blocks of one kernel; `run` may be called again for other blocks of the grid."""
+    """A batch of `blocks` blocks of one kernel.
+
+    `run` may be called again for other blocks of the grid.
+    """
 
     def __init__(
         self,
@@ -103,9 +113,11 @@ class Machine:
         self.groups: list[Group] = []
         self.current: Group
 
-    # ---- layout -------------------------------------------------------------------------------------------------------------
+    # ---- layout
+    # -------------------------------------------------------------------------------------------------------------
     def _place_symbols(self, dynamic: int) -> tuple[dict[str, int], int]:
-        at, symbols = RESERVED, {}
+        at = RESERVED
+        symbols = {}
         for name, (size, align) in self.program.shared.items():
             if size:
                 at = (at + align - 1) // align * align
@@ -122,7 +134,10 @@ class Machine:
         return symbols, at - RESERVED + dynamic
 
     def _granule(self) -> int:
-        """The smallest shared access of the kernel, at most 16 bytes: what the shadow distinguishes."""
+        """The smallest shared access of the kernel, at most 16 bytes.
+
+        What the shadow distinguishes.
+        """
         sizes = [16]
         for i in self.program.code:
             if (
@@ -154,7 +169,8 @@ class Machine:
             fixed["%ctaid." + axis] = np.zeros(self.n)
         return {name: v.astype(np.uint32) for name, v in fixed.items()}
 
-    # ---- operands, bound once -----------------------------------------------------------------------------------------------
+    # ---- operands, bound once
+    # -----------------------------------------------------------------------------------------------
     def base(self, name: str) -> np.ndarray:
         """The storage of a register: one element per thread."""
         if name not in self.bases:
@@ -164,7 +180,9 @@ class Machine:
         return self.bases[name]
 
     def value(self, operand: str, t: str) -> Any:
-        """A live view of a register as type t, an array for a special register, or a scalar for a constant."""
+        """A live view of a register as type t, an array for a special register, or a scalar for a
+        constant.
+        """
         kind = np.dtype(DTYPES[t])
         if operand in self.special:
             return (
@@ -201,8 +219,11 @@ class Machine:
         return view
 
     def wide_target(self, operand: str, t: str) -> tuple[np.ndarray, np.dtype]:
-        """A register that may be wider than t (loads and conversions extend by t's sign), and the dtype to extend to."""
-        base, kind = self.base(operand), np.dtype(DTYPES[t])
+        """A register that may be wider than t (loads and conversions extend by t's sign), and the
+        dtype to extend to.
+        """
+        base = self.base(operand)
+        kind = np.dtype(DTYPES[t])
         if base.dtype.itemsize == kind.itemsize:
             return base.view(kind), kind
         wide = np.dtype(f"{kind.kind}{base.dtype.itemsize}")
@@ -223,15 +244,20 @@ class Machine:
         for i in self.program.code:
             try:
                 if i.op == "bra":
-                    kind, run = BRANCH, self.program.labels[i.operands[0]]
+                    kind = BRANCH
+                    run = self.program.labels[i.operands[0]]
                 elif i.op in ("ret", "exit"):
-                    kind, run = EXIT, None
+                    kind = EXIT
+                    run = None
                 elif i.op in ("bar", "barrier"):
-                    kind, run = BARRIER, self._barrier_operands(i)
+                    kind = BARRIER
+                    run = self._barrier_operands(i)
                 elif i.op == "mbarrier" and i.modifiers[0] == "try_wait":
-                    kind, run = WAIT, self.copies.bind_wait(i)
+                    kind = WAIT
+                    run = self.copies.bind_wait(i)
                 else:
-                    kind, run = PLAIN, BINDERS[i.op](self, i)
+                    kind = PLAIN
+                    run = BINDERS[i.op](self, i)
             except KeyError:
                 raise EmulatorError(
                     "unsupported", "instruction not implemented", i.line, i.text, i.source
@@ -252,7 +278,8 @@ class Machine:
             self.touched.append((frozenset().union(*names), writes))
         return kinds, runs, predicates
 
-    # ---- masks --------------------------------------------------------------------------------------------------------------
+    # ---- masks
+    # --------------------------------------------------------------------------------------------------------------
     def full(self, mask: Any) -> np.ndarray:
         return np.ones(self.n, bool) if mask is True else mask
 
@@ -269,7 +296,8 @@ class Machine:
         if self._warps_cache[0] is mask:
             return self._warps_cache[1]
         rows = mask.reshape(-1, 32)
-        some, every = rows.any(1), rows.all(1)
+        some = rows.any(1)
+        every = rows.all(1)
         if (some & ~every).any():
             warp = int(np.nonzero(some & ~every)[0][0])
             raise Fault(
@@ -284,7 +312,8 @@ class Machine:
     def count(self, name: str, n: int) -> None:
         self.counters[name] = self.counters.get(name, 0) + n
 
-    # ---- running ------------------------------------------------------------------------------------------------------------
+    # ---- running
+    # ------------------------------------------------------------------------------------------------------------
     def run(self, blocks: list[tuple[int, int, int]]) -> None:
         """Run these blocks of the grid (at most as many as the batch has) to their end."""
         for k, axis in enumerate("xyz"):
@@ -362,17 +391,23 @@ class Machine:
         return min((g for g in ready if g.cohort == self.cohort), key=lambda g: g.pc)
 
     def _advance(self, g: Group) -> None:
-        """Run one group until it branches apart, waits, ends, or reaches another group of its cohort."""
+        """Run one group until it branches apart, waits, ends, or reaches another group of its
+        cohort.
+        """
         limit = min(
             (x.pc for x in self.groups if x is not g and x.cohort == g.cohort and x.wait is None),
             default=1 << 60,
         )
-        kinds, runs, predicates, executed = self.kinds, self.runs, self.predicates, self.executed
+        kinds = self.kinds
+        runs = self.runs
+        predicates = self.predicates
+        executed = self.executed
         where: Any = True if g.mask.all() else g.mask
         while True:
             pc = g.pc
             executed[pc] += g.warps
-            kind, guard = kinds[pc], predicates[pc]
+            kind = kinds[pc]
+            guard = predicates[pc]
             if kind == PLAIN:
                 active = where
                 if guard is not None:
@@ -440,7 +475,8 @@ class Machine:
         self._merge()
         return True
 
-    # ---- barriers -----------------------------------------------------------------------------------------------------------
+    # ---- barriers
+    # -----------------------------------------------------------------------------------------------------------
     def _barrier_operands(self, i: Instruction) -> tuple[Any, Any, bool]:
         if "warp" in i.modifiers:
             return None, None, False
@@ -516,7 +552,10 @@ class Machine:
             self._deal(pc, part)
 
     def _wait(self, g: Group, ready: Any) -> None:
-        """mbarrier.try_wait: the threads whose phase is over go on, the others stay at the instruction."""
+        """mbarrier.try_wait.
+
+        The threads whose phase is over go on, the others stay at the instruction.
+        """
         done = ready(g.mask)
         late = g.mask & ~done
         if not late.any():

@@ -1,8 +1,10 @@
-"""Global memory as bounds-checked NumPy buffers, shared memory with a shadow, and the counting of sectors and bank conflicts.
+"""Global memory as bounds-checked NumPy buffers, shared memory with a shadow, and the counting of
+sectors and bank conflicts.
 
-The shadow knows for each granule of shared memory whether it holds data, whether an asynchronous copy is still under way, who
-wrote it last and who has read it since, in the vector clocks of the warps (FastTrack, Flanagan and Freund 2009). A barrier or an
-mbarrier joins clocks; an access that is not ordered after the one it conflicts with is a race, whatever the schedule was.
+The shadow knows for each granule of shared memory whether it holds data, whether an asynchronous
+copy is still under way, who wrote it last and who has read it since, in the vector clocks of the
+warps (FastTrack, Flanagan and Freund 2009). A barrier or an mbarrier joins clocks; an access that
+is not ordered after the one it conflicts with is a race, whatever the schedule was.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import numpy as np
 from .errors import Fault
 
 RESERVED = 1024  # the first KB of a block's window belongs to the system, and catches null pointers
-EMPTY, VALID, PENDING = 0, 1, 2
+EMPTY = 0
+VALID = 1
+PENDING = 2
 IN_FLIGHT = np.int32(
     2**31 - 1
 )  # read clock of an operand that an asynchronous product has not finished with
@@ -38,7 +42,8 @@ class Global:
         self, address: np.ndarray, size: int, write: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The buffer that holds all these accesses of `size` bytes, and their offsets in it."""
-        low, high = int(address.min()), int(address.max()) + size
+        low = int(address.min())
+        high = int(address.max()) + size
         for base, n, data, writeable in self.buffers:
             if base <= low and high <= base + n:
                 if write and not writeable:
@@ -64,7 +69,8 @@ class Global:
 class Shared:
     """Shared memory of all blocks of a batch, one after another, with its shadow.
 
-    `clock` (warps, W + 1) holds the vector clock of every warp over the W warps of its own block and, last, the copy engine.
+    `clock` (warps, W + 1) holds the vector clock of every warp over the W warps of its own block
+    and, last, the copy engine.
     """
 
     def __init__(self, blocks: int, size: int, granule: int, warps: int) -> None:
@@ -136,7 +142,10 @@ class Shared:
             ]
 
     def check_write(self, g: np.ndarray, warp: np.ndarray) -> None:
-        """g (n, k) granules about to be overwritten by warps (n,): all earlier accesses must be known to them."""
+        """g (n, k) granules about to be overwritten by warps (n,).
+
+        All earlier accesses must be known to them.
+        """
         if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
             bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
             raise Fault(
@@ -146,7 +155,8 @@ class Shared:
             )
         late = self.reads[g] > self.clock[warp, : self.warps][:, None, :]
         if late.any():
-            bad, reader = late.any(2), int(np.nonzero(late.any((0, 1)))[0][0])
+            bad = late.any(2)
+            reader = int(np.nonzero(late.any((0, 1)))[0][0])
             flying = (self.reads[g] == IN_FLIGHT).any()
             raise Fault(
                 "race",
@@ -170,7 +180,10 @@ class Shared:
         self.unfenced[g] = generic
 
     def fence(self, warps: np.ndarray) -> None:
-        """fence.proxy.async by these warps: what they have written, or know of, may be read by the asynchronous proxy."""
+        """fence.proxy.async by these warps.
+
+        What they have written, or know of, may be read by the asynchronous proxy.
+        """
         for warp in warps:
             block = slice(
                 warp // self.warps * self.size // self.granule,
@@ -180,7 +193,10 @@ class Shared:
             self.unfenced[block] &= ~known
 
     def join(self, warps: np.ndarray) -> None:
-        """A barrier among warps of one block: each learns what the others knew; what follows is new."""
+        """A barrier among warps of one block: each learns what the others knew.
+
+        What follows is new.
+        """
         self.clock[warps] = self.clock[warps].max(0)
         self.tick(warps)
 
@@ -199,7 +215,8 @@ class Shared:
 
 
 def wavefronts(address: np.ndarray, thread: np.ndarray, size: int) -> tuple[int, int]:
-    """Passes over the 32 banks that shared accesses of `size` bytes take, and that they would take without conflicts.
+    """Passes over the 32 banks that shared accesses of `size` bytes take, and that they would take
+    without conflicts.
 
     4 bytes per lane are served a warp at a time, 8 bytes half a warp, 16 bytes a quarter.
     """

@@ -1,4 +1,7 @@
-"""PTX text to a list of instructions: what NVVM writes for our kernels, inline assembly and `.loc` lines included."""
+"""PTX text to a list of instructions.
+
+What NVVM writes for our kernels, inline assembly and `.loc` lines included.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ def vector(operand: str) -> list[str]:
 
 @dataclass
 class Program:
-    """A parsed kernel: instructions, labels, register types, parameters and shared or local arrays."""
+    """A parsed kernel.
+
+    Instructions, labels, register types, parameters and shared or local arrays.
+    """
 
     name: str
     parameters: list[tuple[str, str]]
@@ -77,7 +83,10 @@ def parse(ptx: str) -> Program:
 
 
 class _Body:
-    """Reads the statements of an entry's body; `{ }` scopes rename the registers and labels that inline assembly declares."""
+    """Reads the statements of an entry's body.
+
+    `{ }` scopes rename the registers and labels that inline assembly declares.
+    """
 
     def __init__(self, program: Program, text: str, start: int, files: dict[int, str]) -> None:
         self.program, self.text, self.position, self.files = program, text, start, files
@@ -91,7 +100,8 @@ class _Body:
         self.position = to
 
     def read(self) -> None:
-        text, end = self.text, len(self.text)
+        text = self.text
+        end = len(self.text)
         while self.position < end:
             i = self.position
             c = text[i]
@@ -132,10 +142,13 @@ class _Body:
                 lambda m: names.get(m.group(1), m.group(1)),
                 s,
             )
-        predicate, negated, rest = None, False, s
+        predicate = None
+        negated = False
+        rest = s
         if s.startswith("@"):
             guard, rest = s.split(None, 1)
-            negated, predicate = guard[1] == "!", guard.lstrip("@!")
+            negated = guard[1] == "!"
+            predicate = guard.lstrip("@!")
         head, _, tail = rest.partition(" ")
         op, *modifiers = head.split(".")
         modifiers = [m for m in modifiers if m]
@@ -171,7 +184,9 @@ class _Body:
 
 def _split(tail: str) -> list[str]:
     """Operands: commas outside of `{}`, `[]` and `()`."""
-    found, depth, current = [], 0, ""
+    found = []
+    depth = 0
+    current = ""
     for c in tail:
         depth += (c in "{[(") - (c in "}])")
         if c == "," and depth == 0:

@@ -7,14 +7,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Report:
-    """Counters of one emulated launch (all blocks). Bytes are what the threads asked for; sectors are 32-byte pieces of memory.
+    """Counters of one emulated launch (all blocks). Bytes are what the threads asked for.
+
+    Sectors are 32-byte pieces of memory.
 
     Attributes
     ----------
-    instructions : warp-instructions by class: "tensor", "float", "integer", "special", "memory", "asynchronous", "control", "move"
-    global_loaded, global_stored : bytes;  global_load_sectors, global_store_sectors : 32-byte sectors moved
-    shared_loaded, shared_stored : bytes;  shared_wavefronts : passes over the banks;  shared_conflicts : passes beyond the least
-    async_copied, tma_copied : bytes;  tensor_operations : warp-level products;  tensor_flops : multiplications and additions
+    instructions : warp-instructions by class: "tensor", "float", "integer", "special", "memory",
+        "asynchronous", "control", "move"
+    global_loaded, global_stored : bytes;  global_load_sectors, global_store_sectors : 32-byte
+        sectors moved
+    shared_loaded, shared_stored : bytes;  shared_wavefronts : passes over the banks;
+        shared_conflicts : passes beyond the least
+    async_copied, tma_copied : bytes;  tensor_operations : warp-level products;  tensor_flops :
+        multiplications and additions
     barriers : arrivals of warps at block barriers
     """
 

@@ -1,8 +1,9 @@
 """ldmatrix and mma.sync: which thread holds which element, and the products themselves.
 
-Layouts are read from the PTX ISA manual, section 9.7.14.5 ("Matrix Fragments for mma"): `group` = lane / 4, `quad` = lane % 4.
-Products and sums of float16 and bfloat16 are done in float32 (exact products, NumPy's order of summation); a tensor core adds in
-another order and keeps fewer bits, so float results agree to rounding only. Integer results are exact.
+Layouts are read from the PTX ISA manual, section 9.7.14.5 ("Matrix Fragments for mma"): `group` =
+lane / 4, `quad` = lane % 4. Products and sums of float16 and bfloat16 are done in float32 (exact
+products, NumPy's order of summation); a tensor core adds in another order and keeps fewer bits, so
+float results agree to rounding only. Integer results are exact.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 LANE = np.arange(32)
-GROUP, QUAD = LANE >> 2, LANE & 3
+GROUP = LANE >> 2
+QUAD = LANE & 3
 BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "tf32": 32}
 
 
 def decode(words: np.ndarray, t: str) -> np.ndarray:
-    """32-bit words to the elements packed in them, as float32 (exact for every type here); a last axis is added."""
+    """32-bit words to the elements packed in them, as float32 (exact for every type here).
+
+    a last axis is added.
+    """
     words = np.ascontiguousarray(words)[..., None]
     if t == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32)
@@ -40,11 +45,13 @@ def decode(words: np.ndarray, t: str) -> np.ndarray:
 
 @functools.cache
 def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
-    """Registers of an m16 x k A or k x n8 B operand, and for each matrix element its place among (lane, register, part).
+    """Registers of an m16 x k A or k x n8 B operand, and for each matrix element its place among
+    (lane, register, part).
 
     An m8 x k A operand is laid out as B.
     """
-    rows, step = 16 if which == "a" else 8, per_word * 4
+    rows = 16 if which == "a" else 8
+    step = per_word * 4
     registers = (2 if which == "a" else 1) * k // step
     places = np.zeros((rows, k), np.int64)
     for register in range(registers):
@@ -57,7 +64,9 @@ def operand_layout(which: str, k: int, per_word: int) -> tuple[int, np.ndarray]:
 
 @functools.cache
 def accumulator_order(columns: int = 8, rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column that (lane, register) holds of a 16 x columns accumulator, or of its upper 8 rows, the even pairs."""
+    """Row and column that (lane, register) holds of a 16 x columns accumulator, or of its upper 8
+    rows, the even pairs.
+    """
     registers = np.arange(columns // 2) if rows == 16 else np.arange(2)
     return (
         GROUP[:, None] + 8 * ((registers >> 1) & 1)[None],
@@ -67,7 +76,10 @@ def accumulator_order(columns: int = 8, rows: int = 16) -> tuple[np.ndarray, np.
 
 @functools.cache
 def accumulator_layout(rows: int = 16) -> np.ndarray:
-    """(rows, 8) places among (lane, register) of an accumulator of 8 columns: the inverse of `accumulator_order`."""
+    """(rows, 8) places among (lane, register) of an accumulator of 8 columns.
+
+    The inverse of `accumulator_order`.
+    """
     places = np.zeros((rows, 8), np.int64)
     row, column = accumulator_order(8, rows)
     places[row, column] = np.arange(row.size).reshape(row.shape)
@@ -85,7 +97,8 @@ def ldmatrix(m: Machine, i: Instruction) -> Run:
         raise Fault("unsupported", i.text)
     targets = [m.target(x, "u32") for x in vector(i.operands[0])]
     base, offset = m.address(i.operands[1], "u32")
-    n, transposed = len(targets), "trans" in i.modifiers
+    n = len(targets)
+    transposed = "trans" in i.modifiers
 
     def run(mask: Any) -> None:
         warps = m.whole_warps(mask, "ldmatrix")
@@ -126,11 +139,9 @@ def mma(m: Machine, i: Instruction) -> Run:
         or "row" not in i.modifiers
     ):
         raise Fault("unsupported", i.text)
-    rows, k, per_word = (
-        int(shape[1 : shape.index("n")]),
-        int(shape[shape.index("k") + 1 :]),
-        32 // BITS[ta],
-    )
+    rows = int(shape[1 : shape.index("n")])
+    k = int(shape[shape.index("k") + 1 :])
+    per_word = 32 // BITS[ta]
     if not all(x.startswith("{") for x in i.operands):
         raise Fault("protocol", "operands of mma are vectors, in braces")
     d, a, b, c = (vector(x) for x in i.operands)
@@ -142,10 +153,12 @@ def mma(m: Machine, i: Instruction) -> Run:
         raise Fault(
             "protocol", f"{shape} takes {na} and {nb} operand registers, got {len(a)} and {len(b)}"
         )
-    view_a, view_b = [m.value(x, "u32") for x in a], [m.value(x, "u32") for x in b]
+    view_a = [m.value(x, "u32") for x in a]
+    view_b = [m.value(x, "u32") for x in b]
     half = td == "f16"
     kind = "u32" if half else td
-    view_c, view_d = [m.value(x, kind) for x in c], [m.target(x, kind) for x in d]
+    view_c = [m.value(x, kind) for x in c]
+    view_d = [m.target(x, kind) for x in d]
     place_c, (row, col) = accumulator_layout(rows), accumulator_order(8, rows)
 
     def run(mask: Any) -> None:

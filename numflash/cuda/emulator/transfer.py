@@ -35,7 +35,8 @@ class Access:
 
     def resolve(self, mask: Any, store: bool) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
         """Space, threads, buffer of bytes, and offsets into it."""
-        m, lanes = self.m, self.lanes(mask)
+        m = self.m
+        lanes = self.lanes(mask)
         base = np.broadcast_to(self.base, m.n)[lanes]
         space = self.space
         address = base.astype(np.uint64) + np.uint64(self.offset & (2**64 - 1))
@@ -79,7 +80,8 @@ class Access:
         m.count("shared_wavefronts", taken)
         m.count("shared_conflicts", taken - ideal)
         m.count("shared_stored" if store else "shared_loaded", self.size * lanes.size)
-        g, warp = m.shared.granules(index, self.size), m.warp[lanes]
+        g = m.shared.granules(index, self.size)
+        warp = m.warp[lanes]
         if store:
             m.shared.check_write(g, warp)
             m.shared.note_write(g, warp)
@@ -102,7 +104,8 @@ def elements(
 
 @binds("ld", "ldu")
 def load(m: Machine, i: Instruction) -> Run:
-    t, names = i.type, vector(i.operands[0])
+    t = i.type
+    names = vector(i.operands[0])
     if _space(i) == "param":
         name, _, _ = i.operands[1].strip("[]").partition("+")
         d, wide = m.wide_target(names[0], t)
@@ -126,7 +129,8 @@ def load(m: Machine, i: Instruction) -> Run:
 
 @binds("st")
 def store(m: Machine, i: Instruction) -> Run:
-    t, names = i.type, vector(i.operands[1])
+    t = i.type
+    names = vector(i.operands[1])
     kind = DTYPES[t]
     access = Access(m, i, i.operands[0], np.dtype(kind).itemsize * len(names))
     sources = [m.value(x, t) for x in names]
@@ -149,7 +153,8 @@ def atomic(m: Machine, i: Instruction) -> Run:
     with_result = i.op == "atom"
     d = m.target(i.operands[0], t) if with_result else None
     address, source = i.operands[1:3] if with_result else i.operands[:2]
-    access, a = Access(m, i, address, np.dtype(kind).itemsize), m.value(source, t)
+    access = Access(m, i, address, np.dtype(kind).itemsize)
+    a = m.value(source, t)
     name = next((x for x in ("add", "max", "min", "exch", "or", "and") if x in i.modifiers), "")
     combine: Any = {
         "add": np.add,
@@ -189,17 +194,22 @@ def shuffle(m: Machine, i: Instruction) -> Run:
         warps = m.whole_warps(mask, "shfl.sync")
         shift = np.broadcast_to(b, m.n).reshape(-1, 32)[warps].astype(np.int64)
         control = np.broadcast_to(c, m.n).reshape(-1, 32)[warps].astype(np.int64)
-        segment, clamp = (control >> 8) & 31, control & 31
+        segment = (control >> 8) & 31
+        clamp = control & 31
         low = _LANE & segment
         high = low | (clamp & ~segment)
         if mode == "bfly":
-            source, inside = _LANE ^ shift, None
+            source = _LANE ^ shift
+            inside = None
         elif mode == "up":
-            source, inside = _LANE - shift, "low"
+            source = _LANE - shift
+            inside = "low"
         elif mode == "down":
-            source, inside = _LANE + shift, None
+            source = _LANE + shift
+            inside = None
         else:
-            source, inside = low | (shift & ~segment & 31), None
+            source = low | (shift & ~segment & 31)
+            inside = None
         ok = source >= clamp if inside == "low" else source <= high
         source = np.where(ok, source, _LANE)
         values = np.take_along_axis(np.broadcast_to(a, m.n).reshape(-1, 32)[warps], source, 1)
@@ -213,7 +223,8 @@ def shuffle(m: Machine, i: Instruction) -> Run:
 @binds("redux")
 def reduce_warp(m: Machine, i: Instruction) -> Run:
     t = i.type
-    d, a = m.target(i.operands[0], t), m.value(i.operands[1], t)
+    d = m.target(i.operands[0], t)
+    a = m.value(i.operands[1], t)
     name = i.modifiers[1]
     combine = {
         "add": np.add,
@@ -236,10 +247,8 @@ def reduce_warp(m: Machine, i: Instruction) -> Run:
 def vote(m: Machine, i: Instruction) -> Run:
     mode = i.modifiers[1] if i.op == "vote" else "active"
     t = "pred" if mode in ("any", "all", "uni") else "u32"
-    d, a = (
-        m.target(i.operands[0], t),
-        m.value(i.operands[1].lstrip("!"), "pred") if i.op == "vote" else None,
-    )
+    d = m.target(i.operands[0], t)
+    a = m.value(i.operands[1].lstrip("!"), "pred") if i.op == "vote" else None
     negate = i.op == "vote" and i.operands[1].startswith("!")
 
     def run(mask: Any) -> None:

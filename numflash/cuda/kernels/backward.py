@@ -1,20 +1,23 @@
-"""The gradient of attention on tensor cores for float16 and bfloat16 (FlashAttention 2, algorithm 2; Dao 2023), sm_75 to sm_120.
+"""The gradient of attention on tensor cores for float16 and bfloat16 (FlashAttention 2, algorithm
+2; Dao 2023), sm_75 to sm_120.
 
-The forward pass saved LSE, one number per row, from which any tile of the weights is computed again:
+The forward pass saved LSE, one number per row, from which any tile of the weights is computed
+again:
 
     P = exp(S - LSE)    dP = dO.V^T    dS = P * (dP - D), D = rowsum(dO * O)
     dV = P^T.dO         dK = scale * dS^T.Q       dQ = scale * dS.K
 
-Two passes mirror each other, so one kernel serves both. A block owns rows of one side (`a`, `b`) and goes through tiles of the
-other (`c`, `e`), a warp owns 16 of the rows:
+Two passes mirror each other, so one kernel serves both. A block owns rows of one side (`a`, `b`)
+and goes through tiles of the other (`c`, `e`), a warp owns 16 of the rows:
 
     pass       a    b     c    e     s = a.c^T    g = b.e^T    sum_a += dS.c    sum_b += P.e
     keys       K    V     Q    dO    S^T          dP^T         dK               dV
     queries    Q    dO    K    V     S            dP           dQ
 
-Whichever side a warp owns, P and dS are accumulators laid out as the left operand of the next product, so they never leave
-registers, and nobody else adds to the warp's sums: no atomics, one order of summation, equal bits on every run. The price is that S
-and dP are computed in both passes: seven products where one pass with atomic additions to dQ needs five.
+Whichever side a warp owns, P and dS are accumulators laid out as the left operand of the next
+product, so they never leave registers, and nobody else adds to the warp's sums: no atomics, one
+order of summation, equal bits on every run. The price is that S and dP are computed in both passes:
+seven products where one pass with atomic additions to dQ needs five.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ from .products import make_add, make_scores, make_stage
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes
-# strides in bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
-# sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of statistics per head
-# factors: scale * log2(e), scale, softcap * log2(e)
+# pointers: a, b, c, e, sum_a, sum_b, statistics, diagonal, key_lengths, mask, slopes strides in
+# bytes: batch, head, row of a, b, c, e, sum_a, sum_b; then of the mask: batch, head, query, key
+# sizes: rows of a, rows of c, d, dv (bytes per row that exist), query heads, left, right, rows of
+# statistics per head factors: scale * log2(e), scale, softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 22), types.UniTuple(i32, 8), types.UniTuple(f32, 3)
 )
@@ -65,7 +68,8 @@ def flash_backward(
 
     Parameters
     ----------
-    gradients : "q" (the pass that owns queries), or "kv", "k", "v" (the pass that owns keys, for both or one of its sums)
+    gradients : "q" (the pass that owns queries), or "kv", "k", "v" (the pass that owns keys, for
+        both or one of its sums)
     rows : rows that a block owns, 16 per warp;  columns : rows of the other side per tile
     chunk : columns of a tile whose scores are in registers at a time, a multiple of 16
     group : query heads per key head; the keys' pass goes through them in order
@@ -73,31 +77,26 @@ def flash_backward(
     """
     _warps, threads = rows // 16, rows * 2
     of_keys, want_a, want_b = gradients != "q", gradients != "v", "v" in gradients
-    n_a, n_b, n_s, tiles_of_8 = (
-        d // 2 if want_a else 1,
-        dv // 2 if want_b else 1,
-        chunk // 2,
-        chunk // 8,
-    )
-    # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are smaller, there is more of it
+    n_a = d // 2 if want_a else 1
+    n_b = dv // 2 if want_b else 1
+    n_s = chunk // 2
+    tiles_of_8 = chunk // 8
+    # the own rows' fragments stay in registers where there is room: with a mask, whose chunks are
+    # smaller, there is more of it
     keep = n_a + n_b + (d + dv) // 4 <= (144 if mask else 128)
     n_af, n_bf, a_steps, b_steps = (d // 4, dv // 4, d // 16, dv // 16) if keep else (4, 4, 0, 0)
     d_bytes, dv_bytes, stages = d * 2, dv * 2, 1 if turing else 2
     shift_a, xor_a = swizzle_of(d_bytes)
     shift_b, xor_b = swizzle_of(dv_bytes)
-    a_size, b_size, c_size, e_size = (
-        rows * d_bytes,
-        rows * dv_bytes,
-        columns * d_bytes,
-        columns * dv_bytes,
-    )
+    a_size = rows * d_bytes
+    b_size = rows * dv_bytes
+    c_size = columns * d_bytes
+    e_size = columns * dv_bytes
     row_block = make_row_block(band and not of_keys)  # the first keys are seen by most queries
     stat_size = columns * 8 if of_keys else 0  # (LSE, D) of a tile's queries
-    transform, has_mask, float_mask = (
-        softcap or alibi or mask == "float",
-        bool(mask),
-        mask == "float",
-    )
+    transform = softcap or alibi or mask == "float"
+    has_mask = bool(mask)
+    float_mask = mask == "float"
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
@@ -115,7 +114,9 @@ def flash_backward(
 
     @device_function
     def move(sc, stage, pointers, strides, sizes, start, other_left, head, batch, thread):
-        """The other side's tile from row `start` of a head on, with the statistics of its queries, to a stage of shared memory."""
+        """The other side's tile from row `start` of a head on, with the statistics of its queries,
+        to a stage of shared memory.
+        """
         _, _, c, e, _, _, stats, _, _, _, _ = pointers
         _, _, d_left, dv_left, heads, _, _, stat_rows = sizes
         load_c(
@@ -171,18 +172,15 @@ def flash_backward(
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
         first = i32(row_block() * rows)  # without the cast this is int64: two registers
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
-        whole_low, whole_high = (
-            i32(0),
-            other_left,
-        )  # every row sees columns whole_low <= i < whole_high
+        # every row sees columns whole_low <= i < whole_high
+        whole_low = i32(0)
+        whole_high = other_left
         if band:
             low, high = i32(first + offset), i32(min(first + rows, own_left) - 1 + offset)
             first_tile = i32(max(low - before, 0) // columns)
             tiles = i32(min(tiles, (max(high + after + 1, 0) + columns - 1) // columns))
-            whole_low, whole_high = (
-                i32(max(high - before, 0)),
-                i32(min(other_left, low + after + 1)),
-            )
+            whole_low = i32(max(high - before, 0))
+            whole_high = i32(min(other_left, low + after + 1))
         if of_keys and first >= own_left:
             tiles = first_tile
 
@@ -252,13 +250,13 @@ def flash_backward(
         while other_head < heads_of_other:
             start = i32(tile * columns)
             query_head = i32(head * group + other_head) if of_keys else head
-            ahead, ahead_head = (
-                i32(tile + 1),
-                other_head,
-            )  # the next tile; after the last one, the first of the next head
+            # the next tile; after the last one, the first of the next head
+            ahead = i32(tile + 1)
+            ahead_head = other_head
             if ahead == tiles:
                 ahead, ahead_head = first_tile if of_keys else ahead, i32(other_head + 1)
-            # what is computed from these is not kept from before the loops: addresses would fill registers
+            # what is computed from these is not kept from before the loops: addresses would fill
+            # registers
             mover, entry, begin = (
                 (ptx.fresh(thread), ptx.fresh(batch), ptx.fresh(head_of_other))
                 if has_mask
@@ -280,7 +278,8 @@ def flash_backward(
                 cuda.syncthreads()
             else:
                 wait_all()
-                cuda.syncthreads()  # everyone's part of this tile is there, and the last tile is done with
+                # everyone's part of this tile is there, and the last tile is done with
+                cuda.syncthreads()
                 if ahead_head < heads_of_other:
                     move(
                         sc,
@@ -298,11 +297,10 @@ def flash_backward(
             c_tile, e_tile = sc + u32(stage * c_size), se + u32(stage * e_size)
             stat_at = st + u32(stage * stat_size) + u32((lane & 3) * 16)
 
-            # the end is not a constant where there are several parts: unrolled they would not fit into registers
-            part, end = (
-                i32(0),
-                i32(chunk) if columns == chunk else i32(min(columns, other_left - start)),
-            )
+            # the end is not a constant where there are several parts: unrolled they would not fit
+            # into registers
+            part = i32(0)
+            end = i32(chunk) if columns == chunk else i32(min(columns, other_left - start))
             while part < end:
                 c_at = c_tile + u32(part * d_bytes)
                 e_at = c_at if alike else e_tile + u32(part * dv_bytes)
@@ -310,8 +308,8 @@ def flash_backward(
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                # a warp whose rows see nothing here goes on; and what a mask needs is not computed before the branch, where all
-                # registers hold what the products read
+                # a warp whose rows see nothing here goes on; and what a mask needs is not computed
+                # before the branch, where all registers hold what the products read
                 sees = True
                 if has_mask:
                     lead = i32(mask_row - (lane >> 2))  # the warp's first row
@@ -360,10 +358,8 @@ def flash_backward(
                                 delta = ptx.from_bits(four[3 if i & 1 else 1])
                             else:
                                 lse, delta = lse1 if i > 1 else lse0, delta1 if i > 1 else delta0
-                            row, column = (
-                                i32(mask_row + (8 if i > 1 else 0)),
-                                i32(column0 + 8 * n + (i & 1)),
-                            )
+                            row = i32(mask_row + (8 if i > 1 else 0))
+                            column = i32(column0 + 8 * n + (i & 1))
                             query, key = (column, row) if of_keys else (row, column)
                             x, slope, seen = s[4 * n + i], f32(1), True
                             if transform:
@@ -412,10 +408,8 @@ def flash_backward(
 
         # through this warp's own part of its tile, so that memory is written 16 bytes at a time
         cuda.syncwarp()
-        live0, live1 = (
-            f32(1) if row0 < own_left else f32(0),
-            f32(1) if row0 + 8 < own_left else f32(0),
-        )
+        live0 = f32(1) if row0 < own_left else f32(0)
+        live1 = f32(1) if row0 + 8 < own_left else f32(0)
         if want_a:
             mine = sa + u32(warp * 16 * d_bytes)
             stage_a(sum_a, mine, scale * live0, scale * live1, lane)

@@ -1,7 +1,9 @@
-"""float32 gradients for correctness, not for speed: a warp per row of the side that owns, no tensor cores, every option.
+"""float32 gradients for correctness, not for speed.
 
-The two passes of `kernels.backward`; a lane holds the columns c with c % 32 = lane. What a row does not see is never read, so what
-it holds cannot matter.
+a warp per row of the side that owns, no tensor cores, every option.
+
+The two passes of `kernels.backward`; a lane holds the columns c with c % 32 = lane. What a row does
+not see is never read, so what it holds cannot matter.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from .pieces import NEG_INF, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 
-# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes
-# strides in bytes of the mask, then of the bias;  sizes: queries, keys, d, dv, query heads, left, right
+# pointers: q, k, v, dO, O, LSE, sum_a, sum_b, diagonal, key_lengths, mask, bias, slopes strides in
+# bytes of the mask, then of the bias;  sizes: queries, keys, d, dv, query heads, left, right
 # factors: scale * log2(e), scale, softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 13), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 3)
@@ -26,7 +28,9 @@ SIGNATURE = types.void(
 
 
 def make_row(width: int) -> tuple[Any, Any, Any, Any]:
-    """(load, dot, add, store) of a row of up to `width` float32 in the lanes' registers and one in global memory."""
+    """(load, dot, add, store) of a row of up to `width` float32 in the lanes' registers and one in
+    global memory.
+    """
     parts = width // 32
 
     @device_function
@@ -71,7 +75,10 @@ def backward_float32(
     softcap: bool = False,
     alibi: bool = False,
 ) -> Source:
-    """The kernel for head sizes up to d and dv, multiples of 32; `gradients` is "kv" or "q", the pass."""
+    """The kernel for head sizes up to d and dv, multiples of 32.
+
+    `gradients` is "kv" or "q", the pass.
+    """
     of_keys = gradients == "kv"
     d_parts, dv_parts, heads_of_other = d // 32, dv // 32, group if of_keys else 1
     load_a, dot_a, add_a, store_a = make_row(d)
@@ -84,11 +91,9 @@ def backward_float32(
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale_log2, scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        own, head, batch = (
-            i32(cuda.blockIdx.x) * WARPS + warp,
-            i32(cuda.blockIdx.y),
-            i32(cuda.blockIdx.z),
-        )
+        own = i32(cuda.blockIdx.x) * WARPS + warp
+        head = i32(cuda.blockIdx.y)
+        batch = i32(cuda.blockIdx.z)
         if own < (key_count if of_keys else queries):
             keys = min(ptx.load_global_s32(lengths + u64(batch * 4)), key_count)
             diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
@@ -135,10 +140,8 @@ def backward_float32(
                         )
                         seen = seen and added != NEG_INF
                     if seen:
-                        q_at, k_at = (
-                            u64((batch * heads + h) * queries + query),
-                            u64(kv_head * key_count + key),
-                        )
+                        q_at = u64((batch * heads + h) * queries + query)
+                        k_at = u64(kv_head * key_count + key)
                         x = dot_a(
                             a,
                             (q + q_at * u64(d_left * 4))

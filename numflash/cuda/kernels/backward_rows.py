@@ -1,4 +1,7 @@
-"""What the backward passes need of a row, made once: LSE in units of log2, and D = rowsum(dO * O), summed in one order."""
+"""What the backward passes need of a row, made once.
+
+LSE in units of log2, and D = rowsum(dO * O), summed in one order.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 LANES, ROWS = 8, 16  # lanes per row, rows per block
 INFINITE, NAN = f32(math.inf), f32(math.nan)
 
-# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2);  strides in bytes: batch, head, row of dO and O
-# sizes: queries, bytes per row, query heads, padded L
+# pointers: dO, O, LSE (B, H, L), statistics (B, H, padded L, 2);  strides in bytes: batch, head,
+# row of dO and O sizes: queries, bytes per row, query heads, padded L
 SIGNATURE = types.void(types.UniTuple(u64, 4), types.UniTuple(i64, 6), types.UniTuple(i32, 4))
 
 
 def backward_rows(dv: int, dtype: str = "float16") -> Source:
     """The kernel for rows of up to `dv` numbers, a multiple of 8.
 
-    A row that sees nothing has LSE -inf and gets +inf here, as rows beyond the last: their weights 2**(s - LSE) are 0. A row whose
-    output or gradient is not finite gets NaN: it spoils what it sees, and nothing else.
+    A row that sees nothing has LSE -inf and gets +inf here, as rows beyond the last: their weights
+    2**(s - LSE) are 0. A row whose output or gradient is not finite gets NaN: it spoils what it
+    sees, and nothing else.
     """
     chunks = dv // 8
     turns = -(-chunks // LANES)

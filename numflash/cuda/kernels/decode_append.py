@@ -1,7 +1,8 @@
 """Appending tokens to a cache on the card: convert or quantise, and store, in one kernel.
 
 A `cudaMemcpyAsync` does not convert: the tokens are uploaded as they are and converted here. One
-warp takes a token of a KV head; the last block to finish moves the sequence's length on, so nothing else has to be told.
+warp takes a token of a KV head; the last block to finish moves the sequence's length on, so nothing
+else has to be told.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 NAN, LARGEST = f32(math.nan), f32(3.4028234663852886e38)
 BLOCK = 128
 
-# pointers: key (B, Hkv, n, D), value (B, Hkv, n, Dv), counts (B), table, lengths (B), tickets (B), k, v, scales, offset (B, Hkv, D)
+# pointers: key (B, Hkv, n, D), value (B, Hkv, n, Dv), counts (B), table, lengths (B), tickets (B),
+# k, v, scales, offset (B, Hkv, D)
 #           float32
-# bytes: of a page of K, V and scales, over all heads, and of one head in it
-# sizes: n, KV heads, D, Dv, channels of a stored key, of a stored value, pages of a sequence, log2 of the slots of a page, sinks,
+# bytes: of a page of K, V and scales, over all heads, and of one head in it sizes: n, KV heads, D,
+# Dv, channels of a stored key, of a stored value, pages of a sequence, log2 of the slots of a page,
+# sinks,
 #        ring
 SIGNATURE = types.void(types.UniTuple(u64, 10), types.UniTuple(i64, 6), types.UniTuple(i32, 10))
 
@@ -44,10 +47,12 @@ def decode_append(
     smooth: bool = False,
     turing: bool = False,
 ) -> Source:
-    """The kernel for channels d and dv: `source` (float32, float16 or bfloat16 tokens) to `dtype` ("int8" or a 16-bit float).
+    """The kernel for channels d and dv.
 
-    INT8 has the bits of `quantization.quantize(granularity="row")`. A token that is not finite is stored as zeros with a key scale
-    that is NaN, for floats as a NaN key with zero values.
+    `source` (float32, float16 or bfloat16 tokens) to `dtype` ("int8" or a 16-bit float).
+
+    INT8 has the bits of `quantization.quantize(granularity="row")`. A token that is not finite is
+    stored as zeros with a key scale that is NaN, for floats as a NaN key with zero values.
     """
     exact = dtype == "int8"
     longest = max(d, dv)
@@ -148,10 +153,8 @@ def decode_append(
                 # what rounds to infinity is not finite either
                 finite = i32(1)
                 for t in range(turns):
-                    bits_k, bits_v = (
-                        pack(x[t], f32(0)) & u32(0x7FFF),
-                        pack(y[t], f32(0)) & u32(0x7FFF),
-                    )
+                    bits_k = pack(x[t], f32(0)) & u32(0x7FFF)
+                    bits_v = pack(y[t], f32(0)) & u32(0x7FFF)
                     if bits_k >= u32(infinite) or bits_v >= u32(infinite):
                         finite = i32(0)
                 good = warp_max_i32(i32(1) - finite) == 0

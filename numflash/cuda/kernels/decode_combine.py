@@ -1,7 +1,8 @@
 """Merge the splits of a decode step in their order, and divide by the sum of exponentials.
 
-The reduce step of the T4 architecture (docs/sources.md) is O = sum_i exp(LSE_i - max) O_i. The division by
-sum_i exp(LSE_i - max) is missing there; without it the result is several times too large.
+The reduce step of the T4 architecture (docs/sources.md) is O = sum_i exp(LSE_i - max) O_i. The
+division by sum_i exp(LSE_i - max) is missing there; without it the result is several times too
+large.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from .int8_softmax import power
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
-# pointers: partial outputs, m and l of all tasks, out (B, Hkv, rows, Dv) float32, m and l (B, Hkv, rows) float32
-# sizes: rows, splits, Dv
+# pointers: partial outputs, m and l of all tasks, out (B, Hkv, rows, Dv) float32, m and l (B, Hkv,
+# rows) float32 sizes: rows, splits, Dv
 SIGNATURE = types.void(types.UniTuple(u64, 6), types.UniTuple(i32, 3))
 
 
 def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
-    """The kernel behind `decode_int8` (`exact`: powers of two, each operation rounded once) or `decode_float`.
+    """The kernel behind `decode_int8` (`exact`.
 
-    One block for 16 rows of a query tile and 32 of its dv padded channels, four values per thread, as the tensor cores left them.
+    Powers of two, each operation rounded once) or `decode_float`.
+
+    One block for 16 rows of a query tile and 32 of its dv padded channels, four values per thread,
+    as the tensor cores left them.
     """
     value_tiles, tile_rows = dv // 8 // WARPS, 16 * row_tiles
     one = f32(1 / fx.VALUE_UNIT if exact else 1)

@@ -1,13 +1,17 @@
-"""Decode over a float16 or bfloat16 cache on tensor cores: new tokens against one split of one KV head's keys, sm_75 on.
+"""Decode over a float16 or bfloat16 cache on tensor cores.
 
-Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile: the 14 blocks of the T4
-architecture for 14 heads on 2 KV heads would read each key seven times (`Decode architecture`, "Split-K Parallelism"). How
-the four warps of a block share the work: `decode_pieces`. K and V have one buffer each; the next keys are under way while
-the weights meet the values, the next values while the next scores are made, so memory never waits for the whole tile.
+New tokens against one split of one KV head's keys, sm_75 on.
 
-`unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3). No maximum crosses between the
-warps and nothing is rescaled; a block whose rows leave the range in which the weights are exact does its split once more with the
-running maximum.
+Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile:
+the 14 blocks of the T4 architecture for 14 heads on 2 KV heads would read each key seven times
+(`Decode architecture`, "Split-K Parallelism"). How the four warps of a block share the work:
+`decode_pieces`. K and V have one buffer each; the next keys are under way while the weights meet
+the values, the next values while the next scores are made, so memory never waits for the whole
+tile.
+
+`unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3).
+No maximum crosses between the warps and nothing is rescaled; a block whose rows leave the range in
+which the weights are exact does its split once more with the running maximum.
 """
 
 from __future__ import annotations
@@ -33,15 +37,14 @@ from .pieces import NEG_INF, quad_max, quad_sum, swizzle_of
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 BLOCK_K = 64  # keys of a tile: 16 per warp
 HUGE = f32(2.0**121)  # float32 does not hold sums of such scores
-UNIFIED_ABOVE, UNIFIED_BELOW = (
-    f32(15),
-    f32(10),
-)  # octaves around the constant that float16 weights hold with 11 bits
+# octaves around the constant that float16 weights hold with 11 bits
+UNIFIED_ABOVE = f32(15)
+UNIFIED_BELOW = f32(10)
 NAN = f32(math.nan)
 
-# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l
-# bytes: of a page of K and of V, over all heads, and of one head in it
-# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, of a stored value, pages of a sequence in the table,
+# pointers: q (B, Hkv, rows, D) float32, k, v, table, lengths, out, m, l bytes: of a page of K and
+# of V, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits, D, Dv,
+# bytes of a stored key, of a stored value, pages of a sequence in the table,
 #        log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e), the unified maximum in octaves
 SIGNATURE = types.void(
@@ -65,7 +68,8 @@ def decode_float(
     Parameters
     ----------
     row_tiles : tiles of 16 query rows that a block takes
-    direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of all tasks for `decode_combine`
+    direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of
+        all tasks for `decode_combine`
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
     turing : sm_75, without cp.async and with k8 products
@@ -180,7 +184,8 @@ def decode_float(
             while start < stop:
                 if not turing:
                     wait_all()
-                cuda.syncthreads()  # the keys are there, and everyone is done with the last values and weights
+                # the keys are there, and everyone is done with the last values and weights
+                cuda.syncthreads()
                 load_v(sv, v, u64(v_page), table, shift, start, stop, v_row, thread)
                 if not turing:
                     ptx.cp_async_commit()
@@ -209,7 +214,8 @@ def decode_float(
                             mma(s, 8 * t, qf, qi, kb, 0)
                             mma(s, 8 * t + 4, qf, qi, kb, 2)
 
-                # in octaves, hidden keys -inf, what float32 does not hold NaN; the largest of each row over this warp's keys
+                # in octaves, hidden keys -inf, what float32 does not hold NaN; the largest of each
+                # row over this warp's keys
                 whole = not ring and start + block_k <= min(stop, low + 1)
                 for i in range(n_rows):
                     largest = NOTHING
@@ -336,7 +342,8 @@ def decode_float(
                 start += block_k
 
             if constant:
-                # overflow test: every row that sees a key has its largest within what weights relative to phi hold
+                # overflow test: every row that sees a key has its largest within what weights
+                # relative to phi hold
                 bad = f32(0)
                 for i in range(n_rows):
                     largest = quad_max(top[i])
@@ -359,7 +366,8 @@ def decode_float(
 
         store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane)
 
-    # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers would spill
+    # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers
+    # would spill
     blocks = 3 if row_tiles == 1 and max(d, dv) <= 64 and not unified else 1
     return Source(
         decode,

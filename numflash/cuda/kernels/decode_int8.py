@@ -1,9 +1,12 @@
-"""Decode over an INT8 cache on tensor cores: new tokens against one split of one KV head's keys, with the CPU cache's bits.
+"""Decode over an INT8 cache on tensor cores.
 
-`reference.integer_decode` is the definition: scores are exact integers, weights are rounded once per row and key block of 128 with
-each value's scale folded in, sums of a key block are exact, and every float operation between them is rounded once. How the four
-warps of a block share the work: `decode_pieces`. The values lie transposed (channel after channel), because the second product
-wants four consecutive keys in a register.
+New tokens against one split of one KV head's keys, with the CPU cache's bits.
+
+`reference.integer_decode` is the definition: scores are exact integers, weights are rounded once
+per row and key block of 128 with each value's scale folded in, sums of a key block are exact, and
+every float operation between them is rounded once. How the four warps of a block share the work:
+`decode_pieces`. The values lie transposed (channel after channel), because the second product wants
+four consecutive keys in a register.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ BAD = 1 << 20  # in a sum of weights: a token was seen that was not finite
 VALUE_UNIT = f32(fx.VALUE_UNIT)
 NAN = f32(math.nan)
 
-# pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l
-# bytes: of a page of K, V and scales, over all heads, and of one head in it
-# sizes: new tokens, rows, KV heads, splits, D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
+# pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l bytes: of a page of
+# K, V and scales, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits,
+# D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
 #        page, window, sinks, ring
 # factors: scale * log2(e) * 256
 SIGNATURE = types.void(
@@ -58,7 +61,8 @@ def decode_int8(
     Parameters
     ----------
     row_tiles : tiles of 16 query rows that a block takes
-    direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of all tasks for `decode_combine`
+    direct : one split: `out` is (B, Hkv, rows, Dv) float32, divided; else the partial outputs of
+        all tasks for `decode_combine`
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
     """
@@ -73,13 +77,11 @@ def decode_int8(
     store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
-    q_size, k_size, v_size, p_size, row_size = (
-        tile_rows * d,
-        block_k * d,
-        dv * block_k,
-        tile_rows * 128,
-        tile_rows * 4,
-    )
+    q_size = tile_rows * d
+    k_size = block_k * d
+    v_size = dv * block_k
+    p_size = tile_rows * 128
+    row_size = tile_rows * 4
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers
@@ -173,7 +175,8 @@ def decode_int8(
         stage = i32(0)
         while start < stop:
             wait_all()
-            cuda.syncthreads()  # the keys are there, and everyone is done with the last values and weights
+            # the keys are there, and everyone is done with the last values and weights
+            cuda.syncthreads()
             load_v(sv, v, u64(v_page), table, shift, start, stop, columns, thread)
             ptx.cp_async_commit()
             scales = s_scales + u32(stage * (block_k * 8))
@@ -195,7 +198,8 @@ def decode_int8(
                         mma_s(s, 16 * t + 8 * n, qf, 0, kb, 0)
                         mma_s(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
 
-            # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the largest of each row over this warp's keys
+            # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the largest of each row
+            # over this warp's keys
             whole = not ring and start + block_k <= min(stop, low + 1)
             for i in range(n_rows):
                 largest, spoiled = i32(HIDDEN), i32(0)
@@ -261,7 +265,8 @@ def decode_int8(
                         u32(ptx.to_int(ptx.mul(two[e], per_unit))), u32(65535)
                     )
 
-            # the block's octave, weights at that octave, and the whole octaves by which the sums so far shrink
+            # the block's octave, weights at that octave, and the whole octaves by which the sums so
+            # far shrink
             for i in range(n_rows):
                 r = (lane >> 2) + 8 * i
                 largest = i32(HIDDEN)
@@ -311,7 +316,8 @@ def decode_int8(
                     l[i] = NAN  # and stays so
                 weight[i] = ptx.mul(weight[i], unit_of_v)
 
-            # O = O * alpha + (P . V) * weight for this warp's channels: the product exact, each float operation rounded once
+            # O = O * alpha + (P . V) * weight for this warp's channels: the product exact, each
+            # float operation rounded once
             for t in range(row_tiles):
                 for step in range(4):
                     ptx.ldmatrix(

@@ -1,8 +1,11 @@
-"""What the decode kernels share: a cache's tiles on their way to shared memory, query rows, and which slots a row sees.
+"""What the decode kernels share.
 
-A block works on one KV head, one tile of query rows (the heads of its group times the new tokens, 16 to 64 rows) and one split of
-the keys. Its four warps divide the keys of a tile among them for the scores, and the channels for the output, so every byte of K
-and V goes once from memory to shared memory and once from there to registers; maxima, weights and their sums cross between the
+a cache's tiles on their way to shared memory, query rows, and which slots a row sees.
+
+A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
+16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
+the scores, and the channels for the output, so every byte of K and V goes once from memory to
+shared memory and once from there to registers; maxima, weights and their sums cross between the
 warps through shared memory.
 """
 
@@ -22,10 +25,9 @@ WARPS = 4
 THREADS = 32 * WARPS
 LANE_KEYS = 16  # slots of a page come in pieces of at least this: 16 bytes of INT8 values
 EXPONENT = 0x7F800000
-NO_SCALE, SCALE_LIMIT = (
-    f32(2.0**-100),
-    f32(2.0**100),
-)  # as `quantization` and `reference.combined_scale`
+# as `quantization` and `reference.combined_scale`
+NO_SCALE = f32(2.0**-100)
+SCALE_LIMIT = f32(2.0**100)
 NO_VALUE = f32(ZERO_VALUE_SCALE)
 NOTHING = f32(-3e38)  # maximum of a float row that has seen no key
 NAN = f32(math.nan)
@@ -46,9 +48,10 @@ def remainder(a, b):
 def make_part_of(tile_rows: int, ring: bool) -> Any:
     """Which rows of which head a block works on, and which slots of its sequence.
 
-    part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots) -> b, g, head (b * kv_heads + g), first row, tokens of the
-    sequence, slot of the last one, first slot and end. Tasks are the splits of a tile of `tile_rows` rows, a power of two, then of
-    the next tile; splits are counted in key blocks, as on the CPU.
+    part_of(task, rows, kv_heads, splits, lengths, sinks, ring_slots) -> b, g, head (b * kv_heads +
+    g), first row, tokens of the sequence, slot of the last one, first slot and end. Tasks are the
+    splits of a tile of `tile_rows` rows, a power of two, then of the next tile; splits are counted
+    in key blocks, as on the CPU.
     """
     row_shift, block_shift = tile_rows.bit_length() - 1, KEY_BLOCK.bit_length() - 1
 
@@ -77,7 +80,10 @@ def make_part_of(tile_rows: int, ring: bool) -> Any:
 
 
 def make_page_of(paged: bool) -> Any:
-    """page_of(table, slot, shift): the page of a slot; `table` is the address of the sequence's page numbers, or its only page."""
+    """page_of(table, slot, shift): the page of a slot.
+
+    `table` is the address of the sequence's page numbers, or its only page.
+    """
 
     @device_function
     def page_of(table, slot, shift):
@@ -87,10 +93,13 @@ def make_page_of(paged: bool) -> Any:
 
 
 def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = True) -> Any:
-    """Copy `rows` slots of K, or of V as it is stored for floats, to a swizzled tile; zeros beyond `stop` and `bytes_left`.
+    """Copy `rows` slots of K, or of V as it is stored for floats, to a swizzled tile.
 
-    load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread): slots first .. stop; pages of 2**shift slots of
-    `page_bytes` bytes over all heads, `data` being this head of page 0; a slot has `bytes_left` bytes, a multiple of 16.
+    Zeros beyond `stop` and `bytes_left`.
+
+    load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread): slots first ..
+    stop; pages of 2**shift slots of `page_bytes` bytes over all heads, `data` being this head of
+    page 0; a slot has `bytes_left` bytes, a multiple of 16.
     """
     page_of, chunks = make_page_of(paged), row_bytes // 16
     pieces = rows * chunks
@@ -131,10 +140,11 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
 
 
 def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
-    """Copy a tile of V^T, as it is stored for INT8, to a swizzled tile of `channels` rows of `block_k` bytes.
+    """Copy a tile of V^T, as it is stored for INT8, to a swizzled tile of `channels` rows of
+    `block_k` bytes.
 
-    load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread): within a page the values lie in blocks of
-    min(page, block_k) slots, channel after channel.
+    load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread): within a
+    page the values lie in blocks of min(page, block_k) slots, channel after channel.
     """
     page_of, chunks = make_page_of(paged), block_k // LANE_KEYS
     pieces = channels * chunks
@@ -169,7 +179,8 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
 def make_load_scales(block_k: int, paged: bool) -> Any:
     """Copy the float32 scales of `block_k` slots: of the keys, and behind them of the values.
 
-    load_scales(to, data, values_at, ...): in a page and head those of the values begin `values_at` bytes behind those of the keys.
+    load_scales(to, data, values_at, ...): in a page and head those of the values begin `values_at`
+    bytes behind those of the keys.
     """
     page_of = make_page_of(paged)
 
@@ -203,7 +214,8 @@ def warp_max_i32(x):
 def visible(j, slots, at, length, newest, window, sinks, ring_slots, ring):
     """Whether a row at position `at` sees slot j of a sequence that holds `length` tokens.
 
-    `newest` is the slot of the last token. In a ring the token in slot j follows from how far it lies behind that one.
+    `newest` is the slot of the last token. In a ring the token in slot j follows from how far it
+    lies behind that one.
     """
     position = j
     if ring and j >= sinks:
@@ -218,14 +230,15 @@ def visible(j, slots, at, length, newest, window, sinks, ring_slots, ring):
 
 
 def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
-    """Convert a warp's query rows to the operand of the scores, in shared memory, with one float factor each.
+    """Convert a warp's query rows to the operand of the scores, in shared memory, with one float
+    factor each.
 
-    query_rows(to, factors, q, first, rows, channels, c, warp, lane): rows of `channels` float32 at q, of which this block takes
-    `tile_rows` from `first` on (zeros beyond `rows`).
+    query_rows(to, factors, q, first, rows, channels, c, warp, lane): rows of `channels` float32 at
+    q, of which this block takes `tile_rows` from `first` on (zeros beyond `rows`).
 
-    INT8: `quantization.quantize` of a row, its factor scale * c at most 2**100. Floats: the row times a power of two that brings
-    its largest magnitude to 1 .. 2, so that float16 holds it; the factor is c over that power. A row that is not finite has zeros
-    and the factor NaN.
+    INT8: `quantization.quantize` of a row, its factor scale * c at most 2**100. Floats: the row
+    times a power of two that brings its largest magnitude to 1 .. 2, so that float16 holds it; the
+    factor is c over that power. A row that is not finite has zeros and the factor NaN.
     """
     row_bytes = d if exact else 2 * d
     per_lane = 4 if exact else 2
@@ -260,10 +273,8 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                     scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
                 else:
                     power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
-                    factor, scale = (
-                        ptx.from_bits(u32(254 - power) << u32(23)),
-                        c * ptx.from_bits(u32(power) << u32(23)),
-                    )
+                    factor = ptx.from_bits(u32(254 - power) << u32(23))
+                    scale = c * ptx.from_bits(u32(power) << u32(23))
                 for i in range(words):
                     word = u32(0)
                     if good:
@@ -291,8 +302,9 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
 def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> Any:
     """Write a block's results: o, m and l as the threads hold them.
 
-    direct: rows of out (B, Hkv, rows, Dv) as o * (one / l), zeros where l is 0, and m_out, l_out (B, Hkv, rows). Else the partial
-    result of a task, for `decode_combine`: out (task, row tile, warp, value tile, lane, 4), m_out, l_out (task, rows of the tile).
+    direct: rows of out (B, Hkv, rows, Dv) as o * (one / l), zeros where l is 0, and m_out, l_out
+    (B, Hkv, rows). Else the partial result of a task, for `decode_combine`: out (task, row tile,
+    warp, value tile, lane, 4), m_out, l_out (task, rows of the tile).
     """
     n_rows, tile_rows, numerator = 2 * row_tiles, 16 * row_tiles, f32(one)
 

@@ -1,10 +1,13 @@
-"""FlashAttention-2 forward on tensor cores for float16 and bfloat16 (Dao 2023, algorithm 1), sm_75 to sm_120.
+"""FlashAttention-2 forward on tensor cores for float16 and bfloat16 (Dao 2023, algorithm 1), sm_75
+to sm_120.
 
-A warp owns 16 query rows. Its scores, weights and outputs are accumulators of m16n8k16 products, and the accumulator of one
-product is laid out as the operand of the next, so the weights never leave registers. Keys and values come by cp.async into two
-buffers; sm_75 has neither cp.async nor k16 products and uses one buffer and two k8 products instead.
+A warp owns 16 query rows. Its scores, weights and outputs are accumulators of m16n8k16 products,
+and the accumulator of one product is laid out as the operand of the next, so the weights never
+leave registers. Keys and values come by cp.async into two buffers; sm_75 has neither cp.async nor
+k16 products and uses one buffer and two k8 products instead.
 
-Heads that share keys are packed: row r of the problem is query r // group of head r % group of the group.
+Heads that share keys are packed: row r of the problem is query r // group of head r % group of the
+group.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ from .products import make_add, make_scores, make_stage
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks
-# strides in bytes: batch, head, row of q, k, v, o; then of the mask: batch, head, query, key
-# sizes: queries, d, dv (bytes per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks strides in bytes: batch,
+# head, row of q, k, v, o; then of the mask: batch, head, query, key sizes: queries, d, dv (bytes
+# per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
 SIGNATURE = types.void(
     types.UniTuple(u64, 10), types.UniTuple(i64, 16), types.UniTuple(i32, 6), types.UniTuple(f32, 2)
 )
@@ -67,7 +70,8 @@ def flash_float(
     group : query heads per key head
     band : a causal or windowed problem; tiles outside are skipped
     mask : "", "bool" (uint8) or "float" (float32, added)
-    transform : scores are scaled before the maximum is taken (implied by softcap, alibi, mask "float"; needed for scale <= 0)
+    transform : scores are scaled before the maximum is taken (implied by softcap, alibi, mask
+        "float"; needed for scale <= 0)
     turing : sm_75
     sinks : exp(sink) of the head joins each row's sum
     """
@@ -122,7 +126,10 @@ def flash_float(
 
     @device_function
     def finish_rows(m, l, alpha, factor, sinks_at, lse_at, query, head, first, queries, lane):
-        """alpha = 1 / l of each row, and its LSE to memory. A row that saw nothing is 0, its LSE -inf (or the sink)."""
+        """alpha = 1 / l of each row, and its LSE to memory.
+
+        A row that saw nothing is 0, its LSE -inf (or the sink).
+        """
         for r in range(2):
             total = quad_sum(l[r])
             top = NEG_INF if total == f32(0) else m[r] * factor
@@ -153,7 +160,8 @@ def flash_float(
         v = v + u64(batch * v_batch + kv_head * v_head)
         steps, bytes_left = (k_step, v_step), (d_left, dv_left)
 
-        # rows of this block, the tiles of keys that any of them sees, and the keys that all of them see
+        # rows of this block, the tiles of keys that any of them sees, and the keys that all of them
+        # see
         rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
@@ -185,7 +193,8 @@ def flash_float(
             o[i] = f32(0)
         qf = cuda.local.array(n_qf, u32)  # A fragments of Q
         s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x block_k per warp
-        # ldmatrix addresses of this lane; the column enters by XOR with an even chunk number, which leaves the lane's bit alone
+        # ldmatrix addresses of this lane; the column enters by XOR with an even chunk number, which
+        # leaves the lane's bit alone
         q_row = warp * 16 + (lane & 15)
         q_at = sq + u32(q_row * d_bytes)
         q_chunk = u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
@@ -205,7 +214,8 @@ def flash_float(
                 cuda.syncthreads()
             else:
                 wait_all()
-                cuda.syncthreads()  # this tile has arrived; all warps have finished the previous one
+                # this tile has arrived; all warps have finished the previous one
+                cuda.syncthreads()
                 if tile + 1 < tiles:
                     ahead = start + block_k
                     load_tile(sk, sv, k, v, steps, bytes_left, stage ^ 1, ahead, keys, thread)

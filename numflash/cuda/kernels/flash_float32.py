@@ -1,6 +1,9 @@
-"""float32 forward for correctness, not for speed: a warp per query row, no tensor cores, every option.
+"""float32 forward for correctness, not for speed.
 
-A lane holds the columns c with c % 32 = lane. Keys that a row does not see are never read, so what they hold cannot matter.
+a warp per query row, no tensor cores, every option.
+
+A lane holds the columns c with c % 32 = lane. Keys that a row does not see are never read, so what
+they hold cannot matter.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from .pieces import NEG_INF, add_bias, join_sink, tanh_accurate
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q
 
-# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of the mask, then of the bias
-# sizes: queries, keys, d, dv, query heads, left, right;  factors: scale * log2(e), softcap * log2(e)
+# pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of
+# the mask, then of the bias sizes: queries, keys, d, dv, query heads, left, right;  factors: scale
+# * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
     types.UniTuple(u64, 11), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
 )
@@ -47,11 +51,9 @@ def flash_float32(
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
-        row, head, batch = (
-            i32(cuda.blockIdx.x) * WARPS + warp,
-            i32(cuda.blockIdx.y),
-            i32(cuda.blockIdx.z),
-        )
+        row = i32(cuda.blockIdx.x) * WARPS + warp
+        head = i32(cuda.blockIdx.y)
+        batch = i32(cuda.blockIdx.z)
         if row < queries:
             at = u64((batch * heads + head) * queries + row)
             kv = u64((batch * (heads // group) + head // group) * key_count)

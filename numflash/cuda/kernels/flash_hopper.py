@@ -1,9 +1,12 @@
-"""FlashAttention-3 forward for sm_90a (Shah et al. 2024, algorithms 1 and 2): TMA, wgmma and specialised warps.
+"""FlashAttention-3 forward for sm_90a (Shah et al. 2024, algorithms 1 and 2).
 
-Three warpgroups of 128 threads. One thread of the first brings tiles of keys and values by TMA into a ring of two stages; the
-other two own 64 query rows each and compute with asynchronous products. Full and empty mbarriers connect them. With `overlap`
-the scores of the next tile are multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two
-issue their products in turns (section 3.1).
+TMA, wgmma and specialised warps.
+
+Three warpgroups of 128 threads. One thread of the first brings tiles of keys and values by TMA into
+a ring of two stages; the other two own 64 query rows each and compute with asynchronous products.
+Full and empty mbarriers connect them. With `overlap` the scores of the next tile are multiplied
+while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two issue their
+products in turns (section 3.1).
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
-# pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes, sinks
-# strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key
-# sizes: queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
+# pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
+# sinks strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key sizes:
+# queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
 SIGNATURE = types.void(
     types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
 )
@@ -66,7 +69,9 @@ def flash_hopper(
     overlap: bool = True,
     ping_pong: bool = False,
 ) -> Source:
-    """The kernel for head sizes d and dv, multiples of 64; `packed`, a power of two, divides `group`; options as for `flash_float`.
+    """The kernel for head sizes d and dv, multiples of 64.
+
+    `packed`, a power of two, divides `group`; options as for `flash_float`.
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
@@ -187,11 +192,10 @@ def flash_hopper(
         lane, warpgroup = thread & 31, ptx.uniform(thread >> 7)
         first_head, batch = i32(cuda.blockIdx.y) * packed, i32(cuda.blockIdx.z)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        full_q, full, empty = (
-            base,
-            base + u32(16),
-            base + u32(64),
-        )  # full and empty: 16 bytes per stage, keys then values
+        # full and empty: 16 bytes per stage, keys then values
+        full_q = base
+        full = base + u32(16)
+        empty = base + u32(64)
         sq, ring = base + u32(1024), base + u32(first_tile)
         first = row_block() * BLOCK_Q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
@@ -254,21 +258,15 @@ def flash_hopper(
                     n += 1
         else:
             MORE()
-            s, o, p = (
-                cuda.local.array(n_s, f32),
-                cuda.local.array(n_o, f32),
-                cuda.local.array(n_p, u32),
-            )
-            m, l, alpha = (
-                cuda.local.array(2, f32),
-                cuda.local.array(2, f32),
-                cuda.local.array(2, f32),
-            )
-            query, head, slope = (
-                cuda.local.array(2, i32),
-                cuda.local.array(2, i32),
-                cuda.local.array(2, f32),
-            )
+            s = cuda.local.array(n_s, f32)
+            o = cuda.local.array(n_o, f32)
+            p = cuda.local.array(n_p, u32)
+            m = cuda.local.array(2, f32)
+            l = cuda.local.array(2, f32)
+            alpha = cuda.local.array(2, f32)
+            query = cuda.local.array(2, i32)
+            head = cuda.local.array(2, i32)
+            slope = cuda.local.array(2, f32)
             for i in range(n_o):
                 o[i] = f32(0)
             warp = (thread >> 5) & 3
@@ -279,10 +277,9 @@ def flash_hopper(
                 slope[r] = f32(0)
             if alibi and not wide:
                 load_slopes(slope, slopes, batch * heads, head)
-            turn, other = (
-                u32(2 + warpgroup),
-                u32(5 - warpgroup),
-            )  # named barriers; 1 and 2 are the warpgroups' own
+            # named barriers; 1 and 2 are the warpgroups' own
+            turn = u32(2 + warpgroup)
+            other = u32(5 - warpgroup)
             if ping_pong and warpgroup == 2 and tile < tiles:
                 ptx.barrier_arrive(other, u32(256))  # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
@@ -292,7 +289,8 @@ def flash_hopper(
             n = i32(0)
             sums = base + u32(sums_at) + u32((thread - 128) * 4)
             if overlap:
-                # the first tile by itself: with a branch around products that are still under way ptxas waits after each of them
+                # the first tile by itself: with a branch around products that are still under way
+                # ptxas waits after each of them
                 if tile < tiles:
                     begin(s, o, dq, n, full, ring, turn)
                     if ping_pong:
@@ -323,7 +321,8 @@ def flash_hopper(
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
                     soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
-                    # a store that the wait cannot pass: without it ptxas moves the wait ahead of every exponential
+                    # a store that the wait cannot pass: without it ptxas moves the wait ahead of
+                    # every exponential
                     ptx.store_shared_f32(sums, l[0] + l[1])
                     wait_none()
                     fence_o(o, 0)

@@ -1,16 +1,19 @@
-"""INT8 attention on tensor cores: the integer pipeline, with the bits of the CPU kernels and of the integer model.
+"""INT8 attention on tensor cores.
 
-Scores are m16n8k32 products of signed bytes (four m8n8k16 on sm_75); softmax weights are rounded to unsigned bytes once per row
-and key block of 128 (`tiling.KEY_BLOCK`, the same on every device) and multiply signed values in a second integer product. What
-lies between the two is `int8_softmax`.
+The integer pipeline, with the bits of the CPU kernels and of the integer model.
 
-The accumulator of the first product is the A operand of the second if keys are taken in another order: lane quad q of 8-key
-tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of both, while the operand wants four consecutive keys per lane. So the values lie
-transposed (channels x keys) with the keys of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
+Scores are m16n8k32 products of signed bytes (four m8n8k16 on sm_75); softmax weights are rounded to
+unsigned bytes once per row and key block of 128 (`tiling.KEY_BLOCK`, the same on every device) and
+multiply signed values in a second integer product. What lies between the two is `int8_softmax`.
 
-With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each operand split into a high and
-a low part, of which the low times low is left out (2**-20 of the whole at most). There the values lie as they come, and the
-quad's two keys are the two halves of k.
+The accumulator of the first product is the A operand of the second if keys are taken in another
+order: lane quad q of 8-key tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of both, while the operand
+wants four consecutive keys per lane. So the values lie transposed (channels x keys) with the keys
+of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
+
+With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each
+operand split into a high and a low part, of which the low times low is left out (2**-20 of the
+whole at most). There the values lie as they come, and the quad's two keys are the two halves of k.
 """
 
 from __future__ import annotations
@@ -47,16 +50,14 @@ from .pieces import (
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 # what depends on the numbers is computed anew after these: kept for every tile, it would spill
 renew, renew_both = ptx.register_fence(1, i32), ptx.register_fence(2, i32)
-FLOAT_KEYS, PADDING = (
-    32,
-    16,
-)  # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
+# pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
+FLOAT_KEYS = 32
+PADDING = 16
 
-# pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole blocks), value scale, diagonal,
-# key_lengths, mask, bias, slopes, shift
-# strides in bytes of the mask, then of the bias: batch, head, query, key
-# sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v and out (a multiple of 4), query heads,
-# left, right
+# pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole
+# blocks), value scale, diagonal, key_lengths, mask, bias, slopes, shift strides in bytes of the
+# mask, then of the bias: batch, head, query, key sizes: queries, keys, bytes per row of q and k,
+# keys stored (of v and ck), channels of v and out (a multiple of 4), query heads, left, right
 # factors: softcap in Q8.8
 SIGNATURE = types.void(
     types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1)
@@ -73,7 +74,9 @@ def permuted_keys(keys: int) -> np.ndarray:
 
 @functools.cache
 def make_byte_values(value_tiles: int, turing: bool) -> Any:
-    """O = O * alpha + (P . V) * share for bytes: the product exact, each float operation rounded once.
+    """O = O * alpha + (P . V) * share for bytes.
+
+    The product exact, each float operation rounded once.
 
     `sv` is where the warp's channels start.
     """
@@ -102,20 +105,20 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
 
 @functools.cache
 def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
-    """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values, `FLOAT_KEYS` keys at a time.
+    """O = O * alpha + (P .
 
-    `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or of a pair of warps at `given` in
-    shared memory.
+    V) * share for weights in Q16.16 and float32 values, `FLOAT_KEYS` keys at a time.
+
+    `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or
+    of a pair of warps at `given` in shared memory.
     """
     row_bytes, key_tiles, n_a = dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
     pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
     turns, even = (pieces + threads - 1) // threads, pieces % threads == 0
-    copy, wait_all, unit, high = (
-        make_copy(True),
-        ptx.cp_async_wait[0],
-        f32(1 / ONE_Q16),
-        u32(0xFFFFE000),
-    )
+    copy = make_copy(True)
+    wait_all = ptx.cp_async_wait[0]
+    unit = f32(1 / ONE_Q16)
+    high = u32(0xFFFFE000)
     take = make_take(n_a)
 
     @device_function
@@ -191,19 +194,19 @@ def flash_int8(
     turing: bool = False,
     halves: int = 1,
 ) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 8, or of 16 with two halves).
+    """The kernel for padded head sizes d (64, 128, 256.
 
-    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V takes K's place;  halves : warps
-    that share 16 rows, 1 or 2 (`int8_pairs`)
+    Whole swizzles) and dv (a multiple of 8, or of 16 with two halves).
+
+    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V
+        takes K's place;  halves : warps that share 16 rows, 1 or 2 (`int8_pairs`)
     """
     block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
     own_keys, own_channels = block_k // halves, dv // halves
-    k_steps, key_tiles, own_tiles, value_tiles = (
-        d // 32,
-        block_k // 8,
-        own_keys // 8,
-        own_channels // 8,
-    )
+    k_steps = d // 32
+    key_tiles = block_k // 8
+    own_tiles = own_keys // 8
+    value_tiles = own_channels // 8
     n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else key_tiles
     shift_k, xor_k = swizzle_of(d)
     own_weights = own_tiles * (
@@ -219,21 +222,15 @@ def flash_int8(
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    log2_scores, weigh = (
-        make_log2_scores(own_tiles, mask, bias, softcap, alibi),
-        make_weigh(own_tiles, wide),
-    )
+    log2_scores = make_log2_scores(own_tiles, mask, bias, softcap, alibi)
+    weigh = make_weigh(own_tiles, wide)
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
-    describe_rows, write_rows = (
-        make_describe_rows(group, band, softcap, alibi),
-        make_write_rows(value_tiles),
-    )
+    describe_rows = make_describe_rows(group, band, softcap, alibi)
+    write_rows = make_write_rows(value_tiles)
     tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
-    add_bytes, add_floats = (
-        make_byte_values(value_tiles, turing),
-        make_float_values(dv, value_tiles, threads, bool(paired)),
-    )
+    add_bytes = make_byte_values(value_tiles, turing)
+    add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
 
     def flash(pointers, strides, sizes, factors):
         (
@@ -257,14 +254,12 @@ def flash_int8(
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
-        lane, warp = (
-            i32(thread & 31),
-            i32(thread >> 5),
-        )  # cast to i32 each time: an int64 takes two registers
-        rows_of, half = (
-            i32(warp >> paired),
-            i32(warp & paired),
-        )  # which 16 rows; which keys of a block, and channels
+        # cast to i32 each time: an int64 takes two registers
+        lane = i32(thread & 31)
+        warp = i32(thread >> 5)
+        # which 16 rows; which keys of a block, and channels
+        rows_of = i32(warp >> paired)
+        half = i32(warp & paired)
         kv_head, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
@@ -276,18 +271,14 @@ def flash_int8(
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
         top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
-        l, alpha, share = (
-            cuda.local.array(2, f32),
-            cuda.local.array(2, f32),
-            cuda.local.array(2, f32),
-        )
+        l = cuda.local.array(2, f32)
+        alpha = cuda.local.array(2, f32)
+        share = cuda.local.array(2, f32)
         for r in range(2):
             l[r], m[r] = f32(0), i32(MIN_OCTAVE)
         tables = sq + u32(table_at) + u32((lane >> 2) * 16)
-        table, beside = (
-            tables + u32(warp * (16 * ROW_BYTES)),
-            tables + u32((warp ^ 1) * (16 * ROW_BYTES)),
-        )
+        table = tables + u32(warp * (16 * ROW_BYTES))
+        beside = tables + u32((warp ^ 1) * (16 * ROW_BYTES))
         describe_rows(
             sq + u32(table_at + warp * (16 * ROW_BYTES)),
             i32(first + rows_of * 16),

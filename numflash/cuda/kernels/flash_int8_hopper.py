@@ -1,15 +1,20 @@
-"""INT8 attention for sm_90a: the integer pipeline of `flash_int8` with TMA, wgmma on bytes and specialised warps.
+"""INT8 attention for sm_90a.
 
-One thread of the first warpgroup brings blocks of 128 keys, K with V and K's scales, by TMA into a ring; the other two warpgroups
-own 64 query rows each. Their softmax is the longest part by far (about 40 instructions per score), so what hides the products is
-the other warpgroup; within one, Q . K^T of the next block runs beside the scaling of this block's sums.
+The integer pipeline of `flash_int8` with TMA, wgmma on bytes and specialised warps.
 
-wgmma reads bytes with k along memory only (K-major), for both operands: K lies so; V is stored transposed (channels x keys) and
-permuted once, as for `mma.sync`: turned here, it would cross registers for every query tile. P stays in registers, where the
-permutation of the keys makes the accumulator of Q . K^T the operand of P . V (`flash_int8.permuted_keys`; a warp of wgmma holds its
+One thread of the first warpgroup brings blocks of 128 keys, K with V and K's scales, by TMA into a
+ring; the other two warpgroups own 64 query rows each. Their softmax is the longest part by far
+(about 40 instructions per score), so what hides the products is the other warpgroup; within one, Q
+. K^T of the next block runs beside the scaling of this block's sums.
+
+wgmma reads bytes with k along memory only (K-major), for both operands: K lies so; V is stored
+transposed (channels x keys) and permuted once, as for `mma.sync`: turned here, it would cross
+registers for every query tile. P stays in registers, where the permutation of the keys makes the
+accumulator of Q . K^T the operand of P . V (`flash_int8.permuted_keys`; a warp of wgmma holds its
 16 rows as mma.m16n8k32 does). P is unsigned: wgmma .s32.u8.s8.
 
-Heads that share keys are packed into the rows, as many as a power of two divides the group: a map of rank 5 brings them so.
+Heads that share keys are packed into the rows, as many as a power of two divides the group: a map
+of rank 5 brings them so.
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, 
 BLOCK_Q = tiling("sm_90a", "int8").block_q
 MAPS = 4
 
-# pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal, key_lengths, mask, bias, slopes, shift
-# strides in bytes of the mask, then of the bias: batch, head, query, key
-# sizes: queries, channels of v and out (a multiple of 4), query heads, left, right;  factors: softcap in Q8.8
+# pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal,
+# key_lengths, mask, bias, slopes, shift strides in bytes of the mask, then of the bias: batch,
+# head, query, key sizes: queries, channels of v and out (a multiple of 4), query heads, left,
+# right;  factors: softcap in Q8.8
 SIGNATURE = types.void(
     types.UniTuple(u64, 12), types.UniTuple(i64, 8), types.UniTuple(i32, 5), types.UniTuple(f32, 1)
 )
@@ -53,7 +59,10 @@ def flash_int8_hopper(
     softcap: bool = False,
     alibi: bool = False,
 ) -> Source:
-    """The kernel for padded head sizes d and dv (multiples of 32); `packed`, a power of two, divides `group`."""
+    """The kernel for padded head sizes d and dv (multiples of 32).
+
+    `packed`, a power of two, divides `group`.
+    """
     block_k = KEY_BLOCK
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
     columns = (
@@ -76,14 +85,10 @@ def flash_int8_hopper(
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
-    describe_rows, write_rows = (
-        make_describe_rows(packed, band, softcap, alibi),
-        make_write_rows(value_tiles),
-    )
-    log2_scores, weigh = (
-        make_log2_scores(key_tiles, mask, bias, softcap, alibi),
-        make_weigh(key_tiles, False),
-    )
+    describe_rows = make_describe_rows(packed, band, softcap, alibi)
+    write_rows = make_write_rows(value_tiles)
+    log2_scores = make_log2_scores(key_tiles, mask, bias, softcap, alibi)
+    weigh = make_weigh(key_tiles, False)
     sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
 
     @device_function
@@ -118,11 +123,10 @@ def flash_int8_hopper(
         pack, batch = i32(cuda.blockIdx.y), i32(cuda.blockIdx.z)
         kv_head = i32(pack * packed // group)
         base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        full_q, full, empty = (
-            base,
-            base + u32(16),
-            base + u32(64),
-        )  # full and empty: 8 bytes per stage
+        # full and empty: 8 bytes per stage
+        full_q = base
+        full = base + u32(16)
+        empty = base + u32(64)
         sq, ring, sc = base + u32(1024), base + u32(ring_at), base + u32(scales_at)
         first = i32(row_block() * BLOCK_Q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
@@ -155,11 +159,9 @@ def flash_int8_hopper(
                 n = i32(0)
                 while tile < tiles:
                     stage, parity = u32(n & (stages - 1)), u32(((n >> turn) & 1) ^ 1)
-                    at, bar, start = (
-                        ring + stage * u32(stage_size),
-                        full + stage * u32(8),
-                        i32(tile * block_k),
-                    )
+                    at = ring + stage * u32(stage_size)
+                    bar = full + stage * u32(8)
+                    start = i32(tile * block_k)
                     ptx.mbarrier_wait(empty + stage * u32(8), parity)
                     ptx.mbarrier_expect(bar, u32(stage_size + scale_size))
                     for h in range(panels):
@@ -188,22 +190,16 @@ def flash_int8_hopper(
                     tile = i32(tile + 1)
         else:
             MORE()
-            s, o, p = (
-                cuda.local.array(n_s, i32),
-                cuda.local.array(n_o, f32),
-                cuda.local.array(n_p, u32),
-            )
+            s = cuda.local.array(n_s, i32)
+            o = cuda.local.array(n_o, f32)
+            p = cuda.local.array(n_p, u32)
             acc = cuda.local.array(n_acc, i32)
-            m, top, total = (
-                cuda.local.array(2, i32),
-                cuda.local.array(2, i32),
-                cuda.local.array(2, i32),
-            )
-            l, alpha, share = (
-                cuda.local.array(2, f32),
-                cuda.local.array(2, f32),
-                cuda.local.array(2, f32),
-            )
+            m = cuda.local.array(2, i32)
+            top = cuda.local.array(2, i32)
+            total = cuda.local.array(2, i32)
+            l = cuda.local.array(2, f32)
+            alpha = cuda.local.array(2, f32)
+            share = cuda.local.array(2, f32)
             for i in range(n_o):
                 o[i] = f32(0)
             for r in range(2):
@@ -267,8 +263,9 @@ def flash_int8_hopper(
                         )
                     ptx.wgmma_commit()
                     if overlap and part + 1 == parts:
-                        # the next block's scores beside the last sums of this one; after the last block its own once more, which
-                        # nobody reads: with a branch around them ptxas adds waits of its own
+                        # the next block's scores beside the last sums of this one; after the last
+                        # block its own once more, which nobody reads: with a branch around them
+                        # ptxas adds waits of its own
                         begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
                         ptx.wgmma_commit()
                         wait_one()

@@ -1,4 +1,7 @@
-"""What the Hopper kernels share: matrix descriptors, and a product whose operands lie in swizzled panels."""
+"""What the Hopper kernels share.
+
+Matrix descriptors, and a product whose operands lie in swizzled panels.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,14 @@ from .. import ptx
 from .._target import device_function, types
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
-THREADS, PANEL_BYTES = (
-    384,
-    128,
-)  # a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
+# a producer and two consumer warpgroups; a panel's rows are the span of the swizzle
+THREADS = 384
+PANEL_BYTES = 128
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
 DESCRIPTOR = (1 << 62) | (64 << 32)
-MORE, FEWER = (
-    ptx.setmaxnreg_inc[240],
-    ptx.setmaxnreg_dec[24],
-)  # 65536 registers: 128 x 24 + 256 x 240
+# 65536 registers: 128 x 24 + 256 x 240
+MORE = ptx.setmaxnreg_inc[240]
+FEWER = ptx.setmaxnreg_dec[24]
 
 
 @device_function
@@ -31,14 +32,18 @@ def descriptor(constant, address):
 def ahead(d, pieces):
     """The descriptor of what lies `pieces` times 16 bytes further.
 
-    Only the lower word changes, which a sum of 64 bits hides: for each tile of Q two registers were kept from tile to tile.
+    Only the lower word changes, which a sum of 64 bits hides: for each tile of Q two registers were
+    kept from tile to tile.
     """
     return ptx.words(u32(u32(d) + u32(pieces)), u32(d >> u64(32)))
 
 
 @functools.cache
 def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
-    """issue_scores(s, dq, dk): issues S = Q . K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes."""
+    """issue_scores(s, dq, dk): issues S = Q .
+
+    K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes.
+    """
 
     @device_function
     def issue_scores(s, dq, dk):

@@ -1,9 +1,12 @@
-"""Two warps for the same 16 rows of an INT8 kernel: each multiplies half of a block's keys, then half of the channels.
+"""Two warps for the same 16 rows of an INT8 kernel.
 
-With 256 channels the sums of 16 rows take 128 of a thread's 255 registers, and a block's scores 64 more: with the addresses that is
-too many. A pair of warps holds half of both, and computes nothing twice. What it has to exchange for every block of keys are the
-largest score of each row, since the weights of a block refer to one octave, and the weights themselves: a lane holds the same rows
-and the same places among 64 keys as its counterpart, so registers cross as they are.
+Each multiplies half of a block's keys, then half of the channels.
+
+With 256 channels the sums of 16 rows take 128 of a thread's 255 registers, and a block's scores 64
+more: with the addresses that is too many. A pair of warps holds half of both, and computes nothing
+twice. What it has to exchange for every block of keys are the largest score of each row, since the
+weights of a block refer to one octave, and the weights themselves: a lane holds the same rows and
+the same places among 64 keys as its counterpart, so registers cross as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ TOP = PART + 12  # place of a row's largest score in the table
 
 @device_function
 def join_maxima(top, table, beside, lane):
-    """`top`, the largest scores of the thread's two rows, from both warps: `table` and `beside` are the row's places in theirs.
+    """`top`, the largest scores of the thread's two rows, from both warps.
+
+    `table` and `beside` are the row's places in theirs.
 
     The whole block waits: from here on no warp reads keys.
     """
@@ -35,10 +40,12 @@ def join_maxima(top, table, beside, lane):
 
 @functools.cache
 def make_give(own: int) -> Any:
-    """give(w, at, thread): `w`, the warp's own weights in `own` registers, for both of the pair; where they lie for this lane.
+    """give(w, at, thread): `w`, the warp's own weights in `own` registers, for both of the pair.
 
-    `at` is where the block has 128 bytes of shared memory per own register and warp. The pair's weights lie there in the order of
-    the keys, four registers every 512 bytes.
+    Where they lie for this lane.
+
+    `at` is where the block has 128 bytes of shared memory per own register and warp. The pair's
+    weights lie there in the order of the keys, four registers every 512 bytes.
     """
     vectors = own // 4
 
@@ -69,7 +76,10 @@ def make_take(registers: int) -> Any:
 
 @functools.cache
 def make_sum_given(registers: int) -> Any:
-    """sum_given(at, total): sums of each row's Q16.16 weights in that many registers of what `give` has left."""
+    """sum_given(at, total).
+
+    Sums of each row's Q16.16 weights in that many registers of what `give` has left.
+    """
     vectors = registers // 4
 
     @device_function

@@ -1,8 +1,11 @@
-"""The rows of an INT8 kernel's block: what is known of each before the first key, and how their results leave.
+"""The rows of an INT8 kernel's block.
 
-What a tile of scores needs to know of its rows lies in shared memory, two times 16 bytes a row, and is read anew for every tile:
-kept in registers through the products it would push other things onto the stack. Row r of the problem is query r // group of head
-r % group of the heads that are packed together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
+What is known of each before the first key, and how their results leave.
+
+What a tile of scores needs to know of its rows lies in shared memory, two times 16 bytes a row, and
+is read anew for every tile: kept in registers through the products it would push other things onto
+the stack. Row r of the problem is query r // group of head r % group of the heads that are packed
+together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
 """
 
 from __future__ import annotations
@@ -15,18 +18,20 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 UNROLLED = 16  # tiles: a loop over more would be left as one, and the fragment in memory
-ROW_BYTES, PART = (
-    32,
-    256,
-)  # of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
+# of a warp's 16 rows first low, high, cq, shift; from `PART` on query, head, slope, `int8_pairs`
+ROW_BYTES = 32
+PART = 256
 
 
 @functools.cache
 def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> Any:
-    """describe_rows(table, row, place, sizes, keys, diagonal, tables, lane): a warp writes down its 16 rows, from `row` on.
+    """describe_rows(table, row, place, sizes, keys, diagonal, tables, lane).
 
-    `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries, query heads, left, right),
-    `tables` the addresses of cq, slopes and shifts. A row sees the keys low <= j < high; one that does not exist sees none.
+    a warp writes down its 16 rows, from `row` on.
+
+    `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries,
+    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row sees the keys
+    low <= j < high; one that does not exist sees none.
     """
 
     @device_function
@@ -44,10 +49,8 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
                 at = u64(u32(i32(i32(batch * heads + head) * queries + query))) * u64(4)
                 high = i32(keys)
                 if band:
-                    low, high = (
-                        i32(query + diagonal - left),
-                        i32(min(keys, query + diagonal + right + 1)),
-                    )
+                    low = i32(query + diagonal - left)
+                    high = i32(min(keys, query + diagonal + right + 1))
                 cq = ptx.load_global_f32(cq_at + at)
                 if alibi:
                     slope = ptx.load_global_f32(slopes + u64((batch * heads + head) * 4))
@@ -97,16 +100,17 @@ def make_write_tiles(first: int, stop: int) -> Any:
 
 @functools.cache
 def make_write_rows(value_tiles: int) -> Any:
-    """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane): out = o / l * value scale, m and l of the thread's two rows.
+    """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane).
 
-    `mine` is the first one's place in the table, `place` = (batch, key head), `sizes` = (queries, query heads, key heads, channels:
-    a multiple of 4), `outputs` the addresses of out, m, l and the value scales, `begin` the first channel of `o`. Lanes in pairs
-    swap halves, the even one keeps the first row: 16 bytes are written at a time.
+    Out = o / l * value scale, m and l of the thread's two rows.
+
+    `mine` is the first one's place in the table, `place` = (batch, key head), `sizes` = (queries,
+    query heads, key heads, channels: a multiple of 4), `outputs` the addresses of out, m, l and the
+    value scales, `begin` the first channel of `o`. Lanes in pairs swap halves, the even one keeps
+    the first row: 16 bytes are written at a time.
     """
-    write_tiles, write_more = (
-        make_write_tiles(0, min(value_tiles, UNROLLED)),
-        make_write_tiles(UNROLLED, value_tiles),
-    )
+    write_tiles = make_write_tiles(0, min(value_tiles, UNROLLED))
+    write_more = make_write_tiles(UNROLLED, value_tiles)
 
     @device_function
     def write_rows(o, m, l, mine, place, sizes, outputs, begin, lane):

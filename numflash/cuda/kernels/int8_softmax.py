@@ -1,8 +1,11 @@
-"""The softmax of the integer pipeline on a fragment of scores: what the INT8 kernels do between their two products.
+"""The softmax of the integer pipeline on a fragment of scores.
 
-A thread holds two rows of the scores, 8 keys apart in tiles: element 4 n + 2 r + e is key 8 n + 2 (lane % 4) + e of row r. Only
-exactly rounded float operations are used, each named with its rounding so that nothing is contracted: the bits are those of
-`reference.integer_model`. Selections instead of branches keep a warp together.
+What the INT8 kernels do between their two products.
+
+A thread holds two rows of the scores, 8 keys apart in tiles: element 4 n + 2 r + e is key 8 n + 2
+(lane % 4) + e of row r. Only exactly rounded float operations are used, each named with its
+rounding so that nothing is contracted: the bits are those of `reference.integer_model`. Selections
+instead of branches keep a warp together.
 """
 
 from __future__ import annotations
@@ -19,30 +22,33 @@ from .int8_rows import PART
 from .pieces import NEG_INF, softcap_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-HIDDEN, SPOILED = (
-    -(1 << 31),
-    (1 << 31) - 1,
-)  # t of a hidden key, and of a score that is no number: beyond every other
+# t of a hidden key, and of a score that is no number: beyond every other
+HIDDEN = -(1 << 31)
+SPOILED = (1 << 31) - 1
 MIN_OCTAVE, T_LIMIT = fx.MIN_OCTAVE, f32(fx.T_LIMIT)
 P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
 Q_A, Q_B, ONE_Q16 = int(fx.Q_A), int(fx.Q_B), int(fx.ONE_Q16)
 LOG2E_Q8 = f32(fx.LOG2E_Q8)
-SECOND_BYTES, LOW_HALVES, ONES = (
-    u32(0x51),
-    u32(0x5410),
-    u32(0x01010101),
-)  # of prmt: bytes 1 and 5; 0, 1, 4 and 5
+# of prmt: bytes 1 and 5; 0, 1, 4 and 5
+SECOND_BYTES = u32(0x51)
+LOW_HALVES = u32(0x5410)
+ONES = u32(0x01010101)
 
 
 @device_function
 def distance(t, octave):
-    """Q8.8 distance of a score below its octave, at most 65535: what a hidden key's is from every octave."""
+    """Q8.8 distance of a score below its octave, at most 65535.
+
+    What a hidden key's is from every octave.
+    """
     return ptx.umin(u32((octave << 8) - t), u32(65535))
 
 
 @device_function
 def weight_p16(t, octave):
-    """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256): `fixedpoint.exp2_p16` in 32-bit arithmetic.
+    """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256).
+
+    `fixedpoint.exp2_p16` in 32-bit arithmetic.
 
     From 16 octaves on it is 0, there 0 or 1: neither makes a byte. So a hidden key weighs nothing.
     """
@@ -55,13 +61,19 @@ def weight_p16(t, octave):
 
 @device_function
 def rounded_p16(t, octave):
-    """A number whose second byte is the P8 weight round(255 * 2**((t - 256 * octave) / 256)): `fixedpoint.exp2_p8`."""
+    """A number whose second byte is the P8 weight round(255 * 2**((t - 256 * octave) / 256)).
+
+    `fixedpoint.exp2_p8`.
+    """
     return u32(weight_p16(t, octave) + u32(128))
 
 
 @device_function
 def weight_q16(t, octave):
-    """The same in Q16.16 without the rounding to a byte: `fixedpoint.exp2_quadratic`. From 18 octaves on it is 0."""
+    """The same in Q16.16 without the rounding to a byte: `fixedpoint.exp2_quadratic`.
+
+    From 18 octaves on it is 0.
+    """
     y = distance(t, octave)
     f = u32(u32(y & u32(255)) << u32(8))
     g = u32(u32(f * u32(Q_B)) >> u32(16))
@@ -96,13 +108,16 @@ def quad_isum(x):
 
 @functools.cache
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
-    """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, hidden keys `HIDDEN`.
+    """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order,
+    hidden keys `HIDDEN`.
 
-    With softcap, cq makes scores in units of the cap, to which the row's shift belongs; `cap` is in Q8.8.
+    With softcap, cq makes scores in units of the cap, to which the row's shift belongs; `cap` is in
+    Q8.8.
 
-    log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides): `s` becomes t, `top` the largest of each
-    row. `table` is the place of the thread's first row (`int8_rows`), `first` the key of its first element, `scales_at` the shared
-    address of that key's ck, `place` = (batch, diagonal).
+    log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides): `s` becomes
+    t, `top` the largest of each row. `table` is the place of the thread's first row (`int8_rows`),
+    `first` the key of its first element, `scales_at` the shared address of that key's ck, `place` =
+    (batch, diagonal).
     """
     general, n_s = softcap or alibi or bias, 4 * key_tiles
     options = (
@@ -112,17 +127,13 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
     @device_function
     def log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides):
         batch, diagonal = place
-        scales, done, four = (
-            cuda.local.array(2, f32),
-            cuda.local.array(4, i32),
-            cuda.local.array(4, u32),
-        )
+        scales = cuda.local.array(2, f32)
+        done = cuda.local.array(4, i32)
+        four = cuda.local.array(4, u32)
         start, stop = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        query, head, slope = (
-            cuda.local.array(2, i32),
-            cuda.local.array(2, i32),
-            cuda.local.array(2, f32),
-        )
+        query = cuda.local.array(2, i32)
+        head = cuda.local.array(2, i32)
+        slope = cuda.local.array(2, f32)
         cq, shift = cuda.local.array(2, f32), cuda.local.array(2, f32)
         for r in range(2):
             ptx.load_shared_v4(four, 0, table + u32(128 * r))
@@ -193,8 +204,9 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
 def make_weigh(key_tiles: int, wide: bool) -> Any:
     """weigh(s, p, top): the weights of scores against their block's largest.
 
-    `p` takes four bytes per register as A operands of k32 products (4 registers per 32 keys: tiles 2 h and 2 h + 1 fill one
-    register of each row), or with `wide` nothing, and `s` takes the Q16.16 weights.
+    `p` takes four bytes per register as A operands of k32 products (4 registers per 32 keys: tiles
+    2 h and 2 h + 1 fill one register of each row), or with `wide` nothing, and `s` takes the Q16.16
+    weights.
     """
     pairs = key_tiles // 2
 
@@ -228,7 +240,10 @@ def make_weigh(key_tiles: int, wide: bool) -> Any:
 
 @device_function
 def find_shares(top, m, alpha, share):
-    """Factors of one key block, whole octaves: `alpha` for the sums so far, `share` for the block's own. `m` becomes theirs."""
+    """Factors of one key block, whole octaves.
+
+    `alpha` for the sums so far, `share` for the block's own. `m` becomes theirs.
+    """
     for r in range(2):
         octave = octave_of(top[r])
         new = ptx.imax(m[r], octave)
@@ -239,7 +254,10 @@ def find_shares(top, m, alpha, share):
 
 @functools.cache
 def make_sum_weights(registers: int, wide: bool) -> Any:
-    """sum_weights(w, total): sums of each row's weights in so many registers of `p`, or with `wide` of `s`."""
+    """sum_weights(w, total).
+
+    Sums of each row's weights in so many registers of `p`, or with `wide` of `s`.
+    """
 
     @device_function
     def sum_weights(w, total):
@@ -256,7 +274,9 @@ def make_sum_weights(registers: int, wide: bool) -> Any:
 
 @functools.cache
 def make_add_weights(wide: bool) -> Any:
-    """add_weights(total, top, l, alpha, share): the row's weights, of which `total` is the thread's part, enter the running sum.
+    """add_weights(total, top, l, alpha, share).
+
+    The row's weights, of which `total` is the thread's part, enter the running sum.
 
     A sum that has seen what is no number is NaN, and stays it.
     """

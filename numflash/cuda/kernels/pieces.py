@@ -1,6 +1,9 @@
-"""Parts that the kernels share: swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row.
+"""Parts that the kernels share.
 
-The makers are cached: a tile of keys and one of values of the same shape are loaded by one function, compiled once.
+Swizzled tiles in shared memory, reductions over a quad of lanes, the visible range of a row.
+
+The makers are cached: a tile of keys and one of values of the same shape are loaded by one
+function, compiled once.
 """
 
 from __future__ import annotations
@@ -15,10 +18,9 @@ from .._target import cuda, device_function, types
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
-LOG2E, TWO_LOG2E = (
-    f32(math.log2(math.e)),
-    f32(2 * math.log2(math.e)),
-)  # numbers: in a kernel `math` would run, in float64
+# numbers: in a kernel `math` would run, in float64
+LOG2E = f32(math.log2(math.e))
+TWO_LOG2E = f32(2 * math.log2(math.e))
 CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
     f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2)
 )
@@ -26,20 +28,24 @@ CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:
-    """(shift, mask): chunk c of row r lies at c ^ ((r >> shift) & mask), so that 8 rows of a column meet 8 bank groups.
+    """(shift, mask): chunk c of row r lies at c ^ ((r >> shift) & mask), so that 8 rows of a column
+    meet 8 bank groups.
 
-    A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes covers half of them, so two
-    rows share an XOR with (r / 2) % 4.
+    A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes
+    covers half of them, so two rows share an XOR with (r / 2) % 4.
     """
     return (0, 7) if row_bytes % 128 == 0 else (1, 3)
 
 
 @functools.cache
 def make_read(row_bytes: int, turned: bool = False) -> Any:
-    """read(d, place, at, chunk, n, ahead): ldmatrix of chunks n and n + 1, n even, of swizzled rows.
+    """read(d, place, at, chunk, n, ahead).
 
-    `at` is this lane's row and `chunk` where its chunk 0 lies in it; `ahead` bytes further is another row. The XOR stays within a
-    swizzle. Whole swizzles and `ahead` are constants that the instruction adds itself: four addresses serve a row of any width.
+    Ldmatrix of chunks n and n + 1, n even, of swizzled rows.
+
+    `at` is this lane's row and `chunk` where its chunk 0 lies in it; `ahead` bytes further is
+    another row. The XOR stays within a swizzle. Whole swizzles and `ahead` are constants that the
+    instruction adds itself: four addresses serve a row of any width.
     """
     _, xor = swizzle_of(row_bytes)
     load = ptx.ldmatrix_trans_ahead if turned else ptx.ldmatrix_ahead
@@ -53,9 +59,12 @@ def make_read(row_bytes: int, turned: bool = False) -> Any:
 
 @functools.cache
 def make_copy(asynchronous: bool) -> Any:
-    """copy(place, ahead, address, there): 16 bytes from global to shared memory, zeros if not `there`; cp.async, or at once.
+    """copy(place, ahead, address, there).
 
-    `ahead`, a constant after unrolling, is added to `place` by the instruction itself: a register less for each copy of a loop.
+    16 bytes from global to shared memory, zeros if not `there`; cp.async, or at once.
+
+    `ahead`, a constant after unrolling, is added to `place` by the instruction itself: a register
+    less for each copy of a loop.
     """
 
     @device_function
@@ -78,8 +87,9 @@ def make_copy(asynchronous: bool) -> Any:
 def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool = True) -> Any:
     """Copy a tile from global to shared memory in pieces of 16 bytes, zeros beyond the limits.
 
-    load_tile(to, source, stride, rows_left, bytes_left, thread): `rows_left` rows of `stride` bytes exist, each with
-    `bytes_left` bytes. Asynchronous copies are committed and waited for by the caller.
+    load_tile(to, source, stride, rows_left, bytes_left, thread): `rows_left` rows of `stride` bytes
+    exist, each with `bytes_left` bytes. Asynchronous copies are committed and waited for by the
+    caller.
     """
     chunks = row_bytes // 16
     pieces = rows * chunks
@@ -119,7 +129,8 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
             )
             address += u64(step) * u64(stride)
 
-    # the column is the thread's own in every turn; with r < step, a power of two, r + i * step is their XOR, and so is its swizzle
+    # the column is the thread's own in every turn; with r < step, a power of two, r + i * step is
+    # their XOR, and so is its swizzle
     return (
         load_tile_by_steps
         if even and threads % chunks == 0 and step & (step - 1) == 0
@@ -131,10 +142,12 @@ def make_load_tile(rows: int, row_bytes: int, threads: int, asynchronous: bool =
 def make_load_rows(
     rows: int, row_bytes: int, threads: int, group: int, asynchronous: bool = True
 ) -> Any:
-    """As `load_tile` for queries: row r of the tile is query (first + r) // group of head (first + r) % group.
+    """As `load_tile` for queries.
 
-    Packing the heads that share keys into one tile fills it when there are few queries. load_rows(to, source, stride_head,
-    stride_query, first, rows_total, bytes_left, thread).
+    Row r of the tile is query (first + r) // group of head (first + r) % group.
+
+    Packing the heads that share keys into one tile fills it when there are few queries.
+    load_rows(to, source, stride_head, stride_query, first, rows_total, bytes_left, thread).
     """
     chunks = row_bytes // 16
     pieces = rows * chunks
@@ -168,7 +181,9 @@ def make_load_rows(
 
 @functools.cache
 def make_store_rows(row_bytes: int, group: int) -> Any:
-    """A warp writes its 16 rows from shared to global memory, 16 bytes per lane and turn (the inverse of `load_rows`)."""
+    """A warp writes its 16 rows from shared to global memory, 16 bytes per lane and turn (the
+    inverse of `load_rows`).
+    """
     chunks = row_bytes // 16
     pieces = 16 * chunks
     turns = (pieces + 31) // 32
@@ -202,10 +217,12 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
 
 @functools.cache
 def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
-    """tile_range(first, rows, keys, diagonal, left, right): what the `block_q` packed rows from `first` on see.
+    """tile_range(first, rows, keys, diagonal, left, right).
 
-    Returns the first tile of keys that any of them sees and the end of these tiles, then the first key that all of them see and
-    the end of those.
+    What the `block_q` packed rows from `first` on see.
+
+    Returns the first tile of keys that any of them sees and the end of these tiles, then the first
+    key that all of them see and the end of those.
     """
 
     @device_function
@@ -234,7 +251,8 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 def make_row_block(band: bool) -> Any:
     """row_block(): the number of this block's query rows along the grid.
 
-    With a band the last rows, which see most keys when causal, start first: the short ones fill the end of the launch.
+    With a band the last rows, which see most keys when causal, start first: the short ones fill the
+    end of the launch.
     """
 
     @device_function
@@ -263,7 +281,10 @@ def quad_sum(x):
 
 @functools.cache
 def make_softmax(key_tiles: int):
-    """One step of the online softmax on a fragment of scores; m, l, alpha hold one value for each of a thread's two rows."""
+    """One step of the online softmax on a fragment of scores.
+
+    M, l, alpha hold one value for each of a thread's two rows.
+    """
 
     @device_function
     def softmax(s, m, l, alpha, scale):
@@ -300,14 +321,20 @@ def make_rescale(value_tiles: int) -> Any:
 
 @device_function
 def load_slopes(slope, slopes, first, head):
-    """ALiBi's slopes of a thread's two rows, in units of log2; `first` is the place of the batch's first head."""
+    """ALiBi's slopes of a thread's two rows, in units of log2.
+
+    `first` is the place of the batch's first head.
+    """
     for r in range(2):
         slope[r] = ptx.load_global_f32(slopes + u64((first + head[r]) * 4)) * LOG2E
 
 
 @device_function
 def join_sink(x, l, sink):
-    """A row's maximum x and sum l (both in units of log2) with one more key of this score: both anew, and what the output takes."""
+    """A row's maximum x and sum l (both in units of log2) with one more key of this score.
+
+    Both anew, and what the output takes.
+    """
     top = ptx.fmax(x, sink)
     alpha = ptx.ex2(x - top)
     return top, l * alpha + ptx.ex2(sink - top), alpha
@@ -323,7 +350,8 @@ def tanh_accurate(x):
 def add_bias(x, bias):
     """A score in units of log2 plus a bias in natural ones: -inf hides it, NaN stays.
 
-    Rounded towards zero an overflow is the largest finite number: a row of such keys alone sees them all alike, as it must.
+    Rounded towards zero an overflow is the largest finite number: a row of such keys alone sees
+    them all alike, as it must.
     """
     return NEG_INF if bias == NEG_INF else ptx.fma_toward_zero(bias, LOG2E, x)
 
@@ -332,15 +360,19 @@ def add_bias(x, bias):
 def make_adjust(
     key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4
 ) -> Any:
-    """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides): options on a fragment of float scores.
+    """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides).
 
-    `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold one value for each of its two
-    rows, `place` = (batch, diagonal), `ends` = (queries, keys), `factors` = (scale * log2 e, softcap). With `transform` scores are
-    turned into units of log2, on which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added). With more
+    Options on a fragment of float scores.
+
+    `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold
+    one value for each of its two rows, `place` = (batch, diagonal), `ends` = (queries, keys),
+    `factors` = (scale * log2 e, softcap). With `transform` scores are turned into units of log2, on
+    which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added). With more
     than a boolean mask `part` tiles of 8 keys are unrolled.
     """
     has_mask, float_mask = bool(mask), mask == "float"
-    # more code than that is not unrolled: the fragment turns, a part at a time, and is never indexed
+    # more code than that is not unrolled: the fragment turns, a part at a time, and is never
+    # indexed
     part = min(part, key_tiles) if softcap or alibi or float_mask else key_tiles
     turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
 
@@ -406,7 +438,10 @@ def make_adjust(
 
 @functools.cache
 def make_hide(key_tiles: int) -> Any:
-    """hide(s, first, low, high): scores of keys outside [low, high) of each of the two rows become -inf."""
+    """hide(s, first, low, high).
+
+    Scores of keys outside [low, high) of each of the two rows become -inf.
+    """
 
     @device_function
     def hide(s, first, low, high):
@@ -421,7 +456,10 @@ def make_hide(key_tiles: int) -> Any:
 
 @device_function
 def softcap_exact(x, cap):
-    """`fixedpoint.softcap`, each operation rounded once: the same bits as on the CPU. A NaN becomes CAP_LIMIT."""
+    """`fixedpoint.softcap`, each operation rounded once: the same bits as on the CPU.
+
+    A NaN becomes CAP_LIMIT.
+    """
     x = ptx.fmax(ptx.fmin(x, CAP_LIMIT), -CAP_LIMIT)
     z = ptx.mul(x, x)
     p = ptx.add(ptx.mul(ptx.add(z, CAP_P1), z), CAP_P0)

@@ -1,9 +1,12 @@
-"""Products of one warp on tensor cores: 16 rows that it owns against a tile of the other operand in shared memory.
+"""Products of one warp on tensor cores.
 
-The accumulator of one product is laid out as the left operand of the next, so what `make_scores` leaves goes into `make_add`
-without leaving registers. An address in shared memory is (start of this lane's row, this lane's chunk under the swizzle): the
-column enters by XOR with an even chunk number, which leaves the lane's bit alone. The makers are cached: what two operands share
-is compiled once.
+16 rows that it owns against a tile of the other operand in shared memory.
+
+The accumulator of one product is laid out as the left operand of the next, so what `make_scores`
+leaves goes into `make_add` without leaving registers. An address in shared memory is (start of this
+lane's row, this lane's chunk under the swizzle): the column enters by XOR with an even chunk
+number, which leaves the lane's bit alone. The makers are cached: what two operands share is
+compiled once.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ def make_scores(
     own_ahead: int = 0,
     other_ahead: int = 0,
 ) -> Any:
-    """s (16 x columns) = own (16 x width) . other (columns x width)^T, rows of `width` 16-bit numbers.
+    """s (16 x columns) = own (16 x width) .
 
-    scores(s, own, own_at, own_chunk, other_at, other_chunk): `own` holds all fragments of the warp's rows if they are to be kept in
-    registers, else it is room for one. `own_ahead` and `other_ahead` are constants that belong to the two addresses.
+    Other (columns x width)^T, rows of `width` 16-bit numbers.
+
+    scores(s, own, own_at, own_chunk, other_at, other_chunk): `own` holds all fragments of the
+    warp's rows if they are to be kept in registers, else it is room for one. `own_ahead` and
+    `other_ahead` are constants that belong to the two addresses.
     """
     steps, pairs, row_bytes = width // 16, columns // 16, width * 2
     mma, mma8, read = ptx.mma[dtype], ptx.mma_k8_f16, make_read(row_bytes)
@@ -63,7 +69,8 @@ def make_scores(
 def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: int = 0) -> Any:
     """sums (16 x width) += w (16 x columns, rounded to `dtype`) . other (columns x width).
 
-    add(sums, w, other_at, other_chunk); the other tile is the one that `make_scores` reads, here turned by ldmatrix.trans.
+    add(sums, w, other_at, other_chunk); the other tile is the one that `make_scores` reads, here
+    turned by ldmatrix.trans.
     """
     steps, pairs, row_bytes = columns // 16, width // 16, width * 2
     mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
@@ -92,9 +99,12 @@ def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: in
 
 @functools.cache
 def make_stage(width: int, dtype: str, turing: bool) -> Any:
-    """stage(sums, at, factor0, factor1, lane): 16 x width sums, times a factor for rows 0-7 and 8-15, as `dtype` to shared memory.
+    """stage(sums, at, factor0, factor1, lane).
 
-    A factor of 0 writes 0 whatever the sums hold. The rows are swizzled, as `pieces.make_store_rows` reads them.
+    16 x width sums, times a factor for rows 0-7 and 8-15, as `dtype` to shared memory.
+
+    A factor of 0 writes 0 whatever the sums hold. The rows are swizzled, as
+    `pieces.make_store_rows` reads them.
     """
     tiles, row_bytes = width // 8, width * 2
     shift, xor = swizzle_of(row_bytes)

@@ -1,7 +1,8 @@
-"""The ladder: one attention kernel, made faster one decision at a time, each rung checked before it is counted.
+"""The ladder: one attention kernel, made faster one decision at a time, each rung checked before it
+is counted.
 
-`python -m numflash.cuda.study` builds every rung, runs it in the emulator, checks it against float64 and prints the table; where
-there is a card it times them too.
+`python -m numflash.cuda.study` builds every rung, runs it in the emulator, checks it against
+float64 and prints the table; where there is a card it times them too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from ..operands import LOG2E, Launch
 
 @dataclass(frozen=True)
 class Rung:
-    """A step of the ladder: the factory and its constants, what changed against the rung before, and why."""
+    """A step of the ladder.
+
+    The factory and its constants, what changed against the rung before, and why.
+    """
 
     number: str
     name: str
@@ -144,7 +148,10 @@ def factory(rung: Rung) -> Callable:
 def launch(
     rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray, arch: str | None = None
 ) -> Launch:
-    """The launch of a rung on float16 (L, D) arrays, L a multiple of 128; rungs 1 to 7 can be built for other architectures."""
+    """The launch of a rung on float16 (L, D) arrays, L a multiple of 128.
+
+    Rungs 1 to 7 can be built for other architectures.
+    """
     length, d = query.shape
     scale = np.float32(LOG2E / np.sqrt(d))
     out = np.zeros_like(query)
@@ -206,12 +213,15 @@ def climb(
     rungs: Sequence[str] | None = None,
     arch: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the ladder, or some of its rungs, in the emulator: a row of figures per rung, in order, checked against float64 first.
+    """Run the ladder, or some of its rungs, in the emulator.
+
+    a row of figures per rung, in order, checked against float64 first.
 
     `arch`: build them for another architecture, sm_80 or later; rungs 8 and 9 are Hopper's.
 
-    Registers, stack, spills and machine instructions come from the cubin where the binary utilities are installed, else None.
-    Global memory is counted in the 32-byte sectors that each warp's access touches, before any cache.
+    Registers, stack, spills and machine instructions come from the cubin where the binary utilities
+    are installed, else None. Global memory is counted in the 32-byte sectors that each warp's
+    access touches, before any cache.
     """
     from ..compile import compiled
     from ..operands import emulated
@@ -261,10 +271,12 @@ def climb(
 
 
 def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Seconds of each rung on this machine's card, validated first: {rung: (plain, with keys and values kept in L2)}.
+    """Seconds of each rung on this machine's card, validated first: {rung.
 
-    Rungs 8 and 9 run on Hopper only. The second figure asks for the L2 window that the L4 analysis (docs/sources.md) names
-    (`Device.prepared`). Raises UnsupportedError where there is no card.
+    (plain, with keys and values kept in L2)}.
+
+    Rungs 8 and 9 run on Hopper only. The second figure asks for the L2 window that the L4 analysis
+    (docs/sources.md) names (`Device.prepared`). Raises UnsupportedError where there is no card.
     """
     from ..device import current_device, median_seconds
 
@@ -296,7 +308,9 @@ MIX = {
 
 
 def table(rows: list[dict[str, Any]], seconds: dict[str, tuple[float, float]] | None = None) -> str:
-    """The figures as two Markdown tables: resources and bytes, then the instruction mix. Counts are the emulator's.
+    """The figures as two Markdown tables: resources and bytes, then the instruction mix.
+
+    Counts are the emulator's.
 
     Times are shown where a card measured them (`clock`).
     """

@@ -1,4 +1,7 @@
-"""`python -m numflash.cuda.study`: climb the ladder in the emulator, time it where there is a card, and print its table."""
+"""`python -m numflash.cuda.study`.
+
+Climb the ladder in the emulator, time it where there is a card, and print its table.
+"""
 
 import argparse
 

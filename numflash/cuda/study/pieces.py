@@ -1,8 +1,11 @@
-"""What rungs 3 to 7 are put together from: tiles of 64 rows in shared memory, and the work of one warp on its 16 rows.
+"""What rungs 3 to 7 are put together from.
 
-A lane's share of an m16n8 accumulator is two neighbouring columns of row lane / 4 and the same two of the row 8 below. Scores,
-weights and outputs are such accumulators, 8 columns after 8 columns, so index 8 * n + 4 * tile + 2 * r + e of a fragment is row
-r (0 or 1), column 16 * n + 8 * tile + 2 * (lane % 4) + e. Tables: PTX 9.7.14.5.8.
+Tiles of 64 rows in shared memory, and the work of one warp on its 16 rows.
+
+A lane's share of an m16n8 accumulator is two neighbouring columns of row lane / 4 and the same two
+of the row 8 below. Scores, weights and outputs are such accumulators, 8 columns after 8 columns, so
+index 8 * n + 4 * tile + 2 * r + e of a fragment is row r (0 or 1), column 16 * n + 8 * tile + 2 *
+(lane % 4) + e. Tables: PTX 9.7.14.5.8.
 """
 
 from __future__ import annotations
@@ -19,12 +22,18 @@ BLOCK, THREADS = 64, 128  # keys and queries per tile; four warps
 
 
 def layout_of(d: int, layout: str) -> tuple[int, int]:
-    """(bytes per row, XOR mask): "naive" rows as they lie, "padded" by 16 bytes, "swizzled": chunk c of row r at c ^ (r % 8)."""
+    """(bytes per row, XOR mask): "naive" rows as they lie, "padded" by 16 bytes, "swizzled".
+
+    Chunk c of row r at c ^ (r % 8).
+    """
     return d * 2 + (16 if layout == "padded" else 0), 7 if layout == "swizzled" else 0
 
 
 def make_copy(d: int, layout: str = "naive", asynchronous: bool = False) -> Any:
-    """copy(to, source, thread): BLOCK rows of d halves from global to shared memory, 16 bytes per thread and turn."""
+    """copy(to, source, thread).
+
+    BLOCK rows of d halves from global to shared memory, 16 bytes per thread and turn.
+    """
     row_bytes, xor = layout_of(d, layout)
     chunks = d // 8
     turns = BLOCK * chunks // THREADS
@@ -46,7 +55,10 @@ def make_copy(d: int, layout: str = "naive", asynchronous: bool = False) -> Any:
 
 
 def make_load_queries(d: int, layout: str) -> Any:
-    """load_queries(a, at, tile, row, step, lane): the A fragment of 16 queries from `row` on, 16 channels from 16 * step on."""
+    """load_queries(a, at, tile, row, step, lane).
+
+    The A fragment of 16 queries from `row` on, 16 channels from 16 * step on.
+    """
     row_bytes, xor = layout_of(d, layout)
 
     @device_function
@@ -60,7 +72,10 @@ def make_load_queries(d: int, layout: str) -> Any:
 
 
 def make_load_keys(d: int, layout: str) -> Any:
-    """load_keys(b, tile, row, step, lane): two B fragments, keys row to row + 7 and row + 8 to row + 15, the same 16 channels."""
+    """load_keys(b, tile, row, step, lane).
+
+    Two B fragments, keys row to row + 7 and row + 8 to row + 15, the same 16 channels.
+    """
     row_bytes, xor = layout_of(d, layout)
 
     @device_function
@@ -74,7 +89,10 @@ def make_load_keys(d: int, layout: str) -> Any:
 
 
 def make_load_values(d: int, layout: str) -> Any:
-    """load_values(b, tile, row, n, lane): two B fragments, 16 keys from `row` on, channels 16 * n to 16 * n + 15, transposed."""
+    """load_values(b, tile, row, n, lane).
+
+    Two B fragments, 16 keys from `row` on, channels 16 * n to 16 * n + 15, transposed.
+    """
     row_bytes, xor = layout_of(d, layout)
 
     @device_function
@@ -88,7 +106,10 @@ def make_load_values(d: int, layout: str) -> Any:
 
 
 def make_scores(d: int, layout: str) -> Any:
-    """scores(s, sq, sk, row, lane): S = Q . K^T, 16 queries from `row` on against 64 keys; both from shared memory each time."""
+    """scores(s, sq, sk, row, lane): S = Q . K^T, 16 queries from `row` on against 64 keys.
+
+    Both from shared memory each time.
+    """
     load_queries, load_keys = make_load_queries(d, layout), make_load_keys(d, layout)
     n_s, k_steps, mma = BLOCK // 2, d // 16, ptx.mma["float16"]
 
@@ -108,7 +129,10 @@ def make_scores(d: int, layout: str) -> Any:
 
 
 def make_softmax(row_tiles: int = 1) -> Any:
-    """softmax(s, m, l, alpha, scale): scores become weights; m, l, alpha hold one value for each of a lane's rows."""
+    """softmax(s, m, l, alpha, scale): scores become weights.
+
+    M, l, alpha hold one value for each of a lane's rows.
+    """
     key_tiles = BLOCK // 8
 
     @device_function
@@ -135,7 +159,10 @@ def make_softmax(row_tiles: int = 1) -> Any:
 
 
 def make_outputs(d: int, layout: str, row_tiles: int = 1) -> Any:
-    """outputs(o, s, alpha, sv, lane): O = alpha * O + P . V; two accumulator tiles of P, packed, are one A operand."""
+    """outputs(o, s, alpha, sv, lane): O = alpha * O + P . V.
+
+    Two accumulator tiles of P, packed, are one A operand.
+    """
     load_values, mma, pack = make_load_values(d, layout), ptx.mma["float16"], ptx.pack["float16"]
     n_s, n_o, n_a = BLOCK // 2, d // 2, 4 * row_tiles
 

@@ -1,4 +1,7 @@
-"""Rungs 1 and 2 of the ladder: attention without tensor cores, for one head of float16 (L, D) arrays, L a multiple of 64."""
+"""Rungs 1 and 2 of the ladder.
+
+Attention without tensor cores, for one head of float16 (L, D) arrays, L a multiple of 64.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ LOWEST = f32(-1e30)
 
 
 def one_thread_per_row(d: int = 64) -> Source:
-    """Rung 1, the smallest kernel that is right: each thread walks all keys for its own row, straight from global memory."""
+    """Rung 1, the smallest kernel that is right.
+
+    Each thread walks all keys for its own row, straight from global memory.
+    """
 
     def kernel(q, k, v, o, keys, scale):
         row = cuda.grid(1)
@@ -41,10 +47,12 @@ def one_thread_per_row(d: int = 64) -> Source:
 
 
 def shared_tiles(d: int = 64) -> Source:
-    """Rung 2: 64 keys at a time in shared memory, loaded 16 bytes per thread; two threads share a row.
+    """Rung 2: 64 keys at a time in shared memory, loaded 16 bytes per thread.
 
-    A key is read from global memory once per block instead of once per thread, and the maximum is taken over 16 scores before
-    anything is rescaled. Two barriers per tile are enough.
+    Two threads share a row.
+
+    A key is read from global memory once per block instead of once per thread, and the maximum is
+    taken over 16 scores before anything is rescaled. Two barriers per tile are enough.
     """
     block, pairs, step = 64, d // 4, 16  # a thread holds half a row: d / 4 pairs of halves
     half = d // 2

@@ -1,6 +1,9 @@
-"""Rungs 3 to 7 of the ladder: tensor cores, then what keeps them fed. One head of float16 (L, D) arrays, L a multiple of 64.
+"""Rungs 3 to 7 of the ladder: tensor cores, then what keeps them fed.
 
-A block of four warps owns 64 queries, a warp 16 of them; 64 keys at a time. The parts are in `pieces`.
+One head of float16 (L, D) arrays, L a multiple of 64.
+
+A block of four warps owns 64 queries, a warp 16 of them; 64 keys at a time. The parts are in
+`pieces`.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
 
 def scores_only(d: int = 64) -> Source:
-    """Rung 3: only Q . K^T on tensor cores; the weights go through shared memory to a scalar P . V, two threads per row."""
+    """Rung 3: only Q . K^T on tensor cores; the weights go through shared memory to a scalar P .
+
+    V, two threads per row.
+    """
     copy, scores, softmax = make_copy(d), make_scores(d, "naive"), make_softmax()
-    row_bytes, tile, half, n_s, line = (
-        d * 2,
-        BLOCK * d * 2,
-        d // 2,
-        BLOCK // 2,
-        (BLOCK + 1) * 4,
-    )  # 64 weights and a factor
+    # 64 weights and a factor
+    row_bytes = d * 2
+    tile = BLOCK * d * 2
+    half = d // 2
+    n_s = BLOCK // 2
+    line = (BLOCK + 1) * 4
 
     def kernel(q, k, v, o, keys, scale):
         shared = cuda.shared.array(0, u32)
@@ -97,13 +102,14 @@ def scores_only(d: int = 64) -> Source:
 
 
 def both_products(d: int = 64, layout: str = "naive") -> Source:
-    """Rungs 4 and 5: Q . K^T and P . V on tensor cores, the weights never leave registers (FlashAttention-2)."""
-    copy, scores, softmax, outputs = (
-        make_copy(d, layout),
-        make_scores(d, layout),
-        make_softmax(),
-        make_outputs(d, layout),
-    )
+    """Rungs 4 and 5: Q . K^T and P .
+
+    V on tensor cores, the weights never leave registers (FlashAttention-2).
+    """
+    copy = make_copy(d, layout)
+    scores = make_scores(d, layout)
+    softmax = make_softmax()
+    outputs = make_outputs(d, layout)
     begin, finish = make_begin(d), make_finish(d)
     tile, n_s, n_o, d_bytes = BLOCK * layout_of(d, layout)[0], BLOCK // 2, d // 2, d * 2
 
@@ -131,13 +137,14 @@ def both_products(d: int = 64, layout: str = "naive") -> Source:
 
 
 def double_buffer(d: int = 64) -> Source:
-    """Rung 6: the next tile comes by cp.async into the other buffer while this one is worked on; one barrier per tile."""
-    copy, scores, softmax, outputs = (
-        make_copy(d, "swizzled", True),
-        make_scores(d, "swizzled"),
-        make_softmax(),
-        make_outputs(d, "swizzled"),
-    )
+    """Rung 6: the next tile comes by cp.async into the other buffer while this one is worked on.
+
+    One barrier per tile.
+    """
+    copy = make_copy(d, "swizzled", True)
+    scores = make_scores(d, "swizzled")
+    softmax = make_softmax()
+    outputs = make_outputs(d, "swizzled")
     begin, finish, wait_all = make_begin(d), make_finish(d), ptx.cp_async_wait[0]
     tile, n_s, n_o, d_bytes = BLOCK * d * 2, BLOCK // 2, d // 2, d * 2
 
@@ -158,7 +165,8 @@ def double_buffer(d: int = 64) -> Source:
         stage = u32(0)
         for start in range(0, keys, BLOCK):
             wait_all()
-            cuda.syncthreads()  # this tile is there for everyone, and everyone is done with the last
+            # this tile is there for everyone, and everyone is done with the last
+            cuda.syncthreads()
             ahead = stage ^ u32(tile)
             if start + BLOCK < keys:
                 copy(sk + ahead, gk + u64((start + BLOCK) * d_bytes), t)
@@ -174,29 +182,26 @@ def double_buffer(d: int = 64) -> Source:
 
 
 def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) -> Source:
-    """Rung 7: Q stays in registers; a warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
+    """Rung 7: Q stays in registers.
 
-    With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened afterwards.
+    a warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
+
+    With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened
+    afterwards.
     """
-    copy, load_queries, load_keys = (
-        make_copy(d, "swizzled", True),
-        make_load_queries(d, "swizzled"),
-        make_load_keys(d, "swizzled"),
-    )
-    softmax, outputs, wait_all = (
-        make_softmax(row_tiles),
-        make_outputs(d, "swizzled", row_tiles),
-        ptx.cp_async_wait[0],
-    )
+    copy = make_copy(d, "swizzled", True)
+    load_queries = make_load_queries(d, "swizzled")
+    load_keys = make_load_keys(d, "swizzled")
+    softmax = make_softmax(row_tiles)
+    outputs = make_outputs(d, "swizzled", row_tiles)
+    wait_all = ptx.cp_async_wait[0]
     begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles)
     tile, k_steps, d_bytes, queries = BLOCK * d * 2, d // 16, d * 2, BLOCK * row_tiles
-    n_s, n_o, n_q, n_rows, tile_s = (
-        row_tiles * BLOCK // 2,
-        row_tiles * d // 2,
-        row_tiles * d // 4,
-        2 * row_tiles,
-        BLOCK // 2,
-    )
+    n_s = row_tiles * BLOCK // 2
+    n_o = row_tiles * d // 2
+    n_q = row_tiles * d // 4
+    n_rows = 2 * row_tiles
+    tile_s = BLOCK // 2
     n_h = n_s // 2
     mma, mma_half = ptx.mma["float16"], ptx.mma_f16_accumulate
 
@@ -234,16 +239,12 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
         sq = ptx.shared_address(shared)
         sk, sv = sq + u32(row_tiles * tile), sq + u32((row_tiles + 2) * tile)
         gq, gk, gv = ptx.global_address(q), ptx.global_address(k), ptx.global_address(v)
-        qf, s, acc = (
-            cuda.local.array(n_q, u32),
-            cuda.local.array(n_s, f32),
-            cuda.local.array(n_o, f32),
-        )
-        m, l, alpha = (
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, f32),
-            cuda.local.array(n_rows, f32),
-        )
+        qf = cuda.local.array(n_q, u32)
+        s = cuda.local.array(n_s, f32)
+        acc = cuda.local.array(n_o, f32)
+        m = cuda.local.array(n_rows, f32)
+        l = cuda.local.array(n_rows, f32)
+        alpha = cuda.local.array(n_rows, f32)
         begin(acc, m, l)
         for r in range(row_tiles):
             copy(sq + u32(r * tile), gq + u64((first + r * BLOCK) * d_bytes), t)

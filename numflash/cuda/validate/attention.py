@@ -1,12 +1,16 @@
-"""`python -m numflash.cuda.validate`: run the emulator's list of problems on a card, compare, then time the shipped kernels.
+"""`python -m numflash.cuda.validate`.
 
-Writes one JSON object: the card and the software, one row per problem (equal bits with the emulator for INT8, errors against
-float64 for the rest), one per timing with TFLOP/s, next to PyTorch's backends where PyTorch sees the same card and to the kernel of
-Triton's tutorial where `--triton` names its file (06-fused-attention.py), and whether the targets are met.
+Run the emulator's list of problems on a card, compare, then time the shipped kernels.
 
-Kernels are compiled ahead by all cores, into the cache; `--compile ARCH` does only that, and needs no card. What is then left
-(the emulator's side of the list on one core, the timings) is meant to take some ten minutes on an H200, `--quick` two or three:
-estimates, nothing here has run on a card. With `--json FILE` the file holds every row as soon as it is there.
+Writes one JSON object: the card and the software, one row per problem (equal bits with the emulator
+for INT8, errors against float64 for the rest), one per timing with TFLOP/s, next to PyTorch's
+backends where PyTorch sees the same card and to the kernel of Triton's tutorial where `--triton`
+names its file (06-fused-attention.py), and whether the targets are met.
+
+Kernels are compiled ahead by all cores, into the cache; `--compile ARCH` does only that, and needs
+no card. What is then left (the emulator's side of the list on one core, the timings) is meant to
+take some ten minutes on an H200, `--quick` two or three: estimates, nothing here has run on a card.
+With `--json FILE` the file holds every row as soon as it is there.
 """
 
 from __future__ import annotations
@@ -41,8 +45,11 @@ from ..launch_forward import float_forward
 from ..operands import Launch, emulated
 from . import decode, peers
 
-LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (1024, 8192)
-ROWS, CHANNELS = 16384, 2048  # query rows of a head and channels of all heads that fill a chip
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_LENGTHS = (1024, 8192)
+# query rows of a head and channels of all heads that fill a chip
+ROWS = 16384
+CHANNELS = 2048
 OLDER = "numflash float16, sm_80 code"  # on a Hopper card, beside the kernel of its own
 PLAIN: dict[str, Any] = {
     "window": None,
@@ -158,7 +165,8 @@ def compare(
     errors = [
         float(np.linalg.norm(widen(out) - expected)) / scale for out in (card[0], emulator[0])
     ]
-    # the card adds in another order and keeps fewer bits than the emulator: the same size of error, not the same bits
+    # the card adds in another order and keeps fewer bits than the emulator: the same size of error,
+    # not the same bits
     return {
         "card_error": errors[0],
         "emulator_error": errors[1],
@@ -169,7 +177,10 @@ def compare(
 def gradient_operands(
     problem: validation.Problem, seed: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """dO of standard normal numbers; the output as the forward pass rounds it, and LSE, from the oracle."""
+    """dO of standard normal numbers.
+
+    The output as the forward pass rounds it, and LSE, from the oracle.
+    """
     out, lse = reference.oracle(
         replace(
             problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value)
@@ -234,7 +245,9 @@ def correctness(
 def launches(
     arch: str, cases: Iterable, gradients: Iterable, lengths: Iterable[int]
 ) -> Iterator[tuple[str, Launch]]:
-    """(kind of code, launch) of what `correctness` and `timings` will compile, the same kernel many times."""
+    """(kind of code, launch) of what `correctness` and `timings` will compile, the same kernel many
+    times.
+    """
     for _, shape, precision, options in cases:
         try:
             work = launch.plan(problem_of(shape, precision, options), arch)
@@ -269,7 +282,10 @@ def _compile(kind: str, factory: Callable, arch: str, constants: tuple) -> None:
 
 
 def compile_ahead(arch: str, cases: Iterable, gradients: Iterable, lengths: Iterable[int]) -> int:
-    """Compile what the list needs into the cache on disk, one process per core; how many kernels that were."""
+    """Compile what the list needs into the cache on disk, one process per core.
+
+    How many kernels that were.
+    """
     wanted = {
         (kind, work.factory, work.arch, tuple(sorted(work.constants.items())))
         for kind, work in launches(arch, cases, gradients, lengths)
@@ -286,9 +302,12 @@ def compile_ahead(arch: str, cases: Iterable, gradients: Iterable, lengths: Iter
 def timings(
     device: Device, lengths: Iterable[int], triton: Callable | None = None
 ) -> Iterator[dict[str, Any]]:
-    """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and 128, full and causal."""
+    """B x H sized so that 16384 query rows times heads of 2048 channels are in flight, D 64 and
+    128, full and causal.
+    """
     for length, d, causal in itertools.product(lengths, (64, 128), (False, True)):
-        b, h = max(1, ROWS // length), CHANNELS // d
+        b = max(1, ROWS // length)
+        h = CHANNELS // d
         flop = 4 * b * h * length * length * d * (0.5 if causal else 1.0)
         place = {"L": length, "D": d, "B": b, "H": h, "causal": causal}
 
@@ -342,8 +361,13 @@ def gradient_times(
 
 
 def targets(rows: Iterable[dict[str, Any]], arch: str) -> list[dict[str, Any]]:
-    """What is to be reached: the median over the shapes that both took, of the peer's time over ours, or of the share of a copy."""
-    rows, hopper = list(rows), arch == "sm_90a"
+    """What is to be reached.
+
+    The median over the shapes that both took, of the peer's time over ours, or of the share of a
+    copy.
+    """
+    rows = list(rows)
+    hopper = arch == "sm_90a"
     times = {
         (row["kernel"], tuple(row[x] for x in ("L", "D", "causal"))): row["seconds"]
         for row in rows
@@ -458,7 +482,9 @@ def main(arguments: list[str] | None = None) -> int:
         else tuple(chosen.lengths)
     )
     every = 3 if chosen.quick else 1
-    cases, gradients, decoding = CASES[::every], GRADIENTS[::every], decode.CASES[::every]
+    cases = CASES[::every]
+    gradients = GRADIENTS[::every]
+    decoding = decode.CASES[::every]
     if chosen.compile:
         _say(
             f"{compile_ahead(chosen.compile, cases, gradients, lengths)} kernels for {chosen.compile} are in the cache"

@@ -1,4 +1,7 @@
-"""Fills a folder with ready cubins: `python -m numflash.cuda.compile` (see `numflash.cuda.cubins`)."""
+"""Fills a folder with ready cubins.
+
+`python -m numflash.cuda.compile` (see `numflash.cuda.cubins`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def _build(key: Key, folder: str) -> dict[str, Any]:
 
 
 def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
-    """Compile kernels into a folder and add them to its manifest; how many bytes of cubins it then lists."""
+    """Compile kernels into a folder and add them to its manifest.
+
+    How many bytes of cubins it then lists.
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,8 +1,11 @@
-"""The decode part of `python -m numflash.cuda.validate`: caches on the card against the emulator, then times against its memory.
+"""The decode part of `python -m numflash.cuda.validate`.
 
-A step of a long cache is timed on the card alone (attention of one new token, its query resident) and divided into the bytes of
-keys, values and scales, which it reads once; beside it the rate of a device-to-device copy of the keys, reads and writes counted.
-A short step is timed whole, as one graph, by the host's clock: token up, append, attention, result down.
+Caches on the card against the emulator, then times against its memory.
+
+A step of a long cache is timed on the card alone (attention of one new token, its query resident)
+and divided into the bytes of keys, values and scales, which it reads once; beside it the rate of a
+device-to-device copy of the keys, reads and writes counted. A short step is timed whole, as one
+graph, by the host's clock: token up, append, attention, result down.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from ...errors import UnsupportedError
 from ..device import Device, median_seconds
 from ..driver import DriverError
 
-B, H, G = 2, 14, 2
+B = 2
+H = 14
+G = 2
 LONG = {
     "batch": 16,
     "heads": 32,
@@ -57,20 +62,23 @@ def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def refused(error: UnsupportedError) -> dict[str, Any]:
-    """What a row says of a case without a kernel (no failure) or that the driver refused (a failure)."""
+    """What a row says of a case without a kernel (no failure) or that the driver refused (a
+    failure).
+    """
     failed = isinstance(error, DriverError)
     return {"error" if failed else "skipped": str(error), "passed": not failed}
 
 
 def correctness(cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
-    """One row per case: equal bits with the emulator for INT8, else errors against it; the last token through `step`."""
+    """One row per case: equal bits with the emulator for INT8, else errors against it.
+
+    The last token through `step`.
+    """
     for name, dtype, d, n, new, splits, options in cases:
         row: dict[str, Any] = {"case": f"decode {name}"}
-        key, value, query = (
-            _draw((B, G, n + new, d), 0),
-            _draw((B, G, n + new, d), 1),
-            _draw((B, H, new, d), 2),
-        )
+        key = _draw((B, G, n + new, d), 0)
+        value = _draw((B, G, n + new, d), 1)
+        query = _draw((B, H, new, d), 2)
         found = []
         try:
             for where in ("cuda", "cuda-emulator"):
@@ -113,26 +121,28 @@ def long_cache(
     d: int,
     chunk: int,
 ) -> dict[str, Any]:
-    """One new token of every sequence over a long cache, filled by `chunk` tokens at a time, and a copy of as many bytes."""
+    """One new token of every sequence over a long cache, filled by `chunk` tokens at a time, and a
+    copy of as many bytes.
+    """
     cache = KVCache(batch, kv_heads, d, length, dtype, device="cuda")
-    key, value, query = (
-        _draw((batch, kv_heads, chunk, d), 0),
-        _draw((batch, kv_heads, chunk, d), 1),
-        _draw((batch, heads, 1, d), 2),
-    )
+    key = _draw((batch, kv_heads, chunk, d), 0)
+    value = _draw((batch, kv_heads, chunk, d), 1)
+    query = _draw((batch, heads, 1, d), 2)
     for _ in range(0, length, chunk):
         cache.append(key, value)
     cache.decode(query)
     memory = cache._open()
     plan, c = cast(Any, memory.calls.plan)(query.shape, None, None, memory.longest)
-    card, store = cast(Any, memory.layout).card, cast(Any, memory.store)
+    card = cast(Any, memory.layout).card
+    store = cast(Any, memory.store)
     seconds = median_seconds(
         device, lambda: plan.launch(plan.q, c, store, plan.out), stream=card.stream
     )
     read = store.nbytes
     other = card.zeros(store.k.shape, store.k.dtype)
     copying = median_seconds(device, lambda: card.copy(other, store.k), stream=card.stream)
-    rate, peak = read / seconds, 2 * store.k.nbytes / copying
+    rate = read / seconds
+    peak = 2 * store.k.nbytes / copying
     cache.close()
     return {
         "kernel": f"decode {dtype}",
@@ -164,7 +174,9 @@ def short_step(
         _draw((1, kv_heads, length - steps // 2, d), 0),
         _draw((1, kv_heads, length - steps // 2, d), 1),
     )
-    token, query, times = _draw((1, kv_heads, 1, d), 2), _draw((1, heads, 1, d), 3), []
+    token = _draw((1, kv_heads, 1, d), 2)
+    query = _draw((1, heads, 1, d), 3)
+    times = []
     for _ in range(steps):
         start = time.perf_counter()
         cache.step(query, token, token, splits=4)

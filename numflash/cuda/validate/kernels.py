@@ -15,7 +15,9 @@ from . import attention, decode
 
 
 def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
-    """The kernels of caches on a card of this architecture, one new token and the case's number of them."""
+    """The kernels of caches on a card of this architecture, one new token and the case's number of
+    them.
+    """
     emulated = arch if arch in EMULATED else "sm_80"  # Blackwell runs what sm_80 does
     for _, dtype, d, n, new, splits, options in cases:
         found: list[Key] = []

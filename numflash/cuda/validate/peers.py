@@ -1,6 +1,9 @@
-"""The peers of `python -m numflash.cuda.validate`: PyTorch's flash and cuDNN backends, and the kernel of Triton's tutorial.
+"""The peers of `python -m numflash.cuda.validate`.
 
-A peer that is not there, that raises or whose result is wrong is named with the reason; it never stops the others.
+PyTorch's flash and cuDNN backends, and the kernel of Triton's tutorial.
+
+A peer that is not there, that raises or whose result is wrong is named with the reason; it never
+stops the others.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 TOLERANCE = 1e-2  # of weights and results in float16, on standard normal numbers
-WARM, REPEATS = 5, 20
+WARM = 5
+REPEATS = 20
 
 
 class Missing(Exception):
@@ -19,7 +23,9 @@ class Missing(Exception):
 
 
 def tutorial(path: str) -> Callable:
-    """`attention(q, k, v, causal, scale)` of Triton's tutorial, from its file (the wheel does not hold it)."""
+    """`attention(q, k, v, causal, scale)` of Triton's tutorial, from its file (the wheel does not
+    hold it).
+    """
     try:
         spec = importlib.util.spec_from_file_location("triton_tutorial", path)
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -67,7 +73,10 @@ def software() -> dict[str, str]:
 def seconds(
     torch: Any, work: Callable[[Any], Any], before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Median time of one call by events, after a few to warm up; `work` takes what `before` gives, untimed, ahead of each."""
+    """Median time of one call by events, after a few to warm up.
+
+    `work` takes what `before` gives, untimed, ahead of each.
+    """
     times = []
     for n in range(WARM + REPEATS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -102,7 +111,8 @@ def times(
     )
     grad = torch.randn(b, h, length, d, device="cuda", dtype=torch.float16)
     attention = torch.nn.functional.scaled_dot_product_attention
-    backend, only = torch.nn.attention.SDPBackend, torch.nn.attention.sdpa_kernel
+    backend = torch.nn.attention.SDPBackend
+    only = torch.nn.attention.sdpa_kernel
     with only(backend.MATH):  # one head in float32
         expected = attention(*(x[:1, :1].detach().float() for x in (q, k, v)), is_causal=causal)
 
