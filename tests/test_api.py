@@ -294,7 +294,7 @@ CHOICES = {
     "cpu": ("cpu", {}),
     "portable": ("cpu", {"isa": "portable"}),
     "cuda": ("cuda", {}),
-    "cuda-emulator": ("cuda", {"emulator": True}),
+    "cuda-emulator": ("cuda", {"emulator": "sm_80"}),
 }
 
 

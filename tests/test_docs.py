@@ -55,6 +55,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
         pytest.skip("the assembly shown is that of x86-64")
     for module, stem in (
         ("torch", "pytorch"),
+        ("torch", "flex"),
         ("transformers", "pytorch"),
         ("transformers", "long_contexts"),
         ("mpi4py", "mpi"),

@@ -12,9 +12,9 @@ import functools
 
 import numpy as np
 import pytest
-from combinations import make, pairs, rows, sample
 from fuzz import oracle
 from fuzz.compare import close
+from option_table import make, pairs, rows, sample
 
 from numflash import merge, reference
 from numflash.cpu import launch

@@ -11,6 +11,7 @@ from oracles import draw
 
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch_decode
+from numflash.jit import threads as jit_threads
 from numflash.jit.threads import limit, most
 
 
@@ -34,9 +35,9 @@ def generate(out, seed):
 
 @pytest.mark.parametrize("layer", ["as it is", "workqueue"])
 def test_two_caches_in_two_threads(layer, monkeypatch):
-    monkeypatch.setattr(
-        numba, "threading_layer", numba.threading_layer if layer == "as it is" else lambda: layer
-    )
+    if layer == "workqueue":
+        monkeypatch.setattr(jit_threads, "_concurrent", False)  # what an earlier call has found out
+        monkeypatch.setattr(numba, "threading_layer", lambda: layer)
     alone = {}
     together = {}
     for seed in (10, 20):
@@ -73,6 +74,7 @@ def test_parallel_kernels_of_a_work_queue_take_turns(monkeypatch):
         plan.kernel = Slow(plan.kernel)
 
     monkeypatch.setattr(launch_decode.Plan, "__init__", init)
+    monkeypatch.setattr(jit_threads, "_concurrent", False)
     monkeypatch.setattr(numba, "threading_layer", lambda: "workqueue")
     threads = [threading.Thread(target=generate, args=({}, seed)) for seed in (1, 2)]
     for t in threads:

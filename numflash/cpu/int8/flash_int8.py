@@ -103,14 +103,19 @@ class Operands(NamedTuple):
     values: np.ndarray
 
 
+def query_rows(isa_name: str, pv: str) -> int:
+    """Rows of a query tile: the tiling's, in whole units of both products' register tiles."""
+    rows = tiling(isa_name).block_q
+    return rows - rows % math.lcm(value_rows(isa_name, pv), VECTOR_ISAS[isa_name].rows[-1])
+
+
 @functools.cache
 def make_attend(isa_name: str, pv: str):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16
     and V in float32 ("fp32").
     """
     isa = VECTOR_ISAS[isa_name]
-    block_q = tiling(isa_name).block_q
-    block_q -= block_q % math.lcm(value_rows(isa_name, pv), isa.rows[-1])  # whole units of rows
+    block_q = query_rows(isa_name, pv)
     plain_scores = score_block(isa_name)
     changed_scores = score_block(isa_name, True)
     float_scores = score_block(isa_name, True, True)
