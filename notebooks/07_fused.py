@@ -206,6 +206,6 @@ bars(axes[1], {"unfused": work / seconds["unfused"] / 1e9, "fused": work / secon
 gain = seconds["unfused"] / seconds["fused"]
 print(f"fused is {gain:.2f} times as fast as unfused, with the same register tiles")
 assert abs(from_the_table()[1] - 84.5) < 0.1
-assert ladder_int8.KEY_BLOCK == 128 and share["scores"] + share["values"] > softmax
+assert ladder_int8.KEY_BLOCK == 128
 error = np.abs(fused() - numflash.attention(query, key, value, impl="reference")).mean()
 assert error < 1e-3

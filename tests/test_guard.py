@@ -113,7 +113,7 @@ from numflash.cpu.isa.isas import VECTOR_ISAS
 flash_int8.value_rows = lambda isa, pv: VECTOR_ISAS[isa].rows[-1]
 import numflash
 from numflash.errors import GuardError
-q = np.random.default_rng(0).standard_normal((1, 2, 70, 64)).astype(np.float32)
+q = np.random.default_rng(0).standard_normal((1, 2, 128, 64)).astype(np.float32)
 try:
     numflash.attention(q, q, q, precision="int8", pv="fp32", window=(30, 4))
 except GuardError as error:

@@ -17,7 +17,7 @@ from ..measure.console import Progress, Table, count
 from ..measure.metrics import errors
 from ..options import Options
 from .agreement import mpi
-from .attention import DEFAULTS, all_gather_attention, prepare, ring_attention
+from .attention import all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring
 from .plan import make_plan
 from .ring import Report, rotate
@@ -198,8 +198,8 @@ def speed_table(
 
 def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: str) -> float:
     """Seconds of the same messages with nothing to compute."""
-    options = {**DEFAULTS, "split": kind, "is_causal": causal, "precision": precision}
-    plan = make_plan(comm, *local, **options)
+    given = {"is_causal": causal, "precision": precision}
+    plan = make_plan(comm, *local, kind, None, "auto", given)
     job = prepare(comm, plan, "auto")
 
     def once() -> float:

@@ -3,6 +3,8 @@
 An operation of another machine would end the process.
 """
 
+import re
+
 import numpy as np
 import pytest
 
@@ -25,5 +27,5 @@ def test_the_float_kernel_compiles_to_fused_multiply_adds(cpu):
         flash_float.make_attend("neon", "float32"), here.signatures[0], codegen.Target.named(cpu)
     )
     found = codegen.report(code)
-    assert found["instructions"]["fmla v.4s"] >= 24
+    assert len(re.findall(r"\bfmla\s+v\d+\.4s", code.assembly)) >= 24
     assert found["float64"] == found["calls"] == found["integer_divisions"] == found["lanes64"] == 0
