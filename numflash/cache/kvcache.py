@@ -265,9 +265,8 @@ class KVCache(Sequences):
 
         Returns
         -------
-        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also lse
-            (B, H, L)
-            float32, natural log. A row that attends to a token that was not finite is NaN.
+        out : (B, H, L, Dv) of the query's kind and dtype, or `out` itself; with return_lse also
+            lse (B, H, L) float32, natural log. A row that attends to a token that was not finite is NaN.
 
         Raises
         ------

@@ -443,8 +443,8 @@ class Pipeline:
         other = b.mul(odd, I64(AT.other_weights))
         self.new_weights = _at(b, scratch, b.add(I64(AT.weights), other))
         self.weights = _at(b, scratch, b.sub(I64(AT.weights + AT.other_weights), other))
-        # groups of weights beside PV 2 and on, in order; the rest is left for the next turn's QK 0,
-        # 1
+        # groups of weights beside PV 2 and on, in order; the rest is left for QK 0 and 1 of the next
+        # turn
         self.early = min(BLOCK // GROUP, values - 2)
         self.late = (BLOCK // GROUP - self.early) // 2 * GROUP
 
