@@ -140,6 +140,7 @@ INTERRUPTED = """
 import importlib, os, signal, sys, threading
 import numba, numpy as np
 module, name, attribute, turn = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 owner = getattr(importlib.import_module(module), name)
 plain, calls = getattr(owner, attribute), 0
 def interrupt(*arguments, **options):                    # the method as it is, with Ctrl-C pressed before its n-th call ends

@@ -199,7 +199,8 @@ def speed_table(
 def exchange_alone(comm: Any, local: Any, kind: str, causal: bool, precision: str) -> float:
     """Seconds of the same messages with nothing to compute."""
     given = {"is_causal": causal, "precision": precision}
-    plan = make_plan(comm, *local, kind, None, "auto", given)
+    query, key, value = local
+    plan = make_plan(comm, query, key, value, kind, None, "auto", given)
     job = prepare(comm, plan, "auto")
 
     def once() -> float:
