@@ -137,9 +137,9 @@ def _granted(isa: str) -> bool:
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
     """Raise instead of emitting an operation that the target lacks.
 
-    LLVM would abort the process.
+    LLVM would abort the process. What follows a colon is a register tile (`tiling.chosen`).
     """
-    lacking = missing(isa, isas, codegen)
+    lacking = missing(isa.partition(":")[0], isas, codegen)
     if lacking:
         raise UnsupportedError(
             f"isa: {isa!r} needs {', '.join(lacking)}, which the target {codegen.magic_tuple()[1]!r} lacks"
