@@ -1,6 +1,6 @@
 """What a problem will cost before it runs.
 
-Its tiling, bytes in each cache, operations, and the roof it will meet.
+Its tiling, bytes in each cache, operations, and the hardware limit (roofline) that bounds it.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Caches:
-    """Data cache sizes in bytes as one core sees them; 0 where there is no such level.
+    """Data cache sizes in bytes available to one core; 0 where there is no such level.
 
     `l2_cores` share one L2 (table only).
     """
@@ -197,7 +197,7 @@ class Caches:
 
     @classmethod
     def of_this_machine(cls) -> Caches:
-        """As the system tells (Linux, macOS).
+        """As the system reports (Linux, macOS).
 
         Elsewhere from `CACHES`, for the CPU that Numba compiles for.
         """

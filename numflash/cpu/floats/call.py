@@ -77,7 +77,7 @@ class Numbers(NamedTuple):
     packed_values: int
     redo: int
     counter: int
-    lse: int  # where the caller wants none
+    lse: int  # where the caller needs none
     diagonal: int  # from here on addresses
     key_lengths: int
     stops: int
@@ -105,7 +105,7 @@ FACTORS = len(Factors._fields)
 
 @kernel
 def addresses(q, k, v, out, lse):
-    """Where five arrays start. NumPy takes ten times as long to tell."""
+    """Addresses of five arrays; NumPy takes ten times as long to give them."""
     return q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse.ctypes.data
 
 

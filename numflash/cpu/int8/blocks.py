@@ -354,7 +354,7 @@ def value_block(isa_name: str, pv: str):
 
 
 def _float_value_block(isa_name: str):
-    """The same in float32; V stands in rows as wide as O."""
+    """The same in float32; V is stored in rows as wide as O."""
     isa = VECTOR_ISAS[isa_name]
     nv = isa.nv
     lanes = isa.lanes

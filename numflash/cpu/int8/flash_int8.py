@@ -15,10 +15,10 @@ register tiles come from `microkernels`. Per query tile of `block_q` rows:
 
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and
 dense masks change the scores before they are stored as int16 (`score_changes`), from which a row of
-ALiBi takes off the whole octaves that it is sure to lie below. Where int16 does not hold a row
-(beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative to the
-row's own octave; the bits are the same where both apply. On AMX, blocks without options go through
-`amx_stream`, which runs the same steps of many blocks side by side.
+ALiBi subtracts the whole octaves that are a lower bound of its distance. Where int16 does not hold
+a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
+to the row's own octave; the bits are the same where both apply. On AMX, blocks without options go
+through `amx_stream`, which runs the same steps of many blocks side by side.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @bare
     def load_rows(q, cq, semantics, b, n, row, s, tile, state):
-        """The rows of a tile as operands, what each of them sees, and the empty state."""
+        """The rows of a tile as operands, the keys each of them attends to, and the empty state."""
         for i in range(tile.real):
             source, target = q[n, row + i], tile.q[i]
             for e in range(source.size):
