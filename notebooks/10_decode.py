@@ -16,7 +16,7 @@ import inspect
 import numpy as np
 
 import numflash
-from numflash import quantization, reference
+from numflash import reference
 from numflash.course.lessons import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
