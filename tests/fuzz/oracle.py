@@ -311,13 +311,6 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             + 1e-5
             + 8 * EPS * np.abs(shift[..., 0])
         )
-        if (
-            pv == "fp32"
-            # sums of values are float32: they may overflow before they are divided by the sum of
-            # weights
-        ):
-            heavy = np.where(np.isfinite(vv), np.abs(vv), 0).sum(2, keepdims=True) > LARGEST / 4
-            out_error = np.where(heavy, np.nan, out_error)
         unsure = (far > 5) | k.loose | lost.any(-1)
         out_error = np.where(
             unsure[..., None] | (np.abs(dots) > limit).any(-1)[..., None], np.inf, out_error
