@@ -53,7 +53,7 @@ class Fused:
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.
 
-        The object has to live as long as they are used.
+        The object must be kept as long as they are used.
         """
         known = self._known.get((shape, double))
         if known is None:
