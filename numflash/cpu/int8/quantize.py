@@ -12,8 +12,8 @@ One task takes one KV head, so that its rows are still in the cache when they ar
 
 Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the
 statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
-whose magnitudes stay below `quantize_rows.PLAIN`. Otherwise (infinity, NaN, huge numbers, heads
-narrower than a vector) `quantize` returns None, and the caller goes the general way.
+whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector. Otherwise
+(infinity, NaN, huge numbers, narrower heads) the caller goes the general way.
 """
 
 from __future__ import annotations
@@ -21,26 +21,18 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from ...interop import to_float32
-from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, reinterpret, uncleared, zeros
+from ...interop import to_float32, writable
+from ...jit.compiler import bare, inline, separate
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
-from ...validation import Problem
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address
-from .packing import (
-    PackedKeys,
-    block_weaver,
-    empty_keys,
-    empty_values,
-    panel_packer,
-)
-from .quantize_rows import LANES, PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
+from .packing import PackedKeys, block_weaver, panel_packer
+from .quantize_rows import PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
 
 F = np.float32
 I = np.int32
@@ -327,7 +319,7 @@ def make_quantize(isa_name: str, kind: str):
             for c in range(part * share, (part + 1) * share):
                 write(n, c, length, source, to, found, room)
 
-    @kernel
+    @separate
     def quantize(source, workers, to):
         heads, all_keys = to.keys.start.shape
         chunks = (max(all_keys, source.q.length) + CHUNK - 1) // CHUNK
@@ -354,41 +346,12 @@ def make_quantize(isa_name: str, kind: str):
     return quantize
 
 
-def rows_of(x: np.ndarray) -> tuple[np.ndarray, Rows]:
-    """x (B, H, L, D), copied only where its rows are not contiguous, and where its rows are."""
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """x (B, H, L, D) as rows of contiguous float32 or bfloat16 bits, copied only where they are
+    not.
+    """
     if x.dtype not in (F, np.uint16):
         x = to_float32(x)
     if x.strides[3] != x.itemsize or not x.flags.aligned:
         x = np.ascontiguousarray(x)
-    b, h, row, _ = x.strides
-    _, heads, length, d = x.shape
-    return x, Rows(x.__array_interface__["data"][0], b, h, row, heads, length, d)
-
-
-def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, float, float] | None:
-    """Operands of a problem of float arrays, and the largest scales of Q and K.
-
-    None where only the general way is right.
-
-    unit : what turns scales of the query into cq: `scores.score_unit`
-    """
-    nb, nh, nkv, length, s, d, dv = problem.shape
-    if min(d, dv) < LANES or problem.pv == "fp32":
-        return None
-    kept, (q, k, v) = zip(*map(rows_of, (problem.query, problem.key, problem.value)), strict=True)
-    lanes = running_lanes(isa_name)
-    n = nb * nh
-    heads = nb * nkv
-    to = Operands(
-        empty((n, length, d), np.int8),
-        empty((n, length), F),
-        empty((n, length), F),
-        empty_keys(isa_name, heads, s, d, lanes),
-        empty_values(isa_name, heads, s, dv, lanes),
-        empty((heads, dv), F),
-        empty((heads, d), F),
-    )
-    source = Source(q, k, v, problem.key_lengths, problem.softcap == 0, F(unit))
-    kind = "bfloat16" if kept[0].dtype == np.uint16 else "float32"
-    top, q_scale, k_scale = make_quantize(isa_name, kind)(source, numba.get_num_threads(), to)
-    return None if top >= PLAIN_BITS else (to, q_scale, k_scale)
+    return writable(x)
