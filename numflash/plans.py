@@ -24,6 +24,7 @@ from .jit import guard
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .options import NAMES, Options
 from .quantization import GRANULARITIES, QuantizedTensor
+from .tiling import CHOSEN
 from .validation import Problem, quantized, tensor
 
 MOST = 256  # plans kept; the oldest goes first
@@ -38,14 +39,22 @@ BY_VALUE = frozenset(("attn_mask", "key_lengths", "alibi_slopes", "sinks"))
 
 
 class Store(Generic[T]):
-    """At most `MOST` plans by key."""
+    """At most `MOST` plans by key.
+
+    Under `tiling.using` nothing is found and nothing kept: a plan holds the kernel of one tiling.
+    """
 
     def __init__(self) -> None:
         self.plans: dict[Any, T] = {}
-        self.get = self.plans.get
+
+    def get(self, key: Any) -> T | None:
+        """The plan of a key."""
+        return None if CHOSEN.get() else self.plans.get(key)
 
     def keep(self, key: Any, plan: T) -> None:
         """Keep a plan, instead of the oldest one where there are too many."""
+        if CHOSEN.get():
+            return
         while len(self.plans) >= MOST:
             self.plans.pop(next(iter(self.plans), None), None)
         self.plans[key] = plan

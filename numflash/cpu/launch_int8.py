@@ -19,9 +19,9 @@ from .. import fixedpoint as fx
 from ..interop import Memory
 from ..jit import guard
 from ..jit.memory import Layout, fresh, scratch
-from ..quantization import QuantizedTensor, quantize_problem
+from ..quantization import QuantizedTensor, float_values, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
-from ..tiling import KEY_BLOCK, workers
+from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
 from .floats.call import addresses
 from .int8 import amx_stream, flash_int8, portable
@@ -99,12 +99,15 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     q = problem.query
     k = problem.key
     v = problem.value
-    nkv = problem.shape[2]
     dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     unit = score_unit(problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
-    bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
+    if precise:
+        v, units, bad = float_values(v)
+        v_scale = units.reshape(-1, dv)
+    else:
+        v_scale, bad = heads(v.scale)[:, 0], v.nonfinite
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
     if isa == "portable":
@@ -119,7 +122,6 @@ def from_integers(problem: Problem, isa: str) -> Operands:
         values = (
             float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
         )
-    v_scale = np.ones((q.shape[0] * nkv, dv), F) if precise else heads(v.scale)[:, 0]
     return Operands(
         heads(q.data),
         heads(cq),
@@ -159,6 +161,7 @@ class Int8Plan:
     def __init__(self, problem: Problem, isa: str) -> None:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.isa = isa
+        isa, rows = chosen(isa)
         ready = isinstance(problem.query, QuantizedTensor)
         dtype = problem.query.data.dtype if ready else problem.query.dtype
         self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
@@ -206,9 +209,10 @@ class Int8Plan:
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
         if ready:
-            self.call = make_ready_call(isa)
+            self.call = make_ready_call(isa, *rows)
         else:
-            self.call = make_float_call(isa, "bfloat16" if self.operand == np.uint16 else "float32")
+            kind = "bfloat16" if self.operand == np.uint16 else "float32"
+            self.call = make_float_call(isa, kind, *rows)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key and value."""
@@ -377,6 +381,7 @@ def run_general(
     """The same for operands of all kinds; out is `shaped`, contiguous (B, H, L, Dv) float32."""
     if isinstance(problem.query, np.ndarray):
         problem = quantize_problem(problem)
+    isa, rows = chosen(isa)
     x = from_integers(problem, isa)
     nb, nh, nkv, length, s, _, dv = problem.shape
     options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
@@ -392,7 +397,7 @@ def run_general(
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
     else:
-        flash_int8.make_attend(isa, problem.pv)(x.query, x.query_scale, x.keys, *rest)
+        flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = None if problem.softcap else x.row_shift()
