@@ -125,16 +125,18 @@ def option_numbers(options: Semantics) -> OptionNumbers:
         options.shift,
         options.slopes,
     )
-    return OptionNumbers(
-        options.left,
-        options.right,
-        options.general,
-        *options.mask.shape,
-        *options.bias.shape,
-        *options.shift.shape,
-        *options.slopes.shape,
-        options.diagonal.size,
-        *(x.ctypes.data for x in arrays),
+    return OptionNumbers._make(
+        (
+            options.left,
+            options.right,
+            options.general,
+            *options.mask.shape,
+            *options.bias.shape,
+            *options.shift.shape,
+            *options.slopes.shape,
+            options.diagonal.size,
+            *(x.ctypes.data for x in arrays),
+        )
     )
 
 

@@ -41,7 +41,8 @@ Calls = dict[str, Callable[[], Any]]
 
 def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | None:
     """The compiled function of a planned call; None where there is no plan."""
-    found = problem(*arrays, Options(precision=precision))
+    query, key, value = arrays
+    found = problem(query, key, value, Options(precision=precision))
     plan = launch.runner(found)
     if plan is None:
         return None
@@ -64,11 +65,11 @@ def calls(shape: tuple[int, ...]) -> Calls:
     for them.
     """
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape, np.float32) for _ in range(3)]
-    quantised = quantize_qkv(*arrays)
+    query, key, value = arrays = [rng.standard_normal(shape, np.float32) for _ in range(3)]
+    quantised = quantize_qkv(query, key, value)
     found: Calls = {
-        "arrays": lambda: attention(*arrays),
-        "int8": lambda: attention(*arrays, precision="int8"),
+        "arrays": lambda: attention(query, key, value),
+        "int8": lambda: attention(query, key, value, precision="int8"),
         "int8, ready": lambda: attention_int8(*quantised),
     }
     for name, precision in ((COMPILED, "float32"), (COMPILED_INT8, "int8")):

@@ -213,7 +213,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tupl
     """
     call, runner = _runner(query, key, value, options)
     if runner is not None:
-        return _run(runner, query, key, value, True)  # type: ignore[return-value]
+        return _run(runner, query, key, value, True)
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     if query.is_cuda:  # allocates through PyTorch, and gets the current stream
