@@ -6,16 +6,17 @@ channels.
 
 | keys | first append | smooth | relative L1 | RMSE | cosine |
 |---|---|---|---|---|---|
-| as they are | any | no | 0.0158 | 0.0057 | 0.99983 |
-| as they are | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
-| as they are | all | yes | 0.0158 | 0.0058 | 0.99983 |
-| with a bias | any | no | 0.0572 | 0.0203 | 0.99791 |
-| with a bias | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
+| as they are | any | no | 0.0055 | 0.0020 | 0.99998 |
+| as they are | 16 tokens | yes | 0.0054 | 0.0019 | 0.99998 |
+| as they are | all | yes | 0.0049 | 0.0017 | 0.99998 |
+| with a bias | any | no | 0.0532 | 0.0194 | 0.99810 |
+| with a bias | 16 tokens | yes | 0.0054 | 0.0019 | 0.99998 |
 """
 
 import numpy as np
 import pytest
 from decode_cases import expected
+from oracles import draw
 
 from numflash.cache.kvcache import KVCache
 from numflash.data import minilm
@@ -40,8 +41,8 @@ def decode_errors(key, smooth, first):
 def test_on_real_activations_it_changes_little(first):
     key = minilm()[1][None].astype(np.float32)
     plain, smooth = (decode_errors(key, on, first) for on in (False, True))
-    assert max(plain.relative_l1, smooth.relative_l1) <= 0.02
-    assert 0.9 <= smooth.relative_l1 / plain.relative_l1 <= 1.1
+    assert max(plain.relative_l1, smooth.relative_l1) <= 0.006
+    assert 0.85 <= smooth.relative_l1 / plain.relative_l1 <= 1.15
     assert min(plain.cosine, smooth.cosine) >= 0.9997
 
 
@@ -56,3 +57,14 @@ def test_where_channels_have_a_bias_it_removes_the_error(first):
         and smooth.relative_l1 <= 0.3 * plain.relative_l1
     )
     assert smooth.rmse <= 0.3 * plain.rmse and smooth.cosine > plain.cosine
+
+
+def test_means_are_of_the_tokens_that_are_appended():
+    key, value = draw((2, 1, 40, 8), 1), draw((2, 1, 40, 8), 2)
+    key[1, :, 20:] += 50  # beyond the second sequence's tokens
+    cache = KVCache(2, 1, 8, 100, smooth=True)
+    cache.append(key, value, counts=[40, 20])
+    alone = KVCache(1, 1, 8, 100, smooth=True)
+    alone.append(key[1:, :, :20].copy(), value[1:, :, :20].copy())
+    for x, y in zip(cache.read(1), alone.read(0), strict=True):
+        np.testing.assert_array_equal(x, y)
