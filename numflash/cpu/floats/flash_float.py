@@ -50,7 +50,7 @@ GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 LN2 = np.log(2.0)
 LOG2E = 1 / LN2
-inlined = bare(forceinline=True)  # where options go in: a call would copy them all
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
 class Operands(NamedTuple):
@@ -156,7 +156,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     found = tiles.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
-    @bare
+    @inlined
     def scores(state, g, k, first, stop, to):
         """x[to:] = Q.K^T of the group at row g, for keys `first` to `stop` of one panel."""
         stride = state.q.shape[1]
@@ -173,7 +173,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         else:
             score1(q, row, stride, k, at, step, x, to, key_block)
 
-    @bare
+    @inlined
     def block_scores(state, tile, k, block, stop):
         """The scores of a key block, panel by panel: a panel of K stays in L1 for all rows."""
         for j in range(block, min(block + key_block, stop), panel):
@@ -213,7 +213,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             stop = before
         return first, stop
 
-    @bare
+    @inlined
     def union(state, g, rows, s):
         """The keys that any of a group's rows attends to."""
         left, right = s, 0
@@ -239,7 +239,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             state.stop[g // mr] = z
             state.skip[g // mr] = max(left - a, 0) // step * step
 
-    @bare
+    @inlined
     def add_values(state, tile, v, block, columns):
         """O += P.V of all groups, a chunk of V's columns after the other."""
         p, o = state.p, state.o
@@ -283,7 +283,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 sums[t] = sums[t] * shrink
         m[i] = top
 
-    @bare
+    @inlined
     def weigh_row(state, i, at, count, factor):
         """Scores x[at:] of row i, in units of `factor`, to weights p, and their sum to l."""
         x, m = state.x, state.m
