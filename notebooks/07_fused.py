@@ -5,11 +5,27 @@
 # [document](../docs/sources.md)'s table with
 # nothing but its own numbers.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** Do all four steps for one tile before the next: scores live for a moment, in the cache.
+# >
+# > **Where you are:** CPU path, stop 5 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → **07** → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# >
+# > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [02](02_tiling.ipynb), [06](06_register_tile.ipynb).
+# >
+# > **Terms:** [fusion](../docs/glossary.md#fusion), [rung](../docs/glossary.md#rung), [tile](../docs/glossary.md#tile), [octave](../docs/glossary.md#octave).
+# >
+# > **Papers:** [FlashAttention](https://arxiv.org/abs/2205.14135), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import numpy as np
 
 import numflash
-from numflash.course.lessons import bars, check, figure, roof, rounds, table
+from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu import launch
 from numflash.cpu.study import ladder, ladder_int8, unfused_times
 from numflash.jit.threads import limit
