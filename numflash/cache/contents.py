@@ -1,6 +1,6 @@
 """Reading a cache back.
 
-The stored numbers, the floats they stand for, and all of it as arrays on the host.
+The stored numbers, the floats they represent, and all of it as arrays on the host.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _allocate_for(memory: Memory, settings: Settings, batch: int) -> Memory:
 
 
 def _filled(new: Memory, source: Memory, index: np.ndarray) -> Memory:
-    """An allocated memory with what the source knows of its sequences `index` besides tokens."""
+    """An allocated memory with the source's data of its sequences `index` other than tokens."""
     new.store.lengths[:] = source.store.lengths[index]
     new.offset[:] = source.offset[index]
     new.oldest[:] = source.oldest[index]
@@ -185,7 +185,7 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
     Raises
     ------
     ArgumentError
-        A ring no longer holds what the window before the last of them sees.
+        A ring no longer holds the tokens that the window before the last of them covers.
     CacheFullError
         A shared page would have to be copied and none is free; nothing has changed then.
     """

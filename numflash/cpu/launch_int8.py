@@ -18,6 +18,7 @@ from .. import fixedpoint as fx
 from ..jit.memory import fresh
 from ..quantization import QuantizedTensor, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
+from ..tiling import chosen
 from ..validation import Problem
 from .int8 import amx_stream, flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
@@ -160,6 +161,7 @@ def run(
 
     problem : its query, key and value are QuantizedTensors, or all three are float arrays
     """
+    isa, rows = chosen(isa)
     x = from_floats(problem, isa) if isinstance(problem.query, np.ndarray) else None
     if x is None:
         if isinstance(problem.query, np.ndarray):
@@ -180,7 +182,7 @@ def run(
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
     else:
-        flash_int8.make_attend(isa, problem.pv)(x.query, x.query_scale, x.keys, *rest)
+        flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = None if problem.softcap else x.row_shift()

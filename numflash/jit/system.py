@@ -65,7 +65,10 @@ def _sysctl(libc: Any, name: str) -> int:
 
 @functools.cache
 def tiles_permitted() -> bool:
-    """Ask Linux to let this process use AMX tiles; False where it refuses, and on other systems."""
+    """Request permission from Linux to use AMX tiles in this process.
+
+    False where it refuses, and on other systems.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     request = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)

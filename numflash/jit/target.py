@@ -48,7 +48,7 @@ BFLOAT16_ISAS: Needs = {
 _V3 = "avx avx2 bmi bmi2 f16c fma sse4.2"
 _SKX = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 _ICX = f"{_SKX} avx512vnni avx512vbmi avx512vbmi2 avx512bitalg avx512ifma avx512vpopcntdq gfni"
-# Features of a CPU asked for by name alone, with NUMBA_CPU_FEATURES empty: LLVM knows them, but
+# Features of a CPU asked for by name alone, with NUMBA_CPU_FEATURES empty: LLVM supports them, but
 # offers no query.
 CPUS = {
     name: frozenset(features.split())
@@ -137,9 +137,9 @@ def _granted(isa: str) -> bool:
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:
     """Raise instead of emitting an operation that the target lacks.
 
-    LLVM would abort the process.
+    LLVM would abort the process. What follows a colon is a register tile (`tiling.chosen`).
     """
-    lacking = missing(isa, isas, codegen)
+    lacking = missing(isa.partition(":")[0], isas, codegen)
     if lacking:
         raise UnsupportedError(
             f"isa: {isa!r} needs {', '.join(lacking)}, which the target {codegen.magic_tuple()[1]!r} lacks"

@@ -208,7 +208,7 @@ def for_vectors(b, count, lanes, state, body):
 
     No turn if count is 0.
 
-    The test stands at the head, so that LLVM unrolls the loop: with `vectors.repeat` float32
+    The test is at the loop's head, so that LLVM unrolls the loop: with `vectors.repeat` float32
     attention takes 5 to 25 % longer.
     """
     entry = b.block

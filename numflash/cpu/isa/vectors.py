@@ -76,7 +76,7 @@ def store(b: ir.IRBuilder, x, base, index, size: int) -> None:
 
 
 def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
-    """Ask for the cache line at `address`, for reading.
+    """Prefetch the cache line at `address`, for reading.
 
     Locality 3 brings it into all levels, 2 into the second one.
     """
@@ -197,7 +197,7 @@ class Isa(Vectors):
         return self.vector(I8, 4) if self.group == 4 else self.vector(I16, 2)
 
     def key_order(self, lanes: int) -> np.ndarray:
-        """(panel,) int64: the key that stands in each column of a packed panel."""
+        """(panel,) int64: the key in each column of a packed panel."""
         return np.arange(self.nv * lanes)
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
@@ -214,7 +214,7 @@ class Isa(Vectors):
         return shuffle(b, b.bitcast(x, self.operand), b.bitcast(y, self.operand), odd)
 
     def multiply_high(self, b: ir.IRBuilder, x, y):
-        """uint16: the high half of x * y; LLVM knows the pattern (vpmulhuw, umull)."""
+        """uint16: the high half of x * y; LLVM recognises the pattern (vpmulhuw, umull)."""
         wide = self.vector(I32, 2)
         product = b.mul(b.zext(x, wide), b.zext(y, wide))
         return b.trunc(b.lshr(product, self.fill(b, wide, 16)), x.type)
@@ -248,7 +248,7 @@ class Isa(Vectors):
         return x, y
 
     def columns(self, b: ir.IRBuilder, v: int) -> Any:
-        """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key
+        """int32: the keys of a panel that are in the lanes of its vector `v`, from its first key
         on.
         """
         return ir.Constant(
@@ -300,8 +300,8 @@ def next_task(typingctx, counter):
 
     Dynamic scheduling on any threading layer.
 
-    Atomic, so that no task is computed twice. No test of the forward kernels can tell: two workers
-    with one number would write the same values twice.
+    Atomic, so that no task is computed twice. No test of the forward kernels can fail on this: two
+    workers with one number would write the same values twice.
     """
 
     def codegen(context, b, sig, args):

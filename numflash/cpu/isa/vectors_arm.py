@@ -95,7 +95,7 @@ class Sve(Neon):
         found = b.fcmp_ordered(test, x, y)
         found.type = Scalable(
             ir.IntType(1), x.type.count
-        )  # llvmlite takes what it does not know for a scalar
+        )  # llvmlite treats an unknown type as a scalar
         return b.select(found, yes, no)
 
     def where_set(self, b: ir.IRBuilder, flags, yes, no):

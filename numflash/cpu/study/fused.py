@@ -47,7 +47,7 @@ exp2_p8, exp2_q16 = inline(fx.exp2_p8), inline(fx.exp2_quadratic)
 
 @intrinsic
 def prefetch(typingctx, x, off):
-    """Ask for the cache line that element `off` of x lies in, for reading, into all levels."""
+    """Prefetch the cache line of element `off` of x, for reading, into all levels."""
 
     def codegen(context, b, sig, args):
         size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
