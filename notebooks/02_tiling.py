@@ -23,7 +23,7 @@ machine()
 # %%
 import numpy as np
 
-from numflash.course import check, figure, roof, rounds, table
+from numflash.course import check, drawings, figure, roof, rounds, table
 from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
 from numflash.tiling import TILINGS, Caches
@@ -108,6 +108,12 @@ def largest_block_q(block_k, d, cache):
 
 
 check("02.2", largest_block_q)
+
+# %% [markdown]
+# Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache.
+
+# %%
+drawings.tile_against_cache(64, 64, caches.l1, (6, 12, 24, 48, 96, 192))
 
 # %% [markdown]
 # ## The clock's opinion

@@ -111,6 +111,22 @@ claim("exp2 benchmark", "original exp2 at 1.19 cycles, per cent of peak", 51.0, 
 claim("exp2 benchmark", "least cycles per element, 12 instructions on 2 pipes", 0.875, 12 / PIPES / 16)
 
 # %% [markdown]
+# **Exercise 1.** Work out the fused document's table with its own numbers: how many ms does softmax take for 4096 x 4096 elements at 810
+# million a second, and what per cent of the three parts is that, with Q.K^T 4.3 G operations at 2900 GOPS and P.V 4.3 G at 1850 GFLOP/s?
+
+# %% tags=["exercise"]
+answer = ..., ...
+check("12.3", answer)
+
+# %% [markdown]
+# **Exercise 2.** "Softmax overhead reduced from 63.6 % to 3 % (21x faster)". A share is not a time. With the products' time unchanged, how
+# many times faster must softmax be for its share to fall from 63.6 % to 3 %?
+
+# %% tags=["exercise"]
+times_faster = ...
+check("12.4", times_faster)
+
+# %% [markdown]
 # The first of these files measured 63.6 % and calls 3 % "fundamentally unachievable"; the second, of the same day, claims it.
 # The first is the credible one.
 #
@@ -231,7 +247,7 @@ print("division instructions in x // 4:", sum(line.split()[0].rstrip("lq") in ("
 #
 # **Causal: "2x".** Half of the scores are hidden, but tiles on the diagonal are computed whole.
 #
-# **Exercise 1.** How many tiles of 48 rows x 64 keys does causal attention over L tokens visit? The gain is all tiles by those.
+# **Exercise 3.** How many tiles of 48 rows x 64 keys does causal attention over L tokens visit? The gain is all tiles by those.
 
 # %% tags=["exercise"]
 def visited(length):
@@ -325,7 +341,7 @@ claim("L4 and FA2", "Q read once instead of once per key tile, times", 8, 512 / 
 # %% [markdown]
 # **Bank conflicts.** Shared memory has 32 banks of 4 bytes. The document calls a column of `half K[64][64]` a "2-way" conflict.
 #
-# **Exercise 2.** 32 threads read one column: thread t reads byte t * row_bytes. Conflict means different words in one bank. How
+# **Exercise 4.** 32 threads read one column: thread t reads byte t * row_bytes. Conflict means different words in one bank. How
 # many-way is it?
 
 # %% tags=["exercise"]

@@ -32,7 +32,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from numflash.course import bars, card, check, figure, table
+from numflash.course import bars, card, check, drawings, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.compile import Source
 from numflash.cuda.emulator import EmulatorError, TensorMap
@@ -108,6 +108,34 @@ def place(n, stages):
 check("17.1", place)
 
 # %% [markdown]
+# Step through the ring with two stages. What each side waits for is printed beside it.
+
+# %%
+drawings.ring_of_stages()
+
+# %% [markdown]
+# **Exercise 2.** Write the pipeline. 64 consumers (threads 0 to 63) add up the 32-bit words of tiles of 8 rows x 64 halves (1024 bytes: 16
+# bytes for each consumer); thread 64 brings tile n to stage n & 1 by TMA. The barriers are set up for you: `full` of stage s at `base + 8 s`,
+# `empty` at `base + 16 + 8 s`, the stages at `base + 1024` and `base + 2048`. Store each consumer's sum in `out[t]`.
+
+# %% tags=["exercise"]
+def pipeline(maps, out, tiles):
+    shared = cuda.shared.array(0, u32)
+    t = i32(cuda.threadIdx.x)
+    base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+    if t == 0:
+        for s in range(2):
+            ptx.mbarrier_init(base + u32(8 * s), u32(1))   # full: one arrival, and bytes
+            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(64))  # empty: every consumer arrives
+        ptx.fence_mbarrier_init()
+        ptx.tensormap_acquire(maps)
+    cuda.syncthreads()
+    # if t >= 64: thread 64 brings tiles; else: consume them
+
+
+check("17.3", pipeline)
+
+# %% [markdown]
 # ## wgmma: operands in shared memory, results later
 #
 # `wgmma.m64n64k16` belongs to 128 threads, a *warpgroup*. It reads both operands from shared memory through descriptors (64
@@ -178,7 +206,7 @@ assert forgotten == "pending"
 # tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads).
 # Then the producer gives some back and the consumers take them, by `setmaxnreg`, in steps of 8.
 #
-# **Exercise 2.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
+# **Exercise 3.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
 # of 8 and at most 240, if each producer thread keeps `n`?
 
 # %% tags=["exercise"]

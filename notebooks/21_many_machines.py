@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 
 import numflash
-from numflash.course import check, figure
+from numflash.course import check, drawings, figure
 from numflash.mpi import Split, causal_work, imbalance
 from numflash.mpi.model import LINKS, Ring
 
@@ -50,7 +50,10 @@ whole = numflash.attention(query, key, value, impl="reference")
 # ## The ring by hand
 #
 # Four ranks in a row; at step t rank r holds the keys of rank r - t. Each partial result comes with its log-sum-exp, and
-# `merge_states` weighs the two by e^lse. The state before the first step is "nothing seen": output 0, log-sum-exp minus infinity.
+# `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is "nothing seen": output 0, log-sum-exp minus infinity.
+
+# %%
+drawings.ring_of_ranks()
 
 # %%
 split = Split.plain(length, ranks)

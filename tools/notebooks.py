@@ -56,9 +56,7 @@ def with_map(text: str, number: str) -> str:
     quoted = "\n".join(f"# {line}" for line in heading(number).splitlines())
     cell = f'# %% [markdown] tags=["map"]\n{quoted}\n\n# %% tags=["machine"]\n'
     cell += "from numflash.course import machine\n\nmachine()\n\n"
-    text = re.sub(
-        r'(?ms)^# %% \[markdown\] tags=\["map"\].*?^machine\(\)\n\n', "", text, count=1
-    )
+    text = re.sub(r'(?ms)^# %% \[markdown\] tags=\["map"\].*?^machine\(\)\n\n', "", text, count=1)
     first = re.search(r"(?m)^# %%(?! \[markdown\]\n# # )", text)
     if first is None:
         raise SystemExit(f"{number}: no cell after the title")

@@ -90,7 +90,12 @@ CHAPTERS = {
         "Keep many sums in registers, so that each load serves several products.",
         ("02",),
         ("register-tile", "dot-instruction", "vector", "latency"),
-        (("Anatomy of high-performance matrix multiplication", "https://doi.org/10.1145/1356052.1356053"),),
+        (
+            (
+                "Anatomy of high-performance matrix multiplication",
+                "https://doi.org/10.1145/1356052.1356053",
+            ),
+        ),
     ),
     "07": Chapter(
         "07_fused",
@@ -236,7 +241,9 @@ def heading(number: str) -> str:
     lines.append(">")
     needs = ", ".join(_link(n) for n in chapter.needs) or "NumPy"
     read, work = chapter.minutes
-    lines.append(f"> **Time:** {read} minutes to read, {work} for the exercises. **Before it:** {needs}.")
+    lines.append(
+        f"> **Time:** {read} minutes to read, {work} for the exercises. **Before it:** {needs}."
+    )
     terms = ", ".join(
         f"[{term.replace('-', ' ')}](../docs/glossary.md#{term})" for term in chapter.terms
     )

@@ -85,7 +85,9 @@ def find(number: str) -> Exercise:
             raise
         known = {}
     if number not in known:
-        raise ArgumentError(f"number: got {number!r}; allowed: the number of an exercise, as '02.1'")
+        raise ArgumentError(
+            f"number: got {number!r}; allowed: the number of an exercise, as '02.1'"
+        )
     return known[number]
 
 
@@ -199,7 +201,9 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
             return f"it is not {show(got)}"
         return f"got {show(got)}, which is too {'large' if a > b else 'small'}"
     first = tuple(int(n) for n in np.argwhere(~same)[0])
-    return f"{(~same).sum()} of {b.size} entries differ, the first at {list(first)}: {show(a[first])}"
+    return (
+        f"{(~same).sum()} of {b.size} entries differ, the first at {list(first)}: {show(a[first])}"
+    )
 
 
 def _parts_differ(got: Any, expected: Sequence[Any], within: float) -> str:

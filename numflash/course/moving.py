@@ -101,9 +101,7 @@ def box(
     return shape
 
 
-def grid(
-    x: float, y: float, cell: float, colours: Sequence[Sequence[str]], label: str = ""
-) -> str:
+def grid(x: float, y: float, cell: float, colours: Sequence[Sequence[str]], label: str = "") -> str:
     """A matrix of coloured cells with its name above."""
     parts = [text(x, y - 5, label)] if label else []
     for r, row in enumerate(colours):

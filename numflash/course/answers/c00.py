@@ -49,7 +49,9 @@ EXERCISES = {
     ),
     "00.3": Exercise(
         "what limits fused attention",
-        ("Compare the second and the fourth column of the second row: the larger time is the limit.",),
+        (
+            "Compare the second and the fourth column of the second row: the larger time is the limit.",
+        ),
         expected=_limit,
     ),
 }

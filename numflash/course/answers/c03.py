@@ -31,13 +31,15 @@ EXERCISES = {
         model=quantise,
         cases=(
             (_rng.standard_normal(32).astype(np.float32),),
-            (np.float32([1, -2, 0.1]),),
+            (np.array([1, -2, 0.1], np.float32),),
         ),
         slip=("np.round(x / scale)", "(x / scale)"),
     ),
     "03.2": Exercise(
         "the scale of V",
-        ("Which index is summed over: j (the row of V) or c (its channel)? The other one is free.",),
+        (
+            "Which index is summed over: j (the row of V) or c (its channel)? The other one is free.",
+        ),
         expected="channel",
     ),
     "03.3": Exercise(

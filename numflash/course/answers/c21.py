@@ -7,9 +7,7 @@ import numpy as np
 from ..exercises import Exercise
 
 
-def merge(
-    out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray
-) -> np.ndarray:
+def merge(out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray) -> np.ndarray:
     """Two divided outputs, weighted by e**lse."""
     a, b = (np.exp(x - np.maximum(lse_a, lse_b))[:, None] for x in (lse_a, lse_b))
     return (a * out_a + b * out_b) / (a + b)

@@ -28,7 +28,9 @@ def emulated(
         except EmulatorError as error:
             where = ""
             if error.source:
-                where = f"\n   at line {error.source[1]}: " + linecache.getline(*error.source).strip()
+                where = (
+                    f"\n   at line {error.source[1]}: " + linecache.getline(*error.source).strip()
+                )
             return None, "the emulator reports " + str(error).split("\n")[0].split(" [")[0] + where
     return report, ""
 
