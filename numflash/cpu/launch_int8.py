@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..jit.memory import fresh
-from ..quantization import QuantizedTensor, quantize_problem
+from ..quantization import QuantizedTensor, float_values, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
 from ..tiling import chosen
 from ..validation import Problem
@@ -113,11 +113,14 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     q = problem.query
     k = problem.key
     v = problem.value
-    nkv = problem.shape[2]
     dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
-    bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
+    if precise:
+        v, units, bad = float_values(v)
+        v_scale = units.reshape(-1, dv)
+    else:
+        v_scale, bad = heads(v.scale)[:, 0], v.nonfinite
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
     if isa == "portable":
@@ -132,7 +135,6 @@ def from_integers(problem: Problem, isa: str) -> Operands:
         values = (
             float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
         )
-    v_scale = np.ones((q.shape[0] * nkv, dv), F) if precise else heads(v.scale)[:, 0]
     return Operands(
         heads(q.data),
         heads(cq),
