@@ -40,10 +40,11 @@ print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"li
 
 # %%
 example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys, on Fugaku's processor
-print(example.explain(128, caches=Caches(64 * 1024, 0, 0, 256, "A64FX")))
+parts = example.explain(128).splitlines()
+print("\n".join(line for line in parts if " B = " in line))
 
 # %% [markdown]
-# (The table gives the parts but not their sum: that is yours.)
+# (The sum is yours.)
 #
 # **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
 
@@ -153,7 +154,7 @@ print(peak)
 
 # %% tags=["exercise"]
 ridge = ...
-check("02.3", ridge)
+check("02.3", ridge, peak)
 
 # %% [markdown]
 # Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per

@@ -191,9 +191,9 @@ for n, r in rows.items():
 table(["rung", "change", "warp instr.", "previous / this", "first / this", "barriers", "conflicts", "share of L4's peak at most"], lines)
 
 # %% [markdown]
-# Barriers count warps that come to one. A block of 128 threads has four warps and, in rungs 4 and 5, two barriers per tile: 2
-# blocks x 4 warps x 2 tiles x 2. Rung 7b has two warps more work each, so half as many warps come; a rung with one barrier per tile
-# and one in front of the loop comes out between them.
+# How to read the barriers: they count warps that come to one. Rungs 2 to 5 have 2 blocks of 4 warps, 2 tiles of keys and two barriers per
+# tile: 2 x 4 x 2 x 2 = 32. Rung 6 needs one per tile (16). Rung 7a has one more in front of the loop, because the tile of Q is read from
+# shared memory into registers first: 2 x 4 x (1 + 2) = 24. In 7b a block holds 128 queries, so there is one block instead of two: 12.
 #
 # ## The picture, and the ceiling
 

@@ -33,8 +33,10 @@ from numba.cuda import types
 
 from numflash.course import check
 from numflash.cuda import ptx
+from numflash.cuda.kernels.flash_hopper import DESCRIPTOR, descriptor
 
-u32, i32 = types.uint32, types.int32
+u32, u64, i32, f32 = types.uint32, types.uint64, types.int32, types.float32
+multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fence(32), ptx.wgmma_wait[0]
 
 # %% [markdown]
 # ## How to read a report
@@ -275,39 +277,37 @@ check("23.9", pipeline)
 # %% [markdown]
 # ## 10. The missing fence
 #
-# The same ring. This one would work on most days.
+# `scores` is chapter 17's product Q . K^T of 64 x 64 by `wgmma`.
 
 # %% tags=["exercise"]
-def pipeline(maps, out, tiles):
+def scores(maps, out):
     shared = cuda.shared.array(0, u32)
     t = i32(cuda.threadIdx.x)
-    base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+    lane, warp = t & 31, t >> 5
+    bar = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+    sq, sk = bar + u32(1024), bar + u32(1024 + 64 * 128)
     if t == 0:
-        for s in range(2):
-            ptx.mbarrier_init(base + u32(8 * s), u32(1))          # full: one arrival, and bytes
-            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(64))    # empty: every consumer arrives
+        ptx.mbarrier_init(bar, u32(1))
+        ptx.fence_mbarrier_init()
         ptx.tensormap_acquire(maps)
+        ptx.tensormap_acquire(maps + u64(128))
     cuda.syncthreads()
-    if t >= 64:                                            # the producer's warp
-        if t == 64:
-            for n in range(tiles):
-                full, empty = base + u32(8 * (n & 1)), base + u32(16 + 8 * (n & 1))
-                ptx.mbarrier_wait(empty, u32(((n >> 1) & 1) ^ 1))
-                ptx.mbarrier_expect(full, u32(1024))                 # 8 rows of 64 halves
-                ptx.tma_load_4d(base + u32(1024 + 1024 * (n & 1)), maps, i32(0), i32(8 * n), i32(0), i32(0), full)
-    else:
-        total, four = u32(0), cuda.local.array(4, u32)
-        for n in range(tiles):
-            full, empty = base + u32(8 * (n & 1)), base + u32(16 + 8 * (n & 1))
-            ptx.mbarrier_wait(full, u32((n >> 1) & 1))                  # consumers: this use of the stage
-            ptx.load_shared_v4(four, 0, base + u32(1024 + 1024 * (n & 1) + 16 * t))
-            for e in range(4):
-                total += four[e]
-            ptx.mbarrier_arrive(empty)
-        out[t] = total
+    if t == 0:
+        ptx.mbarrier_expect(bar, u32(2 * 64 * 128))
+        ptx.tma_load_4d(sq, maps, i32(0), i32(0), i32(0), i32(0), bar)
+        ptx.tma_load_4d(sk, maps + u64(128), i32(0), i32(0), i32(0), i32(0), bar)
+    ptx.mbarrier_wait(bar, u32(0))
+    s = cuda.local.array(32, f32)
+    for step in range(4):
+        multiply(s, 0, descriptor(DESCRIPTOR, sq) + u64(2 * step), descriptor(DESCRIPTOR, sk) + u64(2 * step), i32(step != 0))
+    ptx.wgmma_commit()
+    wait_none()
+    settle(s, 0)
+    for i in range(32):
+        out[warp * 16 + (lane >> 2) + 8 * ((i >> 1) & 1), 8 * (i >> 2) + 2 * (lane & 3) + (i & 1)] = s[i]
 
 
-check("23.10", pipeline)
+check("23.10", scores)
 
 # %% [markdown]
 # ## 11. Nobody waits for empty

@@ -86,6 +86,17 @@ def test_a_chapter_has_its_map_and_its_terms_are_in_the_glossary(source):
     assert {n for stops in PATHS.values() for n in stops} <= set(CHAPTERS)
 
 
+def figures_of(asked):
+    """An expected number in print, where it is long enough to be no accident."""
+    try:
+        expected = asked.expected() if callable(asked.expected) else asked.expected
+    except TypeError:  # depends on what the chapter measures
+        return []
+    values = expected if isinstance(expected, tuple) else (expected,)
+    shown = [f"{x:.6g}" for x in values if isinstance(x, (int, float))]
+    return [x for x in shown if len(x.strip("0.")) >= 4]
+
+
 @each
 def test_no_answer_is_visible_before_its_question(source):
     """Neither the source nor the stored output of a cell above an exercise shows its solution."""
@@ -99,8 +110,10 @@ def test_no_answer_is_visible_before_its_question(source):
             for line in exercises.solution_text(number).splitlines():
                 line = line.split("  #")[0].strip()
                 if len(line) > 24 and not line.startswith(("def ", "for ", "#")):
-                    assert line not in above or asked.broken, (number, line)
+                    assert line not in above or line in body or asked.broken, (number, line)
             assert asked.hints, number
+            for value in figures_of(asked):
+                assert value not in above, (number, value)
         above += "\n" + json.dumps(cell.get("outputs", ""))
 
 

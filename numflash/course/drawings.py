@@ -120,7 +120,7 @@ def tile_against_cache(d: int, block_k: int, cache: int, sizes: Sequence[int]) -
             + text(320, 16, f"cache: {cache / 1024:.0f} KiB", anchor="middle")
             + text(20, 110, f"K and V come from memory once per {block_q} rows")
         )
-        fits = "fits" if total <= cache else "does not fit: every access may go far away"
+        fits = "fits" if total <= cache else "does not fit: the rest comes from the next cache"
         frames.append((drawing, f"block_q = {block_q}: {total / 1024:.1f} KiB, {fits}"))
     return Frames(frames, 640, 120, 1.5)
 

@@ -90,7 +90,7 @@ EXERCISES = {
             "l becomes l * shrink + p.sum(). o works alike, with p @ v.",
         ),
         model=step,
-        cases=((_nothing, *_first), (_seen, *_second)),
+        cases=((_nothing, *_first), (_seen, *_second), (_seen, _second[0] + 5, _second[1])),
         slip=("o * shrink", "o"),
     ),
     "01.2": Exercise(

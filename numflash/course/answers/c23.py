@@ -73,6 +73,22 @@ def pipeline(kernel: Any) -> str:
     return "" if came == exact else "no rule is broken, but the sum over all tiles is wrong"
 
 
+def _warpgroup(kernel: Any) -> str:
+    """Scores of 64 queries and 64 keys by wgmma, from tensor maps of both."""
+    from ...cuda._target import types
+    from ...cuda.compile import Source
+    from ...cuda.emulator import TensorMap
+
+    rng = np.random.default_rng(4)
+    q, k = (rng.standard_normal((1, 1, 64, 64)).astype(np.float16) for _ in range(2))
+    out = np.zeros((64, 64), np.float32)
+    signature = types.void(types.uint64, types.Array(types.float32, 2, "C"))
+    source = Source(kernel, signature, 128, 2 * 64 * 128 + 2048)
+    maps = [TensorMap(x, (1, 1, 64, 64)) for x in (q, k)]
+    _, fault = emulated(source, 1, None, (maps, out), seeds=1, arch="sm_90a")
+    return fault or wrong_numbers(out, q[0, 0].astype(float) @ k[0, 0].T.astype(float), "out")
+
+
 EXERCISES = {
     "23.1": Exercise(
         "reverse: a missing barrier",
@@ -185,14 +201,14 @@ EXERCISES = {
         broken=True,
     ),
     "23.10": Exercise(
-        "pipeline: the missing fence",
+        "scores by wgmma: the missing fence",
         (
-            '"protocol": the copy engine uses a barrier whose initialisation it may not see.',
-            "mbarrier_init writes through the ordinary path; TMA reads through another one. "
-            "ptx.fence_mbarrier_init() after the inits makes them visible.",
+            '"protocol": the tensor core reads and writes registers on its own. What tells it that '
+            "ordinary instructions are done with them?",
+            "ptx.wgmma_fence() belongs before the first product of a group.",
         ),
-        judge=pipeline,
-        slip=("        ptx.fence_mbarrier_init()\n", ""),
+        judge=_warpgroup,
+        slip=("    ptx.wgmma_fence()\n", ""),
         broken=True,
     ),
     "23.11": Exercise(
