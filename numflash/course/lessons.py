@@ -147,7 +147,7 @@ def _cpu() -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as info:
             for line in info:
                 if line.startswith("model name"):
-                    return f"{line.partition(':')[2].strip()} ({target.cpu_name()})"
+                    return line.partition(":")[2].strip()
     except OSError:
         pass
     return str(target.cpu_name())
