@@ -20,7 +20,7 @@ from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.launch import plan
 from numflash.cuda.validate import build, kernels
-from numflash.cuda.validate.attention import problem_of
+from numflash.cuda.validate.cases import problem_of
 from numflash.errors import UnsupportedError
 
 SMALL = {"dv": 32, "row_tiles": 1, "exact": False}

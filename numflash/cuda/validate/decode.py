@@ -57,6 +57,12 @@ CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
 )
 
 
+def timed_caches(dtype: str) -> list[tuple]:
+    """Cases whose kernels are those of the timings."""
+    long: tuple = (f"{dtype} long", dtype, LONG["d"], 300, 1, 8, {})
+    return [long, (f"{dtype} short", dtype, 64, 300, 1, 4, {})]
+
+
 def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -69,46 +75,45 @@ def refused(error: UnsupportedError) -> dict[str, Any]:
     return {"error" if failed else "skipped": str(error), "passed": not failed}
 
 
-def correctness(cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
-    """One row per case: equal bits with the emulator for INT8, else errors against it.
+def results(case: tuple, device: str) -> list[np.ndarray]:
+    """What a cache returns for a case: the last token's `step`, `decode` with LSE, its keys."""
+    _, dtype, d, n, new, splits, options = case
+    key = _draw((B, G, n + new, d), 0)
+    value = _draw((B, G, n + new, d), 1)
+    query = _draw((B, H, new, d), 2)
+    cache = KVCache(B, G, d, n + 2 * new, dtype, device=device, **options)
+    cache.append(key[:, :, :n], value[:, :, :n])
+    token = [np.ascontiguousarray(x[:, :, n:]) for x in (key, value)]
+    found = [
+        cache.step(query, *token, splits=splits),
+        *cache.decode(query, splits=splits, return_lse=True),
+        cache.read(0)[0],
+    ]
+    cache.close()
+    return found
 
-    The last token through `step`.
-    """
-    for name, dtype, d, n, new, splits, options in cases:
-        row: dict[str, Any] = {"case": f"decode {name}"}
-        key = _draw((B, G, n + new, d), 0)
-        value = _draw((B, G, n + new, d), 1)
-        query = _draw((B, H, new, d), 2)
-        found = []
+
+def check(device: Device, cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
+    """One row per case: equal bits with the emulator for INT8, else errors against it."""
+    from . import expected
+
+    for case in cases:
+        name, dtype = case[:2]
+        row: dict[str, Any] = {"case": f"decode {name}", "arch": device.arch}
         try:
-            for where in ("cuda", "cuda-emulator"):
-                cache = KVCache(B, G, d, n + 2 * new, dtype, device=where, **options)
-                cache.append(key[:, :, :n], value[:, :, :n])
-                token = [np.ascontiguousarray(x[:, :, n:]) for x in (key, value)]
-                found.append(
-                    (
-                        cache.step(query, *token, splits=splits),
-                        *cache.decode(query, splits=splits, return_lse=True),
-                        cache.read(0)[0],
-                    )
-                )
-                cache.close()
+            emulator = expected.get("decode", case, device.arch)
+            found = list(zip(results(case, "cuda"), emulator, strict=True))
         except UnsupportedError as problem:
             yield row | refused(problem)
             continue
         if dtype == "int8":
-            equal = all(
-                np.array_equal(a.view(np.int32), b.view(np.int32))
-                for a, b in zip(*found, strict=True)
-            )
+            equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in found)
             yield row | {"equal_bits": equal, "passed": equal}
         else:
-            error = max(float(np.abs(a - b).max()) for a, b in zip(*found, strict=True))
+            error = max(float(np.abs(a - b).max()) for a, b in found)
             # weights are rounded to 8 or 11 bits on both sides, sums are taken in another order
-            yield row | {
-                "largest_difference": error,
-                "passed": error <= (2e-2 if dtype == "bfloat16" else 3e-3),
-            }
+            limit = 2e-2 if dtype == "bfloat16" else 3e-3
+            yield row | {"largest_difference": error, "passed": error <= limit}
 
 
 def long_cache(
@@ -194,10 +199,7 @@ def short_step(
     }
 
 
-def timings(device: Device) -> Iterator[dict[str, Any]]:
-    """INT8 and float16 where the card has them: the long cache, then the short step."""
-    for dtype in ("int8", "float16"):
-        if dtype == "int8" and device.arch == "sm_75":
-            continue
-        yield long_cache(device, dtype, **LONG)
-        yield short_step(dtype)
+def timings(device: Device, dtype: str) -> Iterator[dict[str, Any]]:
+    """The long cache, then the short step."""
+    yield long_cache(device, dtype, **LONG)
+    yield short_step(dtype)
