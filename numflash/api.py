@@ -26,10 +26,10 @@ def solve(
     problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the
-    problem asks for it.
+    problem needs it.
 
     `results`, contiguous float32 arrays of these shapes, are written and returned where they are
-    given, for a problem that asks for the lse.
+    given, for a problem that returns the LSE.
     """
     b, h, _, length, s, _, dv = problem.shape
     if 0 in (b, length, s):
@@ -118,7 +118,7 @@ def attention(
     ----------
     query : (B, H, L, D) array, 2-D and 3-D arrays are promoted
         float32, float64 (computed in float32), float16, bfloat16 (ml_dtypes, torch, or uint16 bits
-        with precision "bfloat16"). NumPy array, PyTorch CPU tensor, or any object that speaks
+        with precision "bfloat16"). NumPy array, PyTorch CPU tensor, or any object that supports
         DLPack.
     key : (B, Hkv, S, D) array
     value : (B, Hkv, S, Dv) array; D and Dv from 1 to 512
@@ -127,13 +127,13 @@ def attention(
     dropout_p : float
         0.0 only.
     is_causal : bool
-        Row i sees no key beyond its diagonal.
+        Row i attends to no key beyond its diagonal.
     scale : float
         1 / sqrt(D) unless given; 0, or magnitudes from 1e-30 to 1e30.
     enable_gqa : bool
         Allow fewer key heads than query heads; Hkv divides H.
     window : (left, right)
-        Keys a row sees before and after its diagonal, None for no limit.
+        Keys a row attends to before and after its diagonal, None for no limit.
     alignment : "upper_left" or "lower_right"
         Whether the diagonal begins at key 0 (PyTorch) or ends at the last valid key (FlashAttention
         2, decoding).
@@ -270,15 +270,15 @@ def attention_backward(
     impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an
         architecture
         ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
-        Device arrays go to the card that they lie on.
+        Device arrays are computed on the card that holds them.
 
     Returns
     -------
     dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
 
-    Rows that see no key, and keys that no row sees, have gradient 0. NaN or infinity in a key or
-    value reaches the gradients of rows that see it, and of the keys that these see; never those of
-    others.
+    Rows that attend to no key, and keys that no row attends to, have gradient 0. NaN or infinity in
+    a key or value reaches the gradients of rows that see it, and of the keys that these see; never
+    those of others.
 
     Raises
     ------
@@ -495,7 +495,7 @@ def attention_varlen(
 def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
     """What `attention` would do for a problem.
 
-    Tiling, bytes in each cache, operations, and the roof it will meet.
+    Tiling, bytes in each cache, operations, and the hardware limit (roofline) that bounds it.
 
     Parameters
     ----------

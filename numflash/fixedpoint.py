@@ -38,8 +38,9 @@ ZERO_VALUE_SCALE = (
     2.0**-110
 )  # of a cached value of zeros: below every other one, so it never is a block's largest
 
-# 2**-f on [0, 1) as 1 - f (A - B f), continuous where octaves meet (A - B = 1/2): worst relative
-# error 0.27 %. It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline, step 5.
+# 2**-f on [0, 1) as 1 - f (A - B f), continuous at the octaves' boundaries (A - B = 1/2): worst
+# relative error 0.27 %. It is 1 + g (0.6602 + 0.3398 g) with g = 1 - f, mirrored; INT8 pipeline,
+# step 5.
 QUADRATIC_A = 0.6699
 QUADRATIC_B = 0.1699
 P_B = round(QUADRATIC_B * P_WIDE)

@@ -1,4 +1,4 @@
-"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that speaks DLPack.
+"""Arrays in and out: NumPy, ml_dtypes bfloat16, PyTorch, and anything that supports DLPack.
 
 Results are of the caller's kind.
 
@@ -24,7 +24,7 @@ CPU_DEVICE = 1  # kDLCPU
 
 @dataclass(frozen=True)
 class Imported:
-    """An argument as NumPy sees it.
+    """An argument as a NumPy array.
 
     array : the data, bfloat16 as uint16 bits
     dtype : the caller's dtype by name; "bfloat16" and "uint16" share their storage
@@ -87,7 +87,10 @@ def to_float32(x: np.ndarray) -> np.ndarray:
 
 
 class Memory:
-    """Carries an address, on the host or a card, into NumPy; `owner` lives as long as the array."""
+    """Carries an address, on the host or a card, into NumPy.
+
+    `owner` is kept as long as the array.
+    """
 
     def __init__(
         self,

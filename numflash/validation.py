@@ -34,8 +34,8 @@ class Problem:
     scale : float
         Factor of Q.K^T, 1/sqrt(D) unless given.
     left, right : int or None
-        Row i sees keys j with i + diagonal[b] - left <= j <= i + diagonal[b] + right; None is no
-        limit. Causal is right = 0.
+        Row i attends to keys j with i + diagonal[b] - left <= j <= i + diagonal[b] + right; None is
+        no limit. Causal is right = 0.
     diagonal : (B,) int64
         Key under the diagonal in row 0: 0 for alignment "upper_left", key_lengths - L for
         "lower_right".

@@ -1,6 +1,6 @@
 """Reading a cache back.
 
-The stored numbers, the floats they stand for, and all of it as arrays on the host.
+The stored numbers, the floats they represent, and all of it as arrays on the host.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     size = memory.layout.page_size
     for b, (key, value, scales) in enumerate(arrays):
         slots = key.shape[1]
+        if not slots:  # layouts do not store nothing
+            continue
         pages = memory.store.table[b, : -(-slots // size)]
         pad = len(pages) * size - slots
         memory.layout.write(

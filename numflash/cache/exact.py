@@ -16,7 +16,7 @@ LOWEST = float(np.finfo(np.float32).min)
 def positions(length: int, used: int, sinks: int, ring: int) -> np.ndarray:
     """The token in each of the `used` slots of a sequence of `length` tokens.
 
-    Those behind the sinks lie in a ring.
+    Tokens after the sinks are stored in a ring.
     """
     slots = np.arange(used)
     if used == length:

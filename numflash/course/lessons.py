@@ -50,7 +50,7 @@ def check(
 
     Parameters
     ----------
-    name : what the exercise asks for
+    name : what the exercise requires
     got : the answer; `...`, also within a tuple, is an exercise that is still open
     expected : a value (number, text, array, or a tuple of them), or a function that computes it
     cases : with functions, the arguments to call both with, a tuple for each call

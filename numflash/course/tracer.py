@@ -1,4 +1,4 @@
-"""What a kernel asks of memory: its own source, run by the interpreter on arrays that count.
+"""The memory accesses of a kernel: its own source, run by the interpreter on arrays that count.
 
 `trace` runs the Python function behind a compiled kernel. Every load and store of an element is
 counted by array and by cache line, and goes through a model of a cache: fully associative, least
@@ -119,9 +119,9 @@ class _Memory:
 
 
 class Traced:
-    """An array that tells a `_Memory` of every element read or written.
+    """An array that reports every element read or written to a `_Memory`.
 
-    Slices are views that tell it too.
+    Slices are views that report too.
     """
 
     def __init__(self, array: np.ndarray, place: np.ndarray, number: int, memory: _Memory) -> None:
@@ -190,7 +190,7 @@ def _interpreted(function: Any, known: dict[Any, Any]) -> Any:
 
 
 def trace(kernel: Callable, *arguments: Any, cache: int = 32768, line: int = 64) -> Report:
-    """Run the source of `kernel` on `arguments` and count what it asks of memory.
+    """Run the source of `kernel` on `arguments` and count its memory accesses.
 
     Parameters
     ----------

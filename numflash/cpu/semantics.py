@@ -1,6 +1,6 @@
-"""What an attention problem asks of the scores of one query row.
+"""What an attention problem does to the scores of one query row.
 
-Which keys it sees and how they are transformed.
+Which keys it attends to and how they are transformed.
 
 Plain scalar loops, shared by the register-tile kernels and the portable one, in the order of the
 field: scale, softcap, ALiBi, bias, mask. Scores are float32 in Q8.8 units here (256 per octave);
@@ -19,11 +19,11 @@ from ..jit.compiler import inline
 F = np.float32
 I = np.int32
 HIDDEN = np.int16(fx.MASKED)  # int16 score of a key that is not seen: weight 0
-UNSEEN = fx.MIN_OCTAVE  # octave of a row that sees nothing of a block
+UNSEEN = fx.MIN_OCTAVE  # octave of a row that attends to no key of a block
 
 
 class ScoreTiles(NamedTuple):
-    """The functions of a problem; addresses are 0 where there is nothing to call.
+    """The functions of a problem; an address is 0 where no function is given.
 
     unmasked, masked : address and frame of the functions for blocks that all rows see, and for
         others
@@ -52,7 +52,7 @@ NO_TILES = ScoreTiles(0, 0, 0, 0, NO_STATES, NO_SPANS, 1, 1, np.zeros(0, np.int6
 
 
 class Semantics(NamedTuple):
-    """Which keys a row sees and what happens to its scores.
+    """Which keys a row attends to and how its scores change.
 
     Arrays of one element where an option is off.
 

@@ -12,7 +12,7 @@ DTYPES = {"b": np.bool_, "i": np.int64, "f": np.float64}
 
 
 def element(array: np.ndarray, index: list[Any]) -> np.ndarray:
-    """Elements of an array: negative indices count from the end, what lies outside is clamped."""
+    """Elements of an array: negative indices count from the end, an index outside is clamped."""
     inside = []
     for at, size in zip(index, array.shape, strict=True):
         at = np.where(at < 0, at + size, at)

@@ -52,7 +52,7 @@ class Fused:
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.
 
-        The object has to live as long as they are used.
+        The object must be kept as long as they are used.
         """
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])

@@ -3,7 +3,7 @@
 The bounds are conservative. Floats are computed here in float64 and in kernels in float32, so each
 operation widens its bounds by more than float32 and the kernels' functions can be wrong. A value
 that may be NaN carries a flag, and a comparison of it is open. Integers that may leave 32 bits are
-unbounded, and `overflow` tells that the kernels must compute in 64 bits.
+unbounded, and `overflow` says that the kernels must compute in 64 bits.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile function with the frame of its arrays; both live as long as this object."""
+    """A tile function with the frame of its arrays; both are freed with this object."""
 
     machine: Machine
     frame: np.ndarray

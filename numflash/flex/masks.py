@@ -100,7 +100,7 @@ class BlockMask:
         Parameters
         ----------
         kv_num_blocks : (B, H, blocks of queries) integers
-            How many blocks of keys each block of queries sees in part.
+            How many blocks of keys each block of queries attends to in part.
         kv_indices : (B, H, blocks of queries, blocks of keys) integers
             Their numbers; those beyond the count are not looked at.
         full_kv_num_blocks, full_kv_indices
@@ -260,7 +260,7 @@ def create_block_mask(
     KV_LEN: int,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Find out which blocks of queries and keys a mask function sees.
+    """Find which blocks of queries and keys a mask function allows.
 
     By interval arithmetic over the traced function: no pair is evaluated. A block whose bounds do
     not decide is PARTIAL, which is always right.

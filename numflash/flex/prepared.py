@@ -95,7 +95,7 @@ class Prepared:
     def block_states(self, shape: tuple[int, int, int, int], block: tuple[int, int]) -> np.ndarray:
         """(B or 1, H or 1, blocks of L, blocks of S) uint8.
 
-        EMPTY, PARTIAL or FULL, as intervals tell.
+        EMPTY, PARTIAL or FULL, from interval arithmetic.
 
         EMPTY and FULL are certain. B and H are 1 where the mask does not depend on them.
         """

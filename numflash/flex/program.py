@@ -59,7 +59,7 @@ class Program:
 
     Parameters
     ----------
-    score, slope, mask : the values to compute, None where there is nothing to
+    score, slope, mask : the values to compute, None where there is none to
     shape : (B, H, L, S): ranges of the indices; proves indices and 32-bit integers safe
     """
 

@@ -1,4 +1,4 @@
-"""Values that stand for a score or an index while a function is recorded.
+"""Values that represent a score or an index while a function is recorded.
 
 They answer to Python's operators and to the protocols of NumPy (`__array_ufunc__`,
 `__array_function__`) and PyTorch (`__torch_function__`), so that `np.where`, `torch.tanh` and

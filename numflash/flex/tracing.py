@@ -1,7 +1,7 @@
 """A Python function of a score and indices, called once with traced values: its expression graph.
 
 Captured NumPy arrays are found in closures, globals, defaults and attributes, and put before the
-function as arrays that know traced indices; PyTorch's tensors are seen by a function mode.
+function as arrays that accept traced indices; PyTorch's tensors are intercepted by a function mode.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 JIT options, compiled kernels on disk, threads, and scratch memory.
 
-Knows nothing of attention. May import: `errors` only.
+Contains nothing about attention. May import: `errors` only.
 """

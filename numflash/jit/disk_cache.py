@@ -35,7 +35,7 @@ logger = logging.getLogger("numflash")
 
 
 def _source(path: Path) -> str:
-    return "".join(linecache.getlines(str(path)))  # which also knows the cells of a notebook
+    return "".join(linecache.getlines(str(path)))  # which also handles the cells of a notebook
 
 
 _IMPORT = re.compile(
@@ -134,7 +134,7 @@ def salt(value: Any) -> str:
 def named(function: Callable) -> Callable:
     """Name a closure after all that it closes over.
 
-    Numba tells the closures of a factory apart by a counter that starts at zero in every process.
+    Numba distinguishes the closures of a factory by a counter that starts at zero in every process.
     Two of them, compiled in different processes and loaded from the cache into a third, would share
     a symbol, and one would run the other's code.
     """

@@ -1,8 +1,9 @@
 """NUMFLASH_GUARD=1.
 
-Every scratch and output buffer of the CPU kernels tells what is done to it beyond what is right.
+Detects overruns and reads of unwritten memory in every scratch and output buffer of the CPU
+kernels.
 
-A buffer then lies between canaries, is filled with signalling values first, and a call is made
+A buffer is then placed between canaries, is filled with signalling values first, and a call is made
 twice with two fillings:
 
 * a canary that has changed afterwards: something was written beyond the buffer's ends;
@@ -60,7 +61,7 @@ class Room:
         return self.memory.ctypes.data + self.first
 
     def refill(self, different: Callable[[Place], int]) -> None:
-        """Fill what lies beyond the buffer's ends, and the buffer itself if it is not one that
+        """Fill the memory beyond the buffer's ends, and the buffer itself if it is not one that
         starts as zeros.
         """
         beyond = FILLINGS[different((self.name, False))]
@@ -119,14 +120,14 @@ def second_filling(_: Place) -> int:
 
 
 def caller(depth: int = 2) -> str:
-    """The function and line that ask for a buffer, for its name."""
+    """The function and line that allocate a buffer, for its name."""
     frame = sys._getframe(depth)
     file = os.path.basename(frame.f_code.co_filename)
     return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})"
 
 
 def buffer(name: str, size: int, fill: bool) -> Room:
-    """A new buffer; of the call that is going on, else one that lives as long as its array."""
+    """A new buffer; of the present call, else one that is kept as long as its array."""
     room = Room(name, size, fill, first_filling if _session is None else _session.different)
     if _session is None:
         _kept[id(room)] = room

@@ -62,7 +62,7 @@ def keep(bits: int) -> None:
 def _allocator(clear: bool) -> Any:
     """Intrinsic f(shape, dtype, name) -> aligned array.
 
-    Shape is a tuple, name a literal that `guard` speaks of.
+    Shape is a tuple, name a literal that `guard` names in its errors.
     """
 
     def allocate(typingctx, shape, dtype, name):

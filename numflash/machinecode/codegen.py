@@ -1,5 +1,5 @@
-"""Machine code of any Numba function for any CPU that LLVM knows, on this machine, without running
-it.
+"""Machine code of any Numba function for any CPU that LLVM supports, on this machine, without
+running it.
 
 The pip wheel of llvmlite holds LLVM's AArch64 and x86 back ends whatever the host is. Here Numba's
 own front end, type inference and pass pipeline run against a target machine of the caller's choice,
@@ -303,7 +303,7 @@ class _TargetContext(cpu.CPUContext):
     create_cfunc_wrapper = create_cpython_wrapper
 
     def get_executable(self, library: Any, fndesc: Any, env: Any) -> Callable:
-        # Numba keys overloads by a built-in function; this one stands for code that cannot run here
+        # Numba keys overloads by a built-in function; this one represents code that cannot run here
         return object().__sizeof__
 
 
@@ -314,7 +314,7 @@ def _contexts(target: Target) -> tuple[_TypingContext, _TargetContext]:
 
 
 def code_generator(target: Target) -> Any:
-    """Numba's code generator for a target, as `cpu.target` asks one for its features."""
+    """Numba's code generator for a target, with the features that `cpu.target` requests."""
     return _contexts(target)[1].codegen()
 
 

@@ -3,7 +3,7 @@ length, through Unicorn.
 
 Results are those of the architecture (base SVE, NEON) and instruction counts are exact; time,
 caches and the limits of a CPU model (which instructions it has) are not modelled: the emulated CPU
-knows all of base SVE and of NEON.
+supports all of base SVE and of NEON.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Emulated:
             info, self._free = (
                 self._free,
                 (self._free + to + 2 * a + 127) // 64 * 64,
-            )  # atomics want 8 bytes
+            )  # atomics need 8 bytes
             data = (info + 64 + a - 1) // a * a
             uc.mem_write(info, struct.pack("<6Q", 1, 0, 0, data, to, 0))
             uc.reg_write(arm.UC_ARM64_REG_X0, info)

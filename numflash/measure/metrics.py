@@ -3,7 +3,7 @@
 Always the same five figures, because each hides what another shows.
 
 Cosine similarity is near 1 for every usable kernel; the largest absolute error and the worst row
-are what users notice.
+are the latencies that users experience.
 """
 
 from __future__ import annotations

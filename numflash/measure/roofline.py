@@ -3,7 +3,7 @@
 INT8 dot and FP32 multiply-add peaks, memory read and copy.
 
 Peaks come from loops that do nothing but the instruction, on independent accumulators in registers.
-What a data sheet says does not count: clocks, ports and shared memory of the machine at hand do.
+Measured on this machine, because clocks, ports and shared memory differ from the data sheet.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class Job:
     error: Exception | None = None
 
     def attend(self, shard: Shard) -> None:
-        """Merge in the attention of every query chunk to every chunk of the shard that it sees."""
+        """Merge in the attention of every query chunk to every chunk of the shard that it attends
+        to.
+        """
         if self.error is None:
             try:
                 for c, keys in enumerate(shard.ranges):
@@ -178,11 +180,11 @@ def ring_attention(
 ) -> Any:
     """`numflash.attention` over a sequence spread over ranks.
 
-    Queries stay, keys and values travel once round the ring.
+    Queries stay, keys and values are sent once round the ring.
 
     Every rank of `comm` calls it with its own shard of the sequence and the same options. It
     returns when the rank's own rows are done. Communication is non-blocking and runs while the
-    kernel does; a message carries only keys that a rank further on sees.
+    kernel does; a message carries only keys that a later rank attends to.
 
     Parameters
     ----------

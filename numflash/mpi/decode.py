@@ -115,7 +115,7 @@ def local_state(
 ) -> tuple[np.ndarray, Exception | None]:
     """(1 + B * H, Dv + 1) float32: out and lse of each row.
 
-    The first row sees nothing, and something where decoding failed.
+    The first row has no keys; it has some where decoding failed.
     """
     rows = np.zeros((1 + shape[0] * shape[1], width + 1), F)
     rows[0, -1] = -np.inf

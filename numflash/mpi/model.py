@@ -43,7 +43,7 @@ LINKS = (
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring attention as the model sees it.
+    """Ring attention in the model.
 
     rate : operations per second of one rank's kernel, 4 H D for each visible pair of query and key
     heads, kv_heads, head_dim : of the whole problem;  precision : of the messages

@@ -27,7 +27,7 @@ FAR = 1 << 40  # no limit on a side of the window
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank knows before the first message.
+    """What each rank can compute before the first message.
 
     Attributes
     ----------
@@ -60,7 +60,8 @@ class Plan:
             q[..., 1] + high + (FAR if p.right is None else p.right),
             0 if nothing else int(p.key_lengths.max()),
         )
-        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)  # a rank without queries sees nothing
+        # a rank without queries attends to no key
+        stop = np.where(q[..., 1] > q[..., 0], stop, -FAR)
         ring = (np.arange(n)[:, None] + np.arange(n)) % n  # (owner, step): the rank at that step
         # (owner, 1, 1, chunk)
         a = k[:, None, None, :, 0]

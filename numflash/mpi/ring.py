@@ -4,7 +4,7 @@ Ring Attention (Liu et al. 2023, section 3).
 
 Step t: a rank holds the keys of the rank t places behind it. It sends them on and receives the next
 ones while its kernel runs on them, then merges the partial result by its log-sum-exp. Each message
-carries only the keys that somebody further on still sees.
+carries only the keys that a later rank still attends to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAUSE = 2e-4  # seconds between two looks at messages in flight
 
 @dataclass
 class Report:
-    """What one call cost this rank; hand one in as `report` to have it filled.
+    """What one call cost this rank; pass one as `report` to have it filled.
 
     sent, received : bytes of keys and values;  messages : how many were sent
     setup : seconds in checks and in agreeing on scales;  kernel : seconds in attention and merging

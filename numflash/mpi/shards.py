@@ -1,6 +1,6 @@
 """Keys and values as messages.
 
-One buffer of bytes each, without a header, because both ends know its layout.
+One buffer of bytes each, without a header, because both ranks compute its layout.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ torch.Size([1, 8, 128, 64])
 `attention` takes what PyTorch's function has no name for (windows, soft caps, sinks, key lengths)
 and returns the log-sum-exp.
 
-Tensors are read where they lie. CPU tensors go to the CPU kernels, on as many threads as PyTorch
+Tensors are read in place. CPU tensors go to the CPU kernels, on as many threads as PyTorch
 uses; CUDA tensors to those of `numflash.cuda`, on the current stream. Nothing falls back to
 PyTorch's kernels unless `use(fallback=True)` says so.
 """

@@ -159,7 +159,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tupl
         return out, lse
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
-    if query.is_cuda:  # asks PyTorch for memory, and for the current stream
+    if query.is_cuda:  # allocates through PyTorch, and gets the current stream
         return api.attend(query, key, value, asked, impl)
     problem = validation.problem(query, key, value, asked)
     out, lse = _results(query, value)
@@ -330,7 +330,7 @@ def _check_gradients(
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The tensors as `torch.autocast` would hand them to PyTorch's function."""
+    """The tensors as `torch.autocast` would pass them to PyTorch's function."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors
@@ -485,7 +485,7 @@ def scaled_dot_product_attention(
         Or `torch.nn.attention.bias.causal_lower_right(L, S)`, whose diagonal ends at the last key.
     dropout_p : 0.0 only
     is_causal : bool
-        Row i sees keys 0 to i. Not together with `attn_mask`.
+        Row i attends to keys 0 to i. Not together with `attn_mask`.
     scale : float
         1 / sqrt(E) unless given.
     precision : "int8", "float32", "bfloat16" or "float16"
@@ -516,7 +516,7 @@ def scaled_dot_product_attention(
             )
         bias = attn_mask
         alignment = "upper_left"
-        if isinstance(bias, CausalBias):  # says where the diagonal lies, and holds no numbers
+        if isinstance(bias, CausalBias):  # gives the diagonal's position, and holds no numbers
             if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
                 raise SdpaError(
                     f"attn_mask: got a CausalBias for {bias.seq_len_q} queries and {bias.seq_len_kv} keys; allowed: "
@@ -610,7 +610,7 @@ class use(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's own, which a mode sees as one call, being off inside.
+        """PyTorch's own, which a mode receives as one call, being off inside.
 
         Its body runs with two of its names bound to ours.
         """

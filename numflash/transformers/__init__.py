@@ -15,7 +15,7 @@ True
 
 Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`.
 "numflash_int8" computes the attention in integers and is for inference. Both serve every model that
-asks transformers' attention interface: causal and bidirectional, grouped heads, padding on either
+uses transformers' attention interface: causal and bidirectional, grouped heads, padding on either
 side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
 
 What they cannot serve raises `ArgumentError`: dropout, attention weights as an output, the paged

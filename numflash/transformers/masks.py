@@ -2,8 +2,9 @@
 
 Which are padding, and who attends to whom.
 
-A resident cache stores no padding, so it has to tell padding from the rule of the layer (causal,
-with or without a window). All layers of a kind get the same mask, so it is read once per pass.
+A resident cache stores no padding, so it must distinguish padding from the rule of the layer
+(causal, with or without a window). All layers of a kind get the same mask, so it is read once per
+pass.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def read_mask(
     ----------
     new : n
     past : (B, tokens) bool, which of the earlier tokens are not padding; None where all are
-    offset, keys : the first token that the mask's columns stand for, and S
+    offset, keys : the first token of the mask's columns, and S
     window : of the layer
 
     Raises
@@ -90,7 +91,7 @@ def read_mask(
 
 
 def _padding_inside(columns: np.ndarray, past: np.ndarray | None, offset: int) -> bool:
-    """Whether padding in the window (B, S) stands between tokens, those before the window included."""
+    """Whether padding in the window (B, S) is between tokens, those before the window included."""
     before = np.zeros(columns.shape[0], bool) if past is None else past[:, :offset].any(1)
     first = np.where(before, -1, columns.argmax(1))
     last = columns.shape[1] - 1 - columns[:, ::-1].argmax(1)

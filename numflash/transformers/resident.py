@@ -209,7 +209,7 @@ class ResidentCache(Cache):
         self._moving = False
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         for layer in self.layers:
             layer.reset()
         self._valid, self._known, self._readings, self._moving = None, 0, {}, False

@@ -1,7 +1,7 @@
 """One layer of a `ResidentCache`: keys and values in a `numflash.KVCache`, and attention over them.
 
 transformers' attention interface passes keys and values, not the cache. So `update` keeps the new
-tokens and hands back stand-ins, and the attention function calls `attend` of the layer they name:
+tokens and returns placeholders, and the attention function calls `attend` of the layer they name:
 only there is the mask known, which says what is padding. The cache stores no padding: a sequence's
 tokens are its first ones, whatever the padding of the batch.
 """
@@ -58,7 +58,7 @@ class ResidentLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Keep the new tokens (B, Hkv, n, D) for `attend`.
 
-        Returns stand-ins of the shape of all keys and values.
+        Returns placeholders of the shape of all keys and values.
         """
         self._check(key_states, value_states)
         self.lazy_initialization(key_states, value_states)
@@ -120,7 +120,7 @@ class ResidentLayer(CacheLayerMixin):
         return past + query_length, seen - past
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.seen, self._new = 0, None
         self.store = None
 

@@ -1,4 +1,4 @@
-"""What a resident cache hands to the attention function in place of keys and values.
+"""What a resident cache passes to the attention function in place of keys and values.
 
 Their shape, and where they are.
 """
@@ -17,13 +17,13 @@ TRACING = (
     "_is_view",
     "untyped_storage",
     "is_inference",
-)  # what torch.compile asks of a tensor first
+)  # the first thing torch.compile reads of a tensor
 
 
 class StandIn(Tensor):
     """A tensor on the meta device. Anything but asking for its shape, dtype or device is refused.
 
-    So an attention implementation that does not know the cache fails instead of computing with
+    So an attention implementation that does not support the cache fails instead of computing with
     nothing.
     """
 

@@ -28,8 +28,8 @@ def same_kind(name: str, got: np.ndarray, shape: tuple[int, ...], dtype: str) ->
 def close(name: str, got: np.ndarray, want: np.ndarray, error: np.ndarray, dtype: str) -> None:
     """Entries within `error` and the rounding of `dtype`; NaN and infinity where they belong.
 
-    Infinite errors say nothing. What may lie beyond the largest number of `dtype`, by its error, may
-    be infinite.
+    Infinite errors say nothing. What may lie beyond the largest number of `dtype`, by its error,
+    may be infinite.
     """
     got = np.asarray(got).astype(np.float64)
     with np.errstate(all="ignore"):

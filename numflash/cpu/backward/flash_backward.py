@@ -4,11 +4,11 @@ DQ, dK and dV in float32, with recomputation, in one order of summation.
 
 FlashAttention 2, algorithm 2 (Dao 2023); `study.backward_plain` derives it and does the same in
 plain loops. A worker owns a head, or every `splits`-th block of its keys, and computes a tile of
-weights and score gradients once, transposed (keys are rows, so that LSE and D = rowsum(dO * O) lie
-along the lanes):
+weights and score gradients once, transposed (keys are rows, so that LSE and D = rowsum(dO * O) are
+stored along the lanes):
 
     S^T  = K.Q^T * scale * log2(e)        dP^T = V.dO^T                   (score_tile, against
-    packed Q and dO) change  softcap, ALiBi, bias, mask, edges of what a query sees
+    packed Q and dO) change  softcap, ALiBi, bias, mask, edges of the keys a query attends to
     (edge_row, only where asked for) P^T  = 2**(S^T - LSE)                 dS^T = P^T * (dP^T - D)
     (row_gradients) dV  += P^T.dO                         dK  += dS^T.Q
     (value_tile) dQ  += dS.K                           after dS^T is turned round in registers
@@ -19,8 +19,8 @@ every thread count: the number of splits follows from the shape alone. FlashAtte
 atomically, and in its deterministic mode keeps copies as well.
 
 Everything is finite here: rows that float32 cannot hold take no part (`launch_backward` has
-`backward_rows` do them), and keys that are not finite are hidden: who sees them is such a row, or
-gives them weight 0.
+`backward_rows` do them), and keys that are not finite are masked: a row that attends to them is
+such a row, or gives them weight 0.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Scratch(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a query sees and what happens to its scores, in units of log2, turned round like the
-    tiles.
+    """Which keys a query attends to and how its scores change, in units of log2, turned round like
+    the tiles.
 
     left, right, diagonal, key_lengths : as in `scores.Semantics`
     hidden : (Nkv, S) bool, keys to leave out; empty if none
@@ -220,7 +220,7 @@ def make_backward(name: str):
 
     @inline
     def visible_queries(options, b, key, s):
-        """First query that sees a key, and the one after the last."""
+        """First query that attends to a key, and the one after the last."""
         if key >= min(s, options.key_lengths[b]):
             return 0, 0
         return max(0, key - options.diagonal[b] - options.right), max(
@@ -362,8 +362,8 @@ def make_backward(name: str):
                         first, stop = min(first, lo), max(stop, min(hi, length))
                 for i in range(first // QUERIES * QUERIES, stop, QUERIES):
                     columns = min(QUERIES, length - i)
-                    # the keys of the block that the tile's first query sees on its left, and its
-                    # last on its right
+                    # the keys of the block that the tile's first query attends to on its left, and
+                    # its last on its right
                     near = max(0, i + options.diagonal[b] - options.left - key) // MR * MR
                     far = (
                         (min(end, i + columns + options.diagonal[b] + options.right - key) + MR - 1)
@@ -472,7 +472,7 @@ def make_backward(name: str):
                         for at in range(0, columns, lanes):
                             square(ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
                     for x in range(columns * KEYS, (columns + MR) * KEYS):
-                        turned[x] = F(0)  # the last tile of rows may stand out by some
+                        turned[x] = F(0)  # the last tile of rows may exceed the length
                     add_product(
                         turned, near, columns, KEYS, keys, key + near, far - near, width, some_dq, i
                     )
@@ -574,7 +574,7 @@ def _turn_block(task, x, out):
 def _turn(x, out):
     """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares.
 
-    What lies beyond L stays.
+    Elements beyond L are left unchanged.
     """
     over_tasks(_turn_block, x.shape[0] * out.shape[1], (x, out))
 

@@ -247,7 +247,9 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
 
     @bare(forceinline=False)
     def take_whole(place, blocks, step, q, words, work, o, columns):
-        """Whole blocks, `step` bytes apart, that every row sees; whether a token is not finite.
+        """Whole blocks, `step` bytes apart, that every row attends to.
+
+        Whether a token is not finite.
 
         A function of its own, of nothing but addresses and sizes: they stay in registers.
         """
@@ -547,8 +549,8 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         q (B, Hkv, rows, D) float32, the rows of a KV head being (query head of the group, new
         token); c float32 scale * log2(e), times 256 for INT8; sizes = (new tokens, splits, window,
         sinks, ring, page size, workers); out (B, Hkv, rows, Dv) float32; m_out, l_out (B, Hkv,
-        rows) float32: the softmax state in octaves and its sum, l NaN where the row saw a token
-        that was not finite, m AGAIN where float32 does not hold the row's scores or sums.
+        rows) float32: the softmax state in octaves and its sum, l NaN where the row attended to a
+        token that was not finite, m AGAIN where float32 does not hold the row's scores or sums.
         """
         units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
         scratch.counter[0], scratch.counter[1] = 0, 0

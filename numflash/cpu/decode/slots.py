@@ -10,9 +10,10 @@ from ...jit.compiler import bare
 
 @bare
 def row_edges(position, window, sinks, ring, edges):
-    """Slots that a query at `position` sees: [0, e0), [e1, e2) and [e3, e4), in this order.
+    """Slots that a query at `position` attends to: [0, e0), [e1, e2) and [e3, e4), in this order.
 
-    Tokens below `sinks` lie in their own slots, the others in a ring of `ring` slots behind them.
+    Tokens below `sinks` have slots of their own, the others share a ring of `ring` slots after
+    them.
     """
     stop = position + 1
     first = max(sinks, stop - window)

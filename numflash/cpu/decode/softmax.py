@@ -3,7 +3,7 @@
 The rows of a tile over one block of 128 keys, bit for bit as `reference.integer_decode` has it.
 
 What is one number a row is worked out for all rows at once: their chains of dependent instructions
-are long. Everything lies in the scratch of the tile, `work` of `decode_tiles`.
+are long. All of it is in the scratch memory of the tile, `work` of `decode_tiles`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Few query rows against many cached keys, for every storage of the cache and every instruction set.
 
 The query group of a KV head is the row dimension (FlashAttention 2's packing for grouped heads), so
-each vector of K and V is read from memory once and meets all rows in registers. The layout of the
-cache is the layout that these tiles read in a straight line:
+each vector of K and V is read from memory once and multiplied with all rows in registers. The
+layout of the cache is the layout that these tiles read in a straight line:
 
 * K of a block of 128 keys: [panel][step][key in panel][group], `panel` = nv * lanes keys side by
   side, `group` channels per step.
@@ -70,7 +70,7 @@ HIDDEN = -(1 << 31)  # int32 log2 score of a key that is not seen
 #
 # Zen's keeps up by itself, and requests by instruction take its buffers: 56 to 82 % of a plain
 # sum's rate, where the same products without them reach 94 % (D = 128, 4 rows, INT8, from memory).
-# What it does not stand is a line out of turn: leaving out the 16 lines of scales of 528 a block,
+# A skipped line stops it: leaving out the 16 lines of scales of 528 a block,
 # or reading them after the keys, costs the products 30 %, a plain sum 16 %. Hence every line of the
 # cache is read, in ascending order (`in_order`).
 AHEAD = 4096
@@ -78,7 +78,8 @@ AHEAD = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """How cached elements of one type meet the query in the registers of one instruction set.
+    """How cached elements of one type are multiplied with the query in the registers of one
+    instruction set.
 
     Attributes
     ----------
@@ -329,7 +330,7 @@ def value_tile(tile: Tile, rows: int, nv: int):
 
     o[rows, column + nv * lanes] += (P.V) * scale.
 
-    Addresses: work, where the weights P and SCALE lie; v the first of these columns, `step`
+    Addresses: work, of the weights P and SCALE; v the first of these columns, `step`
     elements between two steps of it; o, rows of `columns` float32. INT8 multiplies and adds in
     float32, each rounded, and where values are stored with an offset its sums begin with V_START;
     float storage starts its sums from o and takes no scale.

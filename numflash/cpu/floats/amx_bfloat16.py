@@ -3,7 +3,7 @@
 One tdpbf16ps multiplies 16 rows of 32 bfloat16 by 16 x 16 pairs and adds to 16 x 16 float32 sums:
 8,192 products in 16 cycles. Its right operand is what the packed K and V are already: rows of
 pairs, one pair for each column. Like vdpbf16ps it takes and gives denormals as zero. Sums are O's
-own format, so `value_tile` loads and stores O as it lies.
+own format, so `value_tile` loads and stores O without reordering.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q
 block:
 
     scores   s = Q.K^T                                                  (score_tile: a panel of K
-    stays in L1 for all rows) change   softcap, ALiBi, bias, mask, edges of what a row sees
-    (edge_rows, only where asked for) softmax  running maximum m, p = 2**(c * s - m), running sum l
-    (row_exceeds, row_weights); c = scale * log2(e) values   O += P.V
-    (value_tile: so do the columns of V) out = O / l, lse = (m + log2(l)) * ln 2
+    stays in L1 for all rows) change   softcap, ALiBi, bias, mask, edges of the keys a row attends
+    to (edge_rows, only where asked for) softmax  running maximum m, p = 2**(c * s - m), running sum
+    l (row_exceeds, row_weights); c = scale * log2(e) values   O += P.V (value_tile: so do the
+    columns of V) out = O / l, lse = (m + log2(l)) * ln 2
 
 K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as
 many as a register tile has (6, or 32 with AMX). The maximum is followed only when it grows by more
@@ -44,7 +44,7 @@ from .float_tiles import FLOAT_ISAS
 F = np.float32
 HIDDEN = F(-np.inf)
 GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
-LOWEST = F(-1e37)  # a row whose maximum lies below is done again
+LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 LN2 = np.log(2.0)
 LOG2E = 1 / LN2
 inlined = bare(forceinline=True)  # where options go in: a call would copy them all
@@ -65,18 +65,18 @@ class Room(NamedTuple):
     magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
     bounds: np.ndarray  # (2, block_q) int64
     spans: np.ndarray  # (3, groups) int64
-    mask_end: np.ndarray  # (lanes,) uint8 and float32: where the last keys of mask and bias stand
+    mask_end: np.ndarray  # (lanes,) uint8 and float32: copies of the last keys' mask and bias
     bias_end: np.ndarray
 
 
 @functools.cache
-def make_attend(name: str, precision: str):
-    """The kernel of one target.
+def make_attend(name: str, precision: str, key_block: int = 0):
+    """The kernel of one target, with the key blocks of its tiling or of `key_block` keys.
 
     attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo).
     """
     isa = FLOAT_ISAS[name]
-    key_block = tiling(name, precision).key_block
+    key_block = key_block or tiling(name, precision).key_block
     lanes = isa.lanes
     group = isa.group
     panel = isa.panel
@@ -152,7 +152,7 @@ def make_attend(name: str, precision: str):
     def values(p, start, stop, real, v, block, columns, o):
         """O += P.V of all groups, a chunk of V's columns after the other.
 
-        Group g sees keys start[g] .. stop[g] of the block.
+        Group g attends to keys start[g] .. stop[g] of the block.
         """
         stride, t = columns * group, 0
         while t < columns:
@@ -315,7 +315,7 @@ def make_attend(name: str, precision: str):
             o[:groups], l[:groups] = F(0), F(0)
             for block in range(first // key_block * key_block, stop, key_block):
                 for g in range(0, real, mr):
-                    # keys that any row of the group sees
+                    # keys that any row of the group attends to
                     rows = min(mr, real - g)
                     left = s
                     right = 0

@@ -12,9 +12,9 @@ of 32 x 32 into a scratch block in L1, `finish` does with vectors what `microker
 registers. The two run on different units: where a next block follows, `multiply_beside` weaves its
 products into the `finish` of the last one.
 
-A process must ask Linux for the tiles once (`jit.system.tiles_permitted`), a thread must configure
-them before it uses them. Source: Intel 64 and IA-32 Architectures Software Developer's Manual,
-volume 1, chapter 18 "Programming with Intel AMX"; Linux kernel documentation, "Using XSTATE
+A process must request the tiles from Linux once (`jit.system.tiles_permitted`), a thread must
+configure them before it uses them. Source: Intel 64 and IA-32 Architectures Software Developer's
+Manual, volume 1, chapter 18 "Programming with Intel AMX"; Linux kernel documentation, "Using XSTATE
 features in user space applications".
 """
 
@@ -248,7 +248,7 @@ def score_rows(changed: bool = False, wide: bool = False):
         )
         f32s = isa.vector(F32)
         change = None
-        if changed:  # a tuple of one, empty where there is nothing to change
+        if changed:  # a tuple of one; empty: nothing to change
             change = score_changes.changer(
                 context, b, isa, types_[9].types[0], b.extract_value(args[9], 0), wide
             )

@@ -1,6 +1,7 @@
 """The woven stream of AMX.
 
-One software-pipelined run over the key blocks that a query tile sees whole and without options.
+One software-pipelined run over the key blocks that all rows of a query tile attend to and that have
+no options.
 
 A matrix unit and the vector units work side by side only if each always finds work in the window of
 instructions that the core looks ahead. So the steps of one block (scores, softmax, values) are
@@ -76,7 +77,8 @@ class Turn(NamedTuple):
     o: int = 40  # rows of O, float32
     m: int = 48  # running octaves of the rows
     l: int = 56  # running sums of the rows
-    # the first key that each row sees, int64; 0 (no address): every row sees the whole block
+    # the first key that each row attends to, int64; 0 (no address): every row attends to the whole
+    # block
     lo: int = 64
     hi: int = 72  # and the key after the last one
     first: int = 80  # the first key of the block: a number
@@ -87,7 +89,8 @@ BEFORE = 2
 AFTER = 2
 FIELDS = len(TURN)
 TURNS = 128  # real ones in a table
-# key blocks that every row of a query tile sees before the next ones are read: they stay in L2
+# key blocks that every row of a query tile attends to before the next ones are read: they stay in
+# L2
 NEAR = 16
 
 
@@ -443,8 +446,8 @@ class Pipeline:
         other = b.mul(odd, I64(AT.other_weights))
         self.new_weights = _at(b, scratch, b.add(I64(AT.weights), other))
         self.weights = _at(b, scratch, b.sub(I64(AT.weights + AT.other_weights), other))
-        # groups of weights beside PV 2 and on, in order; the rest is left for QK 0 and 1 of the next
-        # turn
+        # groups of weights beside PV 2 and on, in order; the rest is left for QK 0 and 1 of the
+        # next turn
         self.early = min(BLOCK // GROUP, values - 2)
         self.late = (BLOCK // GROUP - self.early) // 2 * GROUP
 
@@ -455,7 +458,7 @@ class Pipeline:
         return Turn._make([*(pointer(b, x) for x in numbers[:-3]), *numbers[-3:]])
 
     def hide_edges(self) -> None:
-        """Where block u is at the edge of what a row sees."""
+        """Whether some row attends only to a part of block u."""
         with self.b.if_then(self.b.icmp_unsigned("!=", self.now.lo, I64(0)), likely=False):
             now = self.now
             x = _at(self.b, self.scratch, AT.scores)

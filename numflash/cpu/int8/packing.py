@@ -1,12 +1,12 @@
 """Packed operands: K and V laid out so that a register tile reads them in one straight line.
 
 K, per head: [panel][channel group][key in panel][channels of the group], `panel` keys side by side.
-The keys of a panel stand in `Isa.key_order`, so that narrowing two int32 vectors to int16 brings
+The keys of a panel are in `Isa.key_order`, so that narrowing two int32 vectors to int16 brings
 the scores out in natural order without a shuffle. V, per head: [key block][column chunk][key
 group][column][keys of the group]; chunks of nv * lanes columns, then narrower ones.
 
 For matrix tiles (`Isa.tiled`) the innermost unit is a tile of 1 KB, 16 groups x 16 columns x 4: a
-right operand that lies in one piece. 32 columns stand together, as two tiles for each step of 64
+contiguous right operand. 32 columns are stored together, as two tiles for each step of 64
 channels or keys. K: [32 keys][step][2][16 groups][16 keys][4], V: [key block][32
 columns][step][2][16 groups][16 columns][4]. The keys of a group of V are `Isa.value_order` apart,
 so that weights are packed without a shuffle.

@@ -1,4 +1,4 @@
-"""The INT8 attention in plain loops: no intrinsics, every CPU that LLVM knows.
+"""The INT8 attention in plain loops: no intrinsics, every CPU that LLVM supports.
 
 Read this kernel first.
 
@@ -7,8 +7,8 @@ Both products are dot products of two contiguous rows, the one form that LLVM tu
 machine's integer dot instructions by itself (SDOT and UDOT on AArch64, vpmaddwd on x86): Q.K^T
 along the channels, P.V along the keys of a block, for which V is stored transposed. On AArch64 a 4
 x 4 block of such products shares its operands in registers. On x86 LLVM multiplies pairs only where
-no operand is shared, and unrolls where it knows the length: there the products are taken one by
-one, of lengths that are constants.
+no operand is shared, and unrolls where the length is a constant: there the products are taken one
+by one, of lengths that are constants.
 
 P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed
 dot product, and LLVM makes no UDOT of a block of unsigned products on Neoverse); 128 times the sum

@@ -146,7 +146,7 @@ def take_mean(sums, count, mean):
 
 @bare
 def channel_scales(peaks, scale, factor):
-    """scale = peak / 127 and factor = 127 / peak of every channel, 1 and 0 where there is nothing."""
+    """scale = peak / 127 and factor = 127 / peak of every channel, 1 and 0 for a channel of zeros."""
     bits = reinterpret(factor, I)
     for e in range(scale.size):
         bits[e] = I(0)
@@ -196,7 +196,7 @@ def key_panels(isa_name: str, kind: str):
     lanes = running_lanes(isa_name)
     panel = isa.nv * lanes
     group = isa.group
-    column_of = np.argsort(isa.key_order(lanes))  # where each key of a panel stands
+    column_of = np.argsort(isa.key_order(lanes))  # the column of each key of a panel
     scales = row_scales(kind)
     to_operand = quantize_rows(kind, False, 32 // group)
     pack_panel = panel_packer(isa_name, lanes)

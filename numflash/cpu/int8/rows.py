@@ -2,8 +2,9 @@
 
 What is known of both, and which scores each row may use.
 
-A tile holds `real` rows of the problem, padded to `rows`: whole register tiles. Row i sees the keys
-lo[i] <= j < hi[i]; both bounds are non-decreasing, so the rows that see a key are contiguous.
+A tile holds `real` rows of the problem, padded to `rows`: whole register tiles. Row i attends to
+the keys lo[i] <= j < hi[i]; both bounds are non-decreasing, so the rows that see a key are
+contiguous.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Tile(NamedTuple):
     scale: (
         np.ndarray
     )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
-    lo: np.ndarray  # (block_q,) int64 first key that a row sees
-    hi: np.ndarray  # (block_q,) int64 the key after the last one that it sees
-    live: np.ndarray  # (block_q,) uint8 whether a row sees some key of the present block
+    lo: np.ndarray  # (block_q,) int64 first key that a row attends to
+    hi: np.ndarray  # (block_q,) int64 the key after the last one it attends to
+    live: np.ndarray  # (block_q,) uint8 whether a row attends to a key of the present block
     rows: int
     real: int
 
@@ -53,11 +54,13 @@ class State(NamedTuple):
     total: np.ndarray  # (block_q,) int32 sum of the block's weights
     scale: np.ndarray  # (block_q,) float32 2**(octave - m)
     scale_bits: np.ndarray  # the same memory as int32
-    spoiled: np.ndarray  # (block_q,) uint8 whether a row saw a score that is NaN
+    spoiled: np.ndarray  # (block_q,) uint8 whether a row had a score that is NaN
 
 
 class Span(NamedTuple):
-    """Keys of a tile: some row sees `first` to `stop`, every row sees `shared` to `shared_stop`."""
+    """Keys of a tile: some row attends to `first` to `stop`, every row to `shared` to
+    `shared_stop`.
+    """
 
     first: int
     stop: int
@@ -68,7 +71,7 @@ class Span(NamedTuple):
 class Block(NamedTuple):
     """A block of keys: `columns` of them from `first` on, of which `real` exist.
 
-    `inside` if every row sees them all.
+    `inside` if every row attends to all of them.
     """
 
     first: int
@@ -79,7 +82,7 @@ class Block(NamedTuple):
 
 @bare
 def key_span(tile, s):
-    """The keys that some row of the tile sees, and those that every row sees."""
+    """The keys that some row of the tile attends to, and those that every row attends to."""
     first, stop, shared, shared_stop = s, 0, 0, s
     for i in range(tile.real):
         shared, shared_stop = max(shared, tile.lo[i]), min(shared_stop, tile.hi[i])
@@ -206,7 +209,7 @@ def padded_changes(changes, bias, mask, at):
 
 @bare
 def store_rows(tile, state, n, row, v_scale, out, m_out, l_out):
-    """out = O / l * v_scale, and m and l of each row; a row that saw nothing gives 0."""
+    """out = O / l * v_scale, and m and l of each row; a row without keys gives 0."""
     for i in range(tile.real):
         l = F(np.nan) if state.spoiled[i] else state.l[i]
         result, unscaled, reciprocal = out[n, row + i], state.o[i], F(1) / l

@@ -6,7 +6,7 @@ The arithmetic of `scores.transform_row`, to the bit: no multiply-add is fused, 
 rounds once, as in the integer model. Where scores become int16, what is below them all is hidden
 either way; with `wide` they stay float32 and only -inf is.
 
-Dense biases and masks are asked for a key block ahead: their rows lie too far apart for the
+Dense biases and masks are asked for a key block ahead: their rows are too far apart for the
 hardware to foresee the next one.
 """
 
@@ -85,7 +85,7 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
     scores : pairs of vectors of float32, in the order of a panel;  x, where : a pointer, and the
         element to store from
 
-    Factors are loaded anew for every row, and options are flags: what stands in registers is taken
+    Factors are loaded anew for every row, and options are flags: values kept in registers are taken
     from the dot products beside.
     """
     floats = isa.vector(F32)

@@ -2,7 +2,7 @@
 
 Their sizes, what each of the eight is used for, and their configuration.
 
-AMX has eight tile registers of 16 rows x 64 bytes. A process must ask Linux for them once
+AMX has eight tile registers of 16 rows x 64 bytes. A process must request them from Linux once
 (`jit.system.tiles_permitted`), a thread must configure them before it uses them. Source: Intel 64
 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18 "Programming with Intel
 AMX".

@@ -17,7 +17,7 @@ def dot_loop(
 
     Yields the nv final values of each row.
 
-    The last step stands outside the loop, row by row, so that what the caller does with a row runs
+    The last step is outside the loop, row by row, so that what the caller does with a row runs
     beside the dot products of the next rows. A is addressed in elements of one operand (4 / group
     bytes: 1 for group 4, 2 for group 2); rows of B are `b_stride` elements apart, or as wide as the
     tile.

@@ -1,7 +1,7 @@
 """How kernels call score and mask functions that were compiled apart: by address, a tile at a time.
 
 A tile function changes rows of scores in place; `numflash.flex.emit` says what it takes. Block
-states tell which blocks of queries and keys no row of them sees (0), where the mask has to be asked
+states say which blocks no row attends to (0), where the mask has to be asked
 (1) and where it hides nothing (2).
 """
 

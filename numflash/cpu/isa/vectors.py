@@ -76,7 +76,7 @@ def store(b: ir.IRBuilder, x, base, index, size: int) -> None:
 
 
 def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
-    """Ask for the cache line at `address`, for reading.
+    """Prefetch the cache line at `address`, for reading.
 
     Locality 3 brings it into all levels, 2 into the second one.
     """
@@ -107,6 +107,33 @@ def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
         phi.add_incoming(x, entry)
         phi.add_incoming(y, end)
     return final
+
+
+class Scalable(ir.Type):
+    """<vscale x count x element>: `count` elements for every 128 bits of the machine's vectors."""
+
+    def __init__(self, element: ir.Type, count: int) -> None:
+        self.element, self.count = element, count
+
+    def _to_string(self) -> str:
+        return f"<vscale x {self.count} x {self.element}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalable) and (self.element, self.count) == (
+            other.element,
+            other.count,
+        )
+
+    def __hash__(self) -> int:
+        return hash((Scalable, self.count))
+
+
+def compare(b: ir.IRBuilder, kind: str, test: str, x, y):
+    """`kind` (fcmp_ordered, fcmp_unordered, icmp_signed, icmp_unsigned) of two vectors, per lane."""
+    found = getattr(b, kind)(test, x, y)
+    if isinstance(x.type, Scalable):  # llvmlite treats an unknown type as a scalar
+        found.type = Scalable(ir.IntType(1), x.type.count)
+    return found
 
 
 @dataclass(frozen=True)
@@ -146,7 +173,11 @@ class Vectors:
 
     def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
         """yes where the comparison of float vectors holds, no elsewhere and where one is NaN."""
-        return b.select(b.fcmp_ordered(test, x, y), yes, no)
+        return b.select(compare(b, "fcmp_ordered", test, x, y), yes, no)
+
+    def index(self, b: ir.IRBuilder):
+        """int32: 0, 1, 2, ... in the lanes."""
+        return ir.Constant(self.vector(I32), list(range(self.lanes)))
 
     def generic(self, b: ir.IRBuilder, name: str, *args):
         """llvm.<name>.<type> on vectors of one type."""
@@ -197,7 +228,7 @@ class Isa(Vectors):
         return self.vector(I8, 4) if self.group == 4 else self.vector(I16, 2)
 
     def key_order(self, lanes: int) -> np.ndarray:
-        """(panel,) int64: the key that stands in each column of a packed panel."""
+        """(panel,) int64: the key in each column of a packed panel."""
         return np.arange(self.nv * lanes)
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
@@ -214,7 +245,7 @@ class Isa(Vectors):
         return shuffle(b, b.bitcast(x, self.operand), b.bitcast(y, self.operand), odd)
 
     def multiply_high(self, b: ir.IRBuilder, x, y):
-        """uint16: the high half of x * y; LLVM knows the pattern (vpmulhuw, umull)."""
+        """uint16: the high half of x * y; LLVM recognises the pattern (vpmulhuw, umull)."""
         wide = self.vector(I32, 2)
         product = b.mul(b.zext(x, wide), b.zext(y, wide))
         return b.trunc(b.lshr(product, self.fill(b, wide, 16)), x.type)
@@ -248,7 +279,7 @@ class Isa(Vectors):
         return x, y
 
     def columns(self, b: ir.IRBuilder, v: int) -> Any:
-        """int32: the keys of a panel that stand in the lanes of its vector `v`, from its first key
+        """int32: the keys of a panel that are in the lanes of its vector `v`, from its first key
         on.
         """
         return ir.Constant(
@@ -300,8 +331,8 @@ def next_task(typingctx, counter):
 
     Dynamic scheduling on any threading layer.
 
-    Atomic, so that no task is computed twice. No test of the forward kernels can tell: two workers
-    with one number would write the same values twice.
+    Atomic, so that no task is computed twice. No test of the forward kernels can fail on this: two
+    workers with one number would write the same values twice.
     """
 
     def codegen(context, b, sig, args):

@@ -31,7 +31,7 @@ class X86(Isa):
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
         """A transposing tree.
 
-        Two vectors become one that holds half as many lanes of each, until the 8 rows lie side by
+        Two vectors become one that holds half as many lanes of each, until the 8 rows are side by
         side, then the blocks of 8 are combined. About 4 instructions a row, where reducing row by
         row takes 9.
         """

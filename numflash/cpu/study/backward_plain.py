@@ -55,7 +55,7 @@ def add_rows(weights, rows, out):
 def tile_gradients(q, k, v, do, lse, delta, scale, first_key, p, ds):
     """Weights p and score gradients ds of one tile, both (M, N).
 
-    Row i sees the keys below first_key[i], counted in the tile.
+    Row i attends to the keys below first_key[i], counted in the tile.
     """
     dot_products(q, k, p)
     dot_products(do, v, ds)
@@ -67,7 +67,7 @@ def tile_gradients(q, k, v, do, lse, delta, scale, first_key, p, ds):
 
 @inline
 def seen_keys(first_row, rows, key, diagonal, causal, seen):
-    """seen[i]: how many keys of a block that starts at `key` row first_row + i sees."""
+    """seen[i]: how many keys of a block that starts at `key` row first_row + i attends to."""
     for i in range(rows):
         seen[i] = first_row + i + diagonal - key + 1 if causal else BLOCK
 
@@ -77,7 +77,7 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
     """dK and dV: a worker owns a block of keys and goes through all queries that see it.
 
     q, do (N, L, .), k, v (N / group, S, .) float32; lse (N, L) in units of log2, +inf for a row
-    that sees nothing; delta (N, L); scale in units of log2; dk, dv as k and v, without the factor
+    without keys; delta (N, L); scale in units of log2; dk, dv as k and v, without the factor
     of the scores.
     """
     n_kv, s, _ = k.shape

@@ -142,7 +142,7 @@ def draw(
 
 
 def ranking_errors(s: np.ndarray, p: np.ndarray) -> float:
-    """Share of the pairs of keys with different scores in a row whose weights tie or stand in the
+    """Share of the pairs of keys with different scores in a row whose weights tie or are in the
     other order.
     """
     order = np.argsort(s, 1, kind="stable")

@@ -202,7 +202,7 @@ def make_unfused(isa_name: str):
 
 @functools.cache
 def make_tile(isa_name: str, causal: bool):
-    """One query tile against all keys that it sees, fused.
+    """One query tile against all keys that it attends to, fused.
 
     f(q, cq, keys, n_keys, v, row, room, o, l).
     """

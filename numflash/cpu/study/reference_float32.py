@@ -64,7 +64,7 @@ def run(problem: Problem, threads: int | None = None) -> np.ndarray:
     Raises
     ------
     UnsupportedError
-        The problem asks for more than that.
+        The problem needs more than that.
     """
     more = (problem.mask, problem.bias, problem.alibi_slopes, problem.sinks, problem.left)
     if (

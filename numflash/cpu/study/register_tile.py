@@ -99,7 +99,7 @@ def pack(isa_name: str, k: np.ndarray, nv: int, offset: int = 0) -> np.ndarray:
 
     [channel group][key of the panel][channels of the group].
 
-    The first byte lies `offset` bytes after a multiple of 64, so that no vector crosses a cache
+    The first byte is `offset` bytes after a multiple of 64, so that no vector crosses a cache
     line unless asked to.
     """
     isa, panel = VECTOR_ISAS[isa_name], nv * running_lanes(isa_name)

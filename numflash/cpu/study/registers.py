@@ -34,7 +34,7 @@ def aligned(x: np.ndarray, offset: int = 0) -> np.ndarray:
 
 
 class Lanes(types.Type):
-    """Numba type of n float32 values that live in registers."""
+    """Numba type of n float32 values that are held in registers."""
 
     def __init__(self, n: int) -> None:
         self.n = n

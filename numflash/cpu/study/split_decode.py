@@ -2,10 +2,10 @@
 
 FlashDecoding's split, and FlashDecoding++'s unified maximum. float32.
 
-`split` (FlashDecoding, Dao et al. 2023): with one query row there is nothing to share among workers
-but the keys. Each takes a part of them with its own maximum m and sum l and leaves an output that
-is not divided yet; `merge` brings the parts to one maximum, adds them and divides: out =
-sum(2**(m_i - m) o_i) / sum(2**(m_i - m) l_i).
+`split` (FlashDecoding, Dao et al. 2023): with one query row there are no rows to divide among
+workers but the keys. Each takes a part of them with its own maximum m and sum l and leaves an
+output that is not divided yet; `merge` brings the parts to one maximum, adds them and divides: out
+= sum(2**(m_i - m) o_i) / sum(2**(m_i - m) l_i).
 
 `unified` (FlashDecoding++, Hong et al. 2023, section 3): all parts subtract one number phi fixed
 beforehand, so that they add up as they are, no maximum is looked for and nothing is rescaled. It is
@@ -26,7 +26,7 @@ F = np.float32
 LOG2E = 1 / np.log(2.0)
 BLOCK = 128  # keys whose scores are kept at a time
 HIGHEST = F(64)  # octaves above phi: 2**64, and sums of 2**60 of them, fit float32
-LEAST = F(2.0**-60)  # a row sum below this: every score lies some 60 octaves under phi
+LEAST = F(2.0**-60)  # a row sum below this: every score is some 60 octaves below phi
 
 
 @inline
@@ -91,7 +91,7 @@ def split(q, k, v, c, o, m, l):
 def merge(o, m, l, out):
     """The parts in their order, brought to one maximum, added and divided.
 
-    a head that saw no key gives 0.
+    a head without keys gives 0.
     """
     for h in range(m.shape[0]):
         top, total, row = m[h].max(), F(0), out[h]
