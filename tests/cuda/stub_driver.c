@@ -172,7 +172,7 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
   if ((long)f - 0x4000 != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", (long)f - 0x4000, streams[s].device);
-  for (int i = 0; i < 8; i++) {                                                /* the first are pointers, to tables too */
+  for (int i = 0; i < 8 && parameters[i]; i++) {                                                /* the first are pointers, to tables too */
     uint64_t p = *(uint64_t *)parameters[i];
     if (p < FIRST || p >= FIRST + (8ull << 40)) break;
     if ((failed = readable(p, s))) return failed;

@@ -38,7 +38,7 @@ decode.CASES = decode.CASES[:1]
 decode.LONG = {
     "batch": 1, "heads": 4, "kv_heads": 2, "length": 512, "d": 64, "chunk": 256,
 }  # fmt: skip
-expected.get = lambda kind, case, arch: []
+expected.get = lambda kind, case, arch: decode.results(case, "cuda") if kind == "decode" else []
 attention.compare = lambda *arguments: {"passed": True}
 attention.gradient_row = lambda *arguments: {"passed": True}
 plants = dict(x.split("=") for x in os.environ.get("STUB_PLANT", "").split(";") if x)

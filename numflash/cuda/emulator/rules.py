@@ -1,6 +1,6 @@
 """Rules about registers.
 
-None is read before it is written, and none that a wgmma uses is touched between the last
+None is read before it is written, and none that a wgmma uses is written between the last
 wgmma.fence and the product. What a program can break is found once, so that only those instructions
 cost anything while it runs.
 """
@@ -178,7 +178,7 @@ class Unset:
 
 # ---- registers of products
 class Fences:
-    """Which warps have touched a register of a product since their last wgmma.fence (PTX 9.7.15.7).
+    """Which warps have written a register of a product since their last wgmma.fence (PTX 9.7.15.7).
 
     Moves between such registers are the compiler's renaming and carry the state on; moves of
     constants are not counted.
@@ -226,7 +226,7 @@ class Fences:
                 if late.any():
                     raise Fault(
                         "protocol",
-                        f"register {names[int(np.nonzero(late)[0][0])]} was touched between the last "
+                        f"register {names[int(np.nonzero(late)[0][0])]} was written between the last "
                         "wgmma.fence and this product",
                     )
 
@@ -244,7 +244,7 @@ class Fences:
                 touched[to, warps] = touched[source, warps]
 
             return [move]
-        rows = np.array(sorted({self.row[x] for x in (*results, *sources) if x in self.row}), int)
+        rows = np.array(sorted({self.row[x] for x in results if x in self.row}), int)
         if not rows.size:
             return []
 
