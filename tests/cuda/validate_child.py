@@ -14,7 +14,16 @@ fake_torch.install()
 
 from numflash.cuda import compile as compiler  # noqa: E402
 from numflash.cuda import device, resident  # noqa: E402
-from numflash.cuda.validate import attention, cases, child, decode, expected, families, rates  # noqa: E402
+from numflash.cuda.validate import (  # noqa: E402
+    attention,
+    cases,
+    child,
+    decode,
+    decode_cases,
+    expected,
+    families,
+    rates,
+)
 
 
 def uncompiled(factory, arch, kind, **constants):
@@ -34,11 +43,13 @@ families.CASES = cases.CASES[:1] + cases.CASES[10:11]
 families.GRADIENTS = cases.GRADIENTS[:1]
 attention.ROWS, attention.CHANNELS = 64, 128
 attention.VARIANT_SHAPE = (1, 16, 16, 64, 64, 128)
-decode.CASES = decode.CASES[:1]
+decode_cases.CASES = decode_cases.CASES[:1]
 decode.LONG = {
     "batch": 1, "heads": 4, "kv_heads": 2, "length": 512, "d": 64, "chunk": 256,
 }  # fmt: skip
-expected.get = lambda kind, case, arch: decode.results(case, "cuda") if kind == "decode" else []
+expected.get = lambda kind, case, arch: (
+    decode_cases.results(case, "cuda") if kind == "decode" else []
+)
 attention.compare = lambda *arguments: {"passed": True}
 attention.gradient_row = lambda *arguments: {"passed": True}
 plants = dict(x.split("=") for x in os.environ.get("STUB_PLANT", "").split(";") if x)

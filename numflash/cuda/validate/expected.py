@@ -20,7 +20,7 @@ from .. import launch, launch_backward
 from ..compile import cache_directory
 from ..cubins import source_digest
 from ..operands import emulated
-from . import decode
+from . import decode_cases
 from .cases import gradient_operands, problem_of
 
 FOLDER = "expected"
@@ -42,7 +42,7 @@ def compute(kind: str, case: tuple, arch: str) -> list[np.ndarray]:
     """The emulator's results: out and LSE, three gradients, or what a cache returns."""
     if kind == "decode":
         known = arch if arch in EMULATED else "sm_80"  # Blackwell runs what sm_80 does
-        return decode.results(case, f"cuda-emulator:{known}")
+        return decode_cases.results(case, f"cuda-emulator:{known}")
     _, shape, precision, options = case
     problem = problem_of(shape, precision, options)
     if kind == "forward":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import decode
+from . import decode_cases
 from .cases import CASES, GRADIENTS, LENGTHS, QUICK_LENGTHS
 
 
@@ -46,7 +46,7 @@ def families(
         return Family(f"backward {precision}", "backward", precision, cases, lengths)
 
     def decoding(dtype: str) -> Family:
-        return Family(f"decode {dtype}", "decode", dtype, _of(decode.CASES, dtype, 1, every))
+        return Family(f"decode {dtype}", "decode", dtype, _of(decode_cases.CASES, dtype, 1, every))
 
     found = [
         forward("float16", lengths),

@@ -15,7 +15,7 @@ from .. import launch, launch_backward, study
 from ..compile import Key
 from ..launch_forward import float_forward
 from ..operands import Launch
-from . import attention, decode, ladder, rates
+from . import attention, decode, decode_cases, ladder, rates
 from .cases import gradient_operands, problem_of
 from .families import Family, families
 
@@ -33,8 +33,8 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
 
         try:
             cache = KVCache(
-                decode.B,
-                decode.G,
+                decode_cases.B,
+                decode_cases.G,
                 d,
                 n + 2 * new,
                 dtype,
@@ -45,8 +45,8 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
             continue
         memory: Any = cache._memory
         memory.layout.card.run = note
-        tokens = np.zeros((decode.B, decode.G, n, d), np.float32)
-        query = np.zeros((decode.B, decode.H, new, d), np.float32)
+        tokens = np.zeros((decode_cases.B, decode_cases.G, n, d), np.float32)
+        query = np.zeros((decode_cases.B, decode_cases.H, new, d), np.float32)
         cache.append(tokens, tokens)
         token = tokens[:, :, :1].repeat(new, 2)
         cache.step(query, token, token, splits=splits)
