@@ -21,7 +21,14 @@ from ..arguments import choice, flag
 from ..errors import ArgumentError, CacheFullError, UnsupportedError
 from ..interop import convert, to_float32, widen
 from .arguments import floats, in_range, integer, output, token_counts
-from .decode_options import NOTHING, Changes, check_changes, per_head, with_sinks
+from .decode_options import (
+    NOTHING,
+    Changes,
+    check_changes,
+    per_head,
+    with_functions,
+    with_sinks,
+)
 from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
 from .protocols import Backend, Plan
@@ -234,6 +241,8 @@ class KVCache(Sequences):
         alibi_slopes: Any = None,
         sinks: Any = None,
         mask: Any = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
     ) -> Any:
         """Attention of the last L tokens of every sequence, which have been appended, over the
         whole cache.
@@ -262,6 +271,9 @@ class KVCache(Sequences):
         mask : (L, L) or (B, L, L) bool or None
             Which new tokens a new token attends to, besides the rule above: trees of speculated
             tokens. Earlier tokens are attended to by all.
+        score_mod, mask_mod : functions as for `flex_attention`, or None
+            Of positions: q_idx is the new token's, kv_idx the cached one's, counted from the start
+            of the sequence, in a ring too; b is the sequence. They come before the other options.
 
         Returns
         -------
@@ -273,14 +285,17 @@ class KVCache(Sequences):
         ------
         ArgumentError, ArgumentTypeError
         UnsupportedError
-            softcap, alibi_slopes or mask on a card.
+            softcap, alibi_slopes, mask or functions on a card.
         """
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
-        changed = alibi_slopes is not None or mask is not None or softcap != 0
+        functions = score_mod is not None or mask_mod is not None
+        changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
         plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
         changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
+        if functions:
+            changes = with_functions(changes, score_mod, mask_mod, memory.longest)
         if sinks is not None:
             sinks = per_head("sinks", sinks, shape[1])
         wanted = (*shape[:-1], self.value_dim)
@@ -314,8 +329,9 @@ class KVCache(Sequences):
         results = result.reshape((*plan.shape[:3], self.value_dim))
         if changes.any:
             shift = None
-            if self.smooth and changes.softcap:
-                shift = cap_shift(query, memory.offset, memory.calls.factor(scale), changes.softcap)
+            if self.smooth and changes.cap_or_functions:
+                unit = 1.0 if changes.functions is not None else changes.softcap
+                shift = cap_shift(query, memory.offset, memory.calls.factor(scale), unit)
             plan.change(changes, shift)
         plan(rows, c, memory.store, results)
         redo(memory, plan, rows, scale, results, changes)

@@ -357,14 +357,18 @@ class Plan:
     def change(self, changes: Changes, shift: np.ndarray | None) -> None:
         """Set the options of the next calls.
 
-        Shift (B, H, L) float32 in units of the soft cap, or None.
+        Shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
         batch, kv_heads, rows, _ = self.shape
         cap = np.zeros(2, F)
         if changes.softcap:
             cap[0] = F(changes.softcap) * self.unit
             cap[1] = F(1) / cap[0]
+        function = frame = 0
         moved = np.zeros((batch, kv_heads, rows), F) if shift is None else shift
+        if changes.functions is not None:
+            function, frame = changes.functions.address_of(batch, kv_heads * rows // self.queries)
+            moved = moved * self.unit
         slopes: np.ndarray = np.zeros((0, 0), F)
         if changes.slopes is not None:
             slopes = (changes.slopes * self.unit).reshape(kv_heads, -1)
@@ -372,9 +376,8 @@ class Plan:
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
         plain = Scratch(*self.scratch[: len(Scratch._fields)])
-        self.scratch = ChangedScratch(
-            *plain, cap, moved.reshape(batch, kv_heads, rows), slopes, mask
-        )
+        moved = moved.reshape(batch, kv_heads, rows)
+        self.scratch = ChangedScratch(*plain, cap, moved, slopes, mask, function, frame)
 
     @property
     def queries(self) -> int:

@@ -40,6 +40,7 @@ from .changes import (
     hide_masked,
     row_options,
 )
+from .functions import LN2, LOG2E, apply_functions, apply_to_integers
 from .slots import coverage, hide, row_edges, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
 from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
@@ -296,9 +297,13 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
             k_scale = blocks.data[base : base + n * 4].view(np.float32)
             for r in range(query.real):
                 edges, row = query.edges[r], query.work[r]
+                row[n:] = HIDDEN
+                if s.function != 0:
+                    if apply_to_integers(query.work, r, n, first, k_scale, some_bad, query, HIDDEN):
+                        query.spoiled[r] = 1
+                    continue
                 if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
                     query.spoiled[r] = 1
-                row[n:] = HIDDEN
                 change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
                 hide(edges, first, n, row, I(HIDDEN))
                 hide_masked(row[:n], I(HIDDEN), first, s, at, r)
@@ -354,7 +359,13 @@ def _make_float(tile: Tile, rows: int, changed: bool):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
-            if changed:
+            if changed and s.function != 0:
+                largest = apply_functions(t, r, n, first, k_scale, some_bad, query, LN2, LOG2E)
+                if largest > INFINITE:
+                    query.spoiled[r] = 1
+                elif largest > HUGE:
+                    m[r] = AGAIN
+            elif changed:
                 if some_bad and attends_to_bad(edges, first, k_scale[:n], s, at, r):
                     query.spoiled[r] = 1
                 change_floats(row[:n], first, at, row_options(s, at, r))
@@ -471,12 +482,19 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         leave(query, s, task, slots)
 
     @bare
+    def attends(query, r, slots, total):
+        """Whether row r attends to a token; functions hide tokens that its edges do not."""
+        if changed and query.options.function != 0:
+            return total != F(0)
+        return coverage(query.edges[r], 0, slots)[0]
+
+    @bare
     def leave(query, s, task, slots):
         """The sums and the state of the rows become the task's."""
         state = query.work[rows].view(np.float32)
         m, l = state[M : M + ROWS], state[L : L + ROWS]
         for r in range(query.real):
-            if query.spoiled[r] and coverage(query.edges[r], 0, slots)[0]:
+            if query.spoiled[r] and attends(query, r, slots, l[r]):
                 l[r] = F(np.nan)
             s.m[task, r], s.l[task, r] = m[r], l[r]
             own, part = query.o[r], s.o[task, r]
