@@ -20,7 +20,7 @@ from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
 from ..semantics import ScoreTiles, Semantics
-from .flash_float import make_attend
+from .flash_float import Operands, Results, Sizes, make_attend
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_tiles import FLOAT_ISAS
 
@@ -172,10 +172,10 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
         if in_place:
             values = place(v_at, (n_kv, p.keys * p.value_dim), operand)
         else:
-            rows = place(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
+            rows_of_v = place(room + p.packed_values, (n_kv, p.value_rows, p.columns), np.uint32)
             v = place(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
-            pack_values(v, stops, rows)
-            values = reinterpret(rows.reshape(n_kv, p.value_rows * p.columns), operand)
+            pack_values(v, stops, rows_of_v)
+            values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.columns), operand)
         states = (p.states_batch, p.states_heads, p.states_rows, p.states_keys)
         spans = (p.spans_batch, p.spans_heads, p.spans_rows, p.spans_ends)
         functions = ScoreTiles(
@@ -205,22 +205,20 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
             False,
             functions,
         )
-        attend(
+        operands = Operands(
             place(q_at, (n, p.length, p.head_dim), operand),
             reinterpret(packed, operand),
             limits,
             values,
-            p.columns,
-            F(f.scale),
-            semantics,
-            (p.heads, p.kv_heads, workers),
-            rows_per_task(p.block_q, rows_of_tile, n, p.length, workers),
-            p.keys,
-            counter,
+        )
+        results = Results(
             place(out_at, (n, p.length, p.value_dim), np.float32),
             place(lse_at, (n, p.length), np.float32),
             place(room + p.redo, (n, p.length), np.uint8),
         )
+        rows = rows_per_task(p.block_q, rows_of_tile, n, p.length, workers)
+        sizes = Sizes(p.heads, p.kv_heads, p.keys, p.columns, rows, workers)
+        attend(operands, results, F(f.scale), semantics, sizes, counter)
         if workers < threads:
             use_threads(threads)
         return counter[1] != 0
