@@ -34,7 +34,7 @@ from numflash.quantization import quantize
 
 Combination = dict[str, Any]
 Case = dict[str, Any]
-RUNS = 2  # cases per kernel
+RUNS = 3  # cases per kernel
 
 
 @dataclasses.dataclass(frozen=True)
