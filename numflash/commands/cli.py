@@ -90,6 +90,10 @@ def bench(args: argparse.Namespace) -> Any:
 
     if args.plot:
         return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+    if args.short:
+        from . import bench_short
+
+        return bench_short.run(args.threads)
     return job.run(
         args.length,
         args.head_dim,
@@ -156,6 +160,28 @@ def export(args: argparse.Namespace) -> Any:
     print("\n".join(found["files"]))
     print(f"make -C {args.to} check")
     return found
+
+
+def job(args: argparse.Namespace) -> Any:
+    from .job import Request, run
+
+    request = Request(
+        args.nodes,
+        args.groups,
+        args.threads,
+        args.time,
+        args.account,
+        args.queue,
+        args.environment,
+        [word for word in args.words if word != "--"],
+    )
+    return run(args.scheduler, request)
+
+
+def validate(args: argparse.Namespace) -> Any:
+    from .validate import run
+
+    return run(args.quick, args.to)
 
 
 def estimate(args: argparse.Namespace) -> Any:
@@ -238,6 +264,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
     )
+    sub.add_argument(
+        "--short",
+        action="store_true",
+        help="what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
+    )
     sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
     shape(sub)
     case(sub)
@@ -273,6 +304,26 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
+    sub = command(job, "a batch script for Fugaku or a SLURM cluster, printed")
+    sub.add_argument("scheduler", choices=["fugaku", "slurm"])
+    sub.add_argument("--nodes", type=positive, default=1, help="default 1")
+    sub.add_argument(
+        "--groups",
+        type=positive,
+        default=4,
+        help="processes of a node, one per memory group (default 4)",
+    )
+    sub.add_argument("--threads", type=positive, default=12, help="of a process (default 12)")
+    sub.add_argument("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)")
+    sub.add_argument("--account", default="", help="whose budget pays")
+    sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
+    sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
+    sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
+    sub = command(validate, "bits, accuracy, peaks, efficiency and scaling of this machine's CPU")
+    sub.add_argument(
+        "--quick", action="store_true", help="the best instruction set only, no scaling"
+    )
+    sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")
