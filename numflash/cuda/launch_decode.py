@@ -268,7 +268,9 @@ class Layout:
                 n = min(x.shape[0], y.shape[0])
                 self.card.copy(y[:n], x[:n])
 
-    def read(self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray) -> None:
+    def read(
+        self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray, out: Any = None
+    ) -> None:
         """No kernel takes tokens out of the cache: the host converts them."""
 
     def write(
