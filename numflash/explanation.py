@@ -16,7 +16,7 @@ from .arguments import choice, emulated_arch, known
 from .errors import ArgumentError
 from .jit import target
 from .options import IMPLS, NAMES, Options
-from .tiling import TILINGS, Caches, Tiling, cuda_tiling
+from .tiling import CHOSEN, TILINGS, Caches, Tiling, cuda_tiling
 from .validation import Problem
 
 LARGEST_SIZE = 1 << 31
@@ -196,6 +196,9 @@ def select(isa: str, precision: str) -> Tiling:
 
     This CPU's, its own, or that of the set it contains.
     """
+    changed = CHOSEN.get().get((isa, precision))
+    if changed:
+        return changed
     mine = TILINGS.get(f"{target.cpu_name()}-{precision}")
     if mine and mine.isa == isa:
         return mine

@@ -23,6 +23,7 @@ from .interop import Imported, convert, deliver, import_array, restore
 from .jit import guard
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .options import NAMES, Options
+from .tiling import CHOSEN
 from .validation import Problem, tensor
 
 MOST = 256  # plans kept; the oldest goes first
@@ -36,14 +37,22 @@ WINDOW = NAMES.index("window")
 
 
 class Store(Generic[T]):
-    """At most `MOST` plans by key."""
+    """At most `MOST` plans by key.
+
+    Under `tiling.using` nothing is found and nothing kept: a plan holds the kernel of one tiling.
+    """
 
     def __init__(self) -> None:
         self.plans: dict[Any, T] = {}
-        self.get = self.plans.get
+
+    def get(self, key: Any) -> T | None:
+        """The plan of a key."""
+        return None if CHOSEN.get() else self.plans.get(key)
 
     def keep(self, key: Any, plan: T) -> None:
         """Keep a plan, instead of the oldest one where there are too many."""
+        if CHOSEN.get():
+            return
         while len(self.plans) >= MOST:
             self.plans.pop(next(iter(self.plans), None), None)
         self.plans[key] = plan

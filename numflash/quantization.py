@@ -35,6 +35,10 @@ INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
 MAGNITUDE = I(0x7FFFFFFF)
 NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
+# pv "fp32" adds float32 values before it divides by the sum of weights: channels with a value of
+# HUGE or more are computed in units of HUGE_UNIT, so that their sums do not overflow
+HUGE = F(2.0**96)
+HUGE_UNIT = F(2.0**32)
 
 
 @dataclass(frozen=True)
@@ -351,6 +355,25 @@ def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
         offset=unfold(t.offset),
         nonfinite=unfold(t.nonfinite),
     )
+
+
+def float_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values of pv "fp32" whose weighted sums stay in float32.
+
+    v : (..., S, Dv) float32
+
+    Returns the values in units of their channel, itself where all units are 1; the units (..., Dv)
+    float32, 1 or `HUGE_UNIT`; and (..., S) bool, the tokens that are not finite, whose values mean
+    nothing.
+    """
+    bad = ~np.isfinite(v).all(-1)
+    with np.errstate(invalid="ignore"):
+        top = np.maximum(v.max(-2, initial=0), -v.min(-2, initial=0))
+    if not (top < HUGE).all():  # NaN and infinity, too
+        v = np.where(bad[..., None], F(0), v)
+        top = np.abs(v).max(-2, initial=0)
+    units = np.where(top < HUGE, F(1), HUGE_UNIT)
+    return (v if (units == 1).all() else v / units[..., None, :]), units, bad
 
 
 def quantize_problem(problem: Any) -> Any:

@@ -236,11 +236,22 @@ def cap_shift(problem: Problem) -> np.ndarray | None:
     return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
 
 
+def value_units(problem: Problem, b: int, g: int) -> np.ndarray:
+    """(Dv,) float32, the units of a KV head's channels with pv "fp32": 2**32 for those with a
+    value of 2**96 or more, whose sums would overflow, otherwise 1. Tokens with a value that is not
+    finite are left out.
+    """
+    v = problem.value[b, g]
+    peak = np.abs(v[np.isfinite(v).all(-1)]).max(0, initial=0)
+    return np.where(peak >= 2.0**96, F(2.0**32), F(1))
+
+
 def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) -> Iterator[Step]:
     """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
 
     `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every
-    kernel. With pv "fp32" the value is a float array and the weights stay in Q16.16.
+    kernel. With pv "fp32" the value is a float array, in `value_units`, and the weights stay in
+    Q16.16.
     """
     nh = problem.shape[1]
     nkv = problem.shape[2]
@@ -268,6 +279,7 @@ def integer_steps(problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK) 
     qi = q.data[b, h].astype(np.float64)
     ki = k.data[b, g].astype(np.float64)
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
+    vi /= value_units(problem, b, g) if wide else 1
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
     l = np.zeros(length, F)
     o = np.zeros((length, dv), F)
@@ -338,7 +350,8 @@ def integer_model(problem: Problem, key_block: int = KEY_BLOCK) -> tuple[np.ndar
                 m[b, h], l[b, h] = step.m, step.l
                 with np.errstate(divide="ignore", invalid="ignore"):
                     r = F(1) / step.l
-                    value_scale = F(1) if wide else problem.value.scale[b, h * nkv // nh]
+                    g = h * nkv // nh
+                    value_scale = value_units(problem, b, g) if wide else problem.value.scale[b, g]
                     out[b, h] = np.where(
                         step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale
                     )

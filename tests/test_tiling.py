@@ -1,9 +1,10 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from numflash import tiling
-from numflash.errors import ArgumentError
+from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import system
 from numflash.tiling import CACHES, TILINGS, Caches
 
@@ -185,7 +186,7 @@ def test_caches_of_macos():
 
 
 def test_caches_fall_back_on_the_table(monkeypatch):
-    monkeypatch.setattr(tiling, "cache_sizes", lambda: {})
+    monkeypatch.setattr(tiling.sizes, "cache_sizes", lambda: {})
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "a64fx")
     assert Caches.of_this_machine() is CACHES["a64fx"]
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "unheard-of")
@@ -239,3 +240,66 @@ def test_the_cuda_tilings_are_looked_up():
         "  register tile 64 x 128 scores per warpgroup: 64 of each thread",
         "  blocks: 128 query rows x 128 keys",
     ]
+
+
+@pytest.mark.slow  # two kernels
+def test_using_changes_the_kernel_and_no_bit():
+    """Another register tile, and another block_q alone: the bits of the integer model."""
+    from oracles import qkv
+
+    from numflash import reference, validation
+    from numflash.cpu import launch
+    from numflash.jit import target
+    from numflash.options import Options
+    from numflash.quantization import quantize_problem
+
+    isa = next(x for x in target.available() if x not in ("amx_int8", "portable"))
+    options = Options(precision="int8", is_causal=True, return_lse=True)
+    problem = quantize_problem(validation.problem(*qkv(l=70, s=140, d=40), options))
+    expected = reference.integer_model(problem)
+    for sizes in ({"mr": 4, "nv": 2, "block_q": 12}, {"block_q": 36}):
+        with tiling.using(isa, **sizes) as t:
+            assert tiling.in_use(isa) is t and t.accumulators == (8 if "mr" in sizes else 24)
+            for got, exact in zip(launch.run(problem, isa), expected, strict=True):
+                np.testing.assert_array_equal(got, exact)
+
+
+def test_using_ends_with_its_block():
+    isa = "avx512_vnni"
+    with tiling.using(isa, block_q=96) as t:
+        assert tiling.in_use(isa) is t and tiling.chosen(isa) == (isa, (96,))
+        assert tiling.tiling(isa) is TILINGS[f"{isa}-int8"], "what cached factories read"
+        with tiling.using(isa, mr=8, nv=2) as inner:
+            assert inner.block_q == 48 and tiling.chosen(isa) == (f"{isa}:8x2", (48,))
+        assert tiling.in_use(isa) is t
+    assert tiling.in_use(isa) is TILINGS[f"{isa}-int8"] and tiling.chosen(isa) == (isa, ())
+
+
+@pytest.mark.parametrize(
+    ("isa", "changes", "rule"),
+    [
+        ("amx_int8", {"key_block": 64}, "key_block = 64 breaks a rule.*rounded once per row.*128"),
+        ("amx_int8", {"mr": 12}, "mr = 12 breaks a rule.*AMX.*allowed: 32"),
+        ("amx_int8", {"block_q": 48}, "block_q = 48 .*multiple of mr = 32"),
+        ("avx512_vnni", {"mr": 7}, "mr = 7 breaks a rule.*by twos"),
+        ("avx512_vnni", {"nv": 3, "key_block": 192}, "key_block"),
+        ("avx512_vnni", {"nv": 8}, "nv = 8 breaks a rule.*allowed: 2, 4"),
+        ("sve", {"mr": 12, "nv": 4}, "mr x nv = 12 x 4.*53 registers of 32"),
+        ("avx2", {"mr": 8}, "8 x 2 .*19 registers of 16"),
+        ("avx512_vnni", {"block_q": 2**20 * 6}, "block_q .* up to 1024"),
+        ("avx512_vnni", {"block_q": 48.0}, "block_q: got 48.0; allowed: an integer"),
+        ("avx512_vnni", {"lanes": 8}, "lanes: not a size"),
+        ("portable", {"block_q": 64}, "sizes are fixed"),
+        ("sm_80", {"dtype": "float16", "block_q": 64}, "sizes are fixed"),
+        ("avx512", {"dtype": "float32", "mr": 4}, "one register tile"),
+        ("mmx", {}, "'mmx-int8'; allowed: "),
+        (None, {"dtype": "float32"}, "isa: needed"),
+    ],
+)
+def test_an_illegal_tiling_is_refused_with_its_rule(isa, changes, rule):
+    with (
+        pytest.raises((ArgumentError, UnsupportedError), match=rule),
+        tiling.using(isa, **changes),
+    ):
+        pass
+    assert not tiling.CHOSEN.get()

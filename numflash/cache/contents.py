@@ -111,6 +111,8 @@ def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
     size = memory.layout.page_size
     for b, (key, value, scales) in enumerate(arrays):
         slots = key.shape[1]
+        if not slots:  # layouts do not store nothing
+            continue
         pages = memory.store.table[b, : -(-slots // size)]
         pad = len(pages) * size - slots
         memory.layout.write(

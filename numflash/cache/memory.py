@@ -139,11 +139,34 @@ def selected(memory: Memory, index: np.ndarray) -> Memory:
     CacheFullError
         A pool of a given size has no page left for such a copy; nothing has changed then.
     """
+    if index.size == memory.batch and (index == np.arange(index.size)).all():
+        return memory
+    try:
+        return _gathered(memory, index)
+    except CacheFullError:
+        if memory.settings.pages is not None:
+            raise
+    return _apart(memory, index)
+
+
+def _apart(memory: Memory, index: np.ndarray) -> Memory:
+    """Sequences `index` in a new pool, none of whose pages are shared."""
+    new = _allocate_for(memory, memory.settings, index.size)
+    size, width = memory.layout.page_size, memory.settings.width
+    used = -(-memory.store.lengths[index] // size)
+    rows, columns = np.nonzero(np.arange(width) < used[:, None])
+    table = np.arange(index.size * width, dtype=np.int32).reshape(index.size, width)
+    source = memory.store.table[index[rows], columns]
+    memory.layout.copy_pages(memory.store, source, new.store, table[rows, columns], size)
+    new.store.table[...] = table
+    return _filled(new, memory, index)
+
+
+def _gathered(memory: Memory, index: np.ndarray) -> Memory:
+    """Sequences `index`: full pages are shared, and a partial last one is copied."""
     store = memory.store
     settings = memory.settings
     same_batch = index.size == memory.batch
-    if same_batch and (index == np.arange(index.size)).all():
-        return memory
     distinct = np.unique(index).size == index.size
     if settings.paged and (same_batch or settings.pages is not None or index.size < memory.batch):
         table, source, copies = paging.gather(
@@ -213,6 +236,8 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
         columns = columns[shared]
         free = np.flatnonzero(users == 0)
         if rows.size > free.size:
+            if settings.pages is None:
+                return truncated(_apart(memory, np.arange(memory.batch)), lengths)
             raise CacheFullError(
                 f"truncate: {rows.size} more pages of {settings.page_size} tokens are needed; free are "
                 f"{free.size} of {memory.pages}"

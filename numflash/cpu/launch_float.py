@@ -13,7 +13,7 @@ import numpy as np
 from ..interop import Memory, to_float32, widen
 from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
-from ..tiling import tiling, workers
+from ..tiling import TILINGS, in_use, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
@@ -152,6 +152,8 @@ class FloatPlan:
         self.kind = "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
         tiles = FLOAT_ISAS[isa]
         self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
+        chosen = in_use(isa, self.kind)
+        changed = () if chosen.key_block == TILINGS[chosen.name].key_block else (chosen.key_block,)
         options = semantics(problem)
         stops = np.ascontiguousarray(seen_keys(problem), np.int64)
         n = nb * nh
@@ -194,7 +196,7 @@ class FloatPlan:
             columns,
             value_rows,
             workers(self.kind, n * length * seen * (d + dv)),
-            tiling(isa, self.kind).block_q,
+            chosen.block_q,
             options.left,
             options.right,
             options.general,
@@ -212,7 +214,7 @@ class FloatPlan:
         )
         self.numbers = np.array(numbers, np.int64)
         self.factors = np.array((problem.scale * LOG2E, options.softcap), np.float64)
-        self.call = make_call(isa, self.kind, in_place)
+        self.call = make_call(isa, self.kind, in_place, *changed)
 
     def operands(
         self, query: np.ndarray, key: np.ndarray, value: np.ndarray

@@ -16,8 +16,9 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..jit.memory import fresh
-from ..quantization import QuantizedTensor, quantize_problem
+from ..quantization import QuantizedTensor, float_values, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
+from ..tiling import chosen
 from ..validation import Problem
 from .int8 import amx_stream, flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
@@ -112,11 +113,14 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     q = problem.query
     k = problem.key
     v = problem.value
-    nkv = problem.shape[2]
     dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
-    bad = ~np.isfinite(v).all(-1) if precise else v.nonfinite
+    if precise:
+        v, units, bad = float_values(v)
+        v_scale = units.reshape(-1, dv)
+    else:
+        v_scale, bad = heads(v.scale)[:, 0], v.nonfinite
     if bad is not None:
         ck = np.where(bad, F(np.nan), ck)
     if isa == "portable":
@@ -131,7 +135,6 @@ def from_integers(problem: Problem, isa: str) -> Operands:
         values = (
             float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
         )
-    v_scale = np.ones((q.shape[0] * nkv, dv), F) if precise else heads(v.scale)[:, 0]
     return Operands(
         heads(q.data),
         heads(cq),
@@ -160,6 +163,7 @@ def run(
 
     problem : its query, key and value are QuantizedTensors, or all three are float arrays
     """
+    isa, rows = chosen(isa)
     x = from_floats(problem, isa) if isinstance(problem.query, np.ndarray) else None
     if x is None:
         if isinstance(problem.query, np.ndarray):
@@ -180,7 +184,7 @@ def run(
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
     else:
-        flash_int8.make_attend(isa, problem.pv)(x.query, x.query_scale, x.keys, *rest)
+        flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = None if problem.softcap else x.row_shift()

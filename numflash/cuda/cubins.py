@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 
 MANIFEST = "manifest.json"
 VARIABLE = "NUMFLASH_CUBINS"
-SOURCES = ("cuda/kernels/*.py", "cuda/ptx.py", "cuda/_target.py", "tiling.py", "fixedpoint.py")
+SOURCES = ("cuda/kernels/*.py", "cuda/ptx.py", "cuda/_target.py", "tiling/*.py", "fixedpoint.py")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..errors import UnsupportedError
+from ..quantization import float_values
 from ..scores import cap_shift, combined_scale, log_sum_exp, row_shift
 from ..tiling import KEY_BLOCK, Tiling, cuda_tiling
 from ..tiling import padded as smallest
@@ -391,11 +392,13 @@ def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray,
 
 def _float_values(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values (B, Hkv, S, Dv or more) float32 with rows of whole 16 bytes, 0 where a key is not
-    finite; scales of 1; those keys.
+    finite; the units of their channels; those keys.
     """
-    bad = ~np.isfinite(problem.value).all(-1)
-    v = padded_rows(np.where(bad[..., None], np.float32(0), problem.value), 4)
-    return v, np.ones((*v.shape[:2], v.shape[-1]), np.float32), bad
+    values, units, bad = float_values(problem.value)
+    v = padded_rows(np.where(bad[..., None], np.float32(0), values), 4)
+    scale = np.ones((*v.shape[:2], v.shape[-1]), np.float32)
+    scale[..., : units.shape[-1]] = units
+    return v, scale, bad
 
 
 def float32_forward(problem: Problem, arch: str, results: Results = None) -> Launch:

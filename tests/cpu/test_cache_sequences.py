@@ -67,15 +67,16 @@ def test_room_length_order_and_copies(device, dtype, page_size):
     assert_like(cache, rows[::-1])
     cache.reorder([1, 1])
     assert_like(cache, [rows[0], rows[0]])
-    cache.truncate([130, 128])
-    assert_like(cache, [part(key, value, 0, 130), part(key, value, 0, 128)])
+    cache.truncate([129, 128])  # with one token in its last page
+    assert_like(cache, [part(key, value, 0, 129), part(key, value, 0, 128)])
+    cache.reorder([0, 0])
     more = tokens(3, 9)
     cache.append(*more)  # a copy of its own: what one sequence appends is not the other's
     grown = [
         tuple(
             np.concatenate([x[0, :, :n], y[b]], 1) for x, y in zip((key, value), more, strict=True)
         )
-        for b, n in enumerate((130, 128))
+        for b, n in enumerate((129, 129))
     ]
     assert_like(cache, grown)
     cache.repeat(2)
@@ -99,6 +100,20 @@ def test_pages_move_tables_only():
     assert cache.free_pages == 0
     cache.reset([0, 1])
     assert cache.free_pages == 2
+
+
+def test_a_pool_of_the_caches_own_size_has_room_for_every_order():
+    """Sequences that are dropped and those that take their place are stored at the same time."""
+    cache, key, value = holding("cpu", "int8", 128, (130, 129), length=130)
+    assert cache.free_pages == 0
+    cache.reorder([1, 1])
+    assert_like(cache, [part(key, value, 1, 129)] * 2)
+    cache.reorder([0, 0])
+    cache.truncate([100, 50])  # both of a page that they share
+    assert_like(cache, [part(key, value, 1, 100), part(key, value, 1, 50)])
+    cache.repeat(2)
+    cache.reorder([3, 3, 3, 3, 3, 0])
+    assert_like(cache, [part(key, value, 1, 50)] * 5 + [part(key, value, 1, 100)])
 
 
 def test_a_pool_without_room_for_copies():
@@ -161,6 +176,11 @@ def test_state_and_back(dtype):
         assert other.lengths.tolist() == [0, 0]
     with pytest.raises(CacheFullError, match="state: got 140"):
         new("cpu", dtype, length=100).load_state(state)
+    cache.reset(0)
+    for page_size in (None, 128):  # with a sequence of no tokens
+        other = new("cpu", dtype, page_size)
+        other.load_state(cache.state())
+        assert_like(other, [part(key, value, 0, 0), part(key, value, 1, 70)])
 
 
 def test_state_crosses_devices():

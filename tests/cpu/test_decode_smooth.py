@@ -16,6 +16,7 @@ channels.
 import numpy as np
 import pytest
 from decode_cases import expected
+from oracles import draw
 
 from numflash.cache.kvcache import KVCache
 from numflash.data import minilm
@@ -56,3 +57,14 @@ def test_where_channels_have_a_bias_it_removes_the_error(first):
         and smooth.relative_l1 <= 0.3 * plain.relative_l1
     )
     assert smooth.rmse <= 0.3 * plain.rmse and smooth.cosine > plain.cosine
+
+
+def test_means_are_of_the_tokens_that_are_appended():
+    key, value = draw((2, 1, 40, 8), 1), draw((2, 1, 40, 8), 2)
+    key[1, :, 20:] += 50  # beyond the second sequence's tokens
+    cache = KVCache(2, 1, 8, 100, smooth=True)
+    cache.append(key, value, counts=[40, 20])
+    alone = KVCache(1, 1, 8, 100, smooth=True)
+    alone.append(key[1:, :, :20].copy(), value[1:, :, :20].copy())
+    for x, y in zip(cache.read(1), alone.read(0), strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -63,6 +63,27 @@ def test_float_values_are_those_of_the_integer_model(isa):
             np.testing.assert_array_equal(lse, exact_lse)
 
 
+@pytest.mark.parametrize("isa", [ISAS[0], "portable"])
+def test_sums_of_huge_values_do_not_overflow(isa):
+    """Three channels: near float32's largest number, around the limit of the units, ordinary; the
+    last token is not finite, and the last but one row and those before it do not see it.
+    """
+    q, k, v = qkv(l=33, s=130, d=16, dv=33)
+    v[..., ::3] *= np.float32(1e37)
+    v[..., 1::3] *= np.float32(2.0**95)
+    v[..., -1, :2] = np.nan, np.inf
+    band = {"is_causal": True, "alignment": "lower_right"}
+    p = problem(q, k, v, Options(precision="int8", pv="fp32", return_lse=True, **band))
+    out, lse = launch.run(quantize_problem(p), isa)
+    exact, exact_lse = reference.integer_model(quantize_problem(p))
+    want, _ = reference.oracle(p)
+    np.testing.assert_array_equal(lse, exact_lse)
+    assert np.isnan(out[..., -1, :]).all() and np.isfinite(out[..., :-1, :]).all()
+    size = np.abs(want[..., :-1, :]).max(-2, keepdims=True)
+    np.testing.assert_allclose(out[..., :-1, :] / size, exact[..., :-1, :] / size, atol=1e-5)
+    np.testing.assert_allclose(exact[..., :-1, :] / size, want[..., :-1, :] / size, atol=0.05)
+
+
 @pytest.mark.parametrize("isa", VECTOR_ISAS)
 @pytest.mark.parametrize("pv", ["int8", "fp32"])
 def test_query_tiles_are_whole_parts(isa, pv):

@@ -282,8 +282,9 @@ def cache(rng: Random) -> dict:
 
 def step(rng: Random, c: dict) -> dict:
     name = rng.choices(
-        ("append", "decode", "step", "reset", "share"), (8, 8, 4, 1, 2 if "page_size" in c else 0)
-    )[0]
+        ("append", "decode", "step", "reset", "share", "truncate", "reorder", "repeat", "reserve", "copy", "state"),
+        (16, 16, 8, 2, 4 if "page_size" in c else 0, 3, 3, 1, 1, 1, 1),
+    )[0]  # fmt: skip
     op: dict = {"op": name, "seed": rng.randrange(1 << 30)}
     if name in ("append", "step"):
         op["n"] = rng.choice((0, 1, 1, 1, 2, 3)) if name == "append" else rng.choice((1, 1, 2))
@@ -300,6 +301,19 @@ def step(rng: Random, c: dict) -> dict:
         op["splits"] = rng.choice((None, None, None, 1, 2, 5))
         op["scale"] = rng.choice((None, None, None, 0.3, -0.2, 0.0))
         op["lse"], op["out"] = name == "decode" and rng.random() < 0.5, rng.random() < 0.2
+    if name == "decode" and rng.random() < 0.3:
+        op["softcap"] = rng.choice((0, 0, 0.5, 2.0, 30.0))
+        op["alibi"] = rng.choice((0, 0, 0.1, 1.0, 20.0))
+        op["joins"] = rng.choice((0, 0, 1.0, 10.0))
+        op["mask"] = rng.random() < 0.4
+    if name == "truncate":
+        op["parts"] = [rng.choice((0, 0.3, 0.9, 0.99, 1)) for _ in range(3)]
+    if name == "reorder":
+        op["index"] = [rng.randrange(6) for _ in range(rng.choice((1, 2, 3, 4)))]
+    if name == "repeat":
+        op["times"] = rng.choice((1, 2, 3))
+    if name == "reserve":
+        op["tokens"] = rng.choice((1, 100, 260, 500))
     if name == "reset":
         op["which"] = rng.choice((None, 0, [rng.randrange(c["b"])]))
     if name == "share":

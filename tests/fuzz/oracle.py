@@ -175,6 +175,18 @@ def slope_of(q: np.ndarray, k: np.ndarray, scale: float, o: dict) -> np.ndarray 
     return 1 - np.tanh((q @ k.swapaxes(2, 3)) * scale / cap) ** 2
 
 
+def with_sinks(out, lse, out_error, lse_error, sinks):
+    """A result and its bounds after one more key of score `sinks` (..., H) and value 0 has joined."""
+    sink = sinks[..., None]
+    total = np.logaddexp(lse, sink)
+    share = np.where(lse == -np.inf, 0, np.exp(lse - total))
+    digits = 8 * EPS * (np.abs(lse) + np.abs(sink))
+    change = np.expm1(np.minimum(lse_error + digits, 50)) * share * (1 - share) * 2
+    out = out * share[..., None]
+    out_error = out_error * share[..., None] + (change[..., None] + TINY) * np.abs(out)
+    return out, total, out_error, lse_error + digits
+
+
 # ---- the integer pipeline
 # --------------------------------------------------------------------------------------------
 @dataclass
@@ -311,13 +323,6 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             + 1e-5
             + 8 * EPS * np.abs(shift[..., 0])
         )
-        if (
-            pv == "fp32"
-            # sums of values are float32: they may overflow before they are divided by the sum of
-            # weights
-        ):
-            heavy = np.where(np.isfinite(vv), np.abs(vv), 0).sum(2, keepdims=True) > LARGEST / 4
-            out_error = np.where(heavy, np.nan, out_error)
         unsure = (far > 5) | k.loose | lost.any(-1)
         out_error = np.where(
             unsure[..., None] | (np.abs(dots) > limit).any(-1)[..., None], np.inf, out_error
@@ -330,16 +335,9 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         own_lse = np.where(seen.any(-1), own_lse, -np.inf)
         out = np.where(seen.any(-1)[..., None], out, 0)
         if o.get("sinks") is not None:
-            sink = np.asarray(o["sinks"], np.float64)[None, :, None]
-            lse = np.logaddexp(own_lse, sink)
-            share = np.where(own_lse == -np.inf, 0, np.exp(own_lse - lse))
-            digits = 8 * EPS * (np.abs(own_lse) + np.abs(sink))
-            change = np.expm1(np.minimum(lse_error + digits, 50)) * share * (1 - share) * 2
-            out, out_error = (
-                out * share[..., None],
-                out_error * share[..., None] + (change[..., None] + TINY) * np.abs(out),
+            out, own_lse, out_error, lse_error = with_sinks(
+                out, own_lse, out_error, lse_error, np.asarray(o["sinks"], np.float64)[None, :]
             )
-            own_lse = lse
     return Expected(out, own_lse, out_error, lse_error, own, s, error, 1.0)
 
 

@@ -277,12 +277,17 @@ MUTANTS = [
         f"{ARGUMENTS} tests/test_api.py",
     ),
     # ---- the KV cache
-    Mutant("cache/kvcache.py", "over = held + take > most", "over = held + take > most + 1", CACHE),
+    Mutant(
+        "cache/kvcache.py",
+        "over = held + take > most",
+        "over = held + take > most + 1",
+        "tests/cpu/test_decode_arguments.py",
+    ),
     Mutant(
         "cache/kvcache.py",
         "        if self.window is None and memory.longest + n > memory.settings.max_length:",
         "        if False:",
-        CACHE,
+        "tests/cpu/test_decode_arguments.py",
     ),
     Mutant(
         "cache/kvcache.py",

@@ -124,7 +124,7 @@ def rows_per_task(block_q, mr, n, length, workers):
 
 
 @functools.cache
-def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
+def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callable[..., bool]:
     """call(q, k, v, out, lse, room, numbers, factors) -> whether a row is to be done again in
     float64.
 
@@ -132,6 +132,7 @@ def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
         S, Dv), contiguous operands;
         of out (B, H, L, Dv) and lse (B, H, L) float32; of scratch memory
     in_place : V is read where it is, not packed
+    key_block : keys of a block, 0 for the tiling's
     """
     tiles = FLOAT_ISAS[isa]
     panel = tiles.panel
@@ -139,8 +140,8 @@ def make_call(isa: str, kind: str, in_place: bool) -> Callable[..., bool]:
     rows_of_tile = tiles.rows
     operand: type[np.generic] = np.float32 if group == 1 else np.uint16
     element: type[np.generic] = np.uint32 if group == 1 else np.uint16
-    pack_keys = make_pack_keys(tiles.lanes, panel, group)
-    attend = make_attend(isa, kind)
+    pack_keys = make_pack_keys(tiles.square, panel, group)
+    attend = make_attend(isa, kind, key_block) if key_block else make_attend(isa, kind)
     pack_values = pack_columns if group == 1 else pack_pairs
 
     @kernel

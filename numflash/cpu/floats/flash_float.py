@@ -70,13 +70,13 @@ class Room(NamedTuple):
 
 
 @functools.cache
-def make_attend(name: str, precision: str):
-    """The kernel of one target.
+def make_attend(name: str, precision: str, key_block: int = 0):
+    """The kernel of one target, with the key blocks of its tiling or of `key_block` keys.
 
     attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo).
     """
     isa = FLOAT_ISAS[name]
-    key_block = tiling(name, precision).key_block
+    key_block = key_block or tiling(name, precision).key_block
     lanes = isa.lanes
     group = isa.group
     panel = isa.panel

@@ -17,7 +17,6 @@ from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from . import amx, wide_rows
 from .microkernels import (
-    ROWS,
     WAITING_ROWS,
     finish,
     score_tile,
@@ -43,14 +42,15 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
     group = VECTOR_ISAS[isa_name].group
     nv = VECTOR_ISAS[isa_name].nv
     lanes = lanes_of(isa_name)
-    tile6, tile4, tile2 = (score_tile(isa_name, m) for m in ROWS)
+    mr, mr2, _ = VECTOR_ISAS[isa_name].rows
+    tile6, tile4, tile2 = (score_tile(isa_name, m) for m in VECTOR_ISAS[isa_name].rows)
 
     @inline
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
         groups, panel = stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
-            while i + 6 <= rows:
+            while i + mr <= rows:
                 tile6(
                     q,
                     i * stride,
@@ -67,8 +67,8 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
                     i * KEY_BLOCK + c,
                     KEY_BLOCK,
                 )
-                i += 6
-            if rows - i == 4:
+                i += mr
+            while rows - i >= mr2:
                 tile4(
                     q,
                     i * stride,
@@ -85,7 +85,8 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
                     i * KEY_BLOCK + c,
                     KEY_BLOCK,
                 )
-            elif rows - i == 2:
+                i += mr2
+            if rows - i == 2:
                 tile2(
                     q,
                     i * stride,
@@ -236,7 +237,7 @@ def value_rows(isa_name: str, pv: str) -> int:
     Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold
     whole multiples.
     """
-    return max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
+    return float_tiles.MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
 
 
 @functools.cache
@@ -254,9 +255,10 @@ def value_block(isa_name: str, pv: str):
     group = isa.group
     nv = isa.nv
     nv_half = max(1, isa.nv // 2)
-    tile6, tile4, tile2 = (value_tile(isa_name, m, nv) for m in ROWS)
-    half6 = value_tile(isa_name, 6, nv_half)
-    one6 = value_tile(isa_name, 6, 1)
+    mr, mr2, _ = isa.rows
+    tile6, tile4, tile2 = (value_tile(isa_name, m, nv) for m in isa.rows)
+    half6 = value_tile(isa_name, mr, nv_half)
+    one6 = value_tile(isa_name, mr, 1)
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
@@ -264,7 +266,7 @@ def value_block(isa_name: str, pv: str):
         t = 0
         while t + nv * lanes <= width:
             place, i = (first * width + t * KEY_BLOCK), 0
-            while i + 6 <= rows:
+            while i + mr <= rows:
                 tile6(
                     p,
                     i * KEY_BLOCK,
@@ -279,8 +281,8 @@ def value_block(isa_name: str, pv: str):
                     i * width + t,
                     width,
                 )
-                i += 6
-            if rows - i == 4:
+                i += mr
+            while rows - i >= mr2:
                 tile4(
                     p,
                     i * KEY_BLOCK,
@@ -295,7 +297,8 @@ def value_block(isa_name: str, pv: str):
                     i * width + t,
                     width,
                 )
-            elif rows - i == 2:
+                i += mr2
+            if rows - i == 2:
                 tile2(
                     p,
                     i * KEY_BLOCK,
@@ -313,7 +316,7 @@ def value_block(isa_name: str, pv: str):
             t += nv * lanes
         if nv_half > 1 and t + nv_half * lanes <= width:
             place = first * width + t * KEY_BLOCK
-            for i in range(0, rows, 6):
+            for i in range(0, rows, mr):
                 half6(
                     p,
                     i * KEY_BLOCK,
@@ -331,7 +334,7 @@ def value_block(isa_name: str, pv: str):
             t += nv_half * lanes
         if t < width:
             place = first * width + t * KEY_BLOCK
-            for i in range(0, rows, 6):
+            for i in range(0, rows, mr):
                 one6(
                     p,
                     i * KEY_BLOCK,
@@ -354,12 +357,13 @@ def _float_value_block(isa_name: str):
     """The same in float32; V is stored in rows as wide as O."""
     isa = VECTOR_ISAS[isa_name]
     nv = isa.nv
-    lanes = isa.lanes
-    tile6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[lanes], n) for n in (nv, 1))
+    vector_lanes = lanes_of(isa_name)
+    floats = wide_rows.values_of(isa)
+    tile6, one6 = (float_tiles.value_tile(floats, n) for n in (nv, 1))
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
-        width = o.shape[1]
+        width, lanes = o.shape[1], vector_lanes()
         t = 0
         while t + nv * lanes <= width:
             for i in range(0, rows, 6):

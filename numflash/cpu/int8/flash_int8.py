@@ -37,7 +37,7 @@ from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
 from ..isa.amx_tiles import BLOCK, tile_state
-from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
 from . import amx_stream, wide_rows
@@ -103,19 +103,20 @@ class Operands(NamedTuple):
     values: np.ndarray
 
 
-def query_rows(isa_name: str, pv: str) -> int:
+def query_rows(isa_name: str, pv: str, block_q: int = 0) -> int:
     """Rows of a query tile: the tiling's, in whole units of both products' register tiles."""
-    rows = tiling(isa_name).block_q
-    return rows - rows % math.lcm(value_rows(isa_name, pv), VECTOR_ISAS[isa_name].rows[-1])
+    rows = block_q or tiling(isa_name).block_q
+    unit = math.lcm(value_rows(isa_name, pv), VECTOR_ISAS[isa_name].rows[-1])
+    return max(unit, rows - rows % unit)
 
 
 @functools.cache
-def make_attend(isa_name: str, pv: str):
+def make_attend(isa_name: str, pv: str, block_q: int = 0):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16
-    and V in float32 ("fp32").
+    and V in float32 ("fp32"); query tiles as in its tiling, or of about `block_q` rows.
     """
     isa = VECTOR_ISAS[isa_name]
-    block_q = query_rows(isa_name, pv)
+    block_q = query_rows(isa_name, pv, block_q)
     plain_scores = score_block(isa_name)
     changed_scores = score_block(isa_name, True)
     float_scores = score_block(isa_name, True, True)
@@ -132,7 +133,7 @@ def make_attend(isa_name: str, pv: str):
     weight: type[np.generic] = operand if pv == "int8" else np.float32
     unit = F(1 if pv == "int8" else 1 / ONE_Q16)  # of a weight, in the sum l
     unit_rows = isa.rows[-1]
-    edge_rows = max(EDGE_ROWS, value_rows(isa_name, pv))
+    edge_rows = padded(EDGE_ROWS, value_rows(isa_name, pv))
     row_top = wide_rows.row_top(float_lanes)
     row_narrow = wide_rows.row_narrow(float_lanes)
     any_bias = wide_rows.any_bias(float_lanes)

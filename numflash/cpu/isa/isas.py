@@ -5,6 +5,7 @@ code runs.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numba
 from numba import types
@@ -17,9 +18,22 @@ from .vectors import Isa
 from .vectors_arm import NEON_DOT, SVE
 from .vectors_x86 import AMX_INT8, AVX2, AVX512_VNNI, AVX_VNNI
 
-VECTOR_ISAS: dict[str, Isa] = {
-    isa.name: isa for isa in (AMX_INT8, AVX512_VNNI, AVX_VNNI, AVX2, SVE, NEON_DOT)
-}
+
+class _Isas(dict[str, Isa]):
+    """The instruction sets, and with another register tile as `tiling.chosen` names them."""
+
+    def __missing__(self, name: str) -> Isa:
+        """`"avx512_vnni:8x2"`: tiles of 8 rows and 2 vectors, the last rows by fours and twos."""
+        isa, _, tile = name.partition(":")
+        if not tile:
+            raise KeyError(name)
+        mr, nv = map(int, tile.split("x"))
+        return replace(self[isa], nv=nv, rows=(mr, min(4, mr), 2))
+
+
+VECTOR_ISAS: dict[str, Isa] = _Isas(
+    {isa.name: isa for isa in (AMX_INT8, AVX512_VNNI, AVX_VNNI, AVX2, SVE, NEON_DOT)}
+)
 
 
 @functools.cache

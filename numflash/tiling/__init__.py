@@ -1,0 +1,116 @@
+"""The shared tiling parameters.
+
+Which block sizes every kernel uses, on every device, and what they cost in cache.
+
+A `Tiling` is data. Kernels read their sizes from it, the command line explains it, tests check its
+arithmetic. The key block is common to CPU and CUDA: softmax weights are rounded once per row and
+key block, so equal key blocks give equal bits (INT8 pipeline, step 1).
+
+The tilings of the A64FX notes (docs/sources.md) are among the named ones, with their working sets
+added up: the fused kernel needs 58.75 KiB where the summary says 46 KB.
+
+`using` changes a tiling for a block of code; `in_use` is the one that the next call takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ArgumentError
+from .choice import CHOSEN, chosen, in_use, using
+from .named import TILINGS
+from .sizes import (
+    CACHES,
+    CUDA_HEAD_DIMS,
+    CUDA_WIDE,
+    KEY_BLOCK,
+    MAX_HEAD_DIM,
+    SHARED_MEMORY,
+    SWIZZLED_HEAD_DIMS,
+    Buffer,
+    Caches,
+    Tiling,
+    padded,
+)
+
+__all__ = [
+    "CACHES",
+    "CHOSEN",
+    "CUDA_HEAD_DIMS",
+    "CUDA_WIDE",
+    "KEY_BLOCK",
+    "MAX_HEAD_DIM",
+    "SHARED_MEMORY",
+    "SWIZZLED_HEAD_DIMS",
+    "TILINGS",
+    "Buffer",
+    "Caches",
+    "Tiling",
+    "chosen",
+    "cuda_tiling",
+    "in_use",
+    "padded",
+    "split_count",
+    "tiling",
+    "using",
+    "workers",
+]
+
+
+def tiling(isa: str, dtype: str = "int8", **changes: Any) -> Tiling:
+    """The tiling that the kernels for `isa` and `dtype` use.
+
+    Keyword arguments replace single sizes, checked again.
+    """
+    name = f"{isa}-{dtype}"
+    if name not in TILINGS:
+        raise ArgumentError(
+            f"tiling: no tiling for isa {isa!r} and dtype {dtype!r}; allowed: {', '.join(sorted(TILINGS))}"
+        )
+    return replace(TILINGS[name], **changes) if changes else TILINGS[name]
+
+
+# Multiplications from which on a thread of its own pays: some 0.1 ms, several times what waking it
+# costs.
+THREAD_WORK = {"float32": 4 << 20, "bfloat16": 8 << 20, "int8": 16 << 20}
+
+
+def workers(kind: str, multiplications: int) -> int:
+    """The most threads that a problem of so many multiplications uses.
+
+    Each has at least `THREAD_WORK` of them.
+    """
+    return max(1, multiplications // THREAD_WORK[kind])
+
+
+def split_count(units: int, blocks: int, workers: int) -> int:
+    """How many splits of `blocks` key blocks keep `workers` busy with `units` query tiles.
+
+    FlashAttention 2's rule.
+
+    The smallest number whose last wave is filled at least 85 % as well as the best number's; counts
+    that do not change the blocks of a split are left out. 14 heads on the T4's 40 multiprocessors
+    (80 workers, blocks of 256 keys) at 1024 keys give 4, as in the T4 architecture
+    (docs/sources.md).
+    """
+    fill = {}
+    for n in range(1, min(blocks, 128) + 1):
+        if n == 1 or -(-blocks // n) != -(-blocks // (n - 1)):
+            waves = units * n / workers
+            fill[n] = waves / -(-units * n // workers)
+    return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
+
+
+def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
+    """The tiling of the CUDA kernels.
+
+    Sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers and bytes.
+    """
+    family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
+    wide = (
+        "-wide"
+        if max(head_dim, value_dim or 0) > CUDA_WIDE and f"{family}-{dtype}-wide" in TILINGS
+        else ""
+    )
+    return tiling(family, dtype + wide)

@@ -1,0 +1,212 @@
+"""Another tiling than the named one, for a block of code.
+
+    with numflash.tiling.using(block_q=96) as t:
+        numflash.attention(q, k, v, precision="int8")
+
+Kernels are compiled for their register tile, so another one is another instruction set to them: its
+name carries the tile (`"avx512_vnni:8x2"`), and everything that is made for that name (packing,
+products, the fused kernel) has its sizes. `legal` has the rules; INT8 results have the same bits
+under every tiling that it lets pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ArgumentError, UnsupportedError
+from .named import TILINGS
+from .sizes import KEY_BLOCK, Tiling
+
+MOST_ROWS = 1024  # of a query tile: a worker has scores of block_q x key_block three times
+UNIT_ROWS = (
+    2  # rows of INT8 register tiles are a multiple of it: the last rows are computed by twos
+)
+VECTOR_REGISTERS = {"avx2": 16, "avx_vnni": 16}  # 32 elsewhere
+CHANGEABLE = ("mr", "nv", "block_q", "key_block")
+
+# (isa, dtype) -> the tiling that replaces the named one in this thread of execution
+CHOSEN: ContextVar[dict[tuple[str, str], Tiling]] = ContextVar("numflash tilings", default={})  # noqa: B039
+
+
+def _refuse(t: Tiling, field: str, rule: str, allowed: str) -> ArgumentError:
+    return ArgumentError(
+        f"tiling {t.name!r}: {field} = {getattr(t, field)} breaks a rule: {rule}; allowed: {allowed}"
+    )
+
+
+def registers(t: Tiling) -> int:
+    """Vector registers that a register tile takes.
+
+    Its accumulators, one row of B, and a splat of A.
+    """
+    return t.accumulators + t.nv + 1
+
+
+def _legal_int8(t: Tiling, named: Tiling) -> None:
+    if t.key_block != KEY_BLOCK:
+        raise _refuse(
+            t,
+            "key_block",
+            "softmax weights are rounded once per row and block of keys, so another block gives other bits",
+            f"{KEY_BLOCK}",
+        )
+    if t.isa == "amx_int8":
+        for field in ("mr", "nv"):
+            if getattr(t, field) != getattr(named, field):
+                raise _refuse(
+                    t,
+                    field,
+                    "2 x 2 matrix tiles of 16 x 16 are all that AMX has registers for",
+                    f"{getattr(named, field)}",
+                )
+        return
+    if t.mr % UNIT_ROWS:
+        raise _refuse(t, "mr", "the last rows of a tile are computed by twos", "an even number")
+    panels = [n for n in (2, 4, 8, 16) if KEY_BLOCK // 2 % (n * t.lanes) == 0]
+    if t.nv not in panels:
+        raise _refuse(
+            t,
+            "nv",
+            f"scores are narrowed two vectors at a time, and panels of nv * {t.lanes} keys fill half a block of 64",
+            ", ".join(map(str, panels)),
+        )
+    most = VECTOR_REGISTERS.get(t.isa, 32)
+    if registers(t) > most:
+        raise ArgumentError(
+            f"tiling {t.name!r}: mr x nv = {t.mr} x {t.nv} breaks a rule: {t.accumulators} accumulators, {t.nv} vectors "
+            f"of B and one of A take {registers(t)} registers of {most}; allowed: mr * nv + nv + 1 <= {most}"
+        )
+
+
+def _legal_float(t: Tiling, named: Tiling) -> None:
+    for field in ("mr", "nv"):
+        if getattr(t, field) != getattr(named, field):
+            raise _refuse(
+                t, field, "float kernels have one register tile", f"{getattr(named, field)}"
+            )
+    if t.key_block > MOST_ROWS:
+        raise _refuse(t, "key_block", "the scores of a tile stay in cache", f"up to {MOST_ROWS}")
+
+
+def legal(t: Tiling) -> Tiling:
+    """The tiling itself, if a kernel can be made for it.
+
+    Raises
+    ------
+    ArgumentError
+        That names the size, the rule that it breaks, and what is allowed.
+    UnsupportedError
+        If the kernels of its instruction set have fixed sizes (CUDA, portable).
+    """
+    named = TILINGS.get(f"{t.isa}-{t.dtype}")
+    if t.device != "cpu" or t.isa == "portable" or named is None:
+        raise UnsupportedError(
+            f"tiling {t.name!r}: its sizes are fixed; allowed: those of register tile kernels, "
+            + ", ".join(sorted(changeable()))
+        )
+    if t.lanes != named.lanes:
+        raise _refuse(t, "lanes", "a vector has as many as the CPU makes them", f"{named.lanes}")
+    (_legal_int8 if t.dtype == "int8" else _legal_float)(t, named)
+    unit = math.lcm(t.mr, UNIT_ROWS)
+    if t.block_q % unit:
+        raise _refuse(
+            t, "block_q", "a query tile is whole register tiles high", f"multiples of {unit}"
+        )
+    if t.block_q > MOST_ROWS:
+        raise _refuse(
+            t, "block_q", "every worker has scores for a whole tile", f"up to {MOST_ROWS}"
+        )
+    return t
+
+
+def changeable() -> list[str]:
+    """Names of the tilings that `using` takes."""
+    return [
+        name
+        for name, t in TILINGS.items()
+        if t.device == "cpu" and t.isa != "portable" and name == f"{t.isa}-{t.dtype}"
+    ]
+
+
+def changed(named: Tiling, changes: dict[str, Any]) -> Tiling:
+    """A named tiling with other sizes, checked."""
+    for field, value in changes.items():
+        if field not in CHANGEABLE:
+            raise ArgumentError(
+                f"{field}: not a size of a tiling; allowed: {', '.join(CHANGEABLE)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentError(f"{field}: got {value!r}; allowed: an integer")
+    if "mr" in changes and "block_q" not in changes:  # as near to the named rows as whole tiles are
+        unit = math.lcm(max(1, changes["mr"]), UNIT_ROWS)
+        changes = {**changes, "block_q": max(unit, named.block_q // unit * unit)}
+    return legal(replace(named, **changes))
+
+
+@contextmanager
+def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) -> Iterator[Tiling]:
+    """Calls in this block of code use another tiling.
+
+    Parameters
+    ----------
+    isa : str, Tiling or None
+        Instruction set, None for the one that this machine's INT8 kernels use; or a whole tiling.
+    dtype : "int8", "float32" or "bfloat16"
+        The operands of the kernels that change.
+    changes : mr, nv, block_q, key_block
+        New sizes. `mr` x `nv` vectors is the register tile of INT8 kernels, `block_q` the query rows
+        of a tile; `key_block` can change in float kernels only.
+
+    Yields the tiling. Only calls of this thread (and of this `contextvars` context) change, and the
+    first one compiles its kernel. INT8 results keep their bits.
+
+    Raises
+    ------
+    ArgumentError
+        If no kernel can be made for it, with the rule that it breaks.
+    UnsupportedError
+        If the kernels have fixed sizes.
+    """
+    if isinstance(isa, Tiling):
+        t = changed(isa, changes)
+    else:
+        if isa is None:
+            from ..jit.target import ISAS, available
+
+            if dtype != "int8":
+                raise ArgumentError(
+                    f"isa: needed with dtype {dtype!r}; allowed: as in {changeable()}"
+                )
+            isa = available(ISAS)[0]
+        name = isa if isa in TILINGS else f"{isa}-{dtype}"
+        if name not in TILINGS:
+            raise ArgumentError(f"tiling: got {name!r}; allowed: {', '.join(changeable())}")
+        t = changed(TILINGS[name], changes)
+    token = CHOSEN.set({**CHOSEN.get(), (t.isa, t.dtype): t})
+    try:
+        yield t
+    finally:
+        CHOSEN.reset(token)
+
+
+def in_use(isa: str, dtype: str = "int8") -> Tiling:
+    """The tiling that the next call takes: `using`'s, or the named one."""
+    return CHOSEN.get().get((isa, dtype)) or TILINGS[f"{isa}-{dtype}"]
+
+
+def chosen(isa: str) -> tuple[str, tuple[int, ...]]:
+    """For the INT8 kernels of an instruction set: its name with the register tile in use, and
+    (block_q,) where that is not the named tiling's.
+    """
+    t = CHOSEN.get().get((isa, "int8"))
+    if t is None:
+        return isa, ()
+    named = TILINGS[f"{isa}-int8"]
+    same = (t.mr, t.nv) == (named.mr, named.nv)
+    name = isa if same else f"{isa}:{t.mr}x{t.nv}"
+    return name, () if same and t.block_q == named.block_q else (t.block_q,)
