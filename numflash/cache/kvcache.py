@@ -273,8 +273,6 @@ class KVCache(Sequences):
         Raises
         ------
         ArgumentError, ArgumentTypeError
-        UnsupportedError
-            softcap, alibi_slopes or mask on a card.
         """
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)

@@ -18,6 +18,7 @@ from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
+from .decode_changes import extended, make_changes
 from .decode_pieces import (
     THREADS,
     WARPS,
@@ -43,6 +44,8 @@ NAN = f32(math.nan)
 # D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
 #        page, window, sinks, ring
 # factors: scale * log2(e) * 256
+# with options more pointers: shift (B, Hkv, rows), slopes (Hkv, rows) float32, mask (B, L, L) int32,
+# 0 for none; more factors: the cap and its reciprocal
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1)
 )
@@ -55,6 +58,7 @@ def decode_int8(
     direct: bool = True,
     paged: bool = False,
     ring: bool = False,
+    changed: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32).
 
@@ -65,6 +69,7 @@ def decode_int8(
         all tasks for `decode_combine`
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
+    changed : with soft cap, ALiBi and a mask of the new tokens, see `decode_changes`
     """
     block_k = KEY_BLOCK
     k_steps, value_tiles, tile_rows = d // 32, dv // 8 // WARPS, 16 * row_tiles
@@ -75,6 +80,8 @@ def decode_int8(
     query_rows = make_query_rows(d, True, None)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
+    changes = make_changes(changed, ring, 9, 1)
+    new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size = tile_rows * d
@@ -84,7 +91,8 @@ def decode_int8(
     row_size = tile_rows * 4
 
     def decode(pointers, bytes_of, sizes, factors):
-        q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers
+        q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
+        shift_at, slope_at, mask_at, cap, inverse = changes.unpack(pointers, factors)
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of
         (
             queries,
@@ -144,6 +152,9 @@ def decode_int8(
 
         cq = cuda.local.array(n_rows, f32)
         at = cuda.local.array(n_rows, i32)  # position of a row's token
+        new = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
+        moved = cuda.local.array(n_rows, f32)
+        slope = cuda.local.array(n_rows, f32)
         m = cuda.local.array(n_rows, i32)
         l = cuda.local.array(n_rows, f32)
         bad = cuda.local.array(n_rows, i32)
@@ -161,7 +172,11 @@ def decode_int8(
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             cq[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            at[i] = length - queries + remainder(r, queries)
+            new[i] = remainder(r, queries)
+            at[i] = length - queries + new[i]
+            r = min(r, rows - 1)
+            moved[i] = changes.row(shift_at, head * rows + r)
+            slope[i] = changes.row(slope_at, g * rows + r)
             m[i], l[i], bad[i] = i32(MIN_OCTAVE), f32(0), i32(0)
         for i in range(n_o):
             o[i] = f32(0)
@@ -200,7 +215,7 @@ def decode_int8(
 
             # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the largest of each row
             # over this warp's keys
-            whole = not ring and start + block_k <= min(stop, low + 1)
+            whole = not ring and start + block_k <= min(stop, low + new_is_whole)
             for i in range(n_rows):
                 largest, spoiled = i32(HIDDEN), i32(0)
                 for n in range(4):
@@ -210,13 +225,20 @@ def decode_int8(
                     for e in range(2):
                         at_s = 16 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                         j = start + 32 * warp + 8 * n + 2 * (lane & 3) + e
-                        seen = whole or visible(
-                            j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                        position = changes.position(j, length, newest, sinks, ring_slots)
+                        seen = whole or (
+                            visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
+                            and changes.allowed(mask_at, b, queries, new[i], position - low)
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
                         t = i32(HIDDEN)
                         if seen and x == x:
                             t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
+                            if changed:
+                                x = ptx.to_float(t)
+                                away = at[i] - position
+                                x = changes.score(x, moved[i], slope[i], away, cap, inverse)
+                                t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
                         elif seen:
                             spoiled = i32(BAD)
                         s[at_s] = t
@@ -353,7 +375,7 @@ def decode_int8(
 
     return Source(
         decode,
-        SIGNATURE,
+        extended(SIGNATURE) if changed else SIGNATURE,
         THREADS,
         q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
     )
