@@ -91,7 +91,7 @@ def decode_float(
     query_rows = make_query_rows(d, False, pack)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1.0)
-    changes = make_changes(changed, ring, 8, 2)
+    options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 8, 2)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
@@ -99,7 +99,7 @@ def decode_float(
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
-        shift_at, slope_at, mask_at, cap, inverse = changes.unpack(pointers, factors)
+        shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)
         k_page, k_head, v_page, v_head = bytes_of
         (
             queries,
@@ -172,8 +172,8 @@ def decode_float(
             new[i] = remainder(r, queries)
             at[i] = length - queries + new[i]
             r = min(r, rows - 1)
-            moved[i] = changes.row(shift_at, head * rows + r)
-            slope[i] = changes.row(slope_at, g * rows + r)
+            moved[i] = row_option(shift_at, head * rows + r)
+            slope[i] = row_option(slope_at, g * rows + r)
         low = length - queries  # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
         k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
@@ -239,16 +239,16 @@ def decode_float(
                             j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
                             x = s[at_s] * row_factor[i]
                             fits = abs(x) < HUGE
-                            position = changes.position(j, length, newest, sinks, ring_slots)
+                            position = position_of(j, length, newest, sinks, ring_slots)
                             away = at[i] - position
-                            x = changes.score(x, moved[i], slope[i], away, cap, inverse)
+                            x = changed_score(x, moved[i], slope[i], away, cap, inverse)
                             if not fits:
                                 x = NAN
                             if not whole and not (
                                 visible(
                                     j, stop, at[i], length, newest, window, sinks, ring_slots, ring
                                 )
-                                and changes.allowed(mask_at, b, queries, new[i], position - low)
+                                and allowed(mask_at, b, queries, new[i], position - low)
                             ):
                                 x = NEG_INF
                             s[at_s] = x

@@ -80,7 +80,7 @@ def decode_int8(
     query_rows = make_query_rows(d, True, None)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
-    changes = make_changes(changed, ring, 9, 1)
+    options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 9, 1)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
@@ -92,7 +92,7 @@ def decode_int8(
 
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
-        shift_at, slope_at, mask_at, cap, inverse = changes.unpack(pointers, factors)
+        shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of
         (
             queries,
@@ -175,8 +175,8 @@ def decode_int8(
             new[i] = remainder(r, queries)
             at[i] = length - queries + new[i]
             r = min(r, rows - 1)
-            moved[i] = changes.row(shift_at, head * rows + r)
-            slope[i] = changes.row(slope_at, g * rows + r)
+            moved[i] = row_option(shift_at, head * rows + r)
+            slope[i] = row_option(slope_at, g * rows + r)
             m[i], l[i], bad[i] = i32(MIN_OCTAVE), f32(0), i32(0)
         for i in range(n_o):
             o[i] = f32(0)
@@ -225,10 +225,10 @@ def decode_int8(
                     for e in range(2):
                         at_s = 16 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                         j = start + 32 * warp + 8 * n + 2 * (lane & 3) + e
-                        position = changes.position(j, length, newest, sinks, ring_slots)
+                        position = position_of(j, length, newest, sinks, ring_slots)
                         seen = whole or (
                             visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
-                            and changes.allowed(mask_at, b, queries, new[i], position - low)
+                            and allowed(mask_at, b, queries, new[i], position - low)
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
                         t = i32(HIDDEN)
@@ -237,7 +237,7 @@ def decode_int8(
                             if changed:
                                 x = ptx.to_float(t)
                                 away = at[i] - position
-                                x = changes.score(x, moved[i], slope[i], away, cap, inverse)
+                                x = changed_score(x, moved[i], slope[i], away, cap, inverse)
                                 t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
                         elif seen:
                             spoiled = i32(BAD)
