@@ -154,7 +154,7 @@ def decode_float(
 
         row_factor = cuda.local.array(n_rows, f32)
         at = cuda.local.array(n_rows, i32)  # position of a row's token
-        new = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
+        token = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
         moved = cuda.local.array(n_rows, f32)
         slope = cuda.local.array(n_rows, f32)
         m = cuda.local.array(n_rows, f32)
@@ -169,8 +169,8 @@ def decode_float(
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            new[i] = remainder(r, queries)
-            at[i] = length - queries + new[i]
+            token[i] = remainder(r, queries)
+            at[i] = length - queries + token[i]
             r = min(r, rows - 1)
             moved[i] = row_option(shift_at, head * rows + r)
             slope[i] = row_option(slope_at, g * rows + r)
@@ -248,7 +248,7 @@ def decode_float(
                                 visible(
                                     j, stop, at[i], length, newest, window, sinks, ring_slots, ring
                                 )
-                                and allowed(mask_at, b, queries, new[i], position - low)
+                                and allowed(mask_at, b, queries, token[i], position - low)
                             ):
                                 x = NEG_INF
                             s[at_s] = x

@@ -152,7 +152,7 @@ def decode_int8(
 
         cq = cuda.local.array(n_rows, f32)
         at = cuda.local.array(n_rows, i32)  # position of a row's token
-        new = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
+        token = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
         moved = cuda.local.array(n_rows, f32)
         slope = cuda.local.array(n_rows, f32)
         m = cuda.local.array(n_rows, i32)
@@ -172,8 +172,8 @@ def decode_int8(
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             cq[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            new[i] = remainder(r, queries)
-            at[i] = length - queries + new[i]
+            token[i] = remainder(r, queries)
+            at[i] = length - queries + token[i]
             r = min(r, rows - 1)
             moved[i] = row_option(shift_at, head * rows + r)
             slope[i] = row_option(slope_at, g * rows + r)
@@ -228,7 +228,7 @@ def decode_int8(
                         position = position_of(j, length, newest, sinks, ring_slots)
                         seen = whole or (
                             visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
-                            and allowed(mask_at, b, queries, new[i], position - low)
+                            and allowed(mask_at, b, queries, token[i], position - low)
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
                         t = i32(HIDDEN)
