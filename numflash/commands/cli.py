@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import NumflashError
+from ..errors import ArgumentError, NumflashError
 
 
 def demo(args: argparse.Namespace) -> Any:
@@ -127,10 +127,51 @@ def asm(args: argparse.Namespace) -> Any:
     if args.list:
         print("\n".join(codegen.KERNELS))
         return sorted(codegen.KERNELS)
+    if args.listing:
+        text = codegen.compile_kernel(args.kernel, args.cpu, args.features).assembly
+        print(text, end="")
+        return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
     found = codegen.histogram(args.kernel, args.cpu, args.features)
     for key, value in found.items():
         print(f"{key:<18} {value}")
     return found
+
+
+def export(args: argparse.Namespace) -> Any:
+    from ..machinecode import export as job
+
+    if args.list:
+        known = job.kernels()
+        for name, text in known.items():
+            print(f"{name:<18} {text}")
+        return known
+    if not args.kernel or not args.to:
+        raise ArgumentError(
+            "export: got no KERNEL or no --to; allowed: numflash export KERNEL --to FOLDER, or --list"
+        )
+    found = job.run(args.kernel, args.cpu, args.to)
+    print(
+        f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"
+    )
+    print("\n".join(found["files"]))
+    print(f"make -C {args.to} check")
+    return found
+
+
+def job(args: argparse.Namespace) -> Any:
+    from .job import Request, run
+
+    request = Request(
+        args.nodes,
+        args.groups,
+        args.threads,
+        args.time,
+        args.account,
+        args.queue,
+        args.environment,
+        [word for word in args.words if word != "--"],
+    )
+    return run(args.scheduler, request)
 
 
 def estimate(args: argparse.Namespace) -> Any:
@@ -231,6 +272,12 @@ def parser() -> argparse.ArgumentParser:
         "--features", default="", help="LLVM's feature list for a named --cpu, as +sve,-sve2"
     )
     sub.add_argument("--list", action="store_true", help="names of the kernels")
+    sub.add_argument("--listing", action="store_true", help="the whole assembly text")
+    sub = command(export, "a kernel for C: assembly, object, header, and a program that checks it")
+    sub.add_argument("kernel", nargs="?", help="a name from --list")
+    sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
+    sub.add_argument("--to", metavar="FOLDER", help="where the files go")
+    sub.add_argument("--list", action="store_true", help="names of the kernels")
     sub = command(
         estimate,
         "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
@@ -242,6 +289,21 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
+    sub = command(job, "a batch script for Fugaku or a SLURM cluster, printed")
+    sub.add_argument("scheduler", choices=["fugaku", "slurm"])
+    sub.add_argument("--nodes", type=positive, default=1, help="default 1")
+    sub.add_argument(
+        "--groups",
+        type=positive,
+        default=4,
+        help="processes of a node, one per memory group (default 4)",
+    )
+    sub.add_argument("--threads", type=positive, default=12, help="of a process (default 12)")
+    sub.add_argument("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)")
+    sub.add_argument("--account", default="", help="whose budget pays")
+    sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
+    sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
+    sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")

@@ -528,6 +528,10 @@ class Plan:
 
         shift : (B, H, L) float32 in units of the soft cap, or None
         """
+        if changes.functions is not None:
+            raise UnsupportedError(
+                "score_mod, mask_mod: got one with a cache on a card; allowed: on the CPU"
+            )
         batch, kv_heads, rows, _ = self.shape
         card = self.layout.card
         unit = LOG2E_Q8 if self.layout.exact else F(LOG2E_Q8 / 256)
