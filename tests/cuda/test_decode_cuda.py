@@ -555,7 +555,8 @@ def test_options_have_the_bits_of_the_cpu(case, smooth):
     assert np.isfinite(found[0][0][:, :, 2 if case == "all" else 3 :]).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
 def test_options_in_a_ring(dtype):
     query = draw((B, H, 3, D), 5)
     key, value = tokens(100)
@@ -570,7 +571,8 @@ def test_options_in_a_ring(dtype):
     np.testing.assert_allclose(*found, atol=3e-3)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_75", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_75"])
 def test_options_in_floats(arch):
     query = draw((B, H, 3, D), 5)
     cache = KVCache(B, G, D, 200, "float16", device=f"cuda-emulator:{arch}")
