@@ -24,7 +24,7 @@ from .int8 import amx_stream, flash_int8, portable
 from .int8.packing import float_rows, pack_keys, pack_values
 from .int8.quantize import quantize
 from .isa.isas import VECTOR_ISAS
-from .launch_float import NO_LIMIT, Results, compact, heads
+from .launch_float import NO_LIMIT, Results, compact, functions_of, heads
 from .semantics import Semantics
 
 F = np.float32
@@ -77,6 +77,7 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
         if slopes is None
         else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
         extreme,
+        functions_of(problem),
     )
 
 
@@ -187,7 +188,7 @@ def run(
         flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift = None if problem.softcap else x.row_shift()
+    shift = x.row_shift() if problem.smooths else None
     one = 1 if problem.pv == "fp32" else fx.P_ONE
     rows = nb, nh, length
     return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

@@ -50,6 +50,11 @@ class Fused:
         self.spans = NO_TILES.spans if states is None else spans(states, block[1])
         self._known: dict[tuple[Shape, bool], tuple[ScoreTiles, Pair]] = {}
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether there is a score function."""
+        return self.prepared.score is not None
+
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.
 

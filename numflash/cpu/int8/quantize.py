@@ -388,7 +388,7 @@ def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, fl
         empty((heads, dv), F),
         empty((heads, d), F),
     )
-    source = Source(q, k, v, problem.key_lengths, problem.softcap == 0, F(unit))
+    source = Source(q, k, v, problem.key_lengths, problem.smooths, F(unit))
     kind = "bfloat16" if kept[0].dtype == np.uint16 else "float32"
     top, q_scale, k_scale = make_quantize(isa_name, kind)(source, numba.get_num_threads(), to)
     return None if top >= PLAIN_BITS else (to, q_scale, k_scale)
