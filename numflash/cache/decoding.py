@@ -71,7 +71,7 @@ def lse_of(
     shifted = (
         memory.settings.smooth and not changes.cap_or_functions
     )  # else the kernel has added it
-    one = fx.P_ONE if memory.settings.dtype == "int8" else 1
+    one = fx.SUM_ONE if memory.settings.dtype == "int8" else 1
     return natural_lse(
         plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one
     )
