@@ -90,6 +90,10 @@ def bench(args: argparse.Namespace) -> Any:
 
     if args.plot:
         return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+    if args.short:
+        from . import bench_short
+
+        return bench_short.run(args.threads)
     return job.run(
         args.length,
         args.head_dim,
@@ -253,6 +257,11 @@ def parser() -> argparse.ArgumentParser:
         "--plot",
         metavar="FILE",
         help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
+    )
+    sub.add_argument(
+        "--short",
+        action="store_true",
+        help="what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
     )
     sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
     shape(sub)

@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
 
 INT8 = "tests/cpu/test_combinations.py -k test_int8_by_pairs"
 FLOATS = "tests/cpu/test_combinations.py -k test_floats_by_pairs"
+PLANNED_INT8 = "tests/test_plans.py tests/cpu/test_quantize.py"
 FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
 BACKWARD = "tests/cpu/test_backward.py"
 UNSEEN = "tests/cpu/test_unseen.py"
@@ -41,6 +42,7 @@ ARGUMENTS = f"{VALIDATION} {WRONG}"
 
 FLASH_INT8 = "cpu/int8/flash_int8.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
+CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 
@@ -84,6 +86,13 @@ MUTANTS = [
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
+    # ---- planned INT8 calls
+    Mutant(CALL_INT8, "general = top >= PLAIN_BITS or", "general =", PLANNED_INT8),
+    Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "        wide[:] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
+    Mutant(CALL_INT8, "f.softcap, most >= MOST,", "f.softcap, False,", PLANNED_INT8),
+    Mutant(LAUNCH_INT8, "numbers[STRIDES] = [", "_ = [", PLANNED_INT8),
     # ---- what both share
     Mutant(
         "cpu/semantics.py",
@@ -439,5 +448,7 @@ MUTANTS = [
         "else i32((top + 254) >> 8)",
         CUDA_INT8,
     ),
-    Mutant("cuda/kernels/int8_softmax.py", "t = t if seen else i32(HIDDEN)", "t = t", CUDA_INT8),
+    Mutant(
+        "cuda/kernels/int8_softmax.py", "t = t if seen else i32(MASKED_SCORE)", "t = t", CUDA_INT8
+    ),
 ]
