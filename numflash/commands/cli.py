@@ -178,6 +178,12 @@ def job(args: argparse.Namespace) -> Any:
     return run(args.scheduler, request)
 
 
+def validate(args: argparse.Namespace) -> Any:
+    from .validate import run
+
+    return run(args.quick, args.to)
+
+
 def estimate(args: argparse.Namespace) -> Any:
     from ..machinecode import estimate as job
 
@@ -313,6 +319,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
     sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
     sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
+    sub = command(validate, "bits, accuracy, peaks, efficiency and scaling of this machine's CPU")
+    sub.add_argument(
+        "--quick", action="store_true", help="the best instruction set only, no scaling"
+    )
+    sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")
