@@ -42,6 +42,8 @@ ARGUMENTS = f"{VALIDATION} {WRONG}"
 FLASH_INT8 = "cpu/int8/flash_int8.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
+STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
+QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 
 MUTANTS = [
@@ -78,12 +80,48 @@ MUTANTS = [
     Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
-        'return max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        'return float_tiles.MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
         "return VECTOR_ISAS[isa_name].rows[-1]",
         FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
+    # ---- the stream of AMX
+    Mutant(STREAM, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
+    Mutant(
+        STREAM,
+        "b.lshr(y, _word(8))), _word(128))",
+        "b.lshr(y, _word(8))), _word(127))",
+        STREAM_TESTS,
+    ),
+    Mutant(STREAM, "b.fadd(b.fmul(l, shrink), ", "b.fadd(l, ", STREAM_TESTS),
+    Mutant(
+        STREAM, "            if tile.hi[r] <= tile.lo[r]:", "            if False:", STREAM_TESTS
+    ),
+    Mutant(STREAM, "        if kv.wide[c // KEY_BLOCK] != 0:", "        if False:", STREAM_TESTS),
+    Mutant(STREAM, "address(scratch)) < n:", "address(scratch)) < 0:", STREAM_TESTS),
+    Mutant(STREAM, "address(tile.lo) + 8 * i if sight == EDGE else 0", "0", STREAM_TESTS),
+    Mutant(
+        STREAM,
+        "min(stop, near + NEAR * KEY_BLOCK)",
+        "min(stop, near + (NEAR - 1) * KEY_BLOCK)",
+        STREAM_TESTS,
+    ),
+    # ---- the one-pass quantiser
+    Mutant(QUANTISER, "total += sums[c, e]", "total = sums[c, e]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "F(max(count, 1))", "F(count + 1)", QUANTISER_TESTS),
+    Mutant(QUANTISER, "max(bits[e], peaks[c, e])", "peaks[c, e]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "usable = peak > NO_SCALE", "usable = True", QUANTISER_TESTS),
+    Mutant(QUANTISER, "= F(1) if p + c < x.length else F(0)", "= F(0)", QUANTISER_TESTS),
+    Mutant(QUANTISER, "source.lengths[n // source.k.heads]", "source.lengths[0]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "None if top >= PLAIN_BITS else (", "(", QUANTISER_TESTS),
+    Mutant(
+        LAUNCH_INT8,
+        "if found is None or found[1] * abs(unit) >= LIMIT:",
+        "if found is None:",
+        QUANTISER_TESTS,
+    ),
+    Mutant("quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
     # ---- what both share
     Mutant(
         "cpu/semantics.py",
