@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..errors import NumflashError
+from ..errors import ArgumentError, NumflashError
 
 
 def demo(args: argparse.Namespace) -> Any:
@@ -127,9 +127,34 @@ def asm(args: argparse.Namespace) -> Any:
     if args.list:
         print("\n".join(codegen.KERNELS))
         return sorted(codegen.KERNELS)
+    if args.listing:
+        text = codegen.compile_kernel(args.kernel, args.cpu, args.features).assembly
+        print(text, end="")
+        return {"kernel": args.kernel, "cpu": args.cpu, "assembly": text}
     found = codegen.histogram(args.kernel, args.cpu, args.features)
     for key, value in found.items():
         print(f"{key:<18} {value}")
+    return found
+
+
+def export(args: argparse.Namespace) -> Any:
+    from ..machinecode import export as job
+
+    if args.list:
+        known = job.kernels()
+        for name, text in known.items():
+            print(f"{name:<18} {text}")
+        return known
+    if not args.kernel or not args.to:
+        raise ArgumentError(
+            "export: got no KERNEL or no --to; allowed: numflash export KERNEL --to FOLDER, or --list"
+        )
+    found = job.run(args.kernel, args.cpu, args.to)
+    print(
+        f"{found['kernel']} for {found['cpu']} ({found['isa']}): {found['instructions']} instructions"
+    )
+    print("\n".join(found["files"]))
+    print(f"make -C {args.to} check")
     return found
 
 
@@ -230,6 +255,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--features", default="", help="LLVM's feature list for a named --cpu, as +sve,-sve2"
     )
+    sub.add_argument("--list", action="store_true", help="names of the kernels")
+    sub.add_argument("--listing", action="store_true", help="the whole assembly text")
+    sub = command(export, "a kernel for C: assembly, object, header, and a program that checks it")
+    sub.add_argument("kernel", nargs="?", help="a name from --list")
+    sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
+    sub.add_argument("--to", metavar="FOLDER", help="where the files go")
     sub.add_argument("--list", action="store_true", help="names of the kernels")
     sub = command(
         estimate,

@@ -121,7 +121,7 @@ def run(
     grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
     zeros that are added to, and returned, where they are given.
     """
-    isa = target.require(isa, target.FLOAT_ISAS)
+    isa = target.require(isa, target.FIXED_FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
     dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)

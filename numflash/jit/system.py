@@ -73,3 +73,12 @@ def tiles_permitted() -> bool:
         return False
     request = 158, 0x1023, 18  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
     return ctypes.CDLL(None).syscall(*request) == 0
+
+
+@functools.cache
+def scalable_bits() -> int:
+    """Bits of this process's SVE vectors, 0 without SVE and on other systems than Linux."""
+    if sys.platform != "linux" or platform.machine() != "aarch64":
+        return 0
+    length = ctypes.CDLL(None).prctl(51, 0, 0, 0, 0)  # PR_SVE_GET_VL: bytes in the low 16 bits
+    return 0 if length < 0 else (length & 0xFFFF) * 8

@@ -17,7 +17,7 @@ from numba.core import config
 from numba.core.registry import cpu_target
 
 from ..errors import ArgumentError, UnsupportedError
-from .system import tiles_permitted
+from .system import scalable_bits, tiles_permitted
 
 Needs = dict[str, tuple[str, ...]]
 
@@ -35,9 +35,13 @@ ISAS: Needs = {
 FLOAT_ISAS: Needs = {
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "avx2": ("avx2", "fma"),
+    "sve512": ("sve",),
+    "sve256": ("sve",),
     "neon": ("neon",),
     "portable": (),
 }
+# without those whose code holds for one length of scalable vectors
+FIXED_FLOAT_ISAS: Needs = {name: needs for name, needs in FLOAT_ISAS.items() if needs != ("sve",)}
 _BF16 = (*FLOAT_ISAS["avx512"], "avx512bf16")
 BFLOAT16_ISAS: Needs = {
     "amx_bf16": ("amx-tile", "amx-int8", "amx-bf16", *_BF16, "avx512vnni"),
@@ -131,6 +135,8 @@ def missing(isa: str, isas: Needs = ISAS, codegen: Any = None) -> list[str]:
 
 def _granted(isa: str) -> bool:
     """Whether the operating system lets this process use an instruction set that the target has."""
+    if isa in ("sve512", "sve256"):  # laid out for this length of the machine's vectors
+        return scalable_bits() == int(isa[3:])
     return not isa.startswith("amx") or tiles_permitted()
 
 
@@ -166,6 +172,11 @@ def require(isa: str | None, isas: Needs = ISAS) -> str:
         raise UnsupportedError(
             f"isa: {isa!r} needs {', '.join(missing(isa, isas))}, which the target {cpu_name()!r} lacks; "
             f"allowed here: {', '.join(map(repr, available(isas)))}"
+        )
+    if isa.startswith("sve") and not _granted(isa):
+        raise UnsupportedError(
+            f"isa: {isa!r} is for vectors of {isa[3:]} bits, this machine's have {scalable_bits()}; allowed here: "
+            f"{', '.join(map(repr, available(isas)))}"
         )
     if not _granted(isa):
         raise UnsupportedError(

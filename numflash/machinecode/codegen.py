@@ -335,6 +335,22 @@ def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iter
 
 
 @global_compiler_lock
+def bitcode_for(function: Callable, signature: Any, target: Target) -> tuple[bytes, str]:
+    """Optimised LLVM bitcode of a function for a target, and its entry's symbol; as `compile_for`."""
+    typingctx, targetctx = _contexts(target)
+    args, _ = sigutils.normalize_signature(signature)
+    with _as_cpu_target(typingctx, targetctx):
+        twin = typingctx.twin(
+            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function)
+        )
+        twin.compile(args)
+    overload: Any = twin.overloads[args]
+    library = overload.library
+    library._ensure_finalized()
+    return library._final_module.as_bitcode(), overload.fndesc.llvm_func_name
+
+
+@global_compiler_lock
 def compile_for(function: Callable, signature: Any, target: Target) -> MachineCode:
     """Compile `function` for `target` and return its machine code.
 
@@ -351,18 +367,8 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
         As ``@njit`` would on that CPU, for instance when an operation needs a feature that the CPU
         lacks.
     """
-    typingctx, targetctx = _contexts(target)
-    args, _ = sigutils.normalize_signature(signature)
-    with _as_cpu_target(typingctx, targetctx):
-        twin = typingctx.twin(
-            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function)
-        )
-        twin.compile(args)
-    overload: Any = twin.overloads[args]
-    library = overload.library
-    library._ensure_finalized()
-    machine = targetctx.codegen()._tm
-    optimised = library._final_module.as_bitcode()
+    optimised, entry = bitcode_for(function, signature, target)
+    machine = _contexts(target)[1].codegen()._tm
 
     def fresh() -> (
         Any
@@ -371,7 +377,7 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
 
     return MachineCode(
         target,
-        overload.fndesc.llvm_func_name,
+        entry,
         machine.emit_assembly(fresh()),
         machine.emit_object(fresh()),
     )

@@ -270,6 +270,21 @@ TILINGS = {
         Tiling(
             "avx2-float32", "cpu", "avx2", "float32", 6, 2, 8, 192, 128, _float_buffers("float32")
         ),
+        *(
+            Tiling(
+                f"sve{32 * lanes}-float32",
+                "cpu",
+                f"sve{32 * lanes}",
+                "float32",
+                6,
+                4,
+                lanes,
+                192,
+                128,
+                _float_buffers("float32"),
+            )
+            for lanes in (16, 8)
+        ),
         Tiling(
             "neon-float32", "cpu", "neon", "float32", 6, 4, 4, 192, 128, _float_buffers("float32")
         ),

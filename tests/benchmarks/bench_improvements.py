@@ -13,6 +13,8 @@ from numflash.cpu.study import improvements
 from numflash.jit.threads import most
 from numflash.measure.contenders import on_threads
 
+LENGTH = 2048
+HEAD_DIM = 128
 SWITCHES = {
     "the summary's": ("plain", "fp32", False),
     "vector exp2": ("vectors", "fp32", False),
@@ -29,14 +31,14 @@ SWITCHES = {
 def bench_fused(benchmark, name, kv_heads, causal, threads):
     exp2, pv, ahead = SWITCHES[name]
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, h, 2048, 128), np.float32) for h in (4, kv_heads, kv_heads))
+    q, k, v = (
+        rng.standard_normal((1, h, LENGTH, HEAD_DIM), np.float32) for h in (4, kv_heads, kv_heads)
+    )
     with on_threads(threads):
         prepared = improvements.prepare(q, k, v, causal)
         if pv not in prepared.values:
             pytest.skip(f"no {pv} on this target")
         wanted = prepared.run("plain", "fp32")
         assert np.abs(prepared.run(exp2, pv, ahead) - wanted).max() <= 0.05 * np.abs(wanted).max()
-        benchmark.group = (
-            f"L=2048 D=128 H=4 Hkv={kv_heads} {'causal' if causal else 'full'} threads={threads}"
-        )
+        benchmark.group = f"L={LENGTH} D={HEAD_DIM} H=4 Hkv={kv_heads} {'causal' if causal else 'full'} threads={threads}"
         benchmark.pedantic(lambda: prepared.run(exp2, pv, ahead), rounds=5, warmup_rounds=1)

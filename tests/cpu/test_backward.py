@@ -21,7 +21,7 @@ from numflash.jit import target
 from numflash.jit.threads import limit, most
 
 F = np.float32
-ISAS = target.available(target.FLOAT_ISAS)
+ISAS = target.available(target.FIXED_FLOAT_ISAS)
 every_isa = pytest.mark.parametrize("isa", ISAS)
 NAMES = ("dq", "dk", "dv")
 ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}

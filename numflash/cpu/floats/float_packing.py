@@ -139,7 +139,7 @@ def pack_keys(name: str, k: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, 
     panels = max(1, -(-int(stops.max(initial=0)) // isa.panel))
     out = empty((nb * nh, panels * isa.panel * width), U)
     most = np.empty((nb * nh, panels), U)
-    make_pack_keys(isa.lanes, isa.panel, isa.group)(
+    make_pack_keys(isa.square, isa.panel, isa.group)(
         words.reshape(-1), stops, words.shape[1:], out.reshape(-1), most
     )
     operands = out.view(np.float32) if isa.group == 1 else out.view(np.uint16)

@@ -7,8 +7,8 @@ Contract (A rows of operands, B packed or in place, `steps` steps of `group` pro
 * `value_tile`: o[rows, nv * lanes] += A.B, float32.
 * `row_max`, `row_exp`, `row_softcap`, ...: one row of scores, whole vectors at a time.
 
-Everything but the bfloat16 dot product is plain LLVM IR on vectors, so the same source serves
-AVX-512, AVX2 and NEON. NaN is kept on purpose: comparisons are written so that a NaN score stays
+Everything but the bfloat16 dot product and SVE's exp2 is plain LLVM IR on vectors, so the same
+source serves AVX-512, AVX2, NEON and SVE. NaN is kept on purpose: comparisons are written so that a NaN score stays
 NaN and reaches the row sum.
 """
 
@@ -23,6 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..isa.dot_loop import dot_loop
+from ..isa.fexpa import exponential
 from ..isa.vectors import (
     F32,
     I8,
@@ -31,14 +32,14 @@ from ..isa.vectors import (
     I64,
     Vectors,
     call,
-    constant,
+    compare,
     data,
     load,
     shuffle,
-    splat,
     store,
     vector,
 )
+from ..isa.vectors_arm import ScalableVectors
 from . import amx_bfloat16
 
 LOG2E = 1.4426950408889634
@@ -71,8 +72,8 @@ class FloatIsa(Vectors):
         object.__setattr__(self, "unit", self.unit or self.lanes)
 
     @property
-    def operand(self) -> ir.VectorType:
-        return vector(F32, self.lanes) if self.group == 1 else vector(I16, 2 * self.lanes)
+    def operand(self) -> ir.Type:
+        return self.floats if self.group == 1 else vector(I16, 2 * self.lanes)
 
     @property
     def panel(self) -> int:
@@ -80,8 +81,13 @@ class FloatIsa(Vectors):
         return self.nv * self.lanes
 
     @property
-    def floats(self) -> ir.VectorType:
-        return vector(F32, self.lanes)
+    def square(self) -> int:
+        """Rows and columns that packing transposes at a time."""
+        return self.lanes
+
+    @property
+    def floats(self) -> ir.Type:
+        return self.vector(F32)
 
     def dot(self, b, acc, x, y):
         """acc[lane] + the sum over the group of x * y."""
@@ -92,7 +98,43 @@ class FloatIsa(Vectors):
         return call(b, f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.floats, acc, x, y)
 
     def fma(self, b, x, y, z):
-        return call(b, f"llvm.fma.v{self.lanes}f32", self.floats, x, y, z)
+        return self.generic(b, "fma", x, y, z)
+
+    def top(self, b, x):
+        """float32: the largest lane of a vector without NaN."""
+        return fold(b, x, larger)
+
+    def any_set(self, b, x):
+        """Whether any lane of a vector of truth values or bytes is not 0."""
+        bits = ir.IntType(self.lanes * (x.type.element.width))
+        return b.icmp_unsigned("!=", b.bitcast(x, bits), ir.Constant(bits, 0))
+
+
+@dataclass(frozen=True)
+class SveFloats(ScalableVectors, FloatIsa):
+    """SVE's scalable vectors, of `lanes` lanes where `length_known`.
+
+    Packing and buffers are laid out for that length, so a machine with another one must not run the
+    code (`jit.target` lets none). `"sve"`, whose length is read when the code runs, serves the INT8
+    kernel, which has its own layout: its `value_tile` alone.
+    """
+
+    length_known: bool = True
+
+    @property
+    def square(self) -> int:
+        return 4  # a NEON register
+
+    def elements(self, b, n: int):
+        return I64(n * self.lanes) if self.length_known else super().elements(b, n)
+
+    def top(self, b, x):
+        return self.reduce(b, "fmax", x, F32)
+
+    def any_set(self, b, x):
+        element = x.type.element
+        found = call(b, f"llvm.vector.reduce.or.nxv{x.type.count}{element}", element, x)
+        return b.icmp_unsigned("!=", found, ir.Constant(element, 0))
 
 
 class _BFloat16(ir.Type):
@@ -118,6 +160,9 @@ FLOAT_ISAS = {
         FloatIsa("avx512_bf16", 16, 4, 2),
         FloatIsa("avx512", 16, 4),
         FloatIsa("avx2", 8, 2),
+        SveFloats("sve512", 16, 4),
+        SveFloats("sve256", 8, 4),
+        SveFloats("sve", 4, 4, length_known=False),
         FloatIsa("neon", 4, 4),
     )
 }
@@ -138,8 +183,8 @@ def score_tile(name: str, nv: int, scaled: bool = False):
     def codegen(context, b, sig, a):
         end = len(a)
         pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, end - 3))
-        zero = [constant(isa.floats, 0.0)] * (isa.rows * nv)
-        c = splat(b, a[6], isa.floats) if scaled else None
+        zero = [isa.fill(b, isa.floats, 0.0)] * (isa.rows * nv)
+        c = isa.splat(b, a[6], isa.floats) if scaled else None
         rows = dot_loop(
             b,
             isa,
@@ -153,11 +198,11 @@ def score_tile(name: str, nv: int, scaled: bool = False):
             zero,
             isa.rows,
             nv,
-            I64(isa.panel * isa.group),
+            isa.elements(b, isa.nv * isa.group),
         )
         for m, acc in enumerate(rows):
             for n in range(nv):
-                where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), I64(isa.lanes * n))
+                where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), isa.elements(b, n))
                 store(b, b.fmul(acc[n], c) if scaled else acc[n], px, where, 4)
         return context.get_dummy_value()
 
@@ -186,7 +231,7 @@ def value_tile(name: str, nv: int):
         def codegen(context, b, sig, a):
             pp, pv, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 7))
             where = [
-                b.add(b.add(a[8], b.mul(a[9], I64(m))), I64(isa.lanes * n))
+                b.add(b.add(a[8], b.mul(a[9], I64(m))), isa.elements(b, n))
                 for m in range(isa.rows)
                 for n in range(nv)
             ]
@@ -221,7 +266,7 @@ def for_vectors(b, count, lanes, state, body):
     for x in state:
         phis.append(b.phi(x.type))
         phis[-1].add_incoming(x, entry)
-    b.cbranch(b.icmp_signed("<", n, count), turn, done)
+    b.cbranch(compare(b, "icmp_signed", "<", n, count), turn, done)
     b.position_at_end(turn)
     after = body(b.mul(n, I64(lanes)), phis)
     n.add_incoming(b.add(n, I64(1)), b.block)
@@ -234,7 +279,7 @@ def for_vectors(b, count, lanes, state, body):
 
 def larger(b, x, bound):
     """max(x, bound) that keeps a NaN in x."""
-    return b.select(b.fcmp_ordered("<", x, bound), bound, x)
+    return b.select(compare(b, "fcmp_ordered", "<", x, bound), bound, x)
 
 
 # 2**f on [-1/2, 1/2], minimax in relative error with the constant fixed at 1: 9.2e-8
@@ -260,9 +305,9 @@ EXP2_FLOOR = (
 
 def polynomial(b, isa, coefficients, f):
     """c0 + c1 * f + c2 * f**2 + ..., by Horner's rule."""
-    y = constant(isa.floats, coefficients[-1])
+    y = isa.fill(b, isa.floats, coefficients[-1])
     for c in coefficients[-2::-1]:
-        y = isa.fma(b, y, f, constant(isa.floats, c))
+        y = isa.fma(b, y, f, isa.fill(b, isa.floats, c))
     return y
 
 
@@ -272,26 +317,29 @@ def whole(b, isa, n):
     (fptosi.sat promises as much, and works lane by lane.)
     """
     return b.fptosi(
-        b.select(b.fcmp_ordered("ord", n, n), n, constant(isa.floats, 0.0)), vector(I32, isa.lanes)
+        b.select(compare(b, "fcmp_ordered", "ord", n, n), n, isa.fill(b, isa.floats, 0.0)),
+        isa.vector(I32),
     )
 
 
 def exp2(b, isa, x):
-    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN. Of 16 lanes, no denormals.
+    """2**x per lane, x <= 127; -inf gives 0 and NaN stays NaN.
 
-    They cost 150 cycles each on Intel.
+    No denormals by AVX-512 (they cost 150 cycles each on Intel) and SVE (FEXPA has none).
     """
+    if isa.scalable:
+        return exponential(b, isa, x)
     if isa.lanes == 16:
         return exp2_avx512(b, isa, x)
-    x = larger(b, x, constant(isa.floats, LOWEST))
-    n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x)
+    x = larger(b, x, isa.fill(b, isa.floats, LOWEST))
+    n = isa.generic(b, "roundeven", x)
     y = polynomial(b, isa, EXP2, b.fsub(x, n))
-    ints = vector(I32, isa.lanes)
-    n = b.add(whole(b, isa, n), constant(ints, 127))
-    power = b.bitcast(b.shl(n, constant(ints, 23)), isa.floats)
+    ints = isa.vector(I32)
+    n = b.add(whole(b, isa, n), isa.fill(b, ints, 127))
+    power = b.bitcast(b.shl(n, isa.fill(b, ints, 23)), isa.floats)
     return b.select(
-        b.icmp_signed("<", n, constant(ints, 1)),
-        b.fmul(y, constant(isa.floats, 0.0)),
+        compare(b, "icmp_signed", "<", n, isa.fill(b, ints, 1)),
+        b.fmul(y, isa.fill(b, isa.floats, 0.0)),
         b.fmul(y, power),
     )
 
@@ -301,10 +349,10 @@ def exp2_avx512(b, isa, x):
 
     y * 2**floor(x), 0 where x is below the normal numbers.
     """
-    zero = constant(isa.floats, 0.0)
+    zero = isa.fill(b, isa.floats, 0.0)
     down = I32(9)
     f = call(b, "llvm.x86.avx512.mask.reduce.ps.512", isa.floats, x, down, zero, I16(-1), I32(4))
-    normal = b.bitcast(b.fcmp_unordered(">=", x, constant(isa.floats, -126.0)), I16)
+    normal = b.bitcast(compare(b, "fcmp_unordered", ">=", x, isa.fill(b, isa.floats, -126.0)), I16)
     return call(
         b,
         "llvm.x86.avx512.mask.scalef.ps.512",
@@ -340,8 +388,8 @@ def row_max(name: str):
             def body(at, state):
                 return [larger(b, state[0], load(b, px, b.add(a[1], at), isa.floats, 4))]
 
-            (top,) = for_vectors(b, a[2], isa.lanes, [constant(isa.floats, float("-inf"))], body)
-            return fold(b, top, larger)
+            (top,) = for_vectors(b, a[2], isa.lanes, [isa.fill(b, isa.floats, float("-inf"))], body)
+            return isa.top(b, top)
 
         return types.float32(x, x_off, count), codegen
 
@@ -359,25 +407,26 @@ def row_exceeds(name: str):
     def exceeds(typingctx, x, x_off, count, c, bound):
         def codegen(context, b, sig, a):
             px = data(context, b, sig.args[0], a[0])
-            c = splat(b, a[3], isa.floats)
-            bound = splat(b, a[4], isa.floats)
+            c = isa.splat(b, a[3], isa.floats)
+            bound = isa.splat(b, a[4], isa.floats)
 
             def body(at, state):
                 return [
                     b.or_(
                         state[0],
-                        b.fcmp_unordered(
-                            ">", b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c), bound
+                        compare(
+                            b,
+                            "fcmp_unordered",
+                            ">",
+                            b.fmul(load(b, px, b.add(a[1], at), isa.floats, 4), c),
+                            bound,
                         ),
                     )
                 ]
 
-            (above,) = for_vectors(
-                b, a[2], isa.lanes, [constant(vector(ir.IntType(1), isa.lanes), 0)], body
-            )
-            return b.icmp_unsigned(
-                "!=", b.bitcast(above, ir.IntType(isa.lanes)), ir.Constant(ir.IntType(isa.lanes), 0)
-            )
+            none = ir.Constant(isa.vector(ir.IntType(1)), None)
+            (above,) = for_vectors(b, a[2], isa.lanes, [none], body)
+            return isa.any_set(b, above)
 
         return types.boolean(x, x_off, count, c, bound), codegen
 
@@ -416,7 +465,7 @@ def row_exp(name: str):
     @intrinsic
     def weights(typingctx, x, x_off, count, m, p, p_off, l, l_off):
         def codegen(context, b, sig, a):
-            m = splat(b, a[3], isa.floats)
+            m = isa.splat(b, a[3], isa.floats)
             return _weigh(context, b, isa, sig, a, lambda x: b.fsub(x, m))
 
         return types.void(x, x_off, count, m, p, p_off, l, l_off), codegen
@@ -435,8 +484,8 @@ def row_weights(name: str):
     @intrinsic
     def weights(typingctx, x, x_off, count, c, m, p, p_off, l, l_off):
         def codegen(context, b, sig, a):
-            c = splat(b, a[3], isa.floats)
-            below = splat(b, b.fneg(a[4]), isa.floats)
+            c = isa.splat(b, a[3], isa.floats)
+            below = isa.splat(b, b.fneg(a[4]), isa.floats)
             return _weigh(context, b, isa, sig, a, lambda x: isa.fma(b, x, c, below))
 
         return types.void(x, x_off, count, c, m, p, p_off, l, l_off), codegen
@@ -495,7 +544,7 @@ def row_scale(name: str):
     """Intrinsic f(x, x_off, count, c): x *= c."""
 
     def change(context, b, isa, sig, a, x, at):
-        return b.fmul(x, splat(b, a[3], isa.floats))
+        return b.fmul(x, isa.splat(b, a[3], isa.floats))
 
     return row_change(name, 1, change)
 
@@ -508,29 +557,32 @@ def row_softcap(name: str, hidden: bool = False):
     """
 
     def change(context, b, isa, sig, a, x, at):
-        cap = splat(b, a[3], isa.floats)
-        part = splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
-        sign = vector(I32, isa.lanes)
+        cap = isa.splat(b, a[3], isa.floats)
+        part = isa.splat(b, b.fdiv(F32(1.0), a[3]), isa.floats)
+        sign = isa.vector(I32)
         bits = b.bitcast(b.fmul(x, part), sign)
-        magnitude = b.bitcast(b.and_(bits, constant(sign, 0x7FFFFFFF)), isa.floats)
-        y = b.fmul(magnitude, constant(isa.floats, 2 * LOG2E))
+        magnitude = b.bitcast(b.and_(bits, isa.fill(b, sign, 0x7FFFFFFF)), isa.floats)
+        y = b.fmul(magnitude, isa.fill(b, isa.floats, 2 * LOG2E))
         y = b.select(
-            b.fcmp_ordered(">", y, constant(isa.floats, 30.0)), constant(isa.floats, 30.0), y
+            compare(b, "fcmp_ordered", ">", y, isa.fill(b, isa.floats, 30.0)),
+            isa.fill(b, isa.floats, 30.0),
+            y,
         )
-        n = call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, y)
+        n = isa.generic(b, "roundeven", y)
         f = b.fsub(y, n)
         g = polynomial(b, isa, EXP2[1:], f)
         power = b.bitcast(
-            b.shl(b.add(whole(b, isa, n), constant(sign, 127)), constant(sign, 23)), isa.floats
+            b.shl(b.add(whole(b, isa, n), isa.fill(b, sign, 127)), isa.fill(b, sign, 23)),
+            isa.floats,
         )
-        e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, constant(isa.floats, 1.0)))  # 2**y - 1
-        t = b.fdiv(e, b.fadd(e, constant(isa.floats, 2.0)))
-        t = b.or_(b.bitcast(t, sign), b.and_(bits, constant(sign, -0x80000000)))
+        e = isa.fma(b, b.fmul(f, g), power, b.fsub(power, isa.fill(b, isa.floats, 1.0)))  # 2**y - 1
+        t = b.fdiv(e, b.fadd(e, isa.fill(b, isa.floats, 2.0)))
+        t = b.or_(b.bitcast(t, sign), b.and_(bits, isa.fill(b, sign, -0x80000000)))
         capped = b.fmul(cap, b.bitcast(t, isa.floats))
         if not hidden:
             return capped
-        lowest = constant(isa.floats, float("-inf"))
-        return b.select(b.fcmp_ordered("==", x, lowest), lowest, capped)
+        lowest = isa.fill(b, isa.floats, float("-inf"))
+        return b.select(compare(b, "fcmp_ordered", "==", x, lowest), lowest, capped)
 
     return row_change(name, 1, change)
 
@@ -540,11 +592,15 @@ def row_alibi(name: str):
     """Intrinsic f(x, x_off, count, slope, centre): x -= slope * |centre - column|."""
 
     def change(context, b, isa, sig, a, x, at):
-        ints = vector(I32, isa.lanes)
-        column = b.add(splat(b, b.trunc(at, I32), ints), ir.Constant(ints, list(range(isa.lanes))))
-        away = b.sub(splat(b, b.trunc(a[4], I32), ints), column)
-        away = b.select(b.icmp_signed("<", away, constant(ints, 0)), b.neg(away), away)
-        return isa.fma(b, b.fneg(splat(b, a[3], isa.floats)), b.sitofp(away, isa.floats), x)
+        ints = isa.vector(I32)
+        column = b.add(isa.splat(b, b.trunc(at, I32), ints), isa.index(b))
+        away = b.sub(isa.splat(b, b.trunc(a[4], I32), ints), column)
+        away = b.select(
+            compare(b, "icmp_signed", "<", away, isa.fill(b, ints, 0)),
+            b.sub(isa.fill(b, ints, 0), away),
+            away,
+        )
+        return isa.fma(b, b.fneg(isa.splat(b, a[3], isa.floats)), b.sitofp(away, isa.floats), x)
 
     return row_change(name, 2, change)
 
@@ -558,11 +614,11 @@ def row_bias(name: str):
 
     def change(context, b, isa, sig, a, x, at):
         bias = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.floats, 4)
-        hidden = constant(isa.floats, float("-inf"))
+        hidden = isa.fill(b, isa.floats, float("-inf"))
         return b.select(
-            b.fcmp_ordered("==", bias, hidden),
+            compare(b, "fcmp_ordered", "==", bias, hidden),
             hidden,
-            isa.fma(b, bias, constant(isa.floats, LOG2E), x),
+            isa.fma(b, bias, isa.fill(b, isa.floats, LOG2E), x),
         )
 
     return row_change(name, 2, change)
@@ -573,13 +629,11 @@ def row_mask(name: str):
     """Intrinsic f(x, x_off, count, mask, off): x = -inf where the uint8 mask is 0."""
 
     def change(context, b, isa, sig, a, x, at):
-        seen = load(
-            b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), vector(I8, isa.lanes), 1
-        )
+        seen = load(b, data(context, b, sig.args[3], a[3]), b.add(a[4], at), isa.vector(I8), 1)
         return b.select(
-            b.icmp_unsigned("!=", seen, constant(seen.type, 0)),
+            compare(b, "icmp_unsigned", "!=", seen, isa.fill(b, seen.type, 0)),
             x,
-            constant(isa.floats, float("-inf")),
+            isa.fill(b, isa.floats, float("-inf")),
         )
 
     return row_change(name, 2, change)
@@ -594,14 +648,13 @@ def any_byte(name: str):
     def found(typingctx, mask, off, count):
         def codegen(context, b, sig, a):
             pm = data(context, b, sig.args[0], a[0])
-            bytes_ = vector(I8, isa.lanes)
+            bytes_ = isa.vector(I8)
 
             def body(at, state):
                 return [b.or_(state[0], load(b, pm, b.add(a[1], at), bytes_, 1))]
 
-            (seen,) = for_vectors(b, a[2], isa.lanes, [constant(bytes_, 0)], body)
-            whole = ir.IntType(8 * isa.lanes)
-            return b.icmp_unsigned("!=", b.bitcast(seen, whole), ir.Constant(whole, 0))
+            (seen,) = for_vectors(b, a[2], isa.lanes, [isa.fill(b, bytes_, 0)], body)
+            return isa.any_set(b, seen)
 
         return types.boolean(mask, off, count), codegen
 

@@ -357,12 +357,13 @@ def _float_value_block(isa_name: str):
     """The same in float32; V is stored in rows as wide as O."""
     isa = VECTOR_ISAS[isa_name]
     nv = isa.nv
-    lanes = isa.lanes
-    tile6, one6 = (float_tiles.value_tile(wide_rows.FLOATS[lanes], n) for n in (nv, 1))
+    vector_lanes = lanes_of(isa_name)
+    floats = wide_rows.values_of(isa)
+    tile6, one6 = (float_tiles.value_tile(floats, n) for n in (nv, 1))
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
-        width = o.shape[1]
+        width, lanes = o.shape[1], vector_lanes()
         t = 0
         while t + nv * lanes <= width:
             for i in range(0, rows, 6):

@@ -24,6 +24,11 @@ FLOATS = {
 HIDDEN = float("-inf")
 
 
+def values_of(isa) -> str:
+    """The float vectors for P.V in float32 beside an INT8 instruction set: SVE's own, or as long."""
+    return "sve" if isa.scalable else FLOATS[isa.lanes]
+
+
 def _rounded(b, isa, x):
     """float32 to the nearest int32, ties to even; x within range, NaN becomes 0."""
     return whole(b, isa, call(b, f"llvm.roundeven.v{isa.lanes}f32", isa.floats, x))

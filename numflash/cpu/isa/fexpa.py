@@ -9,8 +9,8 @@ benchmark`, "Implementation Results", calls the step alone "Perfect"; its error 
 accuracy.
 
 The NumPy functions are the exact model (operation by operation, as rounded by the machine),
-`exp2_row` is the SVE code. The kernels that ship use the integer exp2, whose bits are the same on
-every device.
+`exponential` and `exp2_row` are the SVE code. float32 attention on SVE uses "fexpa-quadratic"; INT8
+kernels use the integer exp2, whose bits are the same on every device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit import target
-from .vectors import F32, I32, I64, call, data
-from .vectors_arm import SVE, Scalable
+from .vectors import F32, I32, I64, Scalable, call, data
+from .vectors_arm import SVE
 
 F = np.float32
 TABLE = np.rint((np.exp2(np.arange(64) / 64) - 1) * 2**23).astype(
@@ -80,6 +80,31 @@ EXP2_FLOAT = {
 }
 
 
+def exponential(b, isa, x, name: str = "fexpa-quadratic"):
+    """2**x of scalable float32 vectors, x <= 127, by a variant of `EXP2_FLOAT`.
+
+    -inf gives 0; NaN stays NaN in "fexpa-quadratic".
+    """
+    f32s, i32s = isa.vector(F32), isa.vector(I32)
+
+    def number(value):
+        return isa.fill(b, f32s, float(value))
+
+    def fexpa_of(words):
+        return call(b, "llvm.aarch64.sve.fexpa.x.nxv4f32", f32s, words)
+
+    x = isa.generic(b, "maximum", x, number(LOWEST))
+    if name == "fexpa-truncated":
+        return fexpa_of(b.fptosi(b.fmul(b.fadd(x, number(BIAS)), number(64)), i32s))
+    z = b.fadd(x, number(STEPS + BIAS))
+    step = fexpa_of(b.bitcast(z, i32s))
+    if name == "fexpa":
+        return step
+    r = b.fsub(x, b.fsub(z, number(STEPS + BIAS)))
+    slope = isa.generic(b, "fma", r, number(HALF_LN2_SQUARED), number(LN2))
+    return isa.generic(b, "fma", b.fmul(step, r), slope, step)
+
+
 @functools.cache
 def exp2_row(name: str):
     """Intrinsic f(x, y, n).
@@ -88,7 +113,6 @@ def exp2_row(name: str):
     """
     isa = SVE
     f32s = isa.vector(F32)
-    i32s = isa.vector(I32)
     mask = Scalable(ir.IntType(1), isa.lanes)
 
     @intrinsic
@@ -101,26 +125,6 @@ def exp2_row(name: str):
                 b.bitcast(data(context, b, sig.args[i], a[i]), F32.as_pointer()) for i in range(2)
             )
 
-            def number(value):
-                return isa.fill(b, f32s, float(value))
-
-            def exponential(words):
-                return call(b, "llvm.aarch64.sve.fexpa.x.nxv4f32", f32s, words)
-
-            def power(v):
-                v = isa.generic(b, "maximum", v, number(LOWEST))
-                if name == "fexpa-truncated":
-                    return exponential(
-                        b.fptosi(b.fmul(b.fadd(v, number(BIAS)), number(64)), i32s)
-                    )  # x + BIAS >= 0
-                z = b.fadd(v, number(STEPS + BIAS))
-                step = exponential(b.bitcast(z, i32s))
-                if name == "fexpa":
-                    return step
-                r = b.fsub(v, b.fsub(z, number(STEPS + BIAS)))
-                slope = isa.generic(b, "fma", r, number(HALF_LN2_SQUARED), number(LN2))
-                return isa.generic(b, "fma", b.fmul(step, r), slope, step)
-
             entry = b.block
             loop = b.append_basic_block("row")
             done = b.append_basic_block("row.end")
@@ -129,7 +133,14 @@ def exp2_row(name: str):
             j = b.phi(I64)
             here = call(b, "llvm.aarch64.sve.whilelt.nxv4i1.i64", mask, j, a[2])
             v = call(b, "llvm.aarch64.sve.ld1.nxv4f32", f32s, here, b.gep(px, [j]))
-            call(b, "llvm.aarch64.sve.st1.nxv4f32", ir.VoidType(), power(v), here, b.gep(py, [j]))
+            call(
+                b,
+                "llvm.aarch64.sve.st1.nxv4f32",
+                ir.VoidType(),
+                exponential(b, isa, v, name),
+                here,
+                b.gep(py, [j]),
+            )
             following = b.add(j, isa.elements(b, 1))
             j.add_incoming(I64(0), entry)
             j.add_incoming(following, loop)

@@ -109,6 +109,33 @@ def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
     return final
 
 
+class Scalable(ir.Type):
+    """<vscale x count x element>: `count` elements for every 128 bits of the machine's vectors."""
+
+    def __init__(self, element: ir.Type, count: int) -> None:
+        self.element, self.count = element, count
+
+    def _to_string(self) -> str:
+        return f"<vscale x {self.count} x {self.element}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scalable) and (self.element, self.count) == (
+            other.element,
+            other.count,
+        )
+
+    def __hash__(self) -> int:
+        return hash((Scalable, self.count))
+
+
+def compare(b: ir.IRBuilder, kind: str, test: str, x, y):
+    """`kind` (fcmp_ordered, fcmp_unordered, icmp_signed, icmp_unsigned) of two vectors, per lane."""
+    found = getattr(b, kind)(test, x, y)
+    if isinstance(x.type, Scalable):  # llvmlite treats an unknown type as a scalar
+        found.type = Scalable(ir.IntType(1), x.type.count)
+    return found
+
+
 @dataclass(frozen=True)
 class Vectors:
     """Vectors of one length, and what LLVM can do with them on every CPU.
@@ -146,7 +173,11 @@ class Vectors:
 
     def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
         """yes where the comparison of float vectors holds, no elsewhere and where one is NaN."""
-        return b.select(b.fcmp_ordered(test, x, y), yes, no)
+        return b.select(compare(b, "fcmp_ordered", test, x, y), yes, no)
+
+    def index(self, b: ir.IRBuilder):
+        """int32: 0, 1, 2, ... in the lanes."""
+        return ir.Constant(self.vector(I32), list(range(self.lanes)))
 
     def generic(self, b: ir.IRBuilder, name: str, *args):
         """llvm.<name>.<type> on vectors of one type."""

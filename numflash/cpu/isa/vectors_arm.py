@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import llvmlite.ir as ir
 
-from .vectors import F32, I8, I16, I32, I64, Isa, call, shuffle
+from .vectors import F32, I8, I16, I32, I64, Isa, Scalable, Vectors, call, compare, shuffle
 
 ALL = 31  # ptrue pattern
+LANES = 4  # 32-bit lanes of 128 bits
 ROUND = 1.5 * 2.0**23  # x + ROUND holds x rounded to even in its low bits, |x| < 2**22
 
 
@@ -56,62 +57,42 @@ class Neon(Isa):
         return call(b, "llvm.aarch64.neon.ushl.v8i16", x.type, x, b.sub(self.fill(b, n.type, 0), n))
 
 
-class Scalable(ir.Type):
-    """<vscale x count x element>: `count` elements for every 128 bits of the machine's vectors."""
-
-    def __init__(self, element: ir.Type, count: int) -> None:
-        self.element, self.count = element, count
-
-    def _to_string(self) -> str:
-        return f"<vscale x {self.count} x {self.element}>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scalable) and (self.element, self.count) == (
-            other.element,
-            other.count,
-        )
-
-    def __hash__(self) -> int:
-        return hash((Scalable, self.count))
-
-
-@dataclass(frozen=True)
-class Sve(Neon):
-    """Scalable vectors, base SVE only: what the A64FX has."""
+class ScalableVectors(Vectors):
+    """Vectors whose length is known when the code runs: `LANES` for every 128 bits."""
 
     scalable = True
 
     def vector(self, element: ir.Type, per_lane: int = 1) -> ir.Type:
-        return Scalable(element, per_lane * self.lanes)
+        return Scalable(element, per_lane * LANES)
 
     def suffix(self, ty: ir.Type) -> str:
         return "nx" + super().suffix(ty)
 
-    def columns(self, b: ir.IRBuilder, v: int):
-        first = b.trunc(self.elements(b, v), I32)
-        return call(b, "llvm.aarch64.sve.index.nxv4i32", self.vector(I32), first, I32(1))
-
-    def choose(self, b: ir.IRBuilder, test: str, x, y, yes, no):
-        found = b.fcmp_ordered(test, x, y)
-        found.type = Scalable(
-            ir.IntType(1), x.type.count
-        )  # llvmlite treats an unknown type as a scalar
-        return b.select(found, yes, no)
-
-    def where_set(self, b: ir.IRBuilder, flags, yes, no):
-        wide = self.vector(I32 if yes.type.element == F32 else I16, yes.type.count // self.lanes)
-        found = b.icmp_unsigned("!=", b.zext(flags, wide), self.fill(b, wide, 0))
-        found.type = Scalable(ir.IntType(1), wide.count)  # as in `choose`
-        return b.select(found, yes, no)
+    def index(self, b: ir.IRBuilder):
+        return call(b, "llvm.aarch64.sve.index.nxv4i32", self.vector(I32), I32(0), I32(1))
 
     def elements(self, b: ir.IRBuilder, n: int):
-        return b.mul(call(b, "llvm.vscale.i64", I64), I64(n * self.lanes))
+        return b.mul(call(b, "llvm.vscale.i64", I64), I64(n * LANES))
 
     def fill(self, b: ir.IRBuilder, ty: ir.Type, value):
         return self.splat(b, ty.element(value), ty)
 
     def splat(self, b: ir.IRBuilder, x, ty: ir.Type):
         return call(b, f"llvm.aarch64.sve.dup.x.{self.suffix(ty)}", ty, x)
+
+
+@dataclass(frozen=True)
+class Sve(ScalableVectors, Neon):
+    """Scalable vectors, base SVE only: what the A64FX has."""
+
+    def columns(self, b: ir.IRBuilder, v: int):
+        first = b.trunc(self.elements(b, v), I32)
+        return call(b, "llvm.aarch64.sve.index.nxv4i32", self.vector(I32), first, I32(1))
+
+    def where_set(self, b: ir.IRBuilder, flags, yes, no):
+        wide = self.vector(I32 if yes.type.element == F32 else I16, yes.type.count // self.lanes)
+        found = compare(b, "icmp_unsigned", "!=", b.zext(flags, wide), self.fill(b, wide, 0))
+        return b.select(found, yes, no)
 
     def fold_rows(self, b: ir.IRBuilder, rows: list, operation: str):
         """Pairwise operations from UZP1 and UZP2 (base SVE has none).

@@ -94,12 +94,11 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     totals = block_totals(isa_name)
     exact_row, wide_row = row_weights(isa_name, KEY_BLOCK), row_weights_q16(isa_name, KEY_BLOCK)
     integer, half_width, plain = pv == "int8", pv == "bf16", exp2 == "plain"
-    group, nv, vector_lanes, lanes = isa.group, isa.nv, lanes_of(isa_name), isa.lanes
+    group, nv, vector_lanes = isa.group, isa.nv, lanes_of(isa_name)
     operand = np.uint8 if group == 4 else np.int16
     weight = operand if integer else np.float32
-    floats = HALF_WIDTH if half_width else wide_rows.FLOATS[isa.lanes]
+    floats = HALF_WIDTH if half_width else wide_rows.values_of(isa)
     nv_half, pair = max(1, nv // 2), 2 if half_width else 1
-    half = nv_half * lanes
     value, value_half, value_one = (
         value_tile(isa_name, 6, n) if integer else float_tiles.value_tile(floats, n)
         for n in (nv, nv_half, 1)
@@ -160,7 +159,9 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
         counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32, m_out (N, L) int32.
         """
         n_heads, length, dv = out.shape
-        stride, panel, all_keys = q.shape[2], nv * vector_lanes(), keys.start.shape[1]
+        lanes = vector_lanes()
+        half = nv_half * lanes
+        stride, panel, all_keys = q.shape[2], nv * lanes, keys.start.shape[1]
         tiles = (length + block_q - 1) // block_q
         for _ in prange(workers):
             x, p = np.zeros((block_q, KEY_BLOCK), np.int16), np.zeros((block_q, KEY_BLOCK), weight)

@@ -41,8 +41,9 @@ ISAS = (
     "avx512_vnni",
     "avx_vnni",
     "avx2",
+    "sve",
     "neon_dot",
-)  # register tiles of 6 rows and fixed length: the summary's shape
+)  # register tiles of 6 rows: the summary's shape
 
 
 @dataclass(frozen=True)
