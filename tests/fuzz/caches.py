@@ -298,6 +298,8 @@ def truncate(c: dict, op: dict, held: KVCache, model: Model) -> None:
             raise
     else:
         model.all = [s.copy(n) for s, n in zip(model.all, lengths, strict=True)]
+        for s in model.all:
+            s.peak = 0 if s.length <= c.get("sinks", 0) else s.peak
 
 
 def reorder(c: dict, op: dict, held: KVCache, model: Model) -> None:
@@ -400,11 +402,16 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
         model.append(key, value, [op["n"]] * batch)
         found = got[0]
         lse = None
-    elif op["lse"]:
-        found, lse = held.decode(query, out=out, return_lse=True, **given)
     else:
-        found = held.decode(query, out=out, **given)
-        lse = None
+        try:
+            both = held.decode(query, out=out, return_lse=True, **given)
+        except ArgumentError:
+            if not any(lost(c, s, length).any() for s in model.all):
+                raise
+            return
+        found, lse = both
+        if not op["lse"]:
+            lse, found = None, held.decode(query, out=out, **given)
     if out is not None and found is not out:
         raise WrongError("out was not returned")
     same_kind("out", found, shape, "float32")
