@@ -16,7 +16,7 @@ import inspect
 import numpy as np
 
 import numflash
-from numflash import quantization, reference
+from numflash import reference
 from numflash.course.lessons import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
@@ -233,7 +233,7 @@ small = numflash.KVCache(1, 2, 64, 400)
 small.append(normal(1, 2, 300, 64), normal(1, 2, 300, 64))
 last = normal(1, 4, 1, 64)
 stored_k, stored_v = small.quantized(0)
-model = reference.integer_decode(quantization.quantize(last[0]), stored_k, stored_v, 0.125, np.ones((1, 300), bool), splits=2)[0]
+model = reference.integer_decode(reference.decode_query(last[0]), stored_k, stored_v, 0.125, np.ones((1, 300), bool), splits=2)[0]
 same = np.array_equal(small.decode(last, splits=2)[0], model)
 print("INT8 decode has the bits of the model:", same)
 

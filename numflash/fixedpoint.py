@@ -29,11 +29,17 @@ ONE_Q8 = 256  # one octave in Q8.8
 ONE_Q16 = 65536  # 1.0 in Q16.16
 P_ONE = 255  # 1.0 in P8
 P_WIDE = 65280  # 255 * 256: P8 with eight more fraction bits
+W_ONE = 32640  # 1.0 in W15, the weight of a value in decode: fits int16, or a byte and 7 bits
+SUM_ONE = 16320  # 1.0 in P14, in which decode sums weights: four of them fit 16 bits
+QUERY_ONE = (
+    16256  # 127 * 128, the largest 16-bit query: 128 * high + low, |high| <= 127, |low| <= 64
+)
 MASKED = -32768  # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
 VALUE_UNIT = (
     2.0**-40
 )  # decode sums weighted values in units of it: 2**17 blocks of the largest ones do not overflow
+KEY_SCALE_LIMIT = 2.0**96  # of a cached key: times an int32 it stays finite
 ZERO_VALUE_SCALE = (
     2.0**-110
 )  # of a cached value of zeros: below every other one, so it never is a block's largest

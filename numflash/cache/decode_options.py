@@ -5,8 +5,8 @@ Soft cap, ALiBi, the mask of the new tokens, sinks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ..arguments import real
 from ..errors import ArgumentError, ArgumentTypeError
 from ..merge import apply_sinks
 from .arguments import floats
+
+if TYPE_CHECKING:
+    from ..flex.fused import InCache
 
 F = np.float32
 
@@ -25,16 +28,24 @@ class Changes:
     softcap : 0 for none, natural units
     slopes : (H,) float32 or None
     mask : (B, L, L) bool or None: whether new token i attends to new token j
+    functions : score and mask functions, called before the other changes, or None
     """
 
     softcap: float = 0.0
     slopes: np.ndarray | None = None
     mask: np.ndarray | None = None
+    functions: InCache | None = None
 
     @property
     def any(self) -> bool:
         """Whether the kernel has anything to change."""
-        return bool(self.softcap) or self.slopes is not None or self.mask is not None
+        options = self.slopes, self.mask, self.functions
+        return bool(self.softcap) or any(x is not None for x in options)
+
+    @property
+    def cap_or_functions(self) -> bool:
+        """Whether the kernel needs scores of keys before smoothing, and so adds what it took."""
+        return bool(self.softcap) or self.functions is not None
 
 
 NOTHING = Changes()
@@ -54,6 +65,20 @@ def check_changes(softcap: Any, alibi_slopes: Any, mask: Any, shape: tuple[int, 
         raise ArgumentError(f"softcap: got {softcap}; allowed: 0 (none) or a positive number")
     slopes = None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes, shape[1])
     return Changes(softcap, slopes, None if mask is None else _mask(mask, shape[0], shape[2]))
+
+
+def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, longest: int) -> Changes:
+    """The changes with functions, for sequences of up to `longest` tokens.
+
+    Raises
+    ------
+    ArgumentTypeError
+        A function that cannot be traced.
+    """
+    from ..flex.fused import InCache
+    from ..flex.prepared import prepare
+
+    return replace(changes, functions=InCache(prepare(score_mod, mask_mod), longest))
 
 
 def per_head(name: str, x: Any, heads: int) -> np.ndarray:

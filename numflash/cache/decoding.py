@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,11 @@ def redo(
                 np.maximum(held - length + queries, 0)
             ]
         head = g * (plan.shape[2] // queries) + r // queries
+        change = None
+        if changes.functions is not None:
+            change = functools.partial(
+                changes.functions.change, b=int(b), h=int(head), q=int(at), k=held[seen]
+            )
         slope = 0.0 if changes.slopes is None else float(changes.slopes[head])
         with np.errstate(over="ignore"):
             out[b, g, r], plan.m[b, g, r], plan.l[b, g, r] = attend(
@@ -54,6 +60,7 @@ def redo(
                 memory.calls.factor(scale),
                 changes.softcap,
                 -slope * np.abs(at - held[seen]),
+                change,
             )
 
 
@@ -61,8 +68,10 @@ def lse_of(
     memory: Memory, plan: Plan, query: np.ndarray, scale: Any, changes: Changes
 ) -> np.ndarray:
     """lse (B, H, L) float32, natural log, of the plan's last call."""
-    shifted = memory.settings.smooth and not changes.softcap  # else the kernel has added it
-    one = fx.P_ONE if memory.settings.dtype == "int8" else 1
+    shifted = (
+        memory.settings.smooth and not changes.cap_or_functions
+    )  # else the kernel has added it
+    one = fx.SUM_ONE if memory.settings.dtype == "int8" else 1
     return natural_lse(
         plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one
     )
@@ -70,6 +79,8 @@ def lse_of(
 
 def cap_shift(query: np.ndarray, offset: np.ndarray, scale: float, softcap: float) -> np.ndarray:
     """(B, H, L) float32: what `smooth` took from every score of a row, in units of the soft cap.
+
+    In natural units with softcap = 1.
 
     query (B, H, L, D) float32, offset (B, Hkv, D).
     """

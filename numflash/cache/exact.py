@@ -5,6 +5,8 @@ Rows that float32 cannot hold, and the log-sum-exp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..scores import log_sum_exp
@@ -32,16 +34,22 @@ def attend(
     factor: float,
     softcap: float,
     bias: np.ndarray,
+    change: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> tuple[np.ndarray, float, float]:
     """One row over the keys that it attends to: out (Dv,), its maximum in octaves and its sum.
 
     A maximum below float32 is float32's lowest number.
 
-    query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores.
+    query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores;
+    change gives the scores after functions, -inf where a key is hidden.
     """
-    if not key.shape[0]:  # a row of no keys, done again with its whole tile
-        return np.zeros(value.shape[1]), LOWEST, 0.0
     s = key.astype(np.float64) @ query.astype(np.float64) * factor
+    if change is not None:
+        s = change(s)
+        seen = s != -np.inf
+        s, bias, value = s[seen], bias[seen], value[seen]
+    if not s.size:  # a row of no keys, done again with its whole tile
+        return np.zeros(value.shape[1]), LOWEST, 0.0
     if softcap:
         s = softcap * np.tanh(s / softcap)
     s = s + bias

@@ -21,7 +21,14 @@ from ..arguments import choice, flag
 from ..errors import ArgumentError, CacheFullError, UnsupportedError
 from ..interop import convert, to_float32, widen
 from .arguments import floats, in_range, integer, output, token_counts
-from .decode_options import NOTHING, Changes, check_changes, per_head, with_sinks
+from .decode_options import (
+    NOTHING,
+    Changes,
+    check_changes,
+    per_head,
+    with_functions,
+    with_sinks,
+)
 from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
 from .protocols import Backend, Plan
@@ -58,8 +65,9 @@ class KVCache(Sequences):
         Sequences; heads of K and V; channels, 1 to 512; tokens a sequence can hold (`reserve`
         raises it).
     dtype : "int8", "float32", "bfloat16" or "float16"
-        Storage. INT8 has one scale per token and head for K and for V; products are exact integers,
-        results have the bits of `reference.integer_decode`.
+        Storage. INT8 has one scale per token and head for K and for V; the query is rounded to 15
+        bits and a sign, weights to 15 bits, products are exact integers, and results have the bits
+        of `reference.integer_decode`.
     page_size : int or None
         None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a
         common pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by
@@ -80,9 +88,9 @@ class KVCache(Sequences):
     smooth : bool
         INT8 only: the channel means of a sequence's first append (16 tokens or more) are subtracted
         from all its keys before rounding, which leaves softmax unchanged. On for keys with a large
-        bias per channel, as projections with a bias make them: 30 spreads in one channel cost 0.057
-        relative L1, 0.015 with it. Off otherwise: on the activations of MiniLM-L6, whose channel
-        means reach 3.8 spreads, it changes the error by no more than 3 % either way
+        bias per channel, as projections with a bias make them: 30 spreads in one channel cost 0.053
+        relative L1, 0.005 with it. Off otherwise: on the activations of MiniLM-L6, whose channel
+        means reach 3.8 spreads, it changes the error by 2 to 11 %
         (`tests/cpu/test_decode_smooth.py`).
     isa : str or None
         An instruction set of `numflash info` instead of the best one.
@@ -234,6 +242,8 @@ class KVCache(Sequences):
         alibi_slopes: Any = None,
         sinks: Any = None,
         mask: Any = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
     ) -> Any:
         """Attention of the last L tokens of every sequence, which have been appended, over the
         whole cache.
@@ -262,6 +272,9 @@ class KVCache(Sequences):
         mask : (L, L) or (B, L, L) bool or None
             Which new tokens a new token attends to, besides the rule above: trees of speculated
             tokens. Earlier tokens are attended to by all.
+        score_mod, mask_mod : functions as for `flex_attention`, or None
+            Of positions: q_idx is the new token's, kv_idx the cached one's, counted from the start
+            of the sequence, in a ring too; b is the sequence. They come before the other options.
 
         Returns
         -------
@@ -273,16 +286,19 @@ class KVCache(Sequences):
         ------
         ArgumentError, ArgumentTypeError
         UnsupportedError
-            softcap, alibi_slopes or mask on a card.
+            softcap, alibi_slopes, mask or functions on a card.
         """
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
             memory.refuse_dropped(shape[2])
-        changed = alibi_slopes is not None or mask is not None or softcap != 0
+        functions = score_mod is not None or mask_mod is not None
+        changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
         plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
         changes = check_changes(softcap, alibi_slopes, mask, shape) if changed else NOTHING
+        if functions:
+            changes = with_functions(changes, score_mod, mask_mod, memory.longest)
         if sinks is not None:
             sinks = per_head("sinks", sinks, shape[1])
         wanted = (*shape[:-1], self.value_dim)
@@ -316,8 +332,9 @@ class KVCache(Sequences):
         results = result.reshape((*plan.shape[:3], self.value_dim))
         if changes.any:
             shift = None
-            if self.smooth and changes.softcap:
-                shift = cap_shift(query, memory.offset, memory.calls.factor(scale), changes.softcap)
+            if self.smooth and changes.cap_or_functions:
+                unit = 1.0 if changes.functions is not None else changes.softcap
+                shift = cap_shift(query, memory.offset, memory.calls.factor(scale), unit)
             plan.change(changes, shift)
         plan(rows, c, memory.store, results)
         redo(memory, plan, rows, scale, results, changes)

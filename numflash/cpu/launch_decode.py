@@ -19,6 +19,7 @@ from ..tiling import KEY_BLOCK, split_count
 from .decode.append import make_append_float, make_append_int8
 from .decode.changes import ChangedScratch
 from .decode.flash_decode import AGAIN, Scratch, Store, make_decode
+from .decode.matrix_tiles import SCRATCH_ROWS
 from .decode.tiles import ROWS, Tile, tile
 from .decode.unpack import make_unpack
 from .isa.isas import padded
@@ -36,6 +37,8 @@ PARALLEL_CHANNELS = (
 SERIAL_BYTES = 512 << 10  # cached bytes below which starting threads costs more than it saves
 UNLIMITED = 1 << 40
 NOTHING_TO_REDO = np.zeros((0, 3), np.intp)
+MATRIX_ROWS = 3  # query rows from which AMX is faster than vectors
+MATRIX_CHANNELS = 64  # of K in a matrix tile
 PAGE = 4096  # bytes that hardware prefetches within
 
 
@@ -61,7 +64,8 @@ def zeros(
 class Layout:
     """Sizes of a cache: pages of `page_size` slots.
 
-    Tokens below `sinks` keep their slots, the others share a ring of `ring`.
+    Tokens below `sinks` keep their slots, the others share a ring of `ring`. `matrix`: products may
+    take AMX's tiles.
     """
 
     tile: Tile
@@ -72,6 +76,12 @@ class Layout:
     window: int = UNLIMITED
     sinks: int = 0
     ring: int = UNLIMITED
+    matrix: bool = False
+
+    def takes_matrix(self, rows: int) -> bool:
+        """Whether tiles of `rows` query rows are multiplied on AMX: same bits, other speed."""
+        whole = self.channels % MATRIX_CHANNELS == 0
+        return self.matrix and self.tile.dtype == "int8" and whole and rows >= MATRIX_ROWS
 
     @property
     def channels(self) -> int:
@@ -255,13 +265,15 @@ def make_layout(settings: Settings) -> Layout:
     ring: dict[str, int] = {}
     if settings.window is not None and settings.ring is not None:
         ring = {"window": settings.window, "sinks": settings.sinks, "ring": settings.ring}
+    isa = target.require(settings.isa)
     return Layout(
-        tile(target.require(settings.isa), settings.dtype),
+        tile(isa, settings.dtype),
         settings.kv_heads,
         settings.head_dim,
         settings.value_dim,
         settings.page_size,
         **ring,
+        matrix=isa == "amx_int8",
     )
 
 
@@ -322,7 +334,7 @@ class Plan:
         all_rows = group * queries
         tiles = -(-all_rows // ROWS)
         rows = -(-all_rows // tiles)
-        t = layout.tile
+        t = replace(layout.tile, matrix=layout.takes_matrix(rows))
         units = batch * layout.kv_heads * tiles
         tasks = max(1, units * splits)
         w = workers
@@ -340,10 +352,10 @@ class Plan:
         # What a worker writes block by block has pages of its own: prefetching beyond its end takes
         # lines from another worker. The two share few sets of the first-level cache.
         self.scratch: Scratch | ChangedScratch = Scratch(
-            zeros((w, rows, layout.channels // t.group), np.int32),
-            zeros((w, 16, KEY_BLOCK), np.int32, PAGE, fill=True),
+            zeros((w, rows, t.planes, layout.channels // t.group), np.int32),
+            zeros((w, SCRATCH_ROWS, KEY_BLOCK), np.int32, PAGE, fill=True),
             zeros((w, 64, layout.columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4, fill=True),
-            zeros((w, layout.head_dim), F, fill=True),
+            zeros((w, 2, layout.head_dim), F, fill=True),
             zeros((w, rows, 5), np.int64, fill=True),
             zeros((w, rows), np.uint8, fill=True),
             zeros((tasks, rows, layout.columns), F, fill=True),
@@ -357,14 +369,18 @@ class Plan:
     def change(self, changes: Changes, shift: np.ndarray | None) -> None:
         """Set the options of the next calls.
 
-        Shift (B, H, L) float32 in units of the soft cap, or None.
+        Shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
         batch, kv_heads, rows, _ = self.shape
         cap = np.zeros(2, F)
         if changes.softcap:
             cap[0] = F(changes.softcap) * self.unit
             cap[1] = F(1) / cap[0]
+        function = frame = 0
         moved = np.zeros((batch, kv_heads, rows), F) if shift is None else shift
+        if changes.functions is not None:
+            function, frame = changes.functions.address_of(batch, kv_heads * rows // self.queries)
+            moved = moved * self.unit
         slopes: np.ndarray = np.zeros((0, 0), F)
         if changes.slopes is not None:
             slopes = (changes.slopes * self.unit).reshape(kv_heads, -1)
@@ -372,9 +388,8 @@ class Plan:
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
         plain = Scratch(*self.scratch[: len(Scratch._fields)])
-        self.scratch = ChangedScratch(
-            *plain, cap, moved.reshape(batch, kv_heads, rows), slopes, mask
-        )
+        moved = moved.reshape(batch, kv_heads, rows)
+        self.scratch = ChangedScratch(*plain, cap, moved, slopes, mask, function, frame)
 
     @property
     def queries(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..interop import deliver, restore
 from ..options import IMPLS, NAMES, Options
 from ..validation import Problem
-from .fused import Fused
+from .fused import Fused, fused_of
 from .masks import BlockMask
 from .prepared import prepare
 
@@ -24,24 +23,24 @@ OPTIONS = tuple(
 )
 
 
-def fuse(
-    score_mod: ScoreFunction | None, block_mask: Any, shape: tuple[int, int, int, int]
-) -> Fused | None:
-    """The functions of a problem of shape (B, H, L, S), traced; None where there are none."""
+def fuse(score_mod: ScoreFunction | None, block_mask: Any, problem: Problem) -> Fused | None:
+    """The functions of a problem, traced; None where there are none."""
     if block_mask is None and score_mod is None:
         return None
     if block_mask is None:
-        return Fused(prepare(score_mod, None))
+        return fused_of(prepare(score_mod, None))
     if not isinstance(block_mask, BlockMask):
         raise ArgumentTypeError(
             f"block_mask: got {type(block_mask).__name__}; allowed: a BlockMask (numflash.create_block_mask)"
         )
     nb, nh, length, s = block_mask.shape
-    if (length, s) != shape[2:] or nb not in (1, shape[0]) or nh not in (1, shape[1]):
+    entries, heads, _, *lengths, _, _ = problem.shape
+    if [length, s] != lengths or nb not in (1, entries) or nh not in (1, heads):
+        shape = entries, heads, *lengths
         raise ArgumentError(
             f"block_mask: got one for (B, H, L, S) = {block_mask.shape}; allowed: {shape}, B and H may be 1"
         )
-    return Fused(prepare(score_mod, block_mask.mask_mod), *block_mask._finer)
+    return block_mask._fused(prepare(score_mod, block_mask.mask_mod))
 
 
 def of_sequences(
@@ -52,7 +51,7 @@ def of_sequences(
     prepared = prepare(score_mod, mask_mod)
 
     def functions(problem: Problem, numbers: list[int]) -> Problem:
-        return replace(problem, functions=Fused(prepared, batch=np.array(numbers, np.int64)))
+        return problem.with_functions(Fused(prepared, batch=np.array(numbers, np.int64)))
 
     return functions
 
@@ -62,8 +61,7 @@ def with_functions(
 ) -> Problem:
     """The problem with its functions."""
     _supported(problem, impl)
-    nb, nh, _, length, s, _, _ = problem.shape
-    return replace(problem, functions=fuse(score_mod, block_mask, (nb, nh, length, s)))
+    return problem.with_functions(fuse(score_mod, block_mask, problem))
 
 
 def _supported(problem: Problem, impl: str) -> None:

@@ -48,18 +48,28 @@ class Fused:
         self.prepared, self.block, self.batch = prepared, block, batch
         self.states = NO_TILES.states if states is None else states
         self.spans = NO_TILES.spans if states is None else spans(states, block[1])
+        self._known: dict[tuple[Shape, bool], tuple[ScoreTiles, Pair]] = {}
 
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.
 
         The object must be kept as long as they are used.
         """
+        known = self._known.get((shape, double))
+        if known is None:
+            known = self._make_tiles(shape, double)
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            self._known[shape, double] = known
+        return known[0]
+
+    def _make_tiles(self, shape: Shape, double: bool) -> tuple[ScoreTiles, Pair]:
         if self.batch is not None:
             shape = (int(self.batch.max(initial=0)) + 1, *shape[1:])
+        self.prepared.check(shape)
         pair = self._pair(shape, double)
-        return self._with_blocks(
-            {**_place("unmasked", pair.unmasked), **_place("masked", pair.masked)}
-        )
+        places = {**_place("unmasked", pair.unmasked), **_place("masked", pair.masked)}
+        return self._with_blocks(places), pair
 
     def _with_blocks(self, places: dict[str, int]) -> ScoreTiles:
         return NO_TILES._replace(
@@ -77,12 +87,16 @@ class Fused:
         """The changed scores of some rows in float64, -inf where hidden, and their slopes, by
         NumPy.
         """
+        q = np.arange(rows.start, rows.stop)[:, None]
+        entry = b if self.batch is None else self.batch[b]
+        return self.evaluate_at(scores, entry, h, q, np.arange(scores.shape[1]))
+
+    def evaluate_at(
+        self, scores: np.ndarray, b: int, h: int, q: Any, k: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The same for queries q and keys k, which broadcast to the scores."""
         prepared = self.prepared
-        arguments = {"score": scores, "b": b, "h": h}
-        if self.batch is not None:
-            arguments["b"] = self.batch[b]
-        arguments["q"] = np.arange(rows.start, rows.stop)[:, None]
-        arguments["k"] = np.arange(scores.shape[1])
+        arguments = {"score": scores, "b": b, "h": h, "q": q, "k": k}
         slope = None
         if prepared.score is not None:
             changed = (prepared.score, prepared.slope)
@@ -96,7 +110,6 @@ class Fused:
         plans = self.prepared.plans
         key = ("forward", shape, double)
         if key not in plans:
-            self.prepared.check(shape)
             score = self.prepared.score
             mask = self.prepared.mask
             unmasked = None if score is None else self._tile(score, None, None, shape, double)
@@ -145,3 +158,44 @@ def _place(name: str, found: Tile | None) -> dict[str, int]:
     if found is None:
         return {}
     return {name: found.address, f"{name}_frame": found.data}
+
+
+def fused_of(prepared: Prepared) -> Fused:
+    """The functions without known blocks, made once."""
+    found = prepared.plans.get("fused")
+    if found is None:
+        found = prepared.plans["fused"] = Fused(prepared)
+    return found
+
+
+class InCache:
+    """The functions of a decode call over a cache.
+
+    Parameters
+    ----------
+    prepared : the traced functions
+    longest : tokens of the longest sequence; code is made for the next power of two
+    """
+
+    def __init__(self, prepared: Prepared, longest: int) -> None:
+        self.fused = fused_of(prepared)
+        self.longest = longest
+        self.tile: Tile | None = None
+
+    def address_of(self, batch: int, heads: int) -> tuple[int, int]:
+        """Addresses of the tile function and of its frame, alive as long as this object.
+
+        Raises
+        ------
+        ArgumentError
+            A captured array that is too short for an index.
+        """
+        self.fused.prepared.check((batch, heads, self.longest, self.longest))
+        reach = 1 << max(0, self.longest - 1).bit_length()
+        self.tile = self.fused._pair((batch, heads, reach, reach), False).masked
+        assert self.tile is not None
+        return self.tile.address, self.tile.data
+
+    def change(self, scores: np.ndarray, b: int, h: int, q: int, k: np.ndarray) -> np.ndarray:
+        """Scores (S,) of one row at position q and of tokens k (S,), in float64."""
+        return self.fused.evaluate_at(scores, b, h, q, k)[0]

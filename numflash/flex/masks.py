@@ -10,7 +10,8 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop import import_array
-from .prepared import EMPTY, FULL, PARTIAL, prepare
+from .fused import Fused
+from .prepared import EMPTY, FULL, PARTIAL, Prepared, prepare
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 SHADES = {EMPTY: "  ", PARTIAL: "░░", FULL: "██"}
@@ -50,6 +51,14 @@ class BlockMask:
         self.states = np.ascontiguousarray(states, np.uint8)
         self.shape = (*batch_and_heads, *seq_lengths)
         self._finer = (self.states, block_size) if finer is None else finer  # what kernels skip by
+        self._last: Fused | None = None
+
+    def _fused(self, prepared: Prepared) -> Fused:
+        """The functions with these blocks as a problem carries them; kept for the next call."""
+        found = self._last
+        if found is None or found.prepared is not prepared:
+            found = self._last = Fused(prepared, *self._finer)
+        return found
 
     @classmethod
     def from_dense(cls, mask: Any, BLOCK_SIZE: Any = 128) -> BlockMask:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -72,6 +73,22 @@ class Prepared:
     def roots(self) -> list[Node]:
         return [x for x in (self.score, self.mask) if x is not None]
 
+    @functools.cached_property
+    def shortest(self) -> dict[str, tuple[int, tuple[int, ...], int]]:
+        """By the name of an index: the shortest captured axis that it indexes directly.
+
+        Its size, the array's shape and the number of the axis.
+        """
+        found: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        for x in reachable(self.roots()):
+            if x.op != "load":
+                continue
+            sizes = self.graph.arrays[x.data].shape
+            for axis, y in enumerate(x.args):
+                if y.op in INDICES and (y.op not in found or sizes[axis] < found[y.op][0]):
+                    found[y.op] = sizes[axis], sizes, axis
+        return found
+
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Whether arrays that are indexed by b, h, q or k directly are long enough for (B, H, L,
         S).
@@ -81,16 +98,13 @@ class Prepared:
         ArgumentError
             Naming the array's shape and the index that leaves it.
         """
-        for x in reachable(self.roots()):
-            if x.op != "load":
-                continue
-            sizes = self.graph.arrays[x.data].shape
-            for axis, y in enumerate(x.args):
-                if y.op in INDICES and sizes[axis] < shape[INDICES.index(y.op)]:
-                    raise ArgumentError(
-                        f"a captured array of shape {sizes} is indexed by {y.op} in axis {axis}; "
-                        f"allowed: at least {shape[INDICES.index(y.op)]} elements there"
-                    )
+        for name, (size, sizes, axis) in self.shortest.items():
+            needed = shape[INDICES.index(name)]
+            if size < needed:
+                raise ArgumentError(
+                    f"a captured array of shape {sizes} is indexed by {name} in axis {axis}; "
+                    f"allowed: at least {needed} elements there"
+                )
 
     def block_states(self, shape: tuple[int, int, int, int], block: tuple[int, int]) -> np.ndarray:
         """(B or 1, H or 1, blocks of L, blocks of S) uint8.

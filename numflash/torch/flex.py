@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import _get_current_function_mode_stack
 
 from ..api import attention_backward
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask, captured
 from ..flex import flex_attention as attend
-from .sdpa import _autocast, _threads
+from .sdpa import _autocast, _threads, use
 
 _converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
 
@@ -140,3 +144,44 @@ def flex_attention(
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+_TORCH = torch_flex.flex_attention
+LIBRARIES = ("torch.", "numpy.", "numba.", "llvmlite.", "scipy.", "sympy.")  # do not call it
+_lock = threading.Lock()
+_places: list[tuple[dict[str, Any], str]] = []  # where `_routed` stands in for PyTorch's function
+_inside = 0
+
+
+@torch.compiler.disable
+@functools.wraps(_TORCH)
+def _routed(*args: Any, **kwargs: Any) -> Any:
+    """PyTorch's function while a thread is inside `use`, numflash's in that thread."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, use):
+            return mode.answer(flex_attention, _TORCH, args, kwargs)
+    return _TORCH(*args, **kwargs)
+
+
+def route(on: bool) -> None:
+    """Enter or leave a block in which `use` answers PyTorch's flex_attention.
+
+    The function has no hook of its own for modes: its name is bound to ours in every module.
+    """
+    global _inside
+    with _lock:
+        _inside += 1 if on else -1
+        if on and _inside == 1:
+            for path, module in list(sys.modules.items()):
+                names = getattr(module, "__dict__", None)
+                library = path.startswith(LIBRARIES) and module is not torch_flex
+                if library or not isinstance(names, dict) or names is globals():
+                    continue
+                for name in [n for n, x in list(names.items()) if x is _TORCH]:
+                    names[name] = _routed
+                    _places.append((names, name))
+        elif not on and not _inside:
+            for names, name in _places:
+                if names.get(name) is _routed:
+                    names[name] = _TORCH
+            _places.clear()

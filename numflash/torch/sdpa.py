@@ -570,12 +570,14 @@ def scaled_dot_product_attention(
 # ---- routing
 # -------------------------------------------------------------------------------------------------------------------
 class use(TorchFunctionMode):
-    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` are answered
-    by numflash.
+    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` and of
+    `torch.nn.attention.flex_attention.flex_attention` are answered by numflash.
 
     However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
     without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
-    nests (the innermost decides), and ends with the block, also by an exception.
+    nests (the innermost decides), and ends with the block, also by an exception. `flex_attention` is
+    found by the name under which modules hold it; what `torch.compile(flex_attention)` has made is
+    PyTorch's.
 
     Parameters
     ----------
@@ -630,15 +632,31 @@ class use(TorchFunctionMode):
         )
         return body(*args, **kwargs)
 
+    def __enter__(self) -> Any:
+        from .flex import route
+
+        route(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        from .flex import route
+
+        super().__exit__(*error)
+        route(False)
+
     def _answer(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.answer(scaled_dot_product_attention, _SDPA, args, kwargs)
+
+    def answer(self, ours: Any, theirs: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of PyTorch's function `theirs` by our function of the same signature."""
         try:
-            out = scaled_dot_product_attention(*args, **kwargs, precision=self.precision)
+            out = ours(*args, **kwargs, precision=self.precision)
         except NumflashError as error:
             if not self.fallback:
                 raise
             if str(error) not in self.fallbacks:
                 logger.warning("PyTorch's attention takes over: %s", error)
             self.fallbacks[str(error)] += 1
-            return _SDPA(*args, **kwargs)
+            return theirs(*args, **kwargs)
         self.calls += 1
         return out

@@ -114,7 +114,7 @@ def decode_and_compare():
         np.testing.assert_array_equal(stored.data, quantization.quantize(x).data)
     for splits in (1, 2):
         exact = reference.integer_decode(
-            quantization.quantize(query[0]), k, v, 36**-0.5, np.ones((1, 150), bool), splits
+            reference.decode_query(query[0]), k, v, 36**-0.5, np.ones((1, 150), bool), splits
         )[0]
         np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)
 

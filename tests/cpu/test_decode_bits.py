@@ -7,14 +7,14 @@ import pytest
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
-from numflash import quantization, reference
+from numflash import fixedpoint, quantization, reference
 from numflash.cache.kvcache import KVCache
 from numflash.jit import target
 from numflash.jit.threads import limit, most
 
 
 def model(cache, b, query, splits, seen=None):
-    q = quantization.quantize(query[b])
+    q = reference.decode_query(query[b])
     k, v = cache.quantized(b)
     if seen is None:
         length = query.shape[2]
@@ -28,7 +28,9 @@ def assert_bits(cache, query, splits, **options):
     for b in range(query.shape[0]):
         exact, m, l = model(cache, b, query, splits, **options)
         np.testing.assert_array_equal(out[b], exact)
-        np.testing.assert_array_equal(lse[b], reference.log_sum_exp(m.astype(np.float64), l, None))
+        np.testing.assert_array_equal(
+            lse[b], reference.log_sum_exp(m.astype(np.float64), l, None, fixedpoint.SUM_ONE)
+        )
 
 
 ISAS = target.available()
@@ -101,3 +103,15 @@ def test_threads_and_splits():
     for splits in (None, 1, 2, 5, 24, 100):
         assert relative(cache.decode(query, splits=splits), exact) < 0.03
         assert relative(cache.decode(query, splits=splits), found[0]) < 1e-6
+
+
+@pytest.mark.skipif("amx_int8" not in ISAS, reason="needs AMX")
+def test_matrix_tiles_have_the_bits_of_the_model():
+    """Whole tiles of channels, and columns beyond them; blocks in part; hidden keys."""
+    cache = KVCache(1, G, 64, 400, value_dim=80)
+    key, value = draw((1, G, 300, 64)), draw((1, G, 300, 80), 1)
+    value[:, :, ::3] *= 1e-3
+    cache.append(key, value)
+    assert cache._open().layout.takes_matrix(8) and not cache._open().layout.takes_matrix(1)
+    for splits in (1, 2):
+        assert_bits(cache, draw((1, 4 * G, 2, 64), 9), splits)

@@ -6,11 +6,11 @@ channels.
 
 | keys | first append | smooth | relative L1 | RMSE | cosine |
 |---|---|---|---|---|---|
-| as they are | any | no | 0.0158 | 0.0057 | 0.99983 |
-| as they are | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
-| as they are | all | yes | 0.0158 | 0.0058 | 0.99983 |
-| with a bias | any | no | 0.0572 | 0.0203 | 0.99791 |
-| with a bias | 16 tokens | yes | 0.0154 | 0.0056 | 0.99984 |
+| as they are | any | no | 0.0055 | 0.0020 | 0.99998 |
+| as they are | 16 tokens | yes | 0.0054 | 0.0019 | 0.99998 |
+| as they are | all | yes | 0.0049 | 0.0017 | 0.99998 |
+| with a bias | any | no | 0.0532 | 0.0194 | 0.99810 |
+| with a bias | 16 tokens | yes | 0.0054 | 0.0019 | 0.99998 |
 """
 
 import numpy as np
@@ -41,8 +41,8 @@ def decode_errors(key, smooth, first):
 def test_on_real_activations_it_changes_little(first):
     key = minilm()[1][None].astype(np.float32)
     plain, smooth = (decode_errors(key, on, first) for on in (False, True))
-    assert max(plain.relative_l1, smooth.relative_l1) <= 0.02
-    assert 0.9 <= smooth.relative_l1 / plain.relative_l1 <= 1.1
+    assert max(plain.relative_l1, smooth.relative_l1) <= 0.006
+    assert 0.85 <= smooth.relative_l1 / plain.relative_l1 <= 1.15
     assert min(plain.cosine, smooth.cosine) >= 0.9997
 
 

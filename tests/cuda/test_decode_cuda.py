@@ -12,7 +12,7 @@ from oracles import draw, naive
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash import quantization, reference
+from numflash import fixedpoint, quantization, reference
 from numflash.cache.engine import DecodeEngine, State
 from numflash.cache.kvcache import KVCache
 from numflash.cuda import launch_decode, resident
@@ -66,10 +66,12 @@ def assert_bits(cache, query, splits, seen=None):
             np.arange(s)[None] <= np.arange(length)[:, None] + s - length if seen is None else seen
         )
         exact, m, l = reference.integer_decode(
-            quantization.quantize(query[b]), k, v, query.shape[3] ** -0.5, sees, splits
+            reference.decode_query(query[b]), k, v, query.shape[3] ** -0.5, sees, splits
         )
         np.testing.assert_array_equal(out[b].view(np.int32), exact.view(np.int32))
-        np.testing.assert_array_equal(lse[b], reference.log_sum_exp(m.astype(np.float64), l, None))
+        np.testing.assert_array_equal(
+            lse[b], reference.log_sum_exp(m.astype(np.float64), l, None, fixedpoint.SUM_ONE)
+        )
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -96,3 +96,19 @@ def test_errors():
         numflash.torch.flex_attention(q, q, q, None, np.zeros(3))
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         torch.vmap(lambda x: numflash.torch.flex_attention(x, x, x))(torch.randn(2, B, H, L, D))
+
+
+def test_use_routes_torchs_function():
+    q, k, v = (x.detach() for x in tensors())
+    original = flex.flex_attention
+    with numflash.torch.use() as routed:
+        out = flex.flex_attention(q, k, v, score_mod, torch_mask(), enable_gqa=True)
+        assert flex.flex_attention is not original
+        with numflash.torch.use():
+            flex.flex_attention(q, k, v, enable_gqa=True)
+    assert routed.calls == 1
+    assert flex.flex_attention is original
+    assert torch.allclose(out, eager(q, k, v)[0], atol=3e-6)
+    with pytest.raises(ArgumentTypeError), numflash.torch.use():
+        flex.flex_attention(q[0], k, v)
+    assert flex.flex_attention is original

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from ...fixedpoint import ZERO_VALUE_SCALE
+from ...fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
@@ -23,12 +23,13 @@ MAGNITUDE = I(0x7FFFFFFF)
 NO_SCALE = F(2.0**-100)  # as in `quantization`
 ROUND = F(1.5 * 2.0**23)
 NO_VALUE = F(ZERO_VALUE_SCALE)
-SCALE_LIMIT = F(2.0**100)  # scores stay finite: see `reference.combined_scale`
+SCALE_LIMIT = F(KEY_SCALE_LIMIT)
+CODES = F(127)  # largest code of a key or value
 
 
 @bare
-def quantize_row(x, moved, out, scale_of_zeros):
-    """`quantization.quantize(granularity="row")` of one row.
+def quantize_row(x, moved, out, scale_of_zeros, most):
+    """One row rounded to whole numbers up to `most` (float32), `quantization.quantize` for 127.
 
     Returns its scale, NaN (and zeros) where x is not finite.
 
@@ -45,11 +46,11 @@ def quantize_row(x, moved, out, scale_of_zeros):
     moved_bits[0] = top
     largest = moved[0]
     usable = largest > NO_SCALE
-    factor = F(127) / largest if usable else F(0)
+    factor = most / largest if usable else F(0)
     for d in range(x.size):
         out[d] = I((F(x[d] * factor) + ROUND) - ROUND)
     out[x.size :] = 0
-    return largest / F(127) if usable else scale_of_zeros
+    return largest / most if usable else scale_of_zeros
 
 
 @bare
@@ -147,8 +148,8 @@ def make_append_int8(tile: Tile, parallel: bool):
                 rest[e] = (
                     x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
                 )
-            k_scale = quantize_row(rest, moved, k_row, F(1))
-            v_scale = quantize_row(value[i], moved, v_row, NO_VALUE)
+            k_scale = quantize_row(rest, moved, k_row, F(1), CODES)
+            v_scale = quantize_row(value[i], moved, v_row, NO_VALUE, CODES)
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), NO_VALUE
                 k_row[:], v_row[:] = 0, 0

@@ -26,9 +26,11 @@ class ChangedScratch(NamedTuple):
     """`flash_decode.Scratch` and the options of a call.
 
     cap : (2,) float32, the cap in the unit of the scores and its reciprocal; 0 for none
-    shift : (B, Hkv, rows) float32, added to the scores in units of the cap
+    shift : (B, Hkv, rows) float32, added to the scores in units of the cap; in the unit of the
+        scores, before the functions, where there are some
     slopes : (Hkv, group) float32 in the unit of the scores; (0, 0) for none
     mask : (B, L, L) uint8, 0 where a new token does not attend to a new token; (0, 0, 0) for none
+    function, frame : addresses of a tile function and its frame, see `isa.score_calls`; 0 for none
     """
 
     q: np.ndarray
@@ -45,6 +47,8 @@ class ChangedScratch(NamedTuple):
     shift: np.ndarray
     slopes: np.ndarray
     mask: np.ndarray
+    function: int
+    frame: int
 
 
 @bare
@@ -70,6 +74,12 @@ class Rows(NamedTuple):
     ring: int
 
 
+@bare
+def position_of(at, r):
+    """The position of the token of row r of a tile; negative before the sequence's first."""
+    return at.length - at.queries + (at.row + r) % at.queries
+
+
 class RowOptions(NamedTuple):
     """One row's options.
 
@@ -86,10 +96,11 @@ class RowOptions(NamedTuple):
 
 @bare
 def change_floats(x, first, at, row):
-    """Soft cap and ALiBi of one row's float scores x of slots from `first` on."""
+    """Soft cap and ALiBi of one row's float scores x of slots from `first` on; -inf stays."""
     if row.cap > F(0):
         for j in range(x.size):
-            x[j] = softcap(F(F(x[j] * row.inverse) + row.shift), row.cap)
+            capped = softcap(F(F(x[j] * row.inverse) + row.shift), row.cap)
+            x[j] = x[j] if x[j] == F(-np.inf) else capped
     if row.slope != F(0):
         for j in range(x.size):
             away = abs(row.position - token_in(first + j, at.length, at.sinks, at.ring))
@@ -138,8 +149,8 @@ def row_options(s, at, r):
     """The options of row r of a tile, from a `ChangedScratch`."""
     row = at.row + r
     slope = s.slopes[at.g, row // at.queries] if s.slopes.size > 0 else F(0)
-    position = at.length - at.queries + row % at.queries
-    return RowOptions(position, s.cap[0], s.cap[1], s.shift[at.b, at.g, row], slope)
+    shift = s.shift[at.b, at.g, row] if s.function == 0 else F(0)
+    return RowOptions(position_of(at, r), s.cap[0], s.cap[1], shift, slope)
 
 
 @bare

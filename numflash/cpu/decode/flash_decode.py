@@ -30,7 +30,9 @@ from ...jit.compiler import bare, inline, kernel
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
 from ..floats.float_tiles import row_exp, row_max
+from ..isa.amx_tiles import tile_state
 from ..isa.vectors import address, apart, next_task
+from . import matrix_tiles
 from .append import quantize_row
 from .changes import (
     Rows,
@@ -40,9 +42,10 @@ from .changes import (
     hide_masked,
     row_options,
 )
+from .functions import LN2, LOG2E, apply_functions, apply_to_integers
 from .slots import coverage, hide, row_edges, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
-from .tiles import CQ, HIDDEN, ROWS, START, L, M, Tile, score_tile, value_tile
+from .tiles import CQ, HIDDEN, LOW_BITS, ROWS, START, L, M, Tile, score_tile, value_tile
 
 F = np.float32
 I = np.int32
@@ -80,10 +83,10 @@ class Store(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers of W workers and T tasks (query tile x split), allocated once; `rows` of a tile.
 
-    q (W, rows, words) int32; work (W, 16, 128) int32, see `decode_tiles`; sums (W, 64, columns)
-    float32, the output of a task; line (W, D) float32; edges (W, rows, 5) int64; spoiled (W, rows)
-    uint8; o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next task, and whether
-    any row is to be done again
+    q (W, rows, planes, words) int32; work (W, 32, 128) int32, see `decode_tiles`; sums (W, 64,
+    columns) float32, the output of a task; line (W, 2, D) float32; edges (W, rows, 5) int64;
+    spoiled (W, rows) uint8; o (T, rows, columns), m, l (T, 8) float32; counter (2,) int64: the next
+    task, and whether any row is to be done again
     """
 
     q: np.ndarray
@@ -104,7 +107,7 @@ class Query(NamedTuple):
     `options` are the scratch with `changes`.
     """
 
-    words: np.ndarray  # (rows, words) int32 operands of the products
+    words: np.ndarray  # (rows, planes, words) int32 operands of the products
     work: (
         np.ndarray
     )  # (16, 128) int32 scores, then weights, then the state of each row: see `tiles`
@@ -208,26 +211,63 @@ def _make_block(tile: Tile, rows: int):
 
 
 @functools.cache
+def _make_matrix_block(tile: Tile, rows: int):
+    """`_make_block` on the matrix tiles; a block's memory is there whole, whatever `n` is."""
+    score = matrix_tiles.matrix_scores(tile, rows)
+    value = matrix_tiles.matrix_values(tile, rows, 4)
+    value_one = matrix_tiles.matrix_values(tile, rows, 1)
+    panel, lanes, scales = tile.panel, tile.lanes, tile.scales
+
+    @bare(forceinline=True)
+    def block_scores(place, n, q, words, work):
+        """work[:, :n] = scores of the first n keys of the block at `place`."""
+        for j in range(0, n, panel):
+            score(q, words, place + scales + j * words * 4, place, j, work)
+
+    @bare(forceinline=True)
+    def block_values(place, n, words, work, o, columns):
+        """o += P.V of the block at `place`; weights beyond the first n keys are 0."""
+        values = place + scales + KEY_BLOCK * words * 4
+        whole = columns // panel * panel
+        for c in range(0, whole, panel):
+            value(work, values + c * KEY_BLOCK, panel * 4, o, c, columns)
+        for c in range(whole, columns, lanes):
+            base = values + whole * KEY_BLOCK + (c - whole) * 4
+            value_one(work, base, (columns - whole) * 4, o, c, columns)
+
+    return block_scores, block_values
+
+
+@functools.cache
 def _make_int8(tile: Tile, rows: int, changed: bool):
-    block_scores, block_values = _make_block(tile, rows)
+    block_scores, block_values = (_make_matrix_block if tile.matrix else _make_block)(tile, rows)
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
-    group = tile.group
     q_offset = tile.q_offset
-    word = {4: np.int8, 2: np.int16, 1: np.int32}[group]
+    two_planes = tile.planes == 2
+    word = {4: np.int8, 2: np.int16, 1: np.int32}[tile.group]
+    half = I(1 << LOW_BITS - 1)
 
     @bare
-    def prepare(q, c, words, line, spoiled, r):
+    def prepare(q, c, words, line, codes, spoiled, r):
         """Quantise one query row into words; returns (first value of its sums, its scale)."""
-        out = words.view(word)
-        s = quantize_row(q, line, out, F(1))
+        whole, out = codes[: q.size], words.view(word)
+        s = quantize_row(q, line, whole, F(1), F(fx.QUERY_ONE))
+        out[:] = 0
         if s != s:
             spoiled[r] = 1
             return I(0), F(0)
         total = I(0)
-        for e in range(out.size):
-            total = np.add(total, I(out[e]))
+        for e in range(whole.size):
+            x = whole[e]
+            total = np.add(total, x)
+            if two_planes:
+                high = np.right_shift(np.add(x, half), I(LOW_BITS))
+                out[0, e] = high
+                out[1, e] = np.subtract(x, np.left_shift(high, I(LOW_BITS)))
+            else:
+                out[0, e] = x
         return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
 
     @bare(forceinline=True)
@@ -265,7 +305,7 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
     @bare(forceinline=True)
     def take(blocks, query):
         """Add key blocks to the sums of the query rows."""
-        words, columns, n = query.words.shape[1], query.o.shape[1], blocks.n
+        words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
         place, work_at = address(blocks.data) + blocks.base, address(query.work)
         q_at, o_at = address(query.words), address(query.o)
         if blocks.inside and n == KEY_BLOCK:
@@ -286,7 +326,7 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
     @bare(forceinline=True)
     def take_changed(blocks, query):
         """`take` with the options of `changes`, block by block."""
-        words, columns, n = query.words.shape[1], query.o.shape[1], blocks.n
+        words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
         s, at = query.options, query.rows
         for i in range(blocks.count):
@@ -296,9 +336,13 @@ def _make_int8(tile: Tile, rows: int, changed: bool):
             k_scale = blocks.data[base : base + n * 4].view(np.float32)
             for r in range(query.real):
                 edges, row = query.edges[r], query.work[r]
+                row[n:] = HIDDEN
+                if s.function != 0:
+                    if apply_to_integers(query.work, r, n, first, k_scale, some_bad, query, HIDDEN):
+                        query.spoiled[r] = 1
+                    continue
                 if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
                     query.spoiled[r] = 1
-                row[n:] = HIDDEN
                 change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
                 hide(edges, first, n, row, I(HIDDEN))
                 hide_masked(row[:n], I(HIDDEN), first, s, at, r)
@@ -318,11 +362,11 @@ def _make_float(tile: Tile, rows: int, changed: bool):
     scales = tile.scales
 
     @bare
-    def prepare(q, c, words, line, spoiled, r):
+    def prepare(q, c, words, line, codes, spoiled, r):
         """Copy one query row; its scale is c."""
         bits = q.view(np.int32)
         for e in range(bits.size):
-            words[e] = bits[e]
+            words[0, e] = bits[e]
         if largest_bits(q) >= INFINITE:
             spoiled[r] = 1
             words[:] = 0
@@ -341,7 +385,7 @@ def _make_float(tile: Tile, rows: int, changed: bool):
     @bare(forceinline=True)
     def take_block(blocks, query, base, first):
         """Add one key block, which begins at element `base` and at slot `first`."""
-        n, words, s, at = blocks.n, query.words.shape[1], query.options, query.rows
+        n, words, s, at = blocks.n, query.words.shape[2], query.options, query.rows
         k_scale, t = blocks.data[base : base + scales].view(np.float32), query.work.view(np.float32)
         place, work_at = address(k_scale), address(t)
         sums, m, l = t[rows, :lanes], t[rows, M : M + ROWS], t[rows, L : L + ROWS]
@@ -354,7 +398,13 @@ def _make_float(tile: Tile, rows: int, changed: bool):
                 m[r] = AGAIN
             if n < KEY_BLOCK:
                 row[n:] = F(-np.inf)
-            if changed:
+            if changed and s.function != 0:
+                largest = apply_functions(t, r, n, first, k_scale, some_bad, query, LN2, LOG2E)
+                if largest > INFINITE:
+                    query.spoiled[r] = 1
+                elif largest > HUGE:
+                    m[r] = AGAIN
+            elif changed:
                 if some_bad and attends_to_bad(edges, first, k_scale[:n], s, at, r):
                     query.spoiled[r] = 1
                 change_floats(row[:n], first, at, row_options(s, at, r))
@@ -398,7 +448,8 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     exact = tile.dtype == "int8"
     group = tile.group
     scales = tile.scales
-    one = F(1 / fx.VALUE_UNIT if exact else 1)
+    one = F(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT if exact else 1)
+    begin_tiles, end_tiles = tile_state("amx" if tile.matrix else tile.isa, 2 * rows)
     prepare, take, nothing = (_make_int8 if exact else _make_float)(tile, rows, changed)
 
     @bare
@@ -409,15 +460,16 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         """
         words, edges, spoiled, work = s.q[w], s.edges[w], s.spoiled[w], s.work[w]
         o = s.sums[w, :rows]
-        start = work[rows, START : START + ROWS]
+        start, codes = work[rows, START : START + ROWS], s.line[w, 1].view(np.int32)
         state = work[rows].view(np.float32)
         cq, m, l = state[CQ : CQ + ROWS], state[M : M + ROWS], state[L : L + ROWS]
         o[:], m[:], l[:], spoiled[:] = F(0), nothing, F(0), 0
         for r in range(real, rows):
-            words[r], start[r], cq[r], work[r] = 0, 0, F(0), 0
+            words[r] = 0
+            start[r], cq[r], work[r] = 0, F(0), 0
         for r in range(real):
             row = q[at.b, at.g, at.row + r]
-            start[r], cq[r] = prepare(row, c, words[r], s.line[w], spoiled, r)
+            start[r], cq[r] = prepare(row, c, words[r], s.line[w, 0], codes, spoiled, r)
             position = at.length - at.queries + (at.row + r) % at.queries
             row_edges(position, window, at.sinks, at.ring, edges[r])
         return Query(words, work, edges, spoiled, o, real, at, s)
@@ -454,7 +506,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         for r in range(1, query.real):
             every_from, every_to = max(every_from, edges[r, 1]), min(every_to, edges[r, 2])
         block, stop = split * share, min((split + 1) * share, blocks)
-        step = KEY_BLOCK * (query.words.shape[1] * group + query.o.shape[1]) + scales
+        step = KEY_BLOCK * (query.words.shape[2] * group + query.o.shape[1]) + scales
         while block < stop:
             first, count = block * KEY_BLOCK, 1
             n, slot = min(KEY_BLOCK, slots - first), first % page_size
@@ -471,12 +523,19 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         leave(query, s, task, slots)
 
     @bare
+    def attends(query, r, slots, total):
+        """Whether row r attends to a token; functions hide tokens that its edges do not."""
+        if changed and query.options.function != 0:
+            return total != F(0)
+        return coverage(query.edges[r], 0, slots)[0]
+
+    @bare
     def leave(query, s, task, slots):
         """The sums and the state of the rows become the task's."""
         state = query.work[rows].view(np.float32)
         m, l = state[M : M + ROWS], state[L : L + ROWS]
         for r in range(query.real):
-            if query.spoiled[r] and coverage(query.edges[r], 0, slots)[0]:
+            if query.spoiled[r] and attends(query, r, slots, l[r]):
                 l[r] = F(np.nan)
             s.m[task, r], s.l[task, r] = m[r], l[r]
             own, part = query.o[r], s.o[task, r]
@@ -533,6 +592,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     def take_tasks(worker, q, c, store, s, sizes, out, m_out, l_out):
         """Tasks of one worker, as long as there are any."""
         splits = sizes[1]
+        begin_tiles()
         tasks = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows) * splits
         while True:
             task = next_task(s.counter)
@@ -541,6 +601,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
             attend(q, c, store, s, worker, task, sizes)
             if splits == 1:
                 finish(task, q, store, s, sizes, out, m_out, l_out)
+        end_tiles()
 
     @kernel
     def decode(q, c, store, scratch, sizes, out, m_out, l_out):

@@ -34,7 +34,21 @@ from ..isa.vectors import (
     store,
     vector,
 )
-from .tiles import HIDDEN, OCTAVE, RATIO, ROWS, SCALE, SHRINK, V_START, L, M, Tile, state
+from .tiles import (
+    HIDDEN,
+    LOW_BITS,
+    LOW_PLANE,
+    OCTAVE,
+    RATIO,
+    ROWS,
+    SCALE,
+    SHRINK,
+    V_START,
+    L,
+    M,
+    Tile,
+    state,
+)
 
 
 @functools.cache
@@ -195,14 +209,14 @@ def shrink_rows(tile: Tile, rows: int):
 def weigh_rows(tile: Tile, rows: int):
     """Intrinsic f(work, unit): the weights of a block, after `octave_rows` of it.
 
-    p8 = round(255 * 2**(t - OCTAVE)) are summed up: L = L * SHRINK + sum * 2**(OCTAVE - M). What is
-    stored over t, from the start of its row on, are the weights of the values, p = round(255 *
-    2**(t - OCTAVE) * RATIO / 65536): each value's scale against the largest one of its block,
-    folded in before the one rounding. SCALE = 2**(OCTAVE - M) * unit, 0 where all is hidden;
-    V_START = -v_offset * (sum of p) where values have an offset.
+    p16 = 65280 * 2**(t - OCTAVE), cut to whole numbers. Of it p16 / 4 are summed up: L = L * SHRINK
+    + sum * 2**(OCTAVE - M). What is stored over t, from the start of its row on, are the weights of
+    the values, w = p16 * RATIO / 2**17: each value's scale against the largest one of its block,
+    folded in, 15 bits. SCALE = 2**(OCTAVE - M) * unit, 0 where all is hidden; V_START = -v_offset *
+    (sum of w) where values have an offset.
 
-    L, SCALE and unit are float32, V_START is int32, weights are bytes or, without byte dot
-    products, int16 or int32.
+    L, SCALE and unit are float32, V_START is int32. Weights are int16 or int32; for byte dot
+    products a plane of their 8 high bits, and `LOW_PLANE` bytes behind it one of the low 7.
     """
     lanes = tile.lanes
     vectors = KEY_BLOCK // tile.lanes
@@ -212,6 +226,7 @@ def weigh_rows(tile: Tile, rows: int):
     eight = vector(I32, ROWS)
     floats = vector(F32, ROWS)
     element = {4: I8, 2: I16, 1: I32}[tile.group]
+    bytes_of = vector(I8, 2 * lanes)
 
     def signed16(n):
         return constant(i16s, n if n < 32768 else n - 65536)
@@ -219,10 +234,14 @@ def weigh_rows(tile: Tile, rows: int):
     def multiply_high(b, u, v):  # recognised as one instruction (vpmulhuw)
         return b.trunc(b.lshr(b.mul(b.zext(u, wide), b.zext(v, wide)), constant(wide, 16)), i16s)
 
-    def row_sum(b, x):
-        """int16 sums of a row in half as many int32 lanes."""
-        low, high = (shuffle(b, x, x, list(range(n, n + lanes))) for n in (0, lanes))
-        return b.add(b.zext(low, i32s), b.zext(high, i32s))
+    def row_sum(b, xs, count):
+        """uint16 vectors of a row summed in half as many int32 lanes; `count` of them fit 16 bits."""
+        total = constant(i32s, 0)
+        for n in range(0, len(xs), count):
+            x = functools.reduce(b.add, xs[n : n + count])
+            low, high = (shuffle(b, x, x, list(range(n, n + lanes))) for n in (0, lanes))
+            total = b.add(total, b.add(b.zext(low, i32s), b.zext(high, i32s)))
+        return total
 
     @intrinsic
     def weigh(typingctx, work, unit):
@@ -233,11 +252,10 @@ def weigh_rows(tile: Tile, rows: int):
             totals = []
             stored = []
             for r in range(rows):
+                totals.append([])
+                stored.append([])
                 base = splat(b, b.shl(load(b, pw, state(rows, OCTAVE + r), I32, 4), I32(8)), i32s)
                 ts = [load(b, pw, I64(r * KEY_BLOCK + lanes * v), i32s, 4) for v in range(vectors)]
-                # up to 16 weights a lane: fits 16 bits
-                total = constant(i16s, 0)
-                weights = constant(i16s, 0)
                 for v in range(0, vectors, 2):
                     halves = [
                         call(
@@ -251,36 +269,32 @@ def weigh_rows(tile: Tile, rows: int):
                         b, f, b.sub(signed16(P_A), multiply_high(b, f, signed16(P_B)))
                     )
                     x = tile.shift_right(b, b.sub(signed16(P_WIDE), h), b.lshr(y, signed16(8)))
-                    total = b.add(total, b.lshr(b.add(x, signed16(128)), signed16(8)))
+                    totals[r].append(b.lshr(x, signed16(2)))
                     ratio = load(
                         b, pw, b.add(b.mul(state(rows, RATIO), I64(2)), I64(lanes * v)), i16s, 2
                     )
-                    x = b.lshr(b.add(multiply_high(b, x, ratio), signed16(128)), signed16(8))
-                    weights = b.add(weights, x)
-                    if tile.group == 4:
-                        x = b.trunc(x, vector(I8, 2 * lanes))
+                    x = b.lshr(multiply_high(b, x, ratio), signed16(1))
+                    stored[r].append(x)
+                    at = r * KEY_BLOCK * 32 // element.width + lanes * v
+                    if tile.planes == 2:
+                        low = b.trunc(b.and_(x, signed16((1 << LOW_BITS) - 1)), bytes_of)
+                        store(b, low, pw, I64(at + LOW_PLANE), 1)
+                        x = b.trunc(b.lshr(x, signed16(LOW_BITS)), bytes_of)
                     elif tile.group == 1:
                         x = b.zext(x, wide)
-                    store(
-                        b,
-                        x,
-                        pw,
-                        I64(r * KEY_BLOCK * 32 // element.width + lanes * v),
-                        element.width // 8,
-                    )
-                totals.append(row_sum(b, total))
-                stored.append(row_sum(b, weights))
+                    store(b, x, pw, I64(at), element.width // 8)
             octaves = load(b, pw, state(rows, OCTAVE), eight, 4)
             l, m, shrink = (load(b, pw, state(rows, x), floats, 4) for x in (L, M, SHRINK))
             hidden = b.icmp_signed("==", octaves, constant(eight, MIN_OCTAVE))
             power = b.select(
                 hidden, constant(floats, 0.0), _power(b, b.fsub(b.sitofp(octaves, floats), m))
             )
+            totals = [row_sum(b, xs, 4) for xs in totals]
             sums = b.fmul(b.sitofp(_fold(b, tile, totals, "add"), floats), power)
             store(b, b.fadd(b.fmul(l, shrink), sums), pw, state(rows, L), 4)
             store(b, b.fmul(power, splat(b, a[1], floats)), pw, state(rows, SCALE), 4)
             if tile.v_offset:
-                sums = _fold(b, tile, stored, "add")
+                sums = _fold(b, tile, [row_sum(b, xs, 2) for xs in stored], "add")
                 store(b, b.mul(sums, constant(eight, -tile.v_offset)), pw, state(rows, V_START), 4)
             return context.get_dummy_value()
 

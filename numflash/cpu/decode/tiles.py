@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
 from numba import types
@@ -91,6 +91,7 @@ class Tile:
     q_offset : what is added to stored keys (128 where the dot instruction is unsigned x signed)
     v_offset : what is added to stored values (128 where it is unsigned x unsigned)
     ahead : bytes that the products prefetch ahead; 0 for none
+    matrix : whether the products of INT8 take AMX's tiles, see `matrix_tiles`
     """
 
     isa: str
@@ -101,6 +102,7 @@ class Tile:
     q_offset: int = 0
     v_offset: int = 0
     ahead: int = 0
+    matrix: bool = False
 
     @property
     def panel(self) -> int:
@@ -123,6 +125,14 @@ class Tile:
     @property
     def sums(self) -> ir.VectorType:
         return vector(I32 if self.dtype == "int8" else F32, self.lanes)
+
+    @property
+    def planes(self) -> int:
+        """Operands of 8 bits that hold a query or a weight.
+
+        Byte dot products take two, the high one first; wider products take it whole.
+        """
+        return 2 if self.dtype == "int8" and self.group == 4 else 1
 
     def width(self, rows: int) -> int:
         """Vectors side by side in a tile of `rows` rows, a divisor of nv.
@@ -208,7 +218,7 @@ def tile(isa: str, dtype: str) -> Tile:
 
     AArch64 takes 128-bit vectors.
     """
-    isa = "avx512_vnni" if isa == "amx_int8" else isa  # a few query rows fill no matrix tile
+    isa = "avx512_vnni" if isa == "amx_int8" else isa  # the layout of the vectors: `matrix_tiles`
     if isa == "sve" and not target.missing("neon_dot"):
         isa = "neon_dot"
     zen = target.cpu_name().startswith("znver")
@@ -223,8 +233,45 @@ def tile(isa: str, dtype: str) -> Tile:
     return Tile(isa, dtype, found.lanes, found.nv, 1, **reading)
 
 
-def _products(b, tile, one, one_stride, many, many_step, steps, first, rows, nv, keys):
-    """rows x nv sums in registers over `steps` steps, one or more, from `first`."""
+LOW_BITS = 7  # of a query or a weight in the low plane
+LOW_PLANE = KEY_BLOCK * 4 // 2  # bytes from a row of weights to its low plane: half a row of `work`
+
+
+class Walk(NamedTuple):
+    """What the products of a tile read.
+
+    one : address of the rows, `one_stride` words apart, their low plane `low` words behind
+    many : address of the cached elements, `many_step` elements between two steps
+    steps : one or more
+    """
+
+    one: ir.Value
+    one_stride: ir.Value
+    low: ir.Value
+    many: ir.Value
+    many_step: ir.Value
+    steps: ir.Value
+
+
+def _products(b, tile, walk, first, rows, nv, keys):
+    """rows x nv sums in registers: products of all planes, added to `first`, one value a row."""
+    start = [x for x in first for _ in range(nv)]
+    if tile.planes == 1:
+        return _plane(b, tile, walk, start, rows, nv, keys, tile.ahead)
+    zero = constant(tile.sums, 0)
+    sums = _plane(b, tile, walk, [zero] * len(start), rows, nv, keys, tile.ahead)
+    shift = constant(tile.sums, LOW_BITS)
+    sums = [b.add(b.shl(x, shift), y) for x, y in zip(sums, start, strict=True)]
+    low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
+    return _plane(b, tile, low, sums, rows, nv, keys, 0)
+
+
+def _plane(b, tile, walk, first, rows, nv, keys, prefetched):
+    """rows x nv sums over `steps` steps of one plane, from `first`.
+
+    prefetched : bytes ahead that are asked for, 0 for none
+    """
+    one, one_stride, _, many, many_step, steps = walk
     entry = b.block
     loop = b.append_basic_block("dot")
     done = b.append_basic_block("dot.end")
@@ -240,9 +287,9 @@ def _products(b, tile, one, one_stride, many, many_step, steps, first, rows, nv,
     columns = [
         tile.many(b, many, b.add(place, I64(tile.lanes * tile.group * v))) for v in range(nv)
     ]
-    for v in range(nv if tile.ahead else 0):
+    for v in range(nv if prefetched else 0):
         ahead = b.add(
-            b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(tile.ahead)
+            b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(prefetched)
         )
         prefetch(b, b.gep(many, [ahead]))
     out = []
@@ -269,8 +316,8 @@ def score_tile(tile: Tile, rows: int):
 
     Scores of a block's keys from j on, `tile.width` vectors of them.
 
-    Addresses: q rows of `words` words; k the first of these keys; scales (128,) float32; work, from
-    which START and CQ are taken. INT8 writes work[row, j + n] = round(clip((float32(start + q.k) *
+    Addresses: q rows of `tile.planes` planes of `words` words; k the first of these keys; scales
+    (128,) float32; work, from which START and CQ are taken. INT8 writes work[row, j + n] = round(clip((float32(start + q.k) *
     scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN; float storage writes (q.k) * cq as
     float32.
     """
@@ -291,10 +338,9 @@ def score_tile(tile: Tile, rows: int):
                     splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums)
                     for m in range(rows)
                 ]
-            first = [x for x in first for _ in range(nv)]
-            sums = _products(
-                b, tile, pq, a[1], pk, I64(tile.panel * tile.group), a[1], first, rows, nv, True
-            )
+            stride = b.mul(a[1], I64(tile.planes))
+            walk = Walk(pq, stride, a[1], pk, I64(tile.panel * tile.group), a[1])
+            sums = _products(b, tile, walk, first, rows, nv, True)
             if exact:
                 key_scale = [
                     load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
@@ -304,8 +350,7 @@ def score_tile(tile: Tile, rows: int):
                 for v in range(nv):
                     x = sums[m * nv + v]
                     if exact:
-                        x = b.fmul(b.fmul(b.sitofp(x, floats), key_scale[v]), row_scale)
-                        x = tile.to_int(b, _limit(b, x))
+                        x = rounded_scores(b, tile, b.sitofp(x, floats), key_scale[v], row_scale)
                     else:
                         x = b.fmul(x, row_scale)
                     store(b, x, pw, b.add(a[4], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
@@ -314,6 +359,11 @@ def score_tile(tile: Tile, rows: int):
         return sig, codegen
 
     return scores
+
+
+def rounded_scores(b, tile: Tile, x, key_scale, row_scale):
+    """float32 sums to int32 Q8.8 scores, HIDDEN where the key's scale is NaN."""
+    return tile.to_int(b, _limit(b, b.fmul(b.fmul(x, key_scale), row_scale)))
 
 
 def _limit(b, x):
@@ -350,18 +400,18 @@ def value_tile(tile: Tile, rows: int, nv: int):
                 for m in range(rows)
                 for n in range(nv)
             ]
-            if tile.v_offset:
-                first = [
-                    x
-                    for m in range(rows)
-                    for x in [splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)]
-                    * nv
-                ]
+            walk = Walk(pw, I64(KEY_BLOCK), I64(LOW_PLANE // 4), pv, a[2], a[3])
+            if exact:
+                first = [constant(tile.sums, 0)] * rows
+                if tile.v_offset:
+                    first = [
+                        splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)
+                        for m in range(rows)
+                    ]
+                sums = _products(b, tile, walk, first, rows, nv, False)
             else:
-                first = [
-                    constant(tile.sums, 0) if exact else load(b, po, w, floats, 4) for w in where
-                ]
-            sums = _products(b, tile, pw, I64(KEY_BLOCK), pv, a[2], a[3], first, rows, nv, False)
+                before = [load(b, po, w, floats, 4) for w in where]
+                sums = _plane(b, tile, walk, before, rows, nv, False, tile.ahead)
             for i, (w, x) in enumerate(zip(where, sums, strict=True)):
                 if exact:
                     s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)

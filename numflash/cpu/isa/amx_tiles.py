@@ -10,6 +10,8 @@ AMX".
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
@@ -33,30 +35,34 @@ SIDE = 2  # tiles of sums: SIDE x SIDE at a time
 BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
 
 
-def _configuration() -> ir.Constant:
-    """Palette 1, all eight tiles of 16 rows x 64 bytes."""
+def _configuration(rows: int) -> ir.Constant:
+    """Palette 1, tiles of 64 bytes wide: `rows` rows of sums and left operands, 16 of right ones."""
     text = bytearray(64)
     text[0] = 1
     for tile in range(8):
-        text[16 + 2 * tile], text[48 + tile] = WIDTH, ROWS
+        text[16 + 2 * tile], text[48 + tile] = WIDTH, ROWS if tile in RIGHT else rows
     return ir.Constant(ir.ArrayType(I8, 64), text)
 
 
-@intrinsic
-def configure(typingctx):
-    """f(): this thread's tiles become 16 rows x 64 bytes."""
+@functools.cache
+def configure_rows(rows: int):
+    """Intrinsic f(): this thread's tiles become `rows` rows x 64 bytes, right operands 16 rows."""
 
-    def codegen(context, b, sig, args):
-        target.guard("amx_int8", context.codegen())
-        call(
-            b,
-            "llvm.x86.ldtilecfg",
-            VOID,
-            b.bitcast(cgutils.global_constant(b, "amx.configuration", _configuration()), BYTES),
-        )
-        return context.get_dummy_value()
+    @intrinsic
+    def configure(typingctx):
+        def codegen(context, b, sig, args):
+            target.guard("amx_int8", context.codegen())
+            name = f"amx.configuration.{rows}"
+            text = cgutils.global_constant(b, name, _configuration(rows))
+            call(b, "llvm.x86.ldtilecfg", VOID, b.bitcast(text, BYTES))
+            return context.get_dummy_value()
 
-    return types.void(), codegen
+        return types.void(), codegen
+
+    return configure
+
+
+configure = configure_rows(ROWS)
 
 
 @intrinsic
@@ -75,12 +81,12 @@ def _nothing(typingctx):
     return types.void(), lambda context, b, sig, args: context.get_dummy_value()
 
 
-def tile_state(name: str):
+def tile_state(name: str, rows: int = ROWS):
     """Intrinsics f() that a thread calls before and after its tiles of instruction set `name`.
 
-    Registers need nothing.
+    Registers need nothing. `rows`: of sums and left operands.
     """
-    return (configure, release) if name.startswith("amx") else (_nothing, _nothing)
+    return (configure_rows(rows), release) if name.startswith("amx") else (_nothing, _nothing)
 
 
 @intrinsic

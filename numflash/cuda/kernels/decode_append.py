@@ -14,9 +14,9 @@ from .._target import cuda, types
 from ..compile import Source
 from .decode_pieces import (
     EXPONENT,
+    KEY_LIMIT,
     NO_SCALE,
     NO_VALUE,
-    SCALE_LIMIT,
     THREADS,
     WARPS,
     make_page_of,
@@ -143,9 +143,7 @@ def decode_append(
                         )
                 if lane == 0:
                     at = page * u64(s_page) + u64(g) * u64(s_head) + u64(inside * 4)
-                    ptx.store_global_f32(
-                        scales + at, ptx.fmin(scale_k, SCALE_LIMIT) if good else NAN
-                    )
+                    ptx.store_global_f32(scales + at, ptx.fmin(scale_k, KEY_LIMIT) if good else NAN)
                     ptx.store_global_f32(
                         scales + at + (u64(s_head) >> u64(1)), scale_v if good else NO_VALUE
                     )

@@ -30,7 +30,7 @@ def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
     as the tensor cores left them.
     """
     value_tiles, tile_rows = dv // 8 // WARPS, 16 * row_tiles
-    one = f32(1 / fx.VALUE_UNIT if exact else 1)
+    one = f32(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT if exact else 1)
 
     def combine(pointers, sizes):
         o_part, m_part, l_part, out, m_out, l_out = pointers

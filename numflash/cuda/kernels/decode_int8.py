@@ -2,9 +2,10 @@
 
 New tokens against one split of one KV head's keys, with the CPU cache's bits.
 
-`reference.integer_decode` is the definition: scores are exact integers, weights are rounded once
-per row and key block of 128 with each value's scale folded in, sums of a key block are exact, and
-every float operation between them is rounded once. How the four warps of a block share the work:
+`reference.integer_decode` is the definition: query and weights have 15 bits, in two planes of
+bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact
+integers, each value's scale is folded into its weight, and every float operation between them is
+rounded once. How the four warps of a block share the work:
 `decode_pieces`. The values lie transposed (channel after channel), because the second product wants
 four consecutive keys in a register.
 """
@@ -34,9 +35,11 @@ from .int8_softmax import HIDDEN, MIN_OCTAVE, T_LIMIT, power, weight_p16
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-BAD = 1 << 20  # in a sum of weights: a token was seen that was not finite
+BAD = 1 << 24  # in a sum of weights: a token was seen that was not finite
 VALUE_UNIT = f32(fx.VALUE_UNIT)
 NAN = f32(math.nan)
+LOW_BITS = 7  # of a query or a weight in its low plane
+P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low one
 
 # pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l bytes: of a page of
 # K, V and scales, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits,
@@ -72,15 +75,15 @@ def decode_int8(
     shift_k, xor_k = swizzle_of(d)
     load_k, load_v = make_load_keys(block_k, d, paged), make_load_channels(dv, block_k, paged)
     load_scales = make_load_scales(block_k, paged)
-    query_rows = make_query_rows(d, True, None)(tile_rows)
+    query_rows = make_query_rows(d, True, None)(tile_rows)  # two planes
     part_of = make_part_of(tile_rows, ring)
-    store = make_store(row_tiles, value_tiles, direct, 1 / fx.VALUE_UNIT)
+    store = make_store(row_tiles, value_tiles, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size = tile_rows * d
     k_size = block_k * d
     v_size = dv * block_k
-    p_size = tile_rows * 128
+    p_size = tile_rows * P_ROW
     row_size = tile_rows * 4
 
     def decode(pointers, bytes_of, sizes, factors):
@@ -104,7 +107,7 @@ def decode_int8(
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         sq = ptx.shared_address(shared)
-        sk = sq + u32(q_size)
+        sk = sq + u32(2 * q_size)
         sv = sk + u32(k_size)
         sp = sv + u32(v_size)
         s_scales = sp + u32(
@@ -151,9 +154,10 @@ def decode_int8(
         weight = cuda.local.array(n_rows, f32)
         top = cuda.local.array(n_rows, f32)
         s = cuda.local.array(n_s, i32)
+        high = cuda.local.array(n_s, i32)
         o = cuda.local.array(n_o, f32)
-        p = cuda.local.array(16, u32)
-        acc = cuda.local.array(4, i32)
+        p = cuda.local.array(32, u32)
+        acc = cuda.local.array(8, i32)
         qf = cuda.local.array(4, u32)
         kb = cuda.local.array(4, u32)
         two = cuda.local.array(2, f32)
@@ -183,20 +187,24 @@ def decode_int8(
 
             # S = Q . K^T of this warp's 32 keys, exact
             for i in range(n_s):
-                s[i] = i32(0)
+                s[i], high[i] = i32(0), i32(0)
             for step in range(k_steps):
                 for n in range(2):
                     ptx.ldmatrix(
                         kb, 0, k_at + u32(16 * n * d) + ((k_chunk ^ u32(2 * step)) << u32(4))
                     )
                     for t in range(row_tiles):
-                        ptx.ldmatrix(
-                            qf,
-                            0,
-                            sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4)),
+                        at_q = (
+                            sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4))
                         )
+                        ptx.ldmatrix(qf, 0, at_q)
+                        mma_s(high, 16 * t + 8 * n, qf, 0, kb, 0)
+                        mma_s(high, 16 * t + 8 * n + 4, qf, 0, kb, 2)
+                        ptx.ldmatrix(qf, 0, at_q + u32(q_size))
                         mma_s(s, 16 * t + 8 * n, qf, 0, kb, 0)
                         mma_s(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
+            for i in range(n_s):
+                s[i] = i32(s[i] + (high[i] << LOW_BITS))
 
             # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the largest of each row
             # over this warp's keys
@@ -277,20 +285,19 @@ def decode_int8(
                 octave = i32(MIN_OCTAVE) if largest == HIDDEN else i32((largest + 255) >> 8)
                 total = bad[i]
                 for n in range(4):
-                    pair = u32(0)
+                    pair, pair_low = u32(0), u32(0)
                     for e in range(2):
                         t = s[16 * (i >> 1) + 4 * n + 2 * (i & 1) + e]
                         if t != HIDDEN:
                             x = weight_p16(t, octave)
-                            total = i32(total + i32((x + u32(128)) >> u32(8)))
-                            pair |= (
-                                (((x * ratio[2 * n + e]) >> u32(16)) + u32(128)) >> u32(8)
-                            ) << u32(8 * e)
+                            total = i32(total + i32(x >> u32(2)))
+                            w = u32(x * ratio[2 * n + e]) >> u32(17)
+                            pair |= (w >> u32(LOW_BITS)) << u32(8 * e)
+                            pair_low |= (w & u32((1 << LOW_BITS) - 1)) << u32(8 * e)
                     chunk = u32((2 * warp + (n >> 1)) ^ (r & 7))
-                    ptx.store_shared_u16(
-                        sp + u32(r * 128) + (chunk << u32(4)) + u32(8 * (n & 1) + 2 * (lane & 3)),
-                        pair,
-                    )
+                    at_p = sp + u32(r * P_ROW) + u32(8 * (n & 1) + 2 * (lane & 3))
+                    ptx.store_shared_u16(at_p + (chunk << u32(4)), pair)
+                    ptx.store_shared_u16(at_p + u32(KEY_BLOCK) + (chunk << u32(4)), pair_low)
                 total = i32(total + ptx.shuffle_xor_i32(total, u32(1)))
                 total = i32(total + ptx.shuffle_xor_i32(total, u32(2)))
                 if lane & 3 == 0:
@@ -319,14 +326,16 @@ def decode_int8(
             # O = O * alpha + (P . V) * weight for this warp's channels: the product exact, each
             # float operation rounded once
             for t in range(row_tiles):
-                for step in range(4):
+                for step in range(8):
                     ptx.ldmatrix(
                         p,
                         4 * step,
-                        sp + u32((16 * t + a_row) * 128) + ((p_chunk ^ u32(2 * step)) << u32(4)),
+                        sp
+                        + u32((16 * t + a_row) * P_ROW + KEY_BLOCK * (step >> 2))
+                        + ((p_chunk ^ u32(2 * (step & 3))) << u32(4)),
                     )
                 for n in range(value_tiles):
-                    for e in range(4):
+                    for e in range(8):
                         acc[e] = i32(0)
                     for half in range(2):  # four 8 x 16-byte matrices: 8 channels, 64 keys
                         channel = (warp * value_tiles + n) * 8 + (lane & 7)
@@ -337,13 +346,16 @@ def decode_int8(
                             + u32(channel * block_k)
                             + (u32((4 * half + (lane >> 3)) ^ (lane & 7)) << u32(4)),
                         )
-                        mma_p(acc, 0, p, 8 * half, kb, 0)
-                        mma_p(acc, 0, p, 8 * half + 4, kb, 2)
+                        for plane in range(2):
+                            at_w = 16 * plane + 8 * half
+                            mma_p(acc, 4 * plane, p, at_w, kb, 0)
+                            mma_p(acc, 4 * plane, p, at_w + 4, kb, 2)
                     at_o = 4 * (t * value_tiles + n)
                     for e in range(4):
                         i = 2 * t + (e >> 1)
+                        both = i32((acc[e] << LOW_BITS) + acc[4 + e])
                         o[at_o + e] = ptx.add(
-                            ptx.mul(o[at_o + e], alpha[i]), ptx.mul(ptx.to_float(acc[e]), weight[i])
+                            ptx.mul(o[at_o + e], alpha[i]), ptx.mul(ptx.to_float(both), weight[i])
                         )
             start += block_k
 
@@ -355,5 +367,5 @@ def decode_int8(
         decode,
         SIGNATURE,
         THREADS,
-        q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
+        2 * q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
     )

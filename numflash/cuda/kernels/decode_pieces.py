@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...fixedpoint import ZERO_VALUE_SCALE
+from ...fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
@@ -27,7 +27,9 @@ LANE_KEYS = 16  # slots of a page come in pieces of at least this: 16 bytes of I
 EXPONENT = 0x7F800000
 # as `quantization` and `reference.combined_scale`
 NO_SCALE = f32(2.0**-100)
-SCALE_LIMIT = f32(2.0**100)
+SCALE_LIMIT = f32(2.0**100)  # of a query
+KEY_LIMIT = f32(KEY_SCALE_LIMIT)
+QUERY_MOST = f32(QUERY_ONE)
 NO_VALUE = f32(ZERO_VALUE_SCALE)
 NOTHING = f32(-3e38)  # maximum of a float row that has seen no key
 NAN = f32(math.nan)
@@ -236,7 +238,8 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
     query_rows(to, factors, q, first, rows, channels, c, warp, lane): rows of `channels` float32 at
     q, of which this block takes `tile_rows` from `first` on (zeros beyond `rows`).
 
-    INT8: `quantization.quantize` of a row, its factor scale * c at most 2**100. Floats: the row
+    INT8: `reference.decode_query` of a row in two planes of bytes, the high one of all rows first;
+    its factor scale * c at most 2**100. Floats: the row
     times a power of two that brings its largest magnitude to 1 .. 2, so that float16 holds it; the
     factor is c over that power. A row that is not finite has zeros and the factor NaN.
     """
@@ -269,28 +272,31 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
                 if exact:
                     largest = ptx.from_bits(u32(top))
                     if largest > NO_SCALE:
-                        factor, scale = ptx.div(f32(127), largest), ptx.div(largest, f32(127))
+                        factor = ptx.div(QUERY_MOST, largest)
+                        scale = ptx.div(largest, QUERY_MOST)
                     scale = ptx.fmin(ptx.mul(scale, c), SCALE_LIMIT)
                 else:
                     power = ptx.imax(ptx.imin(top >> 23, i32(253)), i32(1))
                     factor = ptx.from_bits(u32(254 - power) << u32(23))
                     scale = c * ptx.from_bits(u32(power) << u32(23))
                 for i in range(words):
-                    word = u32(0)
+                    word, low = u32(0), u32(0)
                     if good:
                         if exact:
                             for e in range(4):
-                                word |= (
-                                    u32(ptx.to_int(ptx.mul(x[4 * i + e], factor))) & u32(255)
-                                ) << u32(8 * e)
+                                n = ptx.to_int(ptx.mul(x[4 * i + e], factor))
+                                high = i32(n + 64) >> 7
+                                word |= (u32(high) & u32(255)) << u32(8 * e)
+                                low |= (u32(i32(n - (high << 7))) & u32(255)) << u32(8 * e)
                         else:
                             word = pack(x[2 * i] * factor, x[2 * i + 1] * factor)
                     place = (i * 32 + lane) * 4
                     if place < row_bytes:
                         chunk = (place >> 4) ^ ((r >> swizzle) & xor)
-                        ptx.store_shared(
-                            to + u32(r * row_bytes + (chunk << 4) + (place & 15)), word
-                        )
+                        at = to + u32(r * row_bytes + (chunk << 4) + (place & 15))
+                        ptx.store_shared(at, word)
+                        if exact:
+                            ptx.store_shared(at + u32(tile_rows * row_bytes), low)
                 if lane == 0:
                     ptx.store_shared_f32(factors + u32(r * 4), scale if good else NAN)
 

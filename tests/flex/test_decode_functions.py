@@ -1,0 +1,168 @@
+"""KVCache.decode with score and mask functions: positions as indices, against float64."""
+
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+from numflash.errors import ArgumentError, ArgumentTypeError
+
+B, H, KV, D = 2, 4, 2, 32
+NEW = 4  # the kernels of tests/cpu/test_decode_options.py
+CLOSE = {"float32": 3e-5, "int8": 8e-2}
+SCORES = [g.alibi, g.relative_bias, g.softcap, g.t5_bias, g.causal_in_score]
+MASKS = [None, g.documents, g.local_and_sinks]
+rng = np.random.default_rng(3)
+KEY, VALUE = (rng.standard_normal((B, KV, 150, D)).astype(np.float32) for _ in "kv")
+
+
+def oracle(query, key, value, score_mod, mask_mod, window=None, sinks=0):
+    """Output and LSE (B, H, L, ...) in float64 of the last tokens of all keys."""
+    new, count = query.shape[2], key.shape[2]
+    b, h = np.arange(B)[:, None, None, None], np.arange(H)[:, None, None]
+    q, k = (np.arange(new) + count - new)[:, None], np.arange(count)
+    key, value = (np.repeat(x.astype(np.float64), H // KV, 1) for x in (key, value))
+    with np.errstate(all="ignore"):
+        s = query.astype(np.float64) @ key.swapaxes(2, 3) / np.sqrt(D)
+        s = s if score_mod is None else score_mod(s, b, h, q, k)
+        seen = (k <= q) if mask_mod is None else (k <= q) & mask_mod(b, h, q, k)
+        if window is not None:
+            seen = seen & ((k > q - window) | (k < sinks))
+        s = np.where(seen, s, -np.inf)
+        top = np.maximum(s.max(-1, keepdims=True), -1e300)
+        p = np.exp(s - top)
+        total = p.sum(-1, keepdims=True)
+        out = p @ np.where(np.isfinite(value), value, 0) / np.where(total == 0, 1, total)
+        return out, (top + np.log(total))[..., 0]
+
+
+def check(found, wanted, tolerance):
+    for x, y in zip(found, wanted, strict=True):
+        assert np.array_equal(np.isinf(x), np.isinf(y))
+        finite = np.isfinite(y)
+        assert np.abs(x[finite] - y[finite]).max(initial=0) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("options", [{}, {"page_size": 128}, {"smooth": True}], ids=str)
+def test_against_float64(dtype, options):
+    if options.get("smooth") and dtype != "int8":
+        pytest.skip("smoothing is of INT8")
+    key = KEY + (5 * rng.standard_normal(D).astype(np.float32) if "smooth" in options else 0)
+    cache = numflash.KVCache(B, KV, D, 256, dtype, **options)
+    cache.append(key, VALUE)
+    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    for n, score_mod in enumerate(SCORES):
+        mask_mod = MASKS[n % len(MASKS)]
+        found = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+        check(found, oracle(query, key, VALUE, score_mod, mask_mod), CLOSE[dtype])
+    found = cache.decode(query, mask_mod=g.dilated, return_lse=True)
+    check(found, oracle(query, key, VALUE, None, g.dilated), CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_a_ring_gives_positions(dtype, sinks):
+    key, value = (rng.standard_normal((B, KV, 700, D)).astype(np.float32) for _ in "kv")
+    cache = numflash.KVCache(B, KV, D, 1, dtype, window=90, sinks=sinks)
+    table = rng.standard_normal(701).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[k] - 0.01 * (q - k)
+
+    def mask_mod(b, h, q, k):
+        return (k % 7 != 3) | (q - k < 4)
+
+    for at in (60, 101, 128, 333, 700):
+        held = int(cache.lengths[0])
+        cache.append(key[:, :, held:at], value[:, :, held:at])
+        query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+        found = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod, return_lse=True)
+        wanted = oracle(query, key[:, :, :at], value[:, :, :at], score_mod, mask_mod, 90, sinks)
+        check(found, wanted, CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_what_the_mask_hides_stays_out(dtype):
+    key = KEY.copy()
+    key[0, 0, 20] = np.nan  # hidden from all rows
+    key[1, 1, 30] = np.inf  # hidden from heads 2 and 3 only where the score says so
+    value = VALUE.copy()
+    value[0, 1, 21] = np.inf
+    cache = numflash.KVCache(B, KV, D, 256, dtype)
+    cache.append(key, value)
+    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+
+    def mask_mod(b, h, q, k):
+        return ((k != 20) & (k != 21)) | (b == 1)
+
+    def score_mod(score, b, h, q, k):
+        return np.where((k == 30) & (h == 2), -np.inf, score)
+
+    out = cache.decode(query, score_mod=score_mod, mask_mod=mask_mod)
+    wanted, _ = oracle(query, np.nan_to_num(key, posinf=0), value, score_mod, mask_mod)
+    spoiled = np.zeros((B, H), bool)
+    spoiled[1, 3] = True
+    assert np.isnan(out[spoiled]).all()
+    assert np.abs(out[~spoiled] - wanted[~spoiled]).max() <= CLOSE[dtype]
+    out, lse = cache.decode(query, mask_mod=lambda b, h, q, k: k < 0, return_lse=True)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_scores_beyond_float32(dtype):
+    cache = numflash.KVCache(B, KV, D, 256, dtype)
+    cache.append(KEY, VALUE)
+    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    for score_mod in (lambda s, b, h, q, k: s * 3e37, lambda s, b, h, q, k: s - 2e38):
+        out = cache.decode(query, score_mod=score_mod)
+        if dtype == "float32":
+            exact = oracle(query, KEY, VALUE, score_mod, None)[0]
+            assert np.abs(out - exact).max() <= 1e-5
+        assert np.isfinite(out).all()
+    if dtype == "float32":
+        query *= np.float32(1e37)
+        huge = cache.decode(query, mask_mod=lambda b, h, q, k: k % 3 == 0)
+        wanted = oracle(query, KEY, VALUE, None, lambda b, h, q, k: k % 3 == 0)
+        assert np.abs(huge - wanted[0]).max() <= 1e-5
+    assert np.isnan(cache.decode(query, score_mod=lambda s, *at: np.log(s * 0 - 1))).all()
+
+
+def test_together_with_the_other_options():
+    for dtype in ("float32", "int8"):
+        cache = numflash.KVCache(B, KV, D, 256, dtype)
+        cache.append(KEY, VALUE)
+        query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+
+        def both(score, b, h, q, k):
+            return 3 * np.tanh(g.relative_bias(score, b, h, q, k) / 3) - 0.25 * abs(q - k)
+
+        found = cache.decode(
+            query,
+            score_mod=g.relative_bias,
+            mask_mod=g.documents,
+            softcap=3.0,
+            alibi_slopes=np.full(H, 0.25),
+            return_lse=True,
+        )
+        check(found, oracle(query, KEY, VALUE, both, g.documents), CLOSE[dtype])
+
+
+def test_rows_before_the_sequence_and_arrays_that_are_too_short():
+    cache = numflash.KVCache(B, KV, D, 256, "float32")
+    cache.append(KEY[:, :, :4], VALUE[:, :, :4], counts=[2, 4])
+    table = np.ones(4, np.float32)
+    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[q] * table[k]
+
+    out = cache.decode(query, score_mod=score_mod)
+    assert not out[0, :, :2].any()
+    assert np.isfinite(out).all()
+    cache.append(KEY[:, :, :1], VALUE[:, :, :1])
+    with pytest.raises(ArgumentError, match=r"shape \(4,\) is indexed by [qk]"):
+        cache.decode(query, score_mod=score_mod)
+    with pytest.raises(ArgumentTypeError, match=r"score_mod: .* where"):
+        cache.decode(query, score_mod=lambda s, b, h, q, k: s if q > k else -s)
