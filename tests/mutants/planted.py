@@ -352,7 +352,7 @@ MUTANTS = [
         "partial = lengths[index] % size > 1",
         "tests/cpu/test_cache_sequences.py",
     ),
-    Mutant("cache/exact.py", "    if not key.shape[0]:", "    if False:", UNSEEN),
+    Mutant("cache/exact.py", "    if not s.size:", "    if False:", UNSEEN),
     Mutant("cache/exact.py", "max(top * LOG2E, LOWEST)", "top * LOG2E", OVERFLOW),
     Mutant(
         "cache/decoding.py",
@@ -368,8 +368,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/decode/append.py",
-        "return largest / F(127) if usable else scale_of_zeros",
-        "return largest / F(127) if usable else F(1)",
+        "return largest / most if usable else scale_of_zeros",
+        "return largest / most if usable else F(1)",
         UNSEEN,
     ),
     Mutant(
