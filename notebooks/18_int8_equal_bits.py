@@ -18,7 +18,7 @@ from numflash.cuda import emulate, launch, ptx
 from numflash.cuda.device import median_seconds
 from numflash.cuda.emulator import tensor
 from numflash.cuda.operands import emulated
-from numflash.cuda.validate.attention import problem_of
+from numflash.cuda.validate.cases import problem_of
 from numflash.tiling import KEY_BLOCK
 
 rng = np.random.default_rng(0)

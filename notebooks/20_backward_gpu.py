@@ -19,6 +19,8 @@ from numflash.course.lessons import bars, card, check, figure, table
 from numflash.cuda import launch, launch_backward, operands
 from numflash.cuda.emulator import tensor
 from numflash.cuda.validate import attention as validate
+from numflash.cuda.validate import peers
+from numflash.cuda.validate.results import shown
 from numflash.options import Options
 
 rng = np.random.default_rng(0)
@@ -320,10 +322,8 @@ print(f"backward has {ratio:.1f} times the products of forward, and {moved['back
 if device is None:
     print("no card: no times")
 else:
-    shape = (4, 16, 16, 4096, 4096, 128)
-    peers = validate.peers(4, 16, 4096, 128, True, gradients=True)
-    for name, seconds in (*validate.gradient_times(device, shape, True), *peers):
-        print(f"{name}: {1e3 * seconds:.2f} ms, {10 * 64 * 4096**2 * 128 / 2 / seconds / 1e12:.0f} TFLOP/s of five products")
+    for rows in (validate.backward_times(device, "float16", (4096,)), peers.rows((4096,), True, None)):
+        print(*map(shown, rows), sep="\n")
 
 # %% [markdown]
 # ## The picture, and the ceiling

@@ -5,6 +5,7 @@ Soft cap, ALiBi, the mask of the new tokens, sinks.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,10 +76,10 @@ def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, longest: int
     ArgumentTypeError
         A function that cannot be traced.
     """
-    from ..flex.fused import InCache
-    from ..flex.prepared import prepare
-
-    return replace(changes, functions=InCache(prepare(score_mod, mask_mod), longest))
+    # by name, as a cache finds its backend: functions are compiled for the CPU
+    fused = importlib.import_module("..flex.fused", __package__)
+    prepared = fused.prepare(score_mod, mask_mod)
+    return replace(changes, functions=fused.InCache(prepared, longest))
 
 
 def per_head(name: str, x: Any, heads: int) -> np.ndarray:

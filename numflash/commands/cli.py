@@ -158,6 +158,22 @@ def export(args: argparse.Namespace) -> Any:
     return found
 
 
+def job(args: argparse.Namespace) -> Any:
+    from .job import Request, run
+
+    request = Request(
+        args.nodes,
+        args.groups,
+        args.threads,
+        args.time,
+        args.account,
+        args.queue,
+        args.environment,
+        [word for word in args.words if word != "--"],
+    )
+    return run(args.scheduler, request)
+
+
 def estimate(args: argparse.Namespace) -> Any:
     from ..machinecode import estimate as job
 
@@ -273,6 +289,21 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
+    sub = command(job, "a batch script for Fugaku or a SLURM cluster, printed")
+    sub.add_argument("scheduler", choices=["fugaku", "slurm"])
+    sub.add_argument("--nodes", type=positive, default=1, help="default 1")
+    sub.add_argument(
+        "--groups",
+        type=positive,
+        default=4,
+        help="processes of a node, one per memory group (default 4)",
+    )
+    sub.add_argument("--threads", type=positive, default=12, help="of a process (default 12)")
+    sub.add_argument("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)")
+    sub.add_argument("--account", default="", help="whose budget pays")
+    sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
+    sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
+    sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")

@@ -25,6 +25,7 @@ try:
     from numba import cuda
     from numba.cuda import types
     from numba.cuda.compiler import compile_cuda, kernel_fixup
+    from numba.cuda.cudadrv import driver as _driver
     from numba.cuda.cudadrv import nvvm
     from numba.cuda.extending import intrinsic
     from numba.cuda.typing import signature
@@ -139,6 +140,28 @@ def to_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: b
         return text(False)
 
 
+@contextlib.contextmanager
+def _linker_logs() -> Iterator[list[str]]:
+    """What the linker of numba-cuda says while kernels are linked."""
+    logs: list[str] = []
+    close = _driver._Linker.close
+
+    def noted(linker: Any) -> None:
+        logs.append(linker.linker.get_info_log() or "")
+        close(linker)
+
+    _driver._Linker.close = noted
+    try:
+        yield logs
+    finally:
+        _driver._Linker.close = close
+
+
+def remarks_of(log: str) -> tuple[str, ...]:
+    """The numbers of ptxas's remarks in a log: "C7517" says that it has added a wait."""
+    return tuple(sorted(set(re.findall(r"\((C\d{4})\)", log))))
+
+
 def to_cubin(
     function: Any,
     sig: Any,
@@ -146,8 +169,8 @@ def to_cubin(
     launch_bounds: tuple,
     fastmath: bool,
     max_registers: int | None,
-) -> tuple[str, bytes]:
-    """Entry name and cubin, through LTO-IR: linking PTX instead drops setmaxnreg and spills.
+) -> tuple[str, bytes, tuple[str, ...]]:
+    """Entry name, cubin and the numbers of ptxas's remarks, through LTO-IR: linking PTX instead drops setmaxnreg and spills.
 
     Needs no driver.
 
@@ -158,7 +181,7 @@ def to_cubin(
     _need_compiler()
     if cc[0] >= 10:
         return _assembled(to_ptx(function, sig, (8, 0), launch_bounds, fastmath), cc, max_registers)
-    with _offline(cc):
+    with _offline(cc), _linker_logs() as logs:
         result = compile_cuda(
             function,
             types.void,
@@ -175,11 +198,14 @@ def to_cubin(
         library._entry_name = name
         kernel_fixup(kernel, False)
         nvvm.set_launch_bounds(kernel, launch_bounds)
-        return name, bytes(library.get_cubin(cc=cc).code)
+        code = bytes(library.get_cubin(cc=cc).code)
+        return name, code, remarks_of("\n".join(logs))
 
 
-def _assembled(ptx: str, cc: tuple, max_registers: int | None) -> tuple[str, bytes]:
-    """Entry name and cubin of a PTX text."""
+def _assembled(
+    ptx: str, cc: tuple, max_registers: int | None
+) -> tuple[str, bytes, tuple[str, ...]]:
+    """Entry name, cubin and remarks of a PTX text."""
     options = [
         f"-arch=sm_{cc[0]}{cc[1]}",
         *([f"-maxrregcount={max_registers}"] if max_registers else []),
@@ -191,6 +217,9 @@ def _assembled(ptx: str, cc: tuple, max_registers: int | None) -> tuple[str, byt
         _nvjitlink.complete(handle)
         cubin = bytearray(_nvjitlink.get_linked_cubin_size(handle))
         _nvjitlink.get_linked_cubin(handle, cubin)
+        log = bytearray(_nvjitlink.get_info_log_size(handle))
+        _nvjitlink.get_info_log(handle, log)
     finally:
         _nvjitlink.destroy(handle)
-    return ptx.split(".entry", 1)[1].split("(", 1)[0].strip(), bytes(cubin)
+    name = ptx.split(".entry", 1)[1].split("(", 1)[0].strip()
+    return name, bytes(cubin), remarks_of(log.decode(errors="replace"))

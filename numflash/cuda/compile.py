@@ -81,7 +81,8 @@ class Source:
 class Compiled:
     """One compiled kernel: `code` is PTX text or a cubin.
 
-    `parameters` has one type name per flattened parameter.
+    `parameters` has one type name per flattened parameter, `remarks` the numbers of what ptxas
+    remarked about a cubin (C7510 to C7519: products of wgmma that it serialised or waits for).
     """
 
     name: str
@@ -91,6 +92,7 @@ class Compiled:
     threads: int
     shared_bytes: int
     cluster: int = 1
+    remarks: tuple[str, ...] = ()
 
     @property
     def ptx(self) -> str:
@@ -146,8 +148,9 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
             code = _target.to_ptx(
                 source.function, source.signature, cc, bounds, source.fastmath
             ).encode()
+            remarks: tuple[str, ...] = ()
         else:
-            name, code = _target.to_cubin(
+            name, code, remarks = _target.to_cubin(
                 source.function, source.signature, cc, bounds, source.fastmath, source.max_registers
             )
     return Compiled(
@@ -158,6 +161,7 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
         source.threads,
         source.shared_bytes,
         source.cluster,
+        remarks,
     )
 
 
@@ -249,7 +253,8 @@ def _read(path: Path) -> Compiled | None:
         meta = json.loads(head)
         if meta.pop("sha256") != hashlib.sha256(code).hexdigest():
             return None
-        return Compiled(code=code, parameters=tuple(meta.pop("parameters")), **meta)
+        parameters, remarks = (tuple(meta.pop(x)) for x in ("parameters", "remarks"))
+        return Compiled(code=code, parameters=parameters, remarks=remarks, **meta)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

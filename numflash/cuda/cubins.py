@@ -81,4 +81,6 @@ def ready(
         raise UnsupportedError(f"{VARIABLE}: {path} cannot be read ({error})") from error
     if hashlib.sha256(code).hexdigest() != entry["sha256"]:
         raise UnsupportedError(f"{VARIABLE}: {path} is damaged: its checksum is not the manifest's")
-    return code, {**entry["launch"], "parameters": tuple(entry["launch"]["parameters"])}
+    launch = entry["launch"]
+    lists = {x: tuple(launch[x]) for x in ("parameters", "remarks")}
+    return code, {**launch, **lists}

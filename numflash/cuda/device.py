@@ -78,7 +78,8 @@ class Kernel:
 
     def _block(self) -> tuple[list[Any], Any, int]:
         values: list[Any] = [_CTYPES[t](0) for p in self.item.parameters for t in words_of(p)]
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
+        # with a null behind the last, which tells tools that read them where they end
+        pointers = (ctypes.c_void_p * (len(values) + 1))(*map(ctypes.addressof, values), None)
         self._local.block = values, pointers, ctypes.addressof(pointers)
         return self._local.block
 

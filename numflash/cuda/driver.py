@@ -132,20 +132,6 @@ def _encoder(driver: Any) -> Any:
     return ctypes.CFUNCTYPE(i, p, i, u, ctypes.c_uint64, p, p, p, p, i, i, i, i)(int(address))
 
 
-def map_strides(tensor: TensorMap) -> list[int]:
-    """Bytes between elements along each axis but the last.
-
-    An axis of one element, whose stride says nothing, gets a lawful one.
-    """
-    strides = list(tensor.array.strides)
-    x = tensor.array
-    for axis in range(x.ndim - 2, -1, -1):
-        if x.shape[axis] == 1:
-            inner = strides[axis + 1] * x.shape[axis + 1]
-            strides[axis] = max(16, min(-(-inner // 16) * 16, 1 << 39))
-    return strides[:-1]
-
-
 def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:
     """(n, 128) bytes that TMA reads, of tensor maps and the addresses of their arrays."""
     memory = np.zeros(MAP_BYTES * len(maps) + MAP_ALIGNMENT, np.uint8)
@@ -157,10 +143,11 @@ def encode(driver: Any, maps: Sequence[tuple[TensorMap, int]]) -> np.ndarray:
     promotion = driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     for row, (tensor, address) in zip(table, maps, strict=True):
         x = tensor.array
+        tensor.check(address)
         # axes innermost first, strides from the second axis on
         arrays = (
             np.array(x.shape[::-1], np.uint64),
-            np.array(map_strides(tensor)[::-1], np.uint64),
+            np.array(tensor.strides()[::-1], np.uint64),
             np.array(tensor.box[::-1], np.uint32),
             np.ones(x.ndim, np.uint32),
         )

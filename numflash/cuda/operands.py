@@ -47,13 +47,16 @@ def padded(d: int) -> int:
 
 
 def padded_rows(x: np.ndarray, multiple: int = 8) -> np.ndarray:
-    """Contiguous, with rows of a multiple of 16 bytes: the last axis is padded where it is not."""
+    """Contiguous at a multiple of 16 bytes, with rows of such multiples: the last axis is padded
+    where it is not.
+    """
     d = x.shape[-1]
     if d % multiple:
         wide = np.zeros((*x.shape[:-1], -(-d // multiple) * multiple), x.dtype)
         wide[..., :d] = x
         return wide
-    return np.ascontiguousarray(x)
+    x = np.ascontiguousarray(x)
+    return x.copy() if x.ctypes.data % 16 else x
 
 
 def band(problem: Problem) -> tuple[bool, int, int]:

@@ -9,9 +9,10 @@ import numpy as np
 from ..cpu.semantics import NO_TILES, ScoreTiles
 from .evaluate import evaluate
 from .machine import Tile, tile
-from .prepared import EMPTY, Prepared
+from .prepared import EMPTY, Prepared, prepare
 from .program import Program
 
+__all__ = ["Fused", "InCache", "fused_of", "prepare", "spans"]
 KEPT = 64  # problem shapes whose tile functions are remembered
 Shape = tuple[int, int, int, int]
 
@@ -49,6 +50,11 @@ class Fused:
         self.states = NO_TILES.states if states is None else states
         self.spans = NO_TILES.spans if states is None else spans(states, block[1])
         self._known: dict[tuple[Shape, bool], tuple[ScoreTiles, Pair]] = {}
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether there is a score function."""
+        return self.prepared.score is not None
 
     def tiles(self, shape: Shape, double: bool = False) -> ScoreTiles:
         """The tile functions of a problem of shape (B, H, L, S) as kernels take them.

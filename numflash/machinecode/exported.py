@@ -90,7 +90,8 @@ def _scores_example(isa_name: str, lanes: int) -> list[Any]:
     keys = packing.pack_keys(isa_name, k[None], ck[None], lanes)
     exact = (q.astype(np.int32) @ k.T.astype(np.int32)).astype(F) * ck * cq[:, None]
     x = np.clip(np.rint(exact), -32768, 32767).astype(np.int16)
-    operand = (q.astype(np.int16) + isa.q_offset).astype(np.uint8 if isa.group == 4 else np.int16)
+    bytes_ = np.uint8 if isa.q_offset else np.int8
+    operand = (q.astype(np.int16) + isa.q_offset).astype(bytes_ if isa.group == 4 else np.int16)
     return [
         operand,
         d,

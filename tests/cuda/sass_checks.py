@@ -20,6 +20,7 @@ def resources(factory, arch, **constants):
         pytest.skip(str(error))
     item = compiled(factory, arch, "cubin", **constants)
     assert item.shared_bytes <= ARCHITECTURES[arch][1]
+    assert item.remarks == (), "ptxas waits for products of wgmma, or runs them one by one"
     found = sass.resources(item.code)
     assert (
         found.stack

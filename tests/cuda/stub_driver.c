@@ -3,7 +3,8 @@
    Checked: contexts and the device of each stream, kernel and pointer; memory that is freed before a launch or a graph reads it;
    copies that a launch does not come after; what stream capture forbids; alignment, strides and boxes of tensor maps.
    A broken rule prints "stub: ..." and returns the driver's error. STUB_CC: compute capability; STUB_DEVICES: how many devices;
-   STUB_VERSION: of CUDA; STUB_TRACE: print every call. */
+   STUB_VERSION: of CUDA; STUB_TRACE: print every call. STUB_FAULT: kernels that never end ("hang"), or that access memory
+   which is not theirs ("illegal"): every call that waits shows it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -57,6 +58,12 @@ static int enqueue(int s) {                                                    /
   return 0;
 }
 static int is_pinned(void *p);
+int pause(void);
+static int faulty(void) {                                                      /* what a wait for a kernel comes to */
+  const char *fault = getenv("STUB_FAULT");
+  if (launches && fault && !strcmp(fault, "hang")) for (;;) pause();
+  return launches && fault && !strcmp(fault, "illegal") ? 700 : 0;
+}
 
 int nothing(void) { return 0; }
 int cuInit(unsigned flags) { return 0; }
@@ -165,7 +172,7 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
   if ((long)f - 0x4000 != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", (long)f - 0x4000, streams[s].device);
-  for (int i = 0; i < 8; i++) {                                                /* the first are pointers, to tables too */
+  for (int i = 0; i < 8 && parameters[i]; i++) {                                                /* the first are pointers, to tables too */
     uint64_t p = *(uint64_t *)parameters[i];
     if (p < FIRST || p >= FIRST + (8ull << 40)) break;
     if ((failed = readable(p, s))) return failed;
@@ -189,7 +196,7 @@ int cuEventRecord(void *e, void *stream) {
   return 0;
 }
 int cuEventQuery(void *e) { UNSAFE; Event *x = event_of(e); return x->recorded && x->at > host_seen[x->stream] ? 600 : 0; }
-int cuEventSynchronize(void *e) { UNSAFE; Event *x = event_of(e); for (int i = 0; i < 64; i++) if (x->seen[i] > host_seen[i]) host_seen[i] = x->seen[i]; return 0; }
+int cuEventSynchronize(void *e) { UNSAFE; if (faulty()) return faulty(); Event *x = event_of(e); for (int i = 0; i < 64; i++) if (x->seen[i] > host_seen[i]) host_seen[i] = x->seen[i]; return 0; }
 int cuEventElapsedTime(float *ms, void *a, void *b) { *ms = 1; return 0; }
 int cuStreamWaitEvent(void *stream, void *e, unsigned flags) {
   int s = stream_of(stream);
@@ -204,12 +211,13 @@ int cuStreamWaitEvent(void *stream, void *e, unsigned flags) {
 int cuStreamSynchronize(void *stream) {
   int s = stream_of(stream);
   UNSAFE;
+  if (faulty()) return faulty();
   TRACE("wait for %lx\n", (long)stream);
   if (streams[s].captured) { broken = 1; FAIL(900, "the host waits for a captured stream"); }
   for (int i = 0; i < 64; i++) if (streams[s].seen[i] > host_seen[i]) host_seen[i] = streams[s].seen[i];
   return 0;
 }
-int cuCtxSynchronize(void) { NEEDS_CONTEXT; if (capture_origin >= 0) FAIL(900, "the host waits for a context with a captured stream"); for (int i = 0; i < 64; i++) host_seen[i] = now; return 0; }
+int cuCtxSynchronize(void) { NEEDS_CONTEXT; if (faulty()) return faulty(); if (capture_origin >= 0) FAIL(900, "the host waits for a context with a captured stream"); for (int i = 0; i < 64; i++) host_seen[i] = now; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { int before = thread_mode; thread_mode = *mode; *mode = before; return 0; }
 int cuStreamIsCapturing(void *s, int *status) { *status = streams[stream_of(s)].captured; return 0; }
 int cuStreamBeginCapture_v2(void *s, int mode) {

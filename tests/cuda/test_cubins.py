@@ -20,7 +20,7 @@ from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.launch import plan
 from numflash.cuda.validate import build, kernels
-from numflash.cuda.validate.attention import problem_of
+from numflash.cuda.validate.cases import problem_of
 from numflash.errors import UnsupportedError
 
 SMALL = {"dv": 32, "row_tiles": 1, "exact": False}
@@ -131,11 +131,11 @@ def test_what_a_validation_needs():
     """Each kernel once, decode's too; a quick run needs fewer."""
     quick = kernels.needed("sm_90a", quick=True)
     whole = kernels.needed("sm_90a")
-    names = {factory.__name__ for factory, _, _ in whole}
+    names = {f.__name__ for f, _, _ in whole if ".study" not in f.__module__}
     assert quick < whole and {arch for _, arch, _ in whole} == {"sm_90a"}
     assert names == {
         "flash_hopper", "flash_float", "flash_int8_hopper", "flash_int8", "flash_float32", "flash_backward",
-        "backward_rows", "backward_float32", "decode_append", "decode_int8", "decode_float", "decode_combine",
+        "backward_rows", "backward_float32", "decode_append", "decode_int8", "decode_float", "decode_combine", "product_rate",
     }  # fmt: skip
 
 

@@ -233,7 +233,7 @@ def test_wait_without_barrier():
         assert caught.value.kind in ("race", "pending", "uninitialised")
 
 
-def product(wait=True, fence=True, proxy_fence=True, overwrite=False, dtype="float16"):
+def product(wait=True, fence=True, proxy_fence=True, overwrite=False, touch=False, dtype="float16"):
     """One wgmma of a 64 x 32-byte by a 32-byte x 8 tile of ones that the threads write to shared
     memory themselves.
     """
@@ -256,7 +256,10 @@ def product(wait=True, fence=True, proxy_fence=True, overwrite=False, dtype="flo
         b = u64(0x4000004000000000) | u64((base + u32(8192)) >> u32(4))
         if fence:
             ptx.wgmma_fence()
-        mma(acc, 0, a, b, i32(0))
+        if touch:
+            for i in range(4):
+                acc[i] = kind(y[t])
+        mma(acc, 0, a, b, i32(touch))
         ptx.wgmma_commit()
         if wait:
             pause()
@@ -285,11 +288,12 @@ def test_product(dtype, terms):
     ("kind", "line", "options"),
     [
         ("pending", "y[t] = acc[0]", {"wait": False}),
-        ("protocol", "mma(acc, 0, a, b, i32(0))", {"fence": False}),
-        ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False}),
+        ("protocol", "mma(acc, 0, a, b, i32(touch))", {"fence": False}),
+        ("protocol", "mma(acc, 0, a, b, i32(touch))", {"touch": True}),
+        ("race", "mma(acc, 0, a, b, i32(touch))", {"proxy_fence": False}),
         ("race", "store_shared_f32(base + u32(t * 4), f32(0))", {"wait": False, "overwrite": True}),
         ("pending", "y[t] = acc[0]", {"wait": False, "dtype": "int8"}),
-        ("race", "mma(acc, 0, a, b, i32(0))", {"proxy_fence": False, "dtype": "int8"}),
+        ("race", "mma(acc, 0, a, b, i32(touch))", {"proxy_fence": False, "dtype": "int8"}),
     ],
 )
 def test_product_faults(kind, line, options):
@@ -384,7 +388,7 @@ def test_products_that_do_not_exist(kind, shape, registers, immediates):
     assert caught.value.kind == kind
 
 
-def tiles(wait_full=True, wait_empty=True, expect=1024):
+def tiles(wait_full=True, wait_empty=True, expect=1024, fence=True, written=False, at=0):
     """A producer thread loads two tiles into the same place; 32 consumers read both."""
 
     def kernel(maps, y):
@@ -397,14 +401,17 @@ def tiles(wait_full=True, wait_empty=True, expect=1024):
         if t == 0:
             ptx.mbarrier_init(full, u32(1))
             ptx.mbarrier_init(empty, u32(32))
-            ptx.fence_mbarrier_init()
+            if fence:
+                ptx.fence_mbarrier_init()
+            if written:
+                ptx.store_shared_f32(base, f32(0))
         cuda.syncthreads()
         for k in range(2):
             if t == 32:
                 if wait_empty:
                     ptx.mbarrier_wait(empty, u32((k & 1) ^ 1))
                 ptx.mbarrier_expect(full, u32(expect))
-                ptx.tma_load_4d(base, maps, i32(0), i32(8 * k), i32(0), i32(0), full)
+                ptx.tma_load_4d(base + u32(at), maps, i32(0), i32(8 * k), i32(0), i32(0), full)
             if t < 32:
                 if wait_full:
                     ptx.mbarrier_wait(full, u32(k & 1))
@@ -445,6 +452,9 @@ def test_tiles():
         ({"pending", "uninitialised", "race"}, {"wait_full": False}),
         ({"race", "pending", "protocol"}, {"wait_empty": False}),
         ({"deadlock"}, {"expect": 2048}),
+        ({"protocol"}, {"fence": False}),  # the copy engine may not know the mbarrier
+        ({"race"}, {"written": True}),  # by a thread, without a proxy fence before the copy
+        ({"misaligned"}, {"at": 64}),
     ],
 )
 def test_tile_faults(kinds, options):
@@ -462,6 +472,112 @@ def test_tile_faults(kinds, options):
         assert caught.value.kind in kinds, caught.value
 
 
+@pytest.mark.parametrize(
+    ("array", "box", "said"),
+    [
+        (np.zeros((1, 1, 16, 30), np.float32), (1, 1, 8, 32), "strides of"),
+        (np.zeros((1, 1, 16, 32), np.float32)[:, :, :, ::2], (1, 1, 8, 16), "not contiguous"),
+        (np.zeros((1, 1, 17, 36), np.float32)[:, :, :, 1:33], (1, 1, 8, 32), "its array is at"),
+        (np.broadcast_to(np.zeros(32, np.float32), (1, 1, 16, 32)), (1, 1, 8, 32), "strides of"),
+        (np.zeros((1, 1, 512, 32), np.float32), (1, 1, 257, 32), "extents from 1 to 256"),
+        (np.zeros((1, 1, 16, 34), np.int8)[..., :32], (1, 1, 8, 32), "strides of"),
+        (np.zeros((1, 1, 16, 32), np.float32), (1, 1, 8, 2), "box rows of 8 bytes"),
+    ],
+)
+def test_tensor_maps_that_the_driver_refuses(array, box, said):
+    with pytest.raises(EmulatorError, match=said) as caught:
+        emulate(run_ptx("").replace("k()", "k(.param .u64 p)"), 1, 32, [[TensorMap(array, box, 0)]])
+    assert caught.value.kind == "protocol"
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("add.s32 %r1, %r2, 1;", "%r2"),
+        ("mov.b32 %r1, %r2;\nadd.s32 %r3, %r1, 1;", "%r1"),
+        ("@%p1 mov.b32 %r1, 1;\nadd.s32 %r2, %r1, 1;", "%p1"),
+        # written by half of the threads only
+        ("mov.b32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 16;\n@%p1 mov.b32 %r2, 1;\n"
+         "add.s32 %r3, %r2, 1;", "%r2"),
+        ("mov.b32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 16;\n@%p1 bra $L;\nmov.b32 %r2, 1;\n$L:\n"
+         "add.s32 %r3, %r2, 1;", "%r2"),
+    ],
+)  # fmt: skip
+def test_registers_that_nothing_has_written(body, name):
+    with pytest.raises(EmulatorError, match=f"register {name} read but never written") as caught:
+        emulate(run_ptx(".reg .pred %p<2>;\n" + body), 1, 32, [])
+    assert caught.value.kind == "uninitialised"
+
+
+def test_registers_that_the_same_threads_have_written():
+    """A path that does not write a register does not read it either."""
+    body = (
+        ".reg .pred %p<2>;\nmov.b32 %r1, %tid.x;\nsetp.lt.u32 %p1, %r1, 16;\n@%p1 mov.b32 %r2, 1;\n"
+        "@%p1 add.s32 %r3, %r2, 1;"
+    )
+    emulate(run_ptx(body), 1, 32, [])
+
+
+def lanes(sync=True, reread=False, store_again=False, clash=False):
+    """Each lane passes its word to the next one of its warp."""
+
+    def kernel(x):
+        shared = cuda.shared.array(64, u32)
+        t = cuda.threadIdx.x
+        shared[t] = x[t]
+        if clash:
+            shared[t & 32] = x[t]
+        if sync:
+            cuda.syncwarp()
+        other = shared[(t & 32) + ((t + 1) & 31)]
+        if store_again:
+            shared[t] = other
+            cuda.syncwarp()
+            other = shared[t]
+        x[t] = other
+
+    return kernel
+
+
+def test_lanes_of_a_warp():
+    x = words()
+    run(lanes(), x)
+    assert x.tolist() == [*range(1, 32), 0, *range(33, 64), 32]
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("other = shared[(t & 32)", {"sync": False}),
+        ("shared[t] = other", {"store_again": True}),  # another lane has just read it
+        ("shared[t & 32] = x[t]", {"clash": True}),
+    ],
+)
+def test_two_lanes_of_a_warp_race(line, options):
+    fails("race", line, lanes(**options), words())
+
+
+def test_registers_for_half_a_warpgroup():
+    """setmaxnreg is for whole warpgroups, and for multiples of 8 registers."""
+    give = ptx.setmaxnreg_dec[40]
+
+    def whole(x):
+        give()
+        x[cuda.threadIdx.x] = u32(0)
+
+    run(whole, words(128), threads=128, arch="sm_90a")
+    text = run_ptx("setmaxnreg.dec.sync.aligned.u32 41;")
+    with pytest.raises(EmulatorError, match="setmaxnreg to 41"):
+        emulate(text, 1, 128, [])
+
+    def half(x):
+        if cuda.threadIdx.x < 64:
+            give()
+        x[cuda.threadIdx.x] = u32(0)
+
+    fails("divergent", "give()", half, words(128), threads=128, arch="sm_90a")
+
+
 def test_unsupported_instruction():
     text = run_ptx("frobnicate.b32 %r1, %r1;")
     with pytest.raises(EmulatorError, match="not implemented") as caught:
@@ -476,7 +592,7 @@ def run_ptx(body):
 def test_endless_loop(monkeypatch):
     monkeypatch.setattr("numflash.cuda.emulator.machine.STEP_LIMIT", 1000)
     with pytest.raises(EmulatorError, match="endless loop"):
-        emulate(run_ptx("$L:\nadd.s32 %r1, %r1, 1;\nbra $L;"), 1, 32, [])
+        emulate(run_ptx("mov.b32 %r1, 0;\n$L:\nadd.s32 %r1, %r1, 1;\nbra $L;"), 1, 32, [])
 
 
 def test_bad_arguments():

@@ -19,6 +19,7 @@ import numflash
 from numflash import validation
 from numflash.cuda import arrays, launch_backward
 from numflash.cuda.validate import attention as validate
+from numflash.cuda.validate.cases import problem_of
 from numflash.errors import UnsupportedError
 from numflash.options import Options
 
@@ -476,7 +477,7 @@ def test_validation_compares_with_float64_and_sees_a_wrong_card(monkeypatch):
 
         return run
 
-    problem = validate.problem_of((1, 1, 1, 33, 40, 64), "float16", {})
+    problem = problem_of((1, 1, 1, 33, 40, 64), "float16", {})
     for wrong, passed in ((1, True), (1.01, False)):
         monkeypatch.setattr(validate.launch_backward, "run", card(wrong))
         row = validate.gradient_row(SimpleNamespace(arch="sm_80"), problem)

@@ -225,7 +225,7 @@ def test_weight_is_exp2_p8():
     hidden = np.array([fx.MIN_OCTAVE, -limit, 0, limit], np.int32).repeat(1024)
     distances = np.tile(np.arange(1 << 16, dtype=np.int32), 4)
     t = np.concatenate(
-        [octaves * 256 - distances, np.full(hidden.size, int8_softmax.HIDDEN, np.int32)]
+        [octaves * 256 - distances, np.full(hidden.size, int8_softmax.MASKED_SCORE, np.int32)]
     )
     out = np.full(t.size, 77, np.uint32)
     kinds = [types.Array(x, 1, "C") for x in (types.int32, types.int32, types.uint32)]

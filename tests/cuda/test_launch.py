@@ -8,7 +8,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 import numflash
 from numflash.cuda.device import arch_of, current_device
-from numflash.cuda.validate import attention as validate
+from numflash.cuda.validate import run as validate
 from numflash.errors import UnsupportedError
 
 

@@ -37,7 +37,7 @@ OTHERS = [
     ("sm_90a", 128, "none"),
     ("sm_100", 256, "all"),
 ]
-BY_DEFAULT = [("sm_75", 128, "none"), ("sm_80", 256, "none"), ("sm_120", 128, "none")]
+BY_DEFAULT = [("sm_80", 64, "none")]
 
 
 def check(arch, d, name, dv=None, wide=False):

@@ -10,20 +10,66 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED, variants
 
-from numflash.cuda import launch_backward
+from numflash.cuda import launch_backward, ptx
+from numflash.cuda._target import cuda, types
+from numflash.cuda.compile import Source, compile_source
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 
 
+def conditional_product(apart: bool) -> Source:
+    """A product of wgmma in a branch, which is read before its wait unless `apart`."""
+    multiply, pause = ptx.wgmma(64, "float16", False), ptx.wgmma_wait[0]
+
+    def kernel(y, n):
+        shared = cuda.shared.array(4096, types.uint32)
+        sums = cuda.local.array(32, types.float32)
+        base = (ptx.shared_address(shared) + types.uint32(1023)) & types.uint32(0xFFFFFC00)
+        a = types.uint64(0x4000004000000000) | types.uint64(base >> types.uint32(4))
+        for i in range(n):
+            ptx.wgmma_fence()
+            multiply(sums, 0, a, a, types.int32(1))
+            if not apart and i & 3 == y[0]:
+                multiply(sums, 0, a, a, types.int32(1))
+            ptx.wgmma_commit()
+            if apart:
+                pause()
+            y[i] = sums[1]
+            pause()
+        y[cuda.threadIdx.x] = sums[0]
+
+    return Source(kernel, types.void(types.float32[::1], types.int32), 128)
+
+
+def test_waits_that_ptxas_adds_are_failures():
+    """C7517: a wait is injected. C7514: products run one by one."""
+    assert compile_source(conditional_product(False), "sm_90a", "cubin").remarks == (
+        "C7514", "C7517",
+    )  # fmt: skip
+    assert compile_source(conditional_product(True), "sm_90a", "cubin").remarks == ()
+    with pytest.raises(AssertionError, match="ptxas waits for products"):
+        resources(conditional_product, "sm_90a", apart=False)
+
+
+def options_at_once(d, block_k):
+    found = resources(
+        flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, packed=4, sinks=True, **ALL
+    )
+    products = 2 * (d // 16 + block_k // 16)  # before the loop and in it, in it and behind it
+    assert found.count("HGMMA") == products and found.count("WARPGROUP.DEPBAR") == 4
+
+
 def test_all_options_at_once():
+    options_at_once(64, 128)
+
+
+@pytest.mark.slow
+def test_all_options_of_wide_heads_at_once():
     """The widest kernel for Hopper.
 
     Its descriptors' upper halves, and addresses in a mask, are no registers between tiles.
     """
-    found = resources(
-        flash_hopper, "sm_90a", d=256, dv=256, block_k=64, packed=4, sinks=True, **ALL
-    )
-    assert found.count("HGMMA") == 40 and found.count("WARPGROUP.DEPBAR") == 4
+    options_at_once(256, 64)
     shape = launch_backward.shape_of("kv", 96, 96, "sm_80", True)
     resources(flash_backward, "sm_80", gradients="kv", d=96, dv=96, **shape, **MASKED)
 

@@ -4,12 +4,11 @@ Against the stub driver, with stand-ins for PyTorch and Triton.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import fake_torch
+import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -17,10 +16,20 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from test_stub_driver import driver  # noqa: F401
 from test_stub_driver import pytestmark as needs_compiler
 
-from numflash.cuda.kernels.decode_combine import decode_combine
-from numflash.cuda.operands import Launch
-from numflash.cuda.validate import attention as validate
-from numflash.cuda.validate import peers
+from numflash.cuda.compile import compiled
+from numflash.cuda.emulator import emulate
+from numflash.cuda.kernels.rates import operations, product_rate
+from numflash.cuda.validate import (
+    attention,
+    cases,
+    expected,
+    families,
+    kernels,
+    peers,
+    rates,
+    results,
+)
+from numflash.cuda.validate import run as validate
 
 TUTORIAL = """
 import torch
@@ -29,167 +38,173 @@ def attention(q, k, v, causal, scale):
     with torch.nn.attention.sdpa_kernel("own"):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 """
-# neither the stub nor this emulator runs a kernel, so none is compiled; what the list says of zeros
-# is replaced
-WHOLE = """
-import sys
-sys.path.insert(0, {here!r})
-import fake_torch
-fake_torch.install()
-from numflash.cuda import compile as compiler, device as card, resident
-from numflash.cuda.validate import attention as validate, decode as validate_decode
-def uncompiled(factory, arch, kind, **constants):
-    source = factory(**constants)
-    return compiler.Compiled(factory.__name__, arch, repr((factory.__name__, constants)).encode(),
-                             compiler.flat_parameters(source.signature), source.threads, source.shared_bytes)
-card.compiled = resident.compiled = uncompiled
-resident.emulate = lambda *arguments: None
-validate.emulated = lambda work: work.finish()
-validate.compile_ahead = lambda arch, *lists: len(set(kind for kind, _ in validate.launches(arch, *lists)))
-validate.CASES, validate.GRADIENTS, validate.ROWS, validate.CHANNELS = validate.CASES[:1], validate.GRADIENTS[:1], 64, 128
-validate_decode.CASES = validate_decode.CASES[:1]
-validate_decode.LONG = dict(batch=1, heads=4, kv_heads=2, length=512, d=64, chunk=256)
-validate.compare = lambda *arguments: {{"passed": True}}
-def planned(device, problem):
-    validate.launch_backward.plan(problem, *validate.gradient_operands(problem), device.arch)
-    return {{"passed": True}}
-validate.gradient_row = planned
-correct = validate_decode.correctness
-validate_decode.correctness = lambda cases: (row | {{"passed": True}} for row in correct(cases))
-sys.exit(validate.main({arguments!r}))
+CARD = {"card": {"device": "STUB", "arch": "sm_90a", "multiprocessors": 1, "driver": "CUDA 13.0"}}
+# a child that needs no driver: rows by family, then how it ends
+CHILD = """
+import json, os, sys, time
+request = json.loads(sys.argv[1])
+def say(**row):
+    print(json.dumps(row), flush=True)
+if request.get("describe"):
+    say(**{card})
+    sys.exit()
+family = request["family"]
+print("a library's own words")
+say(case=dict(case="first", passed=family != "forward bfloat16"))
+if family == "forward int8":
+    time.sleep(100)
+if family == "backward float16":
+    os.abort()
+if family == "decode float16":
+    sys.exit("CUDA driver: CUDA_ERROR_ILLEGAL_ADDRESS")
+if family != "forward bfloat16":
+    say(phase="timings")
+    say(timing=dict(kernel="numflash float16", L=64, D=64, causal=False, seconds=1e-3, tflops=300.0))
+    if family == "rates":
+        say(timing=dict(kernel="products float16", seconds=1.0, tflops=600.0))
 """
 
 
-def run(driver, arguments, capability, before=""):  # noqa: F811
-    code = WHOLE.format(here=str(Path(__file__).parent), arguments=arguments).replace(
-        "sys.exit", before + "\nsys.exit"
-    )
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), "STUB_CC": capability}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=500
-    )
+@pytest.fixture
+def validation(monkeypatch, tmp_path):
+    """run(*arguments, child=...): what it returns and its file, without compiling anything."""
+    monkeypatch.setattr(validate, "ahead", lambda pool, listed, arch: {x.name: [] for x in listed})
+    monkeypatch.setattr(validate.signal, "signal", lambda *arguments: None)
+    file = tmp_path / "found.json"
+
+    def run(*arguments, child=CHILD):
+        script = tmp_path / "child.py"
+        script.write_text(child.replace("{card}", repr(CARD)))
+        monkeypatch.setattr(validate, "CHILD", (sys.executable, str(script)))
+        code = validate.main(["--json", str(file), *arguments])
+        return code, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+FAULTY = (
+    "forward float16",
+    "rates",
+    "forward int8",
+    "decode float16",
+    "backward float16",
+    "forward bfloat16",
+    "backward bfloat16",
+)
+
+
+def test_a_family_that_ends_badly_leaves_the_others(validation, monkeypatch, tmp_path, capsys):
+    """A deadlock, an illegal access, an abort and a wrong result; then the page of it all."""
+    monkeypatch.setattr(validate, "LIMIT", 2.0)
+    page = tmp_path / "page.html"
+    code, found = validation("--families", *FAULTY, "--page", str(page))
+    rows = {row["family"]: row for row in found["families"]}
+    assert code == 1 and tuple(rows) == FAULTY and "stopped" not in found
+    assert [row["state"] for row in rows.values()] == [
+        "passed", "passed", "killed", "crashed", "crashed", "failed", "passed",
+    ]  # fmt: skip
+    assert rows["forward int8"]["why"] == "no end within 2 s"
+    assert "ILLEGAL_ADDRESS" in rows["decode float16"]["why"]
+    assert "SIGABRT" in rows["backward float16"]["why"]
+    assert [len(row["timings"]) for row in rows.values()] == [1, 2, 0, 0, 0, 0, 1]
+    assert all(len(row["cases"]) == 1 for row in rows.values())
+    assert rows["forward float16"]["timings"][0]["share_of_products"] == 0.5
+    html = page.read_text()
+    assert "ILLEGAL_ADDRESS" in html and "50 %" in html and "STUB" in html and "killed" in html
+    assert "backward bfloat16: passed" in capsys.readouterr().err
+
+
+def test_the_file_is_whole_at_every_row(validation, monkeypatch):
+    """Also when the run is interrupted: what was found is there, and why it ended."""
+    seen = []
+    write = validate._write
+
+    def interrupted(found, path):
+        write(found, path)
+        seen.append(json.loads(Path(path).read_text()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(validate, "_write", interrupted)
+    code, found = validation("--families", "forward float16", "rates")
+    assert code == 1 and found["stopped"].startswith("KeyboardInterrupt")
+    assert [len(x["families"][0]["timings"]) for x in seen] == [0, 1, 1]
+
+
+def test_no_more_than_its_minutes(validation):
+    code, found = validation("--minutes", "0.0001", "--families", "forward float16", "rates")
+    assert code == 1 and {row["state"] for row in found["families"]} <= {"killed", "not run"}
+    assert found["families"][1]["why"] == "no time left"
+
+
+def test_a_card_that_cannot_be_opened(validation, capsys):
+    code, found = validation(child='print(\'{"none": "no driver"}\')')
+    assert code == 2 and found is None and "no driver" in capsys.readouterr().err
+    code, _ = validation(child="import os; os.abort()")
+    assert code == 2 and "SIGABRT" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="got forwards; allowed on sm_90a: forward float16, rates"):
+        validation("--families", "forwards")
+
+
+def on_the_stub(driver, monkeypatch, tmp_path, capability, *arguments, plant=""):  # noqa: F811
+    """A run whose children launch through the stub driver."""
+    monkeypatch.setattr(validate, "ahead", lambda pool, listed, arch: {x.name: [] for x in listed})
+    monkeypatch.setattr(validate.signal, "signal", lambda *arguments: None)
+    child = Path(__file__).with_name("validate_child.py")
+    monkeypatch.setattr(validate, "CHILD", (sys.executable, str(child)))
+    monkeypatch.setattr(validate.peers, "software", lambda: {"torch": "fake"})
+    for name, value in (
+        ("LD_LIBRARY_PATH", str(driver)), ("STUB_CC", capability), ("STUB_PLANT", plant),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "found.json"
+    code = validate.main(["--json", str(file), "--lengths", "64", *arguments])
+    return code, json.loads(file.read_text())
 
 
 @needs_compiler
-def test_from_the_first_problem_to_the_targets(driver, tmp_path):  # noqa: F811
-    """A Hopper card: every case and timing is in the file, with names, medians, errors and what was
-    to be reached.
-    """
+def test_planted_faults_on_the_stub_driver(driver, monkeypatch, tmp_path):  # noqa: F811
+    """Kernels that never end, and an illegal access that the driver reports at the next wait."""
+    monkeypatch.setattr(validate, "LIMIT", 12.0)
+    chosen = ("forward float16", "rates", "decode int8")
+    code, found = on_the_stub(
+        driver, monkeypatch, tmp_path, "90", "--families", *chosen,
+        plant="forward float16=illegal;decode int8=hang",
+    )  # fmt: skip
+    forward, rates, decode = found["families"]
+    assert code == 1 and found["device"] == "STUB" and found["arch"] == "sm_90a"
+    assert "ILLEGAL_ADDRESS" in forward["cases"][0]["error"] and forward["state"] == "crashed"
+    assert decode["state"] == "killed" and decode["timings"] == []
+    assert rates["state"] == "passed" and [row["kernel"] for row in rates["timings"]] == [
+        "products float16", "products int8", "copy",
+    ]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["90", "80", "75"])
+def test_every_family_on_the_stub_driver(driver, monkeypatch, tmp_path, capability):  # noqa: F811
     tutorial = tmp_path / "tutorial.py"
-    file = tmp_path / "found.json"
     tutorial.write_text(TUTORIAL.format(before="pass"))
-    done = run(driver, ["--json", str(file), "--lengths", "64", "--triton", str(tutorial)], "90")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    assert (
-        found["device"] == "STUB"
-        and found["arch"] == "sm_90a"
-        and "stopped" not in found
-        and found["seconds"] > 0
+    code, found = on_the_stub(driver, monkeypatch, tmp_path, capability, "--triton", str(tutorial))
+    rows = {row["family"]: row for row in found["families"]}
+    wrong = {"forward variants", "ladder of the study kernels"}  # the oracle sees zeros
+    assert {name for name, row in rows.items() if row["state"] != "passed"} == wrong, found
+    assert ("forward bfloat16" in rows) == (capability != "75")
+    own = [row["kernel"] for row in rows["forward float16"]["timings"]]
+    assert own == 4 * (
+        ["numflash float16", attention.OLDER] if capability == "90" else ["numflash float16"]
     )
-    assert found["software"] == {
-        "torch": "fake",
-        "torch device": "fake card",
-        "cudnn": "91000",
-        "triton": "fake",
-    }
-    assert [row["passed"] for row in found["cases"]] == [True] * 3
-    kernels = [
-        "numflash float16",
-        validate.OLDER,
-        "numflash int8",
-        "torch flash",
-        "torch cudnn",
-        "triton tutorial",
-        "numflash float16, backward",
-        "torch flash, backward",
-        "torch cudnn, backward",
-    ]
-    own = found["timings"][:36]
-    assert [row["kernel"] for row in own] == 4 * kernels and {
-        (row["D"], row["causal"]) for row in own
-    } == {(64, False), (64, True), (128, False), (128, True)}
-    assert all(
-        row["L"] == 64
-        and row["B"] == 1
-        and row["H"] * row["D"] == 128
-        and row["seconds"] > 0
-        and row["tflops"] > 0
-        for row in own
-    )
+    assert [row["kernel"] for row in rows["forward peers"]["timings"][:3]] == [
+        "torch flash", "torch cudnn", "triton tutorial",
+    ]  # fmt: skip
+    assert [row["kernel"] for row in rows["decode float16"]["timings"]] == [
+        "decode float16", "decode float16 step in a graph",
+    ]  # fmt: skip
     flop = 4 * 2 * 64 * 64 * 64
-    assert own[0]["tflops"] == pytest.approx(flop / 1e-3 / 1e12) and own[6][
-        "tflops"
-    ] == pytest.approx(2.5 * flop / 1e-3 / 1e12)
-    assert own[3]["seconds"] == pytest.approx(15.5e-3), (
-        "the median of calls 6 to 25, which took 6 to 25 ms"
-    )
-    assert [row["kernel"] for row in found["timings"][36:]] == [
-        "decode int8",
-        "decode int8 step in a graph",
-        "decode float16",
-        "decode float16 step in a graph",
-    ]
-    assert [(goal["kernel"], goal["against"], goal["shapes"]) for goal in found["targets"]] == [
-        (validate.OLDER, "torch flash", 4),
-        ("numflash int8", "numflash float16", 4),
-        ("numflash float16", "torch flash", 4),
-        ("numflash float16", "torch cudnn", 4),
-        ("decode int8", "a copy's rate", 1),
-        ("decode float16", "a copy's rate", 1),
-    ]
-    assert (
-        "numflash int8 against numflash float16, 1.5 wanted: 1.00 (worst 1.00 of 4), NOT MET"
-        in done.stderr
-    )
-    assert "36/36 torch cudnn, backward" in done.stderr
-
-
-@needs_compiler
-def test_an_older_card_killed_half_way(driver, tmp_path):  # noqa: F811
-    """The file is whole after every row; SIGTERM ends the list with what was found."""
-    file = tmp_path / "found.json"
-    kill = (
-        "import os, signal\nvalidate.GRADIENTS = validate_decode.CASES = ()\n"
-        "def timings(*arguments):\n    yield {'kernel': 'first', 'L': 1, 'error': 'none'}\n"
-        f"    assert open({str(file)!r}).read().count('first') == 1\n    os.kill(os.getpid(), signal.SIGTERM)\n    yield\n"
-        "validate.timings = timings\n"
-    )
-    done = run(
-        driver,
-        ["--json", str(file), "--lengths", "64", "--triton", str(tmp_path / "none.py")],
-        "80",
-        kill,
-    )
-    found = json.loads(file.read_text())
-    assert done.returncode == 1 and found["stopped"].startswith("KeyboardInterrupt"), done.stderr
-    assert [row["kernel"] for row in found["timings"]] == [
-        "triton tutorial",
-        "first",
-    ] and "targets" not in found
-    assert "none.py" in found["timings"][0]["error"]
-
-
-@needs_compiler
-def test_turing(driver):  # noqa: F811
-    """What it has no kernels for is skipped and no failure, and named.
-
-    Float16 decode is compared and timed.
-    """
-    code = (
-        "validate.CASES, validate.GRADIENTS = (('b', (1, 1, 1, 8, 8, 32), 'bfloat16', {}),), (('g', (1, 1, 1, 8, 8, 32), "
-        "'bfloat16', {}),)\nvalidate_decode.CASES = (('f', 'float16', 32, 4, 1, 1, {}), ('b', 'bfloat16', 32, 4, 1, 1, {}))\n"
-        "validate.timings = lambda *arguments: iter(())\n"
-    )
-    done = run(driver, ["--lengths", "64"], "75", code)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and [
-        ("skipped" in row, row["passed"]) for row in found["cases"]
-    ] == [(True, True), (True, True), (False, True), (True, True)], done.stderr
-    assert [row["kernel"] for row in found["timings"]] == [
-        "decode float16",
-        "decode float16 step in a graph",
-    ]
+    backward = rows["backward float16"]["timings"][2]
+    assert backward["D"] == 64 and backward["tflops"] == pytest.approx(2.5 * flop / 1e-3 / 1e12)
+    assert all(goal["shapes"] for goal in found["targets"] if goal["against"] == "torch flash")
 
 
 @pytest.fixture
@@ -203,7 +218,7 @@ def torch(monkeypatch):
 
 
 def found(**options):
-    return dict(peers.times(1, 2, 16, 8, True, **options))
+    return dict(peers.times((1, 2, 16, 8), True, **options))
 
 
 def test_each_peer_fails_by_itself(torch, tmp_path):
@@ -228,7 +243,7 @@ def test_each_peer_fails_by_itself(torch, tmp_path):
         )
     assert list(found(gradients=True, triton=print)) == ["torch flash", "torch cudnn"]
     assert (
-        validate.shown({"kernel": "torch cudnn", "L": 16, "error": "No kernel"})
+        results.shown({"kernel": "torch cudnn", "L": 16, "error": "No kernel"})
         == "torch cudnn, L 16: No kernel"
     )
 
@@ -264,70 +279,106 @@ def test_targets():
         {"kernel": "torch cudnn", **place, "error": "none"},
         {"kernel": "decode int8", "share_of_copy": 0.7},
     ]
-    goals = validate.targets(rows, "sm_80")
+    found = {"arch": "sm_80", "families": [{"timings": rows}]}
+    goals = results.targets(found)
     assert [(goal["median"], goal["met"]) for goal in goals] == [
         (pytest.approx(0.95), True),
         (2.0, True),
+        (None, None),
         (0.7, False),
     ]
     assert goals[0]["worst"] == pytest.approx(0.9) and goals[0]["shapes"] == 3
-    older, _, flash, cudnn, _ = validate.targets(rows, "sm_90a")
+    older, _, _, flash, cudnn, _ = results.targets(found | {"arch": "sm_90a"})
     assert (older["met"], flash["met"], cudnn["met"]) == (None, False, None)
-    assert validate.verdict(cudnn).endswith("0.85 wanted: no shape that both took")
-    assert validate.verdict(flash).endswith("0.95 (worst 0.90 of 3), NOT MET")
+    assert results.verdict(cudnn).endswith("1 wanted: no shape that both took")
+    assert results.verdict(flash).endswith("0.95 (worst 0.90 of 3), NOT MET")
 
 
-def test_what_is_compiled_ahead(monkeypatch, capsys):
-    """All kernels of the list, each once, for an architecture without a card.
-
-    a case that has no kernel is left out.
-    """
-    cases = [
-        case
-        for case in validate.CASES
-        if case[0] in ("bfloat16 D=64", "float16 D=64", "int8 D=64", "float16 one key")
-    ]
-    kinds = [
-        (kind, work.factory.__name__)
-        for kind, work in validate.launches("sm_75", cases, validate.GRADIENTS[5:6], (64,))
-    ]
-    assert ("ptx", "flash_int8") in kinds and len(kinds) == 6 + 12 + 12
-    kinds = [
-        (kind, work.factory.__name__)
-        for kind, work in validate.launches("sm_90a", cases, validate.GRADIENTS[:1], ())
-    ]
-    assert (
-        len(kinds) == 8 + 6
-        and ("cubin", "flash_backward") in kinds
-        and ("ptx", "flash_hopper") in kinds
-    )
-    said = []
-    monkeypatch.setattr(validate, "compile_ahead", lambda *arguments: said.append(arguments) or 3)
-    assert validate.main(["--compile", "sm_80", "--quick"]) == 0
-    arch, cases, _, lengths = said[0]
-    assert (
-        arch == "sm_80"
-        and lengths == validate.QUICK_LENGTHS
-        and len(cases) == -(-len(validate.CASES) // 3)
-    )
-    assert "3 kernels for sm_80" in capsys.readouterr().err
+def test_families():
+    """Hopper's forward kernels first; each problem once; what has no kernel is left out."""
+    whole = families.families("sm_90a")
+    assert [x.name for x in whole][:2] == ["forward float16", "rates"]
+    listed = [case[0] for x in whole if x.kind != "decode" for case in x.cases]
+    assert sorted(listed) == sorted(case[0] for case in cases.CASES + cases.GRADIENTS)
+    assert not any("bfloat16" in x.name for x in families.families("sm_75"))
+    quick = families.families("sm_90a", quick=True)
+    assert quick[0].lengths == cases.QUICK_LENGTHS and len(quick[0].cases) < len(whole[0].cases)
+    assert all(x.cases for x in families.families("sm_90a", lengths=()))
+    assert validate.BUDGETS == {False: 540.0, True: 240.0}
 
 
-def test_compiling_ahead_fills_the_cache(monkeypatch, tmp_path, capsys):
-    """In processes of their own; the same kernel twice is one."""
-    small = Launch(
-        decode_combine,
-        {"dv": 32, "row_tiles": 1, "exact": False},
-        "sm_80",
-        (1, 1, 1),
-        (),
-        lambda: None,
-    )
-    monkeypatch.setattr(validate, "launches", lambda *arguments: iter([("ptx", small)] * 2))
-    monkeypatch.setattr(validate.os, "cpu_count", lambda: 1)
+def test_the_emulators_results_come_from_files(monkeypatch, tmp_path):
+    """Made once, found again in the folder; a damaged file is made again."""
     monkeypatch.setenv("NUMFLASH_CACHE_DIR", str(tmp_path))
-    assert (
-        validate.compile_ahead("sm_80", (), (), ()) == 1
-        and "compiled 1 of 1" in capsys.readouterr().err
-    )
-    assert [file.suffix for file in (tmp_path / "cuda").iterdir()] == [".ptx"]
+    monkeypatch.setenv("NUMFLASH_CUBINS", str(tmp_path / "ready"))
+    computed = []
+
+    def compute(*arguments):
+        computed.append(arguments)
+        return [np.arange(3, dtype=np.uint16), np.full((2, 2), np.nan, np.float32)]
+
+    monkeypatch.setattr(expected, "compute", compute)
+    case = ("one", (1, 1, 1, 8, 8, 32), "float16", {"key_lengths": np.array([3])})
+    assert expected.make("forward", case, "sm_80", str(tmp_path / "ready"))
+    assert not expected.make("forward", case, "sm_80")
+    first, second = expected.get("forward", case, "sm_80")
+    assert first.dtype == np.uint16 and np.isnan(second).all() and len(computed) == 1
+    (file,) = tmp_path.glob("ready/expected/*.npz")
+    file.write_bytes(file.read_bytes()[:-10])
+    expected.get("forward", case, "sm_80")
+    expected.get("forward", case, "sm_80")
+    expected.get("forward", (*case[:3], {}), "sm_80")
+    assert len(computed) == 3
+
+
+def test_what_is_compiled_ahead(monkeypatch):
+    """Each kernel and problem once, in the order of the families."""
+
+    made = []
+
+    class Pool:
+        def submit(self, work, *given):
+            made.append((work.__name__, given))
+            return len(made)
+
+    monkeypatch.setattr(validate, "kernels_of", lambda family, arch: {("same", arch, ())})
+    one, two = (families.Family(n, "forward", cases=(("case", n),)) for n in "ab")
+    assert validate.ahead(Pool(), [one, two], "sm_80") == {"a": [1, 2], "b": [1, 3]}
+    assert made[0] == ("compile_one", (("same", "sm_80", ()),))
+    assert made[2] == ("expect_one", ("forward", ("case", "b"), "sm_80"))
+
+
+def test_kernels_of_a_family():
+    """Those of its problems and its timings; problems without a kernel are left out."""
+
+    def names(arch, **family):
+        return sorted(
+            key[0].__name__ for key in kernels.kernels_of(families.Family("", **family), arch)
+        )
+
+    forward = families.families("sm_90a", lengths=(64,))[0]
+    wanted = {"kind": "forward", "precision": "float16", "lengths": forward.lengths}
+    assert set(names("sm_90a", **wanted)) == {"flash_hopper", "flash_float"}
+    assert names("sm_75", kind="forward", cases=cases.CASES[5:6]) == []
+    assert names("sm_90a", kind="rates") == ["product_rate", "product_rate"]
+    assert names("sm_80", kind="peers") == []
+
+
+def test_a_state_that_nvidia_smi_does_not_show(monkeypatch, tmp_path):
+    monkeypatch.setattr(rates.shutil, "which", lambda name: None)
+    assert rates.state() == {"error": "nvidia-smi is not installed"}
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 1980, 1980, 2619, 512.5, 700.0, 61\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(rates.shutil, "which", lambda name: str(program))
+    assert rates.state()["power.draw"] == "512.5"
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"dtype": "int8", "hopper": True}])
+def test_product_rates(options):
+    """The operations that are counted are those that run: the emulator counts them too."""
+    arch = "sm_90a" if options.get("hopper") else "sm_80"
+    kernel = compiled(product_rate, arch, "ptx", loops=1, **options)
+    out = np.zeros(kernel.threads, np.int32)
+    report = emulate(kernel, (1, 1, 1), None, [out])
+    assert report.tensor_flops == operations(loops=1, **options) and out.all()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArgumentError, ArgumentTypeError
+from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..tensormap import TensorMap
 from .errors import EmulatorError
 from .machine import Machine
@@ -169,6 +169,7 @@ def _flatten(
     values: list[Any] = []
     for k, a in enumerate(flat):
         if isinstance(a, list):
+            _check_maps(a)
             table = np.zeros((len(a), 16), np.uint64)
             address = memory.add(table)
             maps.update((address + 128 * n, item) for n, item in enumerate(a))
@@ -191,6 +192,15 @@ def _flatten(
         else:
             values.append(a)
     return values
+
+
+def _check_maps(maps: Sequence[TensorMap]) -> None:
+    """TMA's rules, as on a card where the arrays are used in place."""
+    for item in maps:
+        try:
+            item.check(item.array.ctypes.data)
+        except UnsupportedError as error:
+            raise EmulatorError("protocol", str(error), 0, "", None) from error
 
 
 def _three(name: str, value: Any) -> tuple[int, int, int]:

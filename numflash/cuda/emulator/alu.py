@@ -499,10 +499,16 @@ def count_bits(m: Machine, i: Instruction) -> Run:
     return lambda mask: write(d, np.bitwise_count(a).astype(np.uint32), mask)
 
 
-@binds("fence", "membar", "setmaxnreg", "griddepcontrol", "prefetch", "nop")
+@binds("fence", "membar", "griddepcontrol", "prefetch", "nop")
 def nothing(m: Machine, i: Instruction) -> Run:
     if i.op == "fence" and "async" in i.modifiers and "proxy" in i.modifiers:
-        return lambda mask: m.shared.fence(m.warps_of(mask))
-    if i.op == "setmaxnreg":
-        return lambda mask: m.whole_warps(mask, "setmaxnreg")
+
+        def fence(mask: Any) -> None:
+            warps = m.warps_of(mask)
+            m.shared.fence(warps)
+            m.copies.fence(warps)
+
+        return fence
+    if i.op == "fence" and "mbarrier_init" in i.modifiers:
+        return lambda mask: m.copies.fence(m.warps_of(mask))
     return lambda mask: None

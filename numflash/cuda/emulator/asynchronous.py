@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..tensormap import TensorMap
-from .alu import Run, binds, write
+from .alu import Run, binds
 from .errors import Fault
-from .memory import IN_FLIGHT, PENDING, VALID, sectors, wavefronts
+from .memory import IN_FLIGHT, NO_LANE, PENDING, VALID, sectors, wavefronts
 from .parse import Instruction, registers_of, vector
 from .tensor import BITS, accumulator_order, decode, gather, operand_layout
 
@@ -44,6 +44,7 @@ class Mbarrier:
     expected: int = 0
     phase: int = 0
     landing: list[Any] = field(default_factory=list)
+    fenced: bool = False  # a fence has made the initialised object known to the copy engine
 
 
 class Copies:
@@ -89,7 +90,7 @@ class Copies:
         m.shared.state[g] = PENDING
         for w in np.unique(lanes >> 5):
             mine = (lanes >> 5) == w
-            self.open[w].append((index[mine], data[mine], g[mine]))
+            self.open[w].append((index[mine], data[mine], g[mine], lanes[mine] & 31))
 
     def commit(self, warps: np.ndarray) -> None:
         for w in warps:
@@ -100,9 +101,9 @@ class Copies:
         m = self.m
         for w in warps:
             while len(self.groups[w]) > keep:
-                for index, data, g in self.groups[w].pop(0):
+                for index, data, g, lanes in self.groups[w].pop(0):
                     m.shared.data[index[:, None] + np.arange(data.shape[1])] = data
-                    m.shared.note_write(g, np.full(index.size, w))
+                    m.shared.note_write(g, np.full(index.size, w), lanes)
 
     # ---- mbarrier
     # -----------------------------------------------------------------------------------------------------------
@@ -111,6 +112,12 @@ class Copies:
         if found is None:
             raise Fault("protocol", f"no mbarrier was initialised at shared byte {address - 1024}")
         return found
+
+    def fence(self, warps: np.ndarray) -> None:
+        """The copy engine learns of the mbarriers that are initialised in the warps' blocks."""
+        blocks = set((warps // self.m.warps_per_block).tolist())
+        for (block, _), bar in self.barriers.items():
+            bar.fenced |= block in blocks
 
     def arrive(self, lanes: np.ndarray, address: np.ndarray, expected: np.ndarray | None) -> None:
         m = self.m
@@ -127,6 +134,7 @@ class Copies:
             warps = np.unique(m.warp[lanes[mine]])
             bar.clock[:] = np.maximum(bar.clock, m.shared.clock[warps].max(0))
             m.shared.tick(warps)
+            m.shared.epoch[warps] += 1
             self._finish(bar)
 
     def _finish(self, bar: Mbarrier) -> None:
@@ -160,6 +168,7 @@ class Copies:
                 done[lanes[mine]] = True
                 warps = np.unique(m.warp[lanes[mine]])
                 m.shared.clock[warps] = np.maximum(m.shared.clock[warps], bar.done)
+                m.shared.epoch[warps] += 1
             d[done] = True
             return done
 
@@ -173,6 +182,11 @@ class Copies:
         m = self.m
         block = int(self.m.block_of[thread])
         bar = self.barrier(block, address)
+        if not bar.fenced:
+            raise Fault(
+                "protocol",
+                "a copy with an mbarrier that was initialised without fence.mbarrier_init",
+            )
         array = tensor.array
         box = tensor.box
         if len(coordinates) != array.ndim:
@@ -191,6 +205,11 @@ class Copies:
                 tuple(slice(s.start - o, s.stop - o) for s, o in zip(inside, start, strict=True))
             ] = array[tuple(inside)]
         data = np.ascontiguousarray(tile).view(np.uint8).reshape(-1)
+        if to % 128:
+            raise Fault(
+                "misaligned",
+                f"a tile at shared byte {to - 1024}; allowed: multiples of 128",
+            )
         offset = to + np.arange(0, data.size, 16)
         if tensor.swizzle == 128:
             if to % 1024:
@@ -206,7 +225,7 @@ class Copies:
             offset = offset ^ (((offset >> 7) & 7) << 4)
         index = m.shared.index(offset, np.full(offset.size, block), 16)
         g = m.shared.granules(index, 16)
-        m.shared.check_write(g, np.full(index.size, m.warp[thread]))
+        m.shared.check_write(g, np.full(index.size, m.warp[thread]), asynchronous=True)
         m.shared.state[g] = PENDING
         m.count("tma_copied", data.size)
         m.count("global_loaded", data.size)
@@ -227,6 +246,7 @@ class Copies:
             shared.engine[block],
             False,
         )
+        shared.lane[g] = NO_LANE
         bar.clock[shared.warps] = max(bar.clock[shared.warps], shared.engine[block])
         bar.expected -= data.size
         if bar.expected < 0 and bar.missing == bar.count:
@@ -384,6 +404,10 @@ class Products:
                 if to in self.tainted:
                     self.tainted[to][self.m.warps_of(mask)] = 0
 
+    def fence(self, warps: np.ndarray) -> None:
+        self.fenced[warps] = True
+        self.m.fences.fence(warps)
+
     def commit(self, warps: np.ndarray) -> None:
         self.current[warps] += 1
 
@@ -411,7 +435,7 @@ class Products:
 def wgmma(m: Machine, i: Instruction) -> Run:
     what = i.modifiers[0]
     if what == "fence":
-        return lambda mask: write(m.products.fenced, True, _groups_of_four(m, mask, "wgmma.fence"))
+        return lambda mask: m.products.fence(_groups_of_four(m, mask, "wgmma.fence", numbers=True))
     if what == "commit_group":
         return lambda mask: m.products.commit(
             _groups_of_four(m, mask, "wgmma.commit_group", numbers=True)
@@ -437,6 +461,15 @@ def _groups_of_four(m: Machine, mask: Any, what: str, numbers: bool = False) -> 
     chosen = np.zeros(m.n // 32, bool)
     chosen[warps] = True
     return chosen
+
+
+@binds("setmaxnreg")
+def registers(m: Machine, i: Instruction) -> Run:
+    """Only whole warpgroups may change how many registers they have, by 8s from 24 to 256."""
+    number = int(i.operands[0])
+    if number % 8 or not 24 <= number <= 256:
+        raise Fault("protocol", f"setmaxnreg to {number}; allowed: multiples of 8 from 24 to 256")
+    return lambda mask: _groups_of_four(m, mask, "setmaxnreg", numbers=True)
 
 
 def _product(m: Machine, i: Instruction) -> Run:

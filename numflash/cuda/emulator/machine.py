@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from . import asynchronous, tensor, transfer  # noqa: F401  (they register their instructions)
+from . import asynchronous, rules, tensor, transfer  # noqa: F401  (they register their instructions)
 from .alu import BINDERS, DTYPES
 from .errors import EmulatorError, Fault
 from .memory import RESERVED, Global, Shared
@@ -89,7 +89,7 @@ class Machine:
             )
         self.blocks, self.n = blocks, blocks * self.threads_per_block
         self.together = (
-            4 if any(i.op == "wgmma" for i in program.code) else 1
+            4 if any(i.op in ("wgmma", "setmaxnreg") for i in program.code) else 1
         )  # warps that stay in one cohort
         self.warps_per_block = self.threads_per_block // 32
         self.thread = np.arange(self.n)
@@ -107,7 +107,9 @@ class Machine:
         self.copies = asynchronous.Copies(self)
         self.products = asynchronous.Products(self)
         self.touched: list[tuple[frozenset, frozenset]] = []
+        self.unset, self.fences = rules.Unset(self), rules.Fences(self)
         self.kinds, self.runs, self.predicates = self._bind()
+        self.hooks = rules.bind(self)
         self.executed = np.zeros(len(program.code), np.int64)
         self._warps_cache: tuple[Any, Any] = (None, None)
         self.groups: list[Group] = []
@@ -323,6 +325,8 @@ class Machine:
         self.shared.reset()
         self.copies.reset()
         self.products.reset()
+        self.unset.reset()
+        self.fences.reset()
         self.barriers.clear()
         self.alive = self.block_of < len(blocks)
         self.groups = []
@@ -402,12 +406,16 @@ class Machine:
         runs = self.runs
         predicates = self.predicates
         executed = self.executed
+        hooks = self.hooks
         where: Any = True if g.mask.all() else g.mask
         while True:
             pc = g.pc
             executed[pc] += g.warps
             kind = kinds[pc]
             guard = predicates[pc]
+            hook = hooks[pc]
+            if guard is not None and pc in self.unset.guards:
+                self.unset.require(self.unset.guards[pc], where)
             if kind == PLAIN:
                 active = where
                 if guard is not None:
@@ -421,6 +429,8 @@ class Machine:
                         continue
                 if self.products.tainted:
                     self.products.check(self.program.code[pc], *self.touched[pc], active)
+                if hook is not None:
+                    hook(active)
                 runs[pc](active)
                 g.pc += 1
             elif kind == BRANCH:
@@ -443,6 +453,8 @@ class Machine:
                         self.groups.append(Group(pc + 1, g.mask & ~active, g.cohort))
                         g.mask = active
                         g.warps = int(active.reshape(-1, 32).any(1).sum())
+                if hook is not None:
+                    hook(active)
                 if kind == EXIT:
                     self.groups.remove(g)
                     self.alive &= ~g.mask
@@ -488,6 +500,7 @@ class Machine:
         number, threads, only_arrive = operands
         warps = self.whole_warps(g.mask, "barrier")
         if number is None:  # bar.warp.sync: the warp is together, so it is done
+            self.shared.epoch[warps] += 1
             g.pc += 1
             return
         first = warps * 32

@@ -13,6 +13,8 @@ import numpy as np
 
 from .errors import Fault
 
+NO_LANE = np.int8(-1)  # written or read by no single lane
+SEVERAL = np.int8(-2)  # read by several lanes of a warp
 RESERVED = 1024  # the first KB of a block's window belongs to the system, and catches null pointers
 EMPTY = 0
 VALID = 1
@@ -83,6 +85,14 @@ class Shared:
         self.written = np.zeros(n, np.int32)
         self.reads = np.zeros((n, warps), np.int32)
         self.unfenced = np.zeros(n, bool)
+        # the lane that wrote a granule and the one that read it last, each with the epoch of its
+        # warp: accesses of two lanes are ordered by what ends an epoch
+        self.lane = np.full(n, NO_LANE)
+        self.lane_epoch = np.zeros(n, np.int32)
+        self.reader = np.full(n, NO_LANE)
+        self.reader_warp = np.zeros(n, np.int16)
+        self.reader_epoch = np.full(n, -1, np.int32)
+        self.epoch = np.zeros(blocks * warps, np.int32)
         self.clock = np.zeros((blocks * warps, warps + 1), np.int32)
         self.engine = np.zeros(blocks, np.int32)
         self.own = np.arange(blocks * warps)
@@ -93,6 +103,8 @@ class Shared:
         self.data[:] = 0xCB
         for array in (self.state, self.written, self.reads, self.clock, self.engine, self.unfenced):
             array[:] = 0
+        self.lane[:] = self.reader[:] = NO_LANE
+        self.epoch += 1
         self.clock[self.own, self.own % self.warps] = 1
 
     def index(self, address: np.ndarray, block: np.ndarray, size: int) -> np.ndarray:
@@ -111,6 +123,44 @@ class Shared:
 
     def granules(self, index: np.ndarray, size: int) -> np.ndarray:
         return (index // self.granule)[:, None] + np.arange(max(1, size // self.granule))
+
+    def _other_lane(self, g: np.ndarray, warp: np.ndarray, lanes: np.ndarray | int) -> np.ndarray:
+        """Where another lane of the same warp wrote, with nothing that orders the two."""
+        mine = np.broadcast_to(np.asarray(lanes, np.int8), warp.shape)[:, None]
+        lane = self.lane[g]
+        return (
+            (lane != NO_LANE)
+            & (lane != mine)
+            & (self.writer[g] == (warp % self.warps)[:, None])
+            & (self.lane_epoch[g] == self.epoch[warp][:, None])
+        )
+
+    def check_lanes(self, g: np.ndarray, warp: np.ndarray, lanes: np.ndarray, write: bool) -> None:
+        """g (n, k) granules accessed by lanes (n,) of warps (n,), or by whole warps (NO_LANE)."""
+        bad = self._other_lane(g, warp, lanes)
+        if bad.any():
+            raise Fault(
+                "race",
+                f"{self._where(g, bad)} {'overwritten' if write else 'read'} by warp "
+                f"{self._warp(warp, bad)} without bar.warp.sync after the write of its lane "
+                f"{int(self.lane[g][bad][0])}",
+            )
+        mine = lanes.astype(np.int8)[:, None]
+        here = (self.reader_epoch[g] == self.epoch[warp][:, None]) & (
+            self.reader_warp[g] == warp[:, None]
+        )
+        if write:
+            bad = here & (self.reader[g] != mine) & (self.reader[g] != NO_LANE)
+            if bad.any():
+                raise Fault(
+                    "race",
+                    f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} without "
+                    "bar.warp.sync after another of its lanes has read it",
+                )
+            return
+        self.reader[g] = np.where(here & (self.reader[g] != mine), SEVERAL, mine)
+        self.reader_warp[g] = warp[:, None]
+        self.reader_epoch[g] = self.epoch[warp][:, None]
 
     def check_read(self, g: np.ndarray, warp: np.ndarray, asynchronous: bool = False) -> None:
         """g (n, k) granules read by warps (n,)."""
@@ -141,11 +191,17 @@ class Shared:
                 :, None
             ]
 
-    def check_write(self, g: np.ndarray, warp: np.ndarray) -> None:
-        """g (n, k) granules about to be overwritten by warps (n,).
+    def check_write(self, g: np.ndarray, warp: np.ndarray, asynchronous: bool = False) -> None:
+        """g (n, k) granules about to be overwritten by warps (n,), or for them by the copy engine.
 
         All earlier accesses must be known to them.
         """
+        if asynchronous and self.unfenced[g].any():
+            raise Fault(
+                "race",
+                f"{self._where(g, self.unfenced[g])} overwritten by the asynchronous proxy without "
+                "fence.proxy.async after a write of the threads",
+            )
         if (self.written[g] > self.clock[warp[:, None], self.writer[g]]).any():
             bad = self.written[g] > self.clock[warp[:, None], self.writer[g]]
             raise Fault(
@@ -173,11 +229,14 @@ class Shared:
                 f"{self._where(g, self.state[g] == PENDING)} overwritten while a copy into it is under way",
             )
 
-    def note_write(self, g: np.ndarray, warp: np.ndarray, generic: bool = True) -> None:
+    def note_write(self, g: np.ndarray, warp: np.ndarray, lanes: np.ndarray) -> None:
+        """g (n, k) granules hold what lanes (n,) of warps (n,) have written."""
+        self.lane[g] = lanes.astype(np.int8)[:, None]
+        self.lane_epoch[g] = self.epoch[warp][:, None]
         self.state[g] = VALID
         self.writer[g] = (warp % self.warps)[:, None]
         self.written[g] = self.clock[warp, warp % self.warps][:, None]
-        self.unfenced[g] = generic
+        self.unfenced[g] = True
 
     def fence(self, warps: np.ndarray) -> None:
         """fence.proxy.async by these warps.
@@ -198,6 +257,7 @@ class Shared:
         What follows is new.
         """
         self.clock[warps] = self.clock[warps].max(0)
+        self.epoch[warps] += 1
         self.tick(warps)
 
     def tick(self, warps: np.ndarray) -> None:

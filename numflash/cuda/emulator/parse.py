@@ -65,6 +65,7 @@ class Program:
         default_factory=dict
     )  # name -> (bytes, alignment); 0 bytes is dynamic
     local: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unset: dict[int, frozenset[str]] | None = None  # found by `rules.unset_reads`
 
 
 def parse(ptx: str) -> Program:

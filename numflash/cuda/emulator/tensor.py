@@ -16,7 +16,7 @@ import numpy as np
 
 from .alu import Run, binds
 from .errors import Fault
-from .memory import wavefronts
+from .memory import NO_LANE, wavefronts
 from .parse import Instruction, vector
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def ldmatrix(m: Machine, i: Instruction) -> Run:
         m.count("shared_wavefronts", taken)
         m.count("shared_conflicts", taken - ideal)
         m.count("shared_loaded", 16 * index.size)
-        m.shared.check_read(m.shared.granules(index, 16), m.warp[threads])
+        g = m.shared.granules(index, 16)
+        m.shared.check_read(g, m.warp[threads])
+        m.shared.check_lanes(g, m.warp[threads], np.full(threads.size, NO_LANE), write=False)
         rows = m.shared.data.view(np.uint16)[(index // 2)[:, None] + np.arange(8)].reshape(
             warps.size, n, 8, 8
         )

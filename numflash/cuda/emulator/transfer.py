@@ -84,9 +84,11 @@ class Access:
         warp = m.warp[lanes]
         if store:
             m.shared.check_write(g, warp)
-            m.shared.note_write(g, warp)
+            m.shared.check_lanes(g, warp, lanes & 31, write=True)
+            m.shared.note_write(g, warp, lanes & 31)
         else:
             m.shared.check_read(g, warp)
+            m.shared.check_lanes(g, warp, lanes & 31, write=False)
 
 
 def _is_narrow(m: Machine, operand: str) -> bool:
@@ -141,9 +143,18 @@ def store(m: Machine, i: Instruction) -> Run:
             access.note_shared(lanes, index, store=True)
         cells, at = elements(data, index, kind, len(names))
         for k, s in enumerate(sources):
-            cells[at[:, k]] = np.broadcast_to(s, m.n)[lanes]
+            values = np.broadcast_to(s, m.n)[lanes]
+            cells[at[:, k]] = values
+            if space == "shared" and not _same(cells[at[:, k]], values):
+                raise Fault("race", "two threads store different values to one place at once")
 
     return run
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equal bits."""
+    whole = f"u{b.dtype.itemsize}"
+    return bool((a.view(whole) == np.ascontiguousarray(b).astype(a.dtype).view(whole)).all())
 
 
 @binds("atom", "red")

@@ -8,14 +8,14 @@ again:
     dV = P^T.dO         dK = scale * dS^T.Q       dQ = scale * dS.K
 
 Two passes mirror each other, so one kernel serves both. A block owns rows of one side (`a`, `b`)
-and goes through tiles of the other (`c`, `e`), a warp owns 16 of the rows:
+and iterates over tiles of the other (`c`, `e`), a warp owns 16 of the rows:
 
     pass       a    b     c    e     s = a.c^T    g = b.e^T    sum_a += dS.c    sum_b += P.e
     keys       K    V     Q    dO    S^T          dP^T         dK               dV
     queries    Q    dO    K    V     S            dP           dQ
 
 Whichever side a warp owns, P and dS are accumulators laid out as the left operand of the next
-product, so they never leave registers, and nobody else adds to the warp's sums: no atomics, one
+product, so they never leave registers, and no other warp adds to its sums: no atomics, one
 order of summation, equal bits on every run. The price is that S and dP are computed in both passes:
 seven products where one pass with atomic additions to dQ needs five.
 """
@@ -72,7 +72,7 @@ def flash_backward(
         both or one of its sums)
     rows : rows that a block owns, 16 per warp;  columns : rows of the other side per tile
     chunk : columns of a tile whose scores are in registers at a time, a multiple of 16
-    group : query heads per key head; the keys' pass goes through them in order
+    group : query heads per key head; the keys' pass processes them in order
     band, mask, softcap, alibi, turing : as in `flash_float`
     """
     _warps, threads = rows // 16, rows * 2
@@ -100,7 +100,7 @@ def flash_backward(
     heads_of_other = group if of_keys else 1
     load_a, load_b = (make_load_tile(rows, n, threads, not turing) for n in (d_bytes, dv_bytes))
     load_c, load_e = (make_load_tile(columns, n, threads, not turing) for n in (d_bytes, dv_bytes))
-    # with equal widths a constant lies between the two tiles of a side, and one address serves both
+    # with equal widths the two tiles of a side are a constant apart, and one address serves both
     alike, to_b, to_e = d == dv, a_size, stages * c_size
     scores, add_a = make_scores(d, chunk, dtype, turing, keep), make_add(d, chunk, dtype, turing)
     products = make_scores(
@@ -162,7 +162,7 @@ def flash_backward(
             (strides[21], strides[20]) if of_keys else (strides[20], strides[21])
         )
 
-        # row r sees the columns from r + offset - before to r + offset + after
+        # row r attends to the columns from r + offset - before to r + offset + after
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         own_left, other_left = (keys, other_rows) if of_keys else (own_rows, keys)
@@ -172,7 +172,7 @@ def flash_backward(
         head_of_other = i32(head * group) if of_keys else i32(head // group)  # the first one
         first = i32(row_block() * rows)  # without the cast this is int64: two registers
         first_tile, tiles = i32(0), i32((other_left + columns - 1) // columns)
-        # every row sees columns whole_low <= i < whole_high
+        # every row attends to columns whole_low <= i < whole_high
         whole_low = i32(0)
         whole_high = other_left
         if band:
@@ -308,19 +308,19 @@ def flash_backward(
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                # a warp whose rows see nothing here goes on; and what a mask needs is not computed
+                # a warp whose rows attend to nothing here continues; and what a mask needs is not computed
                 # before the branch, where all registers hold what the products read
-                sees = True
+                attends = True
                 if has_mask:
                     lead = i32(mask_row - (lane >> 2))  # the warp's first row
-                    sees = lead < own_left
+                    attends = lead < own_left
                     if band:
-                        sees = (
-                            sees
+                        attends = (
+                            attends
                             and i32(start + part + chunk + before) > i32(lead + offset)
                             and (i32(start + part) <= i32(lead + 15 + offset + after))
                         )
-                if sees:
+                if attends:
                     column0 = i32(start + part + 2 * (quad & 3))
                     low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
                     for r in range(2):

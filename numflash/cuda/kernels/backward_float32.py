@@ -3,7 +3,7 @@
 a warp per row of the side that owns, no tensor cores, every option.
 
 The two passes of `kernels.backward`; a lane holds the columns c with c % 32 = lane. What a row does
-not see is never read, so what it holds cannot matter.
+not attend to is never read, so its value cannot matter.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into th
 the 14 blocks of the T4 architecture for 14 heads on 2 KV heads would read each key seven times
 (`Decode architecture`, "Split-K Parallelism"). How the four warps of a block share the work:
 `decode_pieces`. K and V have one buffer each; the next keys are under way while the weights meet
-the values, the next values while the next scores are made, so memory never waits for the whole
+the values, the next values while the next scores are made, so memory never idles for the whole
 tile.
 
 `unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3).
@@ -214,7 +214,7 @@ def decode_float(
                             mma(s, 8 * t, qf, qi, kb, 0)
                             mma(s, 8 * t + 4, qf, qi, kb, 2)
 
-                # in octaves, hidden keys -inf, what float32 does not hold NaN; the largest of each
+                # in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each
                 # row over this warp's keys
                 whole = not ring and start + block_k <= min(stop, low + 1)
                 for i in range(n_rows):
@@ -342,7 +342,7 @@ def decode_float(
                 start += block_k
 
             if constant:
-                # overflow test: every row that sees a key has its largest within what weights
+                # overflow test: every row that attends to a key has its largest within what weights
                 # relative to phi hold
                 bad = f32(0)
                 for i in range(n_rows):

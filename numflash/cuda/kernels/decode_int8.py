@@ -6,7 +6,7 @@ New tokens against one split of one KV head's keys, with the CPU cache's bits.
 bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact
 integers, each value's scale is folded into its weight, and every float operation between them is
 rounded once. How the four warps of a block share the work:
-`decode_pieces`. The values lie transposed (channel after channel), because the second product wants
+`decode_pieces`. The values are stored transposed (channel after channel), because the second product wants
 four consecutive keys in a register.
 """
 
@@ -31,7 +31,7 @@ from .decode_pieces import (
     remainder,
     visible,
 )
-from .int8_softmax import HIDDEN, MIN_OCTAVE, T_LIMIT, power, weight_p16
+from .int8_softmax import MASKED_SCORE, MIN_OCTAVE, T_LIMIT, power, weight_p16
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
@@ -206,11 +206,11 @@ def decode_int8(
             for i in range(n_s):
                 s[i] = i32(s[i] + (high[i] << LOW_BITS))
 
-            # t = round((float32(S) * ck) * cq) in Q8.8, hidden keys apart; the largest of each row
+            # t = round((float32(S) * ck) * cq) in Q8.8, except masked keys; the largest of each row
             # over this warp's keys
             whole = not ring and start + block_k <= min(stop, low + 1)
             for i in range(n_rows):
-                largest, spoiled = i32(HIDDEN), i32(0)
+                largest, spoiled = i32(MASKED_SCORE), i32(0)
                 for n in range(4):
                     ptx.load_shared_f32_v2(
                         two, 0, scales + u32((32 * warp + 8 * n + 2 * (lane & 3)) * 4)
@@ -222,7 +222,7 @@ def decode_int8(
                             j, stop, at[i], length, newest, window, sinks, ring_slots, ring
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
-                        t = i32(HIDDEN)
+                        t = i32(MASKED_SCORE)
                         if seen and x == x:
                             t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
                         elif seen:
@@ -277,18 +277,18 @@ def decode_int8(
             # far shrink
             for i in range(n_rows):
                 r = (lane >> 2) + 8 * i
-                largest = i32(HIDDEN)
+                largest = i32(MASKED_SCORE)
                 for w in range(WARPS):
                     largest = ptx.imax(
                         largest, ptx.load_shared_s32(s_max + u32((w * tile_rows + r) * 4))
                     )
-                octave = i32(MIN_OCTAVE) if largest == HIDDEN else i32((largest + 255) >> 8)
+                octave = i32(MIN_OCTAVE) if largest == MASKED_SCORE else i32((largest + 255) >> 8)
                 total = bad[i]
                 for n in range(4):
                     pair, pair_low = u32(0), u32(0)
                     for e in range(2):
                         t = s[16 * (i >> 1) + 4 * n + 2 * (i & 1) + e]
-                        if t != HIDDEN:
+                        if t != MASKED_SCORE:
                             x = weight_p16(t, octave)
                             total = i32(total + i32(x >> u32(2)))
                             w = u32(x * ratio[2 * n + e]) >> u32(17)
@@ -304,7 +304,7 @@ def decode_int8(
                     ptx.store_shared(s_sum + u32((warp * tile_rows + r) * 4), u32(total))
                 new = ptx.imax(m[i], octave)
                 alpha[i] = power(i32(new - m[i]))
-                weight[i] = f32(0) if largest == HIDDEN else power(i32(new - octave))
+                weight[i] = f32(0) if largest == MASKED_SCORE else power(i32(new - octave))
                 m[i] = new
             wait_but_one()
             cuda.syncthreads()  # values, weights and their sums are there

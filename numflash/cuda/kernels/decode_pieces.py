@@ -1,10 +1,10 @@
 """What the decode kernels share.
 
-a cache's tiles on their way to shared memory, query rows, and which slots a row sees.
+a cache's tiles on their way to shared memory, query rows, and which slots a row attends to.
 
 A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
 16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for
-the scores, and the channels for the output, so every byte of K and V goes once from memory to
+the scores, and the channels for the output, so every byte of K and V is read once from memory to
 shared memory and once from there to registers; maxima, weights and their sums cross between the
 warps through shared memory.
 """
@@ -146,7 +146,7 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
     `block_k` bytes.
 
     load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread): within a
-    page the values lie in blocks of min(page, block_k) slots, channel after channel.
+    page the values are stored in blocks of min(page, block_k) slots, channel after channel.
     """
     page_of, chunks = make_page_of(paged), block_k // LANE_KEYS
     pieces = channels * chunks
@@ -214,7 +214,7 @@ def warp_max_i32(x):
 
 @device_function
 def visible(j, slots, at, length, newest, window, sinks, ring_slots, ring):
-    """Whether a row at position `at` sees slot j of a sequence that holds `length` tokens.
+    """Whether a row at position `at` attends to slot j of a sequence that holds `length` tokens.
 
     `newest` is the slot of the last token. In a ring the token in slot j follows from how far it
     lies behind that one.

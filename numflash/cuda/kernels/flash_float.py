@@ -160,8 +160,8 @@ def flash_float(
         v = v + u64(batch * v_batch + kv_head * v_head)
         steps, bytes_left = (k_step, v_step), (d_left, dv_left)
 
-        # rows of this block, the tiles of keys that any of them sees, and the keys that all of them
-        # see
+        # rows of this block, the tiles of keys that any of them attends to, and the keys that all
+        # of them attend to
         rows, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))

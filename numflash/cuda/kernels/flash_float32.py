@@ -2,8 +2,8 @@
 
 a warp per query row, no tensor cores, every option.
 
-A lane holds the columns c with c % 32 = lane. Keys that a row does not see are never read, so what
-they hold cannot matter.
+A lane holds the columns c with c % 32 = lane. Keys that a row does not attend to are never read, so
+their values cannot matter.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def flash_hopper(
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(empty + u32(8 * i), u32(256))
             ptx.fence_mbarrier_init()
-            for i in range(3):  # the maps lie in global memory, written before this launch
+            for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:

@@ -4,10 +4,10 @@ The integer pipeline of `flash_int8` with TMA, wgmma on bytes and specialised wa
 
 One thread of the first warpgroup brings blocks of 128 keys, K with V and K's scales, by TMA into a
 ring; the other two warpgroups own 64 query rows each. Their softmax is the longest part by far
-(about 40 instructions per score), so what hides the products is the other warpgroup; within one, Q
+(about 40 instructions per score), so the products overlap with the other warpgroup; within one, Q
 . K^T of the next block runs beside the scaling of this block's sums.
 
-wgmma reads bytes with k along memory only (K-major), for both operands: K lies so; V is stored
+wgmma reads bytes with k along memory only (K-major), for both operands: K is stored so; V is stored
 transposed (channels x keys) and permuted once, as for `mma.sync`: turned here, it would cross
 registers for every query tile. P stays in registers, where the permutation of the keys makes the
 accumulator of Q . K^T the operand of P . V (`flash_int8.permuted_keys`; a warp of wgmma holds its
@@ -138,7 +138,7 @@ def flash_int8_hopper(
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
                 ptx.mbarrier_init(empty + u32(8 * i), u32(256))
             ptx.fence_mbarrier_init()
-            for i in range(MAPS):  # the maps lie in global memory, written before this launch
+            for i in range(MAPS):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
         if warpgroup == 0:
@@ -264,7 +264,7 @@ def flash_int8_hopper(
                     ptx.wgmma_commit()
                     if overlap and part + 1 == parts:
                         # the next block's scores beside the last sums of this one; after the last
-                        # block its own once more, which nobody reads: with a branch around them
+                        # block its own once more, which is never read: with a branch around them
                         # ptxas adds waits of its own
                         begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
                         ptx.wgmma_commit()

@@ -1,6 +1,6 @@
 """What the Hopper kernels share.
 
-Matrix descriptors, and a product whose operands lie in swizzled panels.
+Matrix descriptors, and a product whose operands are in swizzled panels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def descriptor(constant, address):
 
 @device_function
 def ahead(d, pieces):
-    """The descriptor of what lies `pieces` times 16 bytes further.
+    """The descriptor of the data `pieces` times 16 bytes further.
 
-    Only the lower word changes, which a sum of 64 bits hides: for each tile of Q two registers were
+    Only the lower word changes, which the compiler cannot tell from a sum of 64 bits: for each tile of Q two registers were
     kept from tile to tile.
     """
     return ptx.words(u32(u32(d) + u32(pieces)), u32(d >> u64(32)))

@@ -42,10 +42,10 @@ def join_maxima(top, table, beside, lane):
 def make_give(own: int) -> Any:
     """give(w, at, thread): `w`, the warp's own weights in `own` registers, for both of the pair.
 
-    Where they lie for this lane.
+    Their addresses for this lane.
 
     `at` is where the block has 128 bytes of shared memory per own register and warp. The pair's
-    weights lie there in the order of the keys, four registers every 512 bytes.
+    weights are stored there in the order of the keys, four registers every 512 bytes.
     """
     vectors = own // 4
 

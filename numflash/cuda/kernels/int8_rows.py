@@ -2,7 +2,7 @@
 
 What is known of each before the first key, and how their results leave.
 
-What a tile of scores needs to know of its rows lies in shared memory, two times 16 bytes a row, and
+What a tile of scores needs of its rows is in shared memory, two times 16 bytes a row, and
 is read anew for every tile: kept in registers through the products it would push other things onto
 the stack. Row r of the problem is query r // group of head r % group of the heads that are packed
 together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
@@ -30,8 +30,8 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
     a warp writes down its 16 rows, from `row` on.
 
     `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries,
-    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row sees the keys
-    low <= j < high; one that does not exist sees none.
+    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row attends to the keys
+    low <= j < high; one that does not exist attends to none.
     """
 
     @device_function

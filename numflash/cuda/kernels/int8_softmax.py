@@ -22,8 +22,8 @@ from .int8_rows import PART
 from .pieces import NEG_INF, softcap_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
-# t of a hidden key, and of a score that is no number: beyond every other
-HIDDEN = -(1 << 31)
+# t of a masked key, and of a score that is NaN: beyond every other
+MASKED_SCORE = -(1 << 31)
 SPOILED = (1 << 31) - 1
 MIN_OCTAVE, T_LIMIT = fx.MIN_OCTAVE, f32(fx.T_LIMIT)
 P_A, P_B, P_WIDE = int(fx.P_A), int(fx.P_B), int(fx.P_WIDE)
@@ -39,7 +39,7 @@ ONES = u32(0x01010101)
 def distance(t, octave):
     """Q8.8 distance of a score below its octave, at most 65535.
 
-    What a hidden key's is from every octave.
+    A masked key's distance from every octave.
     """
     return ptx.umin(u32((octave << 8) - t), u32(65535))
 
@@ -50,7 +50,7 @@ def weight_p16(t, octave):
 
     `fixedpoint.exp2_p16` in 32-bit arithmetic.
 
-    From 16 octaves on it is 0, there 0 or 1: neither makes a byte. So a hidden key weighs nothing.
+    From 16 octaves on it is 0, there 0 or 1: neither makes a byte. So a masked key has weight 0.
     """
     y = distance(t, octave)
     f = u32(u32(y << u32(8)) & u32(0xFFFF))
@@ -90,7 +90,7 @@ def power(n):
 @device_function
 def octave_of(top):
     """The octave of a row's largest score: the whole power of two that its weights refer to."""
-    return i32(MIN_OCTAVE) if top == HIDDEN else i32((top + 255) >> 8)
+    return i32(MIN_OCTAVE) if top == MASKED_SCORE else i32((top + 255) >> 8)
 
 
 @device_function
@@ -109,7 +109,7 @@ def quad_isum(x):
 @functools.cache
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order,
-    hidden keys `HIDDEN`.
+    masked keys `MASKED_SCORE`.
 
     With softcap, cq makes scores in units of the cap, to which the row's shift belongs; `cap` is in
     Q8.8.
@@ -138,7 +138,11 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
         for r in range(2):
             ptx.load_shared_v4(four, 0, table + u32(128 * r))
             start[r], stop[r] = i32(i32(four[0]) - first), i32(i32(four[1]) - first)
-            cq[r], shift[r], top[r] = ptx.from_bits(four[2]), ptx.from_bits(four[3]), i32(HIDDEN)
+            cq[r], shift[r], top[r] = (
+                ptx.from_bits(four[2]),
+                ptx.from_bits(four[3]),
+                i32(MASKED_SCORE),
+            )
             if alibi or mask or bias:
                 ptx.load_shared_v4(four, 0, table + u32(PART + 128 * r))
                 query[r], head[r], slope[r] = i32(four[0]), i32(four[1]), ptx.from_bits(four[2])
@@ -184,7 +188,7 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                         seen = y != NEG_INF
                     t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
                     t = t if number & (x == x) else i32(SPOILED)
-                    t = t if seen else i32(HIDDEN)
+                    t = t if seen else i32(MASKED_SCORE)
                     s[at + 2 * r + e] = t
                     top[r] = ptx.imax(top[r], t)
             if options:
@@ -248,7 +252,7 @@ def find_shares(top, m, alpha, share):
         octave = octave_of(top[r])
         new = ptx.imax(m[r], octave)
         alpha[r] = power(i32(new - m[r]))
-        share[r] = f32(0) if top[r] == HIDDEN else power(i32(new - octave))
+        share[r] = f32(0) if top[r] == MASKED_SCORE else power(i32(new - octave))
         m[r] = new
 
 

@@ -28,7 +28,7 @@ CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:
-    """(shift, mask): chunk c of row r lies at c ^ ((r >> shift) & mask), so that 8 rows of a column
+    """(shift, mask): chunk c of row r is stored at c ^ ((r >> shift) & mask), so that 8 rows of a column
     meet 8 bank groups.
 
     A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes
@@ -43,7 +43,7 @@ def make_read(row_bytes: int, turned: bool = False) -> Any:
 
     Ldmatrix of chunks n and n + 1, n even, of swizzled rows.
 
-    `at` is this lane's row and `chunk` where its chunk 0 lies in it; `ahead` bytes further is
+    `at` is this lane's row and `chunk` the place of its chunk 0 in it; `ahead` bytes further is
     another row. The XOR stays within a swizzle. Whole swizzles and `ahead` are constants that the
     instruction adds itself: four addresses serve a row of any width.
     """
@@ -219,10 +219,10 @@ def make_store_rows(row_bytes: int, group: int) -> Any:
 def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
     """tile_range(first, rows, keys, diagonal, left, right).
 
-    What the `block_q` packed rows from `first` on see.
+    The keys that the `block_q` packed rows from `first` on attend to.
 
-    Returns the first tile of keys that any of them sees and the end of these tiles, then the first
-    key that all of them see and the end of those.
+    Returns the first tile of keys that any of them attends to and the end of these tiles, then the first
+    key that all of them attend to and the end of those.
     """
 
     @device_function
@@ -251,7 +251,7 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 def make_row_block(band: bool) -> Any:
     """row_block(): the number of this block's query rows along the grid.
 
-    With a band the last rows, which see most keys when causal, start first: the short ones fill the
+    With a band the last rows, which attend to most keys when causal, start first: the short ones fill the
     end of the launch.
     """
 
@@ -348,7 +348,7 @@ def tanh_accurate(x):
 
 @device_function
 def add_bias(x, bias):
-    """A score in units of log2 plus a bias in natural ones: -inf hides it, NaN stays.
+    """A score in units of log2 plus a bias in natural ones: -inf masks it, NaN stays.
 
     Rounded towards zero an overflow is the largest finite number: a row of such keys alone sees
     them all alike, as it must.

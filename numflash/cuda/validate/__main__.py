@@ -2,6 +2,7 @@
 
 import sys
 
-from .attention import main
+from .run import main
 
-sys.exit(main())
+if __name__ == "__main__":  # processes that compile import this module too
+    sys.exit(main())

@@ -19,6 +19,8 @@ from ... import __version__
 from ...errors import UnsupportedError
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
 from ..cubins import MANIFEST, kernel_name, manifest, source_digest
+from . import expected
+from .families import families
 from .kernels import needed
 
 
@@ -65,21 +67,45 @@ def write(keys: set[Key], folder: str, jobs: int | None = None) -> int:
     return sum((path / entry["file"]).stat().st_size for entry in entries.values())
 
 
+def _expect(kind: str, case: tuple, arch: str, folder: str) -> bool:
+    """Make the emulator's results of a problem; False where there is no kernel for it."""
+    try:
+        expected.make(kind, case, arch, folder)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def expect(arch: str, folder: str, quick: bool = False, jobs: int | None = None) -> int:
+    """Run the emulator on the problems of a validation; of how many the folder holds results."""
+    todo = [(x.kind, case) for x in families(arch, quick) for case in x.cases]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        made = [pool.submit(_expect, kind, case, arch, folder) for kind, case in todo]
+        return sum(future.result() for future in made)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """`python -m numflash.cuda.compile`: 0 once the folder is written."""
     parser = argparse.ArgumentParser(
         prog="python -m numflash.cuda.compile",
-        description="Compile the kernels that `python -m numflash.cuda.validate` uses into a folder for NUMFLASH_CUBINS.",
+        description="Compile the kernels of `python -m numflash.cuda.validate`, and run the emulator on its problems, "
+        "into a folder for NUMFLASH_CUBINS.",
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, nargs="+", required=True)
     parser.add_argument("--to", metavar="DIR", required=True, help="the folder, made if need be")
     parser.add_argument("--quick", action="store_true", help="only what validate --quick uses")
+    parser.add_argument(
+        "--no-emulator", action="store_true", help="without the emulator's results of validate"
+    )
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     chosen = parser.parse_args(arguments)
     for arch in chosen.arch:
         keys = needed(arch, quick=chosen.quick)
         size = write(keys, chosen.to, chosen.jobs)
         print(f"{len(keys)} kernels for {arch}; {chosen.to} holds {size / 1e6:.1f} MB of cubins")
+        if not chosen.no_emulator:
+            made = expect(arch, chosen.to, chosen.quick, chosen.jobs)
+            print(f"{made} problems for {arch} have the emulator's results")
     return 0
 
 

@@ -21,10 +21,9 @@ from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
 from ..device import Device, median_seconds
 from ..driver import DriverError
+from . import expected
+from .decode_cases import CASES, draw, results
 
-B = 2
-H = 14
-G = 2
 LONG = {
     "batch": 16,
     "heads": 32,
@@ -33,32 +32,12 @@ LONG = {
     "d": 128,
     "chunk": 2048,
 }  # of the timings
-# name, dtype, head size, tokens, new tokens, splits, options
-CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
-    *(
-        (f"{dtype} {n} tokens, D={d}", dtype, d, n, 1, 1 if n < 257 else 3, {})
-        for dtype in ("int8", "float16", "bfloat16")
-        for d, n in ((64, 1), (64, 17), (128, 128), (128, 129), (64, 300), (256, 300))
-    ),
-    *(
-        (f"{dtype} pages of 16", dtype, 64, 300, 1, 3, {"page_size": 16})
-        for dtype in ("int8", "float16")
-    ),
-    *((f"{dtype} three new tokens", dtype, 64, 140, 3, 2, {}) for dtype in ("int8", "float16")),
-    *(
-        (f"{dtype} ring", dtype, 64, 300, 1, 1, {"window": 20, "sinks": 3})
-        for dtype in ("int8", "float16")
-    ),
-    ("int8 smoothed", "int8", 64, 100, 1, 1, {"smooth": True}),
-    *(
-        (f"float16 unified maximum {phi}", "float16", 64, 100, 1, 1, {"unified_max": phi})
-        for phi in (0.0, 40.0)
-    ),
-)
 
 
-def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+def timed_caches(dtype: str) -> list[tuple]:
+    """Cases whose kernels are those of the timings."""
+    long: tuple = (f"{dtype} long", dtype, LONG["d"], 300, 1, 8, {})
+    return [long, (f"{dtype} short", dtype, 64, 300, 1, 4, {})]
 
 
 def refused(error: UnsupportedError) -> dict[str, Any]:
@@ -69,46 +48,25 @@ def refused(error: UnsupportedError) -> dict[str, Any]:
     return {"error" if failed else "skipped": str(error), "passed": not failed}
 
 
-def correctness(cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
-    """One row per case: equal bits with the emulator for INT8, else errors against it.
-
-    The last token through `step`.
-    """
-    for name, dtype, d, n, new, splits, options in cases:
-        row: dict[str, Any] = {"case": f"decode {name}"}
-        key = _draw((B, G, n + new, d), 0)
-        value = _draw((B, G, n + new, d), 1)
-        query = _draw((B, H, new, d), 2)
-        found = []
+def check(device: Device, cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
+    """One row per case: equal bits with the emulator for INT8, else errors against it."""
+    for case in cases:
+        name, dtype = case[:2]
+        row: dict[str, Any] = {"case": f"decode {name}", "arch": device.arch}
         try:
-            for where in ("cuda", "cuda-emulator"):
-                cache = KVCache(B, G, d, n + 2 * new, dtype, device=where, **options)
-                cache.append(key[:, :, :n], value[:, :, :n])
-                token = [np.ascontiguousarray(x[:, :, n:]) for x in (key, value)]
-                found.append(
-                    (
-                        cache.step(query, *token, splits=splits),
-                        *cache.decode(query, splits=splits, return_lse=True),
-                        cache.read(0)[0],
-                    )
-                )
-                cache.close()
+            emulator = expected.get("decode", case, device.arch)
+            found = list(zip(results(case, "cuda"), emulator, strict=True))
         except UnsupportedError as problem:
             yield row | refused(problem)
             continue
         if dtype == "int8":
-            equal = all(
-                np.array_equal(a.view(np.int32), b.view(np.int32))
-                for a, b in zip(*found, strict=True)
-            )
+            equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in found)
             yield row | {"equal_bits": equal, "passed": equal}
         else:
-            error = max(float(np.abs(a - b).max()) for a, b in zip(*found, strict=True))
+            error = max(float(np.abs(a - b).max()) for a, b in found)
             # weights are rounded to 8 or 11 bits on both sides, sums are taken in another order
-            yield row | {
-                "largest_difference": error,
-                "passed": error <= (2e-2 if dtype == "bfloat16" else 3e-3),
-            }
+            limit = 2e-2 if dtype == "bfloat16" else 3e-3
+            yield row | {"largest_difference": error, "passed": error <= limit}
 
 
 def long_cache(
@@ -125,9 +83,9 @@ def long_cache(
     copy of as many bytes.
     """
     cache = KVCache(batch, kv_heads, d, length, dtype, device="cuda")
-    key = _draw((batch, kv_heads, chunk, d), 0)
-    value = _draw((batch, kv_heads, chunk, d), 1)
-    query = _draw((batch, heads, 1, d), 2)
+    key = draw((batch, kv_heads, chunk, d), 0)
+    value = draw((batch, kv_heads, chunk, d), 1)
+    query = draw((batch, heads, 1, d), 2)
     for _ in range(0, length, chunk):
         cache.append(key, value)
     cache.decode(query)
@@ -171,11 +129,11 @@ def short_step(
     """A whole step of one sequence as a graph: median seconds on the host."""
     cache = KVCache(1, kv_heads, d, length + steps, dtype, device="cuda")
     cache.append(
-        _draw((1, kv_heads, length - steps // 2, d), 0),
-        _draw((1, kv_heads, length - steps // 2, d), 1),
+        draw((1, kv_heads, length - steps // 2, d), 0),
+        draw((1, kv_heads, length - steps // 2, d), 1),
     )
-    token = _draw((1, kv_heads, 1, d), 2)
-    query = _draw((1, heads, 1, d), 3)
+    token = draw((1, kv_heads, 1, d), 2)
+    query = draw((1, heads, 1, d), 3)
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -194,10 +152,7 @@ def short_step(
     }
 
 
-def timings(device: Device) -> Iterator[dict[str, Any]]:
-    """INT8 and float16 where the card has them: the long cache, then the short step."""
-    for dtype in ("int8", "float16"):
-        if dtype == "int8" and device.arch == "sm_75":
-            continue
-        yield long_cache(device, dtype, **LONG)
-        yield short_step(dtype)
+def timings(device: Device, dtype: str) -> Iterator[dict[str, Any]]:
+    """The long cache, then the short step."""
+    yield long_cache(device, dtype, **LONG)
+    yield short_step(dtype)

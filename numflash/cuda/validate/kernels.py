@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,8 +11,13 @@ import numpy as np
 from ...arguments import EMULATED
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
+from .. import launch, launch_backward, study
 from ..compile import Key
-from . import attention, decode
+from ..launch_forward import float_forward
+from ..operands import Launch
+from . import attention, decode, decode_cases, ladder, rates
+from .cases import gradient_operands, problem_of
+from .families import Family, families
 
 
 def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
@@ -27,8 +33,8 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
 
         try:
             cache = KVCache(
-                decode.B,
-                decode.G,
+                decode_cases.B,
+                decode_cases.G,
                 d,
                 n + 2 * new,
                 dtype,
@@ -39,8 +45,8 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
             continue
         memory: Any = cache._memory
         memory.layout.card.run = note
-        tokens = np.zeros((decode.B, decode.G, n, d), np.float32)
-        query = np.zeros((decode.B, decode.H, new, d), np.float32)
+        tokens = np.zeros((decode_cases.B, decode_cases.G, n, d), np.float32)
+        query = np.zeros((decode_cases.B, decode_cases.H, new, d), np.float32)
         cache.append(tokens, tokens)
         token = tokens[:, :, :1].repeat(new, 2)
         cache.step(query, token, token, splits=splits)
@@ -49,18 +55,61 @@ def decode_kernels(arch: str, cases: Iterable) -> Iterator[Key]:
         yield from found
 
 
+def _key(work: Launch) -> Key:
+    return work.factory, work.arch, tuple(sorted(work.constants.items()))
+
+
+def _launches(family: Family, arch: str) -> Iterator[Launch]:
+    """The launches of a forward or backward family, on operands as short as select its kernels."""
+    for _, shape, precision, options in family.cases:
+        try:
+            problem = problem_of(shape, precision, options)
+            if family.kind == "forward":
+                yield launch.plan(problem, arch)
+            else:
+                operands = gradient_operands(problem)
+                yield from launch_backward.plan(problem, *operands, arch).launches
+        except UnsupportedError:
+            continue
+    for d, causal in itertools.product((64, 128), (False, True)) if family.lengths else ():
+        # as many rows as it takes to get the kernels of long problems
+        problem = problem_of((1, 1, 1, 256, 256, d), family.precision, {"is_causal": causal})
+        if family.kind == "backward":
+            lse = np.zeros(problem.query.shape[:3], np.float32)
+            yield from launch_backward.float_backward(
+                problem, problem.query, problem.query, lse, arch
+            ).launches
+            continue
+        yield launch.plan(problem, arch)
+        if family.precision == "float16":
+            yield float_forward(problem, arch)
+
+
+def _variants(arch: str) -> Iterator[Launch]:
+    for one in attention.variants(arch, attention.VARIANT_CHECK):
+        yield one.launch(arch)
+
+
+def _ladder(arch: str) -> Iterator[Launch]:
+    q, k, v, _ = study.problem(256, ladder.D, 0)
+    for rung in study.LADDER:
+        if rung.arch != "sm_90a" or arch == "sm_90a":
+            yield study.launch(rung, q, k, v, arch)
+
+
+def kernels_of(family: Family, arch: str) -> set[Key]:
+    """Every kernel that a family launches on an architecture."""
+    if family.kind in ("forward", "backward"):
+        return {_key(work) for work in _launches(family, arch)}
+    if family.kind == "decode":
+        return set(decode_kernels(arch, (*family.cases, *decode.timed_caches(family.precision))))
+    if family.kind == "variants":
+        return {_key(work) for work in _variants(arch)}
+    if family.kind == "ladder":
+        return {_key(work) for work in _ladder(arch)}
+    return set(rates.kernels(arch)) if family.kind == "rates" else set()
+
+
 def needed(arch: str, quick: bool = False) -> set[Key]:
     """Every kernel that `python -m numflash.cuda.validate` launches on an architecture."""
-    every = 3 if quick else 1
-    launches = attention.launches(
-        arch,
-        attention.CASES[::every],
-        attention.GRADIENTS[::every],
-        attention.QUICK_LENGTHS if quick else attention.LENGTHS,
-    )
-    planned = {
-        (work.factory, work.arch, tuple(sorted(work.constants.items())))
-        for kind, work in launches
-        if kind == "cubin"
-    }
-    return planned | set(decode_kernels(arch, decode.CASES[::every]))
+    return {key for family in families(arch, quick) for key in kernels_of(family, arch)}

@@ -1,0 +1,178 @@
+"""`python -m numflash.cuda.cycles`: what a kernel's main loop allows, from its machine code.
+
+One warp's pass through the loop takes at least as many cycles of its quarter of a multiprocessor as
+it has instructions (one is issued per cycle), 8 for each MUFU (4 lanes per cycle), and the time of
+its products on the tensor core. The largest of the three is the limit when other warps fill every
+wait; memory and latency are left out, so a card can only be slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..tiling import cuda_tiling
+from . import launch_backward, sass
+from .compile import Key, compiled
+
+QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
+MUFU_CYCLES = 8
+WARP_ROWS = 16  # of a wgmma's 64
+
+
+class Card(NamedTuple):
+    """A card of an architecture: float16 multiplications per cycle and quarter; INT8 has twice.
+
+    `warp` is for mma.sync, `group` for wgmma. Sources: NVIDIA's whitepapers; on Hopper mma.sync
+    reaches 0.62 of wgmma's rate (Luo et al. 2024, "Dissecting the NVIDIA Hopper architecture"), and
+    sm_100 is taken to be as fast with it, for which there is no published figure.
+    """
+
+    name: str
+    multiprocessors: int
+    gigahertz: float
+    warp: float
+    group: float = 0.0
+
+
+CARDS = {
+    "sm_80": Card("A100 SXM", 108, 1.41, 256),
+    "sm_89": Card("L4", 58, 2.04, 128),
+    "sm_90a": Card("H100 SXM", 132, 1.83, 0.62 * 512, 512),
+    "sm_100": Card("B200", 148, 1.85, 0.62 * 512),
+}
+
+
+class Cycles(NamedTuple):
+    """Of one warp and one pass through the main loop (a tile of keys)."""
+
+    issue: int
+    mufu: int
+    tensor: float
+    operations: int
+
+    @property
+    def limit(self) -> float:
+        """The largest of the three."""
+        return max(self.issue, self.mufu, self.tensor)
+
+    def teraflops(self, card: Card) -> float:
+        """Multiplications and additions of the products per second, in 1e12."""
+        per_cycle = self.operations / self.limit * QUARTERS * card.multiprocessors
+        return per_cycle * card.gigahertz / 1e3
+
+
+def _products(loop: list[tuple[str, str]]) -> Iterator[tuple[str, int]]:
+    """(opcode, multiplications of one warp) of each tensor-core instruction."""
+    for opcode, operands in loop:
+        if opcode.startswith(("HGMMA", "IGMMA")):
+            n, k = re.match(r"x(\d+)x(\d+)", operands).groups()  # type: ignore[union-attr]
+            yield opcode, WARP_ROWS * int(n) * int(k)
+        elif opcode.startswith(("HMMA", "IMMA")):
+            shape = opcode.split(".")[1]
+            m = 8 if shape.startswith("88") else 16
+            yield opcode, m * 8 * int(shape[len(str(m)) + 1 :])
+
+
+def _weight(loop: list[tuple[str, str]]) -> int:
+    return sum(n for _, n in _products(loop))
+
+
+def main_loop(code: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The loop over tiles: of those with products and exponentials, where products are densest."""
+    found = [
+        loop
+        for loop in sass.loops(code)
+        if _weight(loop) and any(opcode.startswith("MUFU") for opcode, _ in loop)
+    ]
+    return max(found, key=lambda loop: _weight(loop) / len(loop))
+
+
+def cycles(cubin: bytes, card: Card) -> Cycles:
+    """The main loop of a cubin."""
+    loop = [x for x in main_loop(sass.instructions(cubin)) if x[0]]
+    mufu = sum(opcode.startswith("MUFU") for opcode, _ in loop)
+    tensor = 0.0
+    for opcode, n in _products(loop):
+        rate = card.group if "GMMA" in opcode else card.warp
+        rate *= 2 if opcode.startswith("I") else 0.5 if "TF32" in opcode else 1
+        tensor += n / rate
+    return Cycles(len(loop), MUFU_CYCLES * mufu, tensor, 2 * _weight(loop))
+
+
+def kernels(arch: str) -> Iterator[tuple[str, Key]]:
+    """(name, kernel) of the rows: what ships for float16 and INT8, full attention."""
+    from .kernels.backward import flash_backward
+    from .kernels.decode_float import decode_float
+    from .kernels.decode_int8 import decode_int8
+    from .kernels.flash_float import flash_float
+    from .kernels.flash_hopper import flash_hopper
+    from .kernels.flash_int8 import flash_int8
+    from .kernels.flash_int8_hopper import flash_int8_hopper
+
+    def row(name: str, factory: Any, **constants: Any) -> tuple[str, Key]:
+        return name, (factory, arch, tuple(sorted(constants.items())))
+
+    hopper = arch == "sm_90a"
+    older = "sm_80"
+    for d in (64, 128, 256):
+        size = {"d": d, "dv": d}
+        block_k = cuda_tiling(arch if hopper else older, "float16", d).key_block
+        if hopper:
+            pairs = {"overlap": True, "ping_pong": d <= 128}
+            yield row(f"float16 forward, D={d}", flash_hopper, **size, block_k=block_k, **pairs)
+        else:
+            yield row(f"float16 forward, D={d}", flash_float, **size, block_q=64, block_k=block_k)
+        tiling = cuda_tiling(older, "int8", d, d)
+        halves = tiling.key_block // (tiling.nv * tiling.lanes)
+        if hopper:
+            yield row(f"INT8 forward, D={d}", flash_int8_hopper, **size)
+        else:
+            yield row(f"INT8 forward, D={d}", flash_int8, **size, block_q=64, halves=halves)
+    for d in (64, 128):
+        for gradients in launch_backward.passes(d, d):
+            shape = launch_backward.shape_of(gradients, d, d, arch)
+            name = f"float16 backward, d{' and d'.join(gradients.upper())}, D={d}"
+            yield row(name, flash_backward, gradients=gradients, d=d, dv=d, turing=False, **shape)
+    for name, factory in (("float16", decode_float), ("INT8", decode_int8)):
+        yield row(f"{name} decode, D=128", factory, d=128, dv=128, row_tiles=1)
+
+
+def line(name: str, arch: str, found: Cycles) -> str:
+    """A row of the table."""
+    numbers = f"{found.issue} | {found.mufu} | {found.tensor:.0f}"
+    decode = "decode" in name  # limited by memory
+    rate = "-" if decode else f"{found.teraflops(CARDS[arch]):.0f}"
+    return f"| {name} | {arch} | {numbers} | {rate} |"
+
+
+def rows(arch: str) -> Iterator[str]:
+    """The table's rows of an architecture."""
+    for name, (factory, _, constants) in kernels(arch):
+        code = compiled(factory, arch, "cubin", **dict(constants)).code
+        yield line(name, arch, cycles(code, CARDS[arch]))
+
+
+HEAD = """\
+| kernel | architecture | issue | MUFU | tensor | TFLOP/s allowed |
+|---|---|---|---|---|---|"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m numflash.cuda.cycles", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--arch", choices=CARDS, nargs="+", default=list(CARDS))
+    print(HEAD)
+    for arch in parser.parse_args(arguments).arch:
+        for row in rows(arch):
+            print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The problems of a validation: shapes, options and numbers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ... import reference, validation
+from ...interop import convert, widen
+from ...options import Options
+from ...quantization import quantize_problem
+
+Case = tuple[str, tuple[int, ...], str, dict[str, Any]]  # name, shape, precision, options
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_LENGTHS = (1024, 8192)
+# query rows of a head and channels of all heads that fill a chip
+ROWS = 16384
+CHANNELS = 2048
+PLAIN: dict[str, Any] = {
+    "window": None,
+    "alignment": "upper_left",
+    "key_lengths": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "pv": None,
+    "layout": "bhld",
+    "return_lse": True,
+}
+# name, (B, H, Hkv, L, S, D), precision, options
+CASES: tuple[Case, ...] = (
+    *(
+        (f"{p} D={d}", (1, 2, 2, 130, 200, d), p, {})
+        for p in ("float16", "bfloat16", "int8")
+        for d in (32, 64, 96, 128, 256)
+    ),
+    *(
+        (f"{p} causal", (1, 2, 1, 150, 150, 64), p, {"is_causal": True})
+        for p in ("float16", "bfloat16", "int8", "float32")
+    ),
+    *(
+        (
+            f"{p} lower right",
+            (2, 2, 2, 70, 190, 64),
+            p,
+            {"is_causal": True, "alignment": "lower_right"},
+        )
+        for p in ("float16", "int8")
+    ),
+    *(
+        (f"{p} window", (1, 2, 2, 150, 300, 64), p, {"window": (40, 3)})
+        for p in ("float16", "int8")
+    ),
+    *(
+        (f"{p} softcap", (1, 2, 2, 70, 150, 64), p, {"softcap": 2.0})
+        for p in ("float16", "int8", "float32")
+    ),
+    *(
+        (f"{p} lengths", (2, 2, 2, 40, 150, 64), p, {"key_lengths": np.array([17, 150])})
+        for p in ("float16", "int8")
+    ),
+    *((f"{p} grouped decode", (2, 8, 2, 1, 300, 128), p, {}) for p in ("float16", "int8")),
+    ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
+)
+GRADIENTS: tuple[Case, ...] = (
+    *(
+        (f"gradient {p} D={d}", (1, 2, 2, 130, 200, d), p, {})
+        for p in ("float16", "bfloat16")
+        for d in (32, 64, 96, 128, 256)
+    ),
+    *(
+        (f"gradient {p} causal, grouped", (2, 4, 2, 150, 150, d), p, {"is_causal": True})
+        for p in ("float16", "bfloat16")
+        for d in (64, 128)
+    ),
+    (
+        "gradient float16 lower right",
+        (2, 2, 2, 70, 190, 64),
+        "float16",
+        {"is_causal": True, "alignment": "lower_right"},
+    ),
+    ("gradient float16 window", (1, 2, 2, 150, 300, 64), "float16", {"window": (40, 3)}),
+    ("gradient float16 softcap", (1, 2, 2, 70, 150, 64), "float16", {"softcap": 2.0}),
+    ("gradient float32 causal, grouped", (1, 4, 2, 70, 90, 64), "float32", {"is_causal": True}),
+    (
+        "gradient float16 lengths",
+        (2, 2, 2, 40, 150, 64),
+        "float16",
+        {"key_lengths": np.array([17, 150])},
+    ),
+)
+
+
+@functools.lru_cache(3)
+def _numbers(count: int, seed: int) -> np.ndarray:
+    """Standard normal float32 numbers; all timings have as many of them, and draw them once."""
+    return np.random.default_rng(seed).standard_normal(count, np.float32)
+
+
+def problem_of(
+    shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0
+) -> validation.Problem:
+    """A validated problem on standard normal numbers; quantised for precision "int8"."""
+    b, h, hkv, length, s, d = shape
+    q, k, v = (
+        _numbers(int(np.prod(n)), seed + 3 * i).reshape(n)
+        for i, n in enumerate(((b, h, length, d), (b, hkv, s, d), (b, hkv, s, d)))
+    )
+    given = {**PLAIN, "precision": precision, **options}
+    causal = given.pop("is_causal", False)
+    problem = validation.problem(q, k, v, Options(None, 0.0, causal, None, True, **given))
+    return quantize_problem(problem) if precision == "int8" else problem
+
+
+def gradient_operands(
+    problem: validation.Problem, seed: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """dO of standard normal numbers.
+
+    The output as the forward pass rounds it, and LSE, from the oracle.
+    """
+    out, lse = reference.oracle(
+        replace(
+            problem, query=widen(problem.query), key=widen(problem.key), value=widen(problem.value)
+        )
+    )
+    grad, rounded = (
+        convert(x.astype(np.float32), problem.precision)
+        for x in (np.random.default_rng(seed).standard_normal(out.shape), out)
+    )
+    return grad, rounded, lse.astype(np.float32)

@@ -1,0 +1,93 @@
+"""What the emulator computes for each problem of a validation: made ahead, kept in files.
+
+A file per problem, in the folder NUMFLASH_CUBINS or beside the compiled kernels. Its name has a
+hash of the problem, the architecture and the kernels' sources, so a file of other sources is not
+found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from ...arguments import EMULATED
+from .. import launch, launch_backward
+from ..compile import cache_directory
+from ..cubins import source_digest
+from ..operands import emulated
+from . import decode_cases
+from .cases import gradient_operands, problem_of
+
+FOLDER = "expected"
+
+
+def file_name(kind: str, case: tuple, arch: str) -> str:
+    """The name of a problem's file."""
+    text = repr((kind, case, arch, source_digest()))
+    return f"{arch}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.npz"
+
+
+def folders() -> list[Path]:
+    """Where results are looked for."""
+    ready = os.environ.get("NUMFLASH_CUBINS")
+    return [Path(x) / FOLDER for x in ([ready] if ready else [])] + [cache_directory() / FOLDER]
+
+
+def compute(kind: str, case: tuple, arch: str) -> list[np.ndarray]:
+    """The emulator's results: out and LSE, three gradients, or what a cache returns."""
+    if kind == "decode":
+        known = arch if arch in EMULATED else "sm_80"  # Blackwell runs what sm_80 does
+        return decode_cases.results(case, f"cuda-emulator:{known}")
+    _, shape, precision, options = case
+    problem = problem_of(shape, precision, options)
+    if kind == "forward":
+        return list(emulated(launch.plan(problem, arch))[:2])
+    steps = launch_backward.plan(problem, *gradient_operands(problem), arch)
+    return list(launch_backward.emulated(steps)[0])
+
+
+def _read(path: Path) -> list[np.ndarray] | None:
+    """The arrays of a file, or None if there is none that can be read."""
+    try:
+        with path.open("rb") as file, np.load(file) as found:
+            return [found[f"arr_{n}"] for n in range(len(found.files))]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _write(path: Path, arrays: list[np.ndarray]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        np.savez_compressed(file, *arrays)
+    os.replace(name, path)  # readers find the old file or the new one
+
+
+def make(kind: str, case: tuple, arch: str, folder: str | None = None) -> bool:
+    """Compute a problem's file unless there is one; whether it was computed.
+
+    Raises UnsupportedError where the architecture has no kernel for it.
+    """
+    name = file_name(kind, case, arch)
+    places = [Path(folder) / FOLDER] if folder else folders()
+    if any(_read(place / name) is not None for place in places):
+        return False
+    _write(places[-1] / name, compute(kind, case, arch))
+    return True
+
+
+def get(kind: str, case: tuple, arch: str) -> list[np.ndarray]:
+    """The emulator's results of a problem: from a file, or computed now and kept."""
+    name = file_name(kind, case, arch)
+    for place in folders():
+        found = _read(place / name)
+        if found is not None:
+            return found
+    found = compute(kind, case, arch)
+    _write(folders()[-1] / name, found)
+    return found
