@@ -137,7 +137,8 @@ def decoded(
         if int8:
             key, k_scale, bad_k = rows_int8(s.key, s.offset)
             value, v_scale, bad_v = rows_int8(s.value)
-            q, _, bad_q = rows_int8(query)
+            bad_q = ~np.isfinite(query).all(-1)
+            q = np.where(bad_q[..., None], 0, query)
             key, value, v_scale = (
                 oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
             )
@@ -147,6 +148,9 @@ def decoded(
             dots = (q @ key.swapaxes(1, 2)) * scale
             x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
             error = 0.0014 + 12 * EPS * np.abs(x)
+            # a query is rounded to 15 bits and a sign
+            top = np.abs(q).max(-1, keepdims=True, initial=0) / 30000
+            error = error + top * np.abs(key).sum(-1)[:, None] * abs(scale)
             if c["smooth"] and cap:
                 shift = (query @ offset.swapaxes(1, 2)) * scale
                 error = error + 8 * EPS * np.abs(shift)

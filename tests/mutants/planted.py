@@ -477,5 +477,7 @@ MUTANTS = [
         "else i32((top + 254) >> 8)",
         CUDA_INT8,
     ),
-    Mutant("cuda/kernels/int8_softmax.py", "t = t if seen else i32(HIDDEN)", "t = t", CUDA_INT8),
+    Mutant(
+        "cuda/kernels/int8_softmax.py", "t = t if seen else i32(MASKED_SCORE)", "t = t", CUDA_INT8
+    ),
 ]
