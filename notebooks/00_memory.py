@@ -1,22 +1,56 @@
 # %% [markdown]
 # # 00. Attention and the memory it moves
 #
-# After this chapter you can write attention down in four lines, say how many operations and bytes a size costs before you run it,
-# and read off a trace why the same arithmetic in another order moves five times fewer bytes.
+# This course starts from nothing but NumPy. After this chapter you can
+#
+# * write attention down in four lines, and say what Q, K, S, P, V and O are,
+# * say how many operations and bytes a size costs before you run it,
+# * read a tiled attention loop line by line, and say why it moves several times fewer bytes than the definition.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** The same arithmetic in another order moves several times fewer bytes.
+# >
+# > **Where you are:** CPU path, stop 1 of 7: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# >
+# > **Time:** 20 minutes to read, 10 for the exercises. **Before it:** NumPy.
+# >
+# > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung).
+# >
+# > **Papers:** [Attention is all you need](https://arxiv.org/abs/1706.03762), [FlashAttention](https://arxiv.org/abs/2205.14135).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
+import inspect
+
 import numpy as np
 
 import numflash
-from numflash.course.lessons import bars, check, figure, roof, table
+from numflash.course import answer_of, bars, check, drawings, figure, roof, table
 from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
 
 # %% [markdown]
 # ## The definition
 #
-# Every query row asks all keys for a score, softmax turns the scores of a row into weights that sum to one, and the output is the
-# weighted mean of the values.
+# A language model turns each word (token) of a text into vectors. Attention lets every token look at the others. For this, each token
+# has three vectors of D numbers: a *query* (what it looks for), a *key* (what it can be found by) and a *value* (what it gives).
+#
+# * **L** is the number of queries, **S** the number of keys (often the same tokens, so L = S). **D** is the length of the vectors,
+#   typically 64 or 128.
+# * **Q** (L x D), **K** (S x D) and **V** (S x D) hold these vectors as rows.
+# * The **score** S[i, j] is the dot product of query i and key j, divided by sqrt(D): how well the two fit.
+# * **P** = softmax(S), row by row: each score becomes a weight exp(score), and the weights of a row are divided by their sum.
+# * The output **O** (L x D) is P V: row i is the mean of all values, with the weights of row i.
+#
+# A model does this many times side by side with different vectors. One such attention is a **head**; a layer has 8 to 128 of them.
+# In this course one head is enough nearly always.
+
+# %%
+drawings.shapes()
 
 # %%
 def attention(query, key, value):
@@ -31,42 +65,81 @@ exact = numflash.attention(query, key, value, impl="reference")
 assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 
 # %% [markdown]
-# Subtracting the maximum changes nothing (it cancels in the quotient), and keeps `exp` from overflowing.
+# Why is the maximum of each row subtracted? exp(100) does not fit in float32. Subtracting the same number from all scores of a row
+# multiplies all its weights by the same factor, and the division by their sum cancels it. So the result is the same, and no weight is
+# larger than 1.
 #
-# Two products of L x D x L multiply-adds make 4 L² D operations. The inputs and the output are only 4 L D numbers. Between them
-# stands a matrix of L² scores.
+# How much work is it? Q K^T needs L x S dot products of D multiplications and D additions; P V as many. Together 4 L S D operations. The
+# inputs and the output are only 4 L D numbers. Between them is the matrix of L x S scores.
 #
-# **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = 4096?
+# **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096? (`...` stands for "open":
+# replace it. `hint("00.1")` gives a hint, `solution("00.1")` a solution; import them from `numflash.course`.)
 
 # %% tags=["exercise"]
 mebibytes = ...
-check("MiB of scores at L = 4096", mebibytes, np.empty((4096, 4096), np.float32).nbytes / 2**20)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-mebibytes = 4096 * 4096 * 4 / 2**20
-check("MiB of scores at L = 4096", mebibytes, np.empty((4096, 4096), np.float32).nbytes / 2**20)
+check("00.1", mebibytes)
 
 # %% [markdown]
-# ## Counting
+# ## Near memory and far memory
 #
-# The definition as a Numba kernel is `ladder_float.naive`, rung 1 of our ladder: three loops over rows, one for each line above.
-# `trace` runs its very source in the interpreter, on arrays that count. The cache of the model is small, as our arrays are: 4 KiB
-# against 6 KiB of keys. (Real sizes have the same ratio, a thousand times larger.)
+# A processor does not compute on memory directly. Between the two are **caches**: small, fast memories that keep what was used last.
+# Data moves between memory and cache in pieces of 64 bytes, a **cache line**. When a number is needed whose line is not in the cache,
+# the line must come from memory, and another line has to leave. So the same program can be fast or slow, depending on the *order* in
+# which it touches its data.
+#
+# Let us count that. `ladder_float.naive` is the definition as a compiled kernel, one loop for each line above. It is the first **rung**
+# of a ladder: the course climbs from it to a fast kernel, one change per rung.
+
+# %%
+print(inspect.getsource(ladder_float.naive.py_func))
+
+# %% [markdown]
+# (`exp2(x)` is 2**x, which processors compute more easily than e**x. The scores are multiplied by log2(e) beforehand, and
+# 2**(x log2(e)) is e**x.)
+#
+# `trace` runs this very source in the interpreter, on arrays that count every access, with a model of a cache. Our arrays are small, so
+# the model's cache is small too: 4 KiB, while K alone has 6 KiB. Real sizes have the same ratio, a thousand times larger.
 
 # %%
 length, d = query.shape
-scale = np.float32(np.log2(np.e) / np.sqrt(d))             # weights are powers of two: 2**(x log2(e)) is e**x
+scale = np.float32(np.log2(np.e) / np.sqrt(d))
 out, scores = np.empty_like(query), np.empty((length, length), np.float32)
 naive = trace(ladder_float.naive, query, key, value, scale, scores, out, cache=4096)
 print(naive)
 assert np.abs(out - exact).max() < 1e-6
 
 # %% [markdown]
-# Each row reads every key; by the time the next row starts, the first keys have left the cache. So K and V come from memory once
-# *per row*: 96 times. The matrix of scores does not fit either: it is written, read back, and written again.
+# Each row reads every key. When the next row starts, the first keys have left the cache again. So K and V come from memory once *per
+# row*: 96 times. The matrix of scores (`s`) does not fit either: it is written, read back, and written again.
 #
-# The second rung, `online`, has no matrix (chapter 01 shows how). The third, `tiled`, also lets 16 query rows share each
-# block of 16 keys while it is in the cache.
+# ## The tiled loop
+#
+# Now the third rung, `tiled`. It computes the same thing in another order: 16 query rows together, against 16 keys at a time. Such a
+# piece of work is a **tile**. (The second rung, `online`, is chapter 01.)
+
+# %%
+drawings.sweep()
+
+# %%
+print(inspect.getsource(ladder_float.make_tiled))
+print(inspect.getsource(ladder_float.softmax_row))
+
+# %% [markdown]
+# Line by line:
+#
+# * `for row in range(0, L, block_q)`: take the next `block_q` query rows. `q_tile` and `o_tile` are views of these rows.
+# * `m[i], l[i] = -inf, 0` and `o_tile = 0`: for each row, the largest score so far, the sum of its weights so far, and the weighted sum of
+#   values so far. Nothing has been seen yet.
+# * `for c in range(0, S, block_k)`: take the next `block_k` keys and values. *These* are what comes from memory.
+# * First inner loop: the scores of the tile, `block_q x block_k` dot products, into the small array `s`. Every key that came serves all
+#   `block_q` rows.
+# * Second inner loop: `softmax_row` turns the scores of a row into weights, relative to the largest score *so far*. If that has grown,
+#   what was summed before is multiplied by `shrink` first. Why this is right is the subject of chapter 01.
+# * Third inner loop: add weight times value to the outputs.
+# * After the last key, divide each output row by its sum of weights.
+#
+# There is no L x S matrix any more: `s` has the size of one tile and is used again for every tile. A block of K and V is used by all rows
+# of the tile while it is in the cache. This is FlashAttention (Dao et al., 2022).
 
 # %%
 online = trace(ladder_float.online, query, key, value, scale, out, cache=4096)
@@ -77,52 +150,26 @@ tiled = trace(ladder_float.make_tiled(block, block), query, key, value, scale, *
 assert np.abs(out - exact).max() < 1e-6
 
 runs = {"naive": naive, "online": online, "tiled": tiled}
-table(["kernel", "loads", "stores", "K from memory", "S moved", "all bytes moved"],
-      [[name, r.total.loads, r.total.stores, r.arrays["k"].misses * r.line, r.bytes_of("s"), r.moved] for name, r in runs.items()])
+table(["kernel", "loads", "stores", "K and V from memory", "scores moved", "all bytes moved"],
+      [[name, r.total.loads, r.total.stores, (r.arrays["k"].misses + r.arrays["v"].misses) * r.line, r.bytes_of("s"), r.moved]
+       for name, r in runs.items()])
 
 # %% [markdown]
-# All three load and store about as many elements: the arithmetic is the same. What differs is how many come from far away. Online
-# softmax by itself saves the matrix (184 kB), and nothing of K and V; sharing blocks saves the rest.
+# All three load and store about as many elements, because the arithmetic is the same. What differs is how many come from far away.
+# `online` saves the matrix and nothing of K and V. `tiled` saves most of K and V too. It still moves some scores, since the tile of Q, K,
+# V, S and O together (5 KiB) is a little larger than our 4 KiB cache; chapter 02 is about choosing it.
 #
-# **Exercise 2.** With tiles of `block_q` rows, each tile reads all of K and V once. Write the bytes of K and V that come from
-# memory, for float32. The traces are the judge: with one row per tile, and with 16.
+# **Exercise 2.** With tiles of `block_q` rows, each tile reads all of K and V once. Write the bytes of K and V that come from memory, for
+# float32 and L = S. The traces above are the judge: with one row per tile (`online`), and with 16 (`tiled`).
 
 # %% tags=["exercise"]
 def bytes_of_k_and_v(length, d, block_q):
     return ...
 
 
-def traced(length, d, block_q):
-    report = online if block_q == 1 else tiled
-    return (report.arrays["k"].misses + report.arrays["v"].misses) * report.line
-
-
-check("K and V from memory", bytes_of_k_and_v, traced, (96, 16, 1), (96, 16, 16))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def bytes_of_k_and_v(length, d, block_q):
-    tiles = length // block_q
-    return tiles * 2 * length * d * 4
-
-
-check("K and V from memory", bytes_of_k_and_v, traced, (96, 16, 1), (96, 16, 16))
+check("00.2", bytes_of_k_and_v, online, tiled)
 
 # %% [markdown]
-# ## "Each score is used 128 times"
-#
-# The A64FX [document](../docs/sources.md) *Fused FlashAttention V2* credits fusion with reusing each element of S D = 128
-# times, against once in the
-# unfused code. Count it in the unfused kernel: the last pass loads each weight once and multiplies a whole row of V with it.
-
-# %%
-loads_per_score = naive.arrays["s"].loads / length**2      # maximum; weight; sum; quotient; P.V
-products_in_pv = naive.arrays["v"].loads / length**2       # each load of v is one product with a weight
-print(f"a score is loaded {loads_per_score:.0f} times in all, once of them in P.V, where it meets {products_in_pv:.0f} values")
-assert (loads_per_score, products_in_pv) == (5, d)
-
-# %% [markdown]
-# The reuse is the same, D, in both. What fusion removes is the way to memory and back, in the column "S moved" above.
-#
 # ## The picture
 #
 # Each dot is a line of K that comes from memory, in the same stretch of time. Naive: a sweep through all of K for every row.
@@ -142,10 +189,12 @@ axes[2].set_title("between cache and memory")
 bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": once / 1e3}, "kB moved", digits=0)
 
 # %% [markdown]
-# ## The ceiling
+# ## When memory decides, and when it does not
 #
-# No order of work moves less than Q, K, V and O once each. What that means in time on this machine: the least time by memory
-# (bytes over the measured read bandwidth) and by arithmetic (operations over the measured float32 peak), for one core.
+# No order of work moves less than Q, K, V and O once each. Two times bound a kernel from below: the bytes that it moves divided by what
+# the memory delivers per second, and its operations divided by what the processor computes per second. The larger one is the limit. The
+# naive kernel moves its score matrix about five times; a fused one does not move it at all. For one core of this machine with measured
+# figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number):
 
 # %%
 peak = roof()
@@ -154,26 +203,32 @@ trips = naive.bytes_of("s") / scores.nbytes
 print(f"the matrix of scores goes {trips:.0f} times between cache and memory")
 rows = []
 for n, head_dim in ((512, 64), (4096, 64), (4096, 128)):
-    work, matrix, least = 4 * n * n * head_dim, trips * 4 * n * n, 4 * 4 * n * head_dim
-    rows.append([f"L={n} D={head_dim}", 1e3 * work / peak.float32, 1e3 * matrix / peak.read, 1e3 * least / peak.read])
-table(["size", "arithmetic, ms", "naive scores through memory, ms", "Q, K, V, O once, ms"], rows)
+    work, matrix, least = 4 * n * n * head_dim, trips * n * n, 4 * n * head_dim
+    rows.append([f"L={n} D={head_dim}", 1e3 * work / peak.float32, 1e3 * 4 * matrix / peak.read, 1e3 * 4 * least / peak.read,
+                 1e6 * work / 989e12, 1e6 * 2 * matrix / 3.35e12])
+table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, ms", "H100: arithmetic, us", "H100: scores, us"], rows)
 
 # %% [markdown]
-# Five trips of the matrix cost time of the same order as the arithmetic itself; the inputs cost next to nothing. Attention is
-# limited by arithmetic *if* the scores stay in the cache. That is what FlashAttention is about.
+# On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
+# that is why FlashAttention was invented. On this one core the two are of the same order: arithmetic is slow enough that memory nearly
+# keeps up, and large caches catch part of the traffic (the 1 MiB of scores at L = 512 never leave the second-level cache here). So on a
+# CPU core tiling alone brings little; chapter 02 measures it. What it brings is the freedom to make the arithmetic itself fast (chapters
+# 05 to 07): then memory would be the limit again.
 #
-# **Exercise 3.** Which of the two limits fused attention at L = 4096, D = 64 on this machine: "memory" or "arithmetic"?
+# **Exercise 3.** Which of the two limits *fused* attention at L = 4096, D = 64 on this machine: "memory" or "arithmetic"? Look at the
+# columns "arithmetic" and "Q, K, V, O once".
 
 # %% tags=["exercise"]
 answer = ...
-check("what limits fused attention", answer, "arithmetic" if rows[1][1] > rows[1][3] else "memory")
+check("00.3", answer, rows)
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
-answer = "arithmetic"
-check("what limits fused attention", answer, "arithmetic" if rows[1][1] > rows[1][3] else "memory")
+# %% [markdown]
+# You have now seen the whole idea: the same sums, in an order that keeps what is needed near. Next, chapter 01: why the running maximum
+# works, written by you.
 
 # %%
 for name in ("naive", "online", "tiled"):                  # the same kernels, compiled
     assert np.abs(ladder.prepare(name, query, key, value)() - exact).max() < 1e-6
 assert naive.moved > online.moved > 3 * tiled.moved > 3 * once
 assert naive.arrays["k"].misses == length * tiled.arrays["k"].misses // (length // block)
+assert answer_of("00.2")(length, d, block) == (tiled.arrays["k"].misses + tiled.arrays["v"].misses) * tiled.line

@@ -1,27 +1,50 @@
 # %% [markdown]
-# # 01. Online softmax by hand, tile by tile
+# # 01. Online softmax, and tiled attention written by you
 #
-# After this chapter you can compute softmax over keys that arrive piece by piece, explain what the running state (m, l, O) means,
-# merge two partial results, and follow the integer kernel of this package through its key blocks.
+# After this chapter you can
+#
+# * compute softmax over scores that arrive one by one or block by block, without a second pass,
+# * say what the running state (m, l, O) means, and merge two of them,
+# * write tiled attention in NumPy: the algorithm of FlashAttention.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** Softmax needs no second pass: keep a maximum and a sum, and shrink them when the maximum grows.
+# >
+# > **Where you are:** CPU path, stop 2 of 7: [00](00_memory.ipynb) → **01** → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# >
+# > **Time:** 20 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
+# >
+# > **Terms:** [online softmax](../docs/glossary.md#online-softmax), [running state](../docs/glossary.md#running-state), [octave](../docs/glossary.md#octave), [tile](../docs/glossary.md#tile).
+# >
+# > **Papers:** [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867), [FlashAttention](https://arxiv.org/abs/2205.14135).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import numpy as np
 
 import numflash
-from numflash.course.lessons import check, figure, table
+from numflash.course import answer_of, check, drawings, figure, table
 from numflash.cpu.study import ladder
-from numflash.options import Options
-from numflash.quantization import quantize_problem
-from numflash.reference import integer_model, integer_steps
-from numflash.validation import describe
 
 # %% [markdown]
 # ## One number at a time
 #
-# Softmax needs the maximum before the first `exp`, it seems, and so a pass over all scores of its own. It does not: keep the
-# maximum *so far*, m, and the sum of weights relative to it, l. When a larger score comes, everything summed so far was too
-# large by the same factor 2**(m_old - m_new): shrink it, and go on (Milakov and Gimelshein, 2018). We use powers of two
-# throughout: 2**x is what the machine is good at.
+# Softmax needs the maximum of a row before its first `exp`. So it seems to need a pass over all scores for the maximum, before the pass
+# that adds up the weights. It does not (Milakov and Gimelshein, 2018). Keep two numbers while the scores arrive:
+#
+# * **m**, the largest score *so far*,
+# * **l**, the sum of the weights so far, *relative to m*: the sum of 2**(score - m).
+#
+# When a larger score comes, m grows. Every weight that was added before was relative to the old m, so each of them is too large, all by
+# the same factor: 2**(m_old - m_new), which is less than 1. Multiply l by this factor (it *shrinks*), and everything is relative to the
+# new m. No weight has to be computed again, because all of them change by one common factor, and that can be taken out of the sum.
+#
+# We use powers of two instead of e throughout (chapter 00 said why). A distance of 1 between two scores is then a factor of two between
+# their weights; it is called an **octave**.
 
 # %%
 scores = [1.0, 3.0, 2.0, 6.0, 5.0, 6.0]
@@ -36,29 +59,22 @@ table(["score", "m", "shrink", "l"], rows)
 assert l == sum(2.0 ** (s - max(scores)) for s in scores)
 
 # %% [markdown]
-# The output works like l, as a weighted sum of values: O shrinks by the same factor. At the end, O / l is the answer.
+# The same, step by step. The dashed line is m. When it rises, all blue weights shrink together.
+
+# %%
+drawings.online_softmax(scores)
+
+# %% [markdown]
+# ## With values, and a block at a time
 #
-# **Exercise 1.** Write one step for a whole block: scores `s` (n,) and values `v` (n, d) meet the state (m, l, o). Return the
-# new state.
-
-# %% tags=["model"] jupyter={"source_hidden": true}
-def state_of(s, v):
-    """The state after seeing scores s and values v at once, by the definition."""
-    m = s.max()
-    p = 2.0 ** (s - m)
-    return m, p.sum(), p @ v
-
-
-def all_at_once(state, s, v):
-    m_before, l_before, o_before = state
-    top = max(m_before, s.max())
-    old, p = 2.0 ** (m_before - top), 2.0 ** (s - top)
-    return top, l_before * old + p.sum(), o_before * old + p @ v
-
-
-rng = np.random.default_rng(0)
-first, second = ((rng.normal(0, 3, 8), rng.normal(size=(8, 2))) for _ in range(2))
-nothing = (-np.inf, 0.0, np.zeros(2))
+# The output is a weighted sum of values, so it works like l: keep **o**, the sum of weight times value so far, relative to m. When m
+# grows, o shrinks by the same factor. At the end, o / l is the row of the output. The state of a row is therefore (m, l, o), and its size
+# does not depend on how many keys it has seen.
+#
+# A kernel takes a *block* of scores at a time: one maximum of the block, one shrink, then the weights of the whole block.
+#
+# **Exercise 1.** Write one step: the scores `s` (n,) and values `v` (n, d) of a block meet the state (m, l, o). Return the new state as a
+# tuple. The first state is (-inf, 0, zeros).
 
 # %% tags=["exercise"]
 def step(state, s, v):
@@ -66,128 +82,118 @@ def step(state, s, v):
     return ...
 
 
-check("one step", step, all_at_once, (nothing, *first), (state_of(*first), *second))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def step(state, s, v):
-    m, l, o = state
-    m_new = max(m, s.max())
-    shrink, p = 2.0 ** (m - m_new), 2.0 ** (s - m_new)
-    return m_new, l * shrink + p.sum(), o * shrink + p @ v
-
-
-check("one step", step, all_at_once, (nothing, *first), (state_of(*first), *second))
+check("01.1", step)
 
 # %% [markdown]
 # ## Order does not matter
 #
-# A state stands for a set of keys, however it came about. Two states of disjoint sets merge by the same rule: this one line is
-# behind split-KV decoding (chapter 10), ring attention (chapter 21) and the tiles of this one.
+# A state belongs to a set of keys, whichever way they came. Two states of different keys merge by the same rule: bring both to the larger
+# m, then add. This is behind split-KV decoding (chapter 10) and ring attention (chapter 21).
+#
+# **Exercise 2.** Write `merge` of two states (m, l, o).
 
-# %%
+# %% tags=["exercise"]
 def merge(a, b):
-    m = max(a[0], b[0])
-    return m, *(x * 2.0 ** (a[0] - m) + y * 2.0 ** (b[0] - m) for x, y in zip(a[1:], b[1:], strict=True))
+    return ...
 
 
-both = state_of(np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]]))
-for merged in (merge(state_of(*first), state_of(*second)), merge(state_of(*second), state_of(*first))):
-    assert all(np.allclose(x, y) for x, y in zip(merged, both, strict=True))
-
-# %% [markdown]
-# ## The integer kernel, block by block
-#
-# `reference.integer_steps` is the definition of this package's `precision="int8"`, as a generator: one key block a step,
-# everything the kernels hold. Two things differ from above. Scores are fixed-point numbers in units of log2, Q8.8: 256 is one
-# octave. And m is a *whole* octave, the maximum rounded up, so that every shrink is an exact power of two: no rounding enters
-# through rescaling.
+check("01.2", merge)
 
 # %%
-length, d = 512, 64
-query, key, value = (rng.standard_normal((1, 1, length, d), np.float32) for _ in range(3))
-key[0, 0, 300:310] += 0.5 * query[0, 0, 7]                 # ten keys that row 7 will find interesting
-problem = quantize_problem(describe(query, key, value, Options(), "int8"))
-steps = list(integer_steps(problem, 0, 0))
-row = 7
-table(["keys", "largest score, octaves", "block's octave", "m", "weights: largest, sum", "l"],
-      [[f"{s.first}..{s.stop - 1}", float(s.t[row].max() / 256), int(s.octave[row]), int(s.m[row]),
-        f"{s.p[row].max()}, {s.p[row].sum()}", float(s.l[row])] for s in steps])
+rng = np.random.default_rng(0)
+t, values = rng.normal(0, 3, 12), rng.normal(size=(12, 2))
+begin, take, together = (-np.inf, 0.0, np.zeros(2)), answer_of("01.1"), answer_of("01.2")
+whole = take(begin, t, values)
+parts = [take(begin, t[i:i + 4], values[i:i + 4]) for i in (0, 4, 8)]
+for order in ((0, 1, 2), (2, 0, 1)):
+    state = begin
+    for i in order:
+        state = together(state, parts[i])
+    assert all(np.allclose(x, y) for x, y in zip(state, whole, strict=True))
+print("three parts of four keys, merged in two orders: the state of all twelve")
 
 # %% [markdown]
-# The third block holds the interesting keys: its octave is higher, m grows, and the l of the first two blocks shrinks to
-# almost nothing. Weights are bytes: 255 stands for 1.0 at the block's *own* octave, so that a block of small weights keeps
-# all its bits and enters the running sums with a factor 2**(octave - m).
+# ## Tiled attention, by you
 #
-# **Exercise 2.** In the table, what factor did l of the first two blocks shrink by when the third came?
+# Now put it together. Chapter 00 printed the loop as a kernel of single numbers; in NumPy a tile is a small matrix and each step is one
+# line for all its rows:
+#
+# 1. take `block_q` rows of Q; m is a vector of -inf, l of zeros, o a matrix of zeros,
+# 2. for each block of `block_k` keys: the scores of the tile (`q_tile @ k_tile.T * scale`),
+# 3. the new m of each row (the maximum of the old one and the block's), the shrink factors, the weights 2**(s - m),
+# 4. l and o shrink, then gain the sums of this block,
+# 5. after the last block, write o / l.
+#
+# **Exercise 3.** Write it. `scale` already contains log2(e) / sqrt(D), so weights are powers of two. The last tile of rows and the last
+# block of keys may be smaller than the others: slices do that by themselves. The check tries several sizes, very large scores (a kernel
+# that does not subtract the maximum overflows), and looks at the largest array that you multiply: it must be a tile.
 
 # %% tags=["exercise"]
-factor = ...
-check("the shrink at the third block", factor, 2.0 ** (int(steps[1].m[row]) - int(steps[2].m[row])))
+def tiled_attention(q, k, v, scale, block_q, block_k):
+    # your two loops
+    return ...
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
-factor = 1 / 2 ** (int(steps[2].m[row]) - int(steps[1].m[row]))
-check("the shrink at the third block", factor, 2.0 ** (int(steps[1].m[row]) - int(steps[2].m[row])))
+
+check("01.3", tiled_attention)
 
 # %% [markdown]
-# **Exercise 3.** Every block and row rounds m up to a whole octave. By what factor, at most, does that make the largest
-# weight of a block smaller than 255?
-
-# %% tags=["model"] jupyter={"source_hidden": true}
-largest = np.array([s.p.max(1) for s in steps])
+# That was FlashAttention. What a fast kernel adds is *how* each of the five steps is computed: registers instead of arrays (chapter 06),
+# and all steps of a tile in one loop over compiled code (chapter 07). The order stays the one that you wrote.
+#
+# **Exercise 4.** Why is o divided by l only once, at the end, and not in every block? How many divisions does a row of D channels take
+# with `n` key blocks, if it is divided at the end, and if it is divided (and multiplied back) in every block? Give the first two numbers
+# for D = 128 and 32 blocks, as a tuple of divisions: (at the end, in every block).
 
 # %% tags=["exercise"]
-answer = ...
-check("the largest weight is smaller by at most", answer, round(255 / largest.min()))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-answer = 2                                                 # a score just above an octave is rounded up by almost one octave
-check("the largest weight is smaller by at most", answer, round(255 / largest.min()))
-
-# %%
-print(f"largest weight of a row and block: {largest.min()} to {largest.max()}")
-assert largest.min() >= 127
+answer = ..., ...                                          # (at the end, in every block)
+check("01.4", answer)
 
 # %% [markdown]
 # ## The picture
 #
-# Left: the row's scores as they arrive, and the staircase m above them, always a whole octave. Right: how much of the final
-# sum each key holds, and the state l relative to its end.
+# One row of real attention. Left: its scores as they arrive, and the staircase m above them, block by block. Right: how the weighted sum
+# of all keys grows, and l after each block relative to its end. Ten keys that fit the query well arrive in the third block; what was summed
+# before nearly vanishes.
 
 # %%
+length, d, block = 512, 64, 128
+query, key, value = (rng.standard_normal((length, d)) for _ in range(3))
+key[300:310] += 0.5 * query[7]                             # ten keys that row 7 will find interesting
+t = key @ query[7] * np.log2(np.e) / np.sqrt(d)
+state, stairs = (-np.inf, 0.0, np.zeros(d)), []
+for first in range(0, length, block):
+    state = take(state, t[first:first + block], value[first:first + block])
+    stairs.append((first, state[0], state[1]))
 fig, axes = figure(2, width=11, height=3.6)
-t = np.concatenate([s.t[row] for s in steps]) / 256
-axes[0].plot(t, linestyle="", marker=".", markersize=3, color="#0072B2", label="score of a key, log2")
-for n, s in enumerate(steps):
-    axes[0].plot([s.first, s.stop], [s.octave[row]] * 2, color="#D55E00", linestyle="--", marker="", linewidth=2,
-                 label="the block's own octave" if not n else None)
-    axes[0].plot([s.first, s.stop], [s.m[row]] * 2, color="black", linestyle="-", marker="", label="running m" if not n else None)
-axes[0].set(xlabel="key", ylabel="octaves", title=f"row {row}: four key blocks of 128", ylim=(t.min() - 0.5, t.max() + 3))
+axes[0].plot(t, linestyle="", marker=".", markersize=3, color="#0072B2", label="score of a key, octaves")
+for n, (first, m, _) in enumerate(stairs):
+    axes[0].plot([first, first + block], [m, m], color="black", linestyle="-", marker="", label="m" if not n else None)
+axes[0].set(xlabel="key", ylabel="octaves", title="row 7: four key blocks of 128", ylim=(t.min() - 0.5, t.max() + 3))
 axes[0].legend(loc="upper left", fontsize=8)
-weights = np.concatenate([s.p[row] * 2.0 ** (int(s.octave[row]) - int(steps[-1].m[row])) for s in steps])
+weights = 2.0 ** (t - t.max())
 axes[1].plot(np.cumsum(weights) / weights.sum(), color="#0072B2", linestyle="-", marker="", label="share of the final sum")
-axes[1].plot([s.stop - 1 for s in steps], [s.l[row] * 2.0 ** (int(s.m[row]) - int(steps[-1].m[row])) / steps[-1].l[row]
-                                           for s in steps], color="black", linestyle="", marker="s", label="l after each block")
+axes[1].plot([first + block - 1 for first, _, _ in stairs], [l * 2.0 ** (m - state[0]) / state[1] for _, m, l in stairs],
+             color="black", linestyle="", marker="s", label="l after each block")
 axes[1].set(xlabel="key", ylabel="share", title="ten keys hold most of the weight")
 _ = axes[1].legend(loc="upper left", fontsize=8)
 
 # %% [markdown]
-# ## The ceiling
+# ## How exact is it?
 #
-# What is right here is not a speed but an error: float64 is the ceiling of accuracy. The float kernel of rung 2 reaches it to
-# rounding; the integer pipeline loses what its bytes cost, and its kernels lose nothing more: their bits are those of the model.
+# Shrinking is a multiplication, so it rounds, once per block and number. Against float64, the one-pass kernel of the ladder and a
+# two-pass softmax in float32 have errors of the same size: the single pass costs nothing.
 
 # %%
-exact = numflash.attention(query, key, value, impl="reference")[0, 0]
-q, k, v = (x[0, 0] for x in (query, key, value))
-found = {"rung 2, float32": ladder.prepare("online", q, k, v)(), "the integer model": integer_model(problem)[0][0, 0]}
-last = steps[-1]
-found["the steps above"] = last.o / last.l[:, None] * problem.value.scale[0, 0]
-found["the shipped kernel, int8"] = numflash.attention(query, key, value, precision="int8")[0, 0]
-table(["kernel", "relative L1 error"], [[name, float(np.abs(x - exact).sum() / np.abs(exact).sum())] for name, x in found.items()])
+q, k, v = (x.astype(np.float32) for x in (query, key, value))
+exact = numflash.attention(q, k, v, impl="reference")
+s = (q @ k.T) * np.float32(d**-0.5)
+p = np.exp(s - s.max(1, keepdims=True))
+found = {"two passes (NumPy)": p @ v / p.sum(1, keepdims=True), "one pass, key by key (rung online)": ladder.prepare("online", q, k, v)(),
+         "one pass, tiles (rung tiled)": ladder.prepare("tiled", q, k, v)()}
+error = {name: float(np.abs(x - exact).sum() / np.abs(exact).sum()) for name, x in found.items()}
+table(["float32 kernel", "relative L1 error"], list(error.items()))
 
 # %%
-error = {name: np.abs(x - exact).sum() / np.abs(exact).sum() for name, x in found.items()}
-assert error["rung 2, float32"] < 2e-6
-assert error["the integer model"] < 0.02
-assert np.array_equal(found["the integer model"], found["the shipped kernel, int8"])
-assert steps[2].m[row] > steps[1].m[row] and (np.diff([s.m for s in steps], axis=0) >= 0).all()
+assert max(error.values()) < 2e-6
+assert np.allclose(state[2] / state[1], exact[7], atol=1e-5)
+assert stairs[2][1] > stairs[1][1]

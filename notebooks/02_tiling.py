@@ -4,10 +4,26 @@
 # After this chapter you can add up the working set of a tile, tell from it what a cache of a given size will do, and draw the
 # roofline of your machine with measured peaks and put kernels on it.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** Add up what the inner loop touches: the largest tile that fits the cache is the best one.
+# >
+# > **Where you are:** CPU path, stop 3 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → **02** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
+# >
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
+# >
+# > **Terms:** [working set](../docs/glossary.md#working-set), [cache line](../docs/glossary.md#cache-line), [roofline](../docs/glossary.md#roofline), [tile](../docs/glossary.md#tile).
+# >
+# > **Papers:** [Roofline](https://doi.org/10.1145/1498765.1498785).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import numpy as np
 
-from numflash.course.lessons import check, figure, roof, rounds, table
+from numflash.course import check, drawings, figure, roof, rounds, table
 from numflash.course.tracer import trace
 from numflash.cpu.study import ladder, ladder_float
 from numflash.tiling import TILINGS, Caches
@@ -23,25 +39,22 @@ print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"li
 # are data in this package, and add themselves up.
 
 # %%
-document = TILINGS["a64fx-fused-48x64"]
-print(document.source)
-print(document.explain(128, caches=Caches(64 * 1024, 0, 0, 256, "A64FX")))
+example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys, on Fugaku's processor
+parts = example.explain(128).splitlines()
+print("\n".join(line for line in parts if " B = " in line))
 
 # %% [markdown]
-# The [document](../docs/sources.md) lists the same arrays and writes "Total: 46 KB (fits in 64 KB L1D)".
+# (The sum is yours.)
 #
 # **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
 
 # %% tags=["exercise"]
 kibibytes = ...
-check("KiB of the document's tile", kibibytes, sum(document.working_set(128).values()) / 1024)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-kibibytes = 6 + 8 + 8 + 24 + 12 + 48 * 4 * 4 / 1024
-check("KiB of the document's tile", kibibytes, sum(document.working_set(128).values()) / 1024)
+check("02.1", kibibytes)
 
 # %% [markdown]
-# 46 is Q + K + V + O: scores and state were forgotten. It still fits, with 8 % to spare, in a cache of only four ways.
+# It fits the 64 KiB of that processor's first-level cache, with 8 % to spare. It is easy to forget the scores and the state: Q, K, V
+# and O alone are 46 KiB.
 #
 # What our own tile takes here:
 
@@ -90,25 +103,18 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
 # **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set with `block_k` keys fits in a cache of
 # `cache` bytes.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def model(block_k, d, cache):
-    fits = [q for q in range(6, 10000, 6) if working_set(q, block_k, d) <= cache]
-    return max(fits)
-
 # %% tags=["exercise"]
 def largest_block_q(block_k, d, cache):
     return ...
 
 
-check("the largest tile that fits", largest_block_q, model, (64, 128, 131072), (64, 64, 49152), (128, 64, 262144))
+check("02.2", largest_block_q)
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def largest_block_q(block_k, d, cache):
-    fixed, per_row = 4 * 2 * block_k * d, 4 * (2 * d + block_k + 2)
-    return (cache - fixed) // per_row // 6 * 6
+# %% [markdown]
+# Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache.
 
-
-check("the largest tile that fits", largest_block_q, model, (64, 128, 131072), (64, 64, 49152), (128, 64, 262144))
+# %%
+drawings.tile_against_cache(64, 64, caches.l1, (6, 12, 24, 48, 96, 192))
 
 # %% [markdown]
 # ## The clock's opinion
@@ -148,11 +154,7 @@ print(peak)
 
 # %% tags=["exercise"]
 ridge = ...
-check("operations per byte where the roofs meet", ridge, peak.float32 / peak.read)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-ridge = peak.float32 / peak.read
-check("operations per byte where the roofs meet", ridge, peak.float32 / peak.read)
+check("02.3", ridge, peak)
 
 # %% [markdown]
 # Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per
@@ -195,7 +197,7 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # it adds to. That is the subject of chapters 05 and 06, and the fused integer kernel up there is where they lead.
 
 # %%
-assert sum(document.working_set(128).values()) == 58.75 * 1024
+assert sum(example.working_set(128).values()) == 58.75 * 1024
 assert swept[24, 16][-1] < swept[8, 8][-1] < swept[1, 1][-1]                # large cache: the large tile moves least
 assert swept[24, 16][0] > swept[8, 8][0]                                    # small cache: it does not fit, and moves more
 assert all(error < 1e-4 for name, (_, error) in climbed.items() if name != "fused")

@@ -11,13 +11,29 @@
 #
 # The activations are those of a sentence encoder, all-MiniLM-L6-v2: layer 2, 12 heads, 512 tokens, D = 32.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** An 8-bit number costs half a step of error, and the largest entry sets the step.
+# >
+# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# >
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb).
+# >
+# > **Terms:** [quantisation](../docs/glossary.md#quantisation), [scale](../docs/glossary.md#scale), [smoothing](../docs/glossary.md#smoothing), [attention sink](../docs/glossary.md#attention-sink).
+# >
+# > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import numpy as np
 
 import numflash
 from numflash import fixedpoint as fx
 from numflash import reference, validation
-from numflash.course.lessons import bars, check, figure, roof, table
+from numflash.course import answer_of, bars, check, figure, roof, table
 from numflash.data import minilm
 
 query, key, value = (x.astype(np.float32)[None] for x in minilm())
@@ -59,24 +75,11 @@ def quantise(x):
     return ...
 
 
-def quantise_model(x):
-    scale = np.float32(np.abs(x).max() / 127)
-    return np.rint(x / scale).astype(np.int8), scale
-
-
-row = query[0, 0, 0]
-check("quantise", quantise, quantise_model, (row,), (np.float32([1, -2, 0.1]),))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def quantise(x):
-    scale = np.abs(x).max() / 127
-    return np.round(x / scale).astype(np.int8), np.float32(scale)
-
-
-check("quantise", quantise, quantise_model, (row,), (np.float32([1, -2, 0.1]),))
+check("03.1", quantise)
 
 # %%
-stored, step = quantise_model(row)
+row = query[0, 0, 0]
+stored, step = answer_of("03.1")(row)
 print("x     ", np.round(row[:8], 3))
 print("stored", stored[:8], f"scale {step:.5f}")
 print("back  ", np.round(stored[:8] * step, 3))
@@ -113,11 +116,7 @@ table(("a scale per", "query", "key", "value"),
 
 # %% tags=["exercise"]
 answer = ...
-check("the scale of V", answer, "channel")
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-answer = "channel"                                         # c is not summed over; j, the row, is
-check("the scale of V", answer, "channel")
+check("03.2", answer)
 
 # %%
 q, k, v = numflash.quantize_qkv(query, key, value)         # what precision="int8" makes: query and key per row, value per channel
@@ -141,19 +140,7 @@ def shift_of_scores(q, m):
     return ...
 
 
-def shift_model(q, m):
-    return (q @ m) / np.sqrt(q.shape[1])
-
-
-mean = key[0, 3].mean(0)
-check("shift of the scores of each row", shift_of_scores, shift_model, (query[0, 3], mean), within=1e-4)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def shift_of_scores(q, m):
-    return q @ m * q.shape[1] ** -0.5
-
-
-check("shift of the scores of each row", shift_of_scores, shift_model, (query[0, 3], mean), within=1e-4)
+check("03.3", shift_of_scores)
 
 # %% [markdown]
 # Softmax divides by the sum, so what all keys have in common cancels; only the log-sum-exp must get it back. In float64:
@@ -212,7 +199,8 @@ assert error["kernel, pv int8"] >= floor
 
 # %% [markdown]
 # Errors of different sources add up like the sides of right-angled triangles, so what is missing to the whole tells what the
-# rest costs, which is nearly all rounding P to 8 bits:
+# rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
+# floor counts V rounded to 8 bits as well. Its own floor is Q and K rounded.)
 
 # %%
 together = np.sqrt(sum(error[f"{x} rounded"] ** 2 for x in "QKV"))
@@ -271,9 +259,7 @@ for name in ("kernel, pv int8", "kernel, pv fp32"):
 # %% [markdown]
 # ## A figure that says nothing
 #
-# The [document](../docs/sources.md) *Fused FlashAttention V2* calls its kernel correct at a "max error < 5.0". Its test
-# data is N(0, 1). Which
-# kernels pass?
+# A kernel is called correct at a "max error < 5.0". Its test data is N(0, 1). Which kernels pass?
 
 # %%
 q2, k2, v2 = (rng.standard_normal((1, 1, 2048, 128)).astype(np.float32) for _ in range(3))

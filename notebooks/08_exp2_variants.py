@@ -15,12 +15,26 @@
 #
 # S is M x Nc (int32 scores), V is Nc x D, O is M x D. M is small (the 4 or 16 rows of a query tile) and D = 64.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** Optional study: what an exponential costs beside a product, on this machine.
+# >
+# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# >
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [04](04_fixed_point.ipynb), [06](06_register_tile.ipynb).
+# >
+# > **Terms:** [fixed point](../docs/glossary.md#fixed-point), [fma](../docs/glossary.md#fma).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import inspect
 
 import numpy as np
 
-from numflash.course.lessons import COLOURS, bars, check, figure, table
+from numflash.course import COLOURS, answer_of, bars, check, figure, table
 from numflash.cpu.study import exp2_benchmark, exp2_values
 from numflash.cpu.study.registers import aligned
 from numflash.machinecode import assembly, codegen
@@ -188,19 +202,7 @@ def fewest_cycles(m, d):
     return ...
 
 
-def fewest_cycles_model(m, d):
-    return m * d / (2 * 16)
-
-
-check("fewest cycles per key", fewest_cycles, fewest_cycles_model, (4, 64), (16, 64), (4, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def fewest_cycles(m, d):
-    fma_per_cycle = 2 * 16
-    return m * d / fma_per_cycle
-
-
-check("fewest cycles per key", fewest_cycles, fewest_cycles_model, (4, 64), (16, 64), (4, 128))
+check("08.1", fewest_cycles)
 
 # %% [markdown]
 # ## A table that does not hold
@@ -218,7 +220,7 @@ for name, (cycles, gflops, percent) in PRINTED.items():
           f"GFLOP/s, and {gflops} GFLOP/s are {512 / gflops * 2:.0f} cycles and {right[name]:.1f} %")
 print(f"cycles wrong by a factor of {np.mean([512 / g * 2 / c for c, g, _ in PRINTED.values()]):.1f} in every line, "
       f"per cent by {np.mean([p / right[n] for n, (_, _, p) in PRINTED.items()]):.2f}")
-assert min(c for c, _, _ in PRINTED.values()) < fewest_cycles_model(4, 64)
+assert min(c for c, _, _ in PRINTED.values()) < answer_of("08.1")(4, 64)
 
 # %% [markdown]
 # 1.9 cycles are fewer than the 8 that the pipes need. The same factor in every line says what the "cycles" were: ticks of a slower
@@ -231,11 +233,7 @@ assert min(c for c, _, _ in PRINTED.values()) < fewest_cycles_model(4, 64)
 
 # %% tags=["exercise"]
 fused_share = ...
-check("per cent of the peak", fused_share, 100 * 28.9 / 128, within=2e-3)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-fused_share = 28.9 / 128 * 100
-check("per cent of the peak", fused_share, 100 * 28.9 / 128, within=2e-3)
+check("08.2", fused_share)
 
 # %% [markdown]
 # "45 % fused against 51 to 58 % in two passes" was 22.6 % against 51 to 58 %.
@@ -325,24 +323,12 @@ def columns_for_share(exp2_cycles, product_cycles, d, share):
     return ...
 
 
-def columns_model(exp2_cycles, product_cycles, d, share):
-    return d * exp2_cycles / (share * product_cycles)
-
-
-check("columns of V", columns_for_share, columns_model, (1.19, 2.5, 64, 0.05), (0.5, 2.0, 128, 0.1))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def columns_for_share(exp2_cycles, product_cycles, d, share):
-    product_per_column = product_cycles / d
-    return exp2_cycles / share / product_per_column
-
-
-check("columns of V", columns_for_share, columns_model, (1.19, 2.5, 64, 0.05), (0.5, 2.0, 128, 0.1))
+check("08.3", columns_for_share)
 
 # %%
 for exp2 in exp2_values.EXP2:
     cycles = pick["exp2", exp2, "register", 4, 64].cycles
-    print(f"{exp2:9s}: 5 % of the product from D = {columns_model(cycles, product, 64, 0.05):.0f} on, on this machine")
+    print(f"{exp2:9s}: 5 % of the product from D = {answer_of('08.3')(cycles, product, 64, 0.05):.0f} on, on this machine")
 
 # %% [markdown]
 # Most heads have 64 or 128 columns. A cheaper exp2 needs smaller numbers: the integer kernels of this package take 32 scores of

@@ -4,11 +4,27 @@
 # After this chapter you can
 #
 # * say what one new token costs, and which ceiling it meets,
-# * divide its keys among workers and put the parts together again, with the division that one of the
-#   [documents](../docs/sources.md) leaves out,
+# * divide its keys among workers and put the parts together again, with the division that a
+#   careless formula leaves out,
 # * choose the number of splits, and say when none is best,
 # * explain the unified maximum of FlashDecoding++, its gain, and the test without which it is wrong,
 # * use the package's `KVCache`, and check it against its definition.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** One new token reads the whole cache once: bytes decide, and the keys are what can be split.
+# >
+# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# >
+# > **Time:** 30 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
+# >
+# > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa).
+# >
+# > **Papers:** [Flash-Decoding](https://pytorch.org/blog/flash-decoding/), [FlashDecoding++](https://arxiv.org/abs/2311.01282).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import inspect
@@ -17,10 +33,11 @@ import numpy as np
 
 import numflash
 from numflash import reference
-from numflash.course.lessons import bars, check, figure, roof, rounds, table
+from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
 from numflash.jit.threads import limit, most
+from numflash.tiling import Caches
 
 rng = np.random.default_rng(0)
 
@@ -39,16 +56,11 @@ def normal(*shape):
 # Qwen 0.5B has 14 query heads and 2 heads of K and V, D = 64.
 #
 # **Exercise 1.** How many megabytes (10^6) of float16 keys and values does one layer hold for 1024 tokens: with its 2 KV heads,
-# and if one stored K and V for all 14 query heads, as the decode document's cache `[batch_heads x max_seq x head_dim]` does?
+# and if one stored K and V for all 14 query heads?
 
 # %% tags=["exercise"]
 answer = ...                                               # (with 2 heads, with 14 heads)
-check("megabytes of a layer's cache", answer, (0.524288, 3.670016))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-per_head = 2 * 1024 * 64 * 2                               # K and V, tokens, channels, bytes
-answer = 2 * per_head / 1e6, 14 * per_head / 1e6
-check("megabytes of a layer's cache", answer, (0.524288, 3.670016))
+check("10.1", answer)
 
 # %%
 heads, kv_heads, d = 14, 2, 64
@@ -72,14 +84,13 @@ assert np.isclose(rows[1][1], 7 * rows[0][1])
 # tile, so that each vector of K is read once and meets all of them.
 #
 # The ceiling of a float32 core here is `roof().float32`; at one operation per byte it would need as many bytes per second. That
-# is why tensor cores change nothing for decode: the document's "4-6x" from 20 to 65 TFLOP/s stands before 320 GB/s, which feed
-# 0.32 TFLOP/s at one operation per byte.
+# is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores, but its 320 GB/s feed
+# only 0.32 TFLOP/s at one operation per byte.
 
 # %%
 print(roof())
 print(f"to keep the float32 units busy at 1 operation per byte: {roof().float32 / 1e9:.0f} GB/s; "
       f"one core reads {roof().read / 1e9:.1f} GB/s from memory")
-assert np.isclose(65 / 20, 3.25) and 320e9 * 1 / 1e12 == 0.32
 
 # %% [markdown]
 # ## The split
@@ -98,17 +109,17 @@ exact = numflash.attention(q[:, None], k, v, impl="reference")[:, 0]
 table(["part of head 0", "maximum m (octaves)", "row sum l"], [[i, float(m[0, i]), float(l[0, i])] for i in range(4)])
 
 # %% [markdown]
-# To add the parts, bring them to one maximum. The decode document reduces them as O = sum of exp(LSE_i - max LSE) * O_i, where
-# O_i is already divided by its own sum and LSE_i = m_i + log l_i. Something is missing:
+# To add the parts, bring them to one maximum. A formula that is often seen is O = sum of exp(LSE_i - max LSE) * O_i, where O_i is
+# already divided by its own sum and LSE_i = m_i + log l_i. Something is missing:
 
 # %%
 lse = m + np.log2(l)                                       # octaves
 share = np.exp2(lse - lse.max(1, keepdims=True))
-document = (share[..., None] * (o / l[..., None])).sum(1)
-print(f"the document's formula is {np.abs(document).sum() / np.abs(exact).sum():.2f} times too large")
-divided = document / share.sum(1, keepdims=True)
+undivided = (share[..., None] * (o / l[..., None])).sum(1)
+print(f"the formula gives {np.abs(undivided).sum() / np.abs(exact).sum():.2f} times too much")
+divided = undivided / share.sum(1, keepdims=True)
 print(f"divided by the sum of the shares, the error is {np.abs(divided - exact).max():.1e}")
-assert np.abs(divided - exact).max() < 1e-6 and np.abs(document).sum() > 2 * np.abs(exact).sum()
+assert np.abs(divided - exact).max() < 1e-6 and np.abs(undivided).sum() > 2 * np.abs(exact).sum()
 
 # %% [markdown]
 # **Exercise 2.** Write `merge` for two parts (o, m, l), with maxima in octaves (powers of two). It returns a part of the same
@@ -119,38 +130,30 @@ def merge(o_a, m_a, l_a, o_b, m_b, l_b):
     return ...
 
 
-def merged(o_a, m_a, l_a, o_b, m_b, l_b):
-    top = max(m_a, m_b)
-    if top == -np.inf:
-        return o_a, m_a, l_a
-    a, b = 2.0 ** (m_a - top), 2.0 ** (m_b - top)
-    return a * o_a + b * o_b, top, a * l_a + b * l_b
+check("10.2", merge)
+
+# %% [markdown]
+# **Exercise 3.** Now the kernel: write `decode` for one query `q` (D,) against keys `k` (S, D) and values `v` (S, Dv), with
+# scores `k @ q` in octaves (weights are 2**score). Cut the keys into `splits` parts, compute (o, m, l) of each part, merge them
+# by exercise 2, and divide once. It must work with more splits than keys.
+
+# %% tags=["exercise"]
+def decode(q, k, v, splits):
+    return ...
 
 
-x, y = np.array([1.0, 2.0]), np.array([3.0, -1.0])
-check("the merged part", merge, merged, (x, 0.0, 1.0, y, 3.0, 2.0), (x, 5.0, 1.5, y, -4.0, 1.0),
-      (x, 2.0, 1.0, 0 * y, -np.inf, 0.0))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def merge(o_a, m_a, l_a, o_b, m_b, l_b):
-    m_new = max(m_a, m_b)
-    grow_a, grow_b = np.exp2(m_a - m_new), np.exp2(m_b - m_new)
-    return o_a * grow_a + o_b * grow_b, m_new, l_a * grow_a + l_b * grow_b
-
-
-check("the merged part", merge, merged, (x, 0.0, 1.0, y, 3.0, 2.0), (x, 5.0, 1.5, y, -4.0, 1.0),
-      (x, 2.0, 1.0, 0 * y, -np.inf, 0.0))
+check("10.3", decode)
 
 # %% [markdown]
 # ## How many?
 #
 # Enough that every worker has something, and that the last round is not half empty; no more, because each part costs a merge.
-# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. The
-# document's case, 14 heads on 80 places of a T4 and 4 blocks of 256 keys, gives its 4 splits. With the group packed there are 2
-# jobs, not 14:
+# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. For
+# 14 heads, each with 4 blocks of 256 keys, on a T4 with 80 places for blocks it gives 4 splits. With the group packed there
+# are 2 jobs, not 14:
 
 # %%
-cases = [("the T4 document: 14 jobs, 80 places, 4 blocks", 14, 4, 80),
+cases = [("a T4: 14 jobs, 80 places, 4 blocks", 14, 4, 80),
          ("group packed: 2 jobs, 80 places, 8 blocks of 128", 2, 8, 80), ("2 jobs, 2 cores, 128 blocks", 2, 128, 2),
          ("1 job, 2 cores, 128 blocks", 1, 128, 2), ("1 job, 64 cores, 128 blocks", 1, 128, 64)]
 table(["case", "splits"], [[name, split_count(*numbers)] for name, *numbers in cases])
@@ -172,8 +175,7 @@ print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, 
 #
 # Why look for a maximum at all? It keeps 2**(s - m) inside the number range. FlashDecoding++ (2023) subtracts one number phi
 # from all scores, fixed beforehand from statistics of the model. No part then waits for a maximum, nothing is rescaled, and
-# parts simply add up. "Online softmax" and "unified max" exclude each other; the decode document draws them in one box, with a
-# reduction by LSE that the unified form does not need.
+# parts simply add up. "Online softmax" and "unified max" exclude each other: a kernel has one or the other.
 #
 # Only it is not always right. A score too far above phi overflows, and if all lie too far below, the sum loses its digits.
 # Every row must be tested, and computed again if it fails:
@@ -241,7 +243,8 @@ print("INT8 decode has the bits of the model:", same)
 # ## The picture, and the ceiling
 #
 # One layer, 8 query heads over 2 KV heads, D = 128, on one core. The ceiling of a token is its bytes divided by what this core
-# reads per second from memory. A cache that fits the processor's own caches may pass it: those are faster. INT8 is a quarter of
+# reads per second from memory. A cache that fits the processor's own caches may pass it, because those are faster. The line
+# printed below says whether the longest one does. INT8 is a quarter of
 # the bytes of float32 (plus 8 bytes of scales for each token and head).
 
 # %%
@@ -258,6 +261,10 @@ with limit(1):
             sizes[dtype].append(cache.nbytes * n / lengths[-1])
 
 # %%
+l3 = Caches.of_this_machine().l3
+for dtype, line in sizes.items():
+    fits = "fits the L3 cache, so it may be faster than the memory's line" if l3 >= line[-1] else "does not fit the L3 cache"
+    print(f"{dtype}: {lengths[-1]} tokens are {line[-1] / 2**20:.0f} MiB, which {fits} ({l3 / 2**20:.0f} MiB)")
 fig, axes = figure(2, width=11, height=3.6, width_ratios=(1.2, 1))
 for dtype, line in curves.items():
     axes[0].loglog(lengths, 1e6 * np.array(line), label=f"decode, {dtype}")

@@ -8,13 +8,29 @@
 # * count the bytes that an access really moves, before you run it,
 # * explain what shared memory saves for attention, and what a forgotten barrier does.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** 32 threads move together, and memory is near (shared) or far (global).
+# >
+# > **Where you are:** GPU path, stop 1 of 6: **13** → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
+# >
+# > **Time:** 25 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
+# >
+# > **Terms:** [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
+# >
+# > **Papers:** [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import linecache
 
 import numpy as np
 from numba import cuda
 
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.cuda import emulate, study
 from numflash.cuda.compile import ARCHITECTURES
 from numflash.cuda.emulator import EmulatorError
@@ -104,26 +120,15 @@ by_stride = {row[0]: row[2] for row in rows}
 #
 # **Exercise 1.** How many sectors does a warp's load move, if lane n reads an item of `size` bytes at address n * stride * size?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def touched(stride, size):
-    return len({(lane * stride * size + byte) // 32 for lane in range(32) for byte in range(size)})
-
 # %% tags=["exercise"]
 def sectors(stride, size):
     return ...
 
 
-check("sectors of a load", sectors, touched, (0, 4), (1, 4), (3, 4), (8, 4), (1, 2), (64, 2), (1, 16))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def sectors(stride, size):
-    return min(32, (31 * stride * size + size - 1) // 32 + 1)
-
-
-check("sectors of a load", sectors, touched, (0, 4), (1, 4), (3, 4), (8, 4), (1, 2), (64, 2), (1, 16))
+check("13.1", sectors)
 
 # %%
-assert all(touched(stride, 4) == by_stride[stride] for stride in strides)
+assert all(answer_of("13.1")(stride, 4) == by_stride[stride] for stride in strides)
 
 # %% [markdown]
 # (1, 16) is the load that the kernels of this package use: 16 bytes per thread, 512 per instruction, 16 sectors, nothing wasted.
@@ -163,32 +168,23 @@ assert 32 * second.global_store_sectors == 16 * 2 * length * d
 # **Exercise 2.** How many bytes of K and V (float16, `length` keys, `d` channels each) are read from global memory, if each block
 # holds `rows` queries and reads every key once? All `length` queries, one head.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def passes(length, d, rows):
-    return sum(2 * length * d * 2 for _ in range(0, length, rows))
-
 # %% tags=["exercise"]
 def key_bytes(length, d, rows):
     return ...
 
 
-check("bytes of K and V", key_bytes, passes, (128, 64, 64), (4096, 128, 64), (4096, 128, 128), (1000, 64, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def key_bytes(length, d, rows):
-    return -(-length // rows) * 4 * length * d
-
-
-check("bytes of K and V", key_bytes, passes, (128, 64, 64), (4096, 128, 64), (4096, 128, 128), (1000, 64, 128))
+check("13.2", key_bytes)
 
 # %%
-assert second.global_loaded == passes(length, d, 64) + length * d * 2          # and Q once
+assert second.global_loaded == answer_of("13.2")(length, d, 64) + length * d * 2          # and Q once
 
 # %% [markdown]
 # ## Barriers
 #
 # Threads that share memory must agree on *when*. `cuda.syncthreads()` waits until every thread of the block has come. Here each
-# thread writes a number and reads that of its mirror image, which another warp wrote. Without the barrier:
+# thread writes a number and reads that of its mirror image, which another warp wrote. `mirror` forgets the barrier, and its read
+# may come before anything was written: the emulator says "uninitialised". `mirror_over_zeros` has zeros there from before, so the
+# read may find either the old zero or the new number: that is a "race".
 
 # %%
 def mirror(x, y):
@@ -206,21 +202,44 @@ def mirror_with_barrier(x, y):
     y[t] = shared[127 - t]
 
 
+def mirror_over_zeros(x, y):
+    shared = cuda.shared.array(128, np.float32)
+    t = cuda.threadIdx.x
+    shared[t] = np.float32(0)
+    cuda.syncthreads()
+    shared[t] = x[t]                                       # the barrier belongs after this line
+    y[t] = shared[127 - t]
+
+
 x, y = rng.standard_normal(128, np.float32), np.zeros(128, np.float32)
-kinds = set()
-for seed in range(4):
+kinds = {}
+for kernel in (mirror, mirror_over_zeros):
     try:
-        emulate(mirror, 1, 128, (x, y), seed=seed)
+        emulate(kernel, 1, 128, (x, y))
     except EmulatorError as error:
-        kinds.add(error.kind)
-        print(str(error).split(" [")[0] + "\n    at: " + linecache.getline(*error.source).strip())
+        kinds[kernel.__name__] = error.kind
+        print(f"{kernel.__name__}: " + str(error).split(" [")[0] + "\n    at: " + linecache.getline(*error.source).strip())
 emulate(mirror_with_barrier, 1, 128, (x, y))
-assert np.array_equal(y, x[::-1]) and kinds and kinds <= {"race", "uninitialised"}
+assert np.array_equal(y, x[::-1]) and kinds == {"mirror": "uninitialised", "mirror_over_zeros": "race"}
 
 # %% [markdown]
 # On a card the faulty kernel may give the right result for years. The emulator lets some warps run ahead of others, in another
 # order for each seed, and keeps a record for every word of who wrote it and who may know of it.
 #
+# **Exercise 3.** Your first kernel with shared memory. One block of 64 threads computes the scores `out` (64, 64) = q . k^T of
+# `q` and `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is
+# loaded from global memory once. The check runs your kernel under four schedules and counts its loads.
+
+# %% tags=["exercise"]
+def score_tile(q, k, out):
+    shared = cuda.shared.array((64, 32), np.float32)       # noqa: F841
+    t = cuda.threadIdx.x                                   # noqa: F841
+    # bring K here, wait for all threads, then compute row t
+
+
+check("13.3", score_tile)
+
+# %% [markdown]
 # ## Registers
 #
 # Nearest of all are the registers: 65 536 of 32 bits per SM, shared out among its threads, at most 255 for one. A kernel that

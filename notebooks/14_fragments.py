@@ -6,14 +6,30 @@
 # * multiply two matrices on a tensor core from Python, and say which thread holds which element,
 # * load operands with `ldmatrix`, also transposed, and say why V needs that,
 # * explain the step that makes FlashAttention-2: the result of one product is the operand of the next,
-# * count tensor-core operations, and check the L4 [document](../docs/sources.md)'s figures with it.
+# * count tensor-core operations.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** The result of one tensor-core product is the operand of the next, without moving.
+# >
+# > **Where you are:** GPU path, stop 2 of 6: [13](13_threads_warps_memory.ipynb) → **14** → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
+# >
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb).
+# >
+# > **Terms:** [tensor core](../docs/glossary.md#tensor-core), [fragment](../docs/glossary.md#fragment), [warp](../docs/glossary.md#warp).
+# >
+# > **Papers:** [PTX manual](https://docs.nvidia.com/cuda/parallel-thread-execution/), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import numpy as np
 from matplotlib.colors import ListedColormap
 from numba import cuda
 
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import bars, card, check, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.emulator import tensor
 from numflash.cuda.operands import emulated
@@ -91,25 +107,12 @@ axes[0].set_xlabel("register 0 and 2 above, 1 and 3 below")
 #
 # **Exercise 1.** Row and first column of the two neighbouring elements of A in register `r` (0 to 3) of `lane`.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def place_of(lane, r):
-    held, register = owners("A")
-    rows, columns = np.nonzero((held == lane) & (register == r))
-    return int(rows[0]), int(columns.min())
-
 # %% tags=["exercise"]
 def element(lane, r):
     return ...
 
 
-check("element of A", element, place_of, (0, 0), (5, 1), (17, 2), (31, 3))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def element(lane, r):
-    return lane // 4 + 8 * (r % 2), 2 * (lane % 4) + 8 * (r // 2)
-
-
-check("element of A", element, place_of, (0, 0), (5, 1), (17, 2), (31, 3))
+check("14.1", element)
 
 # %% [markdown]
 # ## ldmatrix
@@ -166,24 +169,12 @@ assert errors[True] < 1e-5 < 0.1 < errors[False]
 # **Exercise 2.** Two tiles of C lie side by side. Lane's pair (columns 2 t, 2 t + 1) of tile 0 or 1, in row `group` (lower = 0) or
 # `group` + 8 (lower = 1), becomes which register of A?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def becomes(tile, lower):
-    column, row = 8 * tile + 2 * (5 & 3), 5 // 4 + 8 * lower                # lane 5
-    return int(owners("A")[1][row, column])
-
 # %% tags=["exercise"]
 def register_of(tile, lower):
     return ...
 
 
-check("register of A", register_of, becomes, (0, 0), (0, 1), (1, 0), (1, 1))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def register_of(tile, lower):
-    return 2 * tile + lower
-
-
-check("register of A", register_of, becomes, (0, 0), (0, 1), (1, 0), (1, 1))
+check("14.2", register_of)
 
 # %%
 lanes_c, _ = owners("C")
@@ -192,25 +183,23 @@ print("same lane for every element of two tiles of C and of A:", np.array_equal(
 assert np.array_equal(np.hstack([lanes_c, lanes_c]), lanes_a)
 
 # %% [markdown]
-# ## Counting, and the L4 document
+# ## Counting
 #
-# The document multiplies 32 queries by 32 keys with 64 channels in "4 WMMA instructions" of 16 x 16 x 16, "~200 FP16 ops per
-# cycle per SM", and compares "65,536 FP16 ops" with the time of a whole grid. An L4 has 58 SMs, runs at 2.04 GHz and is sold
-# with 121 TFLOP/s.
+# How many products does one tile take: 32 queries by 32 keys with 64 channels? And how long is that at least on a card? An L4 has 58
+# SMs, runs at 2.04 GHz and is sold with 121 TFLOP/s (data sheet).
 
 # %%
 wmma = (32 // 16) * (32 // 16) * (64 // 16)
 ours = (32 // 16) * (32 // 8) * (64 // 16)
 flop = 2 * 32 * 32 * 64
 per_cycle = 121e12 / 58 / 2.04e9
-table(["", "said", "found"], [["16 x 16 x 16 products", "4", wmma], ["m16n8k16 products", "-", ours],
-                              ["flop of the tile", "65536", flop], ["flop per cycle and SM", "200", f"{per_cycle:.0f}"],
-                              ["the tile at that rate, ns", "80 000", f"{flop / per_cycle / 2.04:.0f}"]])
+table(["", ""], [["16 x 16 x 16 products (WMMA)", wmma], ["m16n8k16 products", ours], ["flop of the tile", flop],
+                 ["flop per cycle and SM of an L4", f"{per_cycle:.0f}"], ["the tile at that rate, ns", f"{flop / per_cycle / 2.04:.0f}"]])
 assert wmma == 16 and ours * 4096 == flop == 131072 and round(per_cycle) == 1023
 
 # %% [markdown]
-# 4 is the number of 16 x 16 tiles of the result; the loop over the 64 channels was forgotten. 65 536 are multiplications with an
-# addition each. Its 400 us before and 80 us after are times of a whole grid of such tiles; one takes 63 ns on one SM.
+# Two slips are easy here. 4 is the number of 16 x 16 tiles of the *result*: do not forget the loop over the 64 channels. And a
+# multiply-add counts as two operations.
 #
 # ## Adding up in float16
 #

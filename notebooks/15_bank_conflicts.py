@@ -6,13 +6,27 @@
 # * predict how often a warp's access to shared memory goes over its banks,
 # * say why tiles of K and V conflict as they lie, and remove that by padding or by an XOR,
 # * choose the XOR for a row length, and check it by counting,
-# * say what the L4 [document](../docs/sources.md) got wrong about it.
+# * write a transpose that has no conflict.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** An XOR of the address puts a column into 32 different banks.
+# >
+# > **Where you are:** GPU path, stop 3 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → **15** → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
+# >
+# > **Time:** 20 minutes to read, 25 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb), [14](14_fragments.ipynb).
+# >
+# > **Terms:** [bank conflict](../docs/glossary.md#bank-conflict), [swizzle](../docs/glossary.md#swizzle), [shared memory](../docs/glossary.md#shared-memory).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import numpy as np
 from numba import cuda
 
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.kernels.pieces import swizzle_of
 from numflash.cuda.operands import emulated
@@ -53,33 +67,21 @@ table(["stride in words", "passes"], list(measured.items()))
 # %% [markdown]
 # **Exercise 1.** How many passes does a stride of `n` words take, n from 0 to 33?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def counted_passes(n):
-    words = {lane * n for lane in range(32)}
-    return max(sum(word % 32 == bank for word in words) for bank in range(32))
-
 # %% tags=["exercise"]
 def passes(n):
     return ...
 
 
-check("passes of a stride", passes, counted_passes, (0,), (1,), (6,), (12,), (32,), (33,))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def passes(n):
-    return int(np.gcd(n, 32)) if n else 1
-
-
-check("passes of a stride", passes, counted_passes, (0,), (1,), (6,), (12,), (32,), (33,))
+check("15.1", passes)
 
 # %%
-assert all(counted_passes(stride) == n for stride, n in measured.items())
+assert all(answer_of("15.1")(stride) == n for stride, n in measured.items())
 
 # %% [markdown]
 # ## A column of a tile
 #
 # A tile of K has rows of D = 64 halves: 128 bytes, 32 words, exactly once around the banks. So everything in one column lies in the
-# same bank. The L4 document says of it "64 threads -> 64/32 = 2 bank conflicts". Stride 32 is in the table above: 32 passes.
+# same bank. A warp that reads a column has stride 32, which is in the table above: 32 passes.
 #
 # The kernels do not read single words, though. `ldmatrix` reads rows of 16 bytes, four banks at once, eight rows per 8 x 8
 # matrix; a pass can serve eight such rows, if they lie in eight different groups of four banks. 16 bytes of a tile are a
@@ -109,29 +111,17 @@ axes[0].set_ylabel("row of the tile")
 # %% [markdown]
 # Two ways out. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that TMA
 # brings cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8). For a fixed c that is a different place for
-# each of 8 rows, and a row's chunks only change places, so nothing is lost. The document swizzles single columns,
-# `col ^ (row & 7)`; that would tear the 16-byte chunks apart, which `ldmatrix` and 16-byte copies need whole.
+# each of 8 rows, and a row's chunks only change places, so nothing is lost. A swizzle of
+# single columns, `col ^ (row & 7)`, would tear the 16-byte chunks apart, which `ldmatrix` and 16-byte copies need whole.
 #
 # **Exercise 2.** The byte at which element (row, column) of a swizzled tile of D = 64 halves lies.
-
-# %% tags=["model"] jupyter={"source_hidden": true}
-def place(row, column):
-    chunk, inside = divmod(column, 8)
-    return row * 128 + (chunk ^ row % 8) * 16 + 2 * inside
 
 # %% tags=["exercise"]
 def byte_of(row, column):
     return ...
 
 
-check("byte of an element", byte_of, place, (0, 0), (1, 0), (3, 17), (12, 63))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def byte_of(row, column):
-    return 128 * row + ((2 * column) ^ (row % 8 << 4))
-
-
-check("byte of an element", byte_of, place, (0, 0), (1, 0), (3, 17), (12, 63))
+check("15.2", byte_of)
 
 # %% [markdown]
 # The solution's form is what the kernels use: an XOR of the byte address with bits of the row, one instruction.
@@ -157,7 +147,7 @@ least = reports["swizzled"][0].shared_wavefronts
 
 # %% [markdown]
 # Eight passes instead of one for each matrix that is loaded; the copies into shared memory, whose lanes write whole rows, do not
-# conflict. The document hopes for "2-3x". Counted:
+# conflict. How many passes that saves in the whole kernel:
 
 # %%
 naive = reports["naive"][0]
@@ -218,6 +208,18 @@ for layout in ("naive", "padded", "swizzled"):
     report = emulate(column_of_chunks, 1, 32, (np.zeros(32, u32), row_bytes, mask, 2))
     one[layout] = report.shared_wavefronts - 36
 print("passes of one ldmatrix.x4:", one)
+
+# %% [markdown]
+# **Exercise 3.** Write a transpose: `y` = `x`^T of 32 x 32 float32 numbers by one warp through shared memory, reading and writing
+# global memory in whole rows, without padding and without a single bank conflict.
+
+# %% tags=["exercise"]
+def transpose(x, y):
+    shared = cuda.shared.array((32, 32), np.float32)       # noqa: F841
+    t = cuda.threadIdx.x                                   # noqa: F841
+
+
+check("15.3", transpose)
 
 # %% [markdown]
 # ## The picture, and the ceiling

@@ -6,14 +6,31 @@
 # * read a complete FlashAttention-2 kernel, and say which decision each of its parts is,
 # * climb from one thread per row to that kernel in seven steps, and name what each step saves in counted figures,
 # * turn counts into the least time that a given card can take, and say which of its limits a kernel meets,
-# * check a table of gains that was never measured.
+# * read the whole climb off one table.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** Chapter 01's loop on tensor cores, one improvement per rung.
+# >
+# > **Where you are:** GPU path, stop 4 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → **16** → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
+# >
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
+# >
+# > **Terms:** [rung](../docs/glossary.md#rung), [tensor core](../docs/glossary.md#tensor-core), [bank conflict](../docs/glossary.md#bank-conflict), [barrier](../docs/glossary.md#barrier).
+# >
+# > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import inspect
 
-from numflash.course.lessons import card, check, figure, table
+from numflash.course import answer_of, card, check, figure, table
 from numflash.cuda import study
 from numflash.cuda.operands import emulated
+from numflash.cuda.study import pieces
 from numflash.cuda.study.tensor_cores import both_products
 
 device = card()
@@ -22,11 +39,19 @@ device = card()
 # ## The kernel
 #
 # A block of four warps owns 64 queries, each warp 16. Tiles of 64 keys come into shared memory one after another. Per tile: scores
-# on the tensor cores, the online softmax of chapter 01 in registers, outputs on the tensor cores. This is all of it (rungs 4 and 5
-# of the ladder); its parts are in `numflash/cuda/study/pieces.py`, each a few lines of what chapters 14 and 15 explained.
+# on the tensor cores, the online softmax of chapter 01 in registers, outputs on the tensor cores. This is the loop (rungs 4 and 5
+# of the ladder). It is chapter 00's `tiled` again: copy, scores, softmax, outputs.
 
 # %%
 print(inspect.getsource(both_products))
+
+# %% [markdown]
+# And these are its parts `softmax` and `outputs`. The first is chapter 01's step for the two rows of which a lane holds scores: the new
+# maximum, the shrink factor `alpha`, the weights, their sum. The second is chapter 14's step: the weights become operand A.
+
+# %%
+print(inspect.getsource(pieces.make_softmax))
+print(inspect.getsource(pieces.make_outputs))
 
 # %% [markdown]
 # ## The ladder
@@ -63,83 +88,41 @@ if rows["1"]["registers"] is not None:                     # needs the sass extr
 #
 # **Exercise 1.** How many m16n8k16 products does attention take: `queries` x `keys` with `d` channels, all multiples of 16?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def counted_products(queries, keys, d):
-    return sum(1 for flop in (2 * queries * keys * d, 2 * queries * keys * d) for _ in range(flop // 4096))
-
 # %% tags=["exercise"]
 def products(queries, keys, d):
     return ...
 
 
-check("products", products, counted_products, (128, 128, 64), (16, 64, 128), (512, 512, 64))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def products(queries, keys, d):
-    scores = (queries // 16) * (keys // 8) * (d // 16)
-    outputs = (queries // 16) * (d // 8) * (keys // 16)
-    return scores + outputs
-
-
-check("products", products, counted_products, (128, 128, 64), (16, 64, 128), (512, 512, 64))
+check("16.1", products)
 
 # %%
-assert {rows[n]["tensor_operations"] for n in FA2[3:]} == {counted_products(length, length, d)}
+assert {rows[n]["tensor_operations"] for n in FA2[3:]} == {answer_of("16.1")(length, length, d)}
 
 # %% [markdown]
 # **Exercise 2.** In 7a a warp holds 16 queries, in 7b 32. How many bytes of K and V does it read from shared memory per product? A
 # tile is 64 keys of D = 64 channels in float16, and a warp reads all of it. Give it for `rows` queries per warp.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def model(rows):
-    return (2 * 64 * 64 * 2) / counted_products(rows, 64, 64)
-
 # %% tags=["exercise"]
 def bytes_per_product(rows):
     return ...
 
 
-check("bytes per product", bytes_per_product, model, (16,), (32,), (64,))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def bytes_per_product(rows):
-    tile = 2 * 64 * 64 * 2
-    return tile / (2 * (rows // 16) * (64 // 8) * (64 // 16))
-
-
-check("bytes per product", bytes_per_product, model, (16,), (32,), (64,))
+check("16.2", bytes_per_product)
 
 # %%
 q_once = length * d * 2
 for n, per_warp in (("7a", 16), ("7b", 32)):
-    assert rows[n]["shared_bytes_read"] == q_once + model(per_warp) * rows[n]["tensor_operations"]
-print("bytes of K and V per product:", {n: model(r) for n, r in (("7a", 16), ("7b", 32), ("64 rows", 64))})
+    assert rows[n]["shared_bytes_read"] == q_once + answer_of("16.2")(per_warp) * rows[n]["tensor_operations"]
+print("bytes of K and V per product:", {n: answer_of("16.2")(r) for n, r in (("7a", 16), ("7b", 32), ("64 rows", 64))})
 
 # %% [markdown]
 # With 64 rows per warp it would be half again, but scores and outputs alone would be 256 registers, more than a thread has
 # (255). In rung 8 (chapter 17) the products read shared memory without going through registers.
 #
-# ## The L4 document's gap table, redone
+# ## The least time on a card
 #
-# The [document](../docs/sources.md)'s kernel took 1028 us for B = 1, H = 8, L = 512, D = 64 on an L4. It expects 300 us of
-# FlashAttention-2, which it
-# never ran, and explains the gap by a table of gains. First its arithmetic:
-
-# %%
-said = {"Q.K^T": (400, 80), "P.V": (300, 60), "softmax": (200, 80), "memory": (128, 80)}
-before, after = (sum(pair[i] for pair in said.values()) for i in range(2))
-table(["", "said", "found"], [["sum before, us", 1028, before], ["sum after, us", 300, after], ["saved", 728, before - after],
-                              ["ratio", 3.4, before / after],
-                              ["Q.K^T and P.V before -> after", "680 -> 136", f"{400 + 300} -> {80 + 60}"],
-                              ["ratio to the measured SDPA (25 to 50 us)", "-", f"{1028 / 50:.0f} to {1028 / 25:.0f}"]])
-assert (before, after) == (1028, 300)
-
-# %% [markdown]
-# The columns add up; nothing in them was measured but the 1028 and SDPA's 25 to 50 us. And PyTorch's SDPA calls FlashAttention-2 on
-# this card. So FlashAttention-2 *was* measured, at 25 to 50 us, and the gap is 20 to 40 times, not 3.4.
-#
-# What *can* be said without a card: what a kernel asks for, counted, and how long an L4 takes for that at the very least. Its
-# data sheet: 58 SMs at 2.04 GHz, 121 TFLOP/s on tensor cores, 300 GB/s, 48 MB of L2. An SM starts 4 warp-instructions per
+# A counter cannot say how long a kernel takes. It can say how long a card needs at the very least for what the kernel asks for. Take
+# attention with B = 1, H = 8, L = 512, D = 64 on an L4. Its data sheet: 58 SMs at 2.04 GHz, 121 TFLOP/s on tensor cores, 300 GB/s, 48 MB of L2. An SM starts 4 warp-instructions per
 # cycle, makes one pass over its banks per cycle, and a warp's 32 exponentials take it 2 cycles. The instructions counted are
 # PTX; the machine's own differ somewhat.
 #
@@ -168,28 +151,21 @@ for rung in study.LADDER:
 table(["us at least", *bounds["2"]], [[n, *(1e6 * t for t in b.values())] for n, b in bounds.items()])
 
 # %% [markdown]
-# So the gap of the table, by counted figures. Scalar arithmetic (rung 2, which is what the document's Phase 4 does) costs tens
-# of microseconds of instructions alone; with tensor cores (4) they shrink by more than ten times, and now the bank conflicts
-# are what is longest. Without them (5b), and with registers used well (7b), no limit is above the few microseconds that memory
-# takes anyway.
+# Scalar arithmetic (rung 2) costs tens of microseconds of instructions alone. With tensor cores (4) they shrink by more than ten
+# times, and now the bank conflicts are what is longest. Without them (5b), and with registers used well (7b), no limit is above
+# the few microseconds that memory takes anyway.
 #
-# Three things follow. The document's kernel ran many times slower than rung 2's scalar instructions explain: most of its time
-# went to waiting (barriers, latency, too few warps), or to instructions that even a scalar kernel need not have. Its 300 us for
-# FlashAttention-2 is far above what the card's limits explain. And its gains per part add up to nothing of the kind, because
-# the parts run side by side: what counts is the largest, not the sum.
+# The limits run side by side: what counts is the largest, not the sum. A kernel that takes much longer than its largest limit
+# waits for something that no counter here sees: barriers, latency, too few warps.
 
 # %%
 largest = {n: max(b, key=b.get) for n, b in bounds.items()}
-table(["rung", "longest", "us", "document's figure is so many times longer"],
-      [[n, largest[n], 1e6 * bounds[n][largest[n]], f"{said_us / (1e6 * bounds[n][largest[n]]):.0f} ({what})"]
-       for n, said_us, what in (("2", 1028, "Phase 4, measured"), ("7b", 300, "FlashAttention-2, expected"),
-                                ("7b", 50, "SDPA, measured"))])
+table(["rung", "longest limit", "us at least"], [[n, largest[n], 1e6 * bounds[n][largest[n]]] for n in bounds])
 
 # %% [markdown]
-# Other claims of the document about FlashAttention-2, by reading its paper and source: it has **no** producer and consumer
-# warps; all its warps do the same, on rows of their own (specialised warps come with FlashAttention-3, chapter 17). It sets
-# **no** L2 persistence window. Here K and V are a few per cent of the L2 and stay there unasked. The window is still an option
-# of this package's launcher (`Device.prepared(..., persist=arrays)`), and the ladder times with and without it on a card:
+# All warps of FlashAttention-2 do the same, on rows of their own; specialised warps come with FlashAttention-3 (chapter 17). Here K
+# and V are a few per cent of the L2 and stay there unasked. A launcher may also ask for that (an L2 persistence window,
+# `Device.prepared(..., persist=arrays)`), and the ladder times with and without it where there is a card:
 
 # %%
 if device is None:
@@ -199,6 +175,26 @@ else:
           [[n, *(1e6 * t for t in pair)] for n, pair in study.clock().items()])
 
 # %% [markdown]
+# ## The ladder as one table
+#
+# One change per rung, and what it saves against the rung before and against the first, in counted warp-instructions; then the
+# share of the L4's peak that the largest limit above would allow.
+
+# %%
+first, before, lines = rows["1"]["warp_instructions"], None, []
+for n, r in rows.items():
+    here = r["warp_instructions"]
+    allowed = f"{100 * flop / TENSOR / max(bounds[n].values()):.0f} %" if n in bounds else ""
+    lines.append([n, r["name"], here, f"{before / here:.2f}" if before else "", f"{first / here:.1f}", r["barriers"],
+                  r["shared_conflicts"], allowed])
+    before = here
+table(["rung", "change", "warp instr.", "previous / this", "first / this", "barriers", "conflicts", "share of L4's peak at most"], lines)
+
+# %% [markdown]
+# How to read the barriers: they count warps that come to one. Rungs 2 to 5 have 2 blocks of 4 warps, 2 tiles of keys and two barriers per
+# tile: 2 x 4 x 2 x 2 = 32. Rung 6 needs one per tile (16). Rung 7a has one more in front of the loop, because the tile of Q is read from
+# shared memory into registers first: 2 x 4 x (1 + 2) = 24. In 7b a block holds 128 queries, so there is one block instead of two: 12.
+#
 # ## The picture, and the ceiling
 
 # %%

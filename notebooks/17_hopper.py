@@ -11,12 +11,28 @@
 # All of it exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. So errors hide best here,
 # and the emulator is strictest.
 
+# %% [markdown] tags=["map"]
+# > **The idea:** One warp brings tiles, the others multiply; barriers that count bytes keep them apart.
+# >
+# > **Where you are:** GPU path, stop 5 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → **17** → [23](23_broken_kernels.ipynb)
+# >
+# > **Time:** 35 minutes to read, 30 for the exercises. **Before it:** [16](16_flash_attention_2.ipynb).
+# >
+# > **Terms:** [tma](../docs/glossary.md#tma), [mbarrier](../docs/glossary.md#mbarrier), [wgmma](../docs/glossary.md#wgmma), [parity](../docs/glossary.md#parity), [warp specialisation](../docs/glossary.md#warp-specialisation).
+# >
+# > **Papers:** [FlashAttention-3](https://arxiv.org/abs/2407.08608).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
 # %%
 import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import bars, card, check, drawings, figure, table
 from numflash.cuda import emulate, ptx, study
 from numflash.cuda.compile import Source
 from numflash.cuda.emulator import EmulatorError, TensorMap
@@ -84,25 +100,40 @@ print(f"{report.tma_copied} bytes copied")
 # *empty* before it overwrites the stage. (On a fresh ring the producer must not wait: ask for the parity of the phase *before* the
 # first, 1.)
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def ring(n, stages):
-    uses = [m for m in range(n) if m % stages == n % stages]              # earlier tiles in this stage: phases that are over
-    return n % stages, len(uses) % 2, (len(uses) + 1) % 2
-
 # %% tags=["exercise"]
 def place(n, stages):
     return ...
 
 
-check("stage and parities", place, ring, (0, 2), (1, 2), (2, 2), (5, 2), (7, 3))
+check("17.1", place)
 
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def place(n, stages):
-    use = n // stages
-    return n % stages, use & 1, use & 1 ^ 1
+# %% [markdown]
+# Step through the ring with two stages. What each side waits for is printed beside it.
+
+# %%
+drawings.ring_of_stages()
+
+# %% [markdown]
+# **Exercise 2.** Write the pipeline. 64 consumers (threads 0 to 63) add up the 32-bit words of tiles of 8 rows x 64 halves (1024 bytes: 16
+# bytes for each consumer); thread 64 brings tile n to stage n & 1 by TMA. The barriers are set up for you: `full` of stage s at `base + 8 s`,
+# `empty` at `base + 16 + 8 s`, the stages at `base + 1024` and `base + 2048`. Store each consumer's sum in `out[t]`.
+
+# %% tags=["exercise"]
+def pipeline(maps, out, tiles):
+    shared = cuda.shared.array(0, u32)
+    t = i32(cuda.threadIdx.x)
+    base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+    if t == 0:
+        for s in range(2):
+            ptx.mbarrier_init(base + u32(8 * s), u32(1))   # full: one arrival, and bytes
+            ptx.mbarrier_init(base + u32(16 + 8 * s), u32(64))  # empty: every consumer arrives
+        ptx.fence_mbarrier_init()
+        ptx.tensormap_acquire(maps)
+    cuda.syncthreads()
+    # if t >= 64: thread 64 brings tiles; else: consume them
 
 
-check("stage and parities", place, ring, (0, 2), (1, 2), (2, 2), (5, 2), (7, 3))
+check("17.3", pipeline)
 
 # %% [markdown]
 # ## wgmma: operands in shared memory, results later
@@ -175,26 +206,15 @@ assert forgotten == "pending"
 # tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads).
 # Then the producer gives some back and the consumers take them, by `setmaxnreg`, in steps of 8.
 #
-# **Exercise 2.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
+# **Exercise 3.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
 # of 8 and at most 240, if each producer thread keeps `n`?
-
-# %% tags=["model"] jupyter={"source_hidden": true}
-def allowed(n):
-    return max(r for r in range(8, 241, 8) if 128 * n + 256 * r <= 65536)
 
 # %% tags=["exercise"]
 def consumers(n):
     return ...
 
 
-check("registers of a consumer", consumers, allowed, (24,), (40,), (168,))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def consumers(n):
-    return min(240, (65536 - 128 * n) // 256 // 8 * 8)
-
-
-check("registers of a consumer", consumers, allowed, (24,), (40,), (168,))
+check("17.2", consumers)
 
 # %%
 assert 128 * 24 + 256 * 240 == 384 * 168 <= 65536          # the shipped kernel's numbers: nothing is left over
@@ -209,9 +229,8 @@ if rows["8"]["registers"] is not None:
 
 # %% [markdown]
 # The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
-# and one thread does the copying. The L4 [document](../docs/sources.md) describes exactly these producer and consumer
-# warps, but calls them
-# FlashAttention-2. On an L4 there is neither TMA nor wgmma nor setmaxnreg; FlashAttention-2's warps are all alike.
+# and one thread does the copying. Specialised warps need all three: on an L4 there is
+# neither TMA nor wgmma nor setmaxnreg, and FlashAttention-2's warps are all alike.
 #
 # ## Softmax beside the products
 #

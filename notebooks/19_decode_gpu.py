@@ -8,19 +8,32 @@
 # * divide the keys among blocks, and count what that costs,
 # * give the least time of a step on a card of known bandwidth, and say what else it must be compared with.
 #
-# Chapter 10 explained split-KV and its merge, and corrected the merge of the T4 [document](../docs/sources.md). Here the
-# same cache lies on the card.
+# Chapter 10 explained split-KV and its merge. Here the same cache lies on the card.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** A cache on the card: count every byte that a step moves.
+# >
+# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# >
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [10](10_decode.ipynb), [16](16_flash_attention_2.ipynb).
+# >
+# > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import numpy as np
 
 import numflash
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.tiling import KEY_BLOCK, split_count
 
 rng = np.random.default_rng(0)
 device = card()
-heads, kv_heads, d = 14, 2, 64                             # one layer of Qwen 0.5B, as in the T4 document
+heads, kv_heads, d = 14, 2, 64                             # one layer of Qwen 0.5B
 
 
 def normal(*shape):
@@ -53,29 +66,17 @@ assert error < 1e-3
 # %% [markdown]
 # ## What crosses the bus
 #
-# The document's engine has "0 ms overhead" for transfers because the cache is resident, and draws `cudaMemcpyAsync` with a
-# conversion from float32 to float16. The cache *is* resident. But the new token's K and V and the query go up at every step, and a
+# A cache that stays on the card costs no transfers of its own. But the new token's K and V and the query go up at every step, and a
 # copy does not convert: a kernel does.
 #
 # **Exercise 1.** How many bytes go up per step and layer, all as float32: K and V of one token, and its query?
-
-# %% tags=["model"] jupyter={"source_hidden": true}
-def sent(heads, kv_heads, d):
-    return sum(np.zeros(shape, np.float32).nbytes for shape in ((kv_heads, d), (kv_heads, d), (heads, d)))
 
 # %% tags=["exercise"]
 def uploaded(heads, kv_heads, d):
     return ...
 
 
-check("bytes up per step", uploaded, sent, (14, 2, 64), (32, 8, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def uploaded(heads, kv_heads, d):
-    return 4 * d * (heads + 2 * kv_heads)
-
-
-check("bytes up per step", uploaded, sent, (14, 2, 64), (32, 8, 128))
+check("19.1", uploaded)
 
 # %%
 emulator = cache.emulator                                  # its counters
@@ -86,17 +87,16 @@ for _ in range(3):
     cache.decode(normal(1, heads, 1, d))
     steps.append(emulator.uploaded - before)
 print("bytes up, step by step:", steps)
-assert steps[1:] == [sent(heads, kv_heads, d)] * 2         # the first step also allocates its buffers
+assert steps[1:] == [answer_of("19.1")(heads, kv_heads, d)] * 2         # the first step also allocates its buffers
 
 # %% [markdown]
 # Not zero, but 4.6 KB, whatever the length of the text. What does grow with the text is the reading of the cache.
 #
 # ## One block for the heads that share keys
 #
-# 14 query heads are 14 rows. The document gives each head a block of its own; each would read the K and V of its head, and with
+# 14 query heads are 14 rows. An engine that gives each head a block of its own would read the K and V of its head, and with
 # 2 KV heads every key would be read 7 times. Here a block takes a *KV head*: its 7 queries are 7 of the 16 rows of a
-# tensor-core tile, and each key is read once. Counted, beside a cache that stores K and V for all 14 heads (the document's
-# `[batch_heads x max_seq x d]`):
+# tensor-core tile, and each key is read once. Counted, beside a cache that stores K and V for all 14 heads:
 
 # %%
 def step(cache, query, **options):
@@ -132,14 +132,13 @@ print(f"the T4's float32 cores, 8.1 TFLOP/s: {8.1e12 / 320e9:.0f} flop per byte"
 assert max(wanted.values()) < 8.1e12 / 320e9 < max(done.values()) < ridge
 
 # %% [markdown]
-# Even the float32 cores would do for what is wanted. So the document's "4-6x by tensor cores" is not there to be had: decode waits
+# Even the float32 cores would do for what is wanted. So tensor cores cannot make decode faster: it waits
 # for memory. Tensor cores are used here because they make nothing of the packed rows' arithmetic, the empty rows included.
 #
 # ## Split the keys
 #
 # 2 KV heads are 2 blocks. A T4 has 40 SMs, an H200 132: nearly all of them idle. So the keys are divided, and a second kernel
-# merges the parts: it weighs each with 2^(m_i - max) and divides by the sum, which is the division the document leaves out
-# (chapter 10). Up to 256 keys one block per KV head does it all, the document's own threshold; beyond, the number of splits is
+# merges the parts: it weighs each with 2^(m_i - max) and divides by the sum, the division that chapter 10 found missing. Up to 256 keys one block per KV head does it all; beyond, the number of splits is
 # FlashAttention-2's rule.
 
 # %%
@@ -149,37 +148,26 @@ table(["context", *(f"splits on {name}" for name in multiprocessors), "blocks on
         kv_heads * split_count(kv_heads, -(-n // KEY_BLOCK), 80)] for n in (512, 1024, 4096, 16384, 65536)])
 short, _, _ = fill(tokens=256)
 print("kernels of a step at 256 keys:", len(step(short, query)), "  at 320:", len(step(fill()[0], query)))
-assert split_count(heads, 4, 80) == 4                      # the document's own case: 14 blocks, 4 pieces of 256 keys
+assert split_count(heads, 4, 80) == 4                      # a T4: 14 blocks, 4 pieces of 256 keys
 
 # %% [markdown]
 # Each part writes its output, not divided, with its maximum and its sum, in float32, for all 16 rows of its tile.
 #
 # **Exercise 2.** How many bytes do the parts write per step?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def partial(kv_heads, splits, d):
-    return kv_heads * splits * (np.zeros((16, d), np.float32).nbytes + 2 * np.zeros(16, np.float32).nbytes)
-
 # %% tags=["exercise"]
 def written(kv_heads, splits, d):
     return ...
 
 
-check("bytes of the parts", written, partial, (2, 3, 64), (2, 16, 64), (8, 4, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def written(kv_heads, splits, d):
-    return kv_heads * splits * 16 * (d + 2) * 4
-
-
-check("bytes of the parts", written, partial, (2, 3, 64), (2, 16, 64), (8, 4, 128))
+check("19.2", written)
 
 # %%
 cache, k, v = fill()
 exact, costs = numflash.attention(query, k, v, impl="reference", enable_gqa=True), []
 for splits in (2, 3):
     parts, merge = step(cache, query, splits=splits)
-    assert parts.global_stored == partial(kv_heads, splits, d)
+    assert parts.global_stored == answer_of("19.2")(kv_heads, splits, d)
     out = cache.decode(query, splits=splits)
     assert np.abs(out - exact).sum() / np.abs(exact).sum() < 1e-3
     costs.append([splits, parts.blocks, parts.global_loaded, parts.global_stored, merge.global_loaded])

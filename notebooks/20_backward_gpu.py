@@ -6,16 +6,32 @@
 # * lay out a backward pass on tensor cores so that nobody adds to anybody else's sums, and say what that costs,
 # * say why P and dS need no transposition although dV and dK multiply by their transposes,
 # * predict products, traffic and registers of each pass, and find the counters agree,
-# * check what the L4 [document](../docs/sources.md) says about FlashAttention-2's backward pass.
+# * say what must be saved for backward, how many kernels it takes, and what it costs at least.
 #
 # Chapter 11 has the mathematics. Its two passes are the two passes here.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** Two passes, each sum with one owner: no atomics, the same bits every time.
+# >
+# > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
+# >
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [11](11_backward.ipynb), [16](16_flash_attention_2.ipynb).
+# >
+# > **Terms:** [backward](../docs/glossary.md#backward), [log sum exp](../docs/glossary.md#log-sum-exp), [equal bits](../docs/glossary.md#equal-bits).
+# >
+# > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
 
 # %%
 import numpy as np
 
 import numflash
 from numflash import validation
-from numflash.course.lessons import bars, card, check, figure, table
+from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.cuda import launch, launch_backward, operands
 from numflash.cuda.emulator import tensor
 from numflash.cuda.validate import attention as validate
@@ -87,25 +103,12 @@ assert max(errors) < 1e-3                                  # float16 keeps 11 bi
 # **Exercise 1.** How many m16n8k16 products (4096 flop each) do the two passes take for `queries` x `keys` with `d` channels, all
 # multiples of 64? A pair: keys' pass, queries' pass.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def model(queries, keys, d):
-    one = len(range(0, 2 * queries * keys * d, 4096))
-    return sum(one for _ in ("S", "dP", "dV", "dK")), sum(one for _ in ("S", "dP", "dQ"))
-
 # %% tags=["exercise"]
 def products(queries, keys, d):
     return ...
 
 
-check("products", products, model, (256, 256, 64), (64, 128, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def products(queries, keys, d):
-    one = (queries // 16) * (keys // 8) * (d // 16)
-    return 4 * one, 3 * one
-
-
-check("products", products, model, (256, 256, 64), (64, 128, 128))
+check("20.1", products)
 
 # %%
 def problem_of(q, k, v, causal=False):
@@ -122,7 +125,7 @@ def gradients(do, q, k, v, out, lse, causal=False, **options):
 _, (of_rows, of_keys, of_queries) = gradients(do, q, k, v, out, lse)
 _, _, of_forward = operands.emulated(launch.plan(problem_of(q, k, v), "sm_80"))
 reports = {"forward": of_forward, "rows": of_rows, "keys' pass": of_keys, "queries' pass": of_queries}
-assert (of_keys.tensor_operations, of_queries.tensor_operations) == model(length, length, d)
+assert (of_keys.tensor_operations, of_queries.tensor_operations) == answer_of("20.1")(length, length, d)
 table(["", "products", "exp2 and other special", "warp instr.", "per product", "global KB read", "shared KB read", "conflicts"],
       [[n, r.tensor_operations, r.instructions.get("special", 0), sum(r.instructions.values()),
         sum(r.instructions.values()) / r.tensor_operations if r.tensor_operations else "-", r.global_loaded / 1000,
@@ -183,29 +186,16 @@ assert ours == 1 and all(np.allclose(x[0, 0], right, atol=4e-3) for x, right in 
 #
 # **Exercise 2.** Bytes that the keys' pass reads from global memory, one head of float16, `queries` and `keys` multiples of 64.
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def bytes_model(queries, keys, d):
-    return sum(2 * 64 * d * 2 + sum(2 * 64 * d * 2 + 64 * 8 for _ in range(0, queries, 64)) for _ in range(0, keys, 64))
-
 # %% tags=["exercise"]
 def bytes_read(queries, keys, d):
     return ...
 
 
-check("bytes read", bytes_read, bytes_model, (256, 256, 64), (512, 128, 128))
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def bytes_read(queries, keys, d):
-    own = keys * d * 2 * 2                                 # K and V, once
-    tiles = (keys // 64) * queries * (d * 2 * 2 + 8)       # Q, dO, LSE and D, once per block
-    return own + tiles
-
-
-check("bytes read", bytes_read, bytes_model, (256, 256, 64), (512, 128, 128))
+check("20.2", bytes_read)
 
 # %%
 places = of_keys.blocks * of_keys.threads * 2 * 4          # every thread reads the number of keys and the diagonal
-assert of_keys.global_loaded == bytes_model(length, length, d) + places
+assert of_keys.global_loaded == answer_of("20.2")(length, length, d) + places
 print(f"counted {of_keys.global_loaded} bytes: predicted, and {places} of lengths and diagonals")
 
 # %% [markdown]
@@ -219,30 +209,16 @@ print(f"counted {of_keys.global_loaded} bytes: predicted, and {places} of length
 # **Exercise 3.** Registers per thread for dK and dV together at head size `d`. A thread has 255: at which of the head sizes 32,
 # 64, 96, 128, 256 do they not fit?
 
-# %% tags=["model"] jupyter={"source_hidden": true}
-def sums_model(d):
-    return 2 * np.zeros((16, d), np.float32).size // 32
-
-
-too_wide = next(x for x in (32, 64, 96, 128, 256) if sums_model(x) > 255)
-
 # %% tags=["exercise"]
 def sums(d):
     return ...
 
 
 widest = ...
-check("registers", sums, sums_model, (64,), (128,), (256,))
-check("does not fit", widest, too_wide)
-
-# %% tags=["solution"] jupyter={"source_hidden": true}
-def sums(d):
-    return 2 * 16 * d // 32
 
 
-widest = 256
-check("registers", sums, sums_model, (64,), (128,), (256,))
-check("does not fit", widest, too_wide)
+check("20.3", sums)
+check("20.4", widest)
 
 # %% [markdown]
 # There dV and dK get a pass each: the kernel is built three times, for "v", "k" and "q". At D = 128 half of a thread's registers
@@ -274,9 +250,9 @@ except numflash.errors.UnsupportedError as error:
     print(error)
 
 # %% [markdown]
-# ## The L4 document on backward
+# ## What backward needs
 #
-# Its section 5 shows an autograd function that saves q, k and v, and calls "a single kernel" with them and dO. Three corrections.
+# An autograd function that saves q, k and v and calls one kernel with them and dO forgets three things.
 #
 # **What is saved.** LSE and O have to be saved too. D needs O, every P needs LSE; both are what a forward pass makes.
 # FlashAttention-2 saves q, k, v, out and softmax_lse. Without them backward must run forward first:
@@ -292,7 +268,7 @@ table(["L", "O and LSE, KB", "P in float16, KB"], [[x, x * (d * 2 + 4) / 1000, x
 # sums (it is added to in memory, so it cannot be float16 meanwhile). Here there are three too: rows, keys, queries. dQ is rounded
 # once, from registers.
 #
-# **What it costs.** The document gives no figure. Counted, for its shape (B = 1, H = 8, L = 512, D = 64), an L4's least times as
+# **What it costs.** Counted, for the shape of chapter 16 (B = 1, H = 8, L = 512, D = 64), an L4's least times as
 # in chapter 16; the grid is 2 x 2 x 8 times the one counted above.
 
 # %%
@@ -313,8 +289,8 @@ ratio = least["backward"]["tensor cores"] / least["forward"]["tensor cores"]
 print(f"backward has {ratio:.1f} times the products of forward, and {moved['backward'] / moved['forward']:.0f} times its traffic")
 
 # %% [markdown]
-# These are PTX instructions; the machine's own differ somewhat. The document was right that recomputation saves memory, and that
-# such launches can be captured in a graph: they are ordinary launches on a stream, with sizes known before.
+# These are PTX instructions; the machine's own differ somewhat. Such
+# launches can be captured in a graph: they are ordinary launches on a stream, with sizes known before.
 #
 # On a card, one line of what `python -m numflash.cuda.validate` measures:
 

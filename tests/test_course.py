@@ -1,10 +1,25 @@
-"""`check` accepts what is right, refuses what is wrong, and says both in words."""
+"""`check` accepts what is right, refuses what is wrong, says what is wrong with it, and gives
+nothing away; hints come one by one, the solution only when asked.
+"""
 
 import numpy as np
 import pytest
 
-from numflash.course import lessons
-from numflash.course.lessons import answers, check
+from numflash.course import exercises, lessons, moving
+from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
+from numflash.errors import ArgumentError
+
+
+@pytest.fixture
+def posed(monkeypatch):
+    """Pose an exercise of number "99.1"."""
+
+    def pose(**settings):
+        asked = Exercise("it", ("first hint", "second hint"), **settings)
+        monkeypatch.setattr(exercises, "find", lambda number: asked)
+        monkeypatch.setattr(exercises, "_hinted", {})
+
+    return pose
 
 
 @pytest.mark.parametrize(
@@ -25,6 +40,7 @@ from numflash.course.lessons import answers, check
         ((1, 2), (1, 3), "wrong"),
         (1, (1, 2), "wrong"),
         (True, True, "right"),
+        (False, True, "wrong"),
         (float("nan"), 1.0, "wrong"),
         (np.arange(3), np.arange(3), "right"),
         (np.arange(4), np.arange(3), "wrong"),
@@ -33,37 +49,79 @@ from numflash.course.lessons import answers, check
         ([1, [2]], np.arange(2), "wrong"),
     ],
 )
-def test_values(got, expected, verdict, capsys):
-    check("it", got, expected)
+def test_values(got, expected, verdict, posed, capsys):
+    posed(expected=expected)
+    check("99.1", got)
     assert answers[-1].verdict == verdict
     said = capsys.readouterr().out
-    assert said.startswith("it: ") and ("expected" in said and "got" in said) == (
-        verdict == "wrong"
+    assert said.startswith("99.1 it: ") and ("hint 1 of 2" in said) == (verdict == "wrong")
+
+
+def test_a_wrong_answer_is_told_what_is_wrong_and_not_what_is_right(posed, capsys):
+    posed(expected=1234)
+    check("99.1", 1000)
+    check("99.1", 2000)
+    said = capsys.readouterr().out
+    assert "too small" in said and "too large" in said and "1234" not in said
+    assert "3 of 4 entries differ, the first at [0, 1]" in difference(
+        np.zeros((2, 2)), np.arange(4.0).reshape(2, 2)
     )
+    assert "shape" in difference(np.zeros(3), np.zeros(4))
+    assert "value 2 of 2" in difference((1, 2), (1, 3))
 
 
-def test_functions(capsys):
-    def square(x):
-        return x * x
+def test_hints_come_one_by_one(posed, capsys):
+    posed(expected=1)
+    for words in ("hint 1 of 2: first", "hint 2 of 2: second", "no more hints"):
+        check("99.1", 2)
+        assert words in capsys.readouterr().out
+    hint("99.1")
+    assert "no more hints" in capsys.readouterr().out
 
-    check("square", lambda x: x + x, square, (2,), (3,))
-    assert (
-        answers[-1].verdict == "wrong"
-        and capsys.readouterr().out == "square: not yet: of (3) expected 9, got 6\n"
-    )
-    check("square", lambda x: x * x, square, (2,), (3,))
-    assert answers[-1].verdict == "right"
-    check("square", lambda x: ..., square, (2,))
-    assert answers[-1].verdict == "open"
-    check("square", lambda x: x[0], square, (2,))
+
+def test_functions(posed, capsys):
+    posed(model=lambda x: x * x, cases=((2,), (3,)))
+    for answer, verdict, words in (
+        (lambda x: x + x, "wrong", "for (3) got 6, which is too small"),
+        (lambda x: x * x, "right", "2 cases"),
+        (lambda x: ..., "open", "not answered"),
+        (lambda x: x[0], "wrong", "TypeError"),
+    ):
+        check("99.1", answer)
+        assert answers[-1].verdict == verdict and words in capsys.readouterr().out
+
+
+def test_judges(posed, capsys):
+    posed(judge=lambda got, limit: "" if got < limit else "too much")
+    check("99.1", 1, 2)
+    assert answers[-1].verdict == "right" and answers[-1].given == (2,)
+    check("99.1", 3, 2)
+    assert answers[-1].words == "not yet: too much"
+    check("99.1", "x", 2)
     assert answers[-1].verdict == "wrong" and "TypeError" in capsys.readouterr().out
 
 
-def test_tolerance():
-    check("time", 1.04, 1.0, within=0.05)
-    assert answers[-1].verdict == "right"
-    check("time", 1.06, 1.0, within=0.05)
-    assert answers[-1].verdict == "wrong"
+def test_a_solution_is_printed_only_when_asked(capsys):
+    solution("00.1")
+    assert "4096" in capsys.readouterr().out
+    for number in ("00.99", "77.1"):
+        with pytest.raises(ArgumentError, match=r"number: got .*; allowed"):
+            solution(number)
+
+
+def test_frames_stand_for_themselves():
+    """No other file and no script beside the slider's; every frame is drawn and captioned."""
+    pictures = moving.Frames([(moving.box(0, 0, 9, 9, label="a<b"), f"step {n}") for n in range(3)])
+    page = pictures._repr_html_()
+    assert page.count("<animate ") == 3 and "a&lt;b" in page and "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert repr(pictures).splitlines() == ["1. step 0", "2. step 1", "3. step 2"]
+
+
+def test_machine_names_the_machine_and_the_day(capsys):
+    lessons.machine()
+    said = capsys.readouterr().out
+    assert "cores" in said and "Numba" in said and "20" in said
 
 
 def test_card_says_whether_there_is_one(capsys):

@@ -1,6 +1,6 @@
 """Make notebooks/NN_name.ipynb from notebooks/NN_name.py, run it, and keep its output.
 
-`tools/notebooks.py [NN ...]`.
+`tools/notebooks.py [NN ...]`; `tools/notebooks.py --maps` writes the map below each title.
 
 The percent-format source is what is edited and reviewed; the .ipynb is what readers open and GitHub
 draws. Sources go one way.
@@ -8,12 +8,15 @@ draws. Sources go one way.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import jupytext
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+
+from numflash.course.chapters import CHAPTERS, heading
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 LIMIT = 300_000  # bytes of a notebook with its pictures
@@ -48,8 +51,30 @@ def run(source: Path) -> NotebookNode:
     return book
 
 
+def with_map(text: str, number: str) -> str:
+    """The source with its chapter's map below the title."""
+    quoted = "\n".join(f"# {line}" for line in heading(number).splitlines())
+    cell = f'# %% [markdown] tags=["map"]\n{quoted}\n\n# %% tags=["machine"]\n'
+    cell += "from numflash.course import machine\n\nmachine()\n\n"
+    text = re.sub(r'(?ms)^# %% \[markdown\] tags=\["map"\].*?^machine\(\)\n\n', "", text, count=1)
+    first = re.search(r"(?m)^# %%(?! \[markdown\]\n# # )", text)
+    if first is None:
+        raise SystemExit(f"{number}: no cell after the title")
+    return text[: first.start()] + cell + text[first.start() :]
+
+
+def maps() -> None:
+    """Write the map of every chapter that `numflash.course.chapters` knows."""
+    for number, chapter in CHAPTERS.items():
+        source = FOLDER / f"{chapter.slug}.py"
+        source.write_text(with_map(source.read_text(), number))
+
+
 def main(numbers: list[str]) -> None:
     """Make the chapters with these numbers, or all."""
+    if numbers == ["--maps"]:
+        maps()
+        return
     for source in sorted(FOLDER.glob("[0-9][0-9]_*.py")):
         if not numbers or source.name[:2] in numbers:
             text = jupytext.writes(run(source), fmt="ipynb") + "\n"

@@ -35,7 +35,7 @@ NAV: list[tuple[str, list[str]]] = [
         ],
     ),
     ("Reference", ["reference/attention.md", "reference/kvcache.md", "reference/integrations.md"]),
-    ("Course", ["course.md"]),
+    ("Course", ["course.md", "glossary.md"]),
     ("Background", ["design.md", "pitfalls.md", "sources.md", "contributing.md", "changelog.md"]),
 ]
 FROM_ROOT = {

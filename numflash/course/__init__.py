@@ -1,10 +1,28 @@
 """What the notebooks share.
 
-Checks of exercises, figures, and a tracer that counts the memory accesses of a kernel.
+Exercises with their checks, figures, things that move, and a tracer that counts the memory accesses
+of a kernel.
 
 Imported by notebooks only. May import: everything but `commands`.
 """
 
-from .lessons import bars, card, check, figure, roof, rounds, table
+from .exercises import answer_of, check, hint, solution
+from .lessons import COLOURS, DASHES, bars, card, figure, machine, roof, rounds, table
+from .moving import Frames
 
-__all__ = ["bars", "card", "check", "figure", "roof", "rounds", "table"]
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "Frames",
+    "answer_of",
+    "bars",
+    "card",
+    "check",
+    "figure",
+    "hint",
+    "machine",
+    "roof",
+    "rounds",
+    "solution",
+    "table",
+]

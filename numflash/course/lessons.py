@@ -1,127 +1,19 @@
 """What the notebooks share.
 
-`check` for exercises, one way to draw, and the ceilings that figures are held against.
-
-Imported only by name (`from numflash.course import check`); drawing needs matplotlib (extra
-`notebooks`).
+One way to draw, tables, and the ceilings that figures are held against. Drawing needs matplotlib
+(extra `notebooks`).
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from ..errors import UnsupportedError
 from ..measure import roofline
-
-# --- exercises
-# -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One call of `check`.
-
-    What was asked, what came, and the verdict ("open", "right" or "wrong") with its words.
-    """
-
-    name: str
-    got: Any
-    expected: Any
-    cases: tuple[tuple[Any, ...], ...]
-    within: float
-    verdict: str
-    words: str
-
-
-answers: list[Answer] = []  # of this process, in order
-
-
-def check(
-    name: str, got: Any, expected: Any, *cases: tuple[Any, ...], within: float = 1e-6
-) -> None:
-    """Compare an exercise's answer with what is expected, and say both in plain words.
-
-    a wrong answer stops nothing.
-
-    Parameters
-    ----------
-    name : what the exercise requires
-    got : the answer; `...`, also within a tuple, is an exercise that is still open
-    expected : a value (number, text, array, or a tuple of them), or a function that computes it
-    cases : with functions, the arguments to call both with, a tuple for each call
-    within : relative tolerance of floats; integers, booleans and text must be equal
-    """
-    if got is ... or (isinstance(got, tuple) and any(x is ... for x in got)):
-        verdict = "open"
-        words = "not answered yet"
-    elif cases:
-        verdict = "right"
-        words = f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
-        for case in cases:
-            shown = ", ".join(map(_show, case))
-            wish = expected(*case)
-            try:
-                came = got(*case)
-            except Exception as error:
-                verdict = "wrong"
-                words = f"not yet: of ({shown}) expected {_show(wish)}, got {type(error).__name__}: {error}"
-                break
-            if came is ...:
-                verdict = "open"
-                words = "not answered yet"
-                break
-            if not _equal(came, wish, within):
-                verdict = "wrong"
-                words = f"not yet: of ({shown}) expected {_show(wish)}, got {_show(came)}"
-                break
-    elif _equal(got, expected, within):
-        verdict = "right"
-        words = f"right: {_show(expected)}"
-    else:
-        verdict = "wrong"
-        words = f"not yet: expected {_show(expected)}, got {_show(got)}"
-    answers.append(Answer(name, got, expected, cases, within, verdict, words))
-    print(f"{name}: {words}")
-
-
-def _equal(got: Any, expected: Any, within: float) -> bool:
-    if isinstance(expected, (tuple, list)):
-        return (
-            isinstance(got, (tuple, list))
-            and len(got) == len(expected)
-            and all(_equal(a, b, within) for a, b in zip(got, expected, strict=True))
-        )
-    if isinstance(expected, str):
-        return isinstance(got, str) and got.strip().lower() == expected.lower()
-    try:
-        a = np.asarray(got)
-        b = np.asarray(expected)
-        if a.shape != b.shape or a.dtype.kind not in "biuf":
-            return False
-        return bool(
-            np.allclose(a, b, rtol=within, atol=within * 1e-3)
-            if b.dtype.kind == "f"
-            else np.array_equal(a, b)
-        )
-    except (TypeError, ValueError):
-        return False
-
-
-def _show(x: Any) -> str:
-    if isinstance(x, (tuple, list)):
-        return f"({', '.join(map(_show, x))})"
-    if isinstance(x, np.ndarray) and x.ndim:
-        head = ", ".join(f"{v:.6g}" for v in x.ravel()[:4])
-        return f"array {x.shape} {x.dtype} [{head}{', ...' if x.size > 4 else ''}]"
-    if isinstance(x, (float, np.floating)):
-        return f"{x:.6g}"
-    return repr(x.item() if isinstance(x, np.generic) else x)
-
 
 # --- drawing
 # -------------------------------------------------------------------------------------------------------------------
@@ -202,10 +94,10 @@ def bars(
         ax.axvline(ceiling[1], color="#D55E00", linestyle="--", marker="")
         ax.text(
             ceiling[1],
-            -0.75,
-            f"{ceiling[0]}: {ceiling[1]:.{digits}f}",
-            ha="right",
-            va="bottom",
+            -0.7,
+            f"{ceiling[0]}: {ceiling[1]:.{digits}f} ",
+            ha="right" if ceiling[1] > 0.4 * best else "left",
+            va="center",
             color="#A04000",
             fontsize=9,
         )
@@ -213,8 +105,8 @@ def bars(
         yticks=range(len(names)),
         yticklabels=names,
         xlabel=unit,
-        xlim=(0, 1.22 * best),
-        ylim=(len(names) - 0.4, -0.95),
+        xlim=(0, 1.3 * best),
+        ylim=(len(names) - 0.4, -1.1),
     )
 
 
@@ -228,6 +120,37 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         [tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row) for row in rows],
     )
     print(shown.plain().lstrip("\n"))
+
+
+# --- the machine
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> None:
+    """Say on which machine and day the figures of this page were made."""
+    import numba
+
+    from ..jit import target
+
+    isas = ", ".join(target.available())
+    print(
+        f"All figures of this page: {_cpu()}, {os.cpu_count()} cores ({isas}), "
+        f"Numba {numba.__version__}, {datetime.date.today().isoformat()}."
+    )
+
+
+def _cpu() -> str:
+    """The CPU's name as the system gives it, else LLVM's."""
+    from ..jit import target
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            for line in info:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return str(target.cpu_name())
 
 
 # --- ceilings

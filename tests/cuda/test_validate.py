@@ -5,6 +5,7 @@ Against the stub driver, with stand-ins for PyTorch and Triton.
 
 import json
 import sys
+import types
 from pathlib import Path
 
 import fake_torch
@@ -246,6 +247,23 @@ def test_each_peer_fails_by_itself(torch, tmp_path):
         results.shown({"kernel": "torch cudnn", "L": 16, "error": "No kernel"})
         == "torch cudnn, L 16: No kernel"
     )
+
+
+def test_flash_attention_takes_its_own_layout(torch, monkeypatch):
+    """(B, L, H, D) goes in and comes out, in version 3 beside the LSE."""
+    sdpa = torch().nn.functional.scaled_dot_product_attention
+
+    def flash_attn_func(q, k, v, causal):
+        assert q.shape == (1, 16, 2, 8)
+        with sys.modules["torch.nn.attention"].sdpa_kernel("own"):
+            return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(
+                1, 2
+            ), None
+
+    module = types.ModuleType("flash_attn_interface")
+    module.__spec__, module.flash_attn_func = types.SimpleNamespace(), flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    assert found()["FlashAttention-3"] > 0 and "FlashAttention-2" not in found()
 
 
 def test_peers_that_are_not_there(torch, monkeypatch, tmp_path):

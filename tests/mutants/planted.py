@@ -22,6 +22,7 @@ class Mutant(NamedTuple):
 
 INT8 = "tests/cpu/test_combinations.py -k test_int8_by_pairs"
 FLOATS = "tests/cpu/test_combinations.py -k test_floats_by_pairs"
+PLANNED_INT8 = "tests/test_plans.py tests/cpu/test_quantize.py"
 FLOAT_VALUES = "tests/cpu/test_int8_float_values.py"
 BACKWARD = "tests/cpu/test_backward.py"
 UNSEEN = "tests/cpu/test_unseen.py"
@@ -41,6 +42,7 @@ ARGUMENTS = f"{VALIDATION} {WRONG}"
 
 FLASH_INT8 = "cpu/int8/flash_int8.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
+CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
@@ -114,14 +116,20 @@ MUTANTS = [
     Mutant(QUANTISER, "usable = peak > NO_SCALE", "usable = True", QUANTISER_TESTS),
     Mutant(QUANTISER, "= F(1) if p + c < x.length else F(0)", "= F(0)", QUANTISER_TESTS),
     Mutant(QUANTISER, "source.lengths[n // source.k.heads]", "source.lengths[0]", QUANTISER_TESTS),
-    Mutant(QUANTISER, "None if top >= PLAIN_BITS else (", "(", QUANTISER_TESTS),
     Mutant(
-        LAUNCH_INT8,
-        "if found is None or found[1] * abs(unit) >= LIMIT:",
-        "if found is None:",
+        CALL_INT8,
+        "np.float64(q_scale) * abs(f.unit) >= LIMIT",
+        "False",
         QUANTISER_TESTS,
     ),
     Mutant("quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
+    # ---- planned INT8 calls
+    Mutant(CALL_INT8, "general = top >= PLAIN_BITS or", "general =", PLANNED_INT8),
+    Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "        wide[:] = 0\n", "", PLANNED_INT8),
+    Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
+    Mutant(CALL_INT8, "f.softcap, most >= MOST,", "f.softcap, False,", PLANNED_INT8),
+    Mutant(LAUNCH_INT8, "numbers[STRIDES] = [", "_ = [", PLANNED_INT8),
     # ---- what both share
     Mutant(
         "cpu/semantics.py",
@@ -173,7 +181,7 @@ MUTANTS = [
     Mutant(FLASH_FLOAT, "slope = semantics.slopes[b, h]", "slope = semantics.slopes[b, 0]", FLOATS),
     Mutant(
         FLASH_FLOAT,
-        "q_tile[real:groups] = operand(0)",
+        "state.q[tile.real : groups] = operand(0)",
         "pass",
         FLOATS,
         equivalent="Rows behind the last one are computed from old operands and stored by nobody.",
@@ -194,8 +202,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/backward/flash_backward.py",
-        "    for part in dq[1:]:\n        whole += part",
-        "    for part in dq[2:]:\n        whole += part",
+        "    for part in found.dq[1:]:",
+        "    for part in found.dq[2:]:",
         BACKWARD,
     ),
     # ---- quantisation and scales

@@ -5,11 +5,14 @@ Register tiles, online softmax in base 2, float32 sums, one query tile at a time
 FlashAttention 2 (Dao 2023, algorithm 1) on one core. Per query tile of `block_q` rows and key
 block:
 
-    scores   s = Q.K^T                                                  (score_tile: a panel of K
-    stays in L1 for all rows) change   softcap, ALiBi, bias, mask, edges of the keys a row attends
-    to (edge_rows, only where asked for) softmax  running maximum m, p = 2**(c * s - m), running sum
-    l (row_exceeds, row_weights); c = scale * log2(e) values   O += P.V (value_tile: so do the
-    columns of V) out = O / l, lse = (m + log2(l)) * ln 2
+    scores    s = Q.K^T                                 `score_tile`: a panel of K stays in L1
+    change    score functions, softcap, ALiBi, bias,
+              mask, edges of the keys a row attends to  `edge_rows`, only where asked for
+    softmax   running maximum m, p = 2**(c * s - m),
+              running sum l; c = scale * log2(e)        `row_exceeds`, `row_weights`
+    values    O += P.V                                  `value_tile`: columns of V stay in L1
+
+and at the end of a tile out = O / l, lse = (m + log2(l)) * ln 2.
 
 K and V come from beyond L2 once per query tile, so the tile is large. Its rows go in groups, as
 many as a register tile has (6, or 32 with AMX). The maximum is followed only when it grows by more
@@ -47,14 +50,66 @@ GROWTH = F(8)  # octaves that the maximum may grow before O is rescaled
 LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 LN2 = np.log(2.0)
 LOG2E = 1 / LN2
-inlined = bare(forceinline=True)  # where options go in: a call would copy them all
+inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
 
 
-class Room(NamedTuple):
-    """What a worker needs for one query tile.
+class Operands(NamedTuple):
+    """Of N query heads and Nkv KV heads.
 
-    The rows of `bounds` and `spans` are named in `run_tiles`.
+    q : (N, L, D) float32, or uint16 bits of bfloat16
+    keys, values : (Nkv, ...) packed
+    limits : (Nkv,) float32 largest |q| whose scores stay finite
     """
+
+    q: np.ndarray
+    keys: np.ndarray
+    limits: np.ndarray
+    values: np.ndarray
+
+
+class Results(NamedTuple):
+    """out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    redo: np.ndarray
+
+
+class Sizes(NamedTuple):
+    """Heads of a batch, keys S, columns of a row of V, rows of a tile (whole groups), workers."""
+
+    heads: int
+    kv_heads: int
+    keys: int
+    columns: int
+    block_q: int
+    workers: int
+
+
+class Tile(NamedTuple):
+    """Query rows `row` to row + real - 1 of head h of batch b; the head is number n of all."""
+
+    n: int
+    b: int
+    h: int
+    row: int
+    real: int
+
+
+class Group(NamedTuple):
+    """`rows` rows of a tile from row g on, and the keys `first` to `stop` - 1 of the block that
+    begins at key `block`.
+    """
+
+    g: int
+    rows: int
+    first: int
+    stop: int
+    block: int
+
+
+class State(NamedTuple):
+    """What a worker keeps of one query tile; start, stop, skip are of its groups."""
 
     q: np.ndarray  # (block_q, channels) operands
     x: np.ndarray  # (block_q * key_block,) float32 scores
@@ -63,17 +118,18 @@ class Room(NamedTuple):
     l: np.ndarray  # (block_q, lanes) float32 sums of the weights
     m: np.ndarray  # (block_q,) float32 maxima
     magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
-    bounds: np.ndarray  # (2, block_q) int64
-    spans: np.ndarray  # (3, groups) int64
-    mask_end: np.ndarray  # (lanes,) uint8 and float32: copies of the last keys' mask and bias
-    bias_end: np.ndarray
+    lo: np.ndarray  # (block_q,) int64 first key that a row attends to
+    hi: np.ndarray  # (block_q,) int64 the key after its last one
+    start: np.ndarray  # int64 first key of a group in the present block
+    stop: np.ndarray  # int64 the key after its last one
+    skip: np.ndarray  # int64 scored keys before the first that any row attends to, in whole steps
 
 
 @functools.cache
 def make_attend(name: str, precision: str, key_block: int = 0):
     """The kernel of one target, with the key blocks of its tiling or of `key_block` keys.
 
-    attend(q, keys, limits, values, columns, c, semantics, heads, s, counter, out, lse, redo).
+    attend(operands, results, c, semantics, sizes, counter), see `Operands`, `Results`, `Sizes`.
     """
     isa = FLOAT_ISAS[name]
     key_block = key_block or tiling(name, precision).key_block
@@ -100,28 +156,36 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     found = tiles.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
-    @bare
-    def scores(q, q_off, stride, k, first, stop, x, x_off):
-        """x[:, x_off ...] = Q.K^T of a group of rows for keys first ..
-
-        Stop of one panel, in whole units.
-        """
+    @inlined
+    def scores(state, g, k, first, stop, to):
+        """x[to:] = Q.K^T of the group at row g, for keys `first` to `stop` of one panel."""
+        stride = state.q.shape[1]
         column = first % panel
         n = (stop - first + unit - 1) // unit * (unit // lanes)
         at = (first - column) * stride + column * group
+        q, x, row, step = state.q, state.x, g * stride, stride // group
         if n == nv:
-            score4(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+            score4(q, row, stride, k, at, step, x, to, key_block)
         elif n == 3:
-            score3(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+            score3(q, row, stride, k, at, step, x, to, key_block)
         elif n == 2:
-            score2(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+            score2(q, row, stride, k, at, step, x, to, key_block)
         else:
-            score1(q, q_off, stride, k, at, stride // group, x, x_off, key_block)
+            score1(q, row, stride, k, at, step, x, to, key_block)
+
+    @inlined
+    def block_scores(state, tile, k, block, stop):
+        """The scores of a key block, panel by panel: a panel of K stays in L1 for all rows."""
+        for j in range(block, min(block + key_block, stop), panel):
+            for g in range(0, tile.real, mr):
+                a, z = max(state.start[g // mr], j), min(state.stop[g // mr], j + panel)
+                if a < z:
+                    scores(state, g, k, a, z, g * key_block + a - block)
 
     @inlined
     def panel_seen(mask, at, step, rows, n):
-        """Whether the dense mask lets any of the rows, from mask[at] on and `step` apart, see any
-        of n keys.
+        """Whether the dense mask lets any of the rows, from mask[at] on and `step` apart, attend to
+        any of n keys.
         """
         for _ in range(rows):
             if found(mask, at, n // lanes):
@@ -133,9 +197,10 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         return False
 
     @inlined
-    def panels_seen(semantics, dense, b, h, row, rows, first, stop):
+    def panels_seen(semantics, dense, tile, g, rows, first, stop):
         """first .. stop without the panels at either end that the dense mask hides from all rows."""
-        mask, at, step = dense.mask, row_of(semantics.mask, b, h, row), step_of(semantics.mask)
+        mask, step = dense.mask, step_of(semantics.mask)
+        at = row_of(semantics.mask, tile.b, tile.h, tile.row + g)
         while first < stop:
             after = min(stop, first // panel * panel + panel)
             if panel_seen(mask, at + first, step, rows, after - first):
@@ -148,44 +213,70 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             stop = before
         return first, stop
 
-    @bare
-    def values(p, start, stop, real, v, block, columns, o):
-        """O += P.V of all groups, a chunk of V's columns after the other.
+    @inlined
+    def union(state, g, rows, s):
+        """The keys that any of a group's rows attends to."""
+        left, right = s, 0
+        for i in range(g, g + rows):
+            if state.hi[i] > state.lo[i]:
+                left, right = min(left, state.lo[i]), max(right, state.hi[i])
+        return left, right
 
-        Group g attends to keys start[g] .. stop[g] of the block.
-        """
-        stride, t = columns * group, 0
+    @inlined
+    def group_spans(semantics, dense, state, tile, block, s):
+        """The keys of a block that each group computes: start, stop, skip."""
+        functions = semantics.functions
+        for g in range(0, tile.real, mr):
+            rows = min(mr, tile.real - g)
+            left, right = union(state, g, rows, s)
+            a, z = max(left // unit * unit, block), min(right, block + key_block)
+            if functions.states.size > 0 and a < z:
+                row, last = tile.row + g, tile.row + g + rows - 1
+                a, z = trimmed(functions, tile.b, tile.h, row, last, a, z, unit)
+            if semantics.has_mask:
+                a, z = panels_seen(semantics, dense, tile, g, rows, a, z)
+            state.start[g // mr] = a
+            state.stop[g // mr] = z
+            state.skip[g // mr] = max(left - a, 0) // step * step
+
+    @inlined
+    def add_values(state, tile, v, block, columns):
+        """O += P.V of all groups, a chunk of V's columns after the other."""
+        p, o = state.p, state.o
+        t = 0
         while t < columns:
             width = (
                 panel if t + panel <= columns else half if nv > 1 and t + half <= columns else lanes
             )
-            for g in range(0, real, mr):
-                first, n = start[g // mr], stop[g // mr] - start[g // mr]
+            for g in range(0, tile.real, mr):
+                first = state.start[g // mr]
+                n = state.stop[g // mr] - first
                 if n > 0:
                     steps = (n + step - 1) // step * (step // group)
                     at = g * key_block + first - block
                     where, to = first * columns + t * group, g * columns + t
                     if width == panel:
-                        value4(p, at, key_block, v, where, stride, steps, o, to, columns)
+                        value4(p, at, key_block, v, where, columns * group, steps, o, to, columns)
                     elif width == half:
-                        value2(p, at, key_block, v, where, stride, steps, o, to, columns)
+                        value2(p, at, key_block, v, where, columns * group, steps, o, to, columns)
                     else:
-                        value1(p, at, key_block, v, where, stride, steps, o, to, columns)
+                        value1(p, at, key_block, v, where, columns * group, steps, o, to, columns)
             t += width
 
     @bare
-    def grow_row(x, at, count, m, l, o, i):
-        """Follow the maximum of a row, and bring its sums to it.
+    def grow_row(state, i, at, count):
+        """Raise the maximum of row i to that of its scores x[at:], and rescale its sums.
 
-        a NaN beside hidden scores only becomes the maximum.
+        A NaN beside hidden scores only becomes the maximum.
         """
+        x, m = state.x, state.m
         top = top_of(x, at, count)
         if top == HIDDEN:
             for j in range(at, at + count * lanes):
                 if x[j] != x[j]:
                     top = F(np.nan)
         if m[i] != HIDDEN:
-            shrink, row, sums = F(np.exp2(F(m[i] - top))), o[i], l[i]
+            shrink, row, sums = F(np.exp2(F(m[i] - top))), state.o[i], state.l[i]
             for t in range(row.size):
                 row[t] = row[t] * shrink
             for t in range(lanes):
@@ -193,31 +284,45 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         m[i] = top
 
     @inlined
-    def edge_rows(
-        semantics, dense, b, h, row, g, rows, first, stop, block, lo, hi, c, x, p, m, l, o
-    ):
-        """Weights of a group's rows that do not see all keys of first .. stop as they are.
+    def weigh_row(state, i, at, count, factor):
+        """Scores x[at:] of row i, in units of `factor`, to weights p, and their sum to l."""
+        x, m = state.x, state.m
+        if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
+            scale(x, at, count, factor)
+            factor = F(1)
+            grow_row(state, i, at, count)
+        if m[i] == HIDDEN:
+            for j in range(at, at + count * lanes):
+                state.p[j] = operand(0)
+        else:
+            weights(x, at, count, factor, m[i], state.p, at, state.l, i * lanes)
 
-        Softcap, ALiBi, bias and mask in the field's order. No array is taken out of a tuple, and no
-        slice made, row by row: each costs two atomic operations on a counter.
+    @inlined
+    def edge_rows(semantics, dense, tile, group, c, state):
+        """Weights of a group's rows that options change or that attend to a part of its keys.
+
+        Softcap, ALiBi, bias and mask in the field's order.
         """
-        n = stop - first
+        first = group.first
+        n = group.stop - first
         count, whole, rest = (n + unit - 1) // unit * (unit // lanes), n // lanes, n % lanes
         some = (n + lanes - 1) // lanes
+        x, b, h, row = state.x, tile.b, tile.h, tile.row
         cap, slope = semantics.softcap, F(0)
         if semantics.slopes.size > 0:
             slope = semantics.slopes[b, h]
         bias, bias_end, mask, mask_end = dense.bias, dense.bias_end, dense.mask, dense.mask_end
-        bias_at, bias_step = row_of(semantics.bias, b, h, row + g) + first, step_of(semantics.bias)
-        mask_at, mask_step = row_of(semantics.mask, b, h, row + g) + first, step_of(semantics.mask)
+        bias_at = row_of(semantics.bias, b, h, row + group.g) + first
+        mask_at = row_of(semantics.mask, b, h, row + group.g) + first
+        bias_step, mask_step = step_of(semantics.bias), step_of(semantics.mask)
         centre = row + semantics.diagonal[b] - first
         early = cap > F(0) or slope != F(0) or semantics.has_bias or not c > F(0)
-        for i in range(g, g + rows):
-            at = i * key_block + first - block
+        for i in range(group.g, group.g + group.rows):
+            at = i * key_block + first - group.block
             tail, end = at + whole * lanes, at + count * lanes
-            left, right = max(lo[i] - first, 0), min(hi[i], stop) - first
-            factor = c
+            left, right = max(state.lo[i] - first, 0), min(state.hi[i], group.stop) - first
             if right > left:
+                factor = c
                 if early:
                     scale(x, at, count, c)
                     factor = F(1)
@@ -244,291 +349,165 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                     x[j] = HIDDEN
                 for j in range(at + right, end):
                     x[j] = HIDDEN
-                if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
-                    scale(x, at, count, factor)
-                    factor = F(1)
-                    grow_row(x, at, count, m, l, o, i)
-            if right <= left or m[i] == HIDDEN:
-                for j in range(at, end):
-                    p[j] = operand(0)
+                weigh_row(state, i, at, count, factor)
             else:
-                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
+                for j in range(at, end):
+                    state.p[j] = operand(0)
             bias_at, mask_at = bias_at + bias_step, mask_at + mask_step
 
-    @bare
-    def run_tiles(
-        q,
-        keys,
-        limits,
-        values_packed,
-        columns,
-        c,
-        semantics,
-        heads,
-        block_q,
-        s,
-        counter,
-        out,
-        lse,
-        redo,
-        room,
-    ):
-        """Query tiles, as long as there are any."""
-        n_heads, length, d = q.shape
-        dv = out.shape[2]
-        h_all, h_kv, _ = heads
-        tiles = (length + block_q - 1) // block_q
-        functions = semantics.functions
-        shifted = semantics.has_bias or semantics.slopes.size > 0
-        q_tile, x, p, o, l, m, worst, bounds, spans, mask_end, bias_end = room
-        stride, magnitude = q_tile.shape[1], reinterpret(worst, np.float32)
-        lo, hi, start, end, skip = bounds[0], bounds[1], spans[0], spans[1], spans[2]
-        dense = Dense(
-            semantics.mask.reshape(semantics.mask.size),
-            semantics.bias.reshape(semantics.bias.size),
-            mask_end,
-            bias_end,
+    @inlined
+    def call_functions(semantics, tile, group, c, x):
+        """The user's functions on a group's scores; the factor that they leave the scores with."""
+        functions, b, h = semantics.functions, tile.b, tile.h
+        row, rows, a, z = tile.row + group.g, group.rows, group.first, group.stop
+        address, frame = functions.masked, functions.masked_frame
+        if not must_mask(functions, b, h, row, row + rows - 1, a, z):
+            address, frame = functions.unmasked, functions.unmasked_frame
+        if address == 0:
+            return c
+        at, batch, unit = (
+            group.g * key_block + a - group.block,
+            batch_of(functions, b),
+            F(c * F(LN2)),
         )
+        keys = z - a
+        call_tile(address, frame, x, at, key_block, rows, keys, batch, h, row, a, unit, F(LOG2E))
+        return F(1)
+
+    @inlined
+    def soften(semantics, dense, tile, group, c, state):
+        """Scores of a group to weights."""
+        most, least = 0, group.stop  # the keys that all rows of the group attend to
+        for i in range(group.g, group.g + group.rows):
+            most, least = max(most, state.lo[i]), min(least, state.hi[i])
+        factor = c
+        if semantics.functions.masked != 0:
+            factor = call_functions(semantics, tile, group, c, state.x)
+        partial = most > group.first or least < group.stop
+        if semantics.general or partial or (group.stop - group.first) % unit:
+            edge_rows(semantics, dense, tile, group, factor, state)
+        else:
+            count = (group.stop - group.first) // lanes
+            for i in range(group.g, group.g + group.rows):
+                weigh_row(state, i, i * key_block + group.first - group.block, count, factor)
+
+    @bare
+    def load_tile(q, semantics, tile, s, state):
+        """The rows of a tile as operands, the keys each attends to, and the empty state.
+
+        The keys that any row attends to.
+        """
+        first, stop = s, 0
+        for i in range(tile.real):
+            source, target = q[tile.n, tile.row + i], state.q[i]
+            for e in range(source.size):
+                target[e] = source[e]
+            lo, hi = seen_range(semantics, tile.b, tile.h, tile.row + i, s)
+            state.lo[i], state.hi[i] = lo, hi
+            state.m[i] = HIDDEN
+            state.magnitude[i] = largest(reinterpret(target, np.uint32), group, np.uint32(0))
+            if hi > lo:
+                first, stop = min(first, lo), max(stop, hi)
+        groups = (tile.real + mr - 1) // mr * mr
+        state.q[tile.real : groups] = operand(0)
+        state.o[:groups], state.l[:groups] = F(0), F(0)
+        return first, stop
+
+    @bare
+    def store_rows(tile, limit, shifted, state, counter, results):
+        """out = O / l and the LSE of each row, and whether it must be computed again in float64."""
+        m, magnitude = state.m, reinterpret(state.magnitude, np.float32)
+        out, lse, redo = results
+        for i in range(tile.real):
+            result, sums, bits = out[tile.n, tile.row + i], state.o[i], np.uint32(0)
+            total = F(0)
+            for t in range(lanes):
+                total = total + state.l[i, t]
+            r = F(0) if total == F(0) else F(1) / total
+            # without keys `sums` may be NaN: 0 * NaN of keys that other rows attend to
+            seen = state.hi[i] > state.lo[i]
+            for t in range(result.size):
+                result[t] = sums[t] * r if seen else F(0)
+            words = reinterpret(result, np.uint32)
+            for t in range(result.size):
+                bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
+            lse[tile.n, tile.row + i] = (
+                F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
+            )
+            held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
+            held &= magnitude[i] <= limit
+            again = seen and not (held and bits < np.uint32(0x7F800000))
+            redo[tile.n, tile.row + i] = again
+            if again:
+                counter[1] = 1
+
+    @bare
+    def run_tiles(x, results, c, semantics, sizes, counter, state, dense):
+        """Query tiles, as long as there are any: the loop of this file's description."""
+        n_heads, length, _ = x.q.shape
+        tiles = (length + sizes.block_q - 1) // sizes.block_q
+        shifted = semantics.has_bias or semantics.slopes.size > 0
+        s = sizes.keys
         while True:
             task = next_task(counter)
             if task >= n_heads * tiles:
                 break
-            # the longest causal tiles first
             n = task // tiles
-            row = (tiles - 1 - task % tiles) * block_q
-            b, h = n // h_all, n % h_all
-            n_kv = b * h_kv + h * h_kv // h_all
-            real = min(block_q, length - row)
-            k, v = keys[n_kv], values_packed[n_kv]
-            first, stop = s, 0
-            for i in range(real):
-                source, target = q[n, row + i], q_tile[i]
-                for e in range(d):
-                    target[e] = source[e]
-                lo[i], hi[i] = seen_range(semantics, b, h, row + i, s)
-                m[i] = HIDDEN
-                worst[i] = largest(reinterpret(q_tile[i], np.uint32), group, np.uint32(0))
-                if hi[i] > lo[i]:
-                    first, stop = min(first, lo[i]), max(stop, hi[i])
-            groups = (real + mr - 1) // mr * mr
-            q_tile[real:groups] = operand(0)
-            o[:groups], l[:groups] = F(0), F(0)
+            row = (tiles - 1 - task % tiles) * sizes.block_q  # the longest causal tiles first
+            b, h = n // sizes.heads, n % sizes.heads
+            n_kv = b * sizes.kv_heads + h * sizes.kv_heads // sizes.heads
+            tile = Tile(n, b, h, row, min(sizes.block_q, length - row))
+            first, stop = load_tile(x.q, semantics, tile, s, state)
             for block in range(first // key_block * key_block, stop, key_block):
-                for g in range(0, real, mr):
-                    # keys that any row of the group attends to
-                    rows = min(mr, real - g)
-                    left = s
-                    right = 0
-                    for i in range(g, g + rows):
-                        if hi[i] > lo[i]:
-                            left, right = min(left, lo[i]), max(right, hi[i])
-                    a, z = max(left // unit * unit, block), min(right, block + key_block)
-                    if functions.states.size > 0 and a < z:
-                        last = row + g + rows - 1
-                        a, z = trimmed(functions, b, h, row + g, last, a, z, unit)
-                    if semantics.has_mask:
-                        a, z = panels_seen(semantics, dense, b, h, row + g, rows, a, z)
-                    start[g // mr], end[g // mr], skip[g // mr] = (
-                        a,
-                        z,
-                        max(left - a, 0) // step * step,
-                    )
-                for j in range(block, min(block + key_block, stop), panel):
-                    for g in range(0, real, mr):
-                        a, z = max(start[g // mr], j), min(end[g // mr], j + panel)
-                        if a < z:
-                            scores(
-                                q_tile, g * stride, stride, k, a, z, x, g * key_block + a - block
-                            )
-                for g in range(0, real, mr):
-                    a, z = start[g // mr], end[g // mr]
-                    if a >= z:
-                        continue
-                    # keys that all rows of the group see
-                    rows = min(mr, real - g)
-                    most = 0
-                    least = s
-                    for i in range(g, g + rows):
-                        most, least = max(most, lo[i]), min(least, hi[i])
-                    factor_all = c
-                    if functions.masked != 0:
-                        address, frame = functions.masked, functions.masked_frame
-                        if not must_mask(functions, b, h, row + g, row + g + rows - 1, a, z):
-                            address, frame = functions.unmasked, functions.unmasked_frame
-                        if address != 0:
-                            at = g * key_block + a - block
-                            call_tile(
-                                address,
-                                frame,
-                                x,
-                                at,
-                                key_block,
-                                rows,
-                                z - a,
-                                batch_of(functions, b),
-                                h,
-                                row + g,
-                                a,
-                                F(c * F(LN2)),
-                                F(LOG2E),
-                            )
-                            factor_all = F(1)
-                    if semantics.general or most > a or least < z or (z - a) % unit:
-                        edge_rows(
-                            semantics,
-                            dense,
-                            b,
-                            h,
-                            row,
-                            g,
-                            rows,
-                            a,
-                            z,
-                            block,
-                            lo,
-                            hi,
-                            factor_all,
-                            x,
-                            p,
-                            m,
-                            l,
-                            o,
-                        )
-                    else:
-                        count = (z - a) // lanes
-                        for i in range(g, g + rows):
-                            at, factor = i * key_block + a - block, factor_all
-                            if exceeds(x, at, count, factor, F(m[i] + GROWTH)):
-                                scale(x, at, count, factor)
-                                factor = F(1)
-                                grow_row(x, at, count, m, l, o, i)
-                            if m[i] == HIDDEN:  # only a function hides keys on this path
-                                for j in range(at, at + count * lanes):
-                                    p[j] = operand(0)
-                            else:
-                                weights(x, at, count, factor, m[i], p, at, l, i * lanes)
-                    start[g // mr] += skip[g // mr]
-                values(p, start, end, real, v, block, columns, o)
-            for i in range(real):
-                result, sums, bits = out[n, row + i], o[i], np.uint32(0)
-                total = F(0)
-                for t in range(lanes):
-                    total = total + l[i, t]
-                r = F(0) if total == F(0) else F(1) / total
-                seen = hi[i] > lo[i]  # else `sums` may be NaN: 0 * NaN of keys that other rows see
-                for t in range(dv):
-                    result[t] = sums[t] * r if seen else F(0)
-                words = reinterpret(result, np.uint32)
-                for t in range(dv):
-                    bits = max(bits, np.uint32(words[t] & np.uint32(0x7FFFFFFF)))
-                lse[n, row + i] = (
-                    F((m[i] + np.log2(np.float64(total))) * LN2) if total != F(0) else HIDDEN
-                )
-                held = m[i] > LOWEST or (m[i] == HIDDEN and not shifted)
-                held &= magnitude[i] <= limits[n_kv]
-                redo[n, row + i] = seen and not (held and bits < np.uint32(0x7F800000))
-                if redo[n, row + i]:
-                    counter[1] = 1
+                group_spans(semantics, dense, state, tile, block, s)
+                block_scores(state, tile, x.keys[n_kv], block, stop)
+                for g in range(0, tile.real, mr):
+                    a, z = state.start[g // mr], state.stop[g // mr]
+                    if a < z:
+                        rows = Group(g, min(mr, tile.real - g), a, z, block)
+                        soften(semantics, dense, tile, rows, c, state)
+                        state.start[g // mr] += state.skip[g // mr]
+                add_values(state, tile, x.values[n_kv], block, sizes.columns)
+            store_rows(tile, x.limits[n_kv], shifted, state, counter, results)
 
     @inline
-    def work(
-        _,
-        q,
-        keys,
-        limits,
-        values_packed,
-        columns,
-        c,
-        semantics,
-        heads,
-        block_q,
-        s,
-        counter,
-        out,
-        lse,
-        redo,
-    ):
+    def work(_, x, results, c, semantics, sizes, counter):
         """One worker."""
-        stride = (q.shape[2] + step - 1) // step * step
+        stride, block_q = (x.q.shape[2] + step - 1) // step * step, sizes.block_q
         begin_tiles()
-        x = uncleared((block_q * key_block,), np.float32, "float scores")
-        p = x if group == 1 else uncleared((block_q * key_block,), operand, "bfloat16 weights")
-        room = Room(
+        scores = uncleared((block_q * key_block,), np.float32, "float scores")
+        state = State(
             zeros((block_q, stride), operand, "float query tile"),
-            x,
-            p,
-            uncleared((block_q, columns), np.float32, "float output tile"),
+            scores,
+            scores
+            if group == 1
+            else uncleared((block_q * key_block,), operand, "bfloat16 weights"),
+            uncleared((block_q, sizes.columns), np.float32, "float output tile"),
             uncleared((block_q, lanes), np.float32, "float sums of weights"),
             uncleared((block_q,), np.float32, "float maxima"),
             uncleared((block_q,), np.uint32, "float query magnitudes"),
-            uncleared((2, block_q), np.int64, "float bounds of rows"),
-            uncleared((3, block_q // mr), np.int64, "float bounds of groups"),
+            uncleared((block_q,), np.int64, "float first keys of rows"),
+            uncleared((block_q,), np.int64, "float last keys of rows"),
+            uncleared((block_q // mr,), np.int64, "float first keys of groups"),
+            uncleared((block_q // mr,), np.int64, "float last keys of groups"),
+            uncleared((block_q // mr,), np.int64, "float skipped keys of groups"),
+        )
+        dense = Dense(
+            semantics.mask.reshape(semantics.mask.size),
+            semantics.bias.reshape(semantics.bias.size),
             uncleared((lanes,), np.uint8, "float last part of the mask"),
             uncleared((lanes,), np.float32, "float last part of the bias"),
         )
-        run_tiles(
-            q,
-            keys,
-            limits,
-            values_packed,
-            columns,
-            c,
-            semantics,
-            heads,
-            block_q,
-            s,
-            counter,
-            out,
-            lse,
-            redo,
-            room,
-        )
+        run_tiles(x, results, c, semantics, sizes, counter, state, dense)
         end_tiles()
 
     @separate(no_cpython_wrapper=False)
-    def attend(
-        q,
-        keys,
-        limits,
-        values_packed,
-        columns,
-        c,
-        semantics,
-        heads,
-        block_q,
-        s,
-        counter,
-        out,
-        lse,
-        redo,
-    ):
+    def attend(x, results, c, semantics, sizes, counter):
         """All query tiles of all heads.
 
-        q (N, L, D) operands; keys, values_packed (Nkv, ...) packed; limits (Nkv,) float32 largest
-        |q| without overflow; columns of a row of V; c float32 scale * log2(e); heads = (H, Hkv,
-        workers); block_q rows of a tile, whole groups; counter (2,) int64 zeros, the second 1
-        afterwards if there is a row to redo; out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8,
-        1 for a row that float32 cannot hold.
+        x Operands; results Results; c float32 scale * log2(e); counter (2,) int64 zeros, the second
+        1 afterwards if there is a row to redo.
         """
-        over_tasks(
-            work,
-            heads[2],
-            (
-                q,
-                keys,
-                limits,
-                values_packed,
-                columns,
-                c,
-                semantics,
-                heads,
-                block_q,
-                s,
-                counter,
-                out,
-                lse,
-                redo,
-            ),
-        )
+        over_tasks(work, sizes.workers, (x, results, c, semantics, sizes, counter))
 
     return attend

@@ -31,7 +31,7 @@ import numpy as np
 
 from ... import fixedpoint as fx
 from ...fixedpoint import ONE_Q16
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
@@ -500,7 +500,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         )
         end()
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def attend(
         q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out
     ):

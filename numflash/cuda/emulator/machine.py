@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from . import asynchronous, rules, tensor, transfer  # noqa: F401  (they register their instructions)
+from . import asynchronous, products, rules, tensor, transfer  # noqa: F401  (they register their instructions)
 from .alu import BINDERS, DTYPES
 from .errors import EmulatorError, Fault
 from .memory import RESERVED, Global, Shared
@@ -105,7 +105,7 @@ class Machine:
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.alive = np.ones(self.n, bool)
         self.copies = asynchronous.Copies(self)
-        self.products = asynchronous.Products(self)
+        self.products = products.Products(self)
         self.touched: list[tuple[frozenset, frozenset]] = []
         self.unset, self.fences = rules.Unset(self), rules.Fences(self)
         self.kinds, self.runs, self.predicates = self._bind()

@@ -1,0 +1,197 @@
+# %% [markdown]
+# # 24. Capstone: your tile in the shipped kernel
+#
+# You have written tiled attention (01), a register tile (06) and the fused order (07). Now change the kernel that ships. After this chapter
+# you can
+#
+# * predict what a tile size does to traffic and working set, before anything runs,
+# * change `block_q`, `mr` and `nv` of the shipped INT8 kernel, and show that no bit of the result changes,
+# * measure, plot, and explain the times by the model of chapter 02, also where they do not follow it,
+# * add a score function of your own.
+
+# %% [markdown] tags=["map"]
+# > **The idea:** Change a tile of the shipped kernel: other time, the same bits.
+# >
+# > **Where you are:** CPU path, stop 7 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → **24**
+# >
+# > **Time:** 15 minutes to read, 30 for the exercises. **Before it:** [02](02_tiling.ipynb), [07](07_fused.ipynb).
+# >
+# > **Terms:** [tile](../docs/glossary.md#tile), [working set](../docs/glossary.md#working-set), [equal bits](../docs/glossary.md#equal-bits), [register tile](../docs/glossary.md#register-tile).
+
+# %% tags=["machine"]
+from numflash.course import machine
+
+machine()
+
+# %%
+import numpy as np
+
+import numflash
+from numflash import tiling
+from numflash.course import answer_of, check, figure, roof, rounds, table
+from numflash.cpu import launch
+from numflash.cpu.study import ladder
+from numflash.jit.threads import limit
+from numflash.options import Options
+from numflash.quantization import quantize_problem
+from numflash.validation import describe
+
+isa = ladder.vector_isa()
+named = tiling.tiling(isa)
+caches = tiling.Caches.of_this_machine()
+print(named.explain(128))
+print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.levels()))
+
+# %% [markdown]
+# ## Predict
+#
+# The kernel takes `block_q` query rows at a time and goes through all keys in blocks of 128. Every tile of rows reads all of K and V once, as
+# bytes. They come from the second-level cache, or from further away if they do not fit there.
+#
+# **Exercise 1.** How many bytes of K and V does the whole kernel read, for `length` queries and keys of `d` channels, with tiles of `block_q`
+# rows? (One head; a byte per number; the last tile may be smaller but reads all keys too.)
+
+# %% tags=["exercise"]
+def kv_bytes(length, d, block_q):
+    return ...
+
+
+check("24.1", kv_bytes)
+
+# %% [markdown]
+# Now the other side. A larger tile needs more room: O (float32), scores and weights of all its rows. Here are both for a few sizes. Before you
+# read on, write down which size you expect to be the fastest, and by how much. Two hints from earlier chapters: a core reads tens of bytes per
+# nanosecond from its second-level cache, and the arithmetic takes the same time in every row of this table.
+
+# %%
+length, d = 1024, 128
+SIZES = (12, 48, 96, 192)
+work = 4.0 * length * length * d
+peak = roof(isa=isa)
+lines = []
+for block_q in SIZES:
+    with tiling.using(isa, block_q=block_q) as t:
+        need = sum(t.working_set(d).values())
+    read = answer_of("24.1")(length, d, block_q)
+    lines.append([block_q, f"{read / 2**20:.1f}", f"{need / 1024:.0f}", "L1" if need <= caches.l1 else "L2" if need <= caches.l2 else "further"])
+table(["block_q", "MiB of K and V read", "working set, KiB", "fits"], lines)
+print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms")
+
+# %% [markdown]
+# ## Change it
+#
+# `tiling.using(isa, block_q=96)` is a context manager: calls within it use a kernel with this size. The first call compiles it (some seconds), the
+# next ones find it in memory or on the disk.
+#
+# **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a dictionary
+# of size: (seconds, output).
+
+# %% tags=["exercise"]
+def sweep(sizes, run, using):
+    return ...
+
+
+check("24.2", sweep)
+
+# %%
+rng = np.random.default_rng(0)
+query, key, value = (rng.standard_normal((1, 1, length, d), np.float32) for _ in range(3))
+problem = quantize_problem(describe(query, key, value, Options(), "int8"))
+
+
+def run():
+    """(median seconds, output) of the shipped kernel on one thread."""
+    with limit(1):
+        return rounds(lambda: launch.run(problem, isa), 0.2), launch.run(problem, isa)[0]
+
+
+def using(**sizes):
+    return tiling.using(isa, **sizes)
+
+
+swept = answer_of("24.2")(SIZES, run, using)
+first = swept[SIZES[0]][1]
+table(["block_q", "ms", "share of the INT8 peak", "equal bits"],
+      [[size, 1e3 * seconds, f"{100 * work / seconds / peak.int8:.0f} %", np.array_equal(out, first)]
+       for size, (seconds, out) in swept.items()])
+assert all(np.array_equal(out, first) for _, out in swept.values())
+
+# %% [markdown]
+# Equal bits, every time. Why? Each row is computed by itself: its scores are integers (exact in any order), its maximum and its sums depend on
+# the order of the *key blocks*, and that order did not change. `block_q` only decides which rows travel together. (`key_block` would change
+# the order of the sums; `using` refuses it for INT8 kernels.)
+#
+# ## The register tile
+#
+# Next, `mr` x `nv`: rows and vectors of sums that stay in registers (chapter 06).
+#
+# **Exercise 3.** With 32 vector registers, which shapes need no stack? A tile needs mr * nv sums, nv vectors of K and one broadcast. Return
+# True or False.
+
+# %% tags=["exercise"]
+def fits(mr, nv):
+    return ...
+
+
+check("24.3", fits)
+
+# %%
+shapes = [(named.mr, named.nv), (4, 4) if named.mr == 6 else (4, 2)]
+tiles = {}
+for mr, nv in shapes:
+    with tiling.using(isa, mr=mr, nv=nv):
+        tiles[f"{mr} x {nv}"] = run()
+table(["mr x nv", "loads per dot", "ms", "equal bits"],
+      [[name, answer_of("06.1")(*map(int, name.split(" x ")))[0], 1e3 * seconds, np.array_equal(out, first)]
+       for name, (seconds, out) in tiles.items()])
+assert all(np.array_equal(out, first) for _, out in tiles.values())
+
+# %% [markdown]
+# ## Plot it, and explain
+#
+# The model of chapter 02: the arithmetic at the speed of the best size, plus the time to read K and V from the second-level cache at 32 bytes
+# a nanosecond, where a small tile reads them more often. What the model leaves out is what a small tile wastes beside traffic: packing a
+# tile of queries, starting a loop over the keys, filling the last register tile.
+
+# %%
+best = min(seconds for seconds, _ in swept.values())
+model = {n: best + (answer_of("24.1")(length, d, n) - answer_of("24.1")(length, d, SIZES[-1])) / 32e9 for n in SIZES}
+fig, ax = figure(width=8, height=3.6)
+ax.plot(SIZES, [1e3 * swept[n][0] for n in SIZES], label="measured")
+ax.plot(SIZES, [1e3 * model[n] for n in SIZES], label="model: arithmetic + K and V from L2")
+ax.axhline(1e3 * work / peak.int8, color="#D55E00", linestyle="--", marker="")
+ax.text(SIZES[-1], 1.03e3 * work / peak.int8, "products at the INT8 peak", ha="right", color="#A04000", fontsize=9)
+ax.axvline(named.block_q, color="#777777", linestyle=":", marker="")
+ax.set(xlabel="block_q", ylabel="ms, one thread", ylim=(0, None), title=f"{isa}, L={length} D={d}; dotted: the shipped size")
+_ = ax.legend(fontsize=9)
+
+# %% [markdown]
+# Compare with what you wrote down. Where the measured curve lies above the model, the tile loses time to something other than traffic. Where it
+# is flat, neither traffic nor room decides: that is the range from which the shipped size was chosen.
+#
+# ## Invent a score
+#
+# Last, change the mathematics. `numflash.flex_attention` takes a function that changes each score, and compiles it into the same float kernel.
+#
+# **Exercise 4.** Write a score function that takes 0.1 per position of distance: the score of query i and key j becomes score - 0.1 * |i - j|.
+# `q_idx` and `kv_idx` are the positions; `abs`, `np.abs` and arithmetic work on them.
+
+# %% tags=["exercise"]
+def distance(score, b, h, q_idx, kv_idx):
+    return ...
+
+
+check("24.4", distance)
+
+# %%
+out = numflash.flex_attention(query[..., :64], key[..., :64], value[..., :64], answer_of("24.4"))
+plain = numflash.attention(query[..., :64], key[..., :64], value[..., :64])
+print(f"with the penalty the output differs from plain attention by up to {np.abs(out - plain).max():.2f}")
+
+# %% [markdown]
+# You have now been everywhere in this kernel: its loop, its tiles, its numbers, its mathematics. The source files in the order in which to read
+# them are listed in [the course's overview](../docs/course.md).
+
+# %%
+assert not np.allclose(out, plain, atol=1e-2)
+assert answer_of("24.1")(length, d, 12) > 10 * answer_of("24.1")(length, d, 192)

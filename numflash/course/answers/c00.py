@@ -1,0 +1,57 @@
+"""Chapter 00: attention and the memory it moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..exercises import Exercise
+
+
+def bytes_of_k_and_v(length: int, d: int, block_q: int) -> int:
+    """Bytes of K and V from memory, float32."""
+    return length // block_q * 2 * length * d * 4
+
+
+def _by_the_traces(answer: Any, *reports: Any) -> str:
+    for block_q, report in zip((1, 16), reports, strict=True):
+        traced = (report.arrays["k"].misses + report.arrays["v"].misses) * report.line
+        came = answer(96, 16, block_q)
+        if came is ...:
+            return "open"
+        if came != traced:
+            ratio = "too large" if came > traced else "too small"
+            return f"for length 96, d 16 and block_q {block_q}: {came} is {ratio} for the trace"
+    return ""
+
+
+def _limit(rows: Any) -> str:
+    return "arithmetic" if rows[1][1] > rows[1][3] else "memory"
+
+
+EXERCISES = {
+    "00.1": Exercise(
+        "MiB of scores at L = 4096",
+        (
+            "How many scores are there, and how many bytes has a float32?",
+            "4096 * 4096 scores of 4 bytes, divided by 2**20.",
+        ),
+        expected=4096 * 4096 * 4 / 2**20,
+    ),
+    "00.2": Exercise(
+        "K and V from memory",
+        (
+            "How many tiles are there? Each reads K and V once.",
+            "K and V together have 2 * length * d numbers of 4 bytes.",
+        ),
+        model=bytes_of_k_and_v,
+        judge=_by_the_traces,
+        slip=("2 * length", "length"),
+    ),
+    "00.3": Exercise(
+        "what limits fused attention",
+        (
+            "Compare the second and the fourth column of the second row: the larger time is the limit.",
+        ),
+        expected=_limit,
+    ),
+}

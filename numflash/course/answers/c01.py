@@ -1,0 +1,127 @@
+"""Chapter 01: online softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..exercises import Exercise, difference, show
+
+State = tuple[Any, Any, Any]
+
+
+def step(state: State, s: np.ndarray, v: np.ndarray) -> State:
+    """The state after one more block of scores and values."""
+    m, l, o = state
+    top = max(m, s.max())
+    old, p = 2.0 ** (m - top), 2.0 ** (s - top)
+    return top, l * old + p.sum(), o * old + p @ v
+
+
+def merge(a: State, b: State) -> State:
+    """Two states of different keys, brought to one maximum."""
+    top = max(a[0], b[0])
+    x, y = 2.0 ** (a[0] - top), 2.0 ** (b[0] - top)
+    return top, a[1] * x + b[1] * y, a[2] * x + b[2] * y
+
+
+class _Watched(np.ndarray):
+    """An array that remembers the largest product made of it."""
+
+    largest = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        plain = [np.asarray(x) if isinstance(x, _Watched) else x for x in inputs]
+        if "out" in options:
+            options["out"] = tuple(np.asarray(x) for x in options["out"])
+        result = getattr(ufunc, method)(*plain, **options)
+        if ufunc is np.matmul:
+            _Watched.largest = max(_Watched.largest, np.size(result))
+        return result.view(_Watched) if isinstance(result, np.ndarray) else result
+
+
+def _tiled(answer: Any) -> str:
+    rng = np.random.default_rng(5)
+    for length, keys, d, block_q, block_k, size in (
+        (8, 8, 4, 4, 4, 1.0),
+        (10, 13, 4, 4, 5, 1.0),
+        (8, 40, 4, 4, 8, 400.0),
+    ):
+        q, k, v = (rng.standard_normal((n, d)) for n in (length, keys, keys))
+        t = q @ k.T * size
+        p = 2.0 ** (t - t.max(1, keepdims=True))
+        exact = p @ v / p.sum(1, keepdims=True)
+        _Watched.largest = 0
+        with np.errstate(over="ignore", invalid="ignore"):
+            watched = (x.view(_Watched) for x in (q, k, v))
+            came = answer(*watched, size, block_q, block_k)
+        if came is ...:
+            return "open"
+        where = f"{length} queries, {keys} keys, tiles of {block_q} x {block_k}"
+        if size > 1:
+            where += ", scores up to a thousand octaves"
+        came = np.asarray(came)
+        if came.shape == exact.shape and not np.isfinite(came).all():
+            return f"{where}: {show(came)} is not finite; is the maximum subtracted?"
+        fault = difference(came, exact, 1e-9)
+        if fault:
+            return f"{where}: {fault}"
+        allowed = max(block_q * block_k, block_q * d)
+        if _Watched.largest > allowed:
+            return (
+                f"{where}: the numbers are right, but a product has {_Watched.largest} numbers; "
+                f"a tile has at most {allowed}"
+            )
+    return ""
+
+
+_rng = np.random.default_rng(0)
+_first, _second = ((_rng.normal(0, 3, 8), _rng.normal(size=(8, 2))) for _ in range(2))
+_nothing: State = (-np.inf, 0.0, np.zeros(2))
+_seen = step(_nothing, *_first)
+
+EXERCISES = {
+    "01.1": Exercise(
+        "one step",
+        (
+            "The new m is max(m, s.max()). Everything else is relative to it.",
+            "shrink = 2.0 ** (m - m_new); the weights of the block are p = 2.0 ** (s - m_new).",
+            "l becomes l * shrink + p.sum(). o works alike, with p @ v.",
+        ),
+        model=step,
+        cases=((_nothing, *_first), (_seen, *_second), (_seen, _second[0] + 5, _second[1])),
+        slip=("o * shrink", "o"),
+    ),
+    "01.2": Exercise(
+        "merge of two states",
+        (
+            "m is the larger of the two maxima.",
+            "l and o of each state are multiplied by 2.0 ** (its own m - m), then added.",
+        ),
+        model=merge,
+        cases=((_seen, step(_nothing, *_second)), (_nothing, _seen), (_seen, _nothing)),
+        slip=("a[1] * x + b[1] * y", "a[1] + b[1]"),
+    ),
+    "01.3": Exercise(
+        "tiled attention",
+        (
+            "Start with the two loops and slices: q[r : r + block_q], k[c : c + block_k], "
+            "v[c : c + block_k].",
+            "m and l have one number per row. top = np.maximum(m, s.max(axis=1)); "
+            "p = 2.0 ** (s - top[:, None]).",
+            "shrink = 2.0 ** (m - top) multiplies l, and o with [:, None], before this block is "
+            "added. Do not forget m = top.",
+        ),
+        judge=_tiled,
+        slip=("o = o * shrink[:, None] + ", "o = o + "),
+    ),
+    "01.4": Exercise(
+        "divisions of a row",
+        (
+            "One division for each of the D channels, each time the row is divided.",
+            "Dividing in every block needs D divisions per block (and D multiplications back).",
+        ),
+        expected=(128, 128 * 32),
+    ),
+}

@@ -1,0 +1,243 @@
+"""Chapter 23: broken kernels. Each judge runs the kernel in the emulator under several schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..exercises import Exercise
+from .kernels import emulated, wrong_numbers
+
+_rng = np.random.default_rng(0)
+_x = _rng.standard_normal(128).astype(np.float32)
+_q, _k, _v = (_rng.standard_normal((32, 16)).astype(np.float32) for _ in range(3))
+
+
+def _weights(causal: bool, shift: float = 0.0) -> np.ndarray:
+    """softmax in powers of two of the test's scores, float64."""
+    s = _q.astype(float) @ _k.T.astype(float) + shift
+    if causal:
+        s[np.triu_indices(32, 1)] = -np.inf
+    p = np.exp2(s - s.max(1, keepdims=True))
+    return p / p.sum(1, keepdims=True)
+
+
+def _judge(
+    inputs: Callable[[], tuple[np.ndarray, ...]],
+    exact: Callable[[], np.ndarray],
+    block: int,
+    grid: int = 1,
+    conflicts: bool = True,
+) -> Callable[[Any], str]:
+    """A judge of kernels f(*inputs, out)."""
+
+    def judge(kernel: Any) -> str:
+        wish = exact()
+        out = np.zeros(wish.shape, np.float32)
+        report, fault = emulated(kernel, grid, block, (*inputs(), out))
+        if fault:
+            return fault
+        fault = wrong_numbers(out, wish, "out")
+        if not fault and not conflicts and report.shared_conflicts:
+            fault = (
+                f"the numbers are right, but {report.shared_conflicts} of "
+                f"{report.shared_wavefronts} passes over the banks are conflicts"
+            )
+        return fault
+
+    return judge
+
+
+def pipeline(kernel: Any) -> str:
+    """A ring of two stages: 64 consumers add up 5 tiles that one producer thread brings."""
+    from ...cuda._target import types
+    from ...cuda.compile import Source
+    from ...cuda.emulator import TensorMap
+
+    tiles = 5
+    keys = np.random.default_rng(1).standard_normal((1, 1, 8 * tiles, 64)).astype(np.float16)
+    out = np.zeros(64, np.uint32)
+    u64, i32 = types.uint64, types.int32
+    signature = types.void(u64, types.Array(types.uint32, 1, "C"), i32)
+    source = Source(kernel, signature, 96, 2 * 1024 + 2048)
+    maps = [TensorMap(keys, (1, 1, 8, 64))]
+    _, fault = emulated(source, 1, None, (maps, out, np.int32(tiles)), seeds=2, arch="sm_90a")
+    if fault:
+        return fault
+    if not out.any():
+        return "open"
+    exact = int(keys.view(np.uint32).astype(np.uint64).sum()) % 2**32
+    came = int(out.astype(np.uint64).sum()) % 2**32
+    return "" if came == exact else "no rule is broken, but the sum over all tiles is wrong"
+
+
+def _warpgroup(kernel: Any) -> str:
+    """Scores of 64 queries and 64 keys by wgmma, from tensor maps of both."""
+    from ...cuda._target import types
+    from ...cuda.compile import Source
+    from ...cuda.emulator import TensorMap
+
+    rng = np.random.default_rng(4)
+    q, k = (rng.standard_normal((1, 1, 64, 64)).astype(np.float16) for _ in range(2))
+    out = np.zeros((64, 64), np.float32)
+    signature = types.void(types.uint64, types.Array(types.float32, 2, "C"))
+    source = Source(kernel, signature, 128, 2 * 64 * 128 + 2048)
+    maps = [TensorMap(x, (1, 1, 64, 64)) for x in (q, k)]
+    _, fault = emulated(source, 1, None, (maps, out), seeds=1, arch="sm_90a")
+    return fault or wrong_numbers(out, q[0, 0].astype(float) @ k[0, 0].T.astype(float), "out")
+
+
+EXERCISES = {
+    "23.1": Exercise(
+        "reverse: a missing barrier",
+        (
+            'Read the report: "uninitialised" is a read of shared memory that nobody has written '
+            "yet. Which thread writes the word that thread t reads?",
+            "Another warp writes it. All writes must come before any read: cuda.syncthreads().",
+        ),
+        judge=_judge(lambda: (_x,), lambda: _x[::-1].astype(float), 128),
+        slip=("    cuda.syncthreads()\n", ""),
+        broken=True,
+    ),
+    "23.2": Exercise(
+        "running sums: a race",
+        (
+            '"race": one warp writes what another one may not have read yet. Follow two turns of '
+            "the loop.",
+            "A fast warp comes to the store of the next turn while a slow one still reads. The "
+            "loop needs a second barrier, after the read.",
+        ),
+        judge=_judge(
+            lambda: (_rng_tiles(),),
+            lambda: _rng_tiles().astype(float)[:, ::-1].sum(0),
+            128,
+        ),
+        slip=("        cuda.syncthreads()                             # all have read it\n", ""),
+        broken=True,
+    ),
+    "23.3": Exercise(
+        "scale: the end of the array",
+        (
+            '"out-of-bounds": 4 blocks of 32 threads are 128 threads for 100 numbers.',
+            "Threads without a number must do nothing: if i < x.size.",
+        ),
+        judge=_judge(lambda: (_x[:100],), lambda: 2 * _x[:100].astype(float), 32, 4),
+        slip=("    if i < x.size:\n        ", "    if i <= x.size:\n        "),
+        broken=True,
+    ),
+    "23.4": Exercise(
+        "attention: a missing rescale",
+        (
+            "No rule of the machine is broken, so only the numbers tell. Are the first rows wrong, "
+            "or those whose maximum grows late?",
+            "When the maximum grows, everything that was summed must shrink: l does. What else was "
+            "summed?",
+        ),
+        judge=_judge(lambda: (_q, _k, _v), lambda: _weights(False) @ _v.astype(float), 32),
+        slip=("o[c] = o[c] * shrink + ", "o[c] += "),
+        broken=True,
+    ),
+    "23.5": Exercise(
+        "attention: where the maximum begins",
+        (
+            "All scores of this test are far below zero. What is 2**(score - m) if m is 0?",
+            "The maximum of nothing is minus infinity, not 0: a large negative number will do.",
+        ),
+        judge=_judge(
+            lambda: (_q, _k, _v, np.full(1, -400, np.float32)),
+            lambda: _weights(False) @ _v.astype(float),
+            32,
+        ),
+        slip=("np.float32(-1e30)", "np.float32(0)"),
+        broken=True,
+    ),
+    "23.6": Exercise(
+        "causal attention: the wrong edge",
+        (
+            "Which rows are wrong? Row i attends to keys 0 to i, itself included.",
+            "range(row) ends at row - 1.",
+        ),
+        judge=_judge(lambda: (_q, _k, _v), lambda: _weights(True) @ _v.astype(float), 32),
+        slip=("range(row + 1)", "range(row)"),
+        broken=True,
+    ),
+    "23.7": Exercise(
+        "column sums: bank conflicts",
+        (
+            "A row has 32 words, so all lanes of a read down their own row hit one bank. "
+            "How long would a row have to be?",
+            "33 words per row: word (r, c) is then in bank (r + c) % 32.",
+        ),
+        judge=_judge(
+            lambda: (_square(),), lambda: _square().astype(float).sum(1), 32, conflicts=False
+        ),
+        slip=("(32, 33)", "(32, 32)"),
+        broken=True,
+    ),
+    "23.8": Exercise(
+        "sums of a block: a barrier in a branch",
+        (
+            "A barrier waits for every thread of the block. Which threads come to this one?",
+            "Move cuda.syncthreads() out of the if: all threads come, only some add.",
+        ),
+        judge=_judge(lambda: (_x,), lambda: np.full(1, _x.astype(float).sum()), 128),
+        slip=("        cuda.syncthreads()\n", "            cuda.syncthreads()\n"),
+        broken=True,
+    ),
+    "23.9": Exercise(
+        "pipeline: the wrong parity",
+        (
+            "Tile n is the (n // 2)-th use of its stage. Each use ends one phase of its barrier, "
+            "and phases alternate between parity 0 and 1.",
+            "The consumers wait for phase n // 2 of `full`: parity (n >> 1) & 1. n & 1 is the stage.",
+        ),
+        judge=pipeline,
+        slip=(
+            "u32((n >> 1) & 1))                  # consumers",
+            "u32(n & 1))                  # consumers",
+        ),
+        broken=True,
+    ),
+    "23.10": Exercise(
+        "scores by wgmma: the missing fence",
+        (
+            '"protocol": the tensor core reads and writes registers on its own. What tells it that '
+            "ordinary instructions are done with them?",
+            "ptx.wgmma_fence() belongs before the first product of a group.",
+        ),
+        judge=_warpgroup,
+        slip=("    ptx.wgmma_fence()\n", ""),
+        broken=True,
+    ),
+    "23.11": Exercise(
+        "pipeline: nobody waits for empty",
+        (
+            "The producer overwrites a stage. Who says that the consumers are done with it?",
+            "Before it uses a stage again it must wait for `empty`: parity ((n >> 1) & 1) ^ 1, "
+            "so that the first use of each stage does not wait.",
+        ),
+        judge=pipeline,
+        slip=("                ptx.mbarrier_wait(empty, u32(((n >> 1) & 1) ^ 1))\n", ""),
+        broken=True,
+    ),
+    "23.12": Exercise(
+        "pipeline: the wrong number of bytes",
+        (
+            '"deadlock": the consumers wait for a phase that never ends. `full` counts bytes.',
+            "A tile is 8 rows of 64 halves: how many bytes is that?",
+        ),
+        judge=pipeline,
+        slip=("u32(1024))                 # 8 rows", "u32(2048))                 # 8 rows"),
+        broken=True,
+    ),
+}
+
+
+def _rng_tiles() -> np.ndarray:
+    return np.random.default_rng(2).standard_normal((4, 128)).astype(np.float32)
+
+
+def _square() -> np.ndarray:
+    return np.random.default_rng(3).standard_normal((32, 32)).astype(np.float32)

@@ -1,0 +1,50 @@
+"""What the judges of CUDA exercises share: run a kernel in the emulator, compare, say what is wrong."""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import numpy as np
+
+
+def emulated(
+    kernel: Any, grid: Any, block: Any, args: Any, seeds: int = 4, **options: Any
+) -> tuple[Any, str]:
+    """(the last report, "" or what the emulator reports), over several schedules.
+
+    Arrays in `args` are changed by the kernel; each schedule starts from their first contents.
+    """
+    from ...cuda.emulator import EmulatorError, emulate
+
+    before = [np.array(x) if isinstance(x, np.ndarray) else None for x in args]
+    report = None
+    for seed in range(seeds):
+        for x, first in zip(args, before, strict=True):
+            if first is not None:
+                x[...] = first
+        try:
+            report = emulate(kernel, grid, block, args, seed=seed, **options)
+        except EmulatorError as error:
+            where = ""
+            if error.source:
+                where = (
+                    f"\n   at line {error.source[1]}: " + linecache.getline(*error.source).strip()
+                )
+            return None, "the emulator reports " + str(error).split("\n")[0].split(" [")[0] + where
+    return report, ""
+
+
+def wrong_numbers(got: np.ndarray, exact: np.ndarray, name: str, within: float = 1e-3) -> str:
+    """Where an array differs from what is exact; "" if it does not."""
+    off = np.abs(got.astype(float) - exact) > within * np.abs(exact).max()
+    off |= ~np.isfinite(got.astype(float))
+    if not off.any():
+        return ""
+    at = tuple(int(n) for n in np.argwhere(off)[0])
+    rows = np.unique(np.nonzero(off)[0])
+    return (
+        f"no rule is broken, but {off.sum()} of {off.size} numbers of {name} are wrong, "
+        f"in rows {rows[0]} to {rows[-1]}; the first at {list(at)}: {float(got[at]):.4g} "
+        f"where {float(exact[at]):.4g} is expected"
+    )

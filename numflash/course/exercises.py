@@ -1,0 +1,228 @@
+"""Exercises: `check` an answer, ask for a `hint`, look at a `solution`.
+
+What an exercise expects is in `answers/` (one module per chapter), its solution in a text file of
+its own in `answers/solutions/`. A chapter shows neither before the reader asks. A wrong answer is
+told what is wrong with it, then given a hint; it stops nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError
+
+SOLUTIONS = Path(__file__).parent / "answers" / "solutions"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What one exercise asks and how an answer is judged.
+
+    `judge` decides if it is set, else `model`, else `expected`.
+
+    Attributes
+    ----------
+    name : what the exercise asks for
+    hints : given one after another, the first with the first wrong answer
+    expected : the value, or a function of what the chapter passes to `check` that returns it
+    model : a function that the answer must agree with, on `cases`
+    cases : arguments to call both with, a tuple for each call; or a function of what the chapter
+        passes to `check`
+    judge : function of (answer, *given) that returns "" for a right answer, else what is wrong
+    within : relative tolerance of floats; integers, booleans and text must be equal
+    slip : (old, new), a typical mistake in the solution; the tests check that it is noticed
+    broken : the chapter shows a faulty program, so the answer as it is shipped is wrong, not open
+    """
+
+    name: str
+    hints: tuple[str, ...]
+    expected: Any = None
+    model: Callable[..., Any] | None = None
+    cases: Any = ()
+    judge: Callable[..., str] | None = None
+    within: float = 1e-6
+    slip: tuple[str, str] = ("", "")
+    broken: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One call of `check`: the exercise's number, what came, and the verdict with its words.
+
+    verdict : "open", "right" or "wrong"
+    """
+
+    number: str
+    got: Any
+    given: tuple[Any, ...]
+    verdict: str
+    words: str
+
+
+answers: list[Answer] = []  # of this process, in order
+_hinted: dict[str, int] = {}  # hints given so far
+
+
+def find(number: str) -> Exercise:
+    """The exercise of a number like "02.1".
+
+    Raises
+    ------
+    ArgumentError
+        There is no such exercise.
+    """
+    chapter = number.partition(".")[0]
+    try:
+        known = importlib.import_module(f".answers.c{chapter}", __package__).EXERCISES
+    except ModuleNotFoundError as error:
+        if not str(error.name).endswith(f"c{chapter}"):
+            raise
+        known = {}
+    if number not in known:
+        raise ArgumentError(
+            f"number: got {number!r}; allowed: the number of an exercise, as '02.1'"
+        )
+    return known[number]
+
+
+def check(number: str, got: Any, *given: Any) -> None:
+    """Judge an answer and say what is wrong with it. A wrong answer stops nothing.
+
+    Parameters
+    ----------
+    number : of the exercise, as "02.1"
+    got : the answer; `...`, also within a tuple, is an exercise that is still open
+    given : what the chapter measured, where the answer depends on it
+    """
+    exercise = find(number)
+    verdict, words = _judged(exercise, got, given)
+    answers.append(Answer(number, got, given, verdict, words))
+    print(f"{number} {exercise.name}: {words}")
+    if verdict == "wrong":
+        hint(number)
+
+
+def hint(number: str) -> None:
+    """Print the next hint; after the last one, how to see a solution."""
+    hints, n = find(number).hints, _hinted.get(number, 0)
+    if n < len(hints):
+        print(f"   hint {n + 1} of {len(hints)}: {hints[n]}")
+        _hinted[number] = n + 1
+    if n >= len(hints):
+        print(f'   no more hints; solution("{number}") prints one way to do it')
+
+
+def solution_text(number: str) -> str:
+    """The source of one way to do it."""
+    find(number)
+    return (SOLUTIONS / f"{number.replace('.', '_')}.txt").read_text(encoding="utf-8")
+
+
+def solution(number: str) -> None:
+    """Print one way to do it."""
+    print(solution_text(number), end="")
+
+
+def answer_of(number: str, *given: Any) -> Any:
+    """What an exercise expects, for the cells after it: the value, or the function."""
+    exercise = find(number)
+    return exercise.model or _expected(exercise, given)
+
+
+def _expected(exercise: Exercise, given: tuple[Any, ...]) -> Any:
+    return exercise.expected(*given) if callable(exercise.expected) else exercise.expected
+
+
+def _open(got: Any) -> bool:
+    return got is ... or (isinstance(got, tuple) and any(x is ... for x in got))
+
+
+def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, str]:
+    """The verdict and its words."""
+    if _open(got):
+        return "open", "not answered yet"
+    if exercise.judge is not None:
+        try:
+            fault = exercise.judge(got, *given)
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+        if fault == "open":
+            return "open", "not answered yet"
+        return ("wrong", f"not yet: {fault}") if fault else ("right", "right")
+    if exercise.model is None:
+        wish = _expected(exercise, given)
+        fault = difference(got, wish, exercise.within)
+        return ("wrong", f"not yet: {fault}") if fault else ("right", f"right: {show(wish)}")
+    cases = exercise.cases(*given) if callable(exercise.cases) else exercise.cases
+    for case in cases:
+        shown = ", ".join(map(show, case))
+        try:
+            came = got(*case)
+        except Exception as error:
+            return "wrong", f"not yet: for ({shown}) it raises {type(error).__name__}: {error}"
+        if _open(came):
+            return "open", "not answered yet"
+        fault = difference(came, exercise.model(*case), exercise.within)
+        if fault:
+            return "wrong", f"not yet: for ({shown}) {fault}"
+    return "right", f"right, on {len(cases)} case{'s' * (len(cases) > 1)}"
+
+
+def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
+    """What is wrong with `got`, without telling what is right; "" if they agree."""
+    if isinstance(expected, (tuple, list)):
+        return _parts_differ(got, expected, within)
+    if isinstance(expected, str):
+        same = isinstance(got, str) and got.strip().lower() == expected.lower()
+        return "" if same else f"it is not {show(got)}"
+    try:
+        a, b = np.asarray(got), np.asarray(expected)
+    except (TypeError, ValueError):
+        return f"got {show(got)}, which is not a number or an array"
+    if a.dtype.kind not in "biuf":
+        return f"got {show(got)}, which is not a number or an array of numbers"
+    if a.shape != b.shape:
+        return f"got {show(got)}; its shape must be {b.shape}, not {a.shape}"
+    with np.errstate(invalid="ignore"):
+        if b.dtype.kind == "f":
+            same = np.isclose(a, b, rtol=within, atol=within * 1e-3)
+        else:
+            same = a == b
+    if same.all():
+        return ""
+    if b.ndim == 0:
+        if b.dtype.kind == "b" or not np.isfinite(a):
+            return f"it is not {show(got)}"
+        return f"got {show(got)}, which is too {'large' if a > b else 'small'}"
+    first = tuple(int(n) for n in np.argwhere(~same)[0])
+    return (
+        f"{(~same).sum()} of {b.size} entries differ, the first at {list(first)}: {show(a[first])}"
+    )
+
+
+def _parts_differ(got: Any, expected: Sequence[Any], within: float) -> str:
+    if not isinstance(got, (tuple, list)) or len(got) != len(expected):
+        return f"got {show(got)}; it must be {len(expected)} values"
+    for n, (a, b) in enumerate(zip(got, expected, strict=True)):
+        fault = difference(a, b, within)
+        if fault:
+            return f"value {n + 1} of {len(expected)}: {fault}"
+    return ""
+
+
+def show(x: Any) -> str:
+    """A value in few words."""
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(show, x))})"
+    if isinstance(x, np.ndarray) and x.ndim:
+        head = ", ".join(f"{v:.6g}" for v in x.ravel()[:4])
+        return f"array {x.shape} {x.dtype} [{head}{', ...' if x.size > 4 else ''}]"
+    if isinstance(x, (float, np.floating)):
+        return f"{x:.6g}"
+    return repr(x.item() if isinstance(x, np.generic) else x)

@@ -1,0 +1,198 @@
+"""What the tiled gradient reads and writes, and how the arrays of a problem become it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import empty, uncleared
+from ...jit.parallel import over_tasks
+from ...tiling import Buffer
+from ...validation import Problem
+from ..floats.float_packing import on_lines
+from ..isa.isas import padded
+from ..launch_float import LOG2E, NO_LIMIT, slope_functions
+from ..semantics import ScoreTiles
+
+F = np.float32
+# keys and queries of a tile: multiples of MR and of every panel
+KEYS = 144
+QUERIES = 64
+HIDDEN = F(-np.inf)
+BUFFERS = (
+    Buffer("K, V rows", KEYS, "d", "float32", 2),
+    Buffer("dK, dV", KEYS, "d", "float32", 2),
+    Buffer("Q, dO packed", QUERIES, "d", "float32", 2),
+    Buffer("Q, dO rows", QUERIES, "d", "float32", 2),
+    Buffer("dQ", QUERIES, "d", "float32"),
+    Buffer("P, dS, dS^T", KEYS, QUERIES, "float32", 3),
+)
+
+
+class Operands(NamedTuple):
+    """float32 arrays of N query heads and Nkv KV heads; rows and columns are padded with zeros.
+
+    q (N, padded L, columns), do (N, padded L, value columns), k, v (Nkv, padded S, ...) : rows of
+        whole vectors
+    q_packed, do_packed : (N, ...) q and do in panels
+    lse : (N, padded L) in units of log2, +inf for a row that takes no part
+    delta : (N, padded L) rowsum(dO * O)
+    """
+
+    q: np.ndarray
+    q_packed: np.ndarray
+    do: np.ndarray
+    do_packed: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray
+
+
+class Gradients(NamedTuple):
+    """float32, without the factor of the scores.
+
+    dq : (splits, N, padded L + MR, columns), starts as zeros
+    dk, dv : (N, padded S, ...), one copy for each query head
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class Sizes(NamedTuple):
+    """Query and KV heads of a batch, keys S, shares of a head's keys, workers."""
+
+    heads: int
+    kv_heads: int
+    keys: int
+    splits: int
+    workers: int
+
+
+class Scratch(NamedTuple):
+    """Tiles of W workers, on cache lines.
+
+    P, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS), slope (W, QUERIES).
+    """
+
+    p: np.ndarray
+    ds: np.ndarray
+    turned: np.ndarray
+    slope: np.ndarray
+
+
+class Options(NamedTuple):
+    """Which keys a query attends to and how its scores change, in units of log2, turned round like
+    the tiles.
+
+    left, right, diagonal, key_lengths : as in `scores.Semantics`
+    hidden : (Nkv, S) bool, keys to leave out; empty if none
+    mask, bias : (B, H, blocks of L, S, QUERIES) uint8 and float32, empty if none; the first four
+        sizes may be 1
+    softcap : float32, 0 = none
+    slopes : (B, H) float32, empty if none
+    functions : score and mask functions; `masked` is their gradient tile, `unmasked` whether scores
+        change
+    sizes : L, S
+    """
+
+    left: int
+    right: int
+    diagonal: np.ndarray
+    key_lengths: np.ndarray
+    hidden: np.ndarray
+    mask: np.ndarray
+    bias: np.ndarray
+    softcap: float
+    slopes: np.ndarray
+    functions: ScoreTiles
+    sizes: tuple[int, int]
+
+
+def rows_in_vectors(
+    x: np.ndarray, rows: int, unit: int, skip: np.ndarray | None = None
+) -> np.ndarray:
+    """x (N, L, D) as (N, rows, whole vectors) on cache lines, zeros where nothing is and in the
+    rows `skip` (N, L).
+    """
+    n, length, d = x.shape
+    clean = skip is None or not skip.any()
+    if clean and (length, d) == (rows, padded(d, unit)):
+        return on_lines(x)
+    out = empty((n, rows, padded(d, unit)), F)
+    out[:, length:], out[:, :, d:], out[:, :length, :d] = 0, 0, x
+    if not clean:
+        out[:, :length][skip] = 0
+    return out
+
+
+@bare
+def _turn_squares(rows, square, out):
+    """out (S, QUERIES) = rows (up to QUERIES, S) turned round."""
+    s = rows.shape[1]
+    for first in range(0, s, QUERIES):
+        count = min(QUERIES, s - first)
+        for r in range(rows.shape[0]):
+            source = rows[r, first : first + count]
+            for j in range(count):
+                square[j, r] = source[j]
+        for j in range(count):
+            source, target = square[j], out[first + j]
+            for r in range(rows.shape[0]):
+                target[r] = source[r]
+
+
+@inline
+def _turn_block(task, x, out):
+    n, block, length = task // out.shape[1], task % out.shape[1], x.shape[1]
+    # rows of x are often a power of two apart, which is one set of L1: a square of its own is not
+    square = uncleared((QUERIES, QUERIES), x.dtype, "square turned round")
+    _turn_squares(x[n, block * QUERIES : min((block + 1) * QUERIES, length)], square, out[n, block])
+
+
+@kernel
+def _turn(x, out):
+    """out (N, blocks, S, QUERIES) = x (N, L, S) turned round, by squares.
+
+    Elements beyond L are left unchanged.
+    """
+    over_tasks(_turn_block, x.shape[0] * out.shape[1], (x, out))
+
+
+def turned_round(x: np.ndarray | None, dtype: type) -> np.ndarray:
+    """A broadcast (B, H, L, S) view as (B, H, blocks of L, S, QUERIES), without its repetitions."""
+    if x is None:
+        return np.zeros((0, 0, 0, 0, 0), dtype)
+    repeated = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.strides)
+    once: np.ndarray = np.ascontiguousarray(x[repeated]).view(dtype)
+    nb, nh, length, s = once.shape
+    out = np.zeros((nb, nh, -(-length // QUERIES), s, QUERIES), dtype)
+    if x.strides[2] == 0:
+        out[:] = once.reshape(nb, nh, 1, s, 1)
+    else:
+        _turn(once.reshape(-1, length, s), out.reshape(-1, *out.shape[2:]))
+    return out
+
+
+def options_of(problem: Problem, hidden: np.ndarray) -> Options:
+    bias = turned_round(problem.bias, F)
+    mask = (bias != HIDDEN).view(np.uint8) if bias.size else turned_round(problem.mask, np.uint8)
+    return Options(
+        NO_LIMIT if problem.left is None else problem.left,
+        NO_LIMIT if problem.right is None else problem.right,
+        np.asarray(problem.diagonal, np.int64),
+        np.asarray(problem.key_lengths, np.int64),
+        hidden if hidden.any() else hidden[:0],
+        mask,
+        bias,
+        F(problem.softcap * LOG2E),
+        np.zeros((0, 0), F)
+        if problem.alibi_slopes is None
+        else np.ascontiguousarray(problem.alibi_slopes * LOG2E, F),
+        slope_functions(problem),
+        (problem.shape[3], problem.shape[4]),
+    )

@@ -1,0 +1,52 @@
+"""Weights and score gradients of a row of a tile, from its scores."""
+
+from __future__ import annotations
+
+import functools
+
+from numba import types
+from numba.extending import intrinsic
+
+from ..floats.float_tiles import FLOAT_ISAS, exp2, for_vectors
+from ..isa.vectors import constant, data, load, store
+
+
+@functools.cache
+def row_gradients(name: str):
+    """Intrinsic f(x, dp, off, count, lse, delta, at).
+
+    x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:]).
+    """
+    isa = FLOAT_ISAS[name]
+
+    @intrinsic
+    def gradients(typingctx, x, dp, off, count, lse, delta, at):
+        def codegen(context, b, sig, a):
+            px, pd, pl, pm = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5))
+
+            def body(n, state):
+                here = b.add(a[2], n)
+                there = b.add(a[6], n)
+                x = b.fsub(load(b, px, here, isa.floats, 4), load(b, pl, there, isa.floats, 4))
+                p = exp2(
+                    b,
+                    isa,
+                    b.select(
+                        b.fcmp_ordered(">", x, constant(isa.floats, 0.0)),
+                        constant(isa.floats, 0.0),
+                        x,
+                    ),
+                )
+                ds = b.fmul(
+                    p, b.fsub(load(b, pd, here, isa.floats, 4), load(b, pm, there, isa.floats, 4))
+                )
+                store(b, p, px, here, 4)
+                store(b, ds, pd, here, 4)
+                return []
+
+            for_vectors(b, a[3], isa.lanes, [], body)
+            return context.get_dummy_value()
+
+        return types.void(x, dp, off, count, lse, delta, at), codegen
+
+    return gradients
