@@ -134,7 +134,7 @@ assert np.abs(out - exact(mask_mod=window)).max() < 2e-6
 
 # %%
 _, axes = figure(width=5, height=4)
-mask.plot(ax=axes)
+drawn = mask.plot(ax=axes)
 
 # %% [markdown]
 # **Exercise 3.** At a length of 8192, with blocks of 64, how many blocks does one row of blocks in the middle compute (full or in part), and
