@@ -184,6 +184,14 @@ def validate(args: argparse.Namespace) -> Any:
     return run(args.quick, args.to)
 
 
+def tune(args: argparse.Namespace) -> Any:
+    from .tune import run
+
+    return run(
+        args.length, args.head_dim, args.isa, 0 if args.model else args.measure, not args.dry_run
+    )
+
+
 def estimate(args: argparse.Namespace) -> Any:
     from ..machinecode import estimate as job
 
@@ -324,6 +332,14 @@ def parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="the best instruction set only, no scaling"
     )
     sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
+    sub = command(tune, "the fastest tiling of the INT8 kernel here, kept for later calls")
+    shape(sub)
+    sub.add_argument("--isa", help="instruction set (default: the best here)")
+    sub.add_argument("--model", action="store_true", help="rank by the model only, measure nothing")
+    sub.add_argument(
+        "--measure", type=positive, default=4, metavar="N", help="measure N (default 4)"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="keep nothing")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")

@@ -184,6 +184,7 @@ def test_groups_of_heads(heads):
     assert_bits(cache, draw((B, heads, 1, D), 9), 2 if heads > 32 else 1)
 
 
+@pytest.mark.slow
 def test_groups_of_heads_in_floats():
     """20 heads on a KV head: all rows of two tiles, each with a maximum of its own."""
     cache, key, value = filled(130, "float16")
