@@ -291,6 +291,8 @@ class KVCache(Sequences):
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
+        if len(shape) == 4 and shape[2] > 1:
+            memory.refuse_dropped(shape[2])
         functions = score_mod is not None or mask_mod is not None
         changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
         plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
