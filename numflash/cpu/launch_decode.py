@@ -393,7 +393,7 @@ class Plan:
         mask: np.ndarray = np.zeros((0, 0, 0), np.uint8)
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
-        plain = Scratch(*self.scratch[: len(Scratch._fields)])
+        plain: Any = self.scratch[: len(Scratch._fields)]
         moved = moved.reshape(batch, kv_heads, rows)
         self.scratch = ChangedScratch(*plain, cap, moved, slopes, mask, function, frame)
 
