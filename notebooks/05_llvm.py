@@ -79,6 +79,14 @@ def has_vector_fma(histogram):
 check("05.1", has_vector_fma)
 
 # %% [markdown]
+# The same loop for Fugaku's A64FX, whose vectors are *scalable*: the machine code does not say how long they are. `fmla z` is the
+# multiply-add, `p` registers (predicates) say which lanes take part, so the end of the loop needs no scalar rest.
+
+# %%
+(scalable,) = show(FLOATS, 16, a64fx=kernel(float_math=True)(dot))
+assert any(name.startswith("fmla") for name in scalable)
+
+# %% [markdown]
 # ## An int8 dot product, three times
 #
 # Numba computes with 64-bit integers unless told otherwise, so the natural loop widens each byte to eight. Forcing the sum to

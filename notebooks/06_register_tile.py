@@ -28,6 +28,7 @@ from numflash.cpu.int8 import portable
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.cpu.study import ladder
 from numflash.cpu.study.register_tile import make_product, make_tile, pack
+from numflash.jit import target
 from numflash.jit.compiler import kernel
 from numflash.machinecode import assembly, codegen
 
@@ -202,6 +203,20 @@ for shape in ((6, 4), (8, 4)):
         loop = assembly.hot_loop(machine_code.assembly).instructions
         code[shape] = sum(map(assembly.is_stack, loop))
         print(f"{shape[0]} x {shape[1]}: {len(loop)} instructions in the hot loop, {code[shape]} of them touch the stack")
+
+# %% [markdown]
+# ## Matrix tiles
+#
+# Some Intel processors go one step further: AMX has eight registers of 16 x 64 bytes, and one instruction multiplies two of them, 16 rows by
+# 16 keys by 64 channels, into a third. It is a register tile in hardware: what this chapter builds from 24 vectors and 37 instructions is
+# one register and one instruction. The shipped kernel uses it where it exists; the course stays with vectors, which every machine has.
+
+# %%
+if "amx_int8" in target.available():
+    matrix = roof(isa="amx_int8")
+    print(f"AMX: {matrix.int8 / 1e9:.0f} GOP/s, {matrix.int8 / peak.int8:.1f} times the peak of {isa}")
+else:
+    print("no AMX here")
 
 # %% [markdown]
 # ## Where the vectors lie

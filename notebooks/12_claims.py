@@ -398,7 +398,7 @@ for n, g in enumerate(gains):
     axes[1].plot(g.measured, n, color="black", linestyle="", marker="o", markersize=7, label=None if n else "measured here")
 axes[1].axvline(1, color="black", linestyle="-", marker="")
 axes[1].axvline(most(), color="#0072B2", linestyle="--", marker="")
-axes[1].text(most(), -0.75, f"cores here: {most()}", color="#0072B2", fontsize=9, va="bottom")
+axes[1].text(1.05 * most(), len(names) - 0.6, f"cores here: {most()}", color="#0072B2", fontsize=9, va="bottom")
 axes[1].set(xscale="log", yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -1), xlabel="gain",
             xticks=(0.5, 1, 2, 5, 10, 20), xticklabels=("0.5", "1", "2", "5", "10", "20"), title="the eight improvements")
 axes[1].minorticks_off()

@@ -393,11 +393,17 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
+    call = plans.key_of_quantized(query, key, value, options, impl)
+    plan = plans.find(call)
+    if plan is not None:
+        return plan(query, key, value)
     choice("impl", impl, IMPLS)
     known("attention_int8", options, (*COMMON, "pv", "return_lse"))
     problem = validation.quantized_problem(query, key, value, Options(**options))
     ndim = query.data.ndim
     out, lse = solve(problem, impl)
+    if call is not None:
+        plans.keep_quantized(call, problem, ndim, impl)
     return (
         (restore(out, ndim, "bhld"), restore(lse, ndim, "bhld"))
         if problem.return_lse

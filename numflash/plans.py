@@ -23,8 +23,9 @@ from .interop import Imported, convert, deliver, import_array, restore
 from .jit import guard
 from .jit.threads import one_at_a_time, refuse_after_fork
 from .options import NAMES, Options
+from .quantization import GRANULARITIES, QuantizedTensor
 from .tiling import CHOSEN
-from .validation import Problem, tensor
+from .validation import Problem, quantized, tensor
 
 MOST = 256  # plans kept; the oldest goes first
 F = np.float32
@@ -34,6 +35,7 @@ MASK, LENGTHS, SLOPES, SINKS = (
     NAMES.index(name) for name in ("attn_mask", "key_lengths", "alibi_slopes", "sinks")
 )
 WINDOW = NAMES.index("window")
+BY_VALUE = frozenset(("attn_mask", "key_lengths", "alibi_slopes", "sinks"))
 
 
 class Store(Generic[T]):
@@ -75,6 +77,31 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
         kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
     shapes = query.shape, key.shape, value.shape
     return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl
+
+
+def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], impl: str) -> Key:
+    """The same for `attention_int8`.
+
+    Its operands were looked at in earlier calls, and are contiguous: what a kernel takes as it is.
+    """
+    tensors = query, key, value
+    for t in tensors:
+        if (
+            type(t) is not QuantizedTensor
+            or not t.checked
+            or not (t.data.flags.carray and t.scale.flags.carray)
+        ):
+            return None
+    if (query.granularity, key.granularity, value.granularity) != ("row", "row", "channel"):
+        return None
+    if not BY_VALUE.isdisjoint(options):
+        return None
+    shapes = tuple((t.data.shape, t.offset is None, t.nonfinite is None) for t in tensors)
+    kinds = tuple(map(type, options.values()))
+    window = options.get("window")
+    if window is not None:
+        kinds += tuple(map(type, window)) if type(window) is tuple else (object,)
+    return (QuantizedTensor, shapes, tuple(options.items()), kinds, impl)
 
 
 class Plan:
@@ -132,10 +159,40 @@ class Plan:
         return self.runner.operands(*taken)
 
 
-_plans: Store[Plan] = Store()
+class QuantizedPlan:
+    """Equal calls of `attention_int8`.
+
+    Parameters
+    ----------
+    problem : the first of them, checked
+    ndim : dimensions of its data
+    runner : what computes them
+    """
+
+    def __init__(self, problem: Problem, ndim: int, runner: Any) -> None:
+        self.runner, self.ndim, self.return_lse = runner, ndim, problem.return_lse
+        nb, nh, _, length, _, _, dv = problem.shape
+        self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
+
+    def __call__(self, query: Any, key: Any, value: Any) -> Any:
+        """What `attention_int8` returns for such operands."""
+        refuse_after_fork()
+        if self.ndim != 4:
+            tensors = ("query", query), ("key", key), ("value", value)
+            query, key, value = (quantized(name, t, GRANULARITIES) for name, t in tensors)
+        out = np.empty(self.out_shape, F)
+        lse = np.empty(self.lse_shape, F) if self.return_lse else None
+        with one_at_a_time():
+            self.runner.run_ready(query, key, value, out, lse)
+        if self.ndim != 4:
+            out, lse = restore(out, self.ndim, "bhld"), restore(lse, self.ndim, "bhld")
+        return out if lse is None else (out, lse)
 
 
-def find(key: Key) -> Plan | None:
+_plans: Store[Plan | QuantizedPlan] = Store()
+
+
+def find(key: Key) -> Plan | QuantizedPlan | None:
     """The plan of a call that was made before; none for `guard`, which looks at calls in full."""
     if guard.ON:
         return None
@@ -166,14 +223,21 @@ def keep(
         _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))
 
 
+def keep_quantized(key: tuple[Any, ...], problem: Problem, ndim: int, impl: str) -> None:
+    """The same for `attention_int8`."""
+    runner = runner_of(problem, impl)
+    if runner is not None:
+        _plans.keep(key, QuantizedPlan(problem, ndim, runner))
+
+
 runners: Store[Any] = Store()  # of calls on tensors, by a key of their own
 
 
 def keep_runner(key: Any, problem: Problem, impl: str) -> None:
     """Keep what computes a call on contiguous float32 tensors that has succeeded, if it takes them
-    as they are.
+    as they are and gives float32.
     """
-    if problem.precision == "float32":
+    if problem.precision in ("float32", "int8"):
         runner = runner_of(problem, impl)
         if runner is not None and runner.direct:
             runners.keep(key, runner)

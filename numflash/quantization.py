@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import flag
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
 from .jit import guard
@@ -24,6 +25,7 @@ from .jit.compiler import bare, inline, kernel
 from .jit.memory import reinterpret, uncleared
 from .jit.parallel import over_tasks
 from .jit.threads import one_at_a_time, refuse_after_fork
+from .rotation import rotate as rotated
 from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
@@ -281,6 +283,22 @@ def quantize_heads(
     )
 
 
+def _floats(name: str, x: Any) -> np.ndarray:
+    """An argument as contiguous float32 rows, (..., L, D)."""
+    taken = import_array(name, x)
+    if taken.dtype not in ("float32", "float64", "float16", "bfloat16"):
+        raise ArgumentTypeError(
+            f"{name}: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16"
+        )
+    array = widen(taken.array)
+    if not 2 <= array.ndim <= 4 or array.shape[-1] < 1:
+        raise ArgumentError(
+            f"{name}: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1"
+        )
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, np.float32)
+
+
 def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> QuantizedTensor:
     """Quantise to symmetric INT8.
 
@@ -305,19 +323,9 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
         )
     if not isinstance(smooth, (bool, np.bool_)):
         raise ArgumentTypeError(f"smooth: got {smooth!r}; allowed: True or False")
-    taken = import_array("x", x)
-    if taken.dtype not in ("float32", "float64", "float16", "bfloat16"):
-        raise ArgumentTypeError(
-            f"x: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16"
-        )
-    array = widen(taken.array)
-    if not 2 <= array.ndim <= 4 or array.shape[-1] < 1:
-        raise ArgumentError(
-            f"x: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1"
-        )
+    array = _floats("x", x)
     lead, (length, d) = array.shape[:-2], array.shape[-2:]
-    with np.errstate(over="ignore"):
-        heads = np.ascontiguousarray(array, np.float32).reshape(int(np.prod(lead)), length, d)
+    heads = array.reshape(int(np.prod(lead)), length, d)
     t = quantize_heads(heads, granularity, smooth)
     return QuantizedTensor(
         t.data.reshape(array.shape),
@@ -329,7 +337,7 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
 
 
 def quantize_qkv(
-    query: Any, key: Any, value: Any
+    query: Any, key: Any, value: Any, *, rotate: bool = False
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
     """The three tensors that `attention(precision="int8")` makes.
 
@@ -338,7 +346,17 @@ def quantize_qkv(
     Parameters
     ----------
     query, key, value : (..., L, D), (..., S, D), (..., S, Dv) float arrays
+    rotate : bool
+        Multiply query and key by a Hadamard matrix before they are rounded (`rotation`). Their
+        products stay as they are, and channels that are much larger than others cost no digits of
+        the others. What is returned then are not the three tensors of `attention`.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
     """
+    if flag("rotate", rotate):
+        query, key = (rotated(_floats(name, x)) for name, x in (("query", query), ("key", key)))
     return quantize(query, "row"), quantize(key, "row", smooth=True), quantize(value, "channel")
 
 
@@ -381,7 +399,8 @@ def quantize_problem(problem: Any) -> Any:
 
     Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a
     float32 array. Keys from `key_lengths` on are left out of means and scales, so padding never
-    changes a bit. With a softcap the key is not smoothed: tanh would see the shift.
+    changes a bit. With a softcap or a score function the key is not smoothed:
+    it would see the shift.
     """
 
     def heads(x: np.ndarray) -> np.ndarray:
@@ -394,9 +413,7 @@ def quantize_problem(problem: Any) -> Any:
     return replace(
         problem,
         query=_four(quantize_heads(heads(problem.query), "row", False), (b, h)),
-        key=_four(
-            quantize_heads(heads(problem.key), "row", problem.softcap == 0, lengths), (b, hkv)
-        ),
+        key=_four(quantize_heads(heads(problem.key), "row", problem.smooths, lengths), (b, hkv)),
         value=(
             value.reshape(problem.value.shape)
             if problem.pv == "fp32"

@@ -51,6 +51,16 @@ def test_asm(capsys):
     assert found
 
 
+def test_bench_of_short_calls(capsys, monkeypatch):
+    from numflash.commands import bench_short
+
+    monkeypatch.setattr(bench_short, "SHAPES", ((1, 1, 16, 64),))
+    (found,) = as_json(capsys, "bench", "--short")
+    assert found["shape"] == [1, 1, 16, 64]
+    assert {"arrays", "int8", "int8, ready"} <= set(found["seconds"])
+    assert all(0 < seconds < 0.1 for seconds in found["seconds"].values())
+
+
 @pytest.mark.slow
 def test_bench_is_checked_and_counted(capsys):
     found = as_json(capsys, "bench", "128", "64", "1")

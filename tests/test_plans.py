@@ -4,6 +4,7 @@ The same results, the same errors, nothing left over from other calls.
 """
 
 import threading
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -12,8 +13,11 @@ from oracles import naive, qkv
 
 import numflash
 from numflash import plans
+from numflash.cpu import launch
 from numflash.errors import NumflashError
 from numflash.jit import memory
+from numflash.options import Options
+from numflash.validation import problem
 
 Q, K, V = qkv(b=2, h=4, l=37, s=53, d=24, hkv=2)
 
@@ -30,7 +34,7 @@ def both(*arrays, **options):
     return first
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -118,6 +122,20 @@ def test_rows_that_float32_cannot_hold():
     np.testing.assert_allclose(plain, want, atol=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_memory_of_a_long_sequence(precision):
+    """Beyond inputs and output: 100 MB are allowed at 32768 keys."""
+    x = np.broadcast_to(np.float32(1), (1, 1, 32768, 128))
+    found = problem(x, x, x, Options(precision="int8" if precision == "int8" else "float32"))
+    if precision == "bfloat16":
+        bits = np.broadcast_to(np.uint16(0x3F80), x.shape)
+        found = replace(found, query=bits, key=bits, value=bits, precision=precision)
+    plan = launch.runner(found)
+    if plan is None:
+        pytest.skip("the portable kernels have no plans")
+    assert plan.layout.nbytes < 100e6
+
+
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(plans, "MOST", 3)
     plans._plans.plans.clear()
@@ -168,3 +186,70 @@ def test_threads_share_a_plan():
     for caller in callers:
         caller.join()
     assert not failures and numba.get_num_threads() == before
+
+
+@pytest.mark.parametrize("ndim", [4, 3, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "return_lse": True}, {"window": (5, 2), "alignment": "lower_right"}],
+    ids=str,
+)
+def test_quantised_operands_leave_a_plan(ndim, options):
+    q, k, v = (x[(0,) * (4 - ndim)] for x in qkv(b=1, h=2, l=37, s=153, d=24, dv=40))
+    operands = numflash.quantize_qkv(q, k, v)
+    plans._plans.plans.clear()
+    first = numflash.attention_int8(*operands, **options)  # their parts are looked at
+    want = numflash.attention_int8(*operands, impl="reference", **options)
+    for _ in range(2):
+        again = numflash.attention_int8(*operands, **options)
+        for x in (first, again):
+            for a, b in zip(x, want, strict=True):
+                np.testing.assert_array_equal(a, b)
+    assert len(plans._plans.plans) == 1
+
+
+def test_quantised_operands_without_a_plan():
+    """Scales of another kind, rows that were not finite, and options that hold arrays."""
+    q, k, v = qkv(b=1, h=2, l=7, s=13, d=24)
+    k[0, 0, 3, 5] = np.nan
+    plain = numflash.quantize_qkv(q, k, v)
+    other = plain[0], plain[1], numflash.quantize(v, "tensor")
+    for operands, options in (
+        (plain, {}),
+        (other, {}),
+        (other, {"key_lengths": [3]}),
+        (other, {"softcap": 2.0}),
+    ):
+        plans._plans.plans.clear()
+        for _ in range(3):
+            got = numflash.attention_int8(*operands, **options)
+            want = numflash.attention_int8(*operands, impl="reference", **options)
+            np.testing.assert_array_equal(got, want)
+        assert not plans._plans.plans
+    for wrong in ({"is_causal": 1}, {"scale": True}, {"window": (True, None)}, {"layout": "bhld"}):
+        q, k, v = numflash.quantize_qkv(*qkv(b=1, h=2, l=7, s=13, d=24))
+        numflash.attention_int8(q, k, v)
+        numflash.attention_int8(q, k, v, is_causal=True, scale=1.0, window=(1, None))
+        with pytest.raises(NumflashError, match=next(iter(wrong))):
+            numflash.attention_int8(q, k, v, **wrong)
+
+
+def test_huge_scales_of_a_planned_call():
+    """Equal shapes, but scores that leave int32, or float32: what the plan cannot compute."""
+    q, k, v = qkv(b=1, h=2, l=7, s=150, d=24)
+    numflash.attention(q, k, v, precision="int8")
+    for factor in (1e6, 1e17, 1e36):
+        got = numflash.attention(q * np.float32(factor), k, v, precision="int8")
+        want = numflash.attention(q * np.float32(factor), k, v, precision="int8", impl="reference")
+        np.testing.assert_array_equal(got, want)
+    operands = numflash.quantize_qkv(q, k, v)
+    numflash.attention_int8(*operands)
+    numflash.attention_int8(*operands)
+    for factor in (1e6, 1e33):
+        huge = numflash.QuantizedTensor(
+            operands[0].data, operands[0].scale * np.float32(factor), "row"
+        )
+        for _ in range(2):
+            got = numflash.attention_int8(huge, *operands[1:])
+        want = numflash.attention_int8(huge, *operands[1:], impl="reference")
+        np.testing.assert_array_equal(got, want)

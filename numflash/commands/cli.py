@@ -90,6 +90,10 @@ def bench(args: argparse.Namespace) -> Any:
 
     if args.plot:
         return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
+    if args.short:
+        from . import bench_short
+
+        return bench_short.run(args.threads)
     return job.run(
         args.length,
         args.head_dim,
@@ -174,6 +178,20 @@ def job(args: argparse.Namespace) -> Any:
     return run(args.scheduler, request)
 
 
+def validate(args: argparse.Namespace) -> Any:
+    from .validate import run
+
+    return run(args.quick, args.to)
+
+
+def tune(args: argparse.Namespace) -> Any:
+    from .tune import run
+
+    return run(
+        args.length, args.head_dim, args.isa, 0 if args.model else args.measure, not args.dry_run
+    )
+
+
 def estimate(args: argparse.Namespace) -> Any:
     from ..machinecode import estimate as job
 
@@ -254,6 +272,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
     )
+    sub.add_argument(
+        "--short",
+        action="store_true",
+        help="what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
+    )
     sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
     shape(sub)
     case(sub)
@@ -304,6 +327,19 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
     sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
     sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
+    sub = command(validate, "bits, accuracy, peaks, efficiency and scaling of this machine's CPU")
+    sub.add_argument(
+        "--quick", action="store_true", help="the best instruction set only, no scaling"
+    )
+    sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
+    sub = command(tune, "the fastest tiling of the INT8 kernel here, kept for later calls")
+    shape(sub)
+    sub.add_argument("--isa", help="instruction set (default: the best here)")
+    sub.add_argument("--model", action="store_true", help="rank by the model only, measure nothing")
+    sub.add_argument(
+        "--measure", type=positive, default=4, metavar="N", help="measure N (default 4)"
+    )
+    sub.add_argument("--dry-run", action="store_true", help="keep nothing")
     sub = command(cache, "compiled kernels on disk")
     sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
     sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")

@@ -31,11 +31,12 @@ def run(
         return launch_int8.run(problem, target.require(isa), results)
 
 
-def runner(problem: Problem) -> launch_float.FloatPlan | None:
+def runner(problem: Problem) -> launch_float.FloatPlan | launch_int8.Int8Plan | None:
     """What computes this problem and all with the same shapes and options, if there is such a
     thing.
     """
     if problem.precision == "int8":
-        return None
+        isa = target.require(None)
+        return launch_int8.Int8Plan(problem, isa) if launch_int8.is_plain(problem, isa) else None
     isa = launch_float.isa_of(problem)
     return None if isa == "portable" else launch_float.FloatPlan(problem, isa)

@@ -20,7 +20,7 @@ from .floats.flash_rows import make_attend_rows
 from .floats.float_packing import MANY_ROWS, on_lines
 from .floats.float_tiles import FLOAT_ISAS
 from .isa.isas import padded
-from .semantics import NO_TILES, ScoreTiles, Semantics
+from .semantics import NO_TILES, ScoreTiles, Semantics, option_numbers
 
 F = np.float32
 LOG2E = 1 / np.log(2.0)
@@ -179,12 +179,7 @@ class FloatPlan:
         functions = options.functions
         self.options = options
         self.small = (  # numbers hold their addresses
-            options.diagonal,
-            options.key_lengths,
             stops,
-            options.mask,
-            options.bias,
-            options.slopes,
             np.ascontiguousarray(functions.states),
             np.ascontiguousarray(functions.spans),
             np.ascontiguousarray(functions.batch),
@@ -197,12 +192,6 @@ class FloatPlan:
             value_rows,
             workers(self.kind, n * length * seen * (d + dv)),
             chosen.block_q,
-            options.left,
-            options.right,
-            options.general,
-            *options.mask.shape[:3],
-            *options.bias.shape[:3],
-            options.slopes.size > 0,
             *functions[:4],
             *functions.states.shape,
             *functions.spans.shape,
@@ -211,6 +200,7 @@ class FloatPlan:
             functions.batch.size,
             *places,
             *(x.ctypes.data for x in self.small),
+            *option_numbers(options),
         )
         self.numbers = np.array(numbers, np.int64)
         self.factors = np.array((problem.scale * LOG2E, options.softcap), np.float64)

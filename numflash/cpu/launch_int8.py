@@ -8,27 +8,41 @@ caller or the general way, and only packed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
 from .. import fixedpoint as fx
-from ..jit.memory import fresh
+from ..interop import Memory
+from ..jit import guard
+from ..jit.memory import Layout, fresh, scratch
 from ..quantization import QuantizedTensor, float_values, quantize_problem
 from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
-from ..tiling import chosen
+from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
+from .floats.call import addresses
 from .int8 import amx_stream, flash_int8, portable
+from .int8.call import (
+    MOST,
+    NUMBERS,
+    PLACES,
+    STRIDES,
+    Numbers,
+    make_float_call,
+    make_ready_call,
+    most_score,
+)
 from .int8.packing import float_rows, pack_keys, pack_values
-from .int8.quantize import quantize
-from .isa.isas import VECTOR_ISAS
-from .launch_float import NO_LIMIT, Results, compact, heads
-from .semantics import Semantics
+from .int8.quantize import rows_of
+from .int8.quantize_rows import LANES
+from .isa.isas import VECTOR_ISAS, padded, running_lanes
+from .launch_float import NO_LIMIT, Results, at_address, compact, functions_of, heads, seen_keys
+from .semantics import Semantics, option_numbers
 
 F = np.float32
-MOST = 2.0**30  # scores from here on are not rounded to int32 at once
 
 
 class Operands(NamedTuple):
@@ -77,35 +91,8 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
         if slopes is None
         else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
         extreme,
+        functions_of(problem),
     )
-
-
-def most_of(problem: Problem, query_scale: float, key_scale: float) -> float:
-    """A bound of all scores, from the largest scales."""
-    unit = abs(score_unit(problem.scale, problem.softcap))
-    return unit * query_scale * key_scale * 128 * 128 * problem.shape[5]
-
-
-def from_floats(problem: Problem, isa: str) -> Operands | None:
-    """Operands of float arrays, in one pass; None where only the general way is right."""
-    unit = score_unit(problem.scale, problem.softcap)
-    if isa == "portable" or abs(unit) >= LIMIT:
-        return None
-    found = quantize(problem, isa, unit)
-    if found is None or found[1] * abs(unit) >= LIMIT:
-        return None
-    to, query_scale, key_scale = found
-    b, h, hkv, length, _, d, _ = problem.shape
-
-    def shift() -> np.ndarray | None:
-        query = QuantizedTensor(
-            to.q.reshape(b, h, length, d), to.q_scale.reshape(b, h, length, 1), "row"
-        )
-        return row_shift(query, to.offset.reshape(b, hkv, 1, d), problem.scale)
-
-    most = most_of(problem, query_scale, key_scale)
-    # with a softcap nothing is taken off the keys
-    return Operands(to.q, to.cq, to.keys, to.values, to.v_scale, most, lambda: None, shift)
 
 
 def from_integers(problem: Problem, isa: str) -> Operands:
@@ -115,6 +102,7 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     v = problem.value
     dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
+    unit = score_unit(problem.scale, problem.softcap)
     precise = problem.pv == "fp32"
     if precise:
         v, units, bad = float_values(v)
@@ -141,7 +129,7 @@ def from_integers(problem: Problem, isa: str) -> Operands:
         keys,
         values,
         v_scale,
-        most_of(problem, largest(q.scale), largest(k.scale)),
+        most_score.py_func(unit, largest(q.scale), largest(k.scale), problem.shape[5]),
         lambda: cap_shift(problem),
         lambda: row_shift(q, k.offset, problem.scale),
     )
@@ -154,25 +142,251 @@ def stream_of(problem: Problem, isa: str) -> int:
     return amx_stream.address_of(problem.shape[5], problem.shape[6])
 
 
+class Int8Plan:
+    """What equal calls have in common, decided once, as in `launch_float.FloatPlan`.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its query, key and value count by their shapes and dtypes; its masks, lengths and slopes are
+        the plan's own.
+    isa : str
+        An instruction set with register tiles.
+
+    Attributes
+    ----------
+    direct : contiguous float32 arrays are what `run` takes, as they are
+    layout : of scratch memory
+    """
+
+    def __init__(self, problem: Problem, isa: str) -> None:
+        nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
+        self.isa = isa
+        isa, rows = chosen(isa)
+        ready = isinstance(problem.query, QuantizedTensor)
+        dtype = problem.query.data.dtype if ready else problem.query.dtype
+        self.operand = np.dtype(dtype if dtype in (np.int8, np.uint16) else F)
+        self.direct = self.operand == F
+        self.problem = replace(problem, query=None, key=None, value=None)
+        self.options = semantics(problem, False, None)
+        n = nb * nh
+        n_kv = nb * nkv
+        description = VECTOR_ISAS[isa]
+        keys = padded(s, KEY_BLOCK)
+        channels = padded(d, description.step)
+        columns = padded(dv, description.unit * running_lanes(isa))
+        size = 1 if description.group == 4 else 2
+        seen = int(seen_keys(problem).max(initial=0))
+        self.layout = Layout()
+        places = (  # in the order of `Numbers`
+            self.layout.add("quantised query", 0 if ready else n * length * d),
+            self.layout.add("scales of the query", 0 if ready else n * length * 4),
+            self.layout.add("scales of scores", n * length * 4),
+            self.layout.add("packed keys", n_kv * keys * channels * size),
+            self.layout.add("starts of sums", n_kv * keys * 4),
+            self.layout.add("scales of keys", n_kv * keys * 4),
+            self.layout.add("blocks of wide keys", n_kv * keys // KEY_BLOCK),
+            self.layout.add("packed values", n_kv * keys * columns * size),
+            self.layout.add("scales of values", 0 if ready else n_kv * dv * 4),
+            self.layout.add("mean of keys", 0 if ready else n_kv * d * 4),
+            self.layout.add("octaves", n * length * 4),
+            self.layout.add("sums of weights", n * length * 4),
+            self.layout.add("counter", 8),
+        )
+        strides = (strides_of(shape, self.operand.itemsize) for shape in self.shapes())
+        numbers = (  # in the order of `Numbers`
+            *self.shape,
+            keys,
+            channels,
+            columns,
+            problem.softcap == 0,
+            workers("int8", n * length * seen * (d + dv)),
+            stream_of(problem, isa),
+            *(step for steps in strides for step in steps[:3]),
+            *places,
+            *option_numbers(self.options),
+        )
+        self.numbers = np.array(numbers, np.int64)
+        unit = score_unit(problem.scale, problem.softcap)
+        self.factors = np.array((unit, self.options.softcap), np.float64)
+        if ready:
+            self.call = make_ready_call(isa, *rows)
+        else:
+            kind = "bfloat16" if self.operand == np.uint16 else "float32"
+            self.call = make_float_call(isa, kind, *rows)
+
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of query, key and value."""
+        nb, nh, nkv, length, s, d, dv = self.shape
+        return (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
+
+    def operands(
+        self, query: np.ndarray, key: np.ndarray, value: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) float arrays as `run` takes them."""
+        return rows_of(query), rows_of(key), rows_of(value)
+
+    def run(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray | None
+    ) -> None:
+        """Attend float operands whose rows are contiguous. out (B, H, L, Dv) and lse (B, H, L),
+        contiguous float32, are written.
+
+        None for no lse.
+        """
+        numbers = self.numbers
+        if not (q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous):
+            numbers = numbers.copy()
+            numbers[STRIDES] = [step for x in (q, k, v) for step in x.strides[:3]]
+            at = [x.ctypes.data for x in (q, k, v)]
+            _, _, _, out_at, lse_at = addresses(out, out, out, out, out if lse is None else lse)
+        else:
+            *at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
+        self._run(at, numbers, out_at, 0 if lse is None else lse_at)
+
+    def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
+        """The same for addresses of contiguous arrays."""
+        self._run((q, k, v), self.numbers, out, lse if with_lse else 0)
+
+    def run_ready(
+        self,
+        query: QuantizedTensor,
+        key: QuantizedTensor,
+        value: QuantizedTensor,
+        out: np.ndarray,
+        lse: np.ndarray | None,
+    ) -> None:
+        """The same for quantised operands that `is_plain` allows."""
+        q, k, v, q_scale, k_scale = addresses(
+            query.data, key.data, value.data, query.scale, key.scale
+        )
+        v_scale, out_at, _, _, lse_at = addresses(
+            value.scale, out, out, out, out if lse is None else lse
+        )
+        tensors = query, key, value
+        at = (q, q_scale, k, k_scale, v, v_scale)
+        self._run(at, self.numbers, out_at, 0 if lse is None else lse_at, tensors)
+
+    def _run(
+        self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any = None
+    ) -> None:
+        room = scratch.take(self.layout.nbytes)
+        at = room.address
+        try:
+            if guard.ON:
+                numbers = numbers.copy()
+                buffers = self.layout.guarded()
+                numbers[PLACES] = [x.ctypes.data - at for x in buffers]
+            if self.call(*operands, out, at, numbers, self.factors):
+                self._go_the_general_way(operands, numbers, out, lse, ready)
+            elif lse:
+                self._write_lse(at, numbers, lse, ready)
+        finally:
+            scratch.give(room)
+
+    def _write_lse(self, room: int, numbers: np.ndarray, lse: int, ready: Any) -> None:
+        nb, nh, nkv, length, _, d, _ = self.shape
+        p = Numbers(*numbers[:NUMBERS].tolist())
+        shift = None
+        rows = (nb, nh, length)
+        if self.problem.softcap == 0:  # otherwise nothing was taken off the keys
+            if ready is None:
+                q = at_address(room + p.q, (*rows, d), "|i1")
+                scale = at_address(room + p.q_scale, (*rows, 1), "=f4")
+                query = QuantizedTensor(q, scale, "row")
+                offset = at_address(room + p.offset, (nb, nkv, 1, d), "=f4")
+            else:
+                query, offset = ready[0], ready[1].offset
+            shift = row_shift(query, offset, self.problem.scale)
+        m = at_address(room + p.m, rows, "=i4")
+        l = at_address(room + p.l, rows, "=f4")
+        at_address(lse, rows, "=f4")[...] = log_sum_exp(m, l, shift)
+
+    def _go_the_general_way(
+        self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any
+    ) -> None:
+        if ready is None:
+            steps = numbers[STRIDES].reshape(3, 3).tolist()
+            kind = self.operand
+            ready = (
+                np.asarray(Memory(at, shape, (*step, kind.itemsize), kind.str))
+                for at, shape, step in zip(operands, self.shapes(), steps, strict=True)
+            )
+        query, key, value = ready
+        problem = replace(self.problem, query=query, key=key, value=value)
+        nb, nh, _, length, _, _, dv = self.shape
+        to = at_address(out, (nb, nh, length, dv), "=f4")
+        _, found = run_general(problem, self.isa, to)
+        if lse:
+            at_address(lse, (nb, nh, length), "=f4")[...] = found
+
+
+def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    _, heads, rows, columns = shape
+    row = columns * itemsize
+    return heads * rows * row, rows * row, row, itemsize
+
+
+def is_plain(problem: Problem, isa: str) -> bool:
+    """Whether a plan takes the problem's operands.
+
+    Float arrays that the one-pass quantiser takes, or contiguous tensors with a scale for each row
+    and channel, all finite. Without score and mask functions.
+    """
+    if isa == "portable" or problem.pv == "fp32" or problem.functions is not None:
+        return False
+    q, k, v = problem.query, problem.key, problem.value
+    if not isinstance(q, QuantizedTensor):
+        unit = score_unit(problem.scale, problem.softcap)
+        return min(problem.shape[5:]) >= LANES and abs(unit) < LIMIT
+    kinds = q.granularity, k.granularity, v.granularity
+    finite = q.nonfinite is k.nonfinite is v.nonfinite is None
+    shifted = problem.softcap and k.offset is not None
+    return (
+        kinds == ("row", "row", "channel")
+        and finite
+        and not shifted
+        and all(x.flags.carray for t in (q, k, v) for x in (t.data, t.scale))
+    )
+
+
 def run(
     problem: Problem, isa: str, results: Results = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """`precision="int8"` on the CPU. Returns out and lse, both float32.
 
-    Out is the first of `results` if these are given.
+    `results` if these are given.
 
     problem : its query, key and value are QuantizedTensors, or all three are float arrays
     """
+    nb, nh, _, length, _, _, dv = problem.shape
+    out = fresh((nb, nh, length, dv), F) if results is None else results[0]
+    if not is_plain(problem, isa):
+        return run_general(problem, isa, out)
+    lse = None
+    if problem.return_lse or problem.sinks is not None:
+        lse = fresh((nb, nh, length), F) if results is None else results[1]
+    plan = Int8Plan(problem, isa)
+    operands = problem.query, problem.key, problem.value
+    if isinstance(problem.query, QuantizedTensor):
+        plan.run_ready(*operands, out, lse)
+    else:
+        plan.run(*plan.operands(*operands), out, lse)
+    return out, lse
+
+
+def run_general(
+    problem: Problem, isa: str, shaped: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The same for operands of all kinds; out is `shaped`, contiguous (B, H, L, Dv) float32."""
+    if isinstance(problem.query, np.ndarray):
+        problem = quantize_problem(problem)
     isa, rows = chosen(isa)
-    x = from_floats(problem, isa) if isinstance(problem.query, np.ndarray) else None
-    if x is None:
-        if isinstance(problem.query, np.ndarray):
-            problem = quantize_problem(problem)
-        x = from_integers(problem, isa)
+    x = from_integers(problem, isa)
     nb, nh, nkv, length, s, _, dv = problem.shape
     options = semantics(problem, x.most >= MOST, x.cap_shift() if problem.softcap else None)
     n = nb * nh
-    shaped = fresh((nb, nh, length, dv), F) if results is None else results[0]
     out = shaped.reshape(n, length, dv)
     m = fresh((n, length), np.int32)
     l = fresh((n, length), F)
@@ -187,7 +401,7 @@ def run(
         flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift = None if problem.softcap else x.row_shift()
+    shift = x.row_shift() if problem.smooths else None
     one = 1 if problem.pv == "fp32" else fx.P_ONE
     rows = nb, nh, length
     return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

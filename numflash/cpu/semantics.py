@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import fixedpoint as fx
-from ..jit.compiler import inline
+from ..jit.compiler import bare, inline
+from ..jit.memory import place
 
 F = np.float32
 I = np.int32
@@ -78,6 +79,86 @@ class Semantics(NamedTuple):
     slopes: np.ndarray  # (B, H) float32, Q8.8 units
     extreme: bool = False
     functions: ScoreTiles = NO_TILES
+
+
+class OptionNumbers(NamedTuple):
+    """`Semantics` as a compiled call reads it from an int64 array, in this order.
+
+    Without softcap and functions.
+    """
+
+    left: int
+    right: int
+    general: int
+    mask_batch: int
+    mask_heads: int
+    mask_rows: int  # 0: no mask
+    mask_keys: int
+    bias_batch: int
+    bias_heads: int
+    bias_rows: int  # 0: no bias
+    bias_keys: int
+    shift_batch: int
+    shift_heads: int
+    shift_rows: int
+    slope_batch: int
+    slope_heads: int
+    batch: int
+    diagonal: int  # from here on addresses
+    key_lengths: int
+    mask: int
+    bias: int
+    shift: int
+    slopes: int
+
+
+OPTION_NUMBERS = len(OptionNumbers._fields)
+
+
+def option_numbers(options: Semantics) -> OptionNumbers:
+    """The numbers of contiguous options, which must outlive them."""
+    arrays = (
+        options.diagonal,
+        options.key_lengths,
+        options.mask,
+        options.bias,
+        options.shift,
+        options.slopes,
+    )
+    return OptionNumbers._make(
+        (
+            options.left,
+            options.right,
+            options.general,
+            *options.mask.shape,
+            *options.bias.shape,
+            *options.shift.shape,
+            *options.slopes.shape,
+            options.diagonal.size,
+            *(x.ctypes.data for x in arrays),
+        )
+    )
+
+
+@bare
+def semantics_at(o, softcap, extreme, functions):
+    """The `Semantics` of `OptionNumbers`."""
+    return Semantics(
+        o.left,
+        o.right,
+        place(o.diagonal, (o.batch,), np.int64),
+        place(o.key_lengths, (o.batch,), np.int64),
+        o.general != 0 or extreme,
+        place(o.mask, (o.mask_batch, o.mask_heads, o.mask_rows, o.mask_keys), np.uint8),
+        place(o.bias, (o.bias_batch, o.bias_heads, o.bias_rows, o.bias_keys), np.float32),
+        o.mask_rows != 0,
+        o.bias_rows != 0,
+        F(softcap),
+        place(o.shift, (o.shift_batch, o.shift_heads, o.shift_rows), np.float32),
+        place(o.slopes, (o.slope_batch, o.slope_heads), np.float32),
+        extreme,
+        functions,
+    )
 
 
 class Dense(NamedTuple):

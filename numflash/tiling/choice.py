@@ -11,11 +11,15 @@ under every tiling that it lets pass.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, UnsupportedError
@@ -194,19 +198,83 @@ def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) 
         CHOSEN.reset(token)
 
 
+def file_of_choices() -> Path:
+    """Where `numflash tune` keeps this user's tilings: NUMFLASH_TILINGS, or a file in ~/.cache."""
+    named = os.environ.get("NUMFLASH_TILINGS")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(named) if named else Path(cache).expanduser() / "numflash" / "tilings.json"
+
+
+def _contents(file: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """CPU name -> tiling name -> sizes that differ from the named ones."""
+    try:
+        text = file.read_text()
+    except OSError:
+        return {}
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or not all(isinstance(x, dict) for x in found.values()):
+            raise ValueError
+    except ValueError:
+        raise ArgumentError(
+            f"{file}: not a file of tilings; allowed: as numflash tune writes it, or no file"
+        ) from None
+    return found
+
+
+@functools.cache
+def saved() -> dict[str, Tiling]:
+    """Tilings kept for this machine by name, from `file_of_choices`; read once, and checked."""
+    from ..jit.target import cpu_name
+
+    chosen = _contents(file_of_choices()).get(cpu_name(), {})
+    for name in chosen:
+        if name not in changeable():
+            raise ArgumentError(f"{file_of_choices()}: no tiling {name!r}; allowed: {changeable()}")
+    return {name: changed(TILINGS[name], sizes) for name, sizes in chosen.items()}
+
+
+def save(t: Tiling) -> Path:
+    """Keep a tiling for this machine; the named one is forgotten instead. Returns the file."""
+    from ..jit.target import cpu_name
+
+    name, file = f"{t.isa}-{t.dtype}", file_of_choices()
+    everything = _contents(file)
+    mine = everything.setdefault(cpu_name(), {})
+    mine[name] = {
+        x: getattr(t, x) for x in CHANGEABLE if getattr(t, x) != getattr(TILINGS[name], x)
+    }
+    if not mine[name]:
+        del mine[name]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(everything, indent=1) + "\n")
+        part.replace(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"{file}: cannot be written: {error.strerror}; allowed: another NUMFLASH_TILINGS"
+        ) from None
+    saved.cache_clear()
+    return file
+
+
 def in_use(isa: str, dtype: str = "int8") -> Tiling:
-    """The tiling that the next call takes: `using`'s, or the named one."""
-    return CHOSEN.get().get((isa, dtype)) or TILINGS[f"{isa}-{dtype}"]
+    """The tiling that the next call takes: `using`'s, this machine's (`saved`), or the named one."""
+    return (
+        CHOSEN.get().get((isa, dtype)) or saved().get(f"{isa}-{dtype}") or TILINGS[f"{isa}-{dtype}"]
+    )
 
 
 def chosen(isa: str) -> tuple[str, tuple[int, ...]]:
     """For the INT8 kernels of an instruction set: its name with the register tile in use, and
     (block_q,) where that is not the named tiling's.
     """
-    t = CHOSEN.get().get((isa, "int8"))
-    if t is None:
+    if isa == "portable":
         return isa, ()
-    named = TILINGS[f"{isa}-int8"]
+    t, named = in_use(isa), TILINGS[f"{isa}-int8"]
+    if t is named:
+        return isa, ()
     same = (t.mr, t.nv) == (named.mr, named.nv)
     name = isa if same else f"{isa}:{t.mr}x{t.nv}"
     return name, () if same and t.block_q == named.block_q else (t.block_q,)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -107,18 +105,21 @@ def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
     return Options(**given, window=window, return_lse=True), choice("impl", impl, IMPLS)
 
 
-@contextmanager
-def _threads() -> Iterator[None]:
+class _threads:
     """As many threads for a kernel as PyTorch would take."""
-    wanted = torch.get_num_threads()
-    try:
-        with threads.limit(min(wanted, threads.most())):
-            yield
-    finally:
-        if (
-            torch.get_num_threads() != wanted
-        ):  # Numba's first parallel kernel changes PyTorch's number
-            torch.set_num_threads(wanted)
+
+    def __enter__(self) -> None:
+        self.wanted = torch.get_num_threads()
+        self.before = threads.count()
+        self.now = min(self.wanted, threads.most())
+        if self.now != self.before:
+            threads.set_num_threads(self.now)
+
+    def __exit__(self, *error: object) -> None:
+        if self.now != self.before:
+            threads.set_num_threads(self.before)
+        if torch.get_num_threads() != self.wanted:  # Numba's first parallel kernel changes it
+            torch.set_num_threads(self.wanted)
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -129,16 +130,77 @@ def _array(x: Tensor) -> np.ndarray:
     return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
 
 
-def _call_of(query: Tensor, key: Tensor, value: Tensor, options: tuple) -> Any:
-    """What equal calls of the operator have in common, where tensors are float32 and contiguous,
-    and options hold none; or None.
+def _plain(x: Any) -> bool:
+    """Whether x is a tensor whose memory holds its numbers as the kernels take them."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_neg()
+    )
+
+
+def _runner(
+    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """What equal calls of the operator have in common, and what computes them.
+
+    None for tensors that are not `_plain` and options that hold tensors; None for calls that were
+    not made before. Types count: 1 == True, and not both are allowed.
     """
-    for x in (query, key, value):
-        if x.is_cuda or x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
-            return None
+    if not (_plain(query) and _plain(key) and _plain(value)):
+        return None, None
+    call = query.shape, key.shape, value.shape, options, tuple(map(type, options))
     if any(isinstance(x, Tensor) for x in options):
+        return None, None
+    try:
+        return call, plans.runners.get(call)
+    except TypeError:  # an option that cannot be hashed
+        return None, None
+
+
+def _run(
+    runner: Any, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The results of a call that was made before; lse only where it is wanted."""
+    refuse_after_fork()
+    rows = query.shape[:3]
+    out = query.new_empty((*rows, value.shape[3]))
+    lse = query.new_empty(rows) if with_lse else None
+    places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    with _threads(), one_at_a_time():
+        runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
+    return out, lse
+
+
+def _nobody_watches(*tensors: Tensor) -> bool:
+    """Whether a call does the same with the operator and without it.
+
+    No gradient is asked for; no mode, transform, tracer, compiler or profiler is to see it.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _without_operator(
+    query: Any, key: Any, value: Any, options: tuple[Any, ...], with_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """A call that was made before, without PyTorch's dispatch; None where that is not the same."""
+    if torch.compiler.is_compiling():
         return None
-    return query.shape, key.shape, value.shape, options
+    _, runner = _runner(query, key, value, options)
+    if runner is None or not _nobody_watches(query, key, value):
+        return None
+    return _run(runner, query, key, value, with_lse)
 
 
 @torch.library.custom_op(
@@ -149,14 +211,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tupl
 
     In memory of PyTorch's.
     """
-    call = _call_of(query, key, value, options)
-    runner = plans.runners.get(call)
+    call, runner = _runner(query, key, value, options)
     if runner is not None:
-        refuse_after_fork()
-        out, lse = _results(query, value)
-        with _threads(), one_at_a_time():
-            runner.run_at(*(x.data_ptr() for x in (query, key, value, out, lse)))
-        return out, lse
+        return _run(runner, query, key, value, True)
     asked, impl = _options(options, key)
     query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
     if query.is_cuda:  # allocates through PyTorch, and gets the current stream
@@ -382,21 +439,8 @@ def attention(
         What `impl` names cannot run here; tensors on a device that is neither a CPU nor a CUDA
         card.
     """
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    _check(query, key, value, attn_mask)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4:
-            raise ArgumentError(
-                f"{name}: got shape {tuple(x.shape)}; allowed: 4 dimensions, (B, H, L, D)"
-            )
-    _check_gradients(
-        precision, (query, key, value), attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks
-    )
     left, right = (None, None) if window is None else window
-    out, lse = _attention(
-        query,
-        key,
-        value,
+    options = (
         attn_mask,
         is_causal,
         scale,
@@ -412,6 +456,20 @@ def attention(
         pv,
         impl,
     )
+    found = _without_operator(query, key, value, options, return_lse)
+    if found is not None:
+        return found if return_lse else found[0]
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    _check(query, key, value, attn_mask)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ArgumentError(
+                f"{name}: got shape {tuple(x.shape)}; allowed: 4 dimensions, (B, H, L, D)"
+            )
+    _check_gradients(
+        precision, (query, key, value), attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks
+    )
+    out, lse = _attention(query, key, value, attn_mask, *options[1:])
     return (out, lse) if return_lse else out
 
 
@@ -456,6 +514,12 @@ def _heads_of_batches(
         mask = attn_mask[(None,) * (n - attn_mask.dim())]
         attn_mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, n - 4)
     return q, k, v, attn_mask, grouped, (*batch, heads, q.shape[-2], v.shape[-1])[n - given :]
+
+
+# the operator's options that follow the scale, by whether heads are grouped
+_SDPA_OPTIONS = {
+    grouped: (grouped, None, None, "upper_left", None, 0.0, None, None) for grouped in (False, True)
+}
 
 
 def scaled_dot_product_attention(
@@ -505,6 +569,19 @@ def scaled_dot_product_attention(
     UnsupportedError
         Tensors on a device that is neither a CPU nor a CUDA card, and masks on a card.
     """
+    if dropout_p == 0.0 and attn_mask is None:
+        options = (
+            None,
+            is_causal,
+            scale,
+            *_SDPA_OPTIONS[enable_gqa is True],
+            precision,
+            None,
+            "auto",
+        )
+        found = _without_operator(query, key, value, options, False)
+        if found is not None:
+            return found[0]
     try:
         if dropout_p != 0.0:
             raise SdpaError(

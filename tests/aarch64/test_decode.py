@@ -20,7 +20,7 @@ from numflash.tiling import KEY_BLOCK
 
 from .test_guest import decode_and_compare
 
-MACHINES = [("sve", "a64fx"), pytest.param("neon_dot", "neoverse-n1", marks=pytest.mark.slow)]
+MACHINES = [("sve", "a64fx"), ("neon_dot", "neoverse-n1")]
 ROWS = 6
 
 
@@ -34,6 +34,7 @@ def one_thread(make, *arguments):
     return numba.njit(make(*arguments, False).py_func, error_model="numpy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isa", "cpu"), MACHINES)
 def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
     def emulated(make):

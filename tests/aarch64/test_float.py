@@ -38,7 +38,7 @@ SLOW = [
 @pytest.mark.parametrize(
     ("isa", "cpu"),
     [
-        ("sve512", "a64fx"),
+        pytest.param("sve512", "a64fx", marks=pytest.mark.slow),
         pytest.param("sve256", "neoverse-v1", marks=pytest.mark.slow),
         *SLOW,
     ],

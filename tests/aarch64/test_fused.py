@@ -28,9 +28,10 @@ def one_thread(isa, pv):
 @pytest.mark.parametrize(
     ("isa", "cpu", "bits", "pv"),
     [
-        ("sve", "a64fx", 512, "int8"),
-        ("sve", "a64fx", 256, "int8"),
-        ("sve", "a64fx", 128, "int8"),
+        *(
+            pytest.param("sve", "a64fx", bits, "int8", marks=pytest.mark.slow)
+            for bits in (512, 256, 128)
+        ),
         pytest.param("neon_dot", "neoverse-n1", 128, "int8", marks=pytest.mark.slow),
         pytest.param("sve", "neoverse-v1", 256, "int8", marks=pytest.mark.slow),
         *(

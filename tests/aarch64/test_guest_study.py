@@ -64,7 +64,7 @@ def test_every_study_module_is_here():
 
 
 def test_the_eight_improvements():
-    """The switched kernel with SVE's tiles: bits of the integer model, float values close to it."""
+    """The switched kernel with SVE's tiles: bits of the integer model (fp32 P.V: test_guest)."""
     arrays = qkv(h=2, hkv=1, l=60, s=140, d=40)
     prepared = improvements.prepare(*arrays, False)
     if "sve" in target.available():
@@ -72,7 +72,6 @@ def test_the_eight_improvements():
     options = Options(enable_gqa=True, precision="int8")
     exact = reference.integer_model(quantize_problem(validation.problem(*arrays, options)))[0]
     np.testing.assert_array_equal(prepared.run("vectors", "int8", True), exact)
-    np.testing.assert_allclose(prepared.run("plain", "fp32"), exact, rtol=0, atol=0.02)
 
 
 def test_the_bench_script_of_the_improvements(monkeypatch):
@@ -120,7 +119,7 @@ def test_the_unfused_pipeline():
     assert set(unfused_times.measure_gqa(2, 1, 64, 32, 1)) >= {"product shared"}
 
 
-@pytest.mark.parametrize("name", ["naive", "packed", "fused", "causal"])
+@pytest.mark.parametrize("name", ["naive", "fused", "causal"])
 def test_the_ladder(name):
     q, k, v = (x[0, 0] for x in qkv(l=30, d=32))
     got = ladder.prepare(name, q, k, v)()
@@ -140,5 +139,5 @@ def test_the_rest():
     np.testing.assert_allclose(reference_float32.run(problem, 1), out, rtol=0, atol=1e-5)
     gradients = backward_plain.backward(out, q, k, v, out, lse, False)
     assert all(np.isfinite(x).all() for x in gradients)
-    decoded = split_decode.split_decode(q[0, :, 0], k[0], v[0], 16**-0.5, 2)
+    decoded = split_decode.split_decode(q[0, :, 0], k[0], v[0], 2)
     assert np.isfinite(np.asarray(decoded)).all()

@@ -11,9 +11,9 @@ from oracles import draw, qkv
 import numflash
 from numflash import reference
 from numflash.cpu import launch_int8
-from numflash.cpu.int8 import quantize
+from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
-from numflash.jit import target, threads
+from numflash.jit import memory, target, threads
 from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.validation import problem
@@ -31,24 +31,50 @@ SHAPES = {
 def operands(x):
     """The arrays of `launch_int8.Operands`, by name."""
     keys = {f"keys.{name}": a for name, a in x.keys._asdict().items()}
-    return {
-        "query": x.query,
-        "query_scale": x.query_scale,
-        "values": x.values,
-        "value_scale": x.value_scale,
-        **keys,
-    }
+    return {"query": x.query, "query_scale": x.query_scale, "values": x.values, **keys}
+
+
+# what a plan leaves in its scratch memory, by the names of `call.Numbers`
+PLACES = {
+    "query": "q",
+    "query_scale": "scores_scale",
+    "values": "packed_values",
+    "keys.data": "packed_keys",
+    "keys.start": "starts",
+    "keys.scale": "key_scale",
+    "keys.wide": "wide",
+    "value_scale": "value_scale",
+}
 
 
 def check(p, isa):
-    got = launch_int8.from_floats(p, isa)
-    general = quantize_problem(p)
-    for name, want in operands(launch_int8.from_integers(general, isa)).items():
-        np.testing.assert_array_equal(operands(got)[name], want, err_msg=name)
-    assert got.most <= launch_int8.from_integers(general, isa).most
-    if general.key.offset is not None:
-        want = reference.row_shift(general.query, general.key, p.scale)
-        np.testing.assert_array_equal(got.row_shift(), want)
+    plan, general = launch_int8.Int8Plan(p, isa), quantize_problem(p)
+    want = launch_int8.from_integers(general, isa)
+    room = memory.Room(plan.layout.nbytes)
+    room.array[:] = 0xFF
+    out = np.empty((*p.shape[:2], p.shape[3], p.shape[6]), np.float32)
+    lse = np.empty(out.shape[:3], np.float32)
+    memory.scratch.give(room)
+    plan.run(*plan.operands(p.query, p.key, p.value), out, lse)
+    assert memory.scratch.room is room
+    at = call.Numbers(*plan.numbers[: call.NUMBERS].tolist())
+    for name, x in (*operands(want).items(), ("value_scale", want.value_scale)):
+        place = room.address + getattr(at, PLACES[name])
+        got = launch_int8.at_address(place, x.shape, x.dtype.str)
+        np.testing.assert_array_equal(got, x, err_msg=name)
+    want, want_lse = reference.integer_model(general)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want_lse)
+
+
+def general_only(monkeypatch, p):
+    """Out and lse of a plan that must go the general way."""
+    ways = []
+    general = launch_int8.run_general
+    monkeypatch.setattr(launch_int8, "run_general", lambda *a: ways.append(a) or general(*a))
+    found = launch_int8.run(p, ISAS[0])
+    assert len(ways) == 1
+    return found
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -85,12 +111,11 @@ def test_strides_and_bfloat16():
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_is_not_plain_goes_the_general_way(which, value):
+def test_what_is_not_plain_goes_the_general_way(which, value, monkeypatch):
     arrays = qkv(l=20, s=150, d=32)
     arrays[which][0, 1, 7, 5] = value
     p = problem(*arrays, Options(precision="int8", return_lse=True))
-    assert launch_int8.from_floats(p, ISAS[0]) is None
-    out, lse = launch_int8.run(p, ISAS[0])
+    out, lse = general_only(monkeypatch, p)
     want, want_lse = reference.integer_model(quantize_problem(p))
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(lse, want_lse)
@@ -109,15 +134,14 @@ def test_attention_of_floats_is_attention_of_its_operands(d):
     got = numflash.attention(*arrays, precision="int8", is_causal=True)
     want = numflash.attention_int8(*numflash.quantize_qkv(*arrays), is_causal=True)
     np.testing.assert_array_equal(got, want)
-    assert quantize.LANES == 16
+    assert quantize_rows.LANES == 16
 
 
-def test_a_scale_without_bound_goes_the_general_way():
+def test_a_scale_without_bound_goes_the_general_way(monkeypatch):
     arrays = [
         x * np.float32(2.0**80)
         for x in (draw((1, 1, 5, 16)), draw((1, 1, 5, 16), 1), draw((1, 1, 5, 16), 2))
     ]
-    assert (
-        launch_int8.from_floats(problem(*arrays, Options(precision="int8", scale=1e29)), ISAS[0])
-        is None
-    )
+    p = problem(*arrays, Options(precision="int8", scale=1e29))
+    out, _ = general_only(monkeypatch, p)
+    np.testing.assert_array_equal(out, reference.integer_model(quantize_problem(p))[0])

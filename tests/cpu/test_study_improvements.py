@@ -15,7 +15,7 @@ from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 F = np.float32
-QUICK = [("vectors", "int8"), ("plain", "fp32")]
+QUICK = [("vectors", "int8")]
 KINDS = [
     pytest.param(exp2, pv, marks=() if (exp2, pv) in QUICK else pytest.mark.slow)
     for exp2 in ("plain", "vectors")

@@ -148,7 +148,8 @@ def test_the_command_names_its_arguments():
     assert done.returncode == 2 and "'sm_90a'" in done.stderr
 
 
-@pytest.mark.parametrize("arch", ["sm_75", pytest.param("sm_89", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_75", "sm_89"])
 def test_the_emulator_takes_an_architecture(arch):
     import numflash
 

@@ -203,7 +203,11 @@ def test_head_sizes(d):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ({"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 70, "d": 40, "dv": 64}, {"is_causal": True}),
+        pytest.param(
+            {"b": 2, "h": 4, "hkv": 2, "l": 33, "s": 70, "d": 40, "dv": 64},
+            {"is_causal": True},
+            marks=slow,
+        ),
         ({"h": 3, "l": 1, "s": 1, "d": 33, "dv": 35}, {}),
         pytest.param({"h": 3, "l": 1, "s": 1, "d": 5, "dv": 7}, {}, marks=slow),
         pytest.param({"h": 6, "hkv": 1, "l": 3, "s": 200, "d": 17, "dv": 33}, {}, marks=slow),
@@ -285,7 +289,10 @@ def test_options(options):
     check({"h": 2}, **options)
 
 
-@pytest.mark.parametrize("kind", ["bool", "one for all heads", "float"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("bool", marks=slow), "one for all heads", pytest.param("float", marks=slow)],
+)
 def test_masks(kind):
     rng = np.random.default_rng(3)
     seen = rng.random((1, 2, 40, 50)) > 0.5
@@ -370,6 +377,7 @@ def test_huge_scores():
     check({"s": 70}, magnify=100)
 
 
+@slow
 def test_turing():
     reports = check({"l": 70, "s": 90}, arch="sm_75", is_causal=True)
     assert (

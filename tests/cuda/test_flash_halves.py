@@ -147,6 +147,7 @@ def test_huge_scores_and_hidden_nonfinite():
     assert np.isnan(out).all(-1).all()  # every row sees the keys that are not finite
 
 
+@pytest.mark.slow
 def test_turing():
     report = check({"b": 1, "h": 2, "l": 130, "s": 150, "d": 64}, arch="sm_75", is_causal=True)
     check(

@@ -119,8 +119,9 @@ def test_options_with_packed_heads():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_taking_turns_changes_no_bit(causal, seed):
     """Five tiles, the last query tile not full, with and without a band.
 

@@ -214,6 +214,7 @@ def _make_block(tile: Tile, rows: int):
 def _make_matrix_block(tile: Tile, rows: int):
     """`_make_block` on the matrix tiles; a block's memory is there whole, whatever `n` is."""
     score = matrix_tiles.matrix_scores(tile, rows)
+    value_two = matrix_tiles.matrix_values(tile, rows, 8)
     value = matrix_tiles.matrix_values(tile, rows, 4)
     value_one = matrix_tiles.matrix_values(tile, rows, 1)
     panel, lanes, scales = tile.panel, tile.lanes, tile.scales
@@ -221,15 +222,17 @@ def _make_matrix_block(tile: Tile, rows: int):
     @bare(forceinline=True)
     def block_scores(place, n, q, words, work):
         """work[:, :n] = scores of the first n keys of the block at `place`."""
-        for j in range(0, n, panel):
-            score(q, words, place + scales + j * words * 4, place, j, work)
+        score(q, words, place + scales, place, n, work)
 
     @bare(forceinline=True)
     def block_values(place, n, words, work, o, columns):
         """o += P.V of the block at `place`; weights beyond the first n keys are 0."""
         values = place + scales + KEY_BLOCK * words * 4
         whole = columns // panel * panel
-        for c in range(0, whole, panel):
+        pairs = columns // (2 * panel) * 2 * panel
+        for c in range(0, pairs, 2 * panel):
+            value_two(work, values + c * KEY_BLOCK, panel * 4, o, c, columns)
+        for c in range(pairs, whole, panel):
             value(work, values + c * KEY_BLOCK, panel * 4, o, c, columns)
         for c in range(whole, columns, lanes):
             base = values + whole * KEY_BLOCK + (c - whole) * 4

@@ -56,10 +56,11 @@ def _multiply(b, instruction: str, left: int, many, stride, vectors: int) -> Non
         call(b, f"llvm.x86.{instruction}", VOID, I8(ALL_SUMS[v]), I8(left), I8(right))
 
 
-def _leave(b, work, vectors: int) -> None:
-    """Write the tiles of sums side by side, in rows of 128 int32."""
+def _leave(b, work, vectors: int, column) -> None:
+    """Write the tiles of sums side by side from `column` on, in rows of 128 int32."""
+    sums = b.gep(work, [b.add(I64(4 * SUMS_ROW * KEY_BLOCK), b.mul(column, I64(4)))])
     for v in range(vectors):
-        at = b.gep(work, [I64(4 * SUMS_ROW * KEY_BLOCK + WIDTH * v)])
+        at = b.gep(sums, [I64(WIDTH * v)])
         call(b, "llvm.x86.tilestored64", VOID, I8(ALL_SUMS[v]), at, I64(4 * KEY_BLOCK))
 
 
@@ -75,34 +76,36 @@ def _both(b, work, row: int, column):
 
 @functools.cache
 def matrix_scores(tile: Tile, rows: int):
-    """Intrinsic f(q, words, k, scales, j, work): `tiles.score_tile` of the 64 keys from j on.
+    """Intrinsic f(q, words, k, scales, n, work): `tiles.score_tile` of the first n keys of a block.
 
-    k is the address of the first of them; `words` is a multiple of 16.
+    In whole panels; k is the address of the first of them; `words` is a multiple of 16. All
+    products come first: reading sums waits for the last of theirs.
     """
     floats = vector(F32, LANES)
     ints = vector(I32, LANES)
 
     @intrinsic
-    def scores(typingctx, q, words, k, scales, j, work):
+    def scores(typingctx, q, words, k, scales, n, work):
         sig = types.void(*[types.intp] * 6)
 
         def codegen(context, b, sig, a):
             target.guard("amx_int8", context.codegen())
             pq, pk, pck, pw = (pointer(b, a[i]) for i in (0, 2, 3, 5))
             stride = b.mul(a[1], I64(4))
-            _clear(b)
-            with cgutils.for_range(b, b.ashr(a[1], I64(4))) as step:
-                _load(b, LEFT[0], b.gep(pq, [b.mul(step.index, I64(WIDTH))]), stride)
-                many = b.gep(pk, [b.mul(step.index, I64(16 * STEP))])
-                _multiply(b, "tdpbsud", LEFT[0], many, I64(STEP), 4)
-            _leave(b, pw, 4)
-            with cgutils.for_range_slice(b, I64(0), I64(PANEL), I64(LANES), I64) as (e, _):
-                at = b.add(a[4], e)
+            with cgutils.for_range_slice(b, I64(0), a[4], I64(PANEL), I64) as (first, _):
+                panel = b.gep(pk, [b.mul(first, stride)])
+                _clear(b)
+                with cgutils.for_range(b, b.ashr(a[1], I64(4))) as step:
+                    _load(b, LEFT[0], b.gep(pq, [b.mul(step.index, I64(WIDTH))]), stride)
+                    many = b.gep(panel, [b.mul(step.index, I64(16 * STEP))])
+                    _multiply(b, "tdpbsud", LEFT[0], many, I64(STEP), 4)
+                _leave(b, pw, 4, first)
+            with cgutils.for_range_slice(b, I64(0), a[4], I64(LANES), I64) as (at, _):
                 key_scale = load(b, pck, at, floats, 4)
                 for m in range(rows):
                     start = splat(b, load(b, pw, state(rows, START + m), I32, 4), ints)
                     row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
-                    x = b.sitofp(b.add(_both(b, pw, m, e), start), floats)
+                    x = b.sitofp(b.add(_both(b, pw, m, at), start), floats)
                     t = rounded_scores(b, tile, x, key_scale, row_scale)
                     write(b, t, pw, b.add(at, I64(m * KEY_BLOCK)), 4)
             return context.get_dummy_value()
@@ -116,7 +119,7 @@ def matrix_scores(tile: Tile, rows: int):
 def matrix_values(tile: Tile, rows: int, vectors: int):
     """Intrinsic f(work, v, step, o, column, columns): `tiles.value_tile` of all 128 keys.
 
-    For 16 * `vectors` columns from `column` on, `vectors` up to 4.
+    For 16 * `vectors` columns from `column` on, `vectors` up to 4, or 8: two chunks of 64.
     """
     floats = vector(F32, LANES)
 
@@ -127,12 +130,16 @@ def matrix_values(tile: Tile, rows: int, vectors: int):
         def codegen(context, b, sig, a):
             target.guard("amx_int8", context.codegen())
             pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 3))
-            _clear(b)
             for n, left in enumerate(LEFT):
                 _load(b, left, b.gep(pw, [I64(WIDTH * n)]), I64(LOW_PLANE))
-                many = b.gep(pv, [b.mul(a[2], I64(16 * n))])
-                _multiply(b, "tdpbusd", left, many, a[2], vectors)
-            _leave(b, pw, vectors)
+            for first in range(0, vectors, 4):
+                width = min(4, vectors - first)
+                _clear(b)
+                for n, left in enumerate(LEFT):
+                    many = b.gep(pv, [b.mul(a[2], I64(16 * n))])
+                    many = b.gep(many, [I64(first * LANES * KEY_BLOCK)])
+                    _multiply(b, "tdpbusd", left, many, a[2], width)
+                _leave(b, pw, width, I64(LANES * first))
             for m in range(rows):
                 scale = splat(b, load(b, pw, state(rows, SCALE + m), F32, 4), floats)
                 for n in range(vectors):

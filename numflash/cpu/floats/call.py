@@ -19,7 +19,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
-from ..semantics import ScoreTiles, Semantics
+from ..semantics import OPTION_NUMBERS, OptionNumbers, ScoreTiles, semantics_at
 from .flash_float import Operands, Results, Sizes, make_attend
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
 from .float_tiles import FLOAT_ISAS
@@ -31,7 +31,7 @@ TASKS = 4  # query tiles for each thread, at least
 
 
 class Numbers(NamedTuple):
-    """What the compiled call reads from one int64 array, in this order."""
+    """What the compiled call reads from one int64 array, in this order, before `OptionNumbers`."""
 
     batch: int
     heads: int
@@ -46,16 +46,6 @@ class Numbers(NamedTuple):
     value_rows: int  # of packed V, per head
     workers: int  # at most
     block_q: int  # at most
-    left: int
-    right: int
-    general: int
-    mask_batch: int
-    mask_heads: int
-    mask_rows: int  # 0: no mask
-    bias_batch: int
-    bias_heads: int
-    bias_rows: int  # 0: no bias
-    sloped: int
     unmasked: int  # score and mask functions, see `ScoreTiles`
     unmasked_frame: int
     masked: int
@@ -78,12 +68,7 @@ class Numbers(NamedTuple):
     redo: int
     counter: int
     lse: int  # where the caller needs none
-    diagonal: int  # from here on addresses
-    key_lengths: int
-    stops: int
-    mask: int
-    bias: int
-    slopes: int
+    stops: int  # from here on addresses
     states: int
     spans: int
     batch_map: int
@@ -98,7 +83,7 @@ class Factors(NamedTuple):
 
 REDO = Numbers._fields.index("redo")
 LSE = Numbers._fields.index("lse")
-PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("diagonal"))
+PLACES = slice(Numbers._fields.index("packed_keys"), Numbers._fields.index("stops"))
 NUMBERS = len(Numbers._fields)
 FACTORS = len(Factors._fields)
 
@@ -146,7 +131,8 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
-        p = Numbers(*to_fixed_tuple(numbers, NUMBERS))
+        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*to_fixed_tuple(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         threads = threads_now()
@@ -189,22 +175,7 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
             p.tile_keys,
             place(p.batch_map, (p.mapped,), np.int64),
         )
-        semantics = Semantics(
-            p.left,
-            p.right,
-            place(p.diagonal, (p.batch,), np.int64),
-            place(p.key_lengths, (p.batch,), np.int64),
-            p.general != 0,
-            place(p.mask, (p.mask_batch, p.mask_heads, p.mask_rows, p.keys), np.uint8),
-            place(p.bias, (p.bias_batch, p.bias_heads, p.bias_rows, p.keys), np.float32),
-            p.mask_rows != 0,
-            p.bias_rows != 0,
-            F(f.softcap),
-            place(room, (0, 0, 0), np.float32),
-            place(p.slopes, (p.sloped * p.batch, p.heads), np.float32),
-            False,
-            functions,
-        )
+        semantics = semantics_at(o, f.softcap, False, functions)
         operands = Operands(
             place(q_at, (n, p.length, p.head_dim), operand),
             reinterpret(packed, operand),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, separate
 from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
@@ -147,7 +147,8 @@ def block_weaver(name: str, lanes: int):
 
 
 @functools.cache
-def _pack_keys(name: str, lanes: int):
+def key_packer(name: str, lanes: int):
+    """f(k, words, scale, keys): `pack_keys` into `keys`; words : K as int32, or nothing."""
     isa = VECTOR_ISAS[name]
     panel = isa.nv * lanes
     group = isa.group
@@ -191,7 +192,7 @@ def _pack_keys(name: str, lanes: int):
         stop = min(first + TASK_KEYS, keys.start.shape[1])
         pack_task(n, first, stop, k, words, scale, groups, rows, keys)
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def pack_keys(k, words, scale, keys):
         all_keys = keys.start.shape[1]
         groups = keys.data.shape[1] // all_keys // group
@@ -202,7 +203,8 @@ def _pack_keys(name: str, lanes: int):
 
 
 @functools.cache
-def _pack_values(name: str, lanes: int):
+def value_packer(name: str, lanes: int):
+    """f(v, data, columns): `pack_values` into `data`."""
     weave_block = block_weaver(name, lanes)
 
     @bare
@@ -233,7 +235,7 @@ def _pack_values(name: str, lanes: int):
         for block in range(first, min(first + TASK_KEYS // KEY_BLOCK, blocks)):
             pack_block(n, block, v, rows, columns, data)
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def pack_values(v, data, columns):
         tasks = (data.shape[1] // columns + TASK_KEYS - 1) // TASK_KEYS
         over_tasks(task, v.shape[0] * tasks, (v, tasks, columns, data))
@@ -274,7 +276,7 @@ def pack_keys(
     packed = empty_keys(isa_name, n, s, d, lanes)
     whole = isa.group == 4 and d % isa.step == 0
     words = k.reshape(-1).view(np.int32) if whole else np.empty(0, np.int32)
-    _pack_keys(isa_name, lanes)(k, words, scale, packed)
+    key_packer(isa_name, lanes)(k, words, scale, packed)
     return packed
 
 
@@ -286,7 +288,7 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
     lanes = lanes or running_lanes(isa_name)
     n, s, dv = v.shape
     data = empty_values(isa_name, n, s, dv, lanes)
-    _pack_values(isa_name, lanes)(v, data, data.shape[1] // padded(s, KEY_BLOCK))
+    value_packer(isa_name, lanes)(v, data, data.shape[1] // padded(s, KEY_BLOCK))
     return data
 
 

@@ -4,7 +4,7 @@ The fast way of `quantization.quantize_problem`.
 
 One task takes one KV head, so that its rows are still in the cache when they are read again:
 
-    statistics   sum and largest magnitude of every channel of K and V, CHUNK rows at a time
+    statistics   sum of every channel of K, largest magnitude of V's, CHUNK rows at a time
     means        the mean of K is taken off its rows; V gets one scale for each channel
     keys         panel by panel: scales, int8 rows in L1, packed from there
     values       block by block likewise
@@ -12,8 +12,8 @@ One task takes one KV head, so that its rows are still in the cache when they ar
 
 Where threads are more than heads, or do not share these evenly, tasks are chunks of rows, and the
 statistics of all come first. The results are those of `quantize_problem`, to the bit, for input
-whose magnitudes stay below `quantize_rows.PLAIN`. Otherwise (infinity, NaN, huge numbers, heads
-narrower than a vector) `quantize` returns None, and the caller goes the general way.
+whose magnitudes stay below `quantize_rows.PLAIN`, and heads as wide as a vector. Otherwise
+(infinity, NaN, huge numbers, narrower heads) the caller goes the general way.
 """
 
 from __future__ import annotations
@@ -21,26 +21,18 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from ...interop import to_float32
-from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import empty, reinterpret, uncleared, zeros
+from ...interop import to_float32, writable
+from ...jit.compiler import bare, inline, separate
+from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
-from ...validation import Problem
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address
-from .packing import (
-    PackedKeys,
-    block_weaver,
-    empty_keys,
-    empty_values,
-    panel_packer,
-)
-from .quantize_rows import LANES, PLAIN, ROWS, channel_statistics, quantize_rows, row_scales
+from .packing import PackedKeys, block_weaver, panel_packer
+from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
 
 F = np.float32
 I = np.int32
@@ -96,15 +88,14 @@ class Operands(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of every KV head and chunk: channel sums of K, channel peaks of K and V as bits.
+    """Of every KV head and chunk: channel sums of K, channel peaks of V as bits.
 
     The largest magnitude and scales of all.
     """
 
     sums: np.ndarray  # (Nkv, chunks, D) float32
-    k_peaks: np.ndarray  # (Nkv, chunks, D) int32
-    v_peaks: np.ndarray  # (Nkv, chunks, Dv) int32
-    top: np.ndarray  # (Nkv, chunks, 2) int32: of K and V, of Q
+    peaks: np.ndarray  # (Nkv, chunks, Dv) int32
+    top: np.ndarray  # (Nkv, chunks, 3) int32: of V, of K without its mean, of Q
     scales: np.ndarray  # (Nkv, chunks, 2) float32: of Q, of K
 
 
@@ -188,7 +179,8 @@ def query_rows(kind: str):
 
 @functools.cache
 def key_panels(isa_name: str, kind: str):
-    """f(x, n, first, stop, length, keys, room) -> largest scale: keys first .. stop of head n.
+    """f(x, n, first, stop, length, keys, room) -> (largest magnitude as bits, largest scale): keys
+    first .. stop of head n, their mean taken off.
 
     Those from `length` on are zeros.
     """
@@ -204,7 +196,7 @@ def key_panels(isa_name: str, kind: str):
     @bare
     def run(x, n, first, stop, length, keys, room):
         words = room.panel.size // panel
-        largest = F(0)
+        top, largest = I(0), F(0)
         for p in range(first, stop, panel):
             real = max(0, min(panel, length - p))
             if real < panel:
@@ -212,7 +204,8 @@ def key_panels(isa_name: str, kind: str):
             for c in range(0, real, ROWS):
                 count, here = min(ROWS, real - c), row_at(x, n, p + c)
                 mean, factors = address(room.mean), address(room.factors)
-                scales(here, x.row, count, x.d, mean, address(room.scales), factors)
+                found = scales(here, x.row, count, x.d, mean, address(room.scales), factors)
+                top = max(top, found)
                 out = address(room.panel) + c * words * 4
                 to_operand(here, x.row, count, x.d, mean, factors, out, words * 4)
                 for r in range(count):
@@ -221,7 +214,7 @@ def key_panels(isa_name: str, kind: str):
             for c in range(real, panel):
                 keys.scale[n, p + column_of[c]] = F(1) if p + c < x.length else F(0)
             pack_panel(room.panel, 0, words, keys.data, keys.start, n, p)
-        return largest
+        return top, largest
 
     return run
 
@@ -264,29 +257,29 @@ def make_quantize(isa_name: str, kind: str):
     panel = isa.nv * lanes
     group = isa.group
     step = isa.step
-    statistics = channel_statistics(kind)
+    sums = down_channels(kind, False)
+    peaks = down_channels(kind, True)
     queries = query_rows(kind)
     keys = key_panels(isa_name, kind)
     values = value_blocks(isa_name, kind)
 
     @bare
-    def look(n, c, length, source, found, room):
+    def look(n, c, length, source, found):
         """Statistics of chunk c of KV head n."""
         k, v, first = source.k, source.v, c * CHUNK
         count = max(0, min(CHUNK, length - first))
-        sums, peaks, unused = found.sums[n, c], found.k_peaks[n, c], room.v_factor
-        statistics(row_at(k, n, first), k.row, count, k.d, address(sums), address(peaks))
-        found.top[n, c, 0] = largest_of(peaks)
-        peaks = found.v_peaks[n, c]
-        statistics(row_at(v, n, first), v.row, count, v.d, address(unused), address(peaks))
-        found.top[n, c, 0] = max(found.top[n, c, 0], largest_of(peaks))
+        if source.smooth:
+            sums(row_at(k, n, first), k.row, count, k.d, address(found.sums[n, c]))
+        channels = found.peaks[n, c]
+        peaks(row_at(v, n, first), v.row, count, v.d, address(channels))
+        found.top[n, c, 0] = largest_of(channels)
 
     @bare
     def finish_statistics(n, length, source, to, found, room):
         """Mean and channel scales of KV head n."""
         if source.smooth:
             take_mean(found.sums[n], length, room.mean)
-        channel_scales(found.v_peaks[n], to.v_scale[n], room.v_factor)
+        channel_scales(found.peaks[n], to.v_scale[n], room.v_factor)
         for e in range(room.mean.size):
             to.offset[n, e] = room.mean[e]
 
@@ -295,14 +288,15 @@ def make_quantize(isa_name: str, kind: str):
         """Operands of chunk c of KV head n, and of the query heads that it serves."""
         first = c * CHUNK
         stop = min(first + CHUNK, to.keys.start.shape[1])
-        found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
+        bits, found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
+        found.top[n, c, 1] = bits
         values(source.v, n, first, stop, length, to.values, room)
         top, largest, serves = I(0), F(0), source.q.heads // source.k.heads
         stop = min(first + CHUNK, source.q.length)
         for g in range(n * serves, (n + 1) * serves):
             bits, scale = queries(source.q, g, first, stop, source.unit, to, room)
             top, largest = max(top, bits), max(largest, scale)
-        found.top[n, c, 1], found.scales[n, c, 0] = top, largest
+        found.top[n, c, 2], found.scales[n, c, 0] = top, largest
 
     @inline
     def task(number, steps, parts, source, to, found):
@@ -321,21 +315,20 @@ def make_quantize(isa_name: str, kind: str):
         )
         if steps[0]:
             for c in range(part * share, (part + 1) * share):
-                look(n, c, length, source, found, room)
+                look(n, c, length, source, found)
         if steps[1]:
             finish_statistics(n, length, source, to, found, room)
             for c in range(part * share, (part + 1) * share):
                 write(n, c, length, source, to, found, room)
 
-    @kernel
+    @separate
     def quantize(source, workers, to):
         heads, all_keys = to.keys.start.shape
         chunks = (max(all_keys, source.q.length) + CHUNK - 1) // CHUNK
         found = Found(
             zeros((heads, chunks, source.k.d), F, "sums of K's channels"),
-            zeros((heads, chunks, source.k.d), I, "peaks of K's channels"),
             zeros((heads, chunks, source.v.d), I, "peaks of V's channels"),
-            zeros((heads, chunks, 2), I, "largest bits"),
+            zeros((heads, chunks, 3), I, "largest bits"),
             zeros((heads, chunks, 2), F, "largest scales"),
         )
         whole_heads = heads % workers == 0 or heads >= EVEN * workers
@@ -346,7 +339,7 @@ def make_quantize(isa_name: str, kind: str):
         top, q_scale, k_scale = I(0), F(0), F(0)
         for n in range(heads):
             for c in range(chunks):
-                top = max(top, max(found.top[n, c, 0], found.top[n, c, 1]))
+                top = max(top, largest_of(found.top[n, c]))
                 q_scale = max(q_scale, found.scales[n, c, 0])
                 k_scale = max(k_scale, found.scales[n, c, 1])
         return top, q_scale, k_scale
@@ -354,41 +347,12 @@ def make_quantize(isa_name: str, kind: str):
     return quantize
 
 
-def rows_of(x: np.ndarray) -> tuple[np.ndarray, Rows]:
-    """x (B, H, L, D), copied only where its rows are not contiguous, and where its rows are."""
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """x (B, H, L, D) as rows of contiguous float32 or bfloat16 bits, copied only where they are
+    not.
+    """
     if x.dtype not in (F, np.uint16):
         x = to_float32(x)
     if x.strides[3] != x.itemsize or not x.flags.aligned:
         x = np.ascontiguousarray(x)
-    b, h, row, _ = x.strides
-    _, heads, length, d = x.shape
-    return x, Rows(x.__array_interface__["data"][0], b, h, row, heads, length, d)
-
-
-def quantize(problem: Problem, isa_name: str, unit: float) -> tuple[Operands, float, float] | None:
-    """Operands of a problem of float arrays, and the largest scales of Q and K.
-
-    None where only the general way is right.
-
-    unit : what turns scales of the query into cq: `scores.score_unit`
-    """
-    nb, nh, nkv, length, s, d, dv = problem.shape
-    if min(d, dv) < LANES or problem.pv == "fp32":
-        return None
-    kept, (q, k, v) = zip(*map(rows_of, (problem.query, problem.key, problem.value)), strict=True)
-    lanes = running_lanes(isa_name)
-    n = nb * nh
-    heads = nb * nkv
-    to = Operands(
-        empty((n, length, d), np.int8),
-        empty((n, length), F),
-        empty((n, length), F),
-        empty_keys(isa_name, heads, s, d, lanes),
-        empty_values(isa_name, heads, s, dv, lanes),
-        empty((heads, dv), F),
-        empty((heads, d), F),
-    )
-    source = Source(q, k, v, problem.key_lengths, problem.softcap == 0, F(unit))
-    kind = "bfloat16" if kept[0].dtype == np.uint16 else "float32"
-    top, q_scale, k_scale = make_quantize(isa_name, kind)(source, numba.get_num_threads(), to)
-    return None if top >= PLAIN_BITS else (to, q_scale, k_scale)
+    return writable(x)

@@ -196,16 +196,17 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
 
 
 @functools.cache
-def channel_statistics(kind: str):
-    """Intrinsic f(x, stride, count, d, sums, peaks): sums[c] = x[0, c] + x[1, c] + ...
+def down_channels(kind: str, peaks: bool):
+    """Intrinsic f(x, stride, count, d, out): out[c] = x[0, c] + x[1, c] + ... in this order, float32.
 
-    In this order, float32; peaks[c] the largest magnitude, as bits.
+    Or, for `peaks`, the largest magnitude, as bits.
     """
+    first = constant(INTS, 0) if peaks else constant(FLOATS, 0.0)
 
     @intrinsic
-    def run(typingctx, x, stride, count, d, sums, peaks):
+    def run(typingctx, x, stride, count, d, out):
         def codegen(context, b, sig, args):
-            px, ps, pp = (pointer(b, args[n]) for n in (0, 4, 5))
+            px, po = (pointer(b, args[n]) for n in (0, 4))
 
             def columns(width, stop):
                 """`width` vectors of channels after the other, down all rows."""
@@ -218,17 +219,13 @@ def channel_statistics(kind: str):
                         row = _at(b, px, b.mul(i, args[1]))
                         values = [_floats(b, kind, row, at) for at in places]
                         return [
-                            b.fadd(y, v) for y, v in zip(state[:width], values, strict=True)
-                        ] + [
-                            _smax(b, y, _magnitude(b, v))
-                            for y, v in zip(state[width:], values, strict=True)
+                            _smax(b, y, _magnitude(b, v)) if peaks else b.fadd(y, v)
+                            for y, v in zip(state, values, strict=True)
                         ]
 
-                    state = [constant(FLOATS, 0.0)] * width + [constant(INTS, 0)] * width
-                    state = repeat(b, I64(0), args[2], state, add)
-                    for at, total, peak in zip(places, state[:width], state[width:], strict=True):
-                        _store(b, total, ps, b.mul(at, I64(4)))
-                        _store(b, peak, pp, b.mul(at, I64(4)))
+                    state = repeat(b, I64(0), args[2], [first] * width, add)
+                    for at, found in zip(places, state, strict=True):
+                        _store(b, found, po, b.mul(at, I64(4)))
                     return []
 
                 repeat(b, I64(0), stop, [], chunk)
@@ -239,6 +236,6 @@ def channel_statistics(kind: str):
             columns(1, b.select(enough, zero, _count(b, args[3])))
             return context.get_dummy_value()
 
-        return types.void(x, stride, count, d, sums, peaks), codegen
+        return types.void(x, stride, count, d, out), codegen
 
     return run

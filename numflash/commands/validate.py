@@ -1,0 +1,256 @@
+"""`numflash validate`: what a machine that nobody here has must show, in one run and one JSON.
+
+Bits of every instruction set against the integer model, accuracy against float64, measured peaks,
+the INT8 kernel's share of its peak beside the modelled one, and how it scales over threads. Every
+check is a record with "ok"; the command fails where one does not hold. Times never fail it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import numflash
+
+from .. import reference, validation
+from ..cpu import launch
+from ..errors import ArgumentError
+from ..jit import target
+from ..jit.system import scalable_bits
+from ..jit.threads import limit, most
+from ..measure.console import Progress, Table
+from ..measure.metrics import errors
+from ..measure.timing import best_time
+from ..options import Options
+from ..quantization import quantize_problem
+
+F = np.float32
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "full": ({"l": 30, "s": 140, "d": 64}, {}),
+    "causal": ({"l": 70, "s": 70, "d": 20, "dv": 36}, {"is_causal": True}),
+    "window, softcap": ({"l": 9, "s": 200, "d": 16}, {"window": (40, 17), "softcap": 2.0}),
+    "one key": ({"l": 1, "s": 1, "d": 1}, {}),
+}
+BUDGETS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2, "int8": 3e-2}  # relative L1
+# Share of a key block's cycles that are dot products, by llvm-mca (docs/aarch64.md): head_dim 64, 128
+MODELLED = {
+    "a64fx": (0.61, 0.74),
+    "neoverse-v1": (0.65, 0.77),
+    "neoverse-v2": (0.57, 0.66),
+    "neoverse-n1": (0.46, 0.53),
+}
+LENGTH = 2048
+
+
+def _draw(l: int, d: int, s: int = 0, dv: int = 0, heads: int = 2) -> Any:
+    rng = np.random.default_rng(0)
+    shapes = (l, d), (s or l, d), (s or l, dv or d)
+    return tuple(rng.standard_normal((1, heads, *shape), F) for shape in shapes)
+
+
+def bits(isa: str, pv: str) -> dict[str, Any]:
+    """INT8 attention of one instruction set against `reference.integer_model`.
+
+    Equal bits; with float values their sums are rounded in another order.
+    """
+    wrong = []
+    for name, (shape, options) in CASES.items():
+        chosen = Options(precision="int8", pv=pv, return_lse=True, **options)
+        q, k, v = _draw(**shape)
+        problem = quantize_problem(validation.problem(q, k, v, chosen))
+        exact, exact_lse = reference.integer_model(problem)
+        out, lse = launch.run(problem, isa)
+        worst = 0.0 if pv == "int8" else 2e-6
+        if not np.abs(out - exact).max() <= worst or not np.array_equal(lse, exact_lse):
+            wrong.append(name)
+    return {"check": "bits", "isa": isa, "pv": pv, "ok": not wrong, "wrong": wrong}
+
+
+def decoding() -> dict[str, Any]:
+    """Decoding of an INT8 cache against the integer model."""
+    cache = numflash.KVCache(1, 2, 36, 300, value_dim=20)
+    rng = np.random.default_rng(1)
+    key, value, query = (
+        rng.standard_normal(shape, F)
+        for shape in ((1, 2, 150, 36), (1, 2, 150, 20), (1, 12, 1, 36))
+    )
+    cache.append(key, value)
+    k, v = cache.quantized(0)
+    seen = np.ones((1, 150), bool)
+    exact = reference.integer_decode(reference.decode_query(query[0]), k, v, 36**-0.5, seen, 1)[0]
+    equal = bool(np.array_equal(cache.decode(query, splits=1)[0], exact))
+    return {"check": "bits", "isa": "decoding", "pv": "int8", "ok": equal, "wrong": []}
+
+
+def accuracy(precision: str) -> dict[str, Any]:
+    """Relative L1 error against float64, and what is allowed."""
+    q, k, v = _draw(200, 64)
+    exact = reference.oracle(validation.problem(q, k, v, Options(is_causal=True)))[0]
+    out = numflash.attention(q, k, v, precision=precision, is_causal=True)
+    found = errors(out, exact).relative_l1
+    allowed = BUDGETS[precision]
+    ok = bool(found <= allowed)
+    return {
+        "check": "accuracy",
+        "precision": precision,
+        "error": found,
+        "allowed": allowed,
+        "ok": ok,
+    }
+
+
+def _attention_seconds(head_dim: int, threads: int, seconds: float) -> float:
+    q, k, v = _draw(LENGTH, head_dim, heads=2)
+    quantised = numflash.quantize_qkv(q, k, v)
+    with limit(threads):
+        return best_time(lambda: numflash.attention_int8(*quantised), seconds)
+
+
+def efficiency(head_dim: int, peak: float, budget: float) -> dict[str, Any]:
+    """The INT8 kernel's operations per second on one thread, as a share of the measured peak."""
+    seconds = _attention_seconds(head_dim, 1, budget)
+    rate = 2 * 4 * LENGTH**2 * head_dim / seconds
+    modelled = MODELLED.get(target.cpu_name())
+    return {
+        "check": "efficiency",
+        "head_dim": head_dim,
+        "seconds": seconds,
+        "operations_per_second": rate,
+        "share_of_peak": rate / peak,
+        "modelled_share": modelled[head_dim == 128] if modelled else None,
+        "ok": True,
+    }
+
+
+def scaling(budget: float) -> dict[str, Any]:
+    """Speed-up of the INT8 kernel over one thread, at powers of two and at all threads."""
+    counts = sorted({n for n in (1, 2, 4, 6, 8, 12, 24, 48) if n < most()} | {1, most()})
+    seconds = {n: _attention_seconds(128, n, budget) for n in counts}
+    gain = {n: seconds[1] / s for n, s in seconds.items()}
+    return {"check": "scaling", "seconds": seconds, "speedup": gain, "ok": True}
+
+
+def memory_groups() -> list[str]:
+    """CPUs of each NUMA node (core memory group), as Linux lists them; none elsewhere."""
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    return [file.read_text().strip() for file in nodes]
+
+
+def _plan(quick: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    isas = target.available()
+    for isa in isas[:1] if quick else isas:
+        for pv in ("int8",) if quick else ("int8", "fp32"):
+            yield f"bits: {isa} {pv}", partial(bits, isa, pv)
+    yield "bits: decoding", decoding
+    for precision in ("float32", "int8") if quick else BUDGETS:
+        yield f"accuracy: {precision}", partial(accuracy, precision)
+
+
+def _machine() -> dict[str, Any]:
+    import llvmlite
+    import numba
+
+    return {
+        "numflash": numflash.__version__,
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": target.cpu_name(),
+        "isa": target.available(),
+        "float_isa": target.available(target.FLOAT_ISAS),
+        "vector_bits": scalable_bits(),
+        "threads": most(),
+        "memory_groups": memory_groups(),
+    }
+
+
+def _row(x: dict[str, Any]) -> tuple[str, str]:
+    kind = x["check"]
+    if kind == "bits":
+        wrong = f": differs in {', '.join(x['wrong'])}" if x["wrong"] else ""
+        return f"bits of the integer model, {x['isa']}, pv={x['pv']}", (
+            "equal" if x["ok"] else "DIFFERENT"
+        ) + wrong
+    if kind == "accuracy":
+        return (
+            f"relative L1 error, {x['precision']}",
+            f"{x['error']:.2g} (allowed {x['allowed']:.2g})",
+        )
+    if kind == "efficiency":
+        model = f", modelled {x['modelled_share']:.0%}" if x["modelled_share"] else ""
+        text = f"{x['operations_per_second'] / 1e9:.0f} GOP/s, {x['share_of_peak']:.0%} of the peak{model}"
+        return f"INT8 attention, one thread, D = {x['head_dim']}", text
+    if kind == "scaling":
+        return "speed-up over threads", ", ".join(f"{n}: {g:.2f}" for n, g in x["speedup"].items())
+    return f"peaks on {x['threads']} thread(s)", (
+        f"INT8 {x['int8'] / 1e9:.0f} GOP/s, FP32 {x['float32'] / 1e9:.0f} GFLOP/s, "
+        f"read {x['read'] / 1e9:.0f} GB/s, copy {x['copy'] / 1e9:.0f} GB/s"
+    )
+
+
+def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
+    """Every check; prints the table, and returns what it found (written to `to` as JSON, too).
+
+    quick : the best instruction set, two precisions, one head size, and no scaling
+
+    Raises
+    ------
+    ArithmeticError
+        If a result is wrong: after everything has run and the JSON is written.
+    ArgumentError
+        If `to` cannot be written.
+    """
+    from ..measure import roofline
+
+    begin = time.perf_counter()
+    if to is not None:
+        try:
+            Path(to).write_text("")
+        except OSError as error:
+            raise ArgumentError(
+                f"to: cannot write {to!r}: {error.strerror}; allowed: a file"
+            ) from None
+    plan = list(_plan(quick))
+    seconds = 0.2 if quick else 0.5  # of each timed run: its least is taken
+    found = []
+    with Progress("validate", len(plan) + 3) as progress:
+        for name, check in plan:
+            progress.step(name)
+            found.append(check())
+        progress.step("peaks")
+        roofs = [roofline.measure(n) for n in (1,) if quick] or [
+            roofline.measure(n) for n in sorted({1, most()})
+        ]
+        found += [{"check": "peak", **roof.as_dict(), "ok": True} for roof in roofs]
+        progress.step("time of the kernel")
+        for head_dim in (128,) if quick else (64, 128):
+            found.append(efficiency(head_dim, roofs[0].int8, seconds))
+        progress.step("threads")
+        if not quick:
+            found.append(scaling(seconds))
+    result = {
+        **_machine(),
+        "quick": quick,
+        "ok": all(x["ok"] for x in found),
+        "seconds": time.perf_counter() - begin,
+        "checks": found,
+    }
+    table = Table(f"{result['cpu']}: {', '.join(result['isa'])}", ("check", "result"))
+    for x in found:
+        table.add(*_row(x), **x)
+    table.show()
+    if to is not None:
+        Path(to).write_text(json.dumps(result, indent=1, default=str))
+    if not result["ok"]:
+        bad = [_row(x)[0] for x in found if not x["ok"]]
+        raise ArithmeticError(f"validate: {len(bad)} checks failed: {'; '.join(bad)}")
+    return result

@@ -1,0 +1,278 @@
+"""One call of the INT8 kernels in one compiled function.
+
+Quantise and pack float operands, or pack quantised ones, and attend.
+
+What a call needs besides its arrays comes as two arrays of numbers, which `launch_int8` prepares
+once for all equal calls. Arrays come as addresses, as in `floats.call`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from ...jit.compiler import bare, inline, kernel
+from ...jit.memory import place
+from ...jit.parallel import threads_now, use_threads
+from ...scores import LIMIT
+from ...tiling import KEY_BLOCK
+from ..isa.isas import VECTOR_ISAS, running_lanes
+from ..semantics import OPTION_NUMBERS, OptionNumbers, ScoreTiles, semantics_at
+from .flash_int8 import make_attend
+from .packing import PackedKeys, key_packer, value_packer
+from .quantize import PLAIN_BITS, Operands, Rows, Source, make_quantize
+
+F = np.float32
+MOST = 2.0**30  # scores from here on are not rounded to int32 at once
+
+
+class Numbers(NamedTuple):
+    """What the compiled call reads from one int64 array, in this order, before `OptionNumbers`."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    packed_length: int  # keys, in whole blocks
+    channels: int  # of a packed key
+    columns: int  # of a packed value
+    smooth: int  # take the mean off K
+    workers: int  # at most
+    stream: int  # address of the AMX stream, or 0
+    q_batch: int  # from here on bytes from one batch, head and row of float operands to the next
+    q_head: int
+    q_row: int
+    k_batch: int
+    k_head: int
+    k_row: int
+    v_batch: int
+    v_head: int
+    v_row: int
+    q: int  # from here on bytes from the start of scratch memory
+    q_scale: int
+    scores_scale: int
+    packed_keys: int
+    starts: int
+    key_scale: int
+    wide: int
+    packed_values: int
+    value_scale: int
+    offset: int
+    m: int
+    l: int
+    counter: int
+
+
+class Factors(NamedTuple):
+    """What it reads from one float64 array: `scores.score_unit`, and the softcap in Q8.8 units."""
+
+    unit: float
+    softcap: float
+
+
+STRIDES = slice(Numbers._fields.index("q_batch"), Numbers._fields.index("q"))
+PLACES = slice(Numbers._fields.index("q"), len(Numbers._fields))
+NUMBERS = len(Numbers._fields)
+FACTORS = len(Factors._fields)
+
+
+@bare
+def most_score(unit, q_scale, k_scale, d):
+    """A bound of all scores, from the largest scales."""
+    return abs(unit) * q_scale * k_scale * 128 * 128 * d
+
+
+@functools.cache
+def operands_at(isa_name: str):
+    """Functions (p, room) -> packed keys and packed values in scratch memory."""
+    operand: type[np.generic] = np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
+
+    @inline
+    def keys_at(p, room):
+        n, keys = p.batch * p.kv_heads, p.packed_length
+        wide = place(room + p.wide, (n, keys // KEY_BLOCK), np.uint8)
+        wide[:] = 0
+        return PackedKeys(
+            place(room + p.packed_keys, (n, keys * p.channels), operand),
+            place(room + p.starts, (n, keys), np.int32),
+            place(room + p.key_scale, (n, keys), np.float32),
+            wide,
+        )
+
+    @inline
+    def values_at(p, room):
+        n, keys = p.batch * p.kv_heads, p.packed_length
+        return place(room + p.packed_values, (n, keys * p.columns), operand)
+
+    return keys_at, values_at
+
+
+@functools.cache
+def attend_packed(isa_name: str, *rows: int):
+    """f(p, o, f, most, q, cq, keys, values, v_scale, out, room): attention of packed operands."""
+    attend = make_attend(isa_name, "int8", *rows)
+
+    @inline
+    def run(p, o, f, most, q, cq, keys, values, v_scale, out, room):
+        n, zero = p.batch * p.heads, np.int64(0)
+        functions = ScoreTiles(
+            zero,
+            zero,
+            zero,
+            zero,
+            place(room, (0, 0, 0, 0), np.uint8),
+            place(room, (0, 0, 0, 0), np.int64),
+            zero,
+            zero,
+            place(room, (0,), np.int64),
+        )
+        counter = place(room + p.counter, (1,), np.int64)
+        counter[0] = 0
+        attend(
+            q,
+            cq,
+            keys,
+            values,
+            v_scale,
+            semantics_at(o, f.softcap, most >= MOST, functions),
+            (p.heads, p.kv_heads, min(p.workers, threads_now()), p.stream),
+            p.keys,
+            counter,
+            place(out, (n, p.length, p.value_dim), np.float32),
+            place(room + p.m, (n, p.length), np.int32),
+            place(room + p.l, (n, p.length), np.float32),
+        )
+
+    return run
+
+
+@bare
+def limit_threads(workers):
+    """Use at most so many threads; the number that there was."""
+    threads = threads_now()
+    if workers < threads:
+        use_threads(workers)
+    return threads
+
+
+@functools.cache
+def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]:
+    """call(q, k, v, out, room, numbers, factors) -> whether only the general way is right, and
+    nothing was written.
+
+    q, k, v, out, room : addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows
+        of contiguous `kind`; of out (B, H, L, Dv) float32; of scratch memory
+    kind : "float32" or "bfloat16"
+    rows : of a query tile, where these are not the tiling's
+    """
+    quantize = make_quantize(isa_name, kind)
+    keys_at, values_at = operands_at(isa_name)
+    attend = attend_packed(isa_name, *rows)
+
+    @inline
+    def operands(p, room):
+        n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
+        return Operands(
+            place(room + p.q, (n, p.length, p.head_dim), np.int8),
+            place(room + p.q_scale, (n, p.length), np.float32),
+            place(room + p.scores_scale, (n, p.length), np.float32),
+            keys_at(p, room),
+            values_at(p, room),
+            place(room + p.value_scale, (n_kv, p.value_dim), np.float32),
+            place(room + p.offset, (n_kv, p.head_dim), np.float32),
+        )
+
+    @kernel
+    def call(q_at, k_at, v_at, out, room, numbers, factors):
+        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
+        f = Factors(*to_fixed_tuple(factors, FACTORS))
+        threads = limit_threads(p.workers)
+        to = operands(p, room)
+        source = Source(
+            Rows(q_at, p.q_batch, p.q_head, p.q_row, p.heads, p.length, p.head_dim),
+            Rows(k_at, p.k_batch, p.k_head, p.k_row, p.kv_heads, p.keys, p.head_dim),
+            Rows(v_at, p.v_batch, p.v_head, p.v_row, p.kv_heads, p.keys, p.value_dim),
+            place(o.key_lengths, (p.batch,), np.int64),
+            p.smooth != 0,
+            F(f.unit),
+        )
+        top, q_scale, k_scale = quantize(source, threads_now(), to)
+        general = top >= PLAIN_BITS or np.float64(q_scale) * abs(f.unit) >= LIMIT
+        if not general:
+            most = most_score(f.unit, np.float64(q_scale), np.float64(k_scale), p.head_dim)
+            attend(p, o, f, most, to.q, to.cq, to.keys, to.values, to.v_scale, out, room)
+        if p.workers < threads:
+            use_threads(threads)
+        return general
+
+    return call
+
+
+@functools.cache
+def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
+    """call(q, q_scale, k, k_scale, v, v_scale, out, room, numbers, factors) -> as the float call.
+
+    Addresses of contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales
+    (B, H, L), (B, Hkv, S) and (B, Hkv, Dv) float32, all finite.
+    """
+    pack_keys = key_packer(isa_name, running_lanes(isa_name))
+    pack_values = value_packer(isa_name, running_lanes(isa_name))
+    keys_at, values_at = operands_at(isa_name)
+    attend = attend_packed(isa_name, *rows)
+    whole_words = VECTOR_ISAS[isa_name].group == 4
+    step = VECTOR_ISAS[isa_name].step
+
+    @bare
+    def largest(x):
+        top = F(0)
+        for i in range(x.size):
+            top = max(top, x[i])
+        return np.float64(top)
+
+    @inline
+    def pack(p, k_at, v_at, scale, keys, values):
+        n = p.batch * p.kv_heads
+        words = n * p.keys * p.head_dim // 4 if whole_words and p.head_dim % step == 0 else 0
+        pack_keys(
+            place(k_at, (n, p.keys, p.head_dim), np.int8),
+            place(k_at, (words,), np.int32),
+            scale.reshape((n, p.keys)),
+            keys,
+        )
+        pack_values(place(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
+
+    @kernel
+    def call(q_at, q_scale_at, k_at, k_scale_at, v_at, v_scale_at, out, room, numbers, factors):
+        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
+        f = Factors(*to_fixed_tuple(factors, FACTORS))
+        n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
+        q_scale = place(q_scale_at, (n * p.length,), np.float32)
+        k_scale = place(k_scale_at, (n_kv * p.keys,), np.float32)
+        top_q, top_k = largest(q_scale), largest(k_scale)
+        if max(top_q * abs(f.unit), top_k) >= LIMIT:
+            return True
+        threads = limit_threads(p.workers)
+        cq = place(room + p.scores_scale, (n, p.length), np.float32)
+        flat, unit = cq.reshape(cq.size), F(f.unit)
+        for i in range(flat.size):
+            flat[i] = F(q_scale[i] * unit)
+        keys, values = keys_at(p, room), values_at(p, room)
+        pack(p, k_at, v_at, k_scale, keys, values)
+        most = most_score(f.unit, top_q, top_k, p.head_dim)
+        q = place(q_at, (n, p.length, p.head_dim), np.int8)
+        v_scale = place(v_scale_at, (n_kv, p.value_dim), np.float32)
+        attend(p, o, f, most, q, cq, keys, values, v_scale, out, room)
+        if p.workers < threads:
+            use_threads(threads)
+        return False
+
+    return call

@@ -1,0 +1,78 @@
+"""Rotating rows by a Hadamard matrix before they are rounded.
+
+Keys of real models have a few channels that are much larger than the others, and one scale per row
+wastes the digits of the rest on them. A Hadamard matrix spreads every channel over all; applied to
+query and key alike it leaves their products as they are (QuaRot, arXiv 2404.00456). Additions and
+subtractions in a fixed order and one factor: the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .jit.compiler import bare, kernel
+from .jit.parallel import over_tasks
+from .jit.threads import one_at_a_time, refuse_after_fork
+
+F = np.float32
+I = np.int32
+CHUNK = 256  # rows per task
+LARGEST = F(np.finfo(np.float32).max)
+MAGNITUDE = I(0x7FFFFFFF)
+HUGE = I((127 + 100) << 23)  # bits of 2**100: sums of 512 such numbers still are finite
+DOWN, UP = F(2.0**-32), F(2.0**32)
+
+
+def block_of(channels: int) -> int:
+    """The largest power of two that divides `channels`: the size of the Hadamard matrices."""
+    return channels & -channels
+
+
+@bare
+def _rotate_row(row, bits, block, factor, out):
+    top = I(0)
+    for e in range(row.size):
+        top = max(top, I(bits[e] & MAGNITUDE))
+    large = top > HUGE
+    unit = factor * DOWN if large else factor
+    for e in range(row.size):
+        out[e] = row[e] * unit
+    half = 1
+    while half < block:
+        for first in range(0, row.size, 2 * half):
+            for e in range(first, first + half):
+                x, y = out[e], out[e + half]
+                out[e] = x + y
+                out[e + half] = x - y
+        half *= 2
+    if large:  # a finite row stays finite
+        for e in range(row.size):
+            x = out[e] * UP
+            out[e] = x if x != x or top >= I(0x7F800000) else min(max(x, -LARGEST), LARGEST)
+
+
+@bare
+def _rotate_chunk(task, x, bits, block, factor, out):
+    for i in range(task * CHUNK, min((task + 1) * CHUNK, x.shape[0])):
+        _rotate_row(x[i], bits[i], block, factor, out[i])
+
+
+@kernel
+def _rotate(x, bits, block, factor, out):
+    """Rows of x (N, D) float32 with their bits as int32, into out (N, D)."""
+    over_tasks(_rotate_chunk, (x.shape[0] + CHUNK - 1) // CHUNK, (x, bits, block, factor, out))
+
+
+def rotate(x: np.ndarray) -> np.ndarray:
+    """The rows of x (..., D) times a Hadamard matrix, float32; twice gives x again, but for rounding.
+
+    Where D is no power of two, one matrix for each `block_of(D)` channels. A row that is not finite
+    stays so, a finite one stays finite.
+    """
+    rows = np.ascontiguousarray(x, F).reshape(-1, x.shape[-1])
+    block = block_of(rows.shape[1])
+    out = np.empty_like(rows)
+    refuse_after_fork()
+    with one_at_a_time():
+        _rotate(rows, rows.view(I), block, F(block**-0.5), out)
+    return out.reshape(x.shape)

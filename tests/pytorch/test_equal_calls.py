@@ -1,0 +1,113 @@
+"""Equal calls on tensors after the first: without PyTorch's dispatch where nobody needs it."""
+
+import numpy as np
+import pytest
+from oracles import naive, qkv
+
+torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import numflash.torch as nt  # noqa: E402
+from numflash.errors import NumflashError  # noqa: E402
+from numflash.torch import sdpa  # noqa: E402
+
+ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
+Q, K, V = (torch.from_numpy(x) for x in ARRAYS)
+OPERATOR = "numflash::attention"
+
+
+class Seen(TorchDispatchMode):
+    """The operators that PyTorch dispatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """Calls that ran without the operator."""
+    calls = []
+    run = sdpa._without_operator
+
+    def counted(*args):
+        found = run(*args)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(sdpa, "_without_operator", counted)
+    return calls
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_equal_calls_give_equal_bits(direct, precision, options):
+    with torch.no_grad():
+        for call in (nt.scaled_dot_product_attention, nt.attention):
+            first = call(Q, K, V, precision=precision, **options)
+            again = call(Q, K, V, precision=precision, **options)
+            assert direct[-1]
+            assert torch.equal(first, again) and first.dtype == again.dtype
+    want, want_lse = naive(*ARRAYS, **options)
+    assert abs(again.numpy() - want).sum() < 0.03 * abs(want).sum()
+    _, lse = nt.attention(Q, K, V, precision=precision, return_lse=True, **options)
+    assert direct[-1]
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5 if precision == "float32" else 0.05)
+
+
+def test_whoever_looks_sees_the_operator(direct):
+    for _ in range(2):
+        nt.scaled_dot_product_attention(Q, K, V)
+    assert direct[-1]
+    with Seen() as seen:
+        nt.scaled_dot_product_attention(Q, K, V)
+    assert OPERATOR in seen.names
+    with torch.profiler.profile() as profile:
+        nt.scaled_dot_product_attention(Q, K, V)
+    assert OPERATOR in {event.name for event in profile.events()}
+    query = Q.clone().requires_grad_()
+    assert nt.scaled_dot_product_attention(query, K, V).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nt.scaled_dot_product_attention(Q, K, V).dtype == torch.bfloat16
+    many = torch.stack((Q, Q))
+    want = nt.scaled_dot_product_attention(Q, K, V)
+    found = torch.func.vmap(lambda q: nt.scaled_dot_product_attention(q, K, V))(many)
+    assert direct[-1] is False
+    assert torch.equal(found, torch.stack((want, want)))
+
+
+def test_tensors_that_are_not_their_memory(direct):
+    """Of other strides, lazily negated, subclasses, and of other dtypes."""
+    for _ in range(2):
+        want = nt.scaled_dot_product_attention(Q, K, V)
+    negative = nt.scaled_dot_product_attention(-Q, K, V)
+    got = nt.scaled_dot_product_attention(torch._neg_view(Q), K, V)
+    assert torch.equal(got, negative) and direct[-1] is False
+    turned = Q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(nt.scaled_dot_product_attention(turned, K, V), want)
+    assert direct[-1] is False
+    half = nt.scaled_dot_product_attention(Q.bfloat16(), K.bfloat16(), V.bfloat16())
+    assert half.dtype == torch.bfloat16 and direct[-1] is False
+    parameter = torch.nn.Parameter(Q)
+    assert nt.scaled_dot_product_attention(parameter, K, V).requires_grad
+
+
+def test_options_that_are_equal_but_not_allowed():
+    for _ in range(2):
+        nt.attention(Q, K, V, is_causal=True, softcap=1.0)
+    for wrong in ({"alignment": 1}, {"impl": "gpu"}, {"precision": "int4"}, {"softcap": "1"}):
+        with pytest.raises((NumflashError, RuntimeError, TypeError)):
+            nt.attention(Q, K, V, **{"is_causal": True, "softcap": 1.0, **wrong})
+    with pytest.raises(NumflashError, match="enable_gqa"):
+        nt.attention(Q, K[:, :2], V[:, :2])
+    grouped = [
+        nt.scaled_dot_product_attention(Q, K[:, :2], V[:, :2], enable_gqa=True) for _ in "ab"
+    ]
+    assert torch.equal(*grouped)
+    with pytest.raises(NumflashError):
+        nt.scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
