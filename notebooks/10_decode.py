@@ -33,6 +33,7 @@ import numpy as np
 
 import numflash
 from numflash import reference
+from numflash.cache.engine import DecodeEngine
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
@@ -238,6 +239,25 @@ stored_k, stored_v = small.quantized(0)
 model = reference.integer_decode(reference.decode_query(last[0]), stored_k, stored_v, 0.125, np.ones((1, 300), bool), splits=2)[0]
 same = np.array_equal(small.decode(last, splits=2)[0], model)
 print("INT8 decode has the bits of the model:", same)
+
+# %% [markdown]
+# ## An engine around it
+#
+# A program that generates text needs little more: memory that is allocated once, a place for the next token, its output, a way
+# to start over. `DecodeEngine` is a `KVCache` behind such a state machine, for one layer; `step` loads a token, attends and
+# returns the output. Inside transformers `numflash.transformers.ResidentCache` is the same thing once for every layer of a model
+# ([Long contexts on a CPU](../docs/long_contexts.md)): the same calls of the same kernels, so the same bits.
+
+# %%
+engine = DecodeEngine(batch=1, kv_heads=2, head_dim=64, max_length=100, dtype="float32")
+stepped = []
+for t in range(100):
+    token = slice(t, t + 1)
+    stepped.append(engine.step(text_q[:, :, token], text_k[:, :, token], text_v[:, :, token]).copy())
+print(engine.state, "after", int(engine.cache.lengths[0]), "tokens")
+assert np.array_equal(np.concatenate(stepped, 2), np.concatenate(outputs, 2))
+engine.reset()                                             # the memory stays, for the next text
+engine.cleanup()
 
 # %% [markdown]
 # ## The picture, and the ceiling

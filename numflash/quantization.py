@@ -399,7 +399,8 @@ def quantize_problem(problem: Any) -> Any:
 
     Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a
     float32 array. Keys from `key_lengths` on are left out of means and scales, so padding never
-    changes a bit. With a softcap the key is not smoothed: tanh would see the shift.
+    changes a bit. With a softcap or a score function the key is not smoothed:
+    it would see the shift.
     """
 
     def heads(x: np.ndarray) -> np.ndarray:
@@ -412,9 +413,7 @@ def quantize_problem(problem: Any) -> Any:
     return replace(
         problem,
         query=_four(quantize_heads(heads(problem.query), "row", False), (b, h)),
-        key=_four(
-            quantize_heads(heads(problem.key), "row", problem.softcap == 0, lengths), (b, hkv)
-        ),
+        key=_four(quantize_heads(heads(problem.key), "row", problem.smooths, lengths), (b, hkv)),
         value=(
             value.reshape(problem.value.shape)
             if problem.pv == "fp32"

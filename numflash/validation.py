@@ -77,6 +77,11 @@ class Problem:
     return_lse: bool
     functions: Any = None
 
+    @property
+    def smooths(self) -> bool:
+        """Whether INT8 may take the mean off K: nothing but the softmax sees the scores."""
+        return not self.softcap and (self.functions is None or not self.functions.changes_scores)
+
     def with_functions(self, functions: Any) -> Problem:
         """A copy with score and mask functions; cheaper than `dataclasses.replace`."""
         copy = object.__new__(Problem)

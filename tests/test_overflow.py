@@ -121,3 +121,18 @@ def test_an_overflow_that_would_cancel_is_noticed():
         np.testing.assert_allclose(
             out, numflash.attention(q, k, v, impl="reference"), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [F, np.float16])
+def test_scores_that_cuda_does_not_hold(dtype):
+    """On CUDA no row is done again: scores of 1e8 are right, larger ones right or NaN."""
+    pytest.importorskip("numba_cuda")
+    q, v = np.ones((1, 1, 3, 16), dtype), draw((1, 1, 3, 16)).astype(dtype)
+    q[0, 0, 1] = 0
+    want = np.array([[1, 0, 1], [1, 1, 1], [1, 0, 1]]) / [[2], [3], [2]] @ v[0, 0].astype(F)
+    for scale in (1e7, 1e12, 1e30):
+        out = numflash.attention(q, q, v, scale=scale, impl="cuda-emulator")[0, 0].astype(F)
+        right = np.isclose(out, want, atol=2e-3)
+        assert (right | np.isnan(out)).all() and right[1].all()
+        assert right.all() or scale > 1e9

@@ -4,6 +4,7 @@ The same results, the same errors, nothing left over from other calls.
 """
 
 import threading
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -12,8 +13,11 @@ from oracles import naive, qkv
 
 import numflash
 from numflash import plans
+from numflash.cpu import launch
 from numflash.errors import NumflashError
 from numflash.jit import memory
+from numflash.options import Options
+from numflash.validation import problem
 
 Q, K, V = qkv(b=2, h=4, l=37, s=53, d=24, hkv=2)
 
@@ -116,6 +120,20 @@ def test_rows_that_float32_cannot_hold():
     plain = both(q, K * 1e10, V, enable_gqa=True)
     want, _ = naive(q, K * 1e10, V)
     np.testing.assert_allclose(plain, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_memory_of_a_long_sequence(precision):
+    """Beyond inputs and output: 100 MB are allowed at 32768 keys."""
+    x = np.broadcast_to(np.float32(1), (1, 1, 32768, 128))
+    found = problem(x, x, x, Options(precision="int8" if precision == "int8" else "float32"))
+    if precision == "bfloat16":
+        bits = np.broadcast_to(np.uint16(0x3F80), x.shape)
+        found = replace(found, query=bits, key=bits, value=bits, precision=precision)
+    plan = launch.runner(found)
+    if plan is None:
+        pytest.skip("the portable kernels have no plans")
+    assert plan.layout.nbytes < 100e6
 
 
 def test_plans_are_bounded(monkeypatch):

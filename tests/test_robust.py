@@ -112,20 +112,26 @@ def test_a_helper_with_other_options_is_another_kernel():
     """
     from numflash.jit import compiler, disk_cache
 
-    def helper(x):
+    one = 1
+
+    def plain(x):
         return x + 1
+
+    def closing(x):  # its name tells what it closes over, and not the options
+        return x + one
 
     def caller(called):
         return compiler.kernel(lambda x: called(x))
 
-    salts = {
-        disk_cache.salt(caller(compiler.kernel(helper, **options)))
-        for options in ({}, {"float_math": True}, {"inline": "always"})
-    }
-    assert len(salts) == 3
-    assert disk_cache.salt(caller(compiler.kernel(helper))) == disk_cache.salt(
-        caller(compiler.kernel(helper))
-    )
+    for helper in (plain, closing):
+        salts = {
+            disk_cache.salt(caller(compiler.kernel(helper, **options)))
+            for options in ({}, {"float_math": True}, {"inline": "always"})
+        }
+        assert len(salts) == 3
+        assert disk_cache.salt(caller(compiler.kernel(helper))) == disk_cache.salt(
+            caller(compiler.kernel(helper))
+        )
 
 
 FACTORY = """

@@ -55,6 +55,16 @@ def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]
     return key, QuantizedTensor(values, v_scale, "row", None, marked)
 
 
+def read_into(memory: Memory, b: int, key: np.ndarray, value: np.ndarray) -> None:
+    """Write what sequence b holds to the start of key (Hkv, slots or more, D) and value.
+
+    Contiguous float32 arrays, in slot order.
+    """
+    pages, n = memory.slots(b)
+    if memory.layout.read(memory.store, pages, n, memory.offset[b], (key, value)) is None:
+        key[:, :n], value[:, :n] = read(memory, b)
+
+
 def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of sequence b as float32, in slot order; NaN where a token was not finite."""
     pages, n = memory.slots(b)

@@ -109,14 +109,47 @@ class Holdings:
         memory = self._open()
         return contents.read(memory, self._sequence(memory, "sequence", sequence))
 
-    def tail(self, sequence: int, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def tail(
+        self,
+        sequence: int,
+        window: int | None = None,
+        *,
+        out: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of the tokens that the next one attends to, (Hkv, n, D) and (Hkv, n, Dv)
         float32, in token order.
 
+        Parameters
+        ----------
         window : the next token's, itself included; None for all tokens. Not beyond the cache's own.
+        out : contiguous float32 arrays (Hkv, n or more, D) and (Hkv, ..., Dv) that are written from
+            their first token on, and of which views are returned; new ones unless given
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
+        if out is None:
+            return self._tail(memory, b, window)
+        n = int(memory.store.lengths[b])
+        sizes = self.head_dim, self.value_dim
+        for x, d in zip(out, sizes, strict=True):
+            if x.ndim != 3 or x.shape[0] != self.kv_heads or x.shape[2] != d:
+                raise ArgumentError(
+                    f"out: got shape {x.shape}; allowed: ({self.kv_heads}, tokens, {d})"
+                )
+            if x.dtype != np.float32 or not x.flags.carray:
+                raise ArgumentError(f"out: got {x.dtype}; allowed: contiguous float32")
+        if window is None and self.window is None and n <= min(x.shape[1] for x in out):
+            contents.read_into(memory, b, *out)
+            return out[0][:, :n], out[1][:, :n]
+        found = self._tail(memory, b, window)
+        n = found[0].shape[1]
+        if n > min(x.shape[1] for x in out):
+            raise ArgumentError(f"out: got {out[0].shape[1]} tokens; allowed: {n} or more")
+        for x, y in zip(out, found, strict=True):
+            x[:, :n] = y
+        return out[0][:, :n], out[1][:, :n]
+
+    def _tail(self, memory: Memory, b: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
         key, value = contents.read(memory, b)
         length = int(memory.store.lengths[b])
         used = key.shape[1]

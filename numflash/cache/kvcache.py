@@ -226,8 +226,9 @@ class KVCache(Sequences):
         """Pages and channel means for the tokens to come."""
         if memory.settings.paged:
             memory.grow(take)
-        if self.smooth:
-            for b in np.flatnonzero((memory.store.lengths == 0) & (take > 0)):
+        lengths = memory.store.lengths
+        if self.smooth and np.count_nonzero(lengths) < lengths.size:
+            for b in np.flatnonzero((lengths == 0) & (take > 0)):
                 memory.offset[b] = _channel_means(key[b, :, : take[b]])
 
     def decode(
@@ -286,11 +287,13 @@ class KVCache(Sequences):
         ------
         ArgumentError, ArgumentTypeError
         UnsupportedError
-            softcap, alibi_slopes, mask or functions on a card.
+            Functions on a card.
         """
         memory = self._open()
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
+        if len(shape) == 4 and shape[2] > 1:
+            memory.refuse_dropped(shape[2])
         functions = score_mod is not None or mask_mod is not None
         changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
         plan, c = memory.calls.plan(shape, scale, splits, memory.longest, changed)
@@ -379,7 +382,7 @@ class KVCache(Sequences):
         """
         memory = self._open()
         plain = all(_float32(x) and x.ndim == 4 and x.size for x in (query, key, value))
-        if self.device == "cpu" or self.smooth or not plain or key.shape[2] != query.shape[2]:
+        if not plain or key.shape[2] != query.shape[2] or (self.device != "cpu" and self.smooth):
             rows, _ = self._query(query)
             # what it refuses is refused before a token is appended
             memory.calls.plan(rows.shape, scale, splits, memory.longest)
@@ -394,12 +397,17 @@ class KVCache(Sequences):
         if out is not None and np.may_share_memory(out, query):
             query = query.copy()  # it is read again after `out` is written
         key, value, take, _ = self._admitted(memory, key, value, None)
+        rows = query.reshape(plan.shape)
+        results = result.reshape((*plan.shape[:3], self.value_dim))
+        if self.device == "cpu":
+            memory.append(key, value, take, memory.store)
+            plan(rows, c, memory.store, results)
+            redo(memory, plan, rows, scale, results, NOTHING)
+            return result
         captured = calls.steps.get((plan, float(c)))
         if captured is None:
             step = cast(Any, memory.backend).Step(memory.append, plan, c, memory.store)
             captured = calls.steps[plan, float(c)] = step
-        rows = query.reshape(plan.shape)
-        results = result.reshape((*plan.shape[:3], self.value_dim))
         captured(key, value, rows, take, results, memory.store)
         redo(memory, plan, rows, scale, results, NOTHING)
         return result

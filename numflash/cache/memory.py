@@ -66,6 +66,24 @@ class Memory:
             paging.free_pages(store.table, store.lengths, self.layout.page_size, self.pages).size
         )
 
+    def refuse_dropped(self, rows: int) -> None:
+        """Raise where the first of the last `rows` tokens attends to tokens that a ring dropped
+        before it was truncated.
+        """
+        window = self.settings.window
+        if window is None or not self.oldest.any():
+            return
+        at = self.store.lengths - rows
+        first = np.maximum(at - window + 1, self.settings.sinks)
+        lost = (first < self.oldest) & (first <= at)
+        if lost.any():
+            b = int(np.argmax(lost))
+            most = int(self.store.lengths[b] - self.oldest[b] - window + 1)
+            raise ArgumentError(
+                f"query: got {rows} tokens for sequence {b}, whose ring was truncated and holds tokens "
+                f"from {self.oldest[b]} on; allowed: {most}, or more after an append"
+            )
+
     def grow(self, take: np.ndarray) -> None:
         """Take pages for `take` more tokens of each sequence, or raise CacheFullError."""
         store = self.store
@@ -226,6 +244,7 @@ def truncated(memory: Memory, lengths: np.ndarray) -> Memory:
                 f"lengths: got {lengths[b]} for sequence {b}, whose window would begin at token {first[b]}; "
                 f"allowed: {oldest[b] + settings.window} or more, the ring holds tokens from {oldest[b]} on"
             )
+        oldest = np.where(lengths <= settings.sinks, 0, oldest)  # it starts over
     table = store.table.copy()
     if settings.paged:
         rows = np.flatnonzero((lengths < store.lengths) & (lengths % settings.page_size > 0))

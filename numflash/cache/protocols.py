@@ -118,11 +118,16 @@ class Layout(Protocol):
         ...
 
     def read(
-        self, store: Any, pages: np.ndarray, slots: int, offset: np.ndarray
+        self,
+        store: Any,
+        pages: np.ndarray,
+        slots: int,
+        offset: np.ndarray,
+        out: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """(Hkv, slots, D) and (Hkv, slots, Dv) float32, NaN where a token was not finite.
 
-        None where no kernel does it.
+        Written to the first slots of `out` where that is given. None where no kernel does it.
         """
         ...
 

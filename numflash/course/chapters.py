@@ -216,6 +216,18 @@ CHAPTERS = {
         ("log-sum-exp", "ring", "causal"),
         (("Ring attention", "https://arxiv.org/abs/2310.01889"),),
     ),
+    "22": Chapter(
+        "22_invent_attention",
+        (20, 15),
+        "A score or a mask of your own is a function, compiled into the kernel that is there.",
+        ("01", "02"),
+        ("score", "softmax", "tile", "causal"),
+        (
+            ("FlexAttention", "https://arxiv.org/abs/2412.05496"),
+            ("ALiBi", "https://arxiv.org/abs/2108.12409"),
+            ("StreamingLLM", "https://arxiv.org/abs/2309.17453"),
+        ),
+    ),
     "23": Chapter(
         "23_broken_kernels",
         (10, 60),

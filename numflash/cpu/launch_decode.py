@@ -195,20 +195,26 @@ class Layout:
         return (x.view(np.uint8) - np.uint8(t.v_offset)).view(np.int8) if t.dtype == "int8" else x
 
     def read(
-        self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray
+        self,
+        store: Store,
+        pages: np.ndarray,
+        slots: int,
+        offset: np.ndarray,
+        out: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """(Hkv, slots, D) and (Hkv, slots, Dv) float32 of the pages, compiled.
 
         None for float16, which has no scalar code.
 
-        offset : (Hkv, D) float32, what was subtracted from the keys.
+        offset : (Hkv, D) float32, what was subtracted from the keys
+        out : contiguous float32 arrays of `slots` or more slots, to be written and returned
         """
         if self.tile.dtype == "float16":
             return None
-        key, value = (
+        key, value = out or (
             np.empty((self.kv_heads, slots, d), F) for d in (self.head_dim, self.value_dim)
         )
-        sizes = np.array([self.page_size, self.columns])
+        sizes = np.array([self.page_size, self.columns, slots])
         parallel = key.size + value.size >= PARALLEL_CHANNELS and count() > 1
         unpack = make_unpack(self.tile, parallel)
         if not parallel:
@@ -387,7 +393,7 @@ class Plan:
         mask: np.ndarray = np.zeros((0, 0, 0), np.uint8)
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
-        plain = Scratch(*self.scratch[: len(Scratch._fields)])
+        plain: Any = self.scratch[: len(Scratch._fields)]
         moved = moved.reshape(batch, kv_heads, rows)
         self.scratch = ChangedScratch(*plain, cap, moved, slopes, mask, function, frame)
 

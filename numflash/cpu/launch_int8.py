@@ -39,7 +39,7 @@ from .int8.packing import float_rows, pack_keys, pack_values
 from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
-from .launch_float import NO_LIMIT, Results, at_address, compact, heads, seen_keys
+from .launch_float import NO_LIMIT, Results, at_address, compact, functions_of, heads, seen_keys
 from .semantics import Semantics, option_numbers
 
 F = np.float32
@@ -91,6 +91,7 @@ def semantics(problem: Problem, extreme: bool, shift: np.ndarray | None) -> Sema
         if slopes is None
         else np.ascontiguousarray(slopes.astype(F) * fx.LOG2E_Q8),
         extreme,
+        functions_of(problem),
     )
 
 
@@ -331,9 +332,9 @@ def is_plain(problem: Problem, isa: str) -> bool:
     """Whether a plan takes the problem's operands.
 
     Float arrays that the one-pass quantiser takes, or contiguous tensors with a scale for each row
-    and channel, all finite.
+    and channel, all finite. Without score and mask functions.
     """
-    if isa == "portable" or problem.pv == "fp32":
+    if isa == "portable" or problem.pv == "fp32" or problem.functions is not None:
         return False
     q, k, v = problem.query, problem.key, problem.value
     if not isinstance(q, QuantizedTensor):
@@ -400,7 +401,7 @@ def run_general(
         flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
-    shift = None if problem.softcap else x.row_shift()
+    shift = x.row_shift() if problem.smooths else None
     one = 1 if problem.pv == "fp32" else fx.P_ONE
     rows = nb, nh, length
     return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..arguments import emulated_arch
 from ..errors import CacheFullError, UnsupportedError
+from ..fixedpoint import LOG2E_Q8
 from ..interop import to_float32
 from ..tiling import KEY_BLOCK, split_count
 from .kernels.decode_append import BLOCK, decode_append
@@ -28,6 +29,7 @@ from .kernels.decode_pieces import LANE_KEYS, WARPS
 from .resident import Card, Emulated
 
 if TYPE_CHECKING:
+    from ..cache.decode_options import Changes
     from ..cache.settings import Settings
 
 F = np.float32
@@ -268,7 +270,9 @@ class Layout:
                 n = min(x.shape[0], y.shape[0])
                 self.card.copy(y[:n], x[:n])
 
-    def read(self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray) -> None:
+    def read(
+        self, store: Store, pages: np.ndarray, slots: int, offset: np.ndarray, out: Any = None
+    ) -> None:
         """No kernel takes tokens out of the cache: the host converts them."""
 
     def write(
@@ -480,10 +484,6 @@ class Plan:
         workers: int,
         changed: bool,
     ) -> None:
-        if changed:
-            raise UnsupportedError(
-                "softcap, alibi_slopes, mask: got one with a cache on a card; allowed: on the CPU, or sinks"
-            )
         card = layout.card
         rows = group * queries
         d, dv = layout.padded
@@ -498,12 +498,13 @@ class Plan:
             "direct": splits == 1,
             "paged": layout.paged,
             "ring": layout.ring != UNLIMITED,
+            "changed": changed,
         }
         if not layout.exact:
             self.constants |= {
                 "dtype": layout.dtype,
                 "turing": card.arch == "sm_75",
-                "unified": layout.unified is not None,
+                "unified": layout.unified is not None and not changed,
             }
         self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
         self.grid, self.combine_grid = (
@@ -519,6 +520,33 @@ class Plan:
         self.parts = tuple(card.zeros((tasks, 16 * tiles, *last), F) for last in ((dv,), (), ()))
         self.m, self.l = np.zeros(self.shape[:3], F), np.zeros(self.shape[:3], F)
         self.spoiled = np.zeros((0, 3), np.intp)
+        self.more: tuple[Any, ...] = ()  # pointers and factors of the options
+        self.cap: tuple[np.float32, ...] = ()
+
+    def change(self, changes: Changes, shift: np.ndarray | None) -> None:
+        """Set the options of the next calls.
+
+        shift : (B, H, L) float32 in units of the soft cap, or None
+        """
+        if changes.functions is not None:
+            raise UnsupportedError(
+                "score_mod, mask_mod: got one with a cache on a card; allowed: on the CPU"
+            )
+        batch, kv_heads, rows, _ = self.shape
+        card = self.layout.card
+        unit = LOG2E_Q8 if self.layout.exact else F(LOG2E_Q8 / 256)
+        self.cap = F(0), F(0)
+        if changes.softcap:
+            cap = F(changes.softcap) * unit
+            self.cap = cap, F(1) / cap
+        moved = None if shift is None else shift.reshape(batch, kv_heads, rows).astype(F)
+        slopes = mask = None
+        if changes.slopes is not None:
+            heads = (changes.slopes * unit).reshape(kv_heads, -1)
+            slopes = np.repeat(heads.astype(F), self.queries, 1)
+        if changes.mask is not None:
+            mask = changes.mask.astype(np.int32)
+        self.more = tuple(0 if x is None else _sent(card, x) for x in (moved, slopes, mask))
 
     @property
     def queries(self) -> int:
@@ -563,12 +591,17 @@ class Plan:
             layout.sinks,
             layout.ring,
         )
-        factors = (c,) if exact else (c, F(layout.unified or 0))
+        factors = (c, *self.cap) if exact else (c, F(layout.unified or 0), *self.cap)
         card.run(
             decode_int8 if exact else decode_float,
             self.constants,
             self.grid,
-            (pointers, layout.bytes_of if exact else layout.bytes_of[:4], sizes, factors),
+            (
+                (*pointers, *self.more),
+                layout.bytes_of if exact else layout.bytes_of[:4],
+                sizes,
+                factors,
+            ),
         )
         if self.splits > 1:
             card.run(
@@ -595,6 +628,13 @@ class Plan:
         """Note the rows to be done again."""
         if not self.layout.exact:
             self.spoiled = np.argwhere(~np.isfinite(out).all(-1))
+
+
+def _sent(card: Any, x: np.ndarray) -> np.ndarray:
+    """A copy of x on the card."""
+    there: np.ndarray = card.zeros(x.shape, x.dtype)
+    card.upload(there, np.ascontiguousarray(x))
+    return there
 
 
 class Step:

@@ -6,6 +6,7 @@ Imports the public API, validation and the JIT; of the kernels only how they cal
 """
 
 from .attention import captured, flex_attention
+from .listing import listing
 from .masks import BlockMask, and_masks, create_block_mask, or_masks
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "captured",
     "create_block_mask",
     "flex_attention",
+    "listing",
     "or_masks",
 ]

@@ -70,8 +70,25 @@ def _supported(problem: Problem, impl: str) -> None:
             f"impl: got {impl!r}, which has no score functions; allowed: 'auto', 'cpu', 'portable', 'reference'"
         )
     if problem.precision == "int8":
+        _supported_in_integers(problem, impl)
+
+
+def _supported_in_integers(problem: Problem, impl: str) -> None:
+    options = {
+        "attn_mask": problem.mask is not None or problem.bias is not None,
+        "softcap": bool(problem.softcap),
+        "alibi_slopes": problem.alibi_slopes is not None,
+    }
+    for name, given in options.items():
+        if given:
+            raise UnsupportedError(
+                f"{name}: got one with precision 'int8' and functions; allowed: in the function, or "
+                "the float precisions"
+            )
+    if impl == "reference":
         raise UnsupportedError(
-            "precision: got 'int8', which takes no score functions; allowed: the float precisions"
+            "impl: got 'reference' with precision 'int8' and functions; allowed: 'auto', 'cpu', "
+            "'portable'"
         )
 
 
@@ -121,13 +138,16 @@ def flex_attention(
     impl : "auto", "reference", "portable" or "cpu"
     options
         attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks,
-        precision ("float32", "bfloat16", "float16"), layout, as for `attention`; they come after
+        precision ("float32", "bfloat16", "float16", "int8"), pv, layout, as for `attention`; they come after
         the functions.
 
     Returns
     -------
     out : (B, H, L, Dv) in the kind and dtype of query (float32 for float64)
     lse : (B, H, L) float32, natural log; only with `return_lse`
+
+    With precision "int8" the functions get scores in float32 of the integer products, and give
+    scores that are rounded to 1/256 octave; keys are not smoothed if there is a `score_mod`.
 
     Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
     reaches the output.
@@ -138,7 +158,7 @@ def flex_attention(
         Naming the argument, what came and what is allowed; of a function that cannot be traced, the
         line and what to write instead.
     UnsupportedError
-        precision "int8", or an `impl` that has no functions.
+        An `impl` that has no functions; precision "int8" with attn_mask, softcap or alibi_slopes.
     """
     known("flex_attention", options, OPTIONS)
     choice("impl", impl, IMPLS)

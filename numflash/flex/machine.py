@@ -99,14 +99,15 @@ def _from_disk(program: Program, form: Form) -> Machine:
             if found is not None:
                 library = codegen.unserialize_library(found)
                 return Machine(library.get_pointer_to_function(f"tile_{name}"), library)
-    library = _compile(codegen, program, form, f"tile_{name}")
+    library = compile_program(codegen, program, form, f"tile_{name}")
     if path:
         with contextlib.suppress(OSError):
             _write(path, pickle.dumps(library.serialize_using_object_code()))
     return Machine(library.get_pointer_to_function(f"tile_{name}"), library)
 
 
-def _compile(codegen: Any, program: Program, form: Form, name: str) -> Any:
+def compile_program(codegen: Any, program: Program, form: Form, name: str) -> Any:
+    """Numba's library with the tile function `name`."""
     library = codegen.create_library(name)
     library.enable_object_caching()
     module = library.create_ir_module(name)
@@ -120,7 +121,7 @@ def _compile(codegen: Any, program: Program, form: Form, name: str) -> Any:
 def _folder() -> str | None:
     """Numba's cache folder for this file; None where nothing can be written."""
     try:
-        return str(caching.CompileResultCacheImpl(_compile).locator.get_cache_path())
+        return str(caching.CompileResultCacheImpl(compile_program).locator.get_cache_path())
     except RuntimeError:
         return None
 

@@ -231,8 +231,10 @@ class ResidentLayer(CacheLayerMixin):
 
     def _reserve(self, n: int) -> None:
         assert self.store is not None
+        if self.window is not None or self.seen + n <= self.store.max_length:
+            return
         needed = int(self.store.lengths.max(initial=0)) + n
-        if self.window is None and needed > self.store.max_length:
+        if needed > self.store.max_length:
             self.store.reserve(max(_capacity(needed), 2 * self.store.max_length))
 
     def _append(self, key: Tensor, value: Tensor, reading: Reading) -> None:
@@ -251,9 +253,15 @@ class ResidentLayer(CacheLayerMixin):
         So padding rows go to the front.
         """
         assert self.store is not None
+        sinks = options["sinks"]
+        if reading.valid is None and sinks is None and not options["softcap"]:
+            with _threads():
+                out = self.store.step(
+                    _numpy(query), _numpy(key), _numpy(value), scale=options["scale"]
+                )
+            return torch.from_numpy(out).to(query.dtype)
         order = None if reading.valid is None else to_back(reading.valid)
         rows = _numpy(query if order is None else gathered(query, order))
-        sinks = options["sinks"]
         with _threads():
             self._append(key, value, reading)
             out = self.store.decode(
@@ -262,9 +270,7 @@ class ResidentLayer(CacheLayerMixin):
                 softcap=options["softcap"],
                 sinks=None if sinks is None else _numpy(sinks),
             )
-        result = torch.from_numpy(out)
-        if query.dtype != torch.float32:
-            result = result.to(query.dtype)
+        result = torch.from_numpy(out).to(query.dtype)
         return result if order is None else scattered(result, order)
 
     def _prefill(
@@ -319,19 +325,24 @@ class ResidentLayer(CacheLayerMixin):
             key = gathered(key, order)
             value = gathered(value, order)
         take = np.full(b, n) if reading.counts is None else reading.counts
-        past = [self.store.tail(i, self.window) for i in range(b)]
-        held = np.array([k.shape[1] for k, _ in past])
+        held = self.store.lengths
+        if self.window is not None:
+            held = np.minimum(held, self.window - 1)
         lengths = held + take
         longest = int(lengths.max(initial=0))
-        found = []
-        for x, side in ((key, 0), (value, 1)):
-            whole = x.new_zeros((b, x.shape[1], longest, x.shape[3]))
-            for i in range(b):
-                whole[i, :, : held[i]] = torch.from_numpy(past[i][side])
-                whole[i, :, held[i] : lengths[i]] = x[i, :, : take[i]]
-            found.append(whole)
         equal = bool((lengths == longest).all())
-        return found[0], found[1], None if equal else torch.from_numpy(lengths)
+        allocate = torch.empty if equal else torch.zeros
+        heads = key.shape[1]
+        keys, values = (
+            allocate((b, heads, longest, x.shape[3]), dtype=torch.float32) for x in (key, value)
+        )
+        for i in range(b):
+            at = int(held[i])
+            self.store.tail(i, self.window, out=(keys[i].numpy(), values[i].numpy()))
+            keys[i, :, at : lengths[i]] = key[i, :, : take[i]]
+            values[i, :, at : lengths[i]] = value[i, :, : take[i]]
+        dtype = key.dtype
+        return keys.to(dtype), values.to(dtype), None if equal else torch.from_numpy(lengths)
 
 
 def _capacity(tokens: int) -> int:
@@ -344,5 +355,7 @@ def _capacity(tokens: int) -> int:
 
 def _numpy(x: Tensor) -> np.ndarray:
     """A tensor as contiguous float32."""
-    found: np.ndarray = x.detach().float().contiguous().numpy()
+    if x.dtype is not torch.float32 or x.requires_grad:
+        x = x.detach().float()
+    found: np.ndarray = x.contiguous().numpy()
     return found

@@ -1,7 +1,8 @@
 """One table of everything that the CPU's forward kernels have code for, and the problem of each of
 its rows.
 
-`rows()` is the whole table; `pairs()` a part of it in which any two settings occur together.
+`rows()` is the whole table; `pairs()` a part of it in which any two settings occur together;
+`part(n)` a ninth.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ BANDS = {
     "left": {"window": (7, None)},
 }
 SLOPES = {"gentle": (0.02, 0.3), "steep": (-1.3, 9.0)}
+PARTS = 9
 Row = dict[str, object]
 
 
@@ -79,9 +81,18 @@ def pairs(seed: int = 0) -> list[Row]:
     return chosen
 
 
-def sample(count: int, seed: int) -> list[Row]:
-    """Some of the whole table, by a seed."""
-    return Random(seed).sample(rows(), count)
+def slices(asked: str | None, day: int) -> list[int]:
+    """Which of the `PARTS` a run takes: "all", numbers "0 3", or, where nothing is asked, the day's."""
+    if not asked:
+        return [day % PARTS]
+    return list(range(PARTS)) if asked == "all" else [int(n) for n in asked.split()]
+
+
+def part(number: int) -> list[Row]:
+    """One of `PARTS` parts that together are the whole table, each with rows of all kinds."""
+    table = rows()
+    Random(1).shuffle(table)
+    return table[number::PARTS]
 
 
 def options(row: Row, rng: np.random.Generator) -> dict:

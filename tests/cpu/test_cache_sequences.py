@@ -193,6 +193,28 @@ def test_state_crosses_devices():
             np.testing.assert_array_equal(x, cache.state()[name])
 
 
+def test_a_truncated_ring():
+    cache = KVCache(1, G, D, 1, "float32", window=64)
+    key, value = tokens(300, b=1)
+    cache.append(key, value)
+    cache.truncate(236)  # tokens 172 to 235, the last row's window, and none before
+    query = draw((1, H, 2, D), 3)
+    with pytest.raises(
+        ArgumentError, match=r"query: got 2 tokens.*from 172 on; allowed: 1, or more"
+    ):
+        cache.decode(query)
+    last = cache.decode(query[:, :, 1:])
+    cache.append(key[:, :, 236:240].copy(), value[:, :, 236:240].copy())
+    cache.decode(query)
+    whole = KVCache(1, G, D, 1, "float32", window=64)
+    whole.append(key[:, :, :236].copy(), value[:, :, :236].copy())
+    np.testing.assert_allclose(last, whole.decode(query[:, :, 1:]), rtol=1e-5, atol=1e-6)
+    cache.truncate(0)  # starts over: nothing that was dropped matters
+    cache.append(key[:, :, :50].copy(), value[:, :, :50].copy())
+    cache.truncate(40)
+    assert cache.lengths.tolist() == [40]
+
+
 def test_bad_arguments():
     cache, _, _ = filled(10)
     for call, error, words in (

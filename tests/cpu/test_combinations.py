@@ -1,6 +1,7 @@
 """Every option on every kernel of this machine that has code for it.
 
-By pairs, and in the slow tests a large part of the table.
+By pairs; in the slow tests a ninth of the table, another one each day, so that nine days walk the
+whole. NUMFLASH_TABLE=all (`make table`) walks it at once, NUMFLASH_TABLE="3 5" repeats two parts.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
 own float64 oracle works out for every number of a result.
@@ -8,13 +9,15 @@ own float64 oracle works out for every number of a result.
 
 from __future__ import annotations
 
+import datetime
 import functools
+import os
 
 import numpy as np
 import pytest
 from fuzz import oracle
 from fuzz.compare import close
-from option_table import make, pairs, rows, sample
+from option_table import PARTS, make, pairs, part, rows, slices
 
 from numflash import merge, reference
 from numflash.cpu import launch
@@ -33,9 +36,8 @@ FLOATS = [
     for isa in target.available(isas)
     if precision == "float32" or isa not in target.FLOAT_ISAS or isa == target.available(isas)[0]
 ]
-# Of the whole table's 12960 rows, the integer model computes some 50 a second: the slow tests take
-# a sample, by a seed.
-SAMPLE = 1500
+# Of the whole table's 12960 rows, the integer model computes some 50 a second.
+TODAY = slices(os.environ.get("NUMFLASH_TABLE"), datetime.date.today().toordinal())
 
 
 @functools.lru_cache(4096)
@@ -109,18 +111,27 @@ def test_floats_by_pairs(precision, isa):
     floats_hold(precision, isa, pairs())
 
 
+def test_the_parts_are_the_whole_table():
+    assert sorted(map(repr, (row for n in range(PARTS) for row in part(n)))) == sorted(
+        map(repr, rows())
+    )
+    assert {day for d in range(PARTS) for day in slices(None, 7 + d)} == set(range(PARTS))
+    assert slices("all", 3) == list(range(PARTS)) and slices("2 4", 3) == [2, 4]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", TODAY)
 @pytest.mark.parametrize("pv", ["int8", "fp32"])
-def test_int8_in_the_whole_table(pv, part):
-    table = sample(SAMPLE, 1)[part::5]
+def test_int8_in_the_whole_table(pv, number):
     for isa in target.available():
-        int8_holds(isa, pv, table)
+        int8_holds(isa, pv, part(number))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", TODAY)
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
-def test_floats_in_the_whole_table(precision):
-    table = sample(SAMPLE, 2)
+def test_floats_in_the_whole_table(precision, number):
     for isa in [isa for name, isa in FLOATS if name == precision]:
-        floats_hold(precision, isa, table)
+        floats_hold(precision, isa, part(number))

@@ -12,7 +12,7 @@ from numflash import reference
 from numflash.cache.decoding import cap_shift
 from numflash.cache.exact import positions
 from numflash.cache.kvcache import KVCache
-from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.errors import ArgumentError, ArgumentTypeError
 
 SLOPES = np.array([0.5, 0.25, 0.03, 2.0], np.float32)
 SINKS = np.array([-1.0, 0.0, 2.0, 5.0], np.float32)
@@ -131,16 +131,6 @@ def test_bad_options():
     ):
         with pytest.raises(error, match=next(iter(options))):
             cache.decode(query, **options)
-
-
-def test_on_a_card():
-    pytest.importorskip("numba_cuda")
-    cache, key, value = filled(20, dtype="int8", device="cuda-emulator")
-    query = draw((B, H, 1, D), 5)
-    out = cache.decode(query, sinks=SINKS)
-    assert relative(out, oracle(query, key, value, sinks=SINKS)[0]) < 0.03
-    with pytest.raises(UnsupportedError, match="softcap"):
-        cache.decode(query, softcap=3.0)
 
 
 def test_positions_of_a_ring_are_the_kernels():

@@ -179,3 +179,16 @@ def test_nothing_held():
     assert [x.shape for x in KVCache(1, 3, 4, 100, "float16").read(0)] == [(3, 0, 4), (3, 0, 4)]
     cache = KVCache(1, 3, 4, 100, device="cuda-emulator")
     assert [x.shape for x in cache.read(0)] == [(3, 0, 4), (3, 0, 4)]
+
+
+def test_a_huge_value_that_left_the_window_costs_precision_until_it_is_replaced():
+    """INT8 weighs the values of a block by the largest among them: see docs/kvcache.md."""
+    key, value = draw((1, 1, 400, 16)), draw((1, 1, 400, 16), 1)
+    value[0, 0, 20] = 1e30
+    query = draw((1, 1, 1, 16), 2)
+    cache = KVCache(1, 1, 16, 1, "int8", window=64)
+    cache.append(key[:, :, :100].copy(), value[:, :, :100].copy())
+    assert np.abs(cache.decode(query)).max() < 5, "nothing of the huge value itself"
+    cache.append(key[:, :, 100:300].copy(), value[:, :, 100:300].copy())
+    want, _ = naive(query, key[:, :, 236:300], value[:, :, 236:300])
+    assert np.abs(cache.decode(query) - want).sum() < 0.05 * np.abs(want).sum()

@@ -530,6 +530,64 @@ def test_what_is_refused():
     assert launch_decode.SHORT_CONTEXT == 256
 
 
+SLOPES = np.array([0.5, 0.25, 0.03, 2.0], np.float32)
+TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+OPTIONS = {
+    "softcap": {"softcap": 1.5},
+    "all": {"softcap": 3.0, "alibi_slopes": SLOPES, "mask": TREE, "sinks": SLOPES},
+}
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("case", ["all", pytest.param("softcap", marks=pytest.mark.slow)])
+def test_options_have_the_bits_of_the_cpu(case, smooth):
+    """Pages or one sequence after another; a key that the mask hides is not finite."""
+    options = OPTIONS[case]
+    query = draw((B, H, 3, D), 5)
+    key, value = tokens(150)
+    value[:, :, 148] = np.nan
+    found = []
+    for device in ("cpu", "cuda-emulator"):
+        cache = KVCache(B, G, D, 200, device=device, smooth=smooth, page_size=128)
+        cache.append(key, value)
+        found.append(cache.decode(query, splits=2, return_lse=True, **options))
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert np.isfinite(found[0][0][:, :, 2 if case == "all" else 3 :]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+def test_options_in_a_ring(dtype):
+    query = draw((B, H, 3, D), 5)
+    key, value = tokens(100)
+    found = []
+    for device in ("cpu", "cuda-emulator"):
+        cache = KVCache(B, G, D, 1, dtype, device=device, window=20, sinks=2)
+        for a in (0, 97):
+            cache.append(key[:, :, a : a + 97], value[:, :, a : a + 97])
+        found.append(cache.decode(query, splits=1, **OPTIONS["all"]))
+    if dtype == "int8":
+        np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(*found, atol=3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_75"])
+def test_options_in_floats(arch):
+    query = draw((B, H, 3, D), 5)
+    cache = KVCache(B, G, D, 200, "float16", device=f"cuda-emulator:{arch}")
+    key, value = tokens(70)
+    cache.append(key, value)
+    out, lse = cache.decode(query, return_lse=True, **OPTIONS["all"])
+    seen = np.arange(70)[None] <= np.arange(3)[:, None] + 67
+    seen[:, 67:] &= TREE
+    options = {name: x for name, x in OPTIONS["all"].items() if name != "mask"}
+    exact, exact_lse = naive(query, key, value, seen, alignment="lower_right", **options)
+    assert relative(out, exact) <= TOLERANCE["float16"]
+    np.testing.assert_allclose(lse, exact_lse, atol=2e-3)
+
+
 def test_tokens_of_other_types():
     key, value = tokens(9)
     half = new("float16")

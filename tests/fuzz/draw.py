@@ -41,6 +41,9 @@ DIMS = (
     128,
 )
 WIDE = (129, 160, 200, 256, 320, 512)
+# functions of `flexes`
+SCORES = ("none", "slopes", "table", "tanh", "where", "causal", "wave")
+MASKS = ("none", "window", "prefix", "documents", "lengths", "rows")
 BAD = ("nan", "nan", "inf", "-inf")
 
 
@@ -167,6 +170,23 @@ def quantised(rng: Random) -> dict:
     c["offset"], c["seed"] = rng.random() < 0.3, rng.randrange(1 << 30)
     c["bad"] = [rng.random() < 0.1 for _ in "qkv"]
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], True)
+    return c
+
+
+def flex(rng: Random) -> dict:
+    c = {"kind": "flex", **shapes(rng)}
+    c.update({n: max(1, c[n]) for n in "bls"})
+    c["dtype"] = rng.choice(("float32", "float32", "float64", "float16", "bfloat16"))
+    c["precision"] = rng.choice((None, None, "float32", "bfloat16", "float16"))
+    c["layout"] = rng.choice(("bhld", "bhld", "blhd"))
+    c["impl"] = rng.choice(("auto", "auto", "auto", "portable"))
+    c["score"], c["mask"] = rng.choice(SCORES), rng.choice(MASKS)
+    c["seed"], c["number"] = rng.randrange(1 << 30), rng.choice((0.5, 2.0, 20.0))
+    c["block"], c["width"] = rng.choice((8, 32, 64, 128)), rng.choice((0, 1, 20, 100))
+    bad = rng.random() < 0.15
+    for name in "qkv":
+        c[name] = operand(rng, 4, True, bad and rng.random() < 0.5)
+    c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], False) if rng.random() < 0.4 else {}
     return c
 
 
@@ -346,6 +366,7 @@ KINDS = {
     "backward": (backward, 8),
     "cache": (cache, 14),
     "torch": (torch, 4),
+    "flex": (flex, 5),
     "refused": (refused, 8),
 }
 

@@ -146,7 +146,10 @@ def attention(
         flushed = 0.0  # bfloat16 instructions take subnormal operands for zeros
         if precision == "bfloat16":
             flushed = d * TINY * (np.abs(q).max(initial=0) + np.abs(k).max(initial=0)) * abs(scale)
-        s, error = changed(s, (d + 6) * EPS * size + flushed, seen, away, o)
+        error = (d + 6) * EPS * size + flushed
+        if "functions" in o:  # of flex_attention
+            s, error, seen = o["functions"](s, error, seen)
+        s, error = changed(s, error, seen, away, o)
         p, lse = softmax(s, o.get("sinks"))
         weight = 2 * EPS_OF["bfloat16"] if precision == "bfloat16" else (k.shape[2] + 40) * EPS
         out = product(p, v)

@@ -20,12 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def checks() -> dict:
-    from . import caches, invalid, torches
+    from . import caches, flexes, invalid, torches
     from . import checks as plain
 
     return {
         "attention": plain.attention, "quantised": plain.quantised, "varlen": plain.varlen, "merge": plain.merge,
-        "backward": plain.backward, "cache": caches.cache, "torch": torches.torch, "refused": invalid.refused,
+        "backward": plain.backward, "cache": caches.cache, "torch": torches.torch, "flex": flexes.flex, "refused": invalid.refused,
     }  # fmt: skip
 
 

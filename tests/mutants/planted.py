@@ -44,6 +44,8 @@ FLASH_INT8 = "cpu/int8/flash_int8.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
 CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
+STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
+QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 
 MUTANTS = [
@@ -80,12 +82,47 @@ MUTANTS = [
     Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
-        'return max(ROWS) if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        'return float_tiles.MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
         "return VECTOR_ISAS[isa_name].rows[-1]",
         FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
+    # ---- the stream of AMX
+    Mutant(STREAM, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
+    Mutant(
+        STREAM,
+        "b.lshr(y, _word(8))), _word(128))",
+        "b.lshr(y, _word(8))), _word(127))",
+        STREAM_TESTS,
+    ),
+    Mutant(STREAM, "b.fadd(b.fmul(l, shrink), ", "b.fadd(l, ", STREAM_TESTS),
+    Mutant(
+        STREAM, "            if tile.hi[r] <= tile.lo[r]:", "            if False:", STREAM_TESTS
+    ),
+    Mutant(STREAM, "        if kv.wide[c // KEY_BLOCK] != 0:", "        if False:", STREAM_TESTS),
+    Mutant(STREAM, "address(scratch)) < n:", "address(scratch)) < 0:", STREAM_TESTS),
+    Mutant(STREAM, "address(tile.lo) + 8 * i if sight == EDGE else 0", "0", STREAM_TESTS),
+    Mutant(
+        STREAM,
+        "min(stop, near + NEAR * KEY_BLOCK)",
+        "min(stop, near + (NEAR - 1) * KEY_BLOCK)",
+        STREAM_TESTS,
+    ),
+    # ---- the one-pass quantiser
+    Mutant(QUANTISER, "total += sums[c, e]", "total = sums[c, e]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "F(max(count, 1))", "F(count + 1)", QUANTISER_TESTS),
+    Mutant(QUANTISER, "max(bits[e], peaks[c, e])", "peaks[c, e]", QUANTISER_TESTS),
+    Mutant(QUANTISER, "usable = peak > NO_SCALE", "usable = True", QUANTISER_TESTS),
+    Mutant(QUANTISER, "= F(1) if p + c < x.length else F(0)", "= F(0)", QUANTISER_TESTS),
+    Mutant(QUANTISER, "source.lengths[n // source.k.heads]", "source.lengths[0]", QUANTISER_TESTS),
+    Mutant(
+        CALL_INT8,
+        "np.float64(q_scale) * abs(f.unit) >= LIMIT",
+        "False",
+        QUANTISER_TESTS,
+    ),
+    Mutant("quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
     # ---- planned INT8 calls
     Mutant(CALL_INT8, "general = top >= PLAIN_BITS or", "general =", PLANNED_INT8),
     Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
@@ -144,7 +181,7 @@ MUTANTS = [
     Mutant(FLASH_FLOAT, "slope = semantics.slopes[b, h]", "slope = semantics.slopes[b, 0]", FLOATS),
     Mutant(
         FLASH_FLOAT,
-        "q_tile[real:groups] = operand(0)",
+        "state.q[tile.real : groups] = operand(0)",
         "pass",
         FLOATS,
         equivalent="Rows behind the last one are computed from old operands and stored by nobody.",
@@ -165,8 +202,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/backward/flash_backward.py",
-        "    for part in dq[1:]:\n        whole += part",
-        "    for part in dq[2:]:\n        whole += part",
+        "    for part in found.dq[1:]:",
+        "    for part in found.dq[2:]:",
         BACKWARD,
     ),
     # ---- quantisation and scales
@@ -323,7 +360,7 @@ MUTANTS = [
         "partial = lengths[index] % size > 1",
         "tests/cpu/test_cache_sequences.py",
     ),
-    Mutant("cache/exact.py", "    if not key.shape[0]:", "    if False:", UNSEEN),
+    Mutant("cache/exact.py", "    if not s.size:", "    if False:", UNSEEN),
     Mutant("cache/exact.py", "max(top * LOG2E, LOWEST)", "top * LOG2E", OVERFLOW),
     Mutant(
         "cache/decoding.py",
@@ -339,8 +376,8 @@ MUTANTS = [
     ),
     Mutant(
         "cpu/decode/append.py",
-        "return largest / F(127) if usable else scale_of_zeros",
-        "return largest / F(127) if usable else F(1)",
+        "return largest / most if usable else scale_of_zeros",
+        "return largest / most if usable else F(1)",
         UNSEEN,
     ),
     Mutant(

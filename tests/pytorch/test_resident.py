@@ -261,15 +261,16 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     monkeypatch.undo()
     torch.testing.assert_close(logits(llama, [TOKENS[:, :3]], cache), wanted[:, 40:])
     cache.crop(-3)
-    decode = second.store.decode  # after the tokens were appended
-    monkeypatch.setattr(
-        second.store, "decode", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+
+    def interrupted(query, key, value, **options):
+        second.store.append(key, value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(second.store, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         logits(llama, [TOKENS[:, :3]], cache)
     assert second.store.lengths.tolist() == [43, 43] and cache.get_seq_length() == 40
     monkeypatch.undo()
-    assert second.store.decode == decode
     torch.testing.assert_close(logits(llama, [TOKENS[:, :3]], cache), wanted[:, 40:])
     monkeypatch.setattr(second, "truncate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -337,6 +338,10 @@ def test_what_is_refused(llama, tmp_path):
     ):
         with pytest.raises(error, match=next(iter(options))):
             nt.ResidentCache(llama.config, **options)
+    elsewhere = torch.empty(1, 2, 3, 16, device="meta")
+    for x, words in ((elsewhere, "on meta"), (torch.ones(1, 2, 3, 16, dtype=torch.long), "int64")):
+        with pytest.raises(ArgumentTypeError, match=f"key_states: got .*{words}"):
+            new(llama).update(x, x, 0)
     with pytest.raises(ArgumentError, match="requires grad"):
         llama(TOKENS, past_key_values=new(llama))
     cache = new(llama)

@@ -50,6 +50,11 @@ def test_trailing_padding_becomes_key_lengths(monkeypatch):
         np.testing.assert_allclose(out, want, atol=1e-6)
 
 
+def test_no_queries_and_a_mask():
+    out = nt.attention(Q[:, :, :0], K, V, torch.ones(2, 4, 0, 7, dtype=torch.bool))
+    assert tuple(out.shape) == (2, 4, 0, V.shape[3])
+
+
 def test_options_beyond_pytorch():
     options = {"window": (2, 1), "alignment": "lower_right", "softcap": 3.0}
     tensors = {

@@ -77,6 +77,8 @@ class Rows(NamedTuple):
 @bare
 def position_of(at, r):
     """The position of the token of row r of a tile; negative before the sequence's first."""
+    if at.queries == 1:  # divisions take as long as eight vectors of scores
+        return at.length - 1
     return at.length - at.queries + (at.row + r) % at.queries
 
 

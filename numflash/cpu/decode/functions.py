@@ -30,10 +30,14 @@ LN2_Q8 = F(np.log(2) / 256)
 def _call(scores, r, n, first, s, at, scale, unit):
     """Call the functions on scores[r, :n] of slots from `first` on, run by run of tokens."""
     row = at.row + r
-    head = at.g * (s.shift.shape[2] // at.queries) + row // at.queries
+    head = at.g * s.shift.shape[2] + row
+    if at.queries != 1:
+        head //= at.queries
     position = position_of(at, r)
-    turn = place(at.length - 1, at.sinks, at.ring) + 1  # the oldest token of a ring is here
     wrapped = at.length > at.sinks + at.ring
+    turn = 0  # the slot of a ring's oldest token
+    if wrapped:
+        turn = place(at.length - 1, at.sinks, at.ring) + 1
     flat = scores.reshape(scores.size)
     slot, stop = first, first + n
     while slot < stop:
@@ -80,9 +84,8 @@ def apply_functions(scores, r, n, first, k_scale, some_bad, query, scale, unit):
     if top > INFINITE:
         for j in range(n):
             x[j] = F(0) if x[j] != x[j] else x[j]
-    options = row_options(s, at, r)
-    if options.cap > F(0) or options.slope != F(0):
-        change_floats(x, first, at, options)
+    if s.cap[0] > F(0) or s.slopes.size > 0:
+        change_floats(x, first, at, row_options(s, at, r))
     return top
 
 

@@ -25,9 +25,11 @@ def make_unpack(tile: Tile, parallel: bool):
 
     The first tokens of one sequence, in slot order.
 
-    data, pages : of `flash_decode.Store`, its page numbers for this sequence; sizes (2,) int64:
-        page size, columns offset (Hkv, D) float32, added to the keys of INT8 key (Hkv, n, D), value
-        (Hkv, n, Dv) float32, written; NaN where a token was not finite
+    data, pages : of `flash_decode.Store`, its page numbers for this sequence
+    sizes : (3,) int64: page size, columns, tokens
+    offset : (Hkv, D) float32, added to the keys of INT8
+    key, value : (Hkv, tokens or more, D) and (Hkv, ..., Dv) float32, written; NaN where a token was
+        not finite
     """
     group = tile.group
     panel = tile.panel
@@ -72,7 +74,7 @@ def make_unpack(tile: Tile, parallel: bool):
         page_size, columns = sizes[0], sizes[1]
         channels = (key.shape[2] + group - 1) // group * group
         step = KEY_BLOCK * (channels + columns) + scales
-        for slot in range(key.shape[1]):
+        for slot in range(sizes[2]):
             page, at = data[pages[slot // page_size], g], slot % page_size
             inner, base = at % KEY_BLOCK, at // KEY_BLOCK * step
             factors = page[base : base + scales].view(np.float32)

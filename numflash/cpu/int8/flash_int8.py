@@ -38,6 +38,7 @@ from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_tiles
 from ..isa.amx_tiles import BLOCK, tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
+from ..isa.score_calls import all_empty, batch_of, call_tile, must_mask
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
 from . import amx_stream, wide_rows
@@ -64,6 +65,7 @@ from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 
 F = np.float32
 I = np.int32
+LN2_Q8 = F(math.log(2) / 256)  # from Q8.8 units to natural ones
 HIDDEN_WIDE = F(-np.inf)  # float32 score of a key that is not seen
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would
 # have a weight.
@@ -108,6 +110,29 @@ def query_rows(isa_name: str, pv: str, block_q: int = 0) -> int:
     rows = block_q or tiling(isa_name).block_q
     unit = math.lcm(value_rows(isa_name, pv), VECTOR_ISAS[isa_name].rows[-1])
     return max(unit, rows - rows % unit)
+
+
+class Called(NamedTuple):
+    """The function that a block's scores are put through: address 0 for none.
+
+    And where they belong: batch entry and head as functions see them, the tile's first row.
+    """
+
+    address: int
+    frame: int
+    b: int
+    h: int
+    row: int
+
+
+@bare
+def function_for(functions, b, h, row, last, block):
+    """The function for a block of keys and the rows `row` to `last`."""
+    address, frame = functions.unmasked, functions.unmasked_frame
+    stop = block.first + block.real
+    if functions.masked != 0 and must_mask(functions, b, h, row, last, block.first, stop):
+        address, frame = functions.masked, functions.masked_frame
+    return Called(address, frame, batch_of(functions, b), h, row)
 
 
 @functools.cache
@@ -211,8 +236,10 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             hide_edges(x, tile, block)
 
     @bare
-    def wide_scores(tile, kv, block, wide, changes, x, state):
+    def wide_scores(tile, kv, block, wide, changes, called, x, state):
         """The same by way of float32, as int16 relative to each row's own octave.
+
+        What score and mask functions need.
 
         Whether int16 would not have held them.
         """
@@ -230,6 +257,11 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             wide,
             changes,
         )
+        if called.address != 0:
+            call_tile(
+                called.address, called.frame, wide.reshape(wide.size), 0, KEY_BLOCK, real,
+                block.real, called.b, called.h, called.row, block.first, LN2_Q8, fx.LOG2E_Q8,
+            )  # fmt: skip
         narrow_wide(wide, tile, block, x, state)
         for i in range(real):  # relative to its own octave, a row has octave 0
             state.octave_q8[i] = 0
@@ -404,7 +436,9 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             always_wide = semantics.extreme or query_nonfinite(tile)
             overflowed = False  # the last block left int16: this one is likely to
             begin_at = span.first // KEY_BLOCK * KEY_BLOCK
-            streaming = streams and stream != 0 and not (changed or always_wide)
+            functions = semantics.functions
+            plain = functions.masked == 0
+            streaming = streams and stream != 0 and plain and not (changed or always_wide)
             following = begin_at
             while following < span.stop:
                 first = following
@@ -420,6 +454,10 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     continue
                 following = first + KEY_BLOCK
                 block = block_at(span, first, s)
+                last = row + real - 1
+                if all_empty(functions, b, h, row, last, first, first + block.real):
+                    continue
+                called = function_for(functions, b, h, row, last, block)
                 mark_live(tile, block)
                 rows_live = live[:real]
                 if has_dense and hides(semantics, dense, b, h, row, first, block.real, rows_live):
@@ -432,6 +470,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     lower_base(options, block)
                 inside = block.inside
                 is_wide = always_wide or overflowed or kv.wide[first // KEY_BLOCK] != 0
+                is_wide |= called.address != 0
                 if not is_wide:
                     narrow_scores(tile, kv, block, x, changed, changes)
                     octaves(x, real, block.columns, octave, state.octave_q8)
@@ -447,12 +486,13 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     if options.has_slope:
                         for i in range(real):
                             octave[i] += (base[i] >> 8) if octave[i] != UNSEEN else I(0)
+                blanks = not inside or is_wide
                 if is_wide:
-                    inside = False
-                    overflowed = wide_scores(tile, kv, block, wide, changes, x, state)
+                    inside = inside and called.address != 0
+                    overflowed = wide_scores(tile, kv, block, wide, changes, called, x, state)
                 grow_rows(octave, real, m, l, scale, scale_bits, state.o)
                 weigh(x, real, block.columns, state.octave_q8, scale, p, scratch.sums, total)
-                if not inside:
+                if blanks:
                     blank_rows(p, tile, block.columns, total)
                 add_sums(total, real, unit, scale, l)
                 add_values(p, kv, tile, block, inside, state)

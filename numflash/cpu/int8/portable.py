@@ -27,6 +27,7 @@ from ...jit.memory import fresh, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded, shares_operands
+from ..isa.score_calls import all_empty, batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 
@@ -300,7 +301,10 @@ def make_attend(pv: str):
                 lo, hi = row_range(semantics, b, row + i, s)
                 if hi > lo:
                     first, stop = min(first, lo), max(stop, hi)
+            functions, last = semantics.functions, row + rows - 1
             for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
+                if all_empty(functions, b, h, row, last, c, min(c + KEY_BLOCK, s)):
+                    continue
                 score_block(
                     q_tile[:block],
                     k[n_kv, c : c + KEY_BLOCK],
@@ -308,6 +312,12 @@ def make_attend(pv: str):
                     cq_tile,
                     x,
                 )
+                if functions.masked != 0:
+                    call_tile(
+                        functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
+                        rows, min(KEY_BLOCK, s - c), batch_of(functions, b), h, row, c,
+                        F(np.log(2) / 256), fx.LOG2E_Q8,
+                    )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
                     a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)

@@ -109,6 +109,19 @@ def trimmed(tiles, b, h, first_row, last_row, first, stop, unit):
 
 
 @bare
+def all_empty(tiles, b, h, first_row, last_row, first, stop):
+    """Whether every block of these rows and keys is known to be empty."""
+    if tiles.states.size == 0:
+        return False
+    key = first
+    while key < stop:
+        if state(tiles, b, h, first_row, last_row, key) != 0:
+            return False
+        key = (key // tiles.keys + 1) * tiles.keys
+    return True
+
+
+@bare
 def must_mask(tiles, b, h, first_row, last_row, first, stop):
     """Whether some block of these rows and keys is not full."""
     if tiles.states.size == 0:

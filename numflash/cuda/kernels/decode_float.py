@@ -21,6 +21,7 @@ import math
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
+from .decode_changes import extended, make_changes
 from .decode_pieces import (
     NOTHING,
     THREADS,
@@ -47,6 +48,7 @@ NAN = f32(math.nan)
 # bytes of a stored key, of a stored value, pages of a sequence in the table,
 #        log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e), the unified maximum in octaves
+# with options more pointers and factors: as in `decode_int8`
 SIGNATURE = types.void(
     types.UniTuple(u64, 8), types.UniTuple(i64, 4), types.UniTuple(i32, 13), types.UniTuple(f32, 2)
 )
@@ -62,6 +64,7 @@ def decode_float(
     ring: bool = False,
     unified: bool = False,
     turing: bool = False,
+    changed: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d and dv, multiples of 32.
 
@@ -73,6 +76,7 @@ def decode_float(
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
     turing : sm_75, without cp.async and with k8 products
+    changed : with soft cap, ALiBi and a mask of the new tokens, see `decode_changes`
     """
     block_k = BLOCK_K
     k_steps, value_tiles, tile_rows = d // 16, dv // 8 // WARPS, 16 * row_tiles
@@ -87,12 +91,15 @@ def decode_float(
     query_rows = make_query_rows(d, False, pack)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, 1.0)
+    options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 8, 2)
+    new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
     p_size, row_size = tile_rows * 128, tile_rows * 4
 
     def decode(pointers, bytes_of, sizes, factors):
-        q, k, v, tables, lengths, out, m_out, l_out = pointers
+        q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
+        shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)
         k_page, k_head, v_page, v_head = bytes_of
         (
             queries,
@@ -109,7 +116,7 @@ def decode_float(
             sinks,
             ring_slots,
         ) = sizes
-        scale, phi = factors
+        scale, phi = factors[:2]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
@@ -147,6 +154,9 @@ def decode_float(
 
         row_factor = cuda.local.array(n_rows, f32)
         at = cuda.local.array(n_rows, i32)  # position of a row's token
+        token = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
+        moved = cuda.local.array(n_rows, f32)
+        slope = cuda.local.array(n_rows, f32)
         m = cuda.local.array(n_rows, f32)
         l = cuda.local.array(n_rows, f32)
         top = cuda.local.array(n_rows, f32)
@@ -159,7 +169,11 @@ def decode_float(
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             row_factor[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            at[i] = length - queries + remainder(r, queries)
+            token[i] = remainder(r, queries)
+            at[i] = length - queries + token[i]
+            r = min(r, rows - 1)
+            moved[i] = row_option(shift_at, head * rows + r)
+            slope[i] = row_option(slope_at, g * rows + r)
         low = length - queries  # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
         k_at = sk + u32((16 * warp + k_row_of) * d_bytes)
@@ -216,7 +230,7 @@ def decode_float(
 
                 # in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each
                 # row over this warp's keys
-                whole = not ring and start + block_k <= min(stop, low + 1)
+                whole = not ring and start + block_k <= min(stop, low + new_is_whole)
                 for i in range(n_rows):
                     largest = NOTHING
                     for n in range(2):
@@ -224,10 +238,17 @@ def decode_float(
                             at_s = 8 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                             j = start + 16 * warp + 8 * n + 2 * (lane & 3) + e
                             x = s[at_s] * row_factor[i]
-                            if not abs(x) < HUGE:
+                            fits = abs(x) < HUGE
+                            position = position_of(j, length, newest, sinks, ring_slots)
+                            away = at[i] - position
+                            x = changed_score(x, moved[i], slope[i], away, cap, inverse)
+                            if not fits:
                                 x = NAN
-                            if not whole and not visible(
-                                j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                            if not whole and not (
+                                visible(
+                                    j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                                )
+                                and allowed(mask_at, b, queries, token[i], position - low)
                             ):
                                 x = NEG_INF
                             s[at_s] = x
@@ -371,7 +392,7 @@ def decode_float(
     blocks = 3 if row_tiles == 1 and max(d, dv) <= 64 and not unified else 1
     return Source(
         decode,
-        SIGNATURE,
+        extended(SIGNATURE) if changed else SIGNATURE,
         THREADS,
         q_size + k_size + v_size + p_size + (1 + 2 * WARPS) * row_size,
         blocks=blocks,

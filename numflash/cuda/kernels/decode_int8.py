@@ -19,6 +19,7 @@ from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source
+from .decode_changes import extended, make_changes
 from .decode_pieces import (
     THREADS,
     WARPS,
@@ -46,6 +47,8 @@ P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low
 # D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
 #        page, window, sinks, ring
 # factors: scale * log2(e) * 256
+# with options more pointers: shift (B, Hkv, rows), slopes (Hkv, rows) float32, mask (B, L, L) int32,
+# 0 for none; more factors: the cap and its reciprocal
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1)
 )
@@ -58,6 +61,7 @@ def decode_int8(
     direct: bool = True,
     paged: bool = False,
     ring: bool = False,
+    changed: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32).
 
@@ -68,6 +72,7 @@ def decode_int8(
         all tasks for `decode_combine`
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
+    changed : with soft cap, ALiBi and a mask of the new tokens, see `decode_changes`
     """
     block_k = KEY_BLOCK
     k_steps, value_tiles, tile_rows = d // 32, dv // 8 // WARPS, 16 * row_tiles
@@ -78,6 +83,8 @@ def decode_int8(
     query_rows = make_query_rows(d, True, None)(tile_rows)  # two planes
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
+    options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 9, 1)
+    new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
     mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size = tile_rows * d
@@ -87,7 +94,8 @@ def decode_int8(
     row_size = tile_rows * 4
 
     def decode(pointers, bytes_of, sizes, factors):
-        q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers
+        q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
+        shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of
         (
             queries,
@@ -147,6 +155,9 @@ def decode_int8(
 
         cq = cuda.local.array(n_rows, f32)
         at = cuda.local.array(n_rows, i32)  # position of a row's token
+        token = cuda.local.array(n_rows, i32)  # the number of that token among the new ones
+        moved = cuda.local.array(n_rows, f32)
+        slope = cuda.local.array(n_rows, f32)
         m = cuda.local.array(n_rows, i32)
         l = cuda.local.array(n_rows, f32)
         bad = cuda.local.array(n_rows, i32)
@@ -165,7 +176,11 @@ def decode_int8(
         for i in range(n_rows):
             r = first_row + (lane >> 2) + 8 * i
             cq[i] = ptx.load_shared_f32(s_factor + u32(((lane >> 2) + 8 * i) * 4))
-            at[i] = length - queries + remainder(r, queries)
+            token[i] = remainder(r, queries)
+            at[i] = length - queries + token[i]
+            r = min(r, rows - 1)
+            moved[i] = row_option(shift_at, head * rows + r)
+            slope[i] = row_option(slope_at, g * rows + r)
             m[i], l[i], bad[i] = i32(MIN_OCTAVE), f32(0), i32(0)
         for i in range(n_o):
             o[i] = f32(0)
@@ -208,7 +223,7 @@ def decode_int8(
 
             # t = round((float32(S) * ck) * cq) in Q8.8, except masked keys; the largest of each row
             # over this warp's keys
-            whole = not ring and start + block_k <= min(stop, low + 1)
+            whole = not ring and start + block_k <= min(stop, low + new_is_whole)
             for i in range(n_rows):
                 largest, spoiled = i32(MASKED_SCORE), i32(0)
                 for n in range(4):
@@ -218,13 +233,20 @@ def decode_int8(
                     for e in range(2):
                         at_s = 16 * (i >> 1) + 4 * n + 2 * (i & 1) + e
                         j = start + 32 * warp + 8 * n + 2 * (lane & 3) + e
-                        seen = whole or visible(
-                            j, stop, at[i], length, newest, window, sinks, ring_slots, ring
+                        position = position_of(j, length, newest, sinks, ring_slots)
+                        seen = whole or (
+                            visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
+                            and allowed(mask_at, b, queries, token[i], position - low)
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
                         t = i32(MASKED_SCORE)
                         if seen and x == x:
                             t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
+                            if changed:
+                                x = ptx.to_float(t)
+                                away = at[i] - position
+                                x = changed_score(x, moved[i], slope[i], away, cap, inverse)
+                                t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
                         elif seen:
                             spoiled = i32(BAD)
                         s[at_s] = t
@@ -365,7 +387,7 @@ def decode_int8(
 
     return Source(
         decode,
-        SIGNATURE,
+        extended(SIGNATURE) if changed else SIGNATURE,
         THREADS,
         2 * q_size + k_size + v_size + p_size + block_k * 16 + (1 + 2 * WARPS) * row_size,
     )

@@ -1,0 +1,95 @@
+"""flex_attention in INT8: scores go through the functions in float32, weights and sums are integers."""
+
+import numpy as np
+import pytest
+
+import numflash
+from flex import gallery as g
+from numflash.errors import UnsupportedError
+
+CLOSE = 0.05  # relative L1 of the output
+IMPLS = ["cpu", "portable"]
+
+
+def block_mask(mask_mod, size=32):
+    return numflash.create_block_mask(mask_mod, g.B, g.H, g.L, g.S, BLOCK_SIZE=size)
+
+
+def close(found, wanted):
+    (out, lse), (exact, exact_lse) = found, wanted
+    assert np.abs(out - exact).sum() <= CLOSE * np.abs(exact).sum()
+    assert np.array_equal(np.isinf(lse), np.isinf(exact_lse))
+    seen = np.isfinite(exact_lse)
+    assert np.abs(lse[seen] - exact_lse[seen]).max(initial=0) <= 0.08
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_functions_give_what_float64_gives(impl):
+    q, k, v = g.operands(1, hkv=2)
+    for n, score_mod in enumerate(g.SCORES):
+        mask_mod = g.MASKS[n % len(g.MASKS)]
+        found = numflash.flex_attention(
+            q, k, v, score_mod, block_mask(mask_mod), enable_gqa=True,
+            return_lse=True, precision="int8", impl=impl,
+        )  # fmt: skip
+        close(found, g.oracle(q, k, v, score_mod, mask_mod))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_causal_mask_function_has_the_bits_of_the_option(impl):
+    q, k, v = g.operands(2)
+    options = {"precision": "int8", "impl": impl, "return_lse": True}
+    wanted = numflash.attention(q, k, v, is_causal=True, **options)
+    for size in (128, 32, (48, 20)):
+        found = numflash.flex_attention(q, k, v, None, block_mask(g.causal, size), **options)
+        assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
+    window = numflash.flex_attention(
+        q, k, v, None, block_mask(g.causal), window=(30, None), **options
+    )
+    wanted = numflash.attention(q, k, v, is_causal=True, window=(30, None), **options)
+    assert all(np.array_equal(x, y) for x, y in zip(window, wanted, strict=True))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_the_mask_hides_stays_out(impl):
+    q, k, v = g.operands(3)
+    key, value = k.copy(), v.copy()
+    key[:, :, 20], value[:, :, 21] = np.nan, np.inf
+    hidden = [20, 21]
+
+    def mask_mod(b, h, q, k):
+        return (k != 20) & (k != 21) & (q != 40)
+
+    run = {"precision": "int8", "impl": impl, "return_lse": True}
+    out, lse = numflash.flex_attention(q, key, value, g.alibi, block_mask(mask_mod), **run)
+    value[:, :, hidden] = 0
+    close((out, lse), g.oracle(q, k, value, g.alibi, mask_mod))
+    assert not out[:, :, 40].any()
+    assert (lse[:, :, 40] == -np.inf).all()
+    out = numflash.flex_attention(q, key, v, g.alibi, **{**run, "return_lse": False})
+    assert np.isnan(out).all()
+    huge = numflash.flex_attention(q, k, v, lambda s, *at: s * 1e30, precision="int8", impl=impl)
+    assert np.isfinite(huge).all()
+
+
+def test_packed_sequences_and_values_in_float32():
+    q, k, v = (x[0].swapaxes(0, 1).copy() for x in g.operands(4))
+    lengths = [60, 90]
+    starts = np.array([0, 60, 150])
+    found = numflash.attention_varlen(
+        q, k, v, starts, starts, score_mod=g.relative_bias, precision="int8", pv="fp32"
+    )
+    for start, n in zip(starts, lengths, strict=False):
+        part = [x[None, start : start + n].swapaxes(1, 2) for x in (q, k, v)]
+        exact, _ = g.oracle(*part, g.relative_bias)
+        exact = exact[0].swapaxes(0, 1)
+        assert np.abs(found[start : start + n] - exact).sum() <= CLOSE * np.abs(exact).sum()
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"alibi_slopes": np.ones(g.H)}, {"impl": "reference"}], ids=str
+)
+def test_what_integers_do_not_take(options):
+    q, k, v = g.operands(5)
+    with pytest.raises(UnsupportedError, match=next(iter(options))):
+        numflash.flex_attention(q, k, v, g.softcap, precision="int8", **options)
