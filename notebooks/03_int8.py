@@ -285,7 +285,7 @@ print(f"round, then divide: {relative_to_maximum[:4]} ... by {relative_to_maximu
 assert not first_divided.any() and (relative_to_maximum == 255).all()
 
 # %% [markdown]
-# So this package rounds weights relative to the maximum (to its whole octave, chapter 07) and divides once, at the end.
+# So this package rounds weights relative to the maximum (to its whole octave, chapter 04) and divides once, at the end.
 #
 # ## The picture and its ceiling
 

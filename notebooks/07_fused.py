@@ -164,7 +164,7 @@ check("07.3", gain_of_half_a_softmax)
 
 # %%
 n = 1024
-climbed = [(rung, t) for rung, t, _ in ladder.climb(n, d, workers=2, repeats=3)]
+climbed = [(rung, t) for rung, t, _ in ladder.climb(n, d, workers=2, repeats=9)]
 changes = {"naive": "the definition", "online": "one pass, no matrix of scores", "tiled": "48 rows share each block of 64 keys",
            "packed": "K transposed by block: vectors hold keys", "unfused": "bytes, and register tiles of 6 x 4",
            "fused": "four parts per block: scores stay in the cache", "parallel": "two threads take tiles",
