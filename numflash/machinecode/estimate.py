@@ -29,6 +29,7 @@ from ..measure.console import Progress, Table
 from ..tiling import KEY_BLOCK
 from . import assembly, codegen
 from .emulator import Emulated
+from .estimate_floats import float_cycles
 
 ROWS = 24  # query rows of the block: four tiles of 6
 LENGTHS = {"a64fx": 512, "neoverse-v1": 256}  # bits of the CPU's own vectors; 128 elsewhere
@@ -407,7 +408,7 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
                 ("what", "figure", "unit"),
                 note=LIMITS,
             )
-            for what, figure, unit in cycles(model, isa, bits):
+            for what, figure, unit in [*cycles(model, isa, bits), *float_cycles(model, bits)]:
                 table.add(
                     what,
                     f"{figure:.3g}" if unit != "%" else f"{figure:.0f}",

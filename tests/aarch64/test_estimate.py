@@ -70,6 +70,11 @@ def test_the_model_of_the_a64fx(capsys):
         assert share / 100 == pytest.approx(
             1 - 2 * d / 64 * 0.5 / (2 * d / 64 * products + softmax / 16), rel=0.02
         )
+        # two pipes take 2.0 for float32, 128-bit vectors 8.0
+        assert 2.0 <= cycles[f"float32 score tiles, sve512, D = {d}"] <= 2.0 / 0.9
+        assert 2.0 <= cycles[f"float32 value tiles, sve512, D = {d}"] <= 2.0 / 0.9
+        assert cycles[f"float32 value tiles, neon, D = {d}"] >= 8.0
+    assert cycles["exp2 by fexpa"] < cycles["exp2 by fexpa-quadratic"] < 8
     assert found["limits"].startswith("a model, no hardware measured")
 
 
