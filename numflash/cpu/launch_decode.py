@@ -393,9 +393,17 @@ class Plan:
         mask: np.ndarray = np.zeros((0, 0, 0), np.uint8)
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
-        plain = Scratch(*self.scratch[: len(Scratch._fields)])
+        plain = {name: getattr(self.scratch, name) for name in Scratch._fields}
         moved = moved.reshape(batch, kv_heads, rows)
-        self.scratch = ChangedScratch(*plain, cap, moved, slopes, mask, function, frame)
+        self.scratch = ChangedScratch(
+            **plain,
+            cap=cap,
+            shift=moved,
+            slopes=slopes,
+            mask=mask,
+            function=function,
+            frame=frame,
+        )
 
     @property
     def queries(self) -> int:

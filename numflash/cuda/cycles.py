@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..tiling import cuda_tiling
+from ..tiling import KEY_BLOCK, cuda_tiling
 from . import launch_backward, sass
 from .compile import Key, compiled
 
@@ -81,19 +81,22 @@ def _weight(loop: list[tuple[str, str]]) -> int:
     return sum(n for _, n in _products(loop))
 
 
-def main_loop(code: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The loop over tiles: of those with products and exponentials, where products are densest."""
-    found = [
-        loop
-        for loop in sass.loops(code)
-        if _weight(loop) and any(opcode.startswith("MUFU") for opcode, _ in loop)
-    ]
-    return max(found, key=lambda loop: _weight(loop) / len(loop))
+def main_loop(code: list[tuple[str, str]], products: int = 0) -> list[tuple[str, str]]:
+    """The loop over tiles: the shortest with so many multiplications of a warp.
+
+    Where their number is not known (0): of the loops with exponentials the one where products are
+    densest. A wait that is placed behind the kernel's end makes loops that are none.
+    """
+    found = [loop for loop in sass.loops(code) if _weight(loop)]
+    if products:
+        return min((x for x in found if _weight(x) == products), key=len)
+    exponential = [x for x in found if any(opcode.startswith("MUFU") for opcode, _ in x)]
+    return max(exponential, key=lambda loop: _weight(loop) / len(loop))
 
 
-def cycles(cubin: bytes, card: Card) -> Cycles:
-    """The main loop of a cubin."""
-    loop = [x for x in main_loop(sass.instructions(cubin)) if x[0]]
+def cycles(cubin: bytes, card: Card, products: int = 0) -> Cycles:
+    """The main loop of a cubin, which has so many multiplications of a warp (0: not known)."""
+    loop = [x for x in main_loop(sass.instructions(cubin), products) if x[0]]
     mufu = sum(opcode.startswith("MUFU") for opcode, _ in loop)
     tensor = 0.0
     for opcode, n in _products(loop):
@@ -103,57 +106,73 @@ def cycles(cubin: bytes, card: Card) -> Cycles:
     return Cycles(len(loop), MUFU_CYCLES * mufu, tensor, 2 * _weight(loop))
 
 
-def kernels(arch: str) -> Iterator[tuple[str, Key]]:
-    """(name, kernel) of the rows: what ships for float16 and INT8, full attention."""
+class Row(NamedTuple):
+    """A kernel of the table, and the multiplications of a warp and tile where they are known."""
+
+    name: str
+    kernel: Key
+    products: int
+
+    def cycles(self) -> Cycles:
+        """Compile the kernel, or find it in the cache, and read its main loop."""
+        factory, arch, constants = self.kernel
+        code = compiled(factory, arch, "cubin", **dict(constants)).code
+        return cycles(code, CARDS[arch], self.products)
+
+
+def kernels(arch: str) -> Iterator[Row]:
+    """The rows: what ships for float16 and INT8, full attention.
+
+    Decoding is left out: the memory limits it.
+    """
     from .kernels.backward import flash_backward
-    from .kernels.decode_float import decode_float
-    from .kernels.decode_int8 import decode_int8
     from .kernels.flash_float import flash_float
     from .kernels.flash_hopper import flash_hopper
     from .kernels.flash_int8 import flash_int8
     from .kernels.flash_int8_hopper import flash_int8_hopper
 
-    def row(name: str, factory: Any, **constants: Any) -> tuple[str, Key]:
-        return name, (factory, arch, tuple(sorted(constants.items())))
+    def row(name: str, factory: Any, products: int = 0, **constants: Any) -> Row:
+        return Row(name, (factory, arch, tuple(sorted(constants.items()))), products)
 
     hopper = arch == "sm_90a"
     older = "sm_80"
     for d in (64, 128, 256):
         size = {"d": d, "dv": d}
         block_k = cuda_tiling(arch if hopper else older, "float16", d).key_block
+        tile = 2 * WARP_ROWS * d * block_k
         if hopper:
             pairs = {"overlap": True, "ping_pong": d <= 128}
-            yield row(f"float16 forward, D={d}", flash_hopper, **size, block_k=block_k, **pairs)
+            yield row(
+                f"float16 forward, D={d}", flash_hopper, tile, **size, block_k=block_k, **pairs
+            )
         else:
-            yield row(f"float16 forward, D={d}", flash_float, **size, block_q=64, block_k=block_k)
+            yield row(
+                f"float16 forward, D={d}", flash_float, tile, **size, block_q=64, block_k=block_k
+            )
         tiling = cuda_tiling(older, "int8", d, d)
         halves = tiling.key_block // (tiling.nv * tiling.lanes)
+        tile = 2 * WARP_ROWS * d * KEY_BLOCK // (1 if hopper else halves)
         if hopper:
-            yield row(f"INT8 forward, D={d}", flash_int8_hopper, **size)
+            yield row(f"INT8 forward, D={d}", flash_int8_hopper, tile, **size)
         else:
-            yield row(f"INT8 forward, D={d}", flash_int8, **size, block_q=64, halves=halves)
+            yield row(f"INT8 forward, D={d}", flash_int8, tile, **size, block_q=64, halves=halves)
     for d in (64, 128):
         for gradients in launch_backward.passes(d, d):
             shape = launch_backward.shape_of(gradients, d, d, arch)
             name = f"float16 backward, d{' and d'.join(gradients.upper())}, D={d}"
             yield row(name, flash_backward, gradients=gradients, d=d, dv=d, turing=False, **shape)
-    for name, factory in (("float16", decode_float), ("INT8", decode_int8)):
-        yield row(f"{name} decode, D=128", factory, d=128, dv=128, row_tiles=1)
 
 
 def line(name: str, arch: str, found: Cycles) -> str:
     """A row of the table."""
     numbers = f"{found.issue} | {found.mufu} | {found.tensor:.0f}"
-    decode = "decode" in name  # limited by memory
-    rate = "-" if decode else f"{found.teraflops(CARDS[arch]):.0f}"
-    return f"| {name} | {arch} | {numbers} | {rate} |"
+    return f"| {name} | {arch} | {numbers} | {found.teraflops(CARDS[arch]):.0f} |"
 
 
 def rows(arch: str) -> Iterator[str]:
     """The table's rows of an architecture."""
-    for name, (factory, _, constants) in kernels(arch):
-        code = compiled(factory, arch, "cubin", **dict(constants)).code
-        yield line(name, arch, cycles(code, CARDS[arch]))
+    for row in kernels(arch):
+        yield line(row.name, arch, row.cycles())
 
 
 HEAD = """\

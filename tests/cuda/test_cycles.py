@@ -1,10 +1,23 @@
-"""What the main loops of the shipped kernels allow, read from machine code."""
+"""What the main loops of the shipped kernels allow: read from machine code, and in the docs."""
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
+from sass_checks import resources
+
 from numflash.cuda import cycles
+
+PAGE = Path(__file__).parents[2] / "docs" / "cuda.md"
+
+
+def documented():
+    """{(kernel, architecture): issue, MUFU, tensor and TFLOP/s} of the page's table."""
+    lines = PAGE.read_text().split(cycles.HEAD)[1].split("\n\n")[0].strip().splitlines()
+    cells = [[x.strip() for x in line.strip("| ").split("|")] for line in lines]
+    return {(name, arch): numbers for name, arch, *numbers in cells}
 
 
 def test_the_loop_with_the_densest_products():
@@ -12,7 +25,7 @@ def test_the_loop_with_the_densest_products():
     product, other = ("HGMMA.64", "x128x16.F32 R24"), ("MUFU.EX2", "R1, R2")
     inner = [("", ".L1"), product, other, ("BRA", ".L1")]
     code = [("", ".L0"), other, *inner, other, ("BRA", ".L0"), other]
-    assert cycles.main_loop(code) == inner
+    assert cycles.main_loop(code) == inner == cycles.main_loop(code, 16 * 128 * 16)
     assert list(cycles._products([("IMMA.16832.S8.S8", ""), ("HMMA.1688.F32", "")])) == [
         ("IMMA.16832.S8.S8", 16 * 8 * 32), ("HMMA.1688.F32", 16 * 8 * 8),
     ]  # fmt: skip
@@ -24,3 +37,22 @@ def test_what_the_limits_allow():
     tile = cycles.Cycles(100, 80, 128.0, 2 * 128 * 512)
     assert tile.limit == 128 and tile.teraflops(card) == pytest.approx(989, rel=2e-3)
     assert tile._replace(issue=256).teraflops(card) == pytest.approx(989 / 2, rel=2e-3)
+
+
+def test_the_page_has_every_kernel():
+    found = documented()
+    assert set(found) == {
+        (name, arch) for arch in cycles.CARDS for name, *_ in cycles.kernels(arch)
+    }
+
+
+@pytest.mark.parametrize("arch", [pytest.param(x, marks=pytest.mark.slow) for x in cycles.CARDS])
+def test_the_page_is_the_machine_code(arch):
+    """Within 3 %: another version of the compiler may place a few instructions differently."""
+    found = documented()
+    for row in cycles.kernels(arch):
+        factory, _, constants = row.kernel
+        resources(factory, arch, **dict(constants))
+        got = row.cycles()
+        numbers = [float(x) for x in found[row.name, arch][:3]]
+        assert numbers == pytest.approx([got.issue, got.mufu, got.tensor], rel=0.03, abs=1), row
