@@ -56,7 +56,7 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
     See `cpu.portable.make_attend` and `cpu.flash_int8.make_attend`.
     """
     from ..cpu.int8.packing import PackedKeys
-    from ..cpu.semantics import Semantics
+    from ..cpu.semantics import ScoreTiles, Semantics
 
     def array(dtype: str, ndim: int) -> Any:
         return types.Array(getattr(types, dtype), ndim, "C")
@@ -64,6 +64,10 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
     integer = types.int64
     number = types.float32
     flag = types.boolean
+    states, spans = array("uint8", 4), array("int64", 4)
+    functions = containers.NamedTuple(
+        (*[integer] * 4, states, spans, integer, integer, array("int64", 1)), ScoreTiles
+    )
     semantics = containers.NamedTuple(
         (
             integer,
@@ -79,6 +83,7 @@ def _attend_types(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
             array("float32", 3),
             array("float32", 2),
             flag,
+            functions,
         ),
         Semantics,
     )

@@ -22,7 +22,7 @@ from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.launch_float import NO_LIMIT
-from ..cpu.semantics import Semantics
+from ..cpu.semantics import ScoreTiles, Semantics
 from ..jit.memory import place
 from ..options import Options
 from ..quantization import quantize_problem
@@ -225,6 +225,17 @@ def _attention(isa_name: str, lanes: int) -> Any:
             np.zeros((1, 1, 1), np.float32),
             np.zeros((1, 1), np.float32),
             False,
+            ScoreTiles(
+                0,
+                0,
+                0,
+                0,
+                np.zeros((0, 0, 0, 0), np.uint8),
+                np.zeros((0, 0, 0, 0), np.int64),
+                1,
+                1,
+                np.zeros(0, np.int64),
+            ),
         )
         attend(
             place(q, (heads, length, head_dim), np.int8),

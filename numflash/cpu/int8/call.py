@@ -121,7 +121,7 @@ def attend_packed(isa_name: str, *rows: int):
 
     @inline
     def run(p, o, f, most, q, cq, keys, values, v_scale, out, room):
-        n, zero = p.batch * p.heads, np.int64(0)
+        n, zero, one = p.batch * p.heads, np.int64(0), np.int64(1)
         functions = ScoreTiles(
             zero,
             zero,
@@ -129,8 +129,8 @@ def attend_packed(isa_name: str, *rows: int):
             zero,
             place(room, (0, 0, 0, 0), np.uint8),
             place(room, (0, 0, 0, 0), np.int64),
-            zero,
-            zero,
+            one,
+            one,
             place(room, (0,), np.int64),
         )
         counter = place(room + p.counter, (1,), np.int64)
