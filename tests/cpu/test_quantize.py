@@ -77,7 +77,9 @@ def general_only(monkeypatch, p):
     return found
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "isa", [*ISAS[:1], *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_operands_are_those_of_the_general_way(isa, shape):
     arrays = list(qkv(**SHAPES[shape]))
