@@ -31,7 +31,7 @@ import numpy as np
 
 import numflash
 from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu.backward import flash_backward
+from numflash.cpu.backward import operands
 from numflash.cpu.study import backward_plain
 from numflash.jit.threads import limit, most
 from numflash.tiling import Caches
@@ -183,7 +183,7 @@ print(f"equal bits on 1 and {most()} threads: {equal}")
 # registers. The working set:
 
 # %%
-sizes = {b.name: b.nbytes({"d": 64}) / 1024 for b in flash_backward.BUFFERS}
+sizes = {b.name: b.nbytes({"d": 64}) / 1024 for b in operands.BUFFERS}
 caches = Caches.of_this_machine()
 table(["buffer", "KiB"], [*sizes.items(), ["together", sum(sizes.values())]])
 print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.levels()))

@@ -73,8 +73,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    found: Any
     if name == "__version__":
         found = _version()
+    elif name == "tiling":  # a module of its own: `numflash.tiling.using`
+        found = importlib.import_module(".tiling", __name__)
     elif name in _PUBLIC:
         found = getattr(importlib.import_module(f".{_PUBLIC[name]}", __name__), name)
     else:

@@ -30,6 +30,7 @@ def join_maxima(top, table, beside, lane):
 
     The whole block waits: from here on no warp reads keys.
     """
+    cuda.syncwarp()  # other lanes have read the row's entry, 16 bytes at a time
     if lane & 3 == 0:
         for r in range(2):
             ptx.store_shared(table + u32(TOP + 128 * r), u32(top[r]))
