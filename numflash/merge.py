@@ -76,7 +76,8 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, A
         if x.array.shape != shape:
             raise ArgumentError(f"{name}: got shape {x.array.shape}; allowed: {shape}")
     a, b, lse = weights(taken["lse_a"].array, taken["lse_b"].array)
-    out = join(widen(taken["out_a"].array), a) + join(widen(taken["out_b"].array), b)
+    with np.errstate(invalid="ignore"):  # infinity less infinity is NaN, as it is in attention
+        out = join(widen(taken["out_a"].array), a) + join(widen(taken["out_b"].array), b)
     dtype = taken["out_a"].dtype
     return taken["out_a"].export(convert(out, dtype), dtype), taken["lse_a"].export(lse, "float")
 

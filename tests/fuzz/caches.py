@@ -268,7 +268,8 @@ def apply(c: dict, op: dict, held: KVCache, model: Model) -> KVCache:
         for b in range(batch) if which is None else which:
             model.all[b] = model.empty()
     elif op["op"] == "share":
-        share(op, held, model)
+        if "page_size" in c:  # a restored state has no pages
+            share(op, held, model)
     elif op["op"] == "truncate":
         truncate(c, op, held, model)
     elif op["op"] in ("reorder", "repeat"):

@@ -153,7 +153,9 @@ def attention(
         p, lse = softmax(s, o.get("sinks"))
         weight = 2 * EPS_OF["bfloat16"] if precision == "bfloat16" else (k.shape[2] + 40) * EPS
         out = product(p, v)
-        faint = ~np.isfinite(out) & np.isfinite(product(np.where(p > 1e-30, p, 0), v))
+        # a weight that is subnormal, or 0 by less than 80 octaves, may be 0 or not
+        some = np.where(s > s.max(-1, keepdims=True, initial=-np.inf) - 800, np.maximum(p, TINY), p)
+        faint = np.isfinite(product(np.where(p > 1e-30, p, 0), v)) & ~np.isfinite(product(some, v))
         near = s > s.max(-1, keepdims=True, initial=-np.inf) - 70
         off = np.where(near, error, 0).max(-1, initial=0)
         if o.get("sinks") is not None:  # they join by the lse, which float32 has rounded
@@ -165,7 +167,9 @@ def attention(
         out_error = out_error + np.where(np.isfinite(v), np.abs(v), 0).sum(2)[:, :, None] * TINY
         hidden = np.where((s > -np.inf) & ~near, error, 0).max(-1, initial=0)
         out_error = out_error + np.where(hidden > 10, np.inf, 0)[..., None]
-        out_error = np.where(faint, np.nan, out_error)  # float32 may know the weight as 0
+        # float32 may know the weight as 0, or as more than 0 where its score is known to no digit
+        unsure = (np.isfinite(s) & ~near & (error > 10)).astype(np.float64) @ ~np.isfinite(v) > 0
+        out_error = np.where(faint | unsure, np.nan, out_error)
         lse_error = off + hidden + (k.shape[2] + 40) * EPS + 4 * EPS * np.abs(lse)
     return Expected(out, lse, out_error, lse_error, p, s, error, slope_of(q, k, scale, o))
 
@@ -185,8 +189,8 @@ def with_sinks(out, lse, out_error, lse_error, sinks):
     share = np.where(lse == -np.inf, 0, np.exp(lse - total))
     digits = 8 * EPS * (np.abs(lse) + np.abs(sink))
     change = np.expm1(np.minimum(lse_error + digits, 50)) * share * (1 - share) * 2
-    out = out * share[..., None]
     out_error = out_error * share[..., None] + (change[..., None] + TINY) * np.abs(out)
+    out = out * share[..., None]
     return out, total, out_error, lse_error + digits
 
 
