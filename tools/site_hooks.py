@@ -116,8 +116,9 @@ def _relinked(text: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw without a script; links from notebooks to pages."""
+    """Formulas as MathML, which browsers draw without a script; links of notebooks."""
     html = re.sub(r'href="\.\./docs/([\w-]+)\.md', r'href="../\1.html', html)
+    html = re.sub(r'href="(\d\d_\w+)\.ipynb', r'href="\1.html', html)
     return re.sub(
         r"\$\$(.+?)\$\$",
         lambda found: convert(re.sub(r"<[^>]*>|&amp;", "", found.group(1)), display="block"),
