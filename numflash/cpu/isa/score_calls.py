@@ -109,26 +109,25 @@ def trimmed(tiles, b, h, first_row, last_row, first, stop, unit):
 
 
 @bare
-def all_empty(tiles, b, h, first_row, last_row, first, stop):
-    """Whether every block of these rows and keys is known to be empty."""
-    if tiles.states.size == 0:
-        return False
+def any_but(tiles, b, h, first_row, last_row, first, stop, kind):
+    """Whether some block of these rows and keys has another state than `kind`."""
     key = first
     while key < stop:
-        if state(tiles, b, h, first_row, last_row, key) != 0:
-            return False
+        if state(tiles, b, h, first_row, last_row, key) != kind:
+            return True
         key = (key // tiles.keys + 1) * tiles.keys
-    return True
+    return False
+
+
+@bare
+def all_empty(tiles, b, h, first_row, last_row, first, stop):
+    """Whether every block of these rows and keys is known to be empty."""
+    known = tiles.states.size > 0
+    return known and not any_but(tiles, b, h, first_row, last_row, first, stop, 0)
 
 
 @bare
 def must_mask(tiles, b, h, first_row, last_row, first, stop):
     """Whether some block of these rows and keys is not full."""
-    if tiles.states.size == 0:
-        return True
-    key = first
-    while key < stop:
-        if state(tiles, b, h, first_row, last_row, key) != 2:
-            return True
-        key = (key // tiles.keys + 1) * tiles.keys
-    return False
+    known = tiles.states.size > 0
+    return not known or any_but(tiles, b, h, first_row, last_row, first, stop, 2)
