@@ -2,7 +2,7 @@
 
 Keys of real models have a few channels that are much larger than the others, and one scale per row
 wastes the digits of the rest on them. A Hadamard matrix spreads every channel over all; applied to
-query and key alike it leaves their products as they are (QuaRot, arXiv 2404.00456). Additions and
+query and key both, it leaves their products unchanged (QuaRot, arXiv 2404.00456). Additions and
 subtractions in a fixed order and one factor: the same bits on every machine.
 """
 
@@ -64,7 +64,9 @@ def _rotate(x, bits, block, factor, out):
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """The rows of x (..., D) times a Hadamard matrix, float32; twice gives x again, but for rounding.
+    """The rows of x (..., D) times a Hadamard matrix, float32.
+
+    Twice gives x again, but for rounding.
 
     Where D is no power of two, one matrix for each `block_of(D)` channels. A row that is not finite
     stays so, a finite one stays finite.

@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def smooths(self) -> bool:
-        """Whether INT8 may take the mean off K: nothing but the softmax sees the scores."""
+        """Whether INT8 may take the mean off K: nothing but the softmax uses the scores."""
         return not self.softcap and (self.functions is None or not self.functions.changes_scores)
 
     def with_functions(self, functions: Any) -> Problem:

@@ -1,4 +1,6 @@
-"""Kernels for C: what is written links with the C compiler here and gives NumPy's and the model's bits."""
+"""Kernels for C: what is written links with the C compiler here and gives NumPy's and the model's
+bits.
+"""
 
 import platform
 import shutil

@@ -139,7 +139,10 @@ def answered(number, calls, names, source_text):
 
 
 def try_exercise(number, call, names):
-    """The shipped cell has just run: it is open or broken; the solution is right; mistakes are not."""
+    """The shipped cell has just run: it is open or broken; the solution is right.
+
+    Mistakes are not.
+    """
     asked, shipped = exercises.find(number), exercises.answers[-1]
     assert shipped.number == number
     assert shipped.verdict == ("wrong" if asked.broken else "open"), shipped.words

@@ -1,4 +1,7 @@
-"""`numflash validate`: wrong bits are noticed, reported and fail the command; the JSON holds everything."""
+"""`numflash validate`: wrong bits are noticed, reported and fail the command.
+
+The JSON holds everything.
+"""
 
 import json
 

@@ -21,7 +21,7 @@ NAME = re.compile(r"[\w.-]+")
 
 
 class Request(NamedTuple):
-    """What a script asks the scheduler for.
+    """The resources that a script requests from the scheduler.
 
     groups : processes of a node, one in each memory group
     threads : of a process
@@ -128,7 +128,7 @@ SCHEDULERS = {"fugaku": fugaku, "slurm": slurm}
 
 
 def run(scheduler: str, request: Request) -> dict[str, Any]:
-    """Print the script and return it with what it asks for.
+    """Print the script and return it with the resources it requests.
 
     Raises
     ------

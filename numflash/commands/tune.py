@@ -51,8 +51,9 @@ def candidates(isa: str) -> list[Tiling]:
 def modelled(t: Tiling, head_dim: int, caches: Caches) -> float:
     """Relative cost of a dot product: loads beside it, and what does not fit the caches.
 
-    A step of the tile is mr * nv dot products and mr + nv loads, two of each a cycle; a wait of some
-    9 cycles shows where there are fewer than 18 accumulators. K and V come once per query tile.
+    A step of the tile is mr * nv dot products and mr + nv loads, two of each a cycle; a wait of
+    some 9 cycles shows where there are fewer than 18 accumulators. K and V come once per query
+    tile.
     """
     dots, loads = t.accumulators, t.mr + t.nv
     cost = max(dots, loads, 18) / dots + 0.1 * loads / dots
@@ -87,7 +88,8 @@ def run(
 ) -> dict[str, Any]:
     """Print the ranking and return it; the fastest is kept in the file of `tiling.choice.save`.
 
-    measured : how many of the ranking are compiled and timed (some 10 s each); 0 for the model alone
+    measured : how many of the ranking are compiled and timed (some 10 s each); 0 for the model
+        alone
 
     Raises
     ------

@@ -39,7 +39,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one key": ({"l": 1, "s": 1, "d": 1}, {}),
 }
 BUDGETS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2, "int8": 3e-2}  # relative L1
-# Share of a key block's cycles that are dot products, by llvm-mca (docs/aarch64.md): head_dim 64, 128
+# Share of a key block's cycles that are dot products, by llvm-mca (docs/aarch64.md): head_dim 64,
+# 128
 MODELLED = {
     "a64fx": (0.61, 0.74),
     "neoverse-v1": (0.65, 0.77),

@@ -38,7 +38,9 @@ def shapes(length: int = 8, keys: int = 8, d: int = 4) -> Frames:
 
 
 def sweep(rows: int = 8, keys: int = 8, block_q: int = 4, block_k: int = 4) -> Frames:
-    """How a row by row kernel and a tiled one walk over S, and what comes from memory."""
+    """The order in which a row by row kernel and a tiled one compute S, and what each reads from
+    memory.
+    """
     cell, frames = 18, []
     tiles = [(r, c) for r in range(0, rows, block_q) for c in range(0, keys, block_k)]
     per_tile = rows * keys // len(tiles)
@@ -126,7 +128,7 @@ def tile_against_cache(d: int, block_k: int, cache: int, sizes: Sequence[int]) -
 
 
 def fused_against_unfused(blocks: int = 3) -> Frames:
-    """What lives when: scores and weights of `blocks` key blocks, fused and not."""
+    """Which arrays exist when: scores and weights of `blocks` key blocks, fused and not."""
     parts = ("scores", "softmax", "merge", "values")
     unfused = [(part, b) for part in parts for b in range(blocks)]
     fused = [(part, b) for b in range(blocks) for part in parts]
@@ -175,7 +177,7 @@ def ring_of_stages(tiles: int = 6, stages: int = 2) -> Frames:
 
 
 def ring_of_ranks(ranks: int = 4) -> Frames:
-    """Queries stay, keys travel: which block of keys each rank holds at each step."""
+    """Queries stay, keys are sent on: which block of keys each rank holds at each step."""
     colours = (SKY, ORANGE, YELLOW, GREY, BLUE, RED)
     frames = []
     for step in range(ranks):

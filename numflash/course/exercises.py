@@ -22,13 +22,13 @@ SOLUTIONS = Path(__file__).parent / "answers" / "solutions"
 
 @dataclass(frozen=True)
 class Exercise:
-    """What one exercise asks and how an answer is judged.
+    """What one exercise requires and how an answer is judged.
 
     `judge` decides if it is set, else `model`, else `expected`.
 
     Attributes
     ----------
-    name : what the exercise asks for
+    name : what the exercise requires
     hints : given one after another, the first with the first wrong answer
     expected : the value, or a function of what the chapter passes to `check` that returns it
     model : a function that the answer must agree with, on `cases`

@@ -68,7 +68,7 @@ def _need_compiler() -> None:
 
 
 def library_version(wheel: str) -> str:
-    """The version that a compiler library itself tells.
+    """The version that a compiler library itself reports.
 
     Of a CUDA toolkit, where there is no wheel.
     """
@@ -170,7 +170,9 @@ def to_cubin(
     fastmath: bool,
     max_registers: int | None,
 ) -> tuple[str, bytes, tuple[str, ...]]:
-    """Entry name, cubin and the numbers of ptxas's remarks, through LTO-IR: linking PTX instead drops setmaxnreg and spills.
+    """Entry name, cubin and the numbers of ptxas's remarks, through LTO-IR.
+
+    Linking PTX instead drops setmaxnreg and spills.
 
     Needs no driver.
 

@@ -181,7 +181,7 @@ def attention_backward(
 ) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays.
 
-    a mask lies there too, the rows' statistics get memory of the query's kind.
+    a mask is on that card too, the rows' statistics get memory of the query's kind.
 
     Sinks are in the LSE already.
     """
@@ -238,7 +238,7 @@ def _named(
 def dense(x: Any) -> Any:
     """x, or a copy if it is a PyTorch tensor without rows in memory.
 
-    `sum().backward()` hands back one number, expanded.
+    `sum().backward()` returns one number, expanded.
     """
     return x.contiguous() if hasattr(x, "contiguous") and x.stride(-1) != 1 else x
 

@@ -3,7 +3,7 @@ cache on disk.
 
 A factory is a module-level function whose arguments are plain values (head size, block sizes,
 flags). It returns a `Source`: the kernel as an ordinary Python function with those values in its
-closure, and how it wants to be launched. The cache key is the content: every source file of the
+closure, and how it is to be launched. The cache key is the content: every source file of the
 package, the factory's arguments, the architecture, and the compiler's versions.
 """
 

@@ -54,7 +54,7 @@ class Constants:
     def address(
         self, key: Hashable, content: Callable[[], np.ndarray], stream: int, captured: bool
     ) -> int:
-        """Where launches on `stream` find a content, which `key` stands for and `content()` makes.
+        """Where launches on `stream` find a content, which `key` identifies and `content()` makes.
 
         `captured` says that these launches are recorded into a graph.
         """

@@ -78,7 +78,7 @@ class Kernel:
 
     def _block(self) -> tuple[list[Any], Any, int]:
         values: list[Any] = [_CTYPES[t](0) for p in self.item.parameters for t in words_of(p)]
-        # with a null behind the last, which tells tools that read them where they end
+        # with a null after the last, which marks their end for tools that read them
         pointers = (ctypes.c_void_p * (len(values) + 1))(*map(ctypes.addressof, values), None)
         self._local.block = values, pointers, ctypes.addressof(pointers)
         return self._local.block
@@ -252,7 +252,7 @@ class Device:
                     self.persist(0, 0, 0)
 
     def submit(self, launch: Launch, stream: int) -> None:
-        """Enqueue a launch whose arrays lie on the device.
+        """Enqueue a launch whose arrays are on the device.
 
         What is small and comes from the host is uploaded once per content.
 
@@ -284,8 +284,8 @@ class Device:
         return encode(self.driver, [(m, m.array.ctypes.data) for m in maps])
 
     def persist(self, stream: int, address: int, nbytes: int, hit_ratio: float = 1.0) -> None:
-        """Ask that this range, read again by every block of queries (keys and values), stays in L2
-        for launches on the stream.
+        """Request that this range, read again by every block of queries (keys and values), stays in
+        L2 for launches on the stream.
 
         CUDA C++ guide, "L2 set-aside cache for persisting accesses". nbytes 0 ends it. A card
         refuses more than its largest window and its largest part of L2: the range is cut to the

@@ -114,7 +114,7 @@ def capturing(driver: Any, stream: int) -> bool:
 
 
 def device_of(driver: Any, address: int) -> int:
-    """The number of the device on which an address lies."""
+    """The number of the device that holds an address."""
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     return int(check(driver, driver.cuPointerGetAttribute(attribute, address)))
 
@@ -123,7 +123,7 @@ def device_of(driver: Any, address: int) -> int:
 def _encoder(driver: Any) -> Any:
     """cuTensorMapEncodeTiled itself.
 
-    The bindings' wrapper has it write to memory that is not aligned as the driver asks.
+    The bindings' wrapper has it write to memory that is not aligned as the driver requires.
     """
     address = check(driver, driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))[0]
     i = ctypes.c_int

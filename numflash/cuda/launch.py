@@ -20,7 +20,7 @@ from .operands import Launch, Results, emulated, mappable
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The kernel launch that solves a problem on an architecture.
 
-    `results` (out, lse) say that its arrays lie on the card.
+    `results` (out, lse) say that its arrays are on the card.
 
     On sm_90a wgmma kernels take INT8 and 16-bit problems; INT8 with float values, and what would
     not fill tiles of 128 rows, go to the sm_80 kernels, built for sm_90a; so do broadcast operands

@@ -83,7 +83,8 @@ def _finite(
     """The problem without NaN and infinity in its operands, such that 0 * NaN never happens.
 
     A row of query or gradient that is not finite gets LSE NaN, and a key whose row is not finite a
-    bias of NaN: they spoil what they see and what sees them, and nothing else.
+    bias of NaN: they spoil the keys they attend to and the rows that attend to them, and nothing
+    else.
     """
     bits = np.uint16(0x7F80 if problem.precision == "bfloat16" else 0x7C00)
 

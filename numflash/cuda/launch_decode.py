@@ -1,6 +1,6 @@
 """From a KV cache to decode kernels on a card.
 
-How the cache lies there, how many splits, which kernel, and its buffers.
+The cache's layout there, how many splits, which kernel, and its buffers.
 
 The twin of `cpu.launch_decode`. Keys, values, block table and lengths stay on the card; the host
 keeps copies of the two small ones and sends them only after it has changed them itself (a new page,
@@ -144,7 +144,10 @@ class Layout:
 
     @property
     def v_stored(self) -> int:
-        """Channels of a stored value; INT8 values lie channel by channel and need no padding."""
+        """Channels of a stored value.
+
+        INT8 values are stored channel by channel and need no padding.
+        """
         return self.value_dim if self.exact else -(-self.value_dim // 8) * 8
 
     @property

@@ -143,7 +143,7 @@ def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, A
 def float_forward(problem: Problem, arch: str, results: Results = None) -> Launch:
     """The launch of `kernels.flash_float` for a float16 or bfloat16 problem.
 
-    `results` (out, lse) say that it lies on the card.
+    `results` (out, lse) say that it is on the card.
 
     Sinks are added on the card by the kernel, else by the caller.
     """

@@ -91,14 +91,14 @@ def key_places(problem: Problem, s: int) -> tuple[np.ndarray, np.ndarray]:
 def storage(x: np.ndarray, results: tuple | None = None) -> np.ndarray:
     """The memory behind a broadcast view.
 
-    One element stands for every index along an axis of stride 0. On a card as it lies.
+    One element serves every index along an axis of stride 0. On a card without a copy.
     """
     part = x[tuple(slice(0, 1) if n == 0 else slice(None) for n in x.strides)]
     return part if results is not None else np.ascontiguousarray(part).view(np.uint8)
 
 
 def strides_of(x: np.ndarray | None, results: tuple | None = None) -> tuple[int, ...]:
-    """Bytes from element to element of `storage`, 0 along the axes where one stands for all.
+    """Bytes from element to element of `storage`, 0 along the axes where one serves all.
 
     Zeros without an array.
     """

@@ -4,7 +4,7 @@ it.
 `op` turns one PTX statement into an intrinsic that kernels call like a function. Operands are named
 in the text: `<a>`. An operand is a scalar type, passed by value, or a `Fragment`: n registers held
 in a `cuda.local.array`, passed as (array, first index) and updated in place. libNVVM scalarises
-such arrays when every index is a constant after unrolling, so a fragment lives in registers
+such arrays when every index is a constant after unrolling, so a fragment is kept in registers
 (docs/pitfalls.md, "Local arrays need constant loops").
 """
 
@@ -498,8 +498,8 @@ def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
 
     B, and A unless in registers, by shared-memory descriptor.
 
-    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as it lies), else K-major
-    (K as it lies). For dtype "int8" B is always K-major, k is 32, and an A in registers is unsigned
+    `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as stored), else K-major
+    (K as stored). For dtype "int8" B is always K-major, k is 32, and an A in registers is unsigned
     (weights); n is 8, 24, or a multiple of 16 (9.7.15.2).
     """
     if dtype == "int8":

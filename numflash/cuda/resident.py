@@ -74,7 +74,7 @@ class Emulated:
     ) -> None:
         """Launch a kernel.
 
-        `args` holds buffers, which stand for their addresses, numbers, and tuples of these.
+        `args` holds buffers, passed as their addresses, numbers, and tuples of these.
         """
         self.reports.append(
             emulate(compiled(factory, self.arch, "ptx", **constants), blocks, None, list(args))
@@ -208,7 +208,7 @@ class Card:
     ) -> None:
         """Enqueue a kernel.
 
-        `args` holds buffers, which stand for their addresses, numbers, and tuples of these.
+        `args` holds buffers, passed as their addresses, numbers, and tuples of these.
         """
         kernel = self.device.kernel(compiled(factory, self.arch, "cubin", **constants))
         if self._rehearsing:

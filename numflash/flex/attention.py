@@ -138,8 +138,8 @@ def flex_attention(
     impl : "auto", "reference", "portable" or "cpu"
     options
         attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks,
-        precision ("float32", "bfloat16", "float16", "int8"), pv, layout, as for `attention`; they come after
-        the functions.
+        precision ("float32", "bfloat16", "float16", "int8"), pv, layout, as for `attention`; they
+        come after the functions.
 
     Returns
     -------

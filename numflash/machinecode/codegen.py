@@ -341,7 +341,10 @@ def _as_cpu_target(typingctx: _TypingContext, targetctx: _TargetContext) -> Iter
 
 @global_compiler_lock
 def bitcode_for(function: Callable, signature: Any, target: Target) -> tuple[bytes, str]:
-    """Optimised LLVM bitcode of a function for a target, and its entry's symbol; as `compile_for`."""
+    """Optimised LLVM bitcode of a function for a target, and its entry's symbol.
+
+    As `compile_for`.
+    """
     typingctx, targetctx = _contexts(target)
     args, _ = sigutils.normalize_signature(signature)
     with _as_cpu_target(typingctx, targetctx):

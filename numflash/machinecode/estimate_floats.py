@@ -1,5 +1,8 @@
 # ruff: noqa: ANN001, ANN202 (arguments of compiled functions)
-"""Modelled cycles of the float32 tiles on an AArch64 CPU: scalable vectors, and NEON beside them."""
+"""Modelled cycles of the float32 tiles on an AArch64 CPU.
+
+Scalable vectors, and NEON beside them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""`numflash export`: a kernel as assembly, object, C header, and a C program that checks and times it.
+"""`numflash export`.
+
+a kernel as assembly, object, C header, and a C program that checks and times it.
 
 The function that Numba makes takes two more pointers (for a result and an exception); the header's
 inline function hides them. Code is position independent. Memory of the fused kernel comes from
-`runtime.c`, which stands in for Numba's allocator.
+`runtime.c`, which replaces Numba's allocator.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def _bits(cpu: str) -> int:
 
 def _lanes(isa: str, cpu: str, floats: bool) -> int:
     if floats:
-        return 0  # the float tiles know theirs
+        return 0  # the float tiles contain theirs
     scalable = VECTOR_ISAS[isa].scalable
     if cpu == "host":
         return running_lanes(isa)
@@ -252,7 +254,7 @@ int main(void)
 """
 
 
-RUNTIME = """/* Stands in for what Numba's code asks of its runtime: memory, and one thread. */
+RUNTIME = """/* Replaces what Numba's code needs of its runtime: memory, and one thread. */
 #include <stdint.h>
 #include <stdlib.h>
 

@@ -332,7 +332,7 @@ EXPORTS = {
             P("int64_t", "columns", "of a packed value: value_dim padded to a multiple of {unit}"),
             P("int64_t", "head_dim", ""),
             P("int64_t", "value_dim", ""),
-            P("int64_t", "causal", "1: row i sees keys 0 .. i; 0: all"),
+            P("int64_t", "causal", "1: row i attends to keys 0 .. i; 0: to all"),
         ),
         _attention_example,
     ),

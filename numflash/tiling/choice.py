@@ -163,8 +163,8 @@ def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) 
     dtype : "int8", "float32" or "bfloat16"
         The operands of the kernels that change.
     changes : mr, nv, block_q, key_block
-        New sizes. `mr` x `nv` vectors is the register tile of INT8 kernels, `block_q` the query rows
-        of a tile; `key_block` can change in float kernels only.
+        New sizes. `mr` x `nv` vectors is the register tile of INT8 kernels, `block_q` the query
+        rows of a tile; `key_block` can change in float kernels only.
 
     Yields the tiling. Only calls of this thread (and of this `contextvars` context) change, and the
     first one compiles its kernel. INT8 results keep their bits.
@@ -260,7 +260,10 @@ def save(t: Tiling) -> Path:
 
 
 def in_use(isa: str, dtype: str = "int8") -> Tiling:
-    """The tiling that the next call takes: `using`'s, this machine's (`saved`), or the named one."""
+    """The tiling that the next call takes.
+
+    `using`'s, this machine's (`saved`), or the named one.
+    """
     return (
         CHOSEN.get().get((isa, dtype)) or saved().get(f"{isa}-{dtype}") or TILINGS[f"{isa}-{dtype}"]
     )

@@ -149,7 +149,7 @@ def flex_attention(
 _TORCH = torch_flex.flex_attention
 LIBRARIES = ("torch.", "numpy.", "numba.", "llvmlite.", "scipy.", "sympy.")  # do not call it
 _lock = threading.Lock()
-_places: list[tuple[dict[str, Any], str]] = []  # where `_routed` stands in for PyTorch's function
+_places: list[tuple[dict[str, Any], str]] = []  # where `_routed` replaces PyTorch's function
 _inside = 0
 
 

@@ -652,9 +652,9 @@ class use(TorchFunctionMode):
 
     However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
     without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
-    nests (the innermost decides), and ends with the block, also by an exception. `flex_attention` is
-    found by the name under which modules hold it; what `torch.compile(flex_attention)` has made is
-    PyTorch's.
+    nests (the innermost decides), and ends with the block, also by an exception. `flex_attention`
+    is found by the name under which modules hold it; what `torch.compile(flex_attention)` has made
+    is PyTorch's.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""Tile functions of score and mask functions as AArch64 code, executed: NEON and every SVE length."""
+"""Tile functions of score and mask functions as AArch64 code, executed.
+
+NEON and every SVE length.
+"""
 
 import numpy as np
 import pytest

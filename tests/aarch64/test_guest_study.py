@@ -105,7 +105,10 @@ def test_the_exp2_benchmark(combination):
 
 
 def test_the_unfused_pipeline():
-    """The product is exact; the table over L, and grouped heads, by their bench script's functions."""
+    """The product is exact.
+
+    The table over L, and grouped heads, by their bench script's functions.
+    """
     isa = unfused.best_isa()
     rng = np.random.default_rng(0)
     q, k = (rng.integers(-127, 128, (1, 50, 20)).astype(np.int8) for _ in range(2))

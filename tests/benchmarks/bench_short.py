@@ -1,4 +1,7 @@
-"""Short calls by each way into numflash, one thread: `make bench`. Nothing passes or fails by time."""
+"""Short calls by each way into numflash, one thread: `make bench`.
+
+Nothing passes or fails by time.
+"""
 
 import numpy as np
 import pytest

@@ -82,7 +82,10 @@ def pairs(seed: int = 0) -> list[Row]:
 
 
 def slices(asked: str | None, day: int) -> list[int]:
-    """Which of the `PARTS` a run takes: "all", numbers "0 3", or, where nothing is asked, the day's."""
+    """Which of the `PARTS` a run takes.
+
+    "all", numbers "0 3", or, where nothing is asked, the day's.
+    """
     if not asked:
         return [day % PARTS]
     return list(range(PARTS)) if asked == "all" else [int(n) for n in asked.split()]

@@ -53,9 +53,9 @@ def near_the_model(problem, arch="sm_80", seed=0):
 
     The sums of P.V are rounded in an order of their own.
 
-    Of what the largest value of a channel could give: low times low, which is left out, is 2**-20 at most, since
-    parts are cut and not rounded; the bits that a value's low part loses 2**-21, and additions in
-    another order less than that.
+    Of what the largest value of a channel could give: low times low, which is left out, is 2**-20
+    at most, since parts are cut and not rounded; the bits that a value's low part loses 2**-21, and
+    additions in another order less than that.
     """
     out, lse, report, expected, expected_lse = solve(problem, arch, seed)
     assert out.shape == expected.shape and np.array_equal(

@@ -1,4 +1,7 @@
-"""flex_attention in INT8: scores go through the functions in float32, weights and sums are integers."""
+"""flex_attention in INT8.
+
+Scores go through the functions in float32, weights and sums are integers.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""flex_attention: score and mask functions, fused into the kernels, against the same functions called
-with float64 arrays.
+"""flex_attention: score and mask functions, fused into the kernels, against the same functions
+called with float64 arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from .oracle import EPS
 
 
 def score_function(c: dict) -> tuple[Callable | None, Callable]:
-    """The score function of a case, and what it makes of errors of scores: f(error, score before)."""
+    """The score function of a case, and what it makes of errors of scores.
+
+    f(error, score before).
+    """
     rng = np.random.default_rng(c["seed"])
     slopes = rng.uniform(-0.1, 1, c["h"]).astype(np.float32)
     table = rng.standard_normal((c["h"], c["l"] + c["s"] + 1)).astype(np.float32)

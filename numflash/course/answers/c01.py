@@ -27,7 +27,7 @@ def merge(a: State, b: State) -> State:
 
 
 class _Watched(np.ndarray):
-    """An array that remembers the largest product made of it."""
+    """An array that records the largest product made of it."""
 
     largest = 0
 

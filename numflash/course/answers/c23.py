@@ -1,4 +1,7 @@
-"""Chapter 23: broken kernels. Each judge runs the kernel in the emulator under several schedules."""
+"""Chapter 23: broken kernels.
+
+Each judge runs the kernel in the emulator under several schedules.
+"""
 
 from __future__ import annotations
 

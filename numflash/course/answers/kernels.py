@@ -1,4 +1,7 @@
-"""What the judges of CUDA exercises share: run a kernel in the emulator, compare, say what is wrong."""
+"""What the judges of CUDA exercises share.
+
+Run a kernel in the emulator, compare, say what is wrong.
+"""
 
 from __future__ import annotations
 

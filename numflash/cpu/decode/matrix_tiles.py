@@ -1,9 +1,9 @@
 """Decode's INT8 products on the matrix tiles of AMX.
 
-The layout of the cache is that of `tiles` for AVX-512 VNNI, and already what AMX wants as its right
-operand: 16 steps of a panel, 256 bytes apart, are 64 channels of 16 keys. Its left operand holds
-both planes of up to 8 query rows, so they meet in one product: row 2r is the high plane of row r,
-row 2r + 1 the low one. The sums are exact integers, hence the bits are those of the vectors.
+The layout of the cache is that of `tiles` for AVX-512 VNNI, which is that of AMX's right operand,
+too: 16 steps of a panel, 256 bytes apart, are 64 channels of 16 keys. Its left operand holds both
+planes of up to 8 query rows, so one product multiplies both: row 2r is the high plane of row r, row
+2r + 1 the low one. The sums are exact integers, hence the bits are those of the vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PANEL = 64  # keys side by side, and columns of V
 STEP = 4 * PANEL  # bytes between two steps of a whole panel
 SUMS_ROW = 16  # the row of `work` from which the tiles of sums are stored: 16 rows of 128 int32
 SCRATCH_ROWS = SUMS_ROW + ROWS
-AHEAD = 2048  # bytes ahead that are asked for; a second request, 8 KB ahead, gained nothing
+AHEAD = 2048  # prefetch distance in bytes; a second prefetch, 8 KB ahead, gained nothing
 ALL_SUMS = (*SUMS[0], *SUMS[1])
 
 
@@ -40,7 +40,7 @@ def _clear(b) -> None:
 
 
 def _ahead(b, address, lines: int) -> None:
-    """Ask for the lines that follow this address, some distance ahead."""
+    """Prefetch the lines `AHEAD` bytes behind this address."""
     for n in range(lines):
         prefetch(b, b.gep(address, [I64(64 * n + AHEAD)]), 3)
 

@@ -235,7 +235,10 @@ def weigh_rows(tile: Tile, rows: int):
         return b.trunc(b.lshr(b.mul(b.zext(u, wide), b.zext(v, wide)), constant(wide, 16)), i16s)
 
     def row_sum(b, xs, count):
-        """uint16 vectors of a row summed in half as many int32 lanes; `count` of them fit 16 bits."""
+        """uint16 vectors of a row summed in half as many int32 lanes.
+
+        `count` of them fit 16 bits.
+        """
         total = constant(i32s, 0)
         for n in range(0, len(xs), count):
             x = functools.reduce(b.add, xs[n : n + count])

@@ -8,8 +8,8 @@ Contract (A rows of operands, B packed or in place, `steps` steps of `group` pro
 * `row_max`, `row_exp`, `row_softcap`, ...: one row of scores, whole vectors at a time.
 
 Everything but the bfloat16 dot product and SVE's exp2 is plain LLVM IR on vectors, so the same
-source serves AVX-512, AVX2, NEON and SVE. NaN is kept on purpose: comparisons are written so that a NaN score stays
-NaN and reaches the row sum.
+source serves AVX-512, AVX2, NEON and SVE. NaN is kept on purpose: comparisons are written so that a
+NaN score stays NaN and reaches the row sum.
 """
 
 from __future__ import annotations

@@ -197,7 +197,9 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
 
 @functools.cache
 def down_channels(kind: str, peaks: bool):
-    """Intrinsic f(x, stride, count, d, out): out[c] = x[0, c] + x[1, c] + ... in this order, float32.
+    """Intrinsic f(x, stride, count, d, out): out[c] = x[0, c] + x[1, c] + ...
+
+    In this order, float32.
 
     Or, for `peaks`, the largest magnitude, as bits.
     """

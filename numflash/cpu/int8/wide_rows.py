@@ -25,7 +25,10 @@ HIDDEN = float("-inf")
 
 
 def values_of(isa) -> str:
-    """The float vectors for P.V in float32 beside an INT8 instruction set: SVE's own, or as long."""
+    """The float vectors for P.V in float32 beside an INT8 instruction set.
+
+    SVE's own, or as long.
+    """
     return "sve" if isa.scalable else FLOATS[isa.lanes]
 
 

@@ -36,7 +36,10 @@ BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
 
 
 def _configuration(rows: int) -> ir.Constant:
-    """Palette 1, tiles of 64 bytes wide: `rows` rows of sums and left operands, 16 of right ones."""
+    """Palette 1, tiles of 64 bytes wide.
+
+    `rows` rows of sums and left operands, 16 of right ones.
+    """
     text = bytearray(64)
     text[0] = 1
     for tile in range(8):

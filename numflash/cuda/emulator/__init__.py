@@ -42,7 +42,7 @@ def emulate(
     ----------
     kernel : Compiled, Source, PTX text, or a Python function
         A plain function is compiled for `arch` with a signature taken from the arguments.
-    grid, block : 1 to 3 numbers; `block` may be None for a `Compiled` or `Source`, which know it
+    grid, block : 1 to 3 numbers; `block` may be None for a `Compiled` or `Source`, which contain it
     args : NumPy arrays (changed in place by the kernel), numbers, lists of `TensorMap`, or tuples
         of these
         Where the kernel takes an address (uint64), an array or a list of tensor maps stands for its

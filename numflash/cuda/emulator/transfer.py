@@ -22,7 +22,7 @@ def _space(i: Instruction) -> str:
 
 
 class Access:
-    """The addresses of a load or store, checked, and what lies behind them."""
+    """The addresses of a load or store, checked, and the memory at them."""
 
     def __init__(self, m: Machine, i: Instruction, operand: str, width: int) -> None:
         self.m, self.size, self.space = m, width, _space(i)

@@ -308,8 +308,8 @@ def flash_backward(
                 scores(s, af, a_at, a_chunk, c_at + u32(other * d_bytes), c_chunk)
                 if want_a:
                     products(g, bf, b_at, b_chunk, e_at + u32(other * dv_bytes), e_chunk)
-                # a warp whose rows attend to nothing here continues; and what a mask needs is not computed
-                # before the branch, where all registers hold what the products read
+                # a warp whose rows attend to nothing here continues; and what a mask needs is not
+                # computed before the branch, where all registers hold what the products read
                 attends = True
                 if has_mask:
                     lead = i32(mask_row - (lane >> 2))  # the warp's first row

@@ -25,9 +25,9 @@ SIGNATURE = types.void(types.UniTuple(u64, 4), types.UniTuple(i64, 6), types.Uni
 def backward_rows(dv: int, dtype: str = "float16") -> Source:
     """The kernel for rows of up to `dv` numbers, a multiple of 8.
 
-    A row that attends to nothing has LSE -inf and gets +inf here, as rows beyond the last: their weights
-    2**(s - LSE) are 0. A row whose output or gradient is not finite gets NaN: it spoils what it
-    sees, and nothing else.
+    A row that attends to nothing has LSE -inf and gets +inf here, as rows beyond the last: their
+    weights 2**(s - LSE) are 0. A row whose output or gradient is not finite gets NaN: it spoils
+    what it sees, and nothing else.
     """
     chunks = dv // 8
     turns = -(-chunks // LANES)

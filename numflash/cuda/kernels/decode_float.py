@@ -5,9 +5,9 @@ New tokens against one split of one KV head's keys, sm_75 on.
 Flash-Decoding (Dao et al. 2023), with the query heads of a group packed into the rows of the tile:
 the 14 blocks of the T4 architecture for 14 heads on 2 KV heads would read each key seven times
 (`Decode architecture`, "Split-K Parallelism"). How the four warps of a block share the work:
-`decode_pieces`. K and V have one buffer each; the next keys are under way while the weights meet
-the values, the next values while the next scores are made, so memory never idles for the whole
-tile.
+`decode_pieces`. K and V have one buffer each; the next keys are being copied while the weights are
+multiplied with the values, the next values while the next scores are made, so memory never idles
+for the whole tile.
 
 `unified`: FlashDecoding++'s constant in place of the running maximum (Hong et al. 2023, section 3).
 No maximum crosses between the warps and nothing is rescaled; a block whose rows leave the range in

@@ -3,11 +3,11 @@
 New tokens against one split of one KV head's keys, with the CPU cache's bits.
 
 `reference.integer_decode` is the definition: query and weights have 15 bits, in two planes of
-bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact
-integers, each value's scale is folded into its weight, and every float operation between them is
-rounded once. How the four warps of a block share the work:
-`decode_pieces`. The values are stored transposed (channel after channel), because the second product wants
-four consecutive keys in a register.
+bytes, so the tensor cores multiply twice; scores and sums of a key block of 128 are exact integers,
+each value's scale is folded into its weight, and every float operation between them is rounded
+once. How the four warps of a block share the work: `decode_pieces`. The values are stored
+transposed (channel after channel), because the second product needs four consecutive keys in a
+register.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low
 # K, V and scales, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits,
 # D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
 #        page, window, sinks, ring
-# factors: scale * log2(e) * 256
-# with options more pointers: shift (B, Hkv, rows), slopes (Hkv, rows) float32, mask (B, L, L) int32,
-# 0 for none; more factors: the cap and its reciprocal
+# factors: scale * log2(e) * 256 with options more pointers: shift (B, Hkv, rows), slopes (Hkv,
+# rows) float32, mask (B, L, L) int32, 0 for none; more factors: the cap and its reciprocal
 SIGNATURE = types.void(
     types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1)
 )

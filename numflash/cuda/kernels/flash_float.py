@@ -128,7 +128,7 @@ def flash_float(
     def finish_rows(m, l, alpha, factor, sinks_at, lse_at, query, head, first, queries, lane):
         """alpha = 1 / l of each row, and its LSE to memory.
 
-        A row that saw nothing is 0, its LSE -inf (or the sink).
+        A row without keys is 0, its LSE -inf (or the sink).
         """
         for r in range(2):
             total = quad_sum(l[r])

@@ -8,12 +8,13 @@ multiply signed values in a second integer product. The step between the two is 
 
 The accumulator of the first product is the A operand of the second if keys are taken in another
 order: lane quad q of 8-key tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of both, while the operand
-wants four consecutive keys per lane. So the values are stored transposed (channels x keys) with the keys
-of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
+needs four consecutive keys per lane. So the values are stored transposed (channels x keys) with the
+keys of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
 
 With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each
 operand split into a high and a low part, of which the low times low is left out (2**-20 of the
-whole at most). There the values are stored as given, and the quad's two keys are the two halves of k.
+whole at most). There the values are stored as given, and the quad's two keys are the two halves of
+k.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def descriptor(constant, address):
 def ahead(d, pieces):
     """The descriptor of the data `pieces` times 16 bytes further.
 
-    Only the lower word changes, which the compiler cannot tell from a sum of 64 bits: for each tile of Q two registers were
-    kept from tile to tile.
+    Only the lower word changes, which the compiler cannot distinguish from a sum of 64 bits: for
+    each tile of Q two registers were kept from tile to tile.
     """
     return ptx.words(u32(u32(d) + u32(pieces)), u32(d >> u64(32)))
 

@@ -30,8 +30,8 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
     a warp writes down its 16 rows, from `row` on.
 
     `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries,
-    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row attends to the keys
-    low <= j < high; one that does not exist attends to none.
+    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row attends to the
+    keys low <= j < high; one that does not exist attends to none.
     """
 
     @device_function

@@ -28,8 +28,8 @@ CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:
-    """(shift, mask): chunk c of row r is stored at c ^ ((r >> shift) & mask), so that 8 rows of a column
-    meet 8 bank groups.
+    """(shift, mask): chunk c of row r is stored at c ^ ((r >> shift) & mask), so that 8 rows of a
+    column use 8 bank groups.
 
     A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes
     covers half of them, so two rows share an XOR with (r / 2) % 4.
@@ -221,8 +221,8 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 
     The keys that the `block_q` packed rows from `first` on attend to.
 
-    Returns the first tile of keys that any of them attends to and the end of these tiles, then the first
-    key that all of them attend to and the end of those.
+    Returns the first tile of keys that any of them attends to and the end of these tiles, then the
+    first key that all of them attend to and the end of those.
     """
 
     @device_function
@@ -251,8 +251,8 @@ def make_tile_range(block_q: int, block_k: int, group: int, band: bool) -> Any:
 def make_row_block(band: bool) -> Any:
     """row_block(): the number of this block's query rows along the grid.
 
-    With a band the last rows, which attend to most keys when causal, start first: the short ones fill the
-    end of the launch.
+    With a band the last rows, which attend to most keys when causal, start first: the short ones
+    fill the end of the launch.
     """
 
     @device_function
@@ -350,8 +350,8 @@ def tanh_accurate(x):
 def add_bias(x, bias):
     """A score in units of log2 plus a bias in natural ones: -inf masks it, NaN stays.
 
-    Rounded towards zero an overflow is the largest finite number: a row of such keys alone sees
-    them all alike, as it must.
+    Rounded towards zero an overflow is the largest finite number: a row of such keys alone
+    gives all of them equal weight.
     """
     return NEG_INF if bias == NEG_INF else ptx.fma_toward_zero(bias, LOG2E, x)
 

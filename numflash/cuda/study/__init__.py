@@ -275,7 +275,7 @@ def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[flo
 
     (plain, with keys and values kept in L2)}.
 
-    Rungs 8 and 9 run on Hopper only. The second figure asks for the L2 window that the L4 analysis
+    Rungs 8 and 9 run on Hopper only. The second figure requests the L2 window that the L4 analysis
     (docs/sources.md) names (`Device.prepared`). Raises UnsupportedError where there is no card.
     """
     from ..device import current_device, median_seconds

@@ -22,7 +22,7 @@ BLOCK, THREADS = 64, 128  # keys and queries per tile; four warps
 
 
 def layout_of(d: int, layout: str) -> tuple[int, int]:
-    """(bytes per row, XOR mask): "naive" rows as they lie, "padded" by 16 bytes, "swizzled".
+    """(bytes per row, XOR mask): "naive" rows as stored, "padded" by 16 bytes, "swizzled".
 
     Chunk c of row r at c ^ (r % 8).
     """

@@ -20,7 +20,7 @@ LOWEST = f32(-1e30)
 def one_thread_per_row(d: int = 64) -> Source:
     """Rung 1, the smallest kernel that is right.
 
-    Each thread walks all keys for its own row, straight from global memory.
+    Each thread loops over all keys for its own row, straight from global memory.
     """
 
     def kernel(q, k, v, o, keys, scale):

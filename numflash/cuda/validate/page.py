@@ -1,4 +1,7 @@
-"""A page made from a validation's JSON: `python -m numflash.cuda.validate.page FOUND.json PAGE.html`."""
+"""A page made from a validation's JSON.
+
+`python -m numflash.cuda.validate.page FOUND.json PAGE.html`.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def tutorial(path: str) -> Callable:
 
 
 def pytorch() -> Any:
-    """The module, where it sees a card."""
+    """The module, where it finds a card."""
     try:
         import torch
         import torch.nn.attention
@@ -184,5 +184,5 @@ def rows(lengths: Iterable[int], gradients: bool, triton: str | None) -> Iterato
         for name, found in times((b, h, length, d), causal, gradients, kernel):
             full = f"{name}, backward" if gradients else name
             yield timed(full, shape, causal, found, gradients)
-            if name == "torch":  # it is not installed, or sees no card
+            if name == "torch":  # it is not installed, or finds no card
                 return
