@@ -52,6 +52,7 @@ def test_longer_vectors_halve_the_instructions(capsys):
 
 
 @needs_mca
+@pytest.mark.slow
 def test_the_model_of_the_a64fx(capsys):
     """What the tile was built for.
 

@@ -183,6 +183,7 @@ def test_state_and_back(dtype):
         assert_like(other, [part(key, value, 0, 0), part(key, value, 1, 70)])
 
 
+@pytest.mark.slow
 def test_state_crosses_devices():
     cache, key, value = holding("cpu", "int8", None)
     for page_size in (None, 16):

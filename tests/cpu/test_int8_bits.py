@@ -62,6 +62,7 @@ def test_any_number_of_threads_and_every_run_gives_the_same_bits(isa, model):
 
 
 @pytest.mark.skipif("avx2" not in target.available(), reason="the CPU has no AVX2")
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["haswell"])
 def test_another_target_gives_the_same_bits(cpu, model):
     """Code for a CPU without AVX-512: chosen by NUMBA_CPU_NAME, in its own process."""

@@ -220,6 +220,7 @@ def test_odd_shapes(shape, options):
     check(shape, **options)
 
 
+@slow
 def test_bfloat16():
     check({"l": 70, "s": 70}, "bfloat16", is_causal=True)
 

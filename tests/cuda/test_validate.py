@@ -164,6 +164,7 @@ def on_the_stub(driver, monkeypatch, tmp_path, capability, *arguments, plant="")
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_planted_faults_on_the_stub_driver(driver, monkeypatch, tmp_path):  # noqa: F811
     """Kernels that never end, and an illegal access that the driver reports at the next wait."""
     monkeypatch.setattr(validate, "LIMIT", 12.0)
