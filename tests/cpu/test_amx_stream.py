@@ -89,11 +89,13 @@ def test_octaves_that_grow_and_fall():
     check((q, k, v))
 
 
-def test_a_key_that_is_not_finite():
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "alignment": "lower_right"}])
+def test_a_key_that_is_not_finite(options):
+    """Rows that attend to it, in whole blocks and at the diagonal, are NaN; the others are not."""
     q, k, v = qkv(h=2, l=70, s=900, d=64)
-    k[0, 0, 300, 5] = np.nan
-    v[0, 1, 500, 5] = np.inf
-    check((q, k, v), is_causal=True)
+    k[0, 0, 860, 5] = np.nan
+    v[0, 1, 300, 5] = np.inf
+    check((q, k, v), **options)
 
 
 def test_wider_heads_have_no_stream():

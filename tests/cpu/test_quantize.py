@@ -139,11 +139,15 @@ def test_attention_of_floats_is_attention_of_its_operands(d):
     assert quantize_rows.LANES == 16
 
 
-def test_a_scale_without_bound_goes_the_general_way(monkeypatch):
-    arrays = [
-        x * np.float32(2.0**80)
-        for x in (draw((1, 1, 5, 16)), draw((1, 1, 5, 16), 1), draw((1, 1, 5, 16), 2))
-    ]
-    p = problem(*arrays, Options(precision="int8", scale=1e29))
+@pytest.mark.parametrize(
+    ("scale", "powers"),
+    [
+        (1e29, (80, 80, 80)),
+        (1e24, (20, -98, 0)),  # only the query's scale times the scores' unit is too large
+    ],
+)
+def test_a_scale_without_bound_goes_the_general_way(scale, powers, monkeypatch):
+    arrays = [draw((1, 1, 5, 16), n) * np.float32(2.0**power) for n, power in enumerate(powers)]
+    p = problem(*arrays, Options(precision="int8", scale=scale))
     out, _ = general_only(monkeypatch, p)
     np.testing.assert_array_equal(out, reference.integer_model(quantize_problem(p))[0])
