@@ -253,3 +253,30 @@ def test_huge_scales_of_a_planned_call():
             got = numflash.attention_int8(huge, *operands[1:])
         want = numflash.attention_int8(huge, *operands[1:], impl="reference")
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("query", "keys", "largest"),
+    [
+        (1e31, 1e-30, 1),  # a scale that is cut before products are scaled
+        (1e3, 1e-6, 1e4),  # one key whose scores leave int32, beside others near 0
+    ],
+)
+def test_quantised_operands_with_extreme_scales(query, keys, largest):
+    q, k, v = (
+        np.random.default_rng(n).standard_normal((1, 2, 150, 32), np.float32) for n in range(3)
+    )
+    k *= keys
+    if largest > 1:
+        q = np.abs(q)
+        k[:, :, 7] = largest
+    operands = (
+        numflash.quantize(q * np.float32(query)),
+        numflash.quantize(k),
+        numflash.quantize(v, "channel"),
+    )
+    for _ in range(2):  # the second call finds a plan
+        got = numflash.attention_int8(*operands, return_lse=True)
+        want = numflash.attention_int8(*operands, return_lse=True, impl="reference")
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(got[1], want[1])

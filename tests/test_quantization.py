@@ -128,3 +128,17 @@ def test_quantize_problem_is_quantize_qkv():
 def test_nbytes():
     t = numflash.quantize(draw((2, 5, 8)), "row", smooth=True)
     assert t.nbytes == 2 * 5 * 8 + 2 * 5 * 4 + 2 * 8 * 4
+
+
+def test_blocks_of_any_number_of_rows():
+    scale = np.array([[0.5], [2.0]], np.float32)
+    t = numflash.QuantizedTensor(np.ones((100, 8), np.int8), scale, "block", block=64)
+    np.testing.assert_array_equal(t.row_scale(), np.repeat(np.float32([0.5, 2]), [64, 36]))
+
+
+@pytest.mark.parametrize("granularity", ["row", "block", "channel", "tensor"])
+def test_peaks_below_the_smallest_scale_count_as_zero(granularity):
+    """Their scale would be subnormal, and its reciprocal infinite."""
+    x = np.full((3, 16), 2.0**-101, np.float32)
+    found = numflash.quantize(x, granularity)
+    assert not found.data.any() and (found.scale == 1).all()

@@ -238,3 +238,11 @@ def test_equal_calls_give_equal_bits_and_follow_their_tensors():
         torch.testing.assert_close(a.grad, b)
     turned = q.transpose(2, 3).contiguous().transpose(2, 3)  # not contiguous: not by the plan
     assert torch.equal(sdpa.attention(turned, k, v, is_causal=True), first[0])
+
+
+@pytest.mark.parametrize(("length", "keys"), [(0, 5), (5, 0)])
+def test_a_mask_without_elements(length, keys):
+    """There is nothing to read key lengths from; a row without keys is 0."""
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (length, keys, keys))
+    out = sdpa.attention(q, k, v, attn_mask=torch.ones(2, 2, length, keys, dtype=torch.bool))
+    assert out.shape == q.shape and not out.any()
