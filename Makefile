@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST ?= -q
 # what compiles and what emulates uses one core: two processes, each takes whole files (WORKERS= for one)
-WORKERS ?= -n 2 --dist loadfile
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 # where the CUDA compiler has wheels, the CUDA kernels are tested too: in the emulator, without a GPU, driver or toolkit
@@ -12,7 +12,7 @@ endif
 # the PyTorch that is compared with; pip's own on Linux brings gigabytes of CUDA, an index of CPU builds (PIP_INDEX_URL) does not
 TORCH ?= torch==2.13.0
 
-.PHONY: demo fuzz mutants test test-slow test-mpi test-torch test-aarch64 test-oldest table notebooks notebooks-made lint docs figures bench clean
+.PHONY: demo fuzz mutants test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint docs figures bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -43,9 +43,6 @@ SECONDS ?= 600
 SEED ?= 1
 fuzz: .venv/ready  ## random calls held against an oracle of their own: SECONDS=600 SEED=1 (FUZZ="--kinds cache ..." for more)
 	PYTHONPATH=. $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ)
-
-table: .venv/ready  ## every option with every other on every kernel of this CPU, all 12,960 rows: half an hour
-	NUMFLASH_TABLE=all $(BIN)/python -m pytest $(PYTEST) $(WORKERS) -m slow tests/cpu/test_combinations.py
 
 mutants: .venv/mpi .venv/torch  ## planted faults, each to be noticed by its tests: an hour; WORDS="cache 17" for some
 	PYTHONPATH=.:tests $(BIN)/python -m tests.mutants $(WORDS)

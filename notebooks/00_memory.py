@@ -12,14 +12,14 @@
 # >
 # > **Where you are:** CPU path, stop 1 of 7: **00** → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 20 minutes to read, 10 for the exercises. **Before it:** NumPy.
+# > **Time:** 30 minutes to read, 10 for the exercises. **Before it:** NumPy.
 # >
 # > **Terms:** [head](../docs/glossary.md#head), [score](../docs/glossary.md#score), [softmax](../docs/glossary.md#softmax), [cache line](../docs/glossary.md#cache-line), [tile](../docs/glossary.md#tile), [rung](../docs/glossary.md#rung).
 # >
 # > **Papers:** [Attention is all you need](https://arxiv.org/abs/1706.03762), [FlashAttention](https://arxiv.org/abs/2205.14135).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -48,8 +48,10 @@ from numflash.cpu.study import ladder, ladder_float
 #
 # A model does this many times side by side with different vectors. One such attention is a **head**; a layer has 8 to 128 of them.
 # In this course one head is enough nearly always.
+#
+# Pictures that move play by themselves. In Jupyter they have sliders as well: step through them, and change their sizes.
 
-# %%
+# %% tags=["drawing"]
 drawings.shapes()
 
 # %%
@@ -65,6 +67,8 @@ exact = numflash.attention(query, key, value, impl="reference")
 assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 
 # %% [markdown]
+# (`numflash.attention(..., impl="reference")` is the package's own definition, in float64. The course compares every kernel with it.)
+#
 # Why is the maximum of each row subtracted? exp(100) does not fit in float32. Subtracting the same number from all scores of a row
 # multiplies all its weights by the same factor, and the division by their sum cancels it. So the result is the same, and no weight is
 # larger than 1.
@@ -72,8 +76,10 @@ assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 # How much work is it? Q K^T needs L x S dot products of D multiplications and D additions; P V as many. Together 4 L S D operations. The
 # inputs and the output are only 4 L D numbers. Between them is the matrix of L x S scores.
 #
-# **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096? (`...` stands for "open":
-# replace it. `hint("00.1")` gives a hint, `solution("00.1")` a solution; import them from `numflash.course`.)
+# **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096?
+#
+# (`...` stands for "open": replace it and run the cell. `check` says whether the answer is right, and gives a first hint if it is not.
+# `hint("00.1")` in a cell of your own gives the next one, `solution("00.1")` prints one way to do it.)
 
 # %% tags=["exercise"]
 mebibytes = ...
@@ -89,6 +95,10 @@ check("00.1", mebibytes)
 #
 # Let us count that. `ladder_float.naive` is the definition as a compiled kernel, one loop for each line above. It is the first **rung**
 # of a ladder: the course climbs from it to a fast kernel, one change per rung.
+#
+# `@kernel` is Numba's compiler with this package's options: it turns a Python function of loops into machine code, where a loop over
+# single numbers is fast. (`.py_func` is the Python function itself, which we print.) Four names occur in all float kernels: `F` is
+# float32, `dot(a, b)` is the dot product of two rows, `add_scaled(o, w, v)` is o += w * v, and `multiply(x, f)` is x *= f.
 
 # %%
 print(inspect.getsource(ladder_float.naive.py_func))
@@ -99,6 +109,9 @@ print(inspect.getsource(ladder_float.naive.py_func))
 #
 # `trace` runs this very source in the interpreter, on arrays that count every access, with a model of a cache. Our arrays are small, so
 # the model's cache is small too: 4 KiB, while K alone has 6 KiB. Real sizes have the same ratio, a thousand times larger.
+#
+# In the table below, loads and stores count numbers that the kernel reads and writes, near or far. "lines" is how many cache lines an
+# array has. "from memory" is 64 bytes for every line that was not in the cache when it was needed, "to memory" the lines written back.
 
 # %%
 length, d = query.shape
@@ -115,9 +128,9 @@ assert np.abs(out - exact).max() < 1e-6
 # ## The tiled loop
 #
 # Now the third rung, `tiled`. It computes the same thing in another order: 16 query rows together, against 16 keys at a time. Such a
-# piece of work is a **tile**. (The second rung, `online`, is chapter 01.)
+# piece of work is a **tile**. (The second rung, `online`, is chapter 01.) The picture compares the two orders on 8 queries and 8 keys.
 
-# %%
+# %% tags=["drawing"]
 drawings.sweep()
 
 # %%
@@ -125,7 +138,8 @@ print(inspect.getsource(ladder_float.make_tiled))
 print(inspect.getsource(ladder_float.softmax_row))
 
 # %% [markdown]
-# Line by line:
+# `make_tiled(block_q, block_k)` returns the kernel for one tile size. (`@functools.cache` keeps it for the next call; `@inline` makes the
+# compiler copy a small function into its caller.) Line by line:
 #
 # * `for row in range(0, L, block_q)`: take the next `block_q` query rows. `q_tile` and `o_tile` are views of these rows.
 # * `m[i], l[i] = -inf, 0` and `o_tile = 0`: for each row, the largest score so far, the sum of its weights so far, and the weighted sum of
@@ -195,6 +209,9 @@ bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": 
 # the memory delivers per second, and its operations divided by what the processor computes per second. The larger one is the limit. The
 # naive kernel moves its score matrix about five times; a fused one does not move it at all. For one core of this machine with measured
 # figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number):
+#
+# (`roof()` measures the most that this machine can do, its *peaks*, with loops that do nothing else. 1 GFLOP/s is 10^9 operations on
+# floats per second, 1 TFLOP/s a thousand times that. The peak of INT8, operations on integers of 8 bits, is used from chapter 06 on.)
 
 # %%
 peak = roof()

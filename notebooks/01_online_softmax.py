@@ -19,7 +19,7 @@
 # > **Papers:** [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867), [FlashAttention](https://arxiv.org/abs/2205.14135).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -59,10 +59,11 @@ table(["score", "m", "shrink", "l"], rows)
 assert l == sum(2.0 ** (s - max(scores)) for s in scores)
 
 # %% [markdown]
-# The same, step by step. The dashed line is m. When it rises, all blue weights shrink together.
+# The same, step by step. The dashed line is m. When it rises, all blue weights shrink together. (With the sliders: at which order of the
+# scores does nothing ever shrink? And what changes if two or three scores come at a time?)
 
-# %%
-drawings.online_softmax(scores)
+# %% tags=["drawing"]
+drawings.online_softmax((1, 3, 2, 6, 5, 6))
 
 # %% [markdown]
 # ## With values, and a block at a time
@@ -140,9 +141,9 @@ check("01.3", tiled_attention)
 # That was FlashAttention. What a fast kernel adds is *how* each of the five steps is computed: registers instead of arrays (chapter 06),
 # and all steps of a tile in one loop over compiled code (chapter 07). The order stays the one that you wrote.
 #
-# **Exercise 4.** Why is o divided by l only once, at the end, and not in every block? How many divisions does a row of D channels take
-# with `n` key blocks, if it is divided at the end, and if it is divided (and multiplied back) in every block? Give the first two numbers
-# for D = 128 and 32 blocks, as a tuple of divisions: (at the end, in every block).
+# **Exercise 4.** o is divided by l once, after the last block. One could also divide it after every block, and multiply back before the
+# next one. How many divisions does a row of D = 128 channels with 32 key blocks take in each case? Give two numbers: (divided at the end,
+# divided after every block).
 
 # %% tags=["exercise"]
 answer = ..., ...                                          # (at the end, in every block)
@@ -180,8 +181,9 @@ _ = axes[1].legend(loc="upper left", fontsize=8)
 # %% [markdown]
 # ## How exact is it?
 #
-# Shrinking is a multiplication, so it rounds, once per block and number. Against float64, the one-pass kernel of the ladder and a
-# two-pass softmax in float32 have errors of the same size: the single pass costs nothing.
+# Shrinking is a multiplication, so it rounds, once per block and number. Against float64, the one-pass kernels of the ladder and a
+# two-pass softmax in float32 have errors of the same size: the single pass costs no accuracy. (`ladder.prepare(name, q, k, v)` returns
+# a rung of the ladder, compiled and ready to call.)
 
 # %%
 q, k, v = (x.astype(np.float32) for x in (query, key, value))

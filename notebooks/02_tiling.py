@@ -9,14 +9,14 @@
 # >
 # > **Where you are:** CPU path, stop 3 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → **02** → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
+# > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [00](00_memory.ipynb), [01](01_online_softmax.ipynb).
 # >
 # > **Terms:** [working set](../docs/glossary.md#working-set), [cache line](../docs/glossary.md#cache-line), [roofline](../docs/glossary.md#roofline), [tile](../docs/glossary.md#tile).
 # >
 # > **Papers:** [Roofline](https://doi.org/10.1145/1498765.1498785).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -44,7 +44,7 @@ parts = example.explain(128).splitlines()
 print("\n".join(line for line in parts if " B = " in line))
 
 # %% [markdown]
-# (The sum is yours.)
+# (These are the parts; their sum is the exercise. O and S are kept in 4 bytes a number, Q, K and V in one.)
 #
 # **Exercise 1.** Add up Q 6 KiB, K 8, V 8, O 24, S 12, and a state of 48 rows of 4 float32 numbers. How many KiB is it really?
 
@@ -56,7 +56,10 @@ check("02.1", kibibytes)
 # It fits the 64 KiB of that processor's first-level cache, with 8 % to spare. It is easy to forget the scores and the state: Q, K, V
 # and O alone are 46 KiB.
 #
-# What our own tile takes here:
+# The same for the tile of the kernel that ships, on this machine. It works on integers of 8 bits (chapter 03 says how a float becomes
+# one), so most numbers take one byte. It also has a few small arrays that the exercise did not have: scales, octaves, sums. Here only
+# the total counts, and which cache it fits. L1, L2 and L3 are the caches of the first, second and third level: each is larger and slower
+# than the one before.
 
 # %%
 isa = ladder.vector_isa()
@@ -100,8 +103,8 @@ table(["tile", "working set", *(f"cache {n} B" for n in sizes)],
 # A tile of one row and one key has the smallest working set and the most traffic; a larger tile moves less *as soon as it
 # fits*. The best tile is the largest that fits: fewest visits of K and V.
 #
-# **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set with `block_k` keys fits in a cache of
-# `cache` bytes.
+# **Exercise 2.** Write the largest `block_q`, a multiple of 6, whose working set (as `working_set` above counts it) with `block_k` keys
+# fits in a cache of `cache` bytes. (Why 6? The kernels compute 6 rows at a time in registers: chapter 06.)
 
 # %% tags=["exercise"]
 def largest_block_q(block_k, d, cache):
@@ -111,13 +114,14 @@ def largest_block_q(block_k, d, cache):
 check("02.2", largest_block_q)
 
 # %% [markdown]
-# Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache.
+# Move the slider: the working set of tiles with 64 keys of D = 64 against this machine's first-level cache. (In Jupyter, change D, the
+# number of keys and the cache too: which of them moves the largest tile most?)
 
-# %%
-drawings.tile_against_cache(64, 64, caches.l1, (6, 12, 24, 48, 96, 192))
+# %% tags=["drawing"]
+drawings.tile_against_cache(64, 64, drawings.first_level_kib(), (6, 12, 24, 48, 96, 192))
 
 # %% [markdown]
-# ## The clock's opinion
+# ## Measured
 #
 # The same kernel, compiled, at L = 2048, D = 64, with tiles from a fraction of the first-level cache to well beyond it:
 
@@ -157,6 +161,9 @@ ridge = ...
 check("02.3", ridge, peak)
 
 # %% [markdown]
+# Now the rungs of the ladder under this roof. `packed` is `tiled` with K stored in another order, so that one vector instruction works
+# on 16 keys (chapter 06). `fused` is the integer kernel that chapters 06 and 07 build; it is drawn here to show how far there is to go.
+#
 # Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per
 # row, `tiled` and `packed` once per 48 rows, if they do not fit a cache at all; the integer kernel the same with a byte per
 # number. (In truth K and V of this size live in the second-level cache. The intensities are what they would be if nothing but
@@ -181,10 +188,11 @@ for name, flat, dash in (("INT8", peak.int8, "-."), ("float32", peak.float32, "-
     ax.plot(x, np.minimum(flat, x * peak.read) / 1e9, color="black", linestyle=dash, marker="")
     ax.text(x[-1], flat / 1e9 * 1.06, f"measured {name} peak, {flat / 1e9:.0f} GOP/s", ha="right", fontsize=9)
 ax.text(1.2, 0.75 * peak.read / 1e9, f"measured memory read, {peak.read / 1e9:.0f} GB/s", rotation=31, fontsize=9)
-for (name, (seconds, _)), marker, offset in zip(climbed.items(), "os^DP", (-12, 8, -12, 3, 3), strict=False):
+places = {"naive": (-38, -3), "tiled": (8, -14), "packed": (8, 6), "fused": (8, -14)}        # of the labels, in points
+for (name, (seconds, _)), marker in zip(climbed.items(), "os^DP", strict=False):
     rate = work / seconds / 1e9
     ax.plot(intensity[name], rate, linestyle="", marker=marker, markersize=9, color="#D55E00" if name == "fused" else "#0072B2")
-    ax.annotate(name, (intensity[name], rate), textcoords="offset points", xytext=(8, offset), fontsize=9)
+    ax.annotate(name, (intensity[name], rate), textcoords="offset points", xytext=places.get(name, (8, 8)), fontsize=9)
 _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory", ylabel="GOP/s, one core",
            ylim=(1, 2.2 * peak.int8 / 1e9), title=f"the ladder under this machine's roof, L={n} D={d}")
 

@@ -17,9 +17,11 @@
 # > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [03](03_int8.ipynb).
 # >
 # > **Terms:** [fixed point](../docs/glossary.md#fixed-point), [octave](../docs/glossary.md#octave), [saturation](../docs/glossary.md#saturation).
+# >
+# > **Papers:** [Q format](https://en.wikipedia.org/wiki/Q_(number_format)), [I-BERT](https://arxiv.org/abs/2101.01321).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -39,7 +41,7 @@ from numflash.reference import integer_model, integer_steps
 from numflash.validation import describe
 
 # %% [markdown]
-# ## A number with the point painted on
+# ## Fixed point: an integer that counts fractions
 #
 # Q8.8 is an int16 that counts in 1/256: 8 bits before the point, 8 behind it. Q16.16 counts in 1/65536. Addition is integer
 # addition. A product has the fraction bits of both, so it is shifted back.
@@ -61,7 +63,7 @@ def to_q8(x):
 check("04.1", to_q8)
 
 # %% [markdown]
-# The case 181 is not invented. With D = 128 and int8 entries for data of spread 1 and largest magnitude 4, a score q.k / sqrt(128)
+# The check tries 181, a number beyond the end. Scores of this size occur. With D = 128 and int8 entries for data of spread 1 and largest magnitude 4, a score q.k / sqrt(128)
 # can reach
 
 # %%
@@ -109,7 +111,7 @@ assert 0.153 < np.abs(errors["line177"]).max() < 0.155 and after / before > 1.17
 
 # %% [markdown]
 # Up to 15.4 % too small, and a jump at every whole number: a key whose score grows by one step of 1/256 gains 18 % of weight.
-# And that is the formula read with care. Two ways of coding it carelessly:
+# That is the formula computed correctly. Two mistakes in coding it make it much worse:
 
 # %%
 x = np.linspace(-1, 0, 1001)[1:-1]                         # between two whole numbers
@@ -241,13 +243,14 @@ assert abs(8357 / 65536 * 256 / exact_scale - 1) < 3e-6
 #
 # `reference.integer_steps` is the definition of this package's `precision="int8"`, as a generator: one key block a step, everything
 # that the kernels hold. It is chapter 01 with two differences. Scores are Q8.8 numbers in octaves: 256 is one octave. And m is a *whole*
-# octave, the maximum rounded up, so that every shrink is an exact power of two: no rounding enters through it.
+# octave, the maximum rounded up, so that every shrink is an exact power of two: no rounding enters through it. (The kernels take the first
+# four keys of a sequence out of their block, with more bits: chapter 03 says why. Here they are keys like others.)
 
 # %%
 query8, key8, value8 = (rng.standard_normal((1, 1, 512, 64)).astype(np.float32) for _ in range(3))
 key8[0, 0, 300:310] += 0.5 * query8[0, 0, 7]               # ten keys that row 7 will find interesting
 problem = quantize_problem(describe(query8, key8, value8, Options(), "int8"))
-steps = list(integer_steps(problem, 0, 0))
+steps = list(integer_steps(problem, 0, 0, first_keys=False))
 row = 7
 table(["keys", "largest score, octaves", "block's octave", "m", "weights: largest, sum", "l"],
       [[f"{s.first}..{s.stop - 1}", float(s.t[row].max() / 256), int(s.octave[row]), int(s.m[row]),

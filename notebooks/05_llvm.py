@@ -10,12 +10,14 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 25 minutes to read, 10 for the exercises. **Before it:** [02](02_tiling.ipynb).
+# > **Time:** 40 minutes to read, 10 for the exercises. **Before it:** [02](02_tiling.ipynb).
 # >
 # > **Terms:** [vector](../docs/glossary.md#vector), [fma](../docs/glossary.md#fma), [dot instruction](../docs/glossary.md#dot-instruction), [register tile](../docs/glossary.md#register-tile).
+# >
+# > **Papers:** [LLVM: auto-vectorization](https://llvm.org/docs/Vectorizers.html).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -25,6 +27,7 @@ from itertools import zip_longest
 import numpy as np
 
 from numflash.course import bars, check, figure, roof, rounds, table
+from numflash.cpu.floats import float_tiles
 from numflash.cpu.int8 import microkernels
 from numflash.cpu.study import ladder
 from numflash.jit.compiler import kernel
@@ -123,8 +126,8 @@ found = {name: show(("int64" if name == "natural" else "int32") + BYTES, icelake
 # The natural loop multiplies in 64-bit lanes: four bytes to a 256-bit register that could hold 32. With the sum in int32,
 # LLVM finds `vpmaddwd`: it widens bytes to 16 bits, multiplies pairs and adds them in 32 bits; both ways of writing it lead
 # there. That is as far as it goes. The CPU also has `vpdpbusd` (AVX-512 VNNI), four byte products and their sum in one
-# instruction, without widening: but unsigned times signed, which is not what the loop says, and a compiler does not rewrite
-# the problem.
+# instruction, without widening. But it multiplies unsigned by signed bytes, and the loop says signed by signed. A compiler keeps the
+# meaning of the loop; only a person can change the data so that the instruction fits.
 
 # %%
 assert not any("vpdpbusd" in name for histogram in found.values() for name in histogram)
@@ -210,8 +213,8 @@ multiplies = sum(n for name, n in loop.items() if "pmadd" in name)
 print(f"{multiplies} multiplying instructions of {sum(loop.values())}")
 
 # %% [markdown]
-# A *register tile* loads 1 row of K and multiplies it with 6 rows of Q that are waiting in registers, and nobody adds up
-# lanes. LLVM does not build it out of loops: accumulators that live in an array stay in memory, loaded and stored each time.
+# A *register tile* (chapter 06) loads a vector of K and multiplies it with 6 rows of Q, and the lanes of its sums are never added up.
+# LLVM does not build it out of loops: accumulators that live in an array stay in memory, loaded and stored each time.
 # Here is that very loop: four sums in an array, against the same four in named variables.
 
 # %%
@@ -246,7 +249,7 @@ for f in (in_array, in_variables):
 
 # %% [markdown]
 # The array version is scalar code; the variables become vectors. So the package writes its register tile in LLVM's own
-# language, once for all instruction sets (`cpu/microkernels.py`), and leaves the loops around it to Numba. This is what comes
+# language, once for all instruction sets (`numflash/cpu/int8/microkernels.py`), and leaves the loops around it to Numba. This is what comes
 # out, `vpdpbusd` and all, for an Intel server, and the `sdot` of an A64FX from the same source:
 
 # %%
@@ -262,6 +265,31 @@ def register_tile(isa):
 TILE = "void(uint8[::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:, ::1])"
 shipped = dict(zip(("sapphirerapids", "a64fx"), show(TILE, 16, sapphirerapids=register_tile("avx512_vnni"),
                                                      a64fx=register_tile("sve")), strict=True))
+
+# %% [markdown]
+# The same is done for floats. This is the float32 tile of attention for the A64FX, in scalable vectors: 6 rows of Q and 4 vectors of K, two
+# channels a turn. `ld1rw` loads one number into all lanes, `ld1w` a vector, `fmla` and `fmad` multiply and add.
+
+# %%
+def float_tile(isa):
+    score = float_tiles.score_tile(isa, float_tiles.FLOAT_ISAS[isa].nv)
+
+    @kernel
+    def tile(q, k, x):                                     # 6 rows of 128 channels against one panel of packed keys
+        score(q, 0, 128, k, 0, 128, x, 0, 128)
+    return tile
+
+
+(sve_floats,) = show("void(float32[::1], float32[::1], float32[::1])", 16, a64fx=float_tile("sve512"))
+sums = sum(n for name, n in sve_floats.items() if name.startswith(("fmla", "fmad")))
+loads = sum(n for name, n in sve_floats.items() if name.startswith("ld1"))
+print(f"A64FX: {sums} multiply-adds and {loads} loads a turn; its two pipes need {sums / 2:.0f} cycles for the one, {loads / 2:.0f} for the other")
+assert sums == 48 and loads == 20 and sum(scalable.values()) > 3 * sum(n for name, n in scalable.items() if name.startswith("fmla"))
+
+# %% [markdown]
+# The two pipes are busy with sums for 24 cycles a turn, and the loads need 10 of them: arithmetic is the limit, as it should be. The loop that
+# LLVM made of the plain dot product, far above, has 4 multiply-adds among 16 instructions and 8 loads for them: there the loads are the limit.
+# (No A64FX was at hand: these are counts of its machine code. `numflash estimate --cpu a64fx` models the cycles.)
 
 # %%
 share = {name: max(n for kind, n in h.items() if "dot" in kind or "vpdp" in kind) / sum(h.values()) for name, h in shipped.items()}

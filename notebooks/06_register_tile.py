@@ -9,14 +9,14 @@
 # >
 # > **Where you are:** CPU path, stop 4 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → **06** → [07](07_fused.ipynb) → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 25 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb).
+# > **Time:** 30 minutes to read, 20 for the exercises. **Before it:** [02](02_tiling.ipynb).
 # >
-# > **Terms:** [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [vector](../docs/glossary.md#vector), [latency](../docs/glossary.md#latency).
+# > **Terms:** [vector](../docs/glossary.md#vector), [lane](../docs/glossary.md#lane), [register tile](../docs/glossary.md#register-tile), [dot instruction](../docs/glossary.md#dot-instruction), [latency](../docs/glossary.md#latency).
 # >
 # > **Papers:** [Anatomy of high-performance matrix multiplication](https://doi.org/10.1145/1356052.1356053).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -38,19 +38,32 @@ peak = roof(isa=isa)
 print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", peak)
 
 # %% [markdown]
-# ## One product, four ways
+# ## What a core computes with
+#
+# So far we asked where numbers come *from*. Now they are near, and the question is what the core does with them. Five words are needed:
+#
+# * A core computes only on **registers**: 16 or 32 places inside the core, each a **vector** of, say, 512 bits. A vector holds 16
+#   numbers of 32 bits; each of the 16 places is a **lane**. One instruction works on all lanes.
+# * A **load** copies a vector from the cache into a register. A **broadcast** is a load of one number into all lanes.
+# * A **dot instruction** multiplies bytes: each lane takes 4 bytes of one operand and 4 of another, multiplies them in pairs, and adds
+#   the four products to its 32-bit sum. Each number is an integer of 8 bits (INT8; chapter 03 says how a float becomes one). Products of
+#   floats work alike with one product per lane.
+# * The **latency** of an instruction is how many cycles pass until its result can be used. An instruction with a latency of 4 cycles can
+#   still start every cycle, if it does not need the result of the one before.
+# * The **peak** is what the core reaches if it starts dot instructions every cycle, with nothing else to do.
+#
+# ## One product, three ways
 #
 # The problem: 480 rows of Q against 512 keys, 128 channels, bytes. Scores go into a block of 48 x 64, over and over, as in the
 # fused kernel; nothing here ever leaves the caches.
 #
-# First, what plain loops give. `one by one` is the dot product of chapter 05, `128 each` the same with a length that the compiler
-# knows: it unrolls the loop, and nothing is left to test. `4 x 4 block` keeps 16 sums in named variables: each row of Q and each
+# First, what plain loops give. `one by one` is a loop over the channels of one row and one key. `128 each` is the same with a length
+# that the compiler knows, so it need not test for the end. `4 x 4 block` keeps 16 sums in named variables: each row of Q and each
 # key that is loaded serves four products.
 #
-# The portable kernel takes the blocks on AArch64, where LLVM makes one SDOT of four products in all three. On x86 it takes the
-# products one by one: vpmaddwd multiplies *pairs* of 16-bit numbers, and LLVM forms it only where an operand serves one product
-# alone. In a block it multiplies 32-bit numbers instead, half as many at a time. Either way it stops there: for 128 channels a
-# product is four or eight such instructions, after which the lanes of its register have to be added up, in as many again.
+# All three are compiled to vector instructions (chapter 05 reads them), and all three reach a few per cent of the peak. Their lanes hold
+# 16 *channels* of one product, so at the end of every product the lanes of a register must be added up: for 128 channels that takes as
+# many instructions as the products themselves. And each product loads both of its operands.
 
 # %%
 F, I = np.float32, np.int32
@@ -104,10 +117,20 @@ table(["loop", "GOP/s", "share of the INT8 peak"], [[n, x, f"{1e11 * x / peak.in
 # ## What is missing
 #
 # A dot product needs two loads for a multiplication, and ends in adding up the lanes of a register. A *register tile* turns
-# the problem: a vector holds 16 different keys (K is packed so, chapter 02's `packed`), one group of channels of a query row
-# is broadcast against it, and the sums of `mr` rows times `nv` vectors never leave their registers until they are done.
+# the problem: a vector holds 16 different *keys* (K is stored in this order beforehand, it is *packed*), one group of 4 channels of a
+# query row is broadcast against it, and the sums of `mr` rows times `nv` vectors stay in their registers until they are done. No lanes
+# are ever added up: each lane is the score of its own key.
 #
-# Per step of 4 channels, a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions.
+# Per step of 4 channels, a tile loads `nv` vectors of K and `mr` broadcast words of Q, and does `mr * nv` dot instructions. Step through
+# one: each K vector, once loaded, serves all rows, and each word of Q serves all vectors.
+
+# %% tags=["drawing"]
+from numflash.course import drawings
+
+drawings.register_tile()
+
+# %% [markdown]
+# The strip at the bottom counts registers. In Jupyter, choose a larger tile: at 8 x 4 the strip passes the red line.
 #
 # **Exercise 1.** Loads per dot instruction of an mr x nv tile, and the registers that it needs: the sums, the nv vectors of
 # K, and one for the broadcast word.
@@ -138,15 +161,20 @@ table(["tile", "sums", "registers", "loads per dot", "GOP/s", "share of the INT8
        for ((mr, nv), speed_), n, x in zip(shapes.items(), need, loads, strict=True)])
 
 # %% [markdown]
-# Two things must be true at once. *Enough sums*: a dot instruction takes some cycles, the next one into the same register
-# waits for it, so latency times instructions per cycle sums must be under way. *Few loads*: the core loads two vectors a
-# cycle at best, so more than one load per dot cannot reach a peak of two dots a cycle. And one thing must not: more sums than
-# registers. Then the compiler spills them to the stack, and the tile is what it set out to avoid.
+# Three conditions explain this table:
 #
-# The A64FX starts 2 SDOT instructions a cycle, and its manual gives each a latency of 9 cycles. Some tables on the web say 4.
+# * *Enough sums.* A dot instruction needs the result of the one before that added to the same sum. So the core must have other sums to
+#   work on while it waits.
+# * *Few loads.* The core loads two vectors a cycle at best. With more than one load per dot, it cannot start two dots a cycle.
+# * *Not more sums than registers.* Otherwise the compiler keeps some of them in memory (it *spills* them to the stack), and loads and
+#   stores them in every step.
 #
-# **Exercise 2.** How many independent sums keep a machine busy whose dot instruction takes `latency` cycles and starts
-# `per_cycle` times a cycle? Does a tile of 6 x 4 have enough on the A64FX with the right latency?
+# The A64FX, the processor of the Fugaku computer, starts 2 dot instructions a cycle, and its manual gives each a latency of 9 cycles.
+#
+# **Exercise 2.** How many independent sums keep a machine busy whose dot instruction has a latency of `latency` cycles and can start
+# `per_cycle` times a cycle?
+#
+# **Exercise 3.** Does a tile of 6 x 4 have enough sums on the A64FX? (True or False)
 
 # %% tags=["exercise"]
 def sums_needed(latency, per_cycle):
@@ -169,7 +197,7 @@ check("06.3", enough)
 # * `m.broadcast(q, i, e)`: the number q[i, e] in all 16 lanes,
 # * `m.dot(total, x, y)`: total + x * y, lane by lane.
 #
-# **Exercise 3.** Write a tile of 2 query rows x 2 vectors (32 keys). Return the sums `[[s00, s01], [s10, s11]]`, where the first
+# **Exercise 4.** Write a tile of 2 query rows x 2 vectors (32 keys). Return the sums `[[s00, s01], [s10, s11]]`, where the first
 # index is the row and the second the vector. It must do 4 dots and no more than 4 loads (broadcasts count) for each channel.
 
 # %% tags=["exercise"]
@@ -183,7 +211,7 @@ check("06.4", tile)
 # %% [markdown]
 # ## Did 8 x 4 spill?
 #
-# Did 8 x 4 spill? Its 32 sums leave no register for an operand. The machine code knows:
+# Its 32 sums leave no register for an operand. So some of them must be kept on the stack, and the machine code shows it:
 
 # %%
 def one_tile(mr, nv):

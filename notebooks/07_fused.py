@@ -8,18 +8,18 @@
 # * read the whole climb, from naive attention to threads and causal masks, off one table.
 
 # %% [markdown] tags=["map"]
-# > **The idea:** Do all four steps for one tile before the next: scores live for a moment, in the cache.
+# > **The idea:** Do all four steps for one tile before the next, so that its scores never leave the cache.
 # >
 # > **Where you are:** CPU path, stop 5 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → **07** → [09](09_threads_causal_gqa.ipynb) → [24](24_capstone.ipynb)
 # >
-# > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [02](02_tiling.ipynb), [06](06_register_tile.ipynb).
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [02](02_tiling.ipynb), [06](06_register_tile.ipynb).
 # >
 # > **Terms:** [fusion](../docs/glossary.md#fusion), [rung](../docs/glossary.md#rung), [tile](../docs/glossary.md#tile), [octave](../docs/glossary.md#octave).
 # >
 # > **Papers:** [FlashAttention](https://arxiv.org/abs/2205.14135), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -54,9 +54,10 @@ print(peak)
 # 4. **values**: O += P V, again by a register tile.
 #
 # A program can run them in two orders. *Unfused*: all scores of the whole problem, then all softmax, then all merges and values. *Fused*: all
-# four for one block of keys, then the next block. Step through both. A block that holds scores or weights needs memory for them.
+# four for one block of keys, then the next block. Step through both. A block that holds scores or weights needs memory for them: unfused,
+# as many blocks as there are; fused, one.
 
-# %%
+# %% tags=["drawing"]
 drawings.fused_against_unfused()
 
 # %% [markdown]
@@ -75,7 +76,9 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 
 # %% [markdown]
 # Now fused. Only the order of the loops differs: the loop over key blocks `c` is outside, the four parts are inside. `x` and `p` hold the
-# scores and weights of one tile and one block, and every turn uses them again.
+# scores and weights of one tile and one block, and every turn uses them again. The other names, here and above: `octave` is the maximum of
+# each row in this block, rounded up to a power of two (chapter 04 says why), `total` the sum of its weights, `m` and `l` are chapter 01's,
+# `HIDDEN` is a score whose weight is 0 (a key behind the end or hidden by a mask), `UNSEEN` the m of a row that has seen no key.
 
 # %%
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
@@ -83,7 +86,7 @@ shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 # %% [markdown]
 # And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It has more lines because it takes masks, ALiBi, padding, and scores that leave
 # the range of int16 (`is_wide`), but the four parts are the same: `narrow_scores` (1), `octaves` and `weigh` (2), `grow_rows` and `add_sums` (3),
-# `add_values` (4).
+# `add_values` (4). Look for these six names and skip what is between them: those lines decide which keys a row attends to.
 
 # %%
 shown(flash_int8.make_attend, "block = block_at", "add_values(p, kv, tile")
@@ -104,7 +107,8 @@ def fused_order(m, blocks):
 check("07.1", fused_order)
 
 # %% [markdown]
-# **Exercise 2.** How many bytes do the scores take unfused, in int32 at L = 8192, and how many times smaller is a tile of 48 x 64?
+# **Exercise 2.** A score takes 2 bytes (int16). How many bytes do all scores take unfused at L = 8192, and how many times smaller are those of
+# one tile of 48 rows x 128 keys?
 
 # %% tags=["exercise"]
 answer = ..., ...                                          # (bytes, times smaller)

@@ -20,12 +20,14 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [04](04_fixed_point.ipynb), [06](06_register_tile.ipynb).
+# > **Time:** 40 minutes to read, 15 for the exercises. **Before it:** [04](04_fixed_point.ipynb), [06](06_register_tile.ipynb).
 # >
 # > **Terms:** [fixed point](../docs/glossary.md#fixed-point), [fma](../docs/glossary.md#fma).
+# >
+# > **Papers:** [A fast, compact approximation of the exponential function](https://doi.org/10.1162/089976699300016467).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -50,7 +52,8 @@ print(f"S {s.shape}, V {v.shape}, O {exact.shape}; a row of weights starts {np.r
 # ## The same tile, four times
 #
 # Every kernel holds 4 rows of O in registers and, for each key, adds p[i] * v[key] to row i. They differ in where p comes from.
-# This is the plain product, P given, as it runs; a value of `zeros()` or `load_v()` is a row of 64 numbers in vector registers:
+# This is the plain product, P given, as it runs. `no_sums()` is four rows of 64 zeros and `load_v()` a row of 64 numbers, all in vector
+# registers; `whole_registers()` is no instruction, it tells the compiler how long the registers of an Arm CPU with SVE are (chapter 05):
 
 # %%
 print(inspect.getsource(exp2_values.add_key))
@@ -190,11 +193,11 @@ for nc, document in zip((64, 128, 256), DOCUMENT["gemm", 4], strict=True):
           f"({share('gemm', 4, nc):.0f} %)")
 
 # %% [markdown]
-# A kernel that takes its keys in blocks of 128, as the rest of this package does, stays on the safe side.
+# A kernel that takes its keys in blocks of 128, as the rest of this package does, stays within the first level.
 #
-# ## Exercise 1: the fewest cycles per key
+# ## The fewest cycles per key
 #
-# A core has two FMA pipes of 512 bits (16 float32 each) and does M * D multiply-adds per key. How many cycles does a key take
+# **Exercise 1.** A core has two FMA pipes of 512 bits (16 float32 each) and does M * D multiply-adds per key. How many cycles does a key take
 # at least, for M rows of D columns?
 
 # %% tags=["exercise"]
@@ -225,11 +228,9 @@ assert min(c for c, _, _ in PRINTED.values()) < answer_of("08.1")(4, 64)
 # %% [markdown]
 # 1.9 cycles are fewer than the 8 that the pipes need. The same factor in every line says what the "cycles" were: ticks of a slower
 # clock, near the A64FX's 100 MHz timer against its 2 GHz. And the percentages were taken of 64 GFLOP/s, half of the peak that
-# the same document states. So its best fused kernel reached
+# the same document states.
 #
-# ## Exercise 2
-#
-# how many per cent of the peak of 128 GFLOP/s?
+# **Exercise 2.** How many per cent of the peak of 128 GFLOP/s did its best fused kernel reach?
 
 # %% tags=["exercise"]
 fused_share = ...
@@ -267,8 +268,8 @@ table(("instruction", *reports), [(kind, *counts) for kind, counts in kinds.item
 
 # %% [markdown]
 # 16 broadcasts out of a register are 16 shuffles or more, and some shuffles need a pattern, which wants a register of its own:
-# where the sums and V take them all, patterns come from the stack. A broadcast out of memory is one load. So neither result is
-# a law; which of the two a loop has to spare, shuffles or loads, is a question to the machine at hand.
+# where the sums and V take them all, patterns come from the stack. A broadcast out of memory is one load. So the finding depends on
+# the machine: shuffling is better where loads are the limit, loading where shuffles are.
 #
 # ## Which exp2?
 #
@@ -312,11 +313,10 @@ print(f"{len(LISTED)} instructions, floor {floor} cycles per score; the document
 assert floor == 0.375
 
 # %% [markdown]
-# And 5 % is a question of D: a score meets D columns of V. From which D on is exp2 5 % of the product or less?
+# And whether exp2 takes 5 % depends on D, because a score meets D columns of V.
 #
-# ## Exercise 3
-#
-# Given the cycles per score of exp2, and those of the product for a certain D, the product growing in proportion to D.
+# **Exercise 3.** From which D on is exp2 5 % of the product or less? Given are the cycles per score of exp2, and those of the product for a
+# certain D; the product grows in proportion to D.
 
 # %% tags=["exercise"]
 def columns_for_share(exp2_cycles, product_cycles, d, share):

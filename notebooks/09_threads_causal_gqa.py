@@ -9,14 +9,14 @@
 # >
 # > **Where you are:** CPU path, stop 6 of 7: [00](00_memory.ipynb) → [01](01_online_softmax.ipynb) → [02](02_tiling.ipynb) → [06](06_register_tile.ipynb) → [07](07_fused.ipynb) → **09** → [24](24_capstone.ipynb)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb).
+# > **Time:** 15 minutes to read, 15 for the exercises. **Before it:** [07](07_fused.ipynb).
 # >
 # > **Terms:** [causal](../docs/glossary.md#causal), [gqa](../docs/glossary.md#gqa), [tile](../docs/glossary.md#tile).
 # >
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691), [GQA](https://arxiv.org/abs/2305.13245).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -47,7 +47,8 @@ print(f"{most()} threads; tiles of {block_q} query rows x {key_block} keys")
 # shared counter (one atomic addition) until there are none. Nothing is shared but that counter; each thread has its own 20 KB
 # of scores.
 #
-# What one row's sums are added up in does not depend on who does it, so the bits are those of one thread.
+# A row is computed by one thread from its first key to its last, in the same order whichever thread it is. So the bits are those of
+# one thread.
 
 # %%
 one = ladder.prepare("parallel", query, key, value, 1)()
@@ -60,8 +61,8 @@ table(["threads", "ms", "times one thread", "GOP/s", "share of the peak of as ma
       [[n, 1e3 * t, seconds[1] / t, work / t / 1e9, f"{100 * work / t / roof(n, isa).int8:.0f} %"] for n, t in seconds.items()])
 
 # %% [markdown]
-# There are many more tiles than threads, so the arithmetic divides. What does not divide is packing at the start, and the wait
-# for the last tile at the end.
+# There are many more tiles than threads, so the arithmetic divides. What does not divide is packing K and V at the start (chapter 06's
+# order of keys), and the wait for the last tile at the end.
 #
 # **Exercise 1.** If `serial` of the time (0 to 1) stays on one thread and the rest divides evenly, how many times faster are
 # `n` threads? (Amdahl's law.)
@@ -80,7 +81,7 @@ check("09.1", amdahl)
 # masked. So the saving is less than half of the work, and depends on the tile.
 #
 # **Exercise 2.** How many times fewer tiles are computed with the mask than without? A tile of rows r .. r + block_q - 1
-# needs the key blocks that start at or before its last row.
+# needs the key blocks that start at or before its last row. Count whole tiles, and round up where `length` is no multiple.
 
 # %% tags=["exercise"]
 def times_fewer(length, block_q, block_k):
@@ -125,8 +126,8 @@ least = sum(tiles) / n
 table(["schedule", "busiest thread", "over an even share"], [[name, max(ends), max(ends) / least] for name, ends in dealt.items()])
 
 # %% [markdown]
-# Numba deals equal runs (its `prange` is static on most machines), so the package takes tiles from a counter, the longest
-# first: what is left for the end is short.
+# Numba's own parallel loop (`prange`) deals equal runs on most machines. So the package takes tiles from a counter instead, the longest
+# first: the tiles that are left for the end are short.
 #
 # ## GQA: heads that share keys
 #

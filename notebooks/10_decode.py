@@ -8,21 +8,22 @@
 #   careless formula leaves out,
 # * choose the number of splits, and say when none is best,
 # * explain the unified maximum of FlashDecoding++, its gain, and the test without which it is wrong,
-# * use the package's `KVCache`, and check it against its definition.
+# * use the package's `KVCache`, and check it against its definition,
+# * say what a cache of 4 bits saves and loses, and why its rows are rotated first.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** One new token reads the whole cache once: bytes decide, and the keys are what can be split.
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 30 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
+# > **Time:** 40 minutes to read, 25 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [09](09_threads_causal_gqa.ipynb).
 # >
-# > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa).
+# > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv), [gqa](../docs/glossary.md#gqa), [rotation](../docs/glossary.md#rotation).
 # >
-# > **Papers:** [Flash-Decoding](https://pytorch.org/blog/flash-decoding/), [FlashDecoding++](https://arxiv.org/abs/2311.01282).
+# > **Papers:** [QuaRot](https://arxiv.org/abs/2404.00456), [Flash-Decoding](https://pytorch.org/blog/flash-decoding/), [FlashDecoding++](https://arxiv.org/abs/2311.01282).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -35,10 +36,10 @@ import numflash
 from numflash import reference
 from numflash.cache.engine import DecodeEngine
 from numflash.course import bars, check, figure, roof, rounds, table
-from numflash.cpu.launch_decode import split_count
 from numflash.cpu.study import split_decode
+from numflash.data import minilm
 from numflash.jit.threads import limit, most
-from numflash.tiling import Caches
+from numflash.tiling import Caches, split_count
 
 rng = np.random.default_rng(0)
 
@@ -50,9 +51,10 @@ def normal(*shape):
 # %% [markdown]
 # ## One row
 #
-# While a model writes, every new token asks once: a single query row against all keys so far. Each element of K and V is read
-# from memory, used for one multiplication and one addition for each query head that shares it, and not needed again. Blocks of
-# query rows, which carried the other chapters, do not exist. What counts is bytes.
+# While a model writes a text, each new token is one query row against all keys so far. Each element of K and V is read
+# from memory, used for one multiplication and one addition for each query head that shares it, and not needed again. The other
+# chapters took blocks of query rows, so that each key was used many times; here there is one row. So the time is that of reading
+# the bytes of K and V.
 #
 # Qwen 0.5B has 14 query heads and 2 heads of K and V, D = 64.
 #
@@ -241,9 +243,68 @@ same = np.array_equal(small.decode(last, splits=2)[0], model)
 print("INT8 decode has the bits of the model:", same)
 
 # %% [markdown]
+# ## Four bits
+#
+# If bytes decide, why not half as many? With 4 bits a number has 16 levels, and one scale serves a row of K: its largest entry takes the last
+# level, and all others share the rest. Keys of real models have a few channels that are much larger than the others (chapter 03's picture), and
+# then most channels are rounded to two or three levels.
+#
+# The remedy is to *rotate*. Multiply each row of K, and each query, by the same orthogonal matrix R. All scores stay the same, because
+# (R q) . (R k) = q . k. But every entry of R k is a mixture of all channels of k, so a large channel is spread over all of them. A
+# Hadamard matrix, whose entries are all +1 or -1 (over sqrt(D)), does that with additions only. (Rows of V are rotated alike, and the output is
+# rotated back at the end.) On the keys of chapter 03, and on the same keys with one channel ten times as large:
+
+# %%
+def hadamard(n):
+    """The orthogonal matrix of n x n entries +-1 / sqrt(n), n a power of two."""
+    if n == 1:
+        return np.ones((1, 1))
+    half = hadamard(n // 2)
+    return np.block([[half, half], [half, -half]]) / np.sqrt(2)
+
+
+def four_bits(x):
+    """Rows rounded to 15 levels, -7 to 7 times a scale of each row."""
+    scale = np.abs(x).max(-1, keepdims=True) / 7
+    return np.rint(x / scale) * scale
+
+
+real_q, real_k, real_v = (x.astype(np.float32)[None] for x in minilm())
+turn, lines = hadamard(32), []
+assert np.allclose(turn @ turn.T, np.eye(32))
+for name, keys in (("MiniLM, layer 2", real_k), ("one channel 10 times as large", real_k * np.where(np.arange(32) == 3, 10, 1))):
+    off = [np.sqrt(((four_bits(keys @ r) @ r.T - keys) ** 2).mean() / (keys**2).mean()) for r in (np.eye(32), turn)]
+    lines.append([name, *(f"{100 * x:.1f} %" for x in off)])
+table(["error of K in 4 bits, of its own size", "as it is", "rotated"], lines)
+assert off[1] < off[0] / 2
+
+# %% [markdown]
+# On keys without large channels rotating does nothing; on the others it is worth a factor. `dtype="int4"` stores a cache so. What it saves, and
+# what it costs the newest token's output on these activations:
+
+# %%
+exact_row = numflash.attention(real_q[:, :, -1:], real_k, real_v, impl="reference")
+lines, lost = [], {}
+for dtype in ("float32", "int8", "int4"):
+    cache = numflash.KVCache(1, 12, 32, 512, dtype=dtype)
+    cache.append(real_k, real_v)
+    found_row = cache.decode(real_q[:, :, -1:])
+    lost[dtype] = np.abs(found_row - exact_row).sum() / np.abs(exact_row).sum()
+    lines.append([dtype, cache.nbytes / 1000, f"{100 * lost[dtype]:.2f} %"])
+table(["512 tokens, 12 heads, D = 32", "kB", "relative L1 error of the output"], lines)
+assert lost["float32"] < 1e-5 < lost["int8"] < lost["int4"] < 0.1
+
+# %% [markdown]
+# Four bits lose more than ten times as much as eight. Whether a model can live with that must be measured with the model
+# ([Choosing a precision](../docs/precision.md) says how). Take them where a long context does not fit into memory otherwise.
+#
 # ## An engine around it
 #
-# A program that generates text needs little more: memory that is allocated once, a place for the next token, its output, a way
+# In many programs the cache is an array that grows: each new token makes a new array and copies all old tokens into it
+# (`np.concatenate`). For n tokens that copies n (n - 1) / 2 rows. A *resident* cache is allocated once for the longest text; a new token
+# is written into the next free row, and nothing is ever copied.
+#
+# A program that generates text needs little more: a place for the next token, its output, a way
 # to start over. `DecodeEngine` is a `KVCache` behind such a state machine, for one layer; `step` loads a token, attends and
 # returns the output. Inside transformers `numflash.transformers.ResidentCache` is the same thing once for every layer of a model
 # ([Long contexts on a CPU](../docs/long_contexts.md)): the same calls of the same kernels, so the same bits.

@@ -13,14 +13,14 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [07](07_fused.ipynb).
+# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [07](07_fused.ipynb).
 # >
 # > **Terms:** [backward](../docs/glossary.md#backward), [log sum exp](../docs/glossary.md#log-sum-exp).
 # >
 # > **Papers:** [FlashAttention](https://arxiv.org/abs/2205.14135), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -163,7 +163,7 @@ check("11.2", products)
 # %% [markdown]
 # One pass has a price: whoever owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
 # (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each.
-# `numflash.attention_backward` (`cpu/backward.py`) lets one worker own a whole head, or every n-th block of its keys with a copy of
+# `numflash.attention_backward` (`numflash/cpu/backward`) lets one worker own a whole head, or every n-th block of its keys with a copy of
 # dQ; the copies are added in order, and their number follows from the shape, never from the number of threads.
 
 # %%

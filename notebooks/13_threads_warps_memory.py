@@ -15,12 +15,12 @@
 # >
 # > **Time:** 25 minutes to read, 30 for the exercises. **Before it:** [00](00_memory.ipynb).
 # >
-# > **Terms:** [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
+# > **Terms:** [block](../docs/glossary.md#block), [warp](../docs/glossary.md#warp), [sector](../docs/glossary.md#sector), [shared memory](../docs/glossary.md#shared-memory), [barrier](../docs/glossary.md#barrier), [race](../docs/glossary.md#race).
 # >
 # > **Papers:** [CUDA programming guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -42,9 +42,11 @@ device = card()
 # %% [markdown]
 # ## A kernel, and a machine to run it on
 #
-# A kernel is a function that thousands of threads run at once; each asks for its number and does its own share. Numba compiles
-# it to PTX, the assembly language of NVIDIA's GPUs, and needs no GPU for that. The emulator then executes this PTX: every
-# thread, every barrier, every byte. It is slow, it is strict, and it counts.
+# A kernel is a function that thousands of threads run at once; each asks for its number and does its own share. Threads are grouped into
+# *blocks* of, say, 128; all blocks together are the *grid*. `cuda.threadIdx.x` is the number of a thread within its block,
+# `cuda.blockIdx.x` that of its block, and `cuda.grid(1)` its number in the whole grid. Numba compiles the function to PTX, the assembly
+# language of NVIDIA's GPUs, and needs no GPU for that. The emulator then executes this PTX, every thread and every byte, checks the rules of
+# the machine and counts. `emulate(kernel, grid, block, arguments)` runs `grid` blocks of `block` threads and returns the counts.
 
 # %%
 def scale_and_add(a, x, y):
@@ -166,7 +168,8 @@ assert 32 * second.global_store_sectors == 16 * 2 * length * d
 
 # %% [markdown]
 # **Exercise 2.** How many bytes of K and V (float16, `length` keys, `d` channels each) are read from global memory, if each block
-# holds `rows` queries and reads every key once? All `length` queries, one head.
+# holds `rows` queries and reads every key once? All `length` queries, one head. (The last block may hold fewer queries; it reads every key
+# too.)
 
 # %% tags=["exercise"]
 def key_bytes(length, d, rows):
@@ -228,7 +231,8 @@ assert np.array_equal(y, x[::-1]) and kinds == {"mirror": "uninitialised", "mirr
 #
 # **Exercise 3.** Your first kernel with shared memory. One block of 64 threads computes the scores `out` (64, 64) = q . k^T of
 # `q` and `k` (64, 32), float32. Thread t owns row t of `out`. Bring K into shared memory once, so that each number of q and k is
-# loaded from global memory once. The check runs your kernel under four schedules and counts its loads.
+# loaded from global memory once. Thread t needs its row of q for every key, so keep it: `cuda.local.array(32, np.float32)` makes
+# an array that each thread has for itself, in its registers. The check runs your kernel under four schedules and counts its loads.
 
 # %% tags=["exercise"]
 def score_tile(q, k, out):

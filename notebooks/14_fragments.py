@@ -15,12 +15,12 @@
 # >
 # > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb).
 # >
-# > **Terms:** [tensor core](../docs/glossary.md#tensor-core), [fragment](../docs/glossary.md#fragment), [warp](../docs/glossary.md#warp).
+# > **Terms:** [tensor core](../docs/glossary.md#tensor-core), [fragment](../docs/glossary.md#fragment), [warp](../docs/glossary.md#warp), [half](../docs/glossary.md#half).
 # >
 # > **Papers:** [PTX manual](https://docs.nvidia.com/cuda/parallel-thread-execution/), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -41,9 +41,15 @@ device = card()
 # %% [markdown]
 # ## One instruction, 32 threads
 #
-# `mma.m16n8k16` multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds the product to a 16 x 8 matrix C. No thread has these
-# matrices. The 32 threads of a warp hold a *fragment* each: of A four registers with two halves, of B two, of C four floats.
-# Who holds what is written in the PTX manual (9.7.14.5.8). With group = lane / 4 and t = lane % 4:
+# A *tensor core* is a unit of the GPU that multiplies small matrices. A *half* is a float16, 2 bytes; a register of 32 bits holds two. The
+# 32 threads of a warp are called *lanes* 0 to 31.
+#
+# `mma.m16n8k16` multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds the product to a 16 x 8 matrix C. No single thread has these
+# matrices. Each lane holds a *fragment*: of A four registers with two halves, of B two, of C four floats.
+# Which lane holds what is written in the PTX manual (9.7.14.5.8). With group = lane / 4 and t = lane % 4:
+#
+# (`numflash.cuda.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays'
+# elements from 0 on. `x.view(u32)` shows an array of halves as pairs.)
 
 # %%
 mma = ptx.mma["float16"]
@@ -100,7 +106,7 @@ for ax, which, title in zip(axes, "ABC", ("A: 16 queries x 16 channels", "B: 16 
         ax.text(column + 0.5, row + 0.5, lane, ha="center", va="center", fontsize=7,
                 bbox={"facecolor": "white", "edgecolor": "black", "pad": 1.5} if lane == 5 else None)
     ax.set(xlim=(0, lanes.shape[1]), ylim=(lanes.shape[0], 0), xticks=[], yticks=[], aspect="equal", title=title)
-axes[0].set_xlabel("register 0 and 2 above, 1 and 3 below")
+_ = axes[0].set_xlabel("register 0 and 2 above, 1 and 3 below")
 
 # %% [markdown]
 # Follow lane 5 (boxed). Of A it holds rows 1 and 9; of C too, and its two columns are neighbours.

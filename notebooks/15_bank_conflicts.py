@@ -16,9 +16,11 @@
 # > **Time:** 20 minutes to read, 25 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb), [14](14_fragments.ipynb).
 # >
 # > **Terms:** [bank conflict](../docs/glossary.md#bank-conflict), [swizzle](../docs/glossary.md#swizzle), [shared memory](../docs/glossary.md#shared-memory).
+# >
+# > **Papers:** [CUDA: shared memory](https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/), [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -106,11 +108,11 @@ for ax, layout in zip(axes, ("naive", "padded", "swizzled"), strict=True):
            xlabel="chunk of 16 bytes", title=f"{layout}: group of banks", aspect="equal")
     distinct = len(set(where[:, 2]))
     print(f"{layout}: the 8 rows of chunk 2 lie in {distinct} group{'s' * (distinct > 1)}")
-axes[0].set_ylabel("row of the tile")
+_ = axes[0].set_ylabel("row of the tile")
 
 # %% [markdown]
-# Two ways out. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that TMA
-# brings cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8). For a fixed c that is a different place for
+# There are two remedies. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that the
+# copy engine of newer GPUs brings (TMA, chapter 17) cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8). For a fixed c that is a different place for
 # each of 8 rows, and a row's chunks only change places, so nothing is lost. A swizzle of
 # single columns, `col ^ (row & 7)`, would tear the 16-byte chunks apart, which `ldmatrix` and 16-byte copies need whole.
 #
@@ -211,7 +213,8 @@ print("passes of one ldmatrix.x4:", one)
 
 # %% [markdown]
 # **Exercise 3.** Write a transpose: `y` = `x`^T of 32 x 32 float32 numbers by one warp through shared memory, reading and writing
-# global memory in whole rows, without padding and without a single bank conflict.
+# global memory in whole rows, without padding and without a single bank conflict. (Store number (r, t) at a place of row r that depends on
+# both, so that a column of x lies in 32 banks. `cuda.syncwarp()` makes the warp's stores visible to all its lanes.)
 
 # %% tags=["exercise"]
 def transpose(x, y):

@@ -13,14 +13,14 @@
 # >
 # > **Where you are:** GPU path, stop 4 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → **16** → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
+# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
 # >
 # > **Terms:** [rung](../docs/glossary.md#rung), [tensor core](../docs/glossary.md#tensor-core), [bank conflict](../docs/glossary.md#bank-conflict), [barrier](../docs/glossary.md#barrier).
 # >
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -40,14 +40,17 @@ device = card()
 #
 # A block of four warps owns 64 queries, each warp 16. Tiles of 64 keys come into shared memory one after another. Per tile: scores
 # on the tensor cores, the online softmax of chapter 01 in registers, outputs on the tensor cores. This is the loop (rungs 4 and 5
-# of the ladder). It is chapter 00's `tiled` again: copy, scores, softmax, outputs.
+# of the ladder). It is chapter 00's `tiled` again. Look for the four calls in the inner loop: copy, scores, softmax, outputs. The lines
+# above them compute addresses (`sq`, `sk`, `sv` are the places of the tiles in shared memory) and make room for a lane's scores `s` and
+# outputs `acc`.
 
 # %%
 print(inspect.getsource(both_products))
 
 # %% [markdown]
 # And these are its parts `softmax` and `outputs`. The first is chapter 01's step for the two rows of which a lane holds scores: the new
-# maximum, the shrink factor `alpha`, the weights, their sum. The second is chapter 14's step: the weights become operand A.
+# maximum, the shrink factor `alpha`, the weights, their sum. (`ptx.ex2` is 2**x. `quad_max` is the maximum over the four lanes that share
+# a row; the sums of these lanes are added once, at the end.) The second is chapter 14's step: the weights become operand A.
 
 # %%
 print(inspect.getsource(pieces.make_softmax))
@@ -57,7 +60,8 @@ print(inspect.getsource(pieces.make_outputs))
 # ## The ladder
 #
 # Seven steps lead there and beyond. Every rung is run and compared with float64 first; a rung that is wrong raises an error instead
-# of a row.
+# of a row. (`cp.async`, from rung 6 on, is a copy from global to shared memory that runs beside the program: the thread starts it, goes on,
+# and waits for it later.)
 
 # %%
 length, d = 128, 64
@@ -211,7 +215,7 @@ axes[1].axhline(1e6 * traffic / MEMORY, color="#D55E00", linestyle="--", marker=
 axes[1].text(2.8, 1.1e6 * traffic / MEMORY, f"memory: {1e6 * traffic / MEMORY:.1f} us", color="#A04000", fontsize=9)
 axes[1].set(yscale="log", xlabel="rung", ylabel="least microseconds on an L4", ylim=(0.5, 200),
             title="B=1 H=8 L=512 D=64, by limit")
-axes[1].legend(fontsize=8, loc="upper right")
+_ = axes[1].legend(fontsize=8, loc="upper right")
 
 # %%
 assert 4.3 < 1e6 * flop / TENSOR < 4.6 and 6.9 < 1e6 * traffic / MEMORY < 7.1

@@ -18,12 +18,12 @@
 # >
 # > **Time:** 35 minutes to read, 30 for the exercises. **Before it:** [16](16_flash_attention_2.ipynb).
 # >
-# > **Terms:** [tma](../docs/glossary.md#tma), [mbarrier](../docs/glossary.md#mbarrier), [wgmma](../docs/glossary.md#wgmma), [parity](../docs/glossary.md#parity), [warp specialisation](../docs/glossary.md#warp-specialisation).
+# > **Terms:** [tma](../docs/glossary.md#tma), [mbarrier](../docs/glossary.md#mbarrier), [parity](../docs/glossary.md#parity), [fence](../docs/glossary.md#fence), [wgmma](../docs/glossary.md#wgmma), [warp specialisation](../docs/glossary.md#warp-specialisation).
 # >
 # > **Papers:** [FlashAttention-3](https://arxiv.org/abs/2407.08608).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -45,9 +45,21 @@ device = card()
 # %% [markdown]
 # ## TMA: a tile in one instruction
 #
-# In chapter 16 every thread computed addresses and copied its 16 bytes. From Hopper on a *tensor map* describes the array in
-# global memory (address, shape, strides, the box to copy, the swizzle), and one thread says: this box, to that place, and tell
-# this barrier. The copy engine does the rest: addresses, the XOR of chapter 15, zeros for what lies outside of the array.
+# In chapter 16 every thread computed addresses and copied its 16 bytes. From Hopper on there is a copy engine, the *TMA* (tensor memory
+# accelerator). A *tensor map* describes the array in global memory: address, shape, strides, the box to copy, the swizzle. One thread
+# says: this box, to that place, and tell this barrier. The engine computes the addresses, does the XOR of chapter 15, and writes zeros for
+# what lies outside of the array.
+#
+# The calls of the kernel below, in their order:
+#
+# * `ptx.mbarrier_init(bar, u32(n))`: the 8 bytes at the shared address `bar` become a barrier that expects n arrivals in each phase.
+# * `ptx.fence_mbarrier_init()` and `ptx.tensormap_acquire(maps)`: *fences*. The copy engine does not see what a thread has just written
+#   unless a fence says so; here it must see the new barrier and the tensor map.
+# * `ptx.mbarrier_expect(bar, u32(bytes))`: arrives, and announces that so many bytes will come.
+# * `ptx.tma_load_4d(place, maps, channel, row, head, batch, bar)`: copies the box that begins at these four coordinates (the fastest one
+#   first), and counts its bytes at `bar`.
+# * `ptx.mbarrier_wait(bar, u32(parity))`: waits until a phase is over; the next section says which.
+# * `ptx.load_shared_v4(four, 0, address)`: 16 bytes from shared memory into four registers.
 
 # %%
 def bring(maps, out, first):
@@ -91,7 +103,8 @@ print(f"{report.tma_copied} bytes copied")
 #
 # A block barrier waits for threads. An *mbarrier* lies in shared memory, counts arrivals **and** bytes, and can be waited for by
 # others than those that arrive. When both counts are complete, its phase ends and the next begins. Who waits names the phase by its
-# parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0.
+# parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0, then 1, 2, 3 and so on; the
+# parity of a phase is its number modulo 2. (One bit is enough, because nobody can be more than one phase behind.)
 #
 # FlashAttention-3 keeps tiles in a ring of stages. Each stage has two barriers: *full* (the tile has come) and *empty* (all
 # have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
@@ -108,15 +121,19 @@ def place(n, stages):
 check("17.1", place)
 
 # %% [markdown]
-# Step through the ring with two stages. What each side waits for is printed beside it.
+# Step through the ring. What each side does, and which wait it has passed, is printed below the stages. In Jupyter, change the number of
+# stages and the times: with one stage the consumers wait for every copy; with two they wait only if a copy takes longer than the work on a
+# tile. More stages than two help against copies that take *unequal* times, which this picture does not have.
 
-# %%
+# %% tags=["drawing"]
 drawings.ring_of_stages()
 
 # %% [markdown]
-# **Exercise 2.** Write the pipeline. 64 consumers (threads 0 to 63) add up the 32-bit words of tiles of 8 rows x 64 halves (1024 bytes: 16
-# bytes for each consumer); thread 64 brings tile n to stage n & 1 by TMA. The barriers are set up for you: `full` of stage s at `base + 8 s`,
-# `empty` at `base + 16 + 8 s`, the stages at `base + 1024` and `base + 2048`. Store each consumer's sum in `out[t]`.
+# **Exercise 2.** Write the pipeline. A block has 96 threads. 64 consumers (threads 0 to 63) add up the 32-bit words of tiles of 8 rows x 64
+# halves (1024 bytes: 16 bytes for each consumer); thread 64 brings tile n, the rows from 8 n on, to stage n & 1 by TMA. The barriers are set
+# up for you: `full` of stage s at `base + 8 s`, `empty` at `base + 16 + 8 s`, the stages at `base + 1024` and `base + 2048`. Each consumer
+# tells `empty` that it is done with a tile by `ptx.mbarrier_arrive`, which takes the address of a barrier. Store each consumer's sum in `out[t]`. (Numbers of the kernel are
+# `u32(...)` for addresses, parities and counts, and `i32(...)` for coordinates, as in `bring` above.)
 
 # %% tags=["exercise"]
 def pipeline(maps, out, tiles):
@@ -133,14 +150,20 @@ def pipeline(maps, out, tiles):
     # if t >= 64: thread 64 brings tiles; else: consume them
 
 
-check("17.3", pipeline)
+check("17.2", pipeline)
 
 # %% [markdown]
 # ## wgmma: operands in shared memory, results later
 #
-# `wgmma.m64n64k16` belongs to 128 threads, a *warpgroup*. It reads both operands from shared memory through descriptors (64
-# bits: start, strides, swizzle), so there is no `ldmatrix`, and no registers hold operands. And it is asynchronous: the
-# instruction starts the product; `commit` closes a group; until `wait` the accumulators belong to the tensor core.
+# `wgmma.m64n64k16` belongs to 128 threads, four warps, a *warpgroup*. It reads both operands from shared memory, so there is no `ldmatrix`, and
+# no registers hold operands. Where they lie it learns from *descriptors*, numbers of 64 bits that hold the start of a tile, its strides
+# and its swizzle. And it is asynchronous, in four steps:
+#
+# * `wgmma_fence` says that ordinary instructions are done with the registers of the sums; from now on the tensor core may change them.
+# * `multiply` only *starts* a product. The next line of the program runs before it is done.
+# * `wgmma_commit` closes a group of products that were started.
+# * `wgmma_wait` waits for such groups. Until then nobody may touch the sums. (`settle` keeps the compiler from moving a use of the sums
+#   to a place before the wait.)
 
 # %%
 multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fence(32), ptx.wgmma_wait[0]
@@ -204,7 +227,8 @@ assert forgotten == "pending"
 #
 # Now copies need one thread, and products need registers. So FlashAttention-3 lets warps differ: one warpgroup only brings
 # tiles, two compute, 64 queries each. The kernel starts with equal shares of the register file (168 for each of 384 threads).
-# Then the producer gives some back and the consumers take them, by `setmaxnreg`, in steps of 8.
+# A producer needs few: it holds addresses only. A consumer holds scores and outputs, and would spill with 168. So the producer gives some
+# back and the consumers take them, by the instruction `setmaxnreg`, in steps of 8.
 #
 # **Exercise 3.** The SM has 65 536 registers; three warpgroups of 128 threads. How many may each consumer thread have, a multiple
 # of 8 and at most 240, if each producer thread keeps `n`?
@@ -214,7 +238,7 @@ def consumers(n):
     return ...
 
 
-check("17.2", consumers)
+check("17.3", consumers)
 
 # %%
 assert 128 * 24 + 256 * 240 == 384 * 168 <= 65536          # the shipped kernel's numbers: nothing is left over
@@ -249,8 +273,9 @@ assert 0.45 < share[128] < 0.55 and share[64] > 0.95
 # At D = 64 the exponentials take as long as all products. If they wait for each other, half of the time of either unit is lost.
 # Two things let them run side by side. Within one warpgroup the order of the starts changes, since products are asynchronous
 # (rung 9a): start S of tile n, start O of tile n - 1, wait for S only, and do the softmax of tile n while O runs. And the two
-# warpgroups take turns, *ping-pong*: one's products run in the other's softmax. Without more they may do so by luck; rung 9b
-# makes them, with two named barriers: who has issued its products lets the other one go.
+# warpgroups take turns, *ping-pong*: the products of one run during the softmax of the other. By themselves they may or may not fall into
+# this rhythm. Rung 9b makes sure, with two *named barriers* (barriers of the block with numbers, for some of its warps): a warpgroup that has
+# started its products lets the other one go.
 #
 # A model of both: two units, each serves in the order of asking; a product of a tile takes 0.5, its exponentials the ratio above.
 

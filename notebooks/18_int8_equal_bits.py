@@ -13,14 +13,14 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [03](03_int8.ipynb), [16](16_flash_attention_2.ipynb).
+# > **Time:** 20 minutes to read, 15 for the exercises. **Before it:** [03](03_int8.ipynb), [16](16_flash_attention_2.ipynb).
 # >
 # > **Terms:** [equal bits](../docs/glossary.md#equal-bits), [tensor core](../docs/glossary.md#tensor-core), [quantisation](../docs/glossary.md#quantisation).
 # >
 # > **Papers:** [SageAttention](https://arxiv.org/abs/2410.02367).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -138,8 +138,8 @@ print("operand:    ", "".join(map(str, lane_a)), "\naccumulator:", "".join(map(s
 assert not np.array_equal(lane_a, lane_c)
 
 # %% [markdown]
-# Moving bytes between lanes would cost shuffles. But who says that place 2 of the operand must hold key 2? A sum over keys has no
-# order, if it is exact. Give every lane the places it has, fill them with the keys it has, and put the rows of V in the same order.
+# Moving bytes between lanes would cost shuffles. But place 2 of the operand need not hold key 2: an exact sum over keys is the same in any
+# order. So each lane fills its own places with its own keys, and the rows of V are put in the same order.
 # Lane t has keys 2 t and 2 t + 1 of each of the four tiles, and places 4 t to 4 t + 3 of each half.
 #
 # **Exercise 1.** Which key (0 to 31) stands at place p (0 to 31), if a lane fills its places in rising order with its keys in
@@ -204,7 +204,7 @@ for name, ((b, h, hkv, length, keys, d), options) in cases.items():
 table(["case", *(f"bits of {impl}" for impl in kinds[1:]), "relative L1 error against float64"], rows)
 
 # %% [markdown]
-# An error that one device makes, all make. A result can be checked on a laptop, a failure on a card reproduced on a CPU.
+# So a result of a card can be checked on a laptop, and a failure that occurs on a card can be reproduced on a CPU.
 #
 # ## What INT8 saves, counted
 #
@@ -224,7 +224,7 @@ table(["", "float16", "INT8", "INT8 / float16"], [[n, x, counts["int8"][n], coun
                                                   for n, x in counts["float16"].items()])
 
 # %% [markdown]
-# Products and global traffic are halved, and less is read from shared memory. What is between the products is not: a score is
+# Products are halved (but for the first four keys, chapter 03, which add a few), and less is read from global and shared memory. What is between the products is not: a score is
 # scaled, rounded, its weight made by integer shifts and multiplications and packed into a byte, where float16 has one fused
 # multiply-add and one exponential. How much of the doubled product rate is left over is decided there, and only a card can tell. On
 # a CPU, against float32, the same trade was won (chapter 07).
@@ -257,5 +257,6 @@ bars(axes[1], {n: 100 * counts["int8"][n] / counts["float16"][n] for n in ("tens
 
 # %%
 assert different["int32"] == 1 < different["float32"]
-assert counts["float16"]["tensor operations"] == 2 * counts["int8"]["tensor operations"] == 4 * 128 * 512 * 64 // 4096
-assert counts["int8"]["conflicts"] == 0 and counts["int8"]["global KB read"] < 0.6 * counts["float16"]["global KB read"]
+assert counts["float16"]["tensor operations"] == 4 * 128 * 512 * 64 // 4096
+assert 0.5 <= counts["int8"]["tensor operations"] / counts["float16"]["tensor operations"] < 0.51
+assert counts["int8"]["conflicts"] == 0 and counts["int8"]["global KB read"] < 0.75 * counts["float16"]["global KB read"]

@@ -18,9 +18,11 @@
 # > **Time:** 25 minutes to read, 15 for the exercises. **Before it:** [10](10_decode.ipynb), [16](16_flash_attention_2.ipynb).
 # >
 # > **Terms:** [decode](../docs/glossary.md#decode), [kv cache](../docs/glossary.md#kv-cache), [split kv](../docs/glossary.md#split-kv).
+# >
+# > **Papers:** [Flash-Decoding](https://pytorch.org/blog/flash-decoding/).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 

@@ -22,7 +22,7 @@
 # > **Papers:** [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -206,8 +206,9 @@ print(f"counted {of_keys.global_loaded} bytes: predicted, and {places} of length
 #
 # A warp holds 16 rows of sums in float32, shared by 32 lanes.
 #
-# **Exercise 3.** Registers per thread for dK and dV together at head size `d`. A thread has 255: at which of the head sizes 32,
-# 64, 96, 128, 256 do they not fit?
+# **Exercise 3.** Registers per thread for dK and dV together at head size `d`.
+#
+# **Exercise 4.** A thread has 255 registers: at which of the head sizes 32, 64, 96, 128, 256 do these sums not fit?
 
 # %% tags=["exercise"]
 def sums(d):

@@ -13,14 +13,14 @@
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
-# > **Time:** 20 minutes to read, 10 for the exercises. **Before it:** [01](01_online_softmax.ipynb).
+# > **Time:** 15 minutes to read, 10 for the exercises. **Before it:** [01](01_online_softmax.ipynb).
 # >
 # > **Terms:** [log sum exp](../docs/glossary.md#log-sum-exp), [ring](../docs/glossary.md#ring), [causal](../docs/glossary.md#causal).
 # >
 # > **Papers:** [Ring attention](https://arxiv.org/abs/2310.01889).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -52,7 +52,7 @@ whole = numflash.attention(query, key, value, impl="reference")
 # Four ranks in a row; at step t rank r holds the keys of rank r - t. Each partial result comes with its log-sum-exp, and
 # `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is "nothing seen": output 0, log-sum-exp minus infinity.
 
-# %%
+# %% tags=["drawing"]
 drawings.ring_of_ranks()
 
 # %%

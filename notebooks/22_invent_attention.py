@@ -10,7 +10,7 @@
 # * say what a function costs, in INT8 and in decoding too.
 
 # %% [markdown] tags=["map"]
-# > **The idea:** A score or a mask of your own is a function, compiled into the kernel that is there.
+# > **The idea:** A score or a mask of your own is a function that is compiled into the existing kernel.
 # >
 # > **Where you are:** a side room, off the two paths (CPU path: [00](00_memory.ipynb) ...; GPU path: [13](13_threads_warps_memory.ipynb) ...)
 # >
@@ -21,7 +21,7 @@
 # > **Papers:** [FlexAttention](https://arxiv.org/abs/2412.05496), [ALiBi](https://arxiv.org/abs/2108.12409), [StreamingLLM](https://arxiv.org/abs/2309.17453).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -167,6 +167,9 @@ table(["precision", "relative error"], errors)
 assert np.abs(last - wanted[:, :, -1:]).max() < 1e-5
 
 # %% [markdown]
+# On a GPU the function is compiled into the CUDA kernel (or run by the emulator, where there is no card): chapter
+# [24](24_capstone.ipynb) does that.
+#
 # ## What it costs
 #
 # A dense mask or bias must be read from memory, 4 bytes for each score. Your function reads indices, which cost nothing.

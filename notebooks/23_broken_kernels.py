@@ -2,7 +2,10 @@
 # # 23. Twelve broken kernels
 #
 # Each kernel below has one fault. The check runs it in the emulator under four schedules (which warp goes first) and prints what it found.
-# Read the report, find the fault, mend the kernel in its cell, and run the cell again.
+# Read the report, find the fault, mend the kernel in its cell, and run the cell again. If you are stuck, `hint("23.1")` gives the first hint.
+#
+# Among the faults are missing barriers, a race, a wrong edge, a missing rescale, a bad start, bank conflicts, a wrong parity, a missing
+# fence, a wrong count. Which is where is for you to find.
 #
 # After this chapter you can
 #
@@ -17,12 +20,14 @@
 # >
 # > **Where you are:** GPU path, stop 6 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → [16](16_flash_attention_2.ipynb) → [17](17_hopper.ipynb) → **23**
 # >
-# > **Time:** 10 minutes to read, 60 for the exercises. **Before it:** [13](13_threads_warps_memory.ipynb), [16](16_flash_attention_2.ipynb).
+# > **Time:** 35 minutes to read, 60 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [13](13_threads_warps_memory.ipynb), [15](15_bank_conflicts.ipynb), [17](17_hopper.ipynb).
 # >
 # > **Terms:** [race](../docs/glossary.md#race), [barrier](../docs/glossary.md#barrier), [bank conflict](../docs/glossary.md#bank-conflict), [parity](../docs/glossary.md#parity), [online softmax](../docs/glossary.md#online-softmax).
+# >
+# > **Papers:** [compute-sanitizer](https://docs.nvidia.com/compute-sanitizer/).
 
 # %% tags=["machine"]
-from numflash.course import machine
+from numflash.course import hint, machine, solution
 
 machine()
 
@@ -31,7 +36,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from numflash.course import check
+from numflash.course import check, drawings
 from numflash.cuda import ptx
 from numflash.cuda.kernels.flash_hopper import DESCRIPTOR, descriptor
 
@@ -56,9 +61,18 @@ multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fenc
 # After it comes the line of your kernel that the emulator stopped at. The fault is often a few lines *above*: the emulator names the
 # access that went wrong, and what is missing is what should have come before it. Where no rule is broken, the check compares the numbers
 # with float64 and says in which rows they differ.
+#
+# The picture shows a race: two warps, one shared word each, and a barrier that is there or not. The emulator keeps such a record for
+# every word: who wrote it, who read it, and since which barrier.
+
+# %% tags=["drawing"]
+drawings.race()
 
 # %% [markdown]
-# ## 1. A missing barrier
+# Now the kernels. Each report below is that of the kernel as it is shown.
+
+# %% [markdown]
+# ## 1. Backwards
 #
 # `reverse` writes x backwards, by way of shared memory. One block of 128 threads, four warps.
 
@@ -73,7 +87,7 @@ def reverse(x, out):
 check("23.1", reverse)
 
 # %% [markdown]
-# ## 2. A race
+# ## 2. Running sums
 #
 # `running_sums` adds up the rows of x (4, 128), each read backwards. There is a barrier between the write and the read. It is not
 # enough.
@@ -93,7 +107,7 @@ def running_sums(x, out):
 check("23.2", running_sums)
 
 # %% [markdown]
-# ## 3. The end of the array
+# ## 3. Twice as much
 #
 # `scale` doubles 100 numbers with 4 blocks of 32 threads.
 
@@ -106,7 +120,7 @@ def scale(x, out):
 check("23.3", scale)
 
 # %% [markdown]
-# ## 4. A missing rescale
+# ## 4. Attention, one thread per row
 #
 # `attention` is chapter 01 on a GPU, one thread per row: 32 queries and keys of 16 channels, weights 2**score. The emulator has nothing to
 # report, because no rule of the machine is broken. The check compares the numbers.
@@ -135,7 +149,7 @@ def attention(q, k, v, out):
 check("23.4", attention)
 
 # %% [markdown]
-# ## 5. Where the maximum begins
+# ## 5. Shifted scores
 #
 # The same kernel with a number `shift` added to all scores, which changes nothing in softmax. Here it is -400.
 
@@ -164,7 +178,7 @@ def shifted_attention(q, k, v, shift, out):
 check("23.5", shifted_attention)
 
 # %% [markdown]
-# ## 6. The wrong edge
+# ## 6. Causal attention
 #
 # Causal: query i attends to the keys up to its own.
 
@@ -192,7 +206,7 @@ def causal_attention(q, k, v, out):
 check("23.6", causal_attention)
 
 # %% [markdown]
-# ## 7. Bank conflicts
+# ## 7. Sums of rows
 #
 # `row_sums` adds up the rows of x (32, 32) with one warp. The numbers are right. It takes 32 times as many passes over the banks as it
 # needs when it reads.
@@ -213,7 +227,7 @@ def row_sums(x, out):
 check("23.7", row_sums)
 
 # %% [markdown]
-# ## 8. A barrier in a branch
+# ## 8. The sum of a block
 #
 # `block_sum` adds up 128 numbers by halves: 64 threads add the upper half to the lower one, then 32 threads, and so on.
 
@@ -236,7 +250,7 @@ def block_sum(x, out):
 check("23.8", block_sum)
 
 # %% [markdown]
-# ## 9. The wrong parity
+# ## 9. A ring of two stages
 #
 # `pipeline` is chapter 17's ring with two stages: thread 64 brings tiles of 8 x 64 halves by TMA, threads 0 to 63 add up their words. Stage
 # n & 1 has a barrier `full` and a barrier `empty`.
@@ -275,7 +289,7 @@ def pipeline(maps, out, tiles):
 check("23.9", pipeline)
 
 # %% [markdown]
-# ## 10. The missing fence
+# ## 10. Scores by wgmma
 #
 # `scores` is chapter 17's product Q . K^T of 64 x 64 by `wgmma`.
 
@@ -310,7 +324,7 @@ def scores(maps, out):
 check("23.10", scores)
 
 # %% [markdown]
-# ## 11. Nobody waits for empty
+# ## 11. A fast producer
 #
 # The same ring. The producer is fast.
 
@@ -347,7 +361,7 @@ def pipeline(maps, out, tiles):
 check("23.11", pipeline)
 
 # %% [markdown]
-# ## 12. The wrong number of bytes
+# ## 12. A ring that stops
 #
 # The same ring. It stops and never ends; the emulator says who waits for what.
 
@@ -387,9 +401,10 @@ check("23.12", pipeline)
 # %% [markdown]
 # ## What to take along
 #
-# Eight of the twelve faults give the right numbers on a card most of the time. A test that compares numbers would pass. The emulator finds
-# them because it checks the rules and not only the result: it remembers for every word of shared memory who wrote it, and which barrier has
-# made that visible to whom. On a card `compute-sanitizer` does a part of this.
+# Several of the twelve faults may give the right numbers on a card for a long time: whether a race is lost depends on which warp happens to
+# be faster. A test that compares numbers would pass. The emulator finds them because it checks the rules and not only the result: it
+# remembers for every word of shared memory who wrote it, and which barrier has made that visible to whom. On a card the tool
+# `compute-sanitizer` does a part of this.
 
 # %%
 from numflash.course.exercises import answers

@@ -1,6 +1,21 @@
-"""numflash: FlashAttention in pure Python, at hardware speed.
+"""FlashAttention in pure Python, at hardware speed.
 
-The public names, imported on first use.
+>>> import numpy as np, numflash
+>>> rng = np.random.default_rng(0)
+>>> query, key, value = (rng.standard_normal((1, 8, 128, 64), np.float32) for _ in range(3))
+>>> numflash.attention(query, key, value, is_causal=True, precision="int8").shape
+(1, 8, 128, 64)
+
+attention, attention_int8, attention_varlen, attention_backward : on arrays (B, H, L, D)
+flex_attention, create_block_mask, and_masks, or_masks, BlockMask : your own score and mask functions
+KVCache : keys and values of a model that generates tokens
+quantize, quantize_qkv, QuantizedTensor, merge_states : INT8 operands, partial results
+accuracy, explain : the error of each precision on your arrays; how a problem is split into blocks
+num_threads, set_num_threads, get_num_threads : threads of the kernels
+
+`numflash.torch` and `numflash.transformers` bring them into models, `numflash.mpi` spreads sequences
+over machines, `numflash.cuda` has the CUDA kernels; `numflash.errors` lists the exceptions. On the
+command line: `numflash --help`. Public names are imported on first use.
 """
 
 from __future__ import annotations

@@ -2,90 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from . import merge, plans, validation
-from .arguments import choice, emulated_arch, known
+from . import plans, validation
+from .arguments import choice, known
+from .backends import solve, solve_backward
 from .errors import ArgumentError, UnsupportedError
 from .interop import convert, deliver, on_device, restore
-from .jit.threads import refuse_after_fork
 from .options import COMMON, IMPLS, Options
-from .scores import lse_as_float32
-from .validation import Problem
-
-BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
-
-
-def solve(
-    problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the
-    problem needs it.
-
-    `results`, contiguous float32 arrays of these shapes, are written and returned where they are
-    given, for a problem that returns the LSE.
-    """
-    b, h, _, length, s, _, dv = problem.shape
-    if 0 in (b, length, s):
-        out = np.zeros((b, h, length, dv), np.float32)
-        lse = np.full((b, h, length), -np.inf, np.float32)
-    else:
-        on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
-        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
-            from .quantization import quantize_problem
-
-            problem = quantize_problem(problem)
-        out, lse = _run(problem, impl, results)
-    if problem.sinks is not None:
-        out, lse = merge.apply_sinks(convert(out, "float32"), lse, problem.sinks)
-    if results is not None:
-        out, lse = _written((out, lse), results)
-    return out, lse if problem.return_lse else None
-
-
-def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """The caller's float32 arrays, which hold what was found.
-
-    It was written there, or is copied.
-    """
-    for x, to in zip(found, results, strict=True):
-        if x is not to:
-            to[...] = convert(x, "float32")
-    return results
-
-
-@functools.cache
-def _launch(device: str) -> Any:
-    return importlib.import_module(f".{device}.launch", "numflash")
-
-
-def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
-    if impl == "reference":
-        from . import reference
-
-        out, lse = reference.solve(replace(problem, sinks=None))
-        return out.astype(np.float32), lse_as_float32(lse)
-    emulator = emulated_arch(impl)
-    device = "cuda" if emulator else BACKENDS["cpu" if impl == "auto" else impl]
-    if device == "cpu":
-        refuse_after_fork()
-    try:
-        launch = _launch(device)
-    except ImportError as error:
-        raise UnsupportedError(
-            f"impl: got {impl!r}, which cannot be loaded here ({error})"
-        ) from error
-    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}}
-    if emulator:
-        options[impl] = {"emulator": emulator}
-    given = {"results": results} if device == "cpu" else {}
-    return launch.run(problem, **options.get(impl, {}), **given)
 
 
 def attention(
@@ -110,9 +36,9 @@ def attention(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Any:
-    """Scaled dot-product attention: softmax(query . key^T * scale + mask) .
+    """Scaled dot-product attention, softmax(query . key^T * scale + mask) . value.
 
-    Value, the score matrix never stored.
+    The score matrix is never stored.
 
     Parameters
     ----------
@@ -121,7 +47,7 @@ def attention(
         with precision "bfloat16"). NumPy array, PyTorch CPU tensor, or any object that supports
         DLPack.
     key : (B, Hkv, S, D) array
-    value : (B, Hkv, S, Dv) array; D and Dv from 1 to 512
+    value : (B, Hkv, S, Dv) array; D and Dv from 1 to 576
     attn_mask : broadcastable to (B, H, L, S)
         bool (True = may attend), or float, added to the scaled scores.
     dropout_p : float
@@ -153,18 +79,17 @@ def attention(
     layout : "bhld" or "blhd"
     return_lse : bool
         Also return the log-sum-exp of each row.
-    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an
-        architecture
-        ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
-        An explicit choice never falls back to another.
+    impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
+        The emulator takes an architecture: "cuda-emulator:sm_75", sm_80 (unless given), sm_86,
+        sm_89 or sm_90a. An explicit choice never falls back to another.
 
     Returns
     -------
     out : (B, H, L, Dv) in the layout, kind and dtype of query (float32 for float64)
     lse : (B, H, L) float32 in the layout of query, natural log; only with `return_lse`
 
-    Rows that see no key give 0 and -inf. NaN or infinity in a key or value that is not seen never
-    reaches the output.
+    Rows that attend to no key give 0 and -inf. NaN or infinity in a key or value reaches only the
+    rows that attend to it.
 
     Raises
     ------
@@ -267,18 +192,16 @@ def attention_backward(
         Captured arrays are constants too.
     precision : "float32", "bfloat16" or "float16"
         What the operands are rounded to; sums are float32. "int8" has no gradient.
-    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator", or the emulator with an
-        architecture
-        ("cuda-emulator:sm_75", sm_80, sm_86, sm_89 or sm_90a; sm_80 without one)
-        Device arrays are computed on the card that holds them.
+    impl : "auto", "cpu", "portable", "reference", "cuda" or "cuda-emulator"
+        As `attention` takes it. Device arrays are computed on the card that holds them.
 
     Returns
     -------
     dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
 
     Rows that attend to no key, and keys that no row attends to, have gradient 0. NaN or infinity in
-    a key or value reaches the gradients of rows that see it, and of the keys that these see; never
-    those of others.
+    a key or value reaches only the gradients of rows that attend to it, and of the keys that these
+    rows attend to.
 
     Raises
     ------
@@ -317,7 +240,13 @@ def differentiate(
     """
     grad_out, query, key, value, out, lse = arrays
     choice("impl", impl, IMPLS)
-    if impl in ("auto", "cuda") and on_device(query):
+    there = impl in ("auto", "cuda") and on_device(query)
+    if functions != (None, None) and (there or impl.startswith("cuda")):
+        raise UnsupportedError(
+            f"impl: got {impl!r} with functions, of which CUDA has no gradients; allowed: 'auto' "
+            "with arrays in host memory, 'cpu', 'portable', 'reference'"
+        )
+    if there:
         from .cuda.arrays import attention_backward
 
         return attention_backward(grad_out, query, key, value, out, lse, options)
@@ -335,40 +264,6 @@ def differentiate(
         for x, t in zip(solve_backward(problem, operands, impl), taken, strict=True)
     )
     return dq, dk, dv
-
-
-def solve_backward(
-    problem: Problem,
-    operands: tuple[np.ndarray, np.ndarray, np.ndarray],
-    impl: str,
-    results: Sequence[np.ndarray] | None = None,
-) -> Sequence[np.ndarray]:
-    """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own
-    storage.
-
-    operands : grad_out, out and lse, as `validation.gradient_operands` gives them
-    results : contiguous float32 zeros of these shapes, to be written and returned, or None
-    """
-    if problem.precision == "int8":
-        raise UnsupportedError(
-            "precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'"
-        )
-    if impl in ("cpu", "portable", "auto"):
-        refuse_after_fork()
-        from .cpu import launch_backward
-
-        return launch_backward.run(
-            problem, *operands, isa="portable" if impl == "portable" else None, results=results
-        )
-    if impl == "reference":
-        from . import reference
-
-        found = reference.gradients(problem, *operands)
-    else:
-        from .cuda.launch_backward import run
-
-        found = run(problem, *operands, emulator=emulated_arch(impl))
-    return found if results is None else _written(found, results)
 
 
 def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **options: Any) -> Any:
@@ -461,6 +356,13 @@ def attention_varlen(
     ------
     ArgumentError, ArgumentTypeError, UnsupportedError
     """
+    call = None
+    if score_mod is mask_mod is None:
+        given = (is_causal, return_lse, *options.items())
+        call = plans.key_of_packed((query, key, value), (cu_seqlens_q, cu_seqlens_k), given, impl)
+        plan = plans.find(call)
+        if plan is not None:
+            return plan(query, key, value)
     known("attention_varlen", options, VARLEN_OPTIONS)
     choice("impl", impl, IMPLS)
     asked = Options(is_causal=is_causal, return_lse=return_lse, layout="blhd", **options)
@@ -485,16 +387,17 @@ def attention_varlen(
         functions = of_sequences(score_mod, mask_mod, whole, impl)
     out = np.zeros((*shape[:2], whole.shape[6]), np.float32)
     lse = np.full(shape[:2], -np.inf, np.float32)
+    parts = []
     for problem, chosen in validation.sequences(whole, cu_q, cu_k, asked.alignment):
         if functions is not None:
             problem = functions(problem, chosen)
         part, part_lse = solve(problem, impl)
-        part = convert(part, "float32")
-        for i, n in enumerate(chosen):
-            rows = slice(cu_q[n], cu_q[n + 1])
-            out[rows] = part[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
-            if part_lse is not None:
-                lse[rows] = part_lse[i, :, : cu_q[n + 1] - cu_q[n]].swapaxes(0, 1)
+        validation.scattered(out, convert(part, "float32"), cu_q, chosen)
+        if part_lse is not None:
+            validation.scattered(lse, part_lse, cu_q, chosen)
+        parts.append((problem, chosen))
+    if call is not None:
+        plans.keep_packed(call, parts, (cu_q, cu_k), operands[0], asked, impl)
     return deliver(out, lse, operands[0], return_lse)
 
 

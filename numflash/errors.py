@@ -27,5 +27,5 @@ class CacheFullError(NumflashError, RuntimeError):
 class GuardError(NumflashError, RuntimeError):
     """NUMFLASH_GUARD=1 found a kernel that wrote beyond a buffer, or read what nobody wrote.
 
-    a fault of numflash.
+    This is a fault of numflash, not of the caller.
     """

@@ -30,10 +30,16 @@ ONE_Q16 = 65536  # 1.0 in Q16.16
 P_ONE = 255  # 1.0 in P8
 P_WIDE = 65280  # 255 * 256: P8 with eight more fraction bits
 W_ONE = 32640  # 1.0 in W15, the weight of a value in decode: fits int16, or a byte and 7 bits
+FIRST_ONE = 4080  # 1.0 in P12, the weights of a sequence's first keys
+FIRST_KEYS = 4  # keys of a sequence whose keys, weights and values are finer: see INT8 pipeline
+FINER = 32  # steps of an INT8 value in which those keys and values are rounded: 5 bits more
 SUM_ONE = 16320  # 1.0 in P14, in which decode sums weights: four of them fit 16 bits
 QUERY_ONE = (
     16256  # 127 * 128, the largest 16-bit query: 128 * high + low, |high| <= 127, |low| <= 64
 )
+CODE_ONE = 32767  # the largest of a row's numbers before they become codes of 4 bits
+# codes to a length of 65536 that a row tries: those of 15 reach its largest number, others are finer
+CODE_STEPS = (15, 16, 17)
 MASKED = -32768  # Q8.8 score of a masked key: its weight is exactly 0
 MIN_OCTAVE = -(1 << 24)  # octave of a row that has seen no key
 VALUE_UNIT = (
@@ -88,6 +94,14 @@ def exp2_p16(y):
     g = u16((u32(f) * u32(P_B)) >> u32(16))
     h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
     return u16(u16(u16(P_WIDE) - h) >> np.minimum(u16(u16(y) >> u16(8)), u16(15)))
+
+
+def exp2_p12(y):
+    """4080 * 2**(-y / 256) as uint16: the weight of one of a sequence's first keys.
+
+    Times a value of 127 * 32 it fits the 24 bits of a float32.
+    """
+    return u16(exp2_p16(y) >> u16(4))
 
 
 def exp2_quadratic(y):

@@ -40,6 +40,9 @@ def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Attention over the union of two disjoint sets of keys.
 
+    With precision "int8" every set is a sequence of its own, and the first four keys of each are
+    the finer ones.
+
     Parameters
     ----------
     out_a, out_b : (..., Dv) float arrays of one shape and dtype

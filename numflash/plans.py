@@ -8,12 +8,13 @@ call checks what it alone can get wrong (nothing: shapes, dtypes and options are
 checked), brings its arrays into contiguous memory, allocates its result and enters one compiled
 function.
 
-Only calls on NumPy arrays without masks, lengths, slopes and sinks, whose values would have to be
-looked at, leave a plan.
+Only calls on NumPy arrays, or on PyTorch's tensors on the CPU, without masks, lengths, slopes and
+sinks, whose values would have to be looked at, leave a plan.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +26,7 @@ from .jit.threads import one_at_a_time, refuse_after_fork
 from .options import NAMES, Options
 from .quantization import GRANULARITIES, QuantizedTensor
 from .tiling import CHOSEN
-from .validation import Problem, quantized, tensor
+from .validation import Problem, gathered, quantized, scattered, tensor
 
 MOST = 256  # plans kept; the oldest goes first
 F = np.float32
@@ -52,8 +53,16 @@ class Store(Generic[T]):
         return None if CHOSEN.get() else self.plans.get(key)
 
     def keep(self, key: Any, plan: T) -> None:
-        """Keep a plan, instead of the oldest one where there are too many."""
+        """Keep a plan, instead of the oldest one where there are too many.
+
+        None of a call whose options cannot be hashed: a list for the window, an array of one
+        number.
+        """
         if CHOSEN.get():
+            return
+        try:
+            hash(key)
+        except TypeError:
             return
         while len(self.plans) >= MOST:
             self.plans.pop(next(iter(self.plans), None), None)
@@ -67,7 +76,7 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
 
     Types count: True, 1 and 1.0 are equal, and not all of them are allowed.
     """
-    if not (type(query) is type(key) is type(value) is np.ndarray) or not (
+    if not _arrays_or_tensors(query, key, value) or not (
         given[MASK] is given[LENGTHS] is given[SLOPES] is given[SINKS] is None
     ):
         return None
@@ -79,6 +88,41 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
     return shapes, query.dtype, key.dtype, value.dtype, given, kinds, impl
 
 
+def _arrays_or_tensors(*given: Any) -> bool:
+    """Whether all are NumPy arrays, or all PyTorch's tensors on the CPU: no kinds of their own."""
+    kind = type(given[0])
+    if any(type(x) is not kind for x in given):
+        return False
+    if kind is np.ndarray:
+        return True
+    torch = sys.modules.get("torch")
+    return torch is not None and kind is torch.Tensor and all(x.is_cpu for x in given)
+
+
+def key_of_packed(arrays: tuple, cu_seqlens: tuple, given: tuple, impl: str) -> Key:
+    """The same for `attention_varlen`, whose sequences are cut alike.
+
+    given : is_causal, return_lse, and (name, value) of each option
+    """
+    if not _arrays_or_tensors(*arrays) or not _arrays_or_tensors(*cu_seqlens):
+        return None
+    options = dict(given[2:])
+    if not BY_VALUE.isdisjoint(options):
+        return None
+    try:
+        cuts = [np.asarray(cu) for cu in cu_seqlens]
+    except (TypeError, RuntimeError):  # tensors that NumPy has no type for
+        return None
+    if any(cu.dtype.kind not in "iu" or cu.ndim != 1 for cu in cuts):
+        return None
+    window = options.get("window")
+    kinds = tuple(type(x[1]) if type(x) is tuple else type(x) for x in given)
+    kinds += tuple(map(type, window)) if type(window) is tuple else (type(window),)
+    shapes = tuple((x.shape, x.dtype) for x in arrays)
+    ends = tuple((cu.dtype, cu.tobytes()) for cu in cuts)
+    return "packed", shapes, ends, given, kinds, impl
+
+
 def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], impl: str) -> Key:
     """The same for `attention_int8`.
 
@@ -86,17 +130,15 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
     """
     tensors = query, key, value
     for t in tensors:
-        if (
-            type(t) is not QuantizedTensor
-            or not t.checked
-            or not (t.data.flags.carray and t.scale.flags.carray)
-        ):
+        if type(t) is not QuantizedTensor or not t.checked or not t.is_contiguous():
             return None
     if (query.granularity, key.granularity, value.granularity) != ("row", "row", "channel"):
         return None
     if not BY_VALUE.isdisjoint(options):
         return None
-    shapes = tuple((t.data.shape, t.offset is None, t.nonfinite is None) for t in tensors)
+    shapes = tuple(
+        (t.data.shape, t.offset is None, t.nonfinite is None, t.low is None) for t in tensors
+    )
     kinds = tuple(map(type, options.values()))
     window = options.get("window")
     if window is not None:
@@ -104,8 +146,18 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
     return (QuantizedTensor, shapes, tuple(options.items()), kinds, impl)
 
 
+def imported(arrays: tuple, layout: str, precision: str) -> list[np.ndarray]:
+    """(B, H, L, D) views of query, key and value, in the dtype of the kernels."""
+    names = ("query", "key", "value")
+    taken = [
+        tensor(name, import_array(name, x).array, layout)
+        for name, x in zip(names, arrays, strict=True)
+    ]
+    return taken if precision == "int8" else [convert(x, precision) for x in taken]
+
+
 class Plan:
-    """Equal calls of `attention` on NumPy arrays: the same shapes, dtypes and options.
+    """Equal calls of `attention` on arrays or tensors: the same shapes, dtypes and options.
 
     Parameters
     ----------
@@ -129,7 +181,7 @@ class Plan:
         unconverted = problem.precision in ("float32", "int8")
         self.direct = self.plain and unconverted and runner.direct
 
-    def __call__(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Any:
+    def __call__(self, query: Any, key: Any, value: Any) -> Any:
         """What `attention` returns for arrays of these shapes and dtypes."""
         refuse_after_fork()
         if not (self.direct and query.flags.carray and key.flags.carray and value.flags.carray):
@@ -149,14 +201,7 @@ class Plan:
 
     def operands(self, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The arrays as the runner takes them."""
-        names = ("query", "key", "value")
-        taken = (
-            tensor(name, import_array(name, x).array, self.layout)
-            for name, x in zip(names, arrays, strict=True)
-        )
-        if self.precision != "int8":
-            taken = (convert(x, self.precision) for x in taken)
-        return self.runner.operands(*taken)
+        return self.runner.operands(*imported(arrays, self.layout, self.precision))
 
 
 class QuantizedPlan:
@@ -189,10 +234,56 @@ class QuantizedPlan:
         return out if lse is None else (out, lse)
 
 
-_plans: Store[Plan | QuantizedPlan] = Store()
+class PackedPlan:
+    """Equal calls of `attention_varlen`: arrays of the same shapes and dtypes, cut alike.
+
+    Parameters
+    ----------
+    parts : of each batch of sequences what computes it, its shape, and the sequences' numbers
+    cuts : (N + 1,) int64 cumulative lengths of queries and of keys
+    query : of the first call, taken in
+    options : of the first call
+    precision : of the kernels
+    """
+
+    def __init__(
+        self,
+        parts: list[tuple[Any, Any, list[int]]],
+        cuts: tuple[np.ndarray, np.ndarray],
+        query: Imported,
+        options: Options,
+        precision: str,
+    ) -> None:
+        self.parts, self.cuts, self.precision = parts, cuts, precision
+        self.return_lse, self.total = options.return_lse, query.array.shape[0]
+        self.query = replace(query, array=np.empty(0))
+        self.starts = [(cu[:-1], np.diff(cu)) for cu in cuts]
+
+    def __call__(self, query: Any, key: Any, value: Any) -> Any:
+        """What `attention_varlen` returns for such arrays."""
+        refuse_after_fork()
+        q, k, v = imported((query, key, value), "blhd", self.precision)
+        out = np.empty((self.total, q.shape[1], v.shape[3]), F)
+        lse = np.empty(out.shape[:2], F) if self.return_lse else None
+        (at_q, many), (at_k, few) = self.starts
+        for runner, (nb, nh, _, length, _, _, dv), chosen in self.parts:
+            rows = gathered(q, at_q[chosen], many[chosen])
+            keys, values = (gathered(x, at_k[chosen], few[chosen]) for x in (k, v))
+            part = np.empty((nb, nh, length, dv), F)
+            part_lse = None if lse is None else np.empty((nb, nh, length), F)
+            with one_at_a_time():
+                runner.run(*runner.operands(rows, keys, values), part, part_lse)
+            scattered(out, part, self.cuts[0], chosen)
+            if lse is not None and part_lse is not None:
+                scattered(lse, part_lse, self.cuts[0], chosen)
+        return deliver(out, lse, self.query, self.return_lse)
 
 
-def find(key: Key) -> Plan | QuantizedPlan | None:
+AnyPlan = Plan | QuantizedPlan | PackedPlan
+_plans: Store[AnyPlan] = Store()
+
+
+def find(key: Key) -> Any:
     """The plan of a call that was made before; none for `guard`, which looks at calls in full."""
     if guard.ON:
         return None
@@ -221,6 +312,21 @@ def keep(
     runner = runner_of(problem, impl)
     if runner is not None:
         _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))
+
+
+def keep_packed(
+    key: tuple[Any, ...],
+    batches: list[tuple[Problem, list[int]]],
+    cuts: tuple[np.ndarray, np.ndarray],
+    query: Imported,
+    options: Options,
+    impl: str,
+) -> None:
+    """The same for `attention_varlen`: batches of sequences, and how they were cut."""
+    parts = [(runner_of(problem, impl), problem.shape, chosen) for problem, chosen in batches]
+    if parts and all(runner is not None for runner, _, _ in parts):
+        plan = PackedPlan(parts, cuts, query, options, batches[0][0].precision)
+        _plans.keep(key, plan)
 
 
 def keep_quantized(key: tuple[Any, ...], problem: Problem, ndim: int, impl: str) -> None:

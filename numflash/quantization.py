@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from . import fixedpoint as fx
 from .arguments import flag
 from .errors import ArgumentError, ArgumentTypeError
 from .interop import import_array, widen
@@ -60,6 +61,10 @@ class QuantizedTensor:
         Rows that held NaN or infinity; their data are zeros. None where there are none.
     block : int
         Rows that share a scale with granularity "block".
+    low : (..., min(L, 4), D) int8 or None
+        What rounding took from the first rows, in 1/32 of a step: these are
+        (data + low / 32) * scale, and INT8 attention computes with that. A sequence's first tokens
+        often take most of the weight ("attention sinks"). None: nothing.
     """
 
     data: np.ndarray
@@ -68,9 +73,9 @@ class QuantizedTensor:
     offset: np.ndarray | None = None
     nonfinite: np.ndarray | None = None
     block: int = KEY_BLOCK
-    checked: bool = field(
-        default=False, init=False, repr=False, compare=False
-    )  # see validation.whole
+    low: np.ndarray | None = None
+    # see validation.quantized
+    checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +86,16 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of data and scales."""
         return sum(
-            x.nbytes for x in (self.data, self.scale, self.offset, self.nonfinite) if x is not None
+            x.nbytes
+            for x in (self.data, self.scale, self.offset, self.nonfinite, self.low)
+            if x is not None
+        )
+
+    def is_contiguous(self) -> bool:
+        """Whether data, scale and `low` are in contiguous memory, as compiled calls read them."""
+        low = self.low
+        return (
+            self.data.flags.carray and self.scale.flags.carray and (low is None or low.flags.carray)
         )
 
     def row_scale(self) -> np.ndarray:
@@ -99,7 +113,10 @@ class QuantizedTensor:
         )
 
     def dequantize(self) -> np.ndarray:
-        """(..., L, D) float32: data * scale + offset; rows that were not finite become NaN."""
+        """(..., L, D) float32: data * scale + offset; rows that were not finite become NaN.
+
+        What `low` holds of the first keys is not added.
+        """
         scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
         with np.errstate(over="ignore"):  # the largest float32 may round up to infinity
             x = self.data.astype(np.float32) * scale
@@ -129,9 +146,7 @@ def _chunk_statistics(task, x, lengths, sums, peaks):
 
 @kernel
 def _channel_statistics(x, lengths, sums, peaks):
-    """Per head and chunk of rows.
-
-    The sum and the largest |x| (as bits) of every channel over the finite rows.
+    """The sum and the largest |x| of every channel over finite rows, per head and chunk of rows.
 
     x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N,
     chunks, D) int32, both zero.
@@ -140,7 +155,13 @@ def _channel_statistics(x, lengths, sums, peaks):
 
 
 @bare
-def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite):
+def finer(t, whole):
+    """What rounding the value t to `whole` took, in 1 / FINER of a step, rounded to even."""
+    return np.int8(I((t * F(fx.FINER) + ROUND) - ROUND) - I(I(whole) * I(fx.FINER)))
+
+
+@bare
+def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low):
     """Rows of one block of head n; moved (D,) float32: scratch."""
     raw, shift, moved_bits = reinterpret(x[n], np.int32), offset[n], reinterpret(moved, np.int32)
     i0, i1 = b * block, min((b + 1) * block, lengths[n])
@@ -170,33 +191,38 @@ def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfini
             for d in range(row.size):
                 t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
                 out[d] = np.int8(I((t + ROUND) - ROUND))
+            if i < low.shape[1]:
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                    low[n, i, d] = finer(t, out[d])
 
 
 @inline
-def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite):
+def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low):
     n, first = task // tasks, task % tasks * per_task
     moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
-        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite)
+        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low)
 
 
 @kernel
-def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite):
+def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite, low):
     """One scale per `block` rows.
 
-    x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8.
+    x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8, low
+    (N, first rows, D) int8.
     """
     per_task = max(1, CHUNK // block)
     tasks = (scale.shape[1] + per_task - 1) // per_task
     over_tasks(
         _quantize_blocks,
         x.shape[0] * tasks,
-        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite),
+        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low),
     )
 
 
 @bare
-def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite):
+def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite, low):
     n, c = task // chunks, task % chunks
     bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
     for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
@@ -208,16 +234,22 @@ def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite):
             for d in range(row.size):
                 t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
                 out[d] = np.int8(I((t + ROUND) - ROUND))
+            if i < low.shape[1]:
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
+                    low[n, i, d] = finer(t, out[d])
         else:
             nonfinite[n, i] = 1
 
 
 @kernel
-def _quantize_channels(x, offset, factor, lengths, data, nonfinite):
+def _quantize_channels(x, offset, factor, lengths, data, nonfinite, low):
     """One scale per channel, given as factor (N, D) = 127 / peak."""
     chunks = (x.shape[1] + CHUNK - 1) // CHUNK
     over_tasks(
-        _quantize_chunk, x.shape[0] * chunks, (x, offset, factor, lengths, chunks, data, nonfinite)
+        _quantize_chunk,
+        x.shape[0] * chunks,
+        (x, offset, factor, lengths, chunks, data, nonfinite, low),
     )
 
 
@@ -253,6 +285,7 @@ def quantize_heads(
     lengths = np.full(n, length, np.int64) if lengths is None else lengths
     data = np.zeros(x.shape, np.int8)
     bad = np.zeros((n, length), np.uint8)
+    low = np.zeros((n, min(length, fx.FIRST_KEYS), d), np.int8)
     if not smooth:
         offset = np.zeros((n, d), np.float32)
     elif offset is None:
@@ -267,12 +300,12 @@ def quantize_heads(
         usable = peak > NO_SCALE
         scale = np.where(usable, peak / F(127), F(1))[:, None]
         factor = np.where(usable, F(127) / np.where(usable, peak, F(1)), F(0))
-        _quantize_channels(x, offset, factor, lengths, data, bad)
+        _quantize_channels(x, offset, factor, lengths, data, bad, low)
     else:
         block = {"row": 1, "block": KEY_BLOCK, "tensor": max(1, length)}[granularity]
         blocks = max(1, -(-length // block)) if granularity == "tensor" else -(-length // block)
         scale = np.ones((n, blocks), np.float32)
-        _quantize_rows(x, offset, lengths, block, data, scale, bad)
+        _quantize_rows(x, offset, lengths, block, data, scale, bad, low)
         scale = scale[:, :, None]
     return QuantizedTensor(
         data,
@@ -280,6 +313,7 @@ def quantize_heads(
         granularity,
         offset[:, None] if smooth else None,
         bad.view(bool) if bad.any() else None,
+        low=low,
     )
 
 
@@ -333,6 +367,7 @@ def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> Quantize
         granularity,
         None if t.offset is None else t.offset.reshape((*lead, 1, d)),
         None if t.nonfinite is None else t.nonfinite.reshape((*lead, length)),
+        low=t.low.reshape((*lead, *t.low.shape[1:])),
     )
 
 
@@ -341,7 +376,7 @@ def quantize_qkv(
 ) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
     """The three tensors that `attention(precision="int8")` makes.
 
-    Query per row, key smoothed and per row, value per channel.
+    The query is quantised per row, the key smoothed and per row, the value per channel.
 
     Parameters
     ----------
@@ -372,6 +407,7 @@ def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
         scale=unfold(t.scale),
         offset=unfold(t.offset),
         nonfinite=unfold(t.nonfinite),
+        low=unfold(t.low),
     )
 
 

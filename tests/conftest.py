@@ -7,3 +7,26 @@ os.environ["NUMFLASH_TILINGS"] = os.path.join(
     os.path.dirname(__file__), "none.json"
 )  # no choice of this user
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share the cores
+
+# The files that take longest start first, so that two processes end together (`make test` takes
+# whole files, in the order of the collection).
+LONGEST = (
+    "tests/test_guard.py",
+    "tests/cpu/test_combinations.py",
+    "tests/test_notebooks.py",
+    "tests/cuda/test_sass_table.py",
+    "tests/cuda/test_decode_cuda.py",
+    "tests/cuda/test_cycles.py",
+    "tests/cuda/test_flash_backward.py",
+    "tests/test_codegen.py",
+    "tests/test_robust.py",
+    "tests/cpu/test_cache_sequences.py",
+    "tests/cuda/test_validate.py",
+    "tests/aarch64/test_estimate.py",
+    "tests/cpu/test_int8_bits.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))

@@ -62,8 +62,22 @@ def test_bench_of_short_calls(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_bench_of_decoding(capsys, monkeypatch):
+    from numflash.measure import decode_calls
+
+    monkeypatch.setattr(decode_calls, "SHAPES", ((4, 2, 256, 64),))
+    (found,) = as_json(capsys, "bench", "decode")
+    assert {"float32", "bfloat16", "int8", "int4"} <= set(found["seconds"])
+    for name, limit in (("float32", 1e-5), ("bfloat16", 0.02), ("int8", 0.02), ("int4", 0.2)):
+        assert found["relative_l1"][name] <= limit
+
+
+@pytest.mark.slow
 def test_bench_is_checked_and_counted(capsys):
-    found = as_json(capsys, "bench", "128", "64", "1")
+    found = as_json(capsys, "bench", "128", "64", "1", "--reference-threads", "2")
+    more = found["reference"]
+    assert more["threads"] == 2 and more["seconds"] > 0
+    assert more["estimated_single_thread_speed_up"] == 2 * more["speed_up"]
     names = {r["contender"] for r in found["results"]}
     assert "float32 reference" in names and any(n.startswith("numflash int8") for n in names)
     for r in found["results"]:

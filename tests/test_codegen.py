@@ -203,7 +203,12 @@ def test_bad_names_are_refused():
 
 
 @pytest.mark.parametrize(
-    "kernel", [name for name in codegen.KERNELS if not name.startswith("int8-")]
+    "kernel",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "portable" else ())
+        for name in codegen.KERNELS
+        if not name.startswith("int8-")
+    ],
 )
 def test_every_named_kernel_has_a_histogram(kernel):
     found = codegen.histogram(kernel, "a64fx")

@@ -2,10 +2,13 @@
 nothing away; hints come one by one, the solution only when asked.
 """
 
+import re
+import sys
+
 import numpy as np
 import pytest
 
-from numflash.course import exercises, lessons, moving
+from numflash.course import drawings, exercises, lessons, moving, widgets
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -101,6 +104,35 @@ def test_judges(posed, capsys):
     assert answers[-1].verdict == "wrong" and "TypeError" in capsys.readouterr().out
 
 
+def test_a_broken_program_gets_its_hint_after_the_reader_has_tried(posed, capsys, monkeypatch):
+    posed(expected=1, broken=True)
+    monkeypatch.setattr(exercises, "answers", [])
+    check("99.1", 2)
+    assert "hint 1" not in capsys.readouterr().out
+    check("99.1", 2)
+    assert "hint 1 of 2" in capsys.readouterr().out
+
+
+def test_the_report_of_a_race_names_both_warps(capsys):
+    """Chapter 23's second kernel: warp 0 overwrites words that warp 3 reads."""
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+
+    def running_sums(x, out):
+        shared = cuda.shared.array(128, np.float32)
+        t = cuda.threadIdx.x
+        total = np.float32(0)
+        for n in range(x.shape[0]):
+            shared[t] = x[n, t]
+            cuda.syncthreads()
+            total += shared[127 - t]
+        out[t] = total
+
+    check("23.2", running_sums)
+    said = re.search(r"overwritten by warp (\d) while warp (\d)", capsys.readouterr().out)
+    assert said and int(said[1]) + int(said[2]) == 3
+
+
 def test_a_solution_is_printed_only_when_asked(capsys):
     solution("00.1")
     assert "4096" in capsys.readouterr().out
@@ -116,6 +148,66 @@ def test_frames_stand_for_themselves():
     assert page.count("<animate ") == 3 and "a&lt;b" in page and "<script" not in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert repr(pictures).splitlines() == ["1. step 0", "2. step 1", "3. step 2"]
+
+
+MOVED = {  # drawing: its arguments, then what a slider is moved to
+    "shapes": ((), {"length": 4}),
+    "sweep": ((), {"block_q": 1}),
+    "online_softmax": (((1.0, 3.0, 2.0, 6.0, 5.0, 6.0),), {"block": 3}),
+    "tile_against_cache": ((64, 64, 48, (6, 48, 192)), {"cache_kib": 2048}),
+    "register_tile": ((), {"mr": 8}),
+    "fused_against_unfused": ((), {"blocks": 5}),
+    "ring_of_stages": ((), {"stages": 1}),
+    "race": ((), {"barrier": True}),
+    "ring_of_ranks": ((), {"ranks": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_sliders_move_the_same_picture(name):
+    """The widgets show the frames that the page shows; a control draws them again."""
+    pytest.importorskip("ipywidgets")
+    draw, (given, change) = getattr(drawings, name), MOVED[name]
+    frames = draw(*given)
+    shown = widgets.under_sliders(frames)
+    *controls, (_, step), picture = [getattr(x, "children", x) for x in shown.children]
+    assert [x.description for x in controls] == [n.replace("_", " ") for n in frames.controls]
+    assert picture.value == frames.svg(frames.drawing(0))
+    step.value = len(frames.frames)
+    assert picture.value == frames.svg(frames.drawing(len(frames.frames) - 1))
+    ((control, value),) = change.items()
+    dict(zip(frames.controls, controls, strict=True))[control].value = value
+    moved = frames.redraw(**change)
+    assert step.max == len(moved.frames) and moved.frames != frames.frames
+    assert picture.value == moved.svg(moved.drawing(step.value - 1))
+
+
+def test_every_moving_picture_is_tried():
+    made = {n for n, f in vars(drawings).items() if getattr(f, "__wrapped__", None)}
+    assert made == set(MOVED)
+
+
+def test_widgets_are_for_a_live_jupyter_only(monkeypatch):
+    """A page without one has the HTML alone; a live one has both, and HTML without ipywidgets."""
+    pytest.importorskip("ipywidgets")
+    picture = drawings.race()
+    assert set(picture._repr_mimebundle_()) == {"text/plain", "text/html"}
+    monkeypatch.setattr(widgets, "_in_jupyter", lambda: True)
+    assert widgets.VIEW in picture._repr_mimebundle_()
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    assert set(picture._repr_mimebundle_()) == {"text/plain", "text/html"}
+
+
+def test_tiles_read_fewer_rows_than_rows_do():
+    """The counts in the pictures are those of the definition."""
+    last = drawings.sweep(block_q=4, block_k=2).frames[-1][0]
+    assert "64 rows of K read" in last and "16 rows of K read" in last  # 8 rows x 8; 2 sweeps of 8
+    assert (
+        "wait for 10 in all" in drawings.ring_of_stages(stages=1).frames[0][1]
+    )  # each of 5 copies
+    assert "wait for 2 in all" in drawings.ring_of_stages(stages=2).frames[0][1]  # the first only
+    softmax = drawings.online_softmax((1.0, 3.0, 2.0, 6.0, 5.0, 6.0), 2).frames[-1][0]
+    assert "l = 2.719" in softmax and "m = 6" in softmax
 
 
 def test_machine_names_the_machine_and_the_day(capsys):

@@ -19,7 +19,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 NEEDS = {"gpu": None, "cuda": "numba_cuda", "jax": "jax", "torch": "torch", "mpi": "mpi4py"}
-SLOW = {"aarch64", "pitfalls", "pytorch", "long_contexts", "cuda"}  # they compile much of their own
+# they compile much of their own
+SLOW = {"aarch64", "pitfalls", "pytorch", "long_contexts", "cuda", "kvcache"}
 
 
 def available(need):

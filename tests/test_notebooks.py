@@ -3,6 +3,7 @@ its solution right, its typical mistake refused; and no answer is visible before
 """
 
 import ast
+import importlib.util
 import json
 import linecache
 import os
@@ -13,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numflash.course import exercises
+from numflash.course import exercises, widgets
 from numflash.course.chapters import CHAPTERS, PATHS, heading
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
-QUICK = {"00", "01"}  # run by default; the others are slow
+QUICK = {"01"}  # run by default; the others are slow
 GPU = {f"{n}" for n in (*range(13, 21), 23)}  # run through the emulator
 each = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -63,6 +64,22 @@ def test_the_notebook_is_its_source(source):
     assert '"output_type": "error"' not in shown and str(Path.home()) not in shown
 
 
+@each
+def test_a_stored_listing_is_the_source_of_today(source):
+    """Where it is not: `python tools/notebooks.py --text NN`."""
+    pytest.importorskip("jupytext")
+    if source.name[:2] in GPU:
+        pytest.importorskip("numba_cuda")
+    path = FOLDER.parent / "tools" / "notebooks.py"
+    spec = importlib.util.spec_from_file_location("notebooks", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    book = made.nbformat.read(source.with_suffix(".ipynb"), 4)
+    for cell in (c for c in book.cells if c.cell_type == "code"):
+        shown = made.listing(book, cell)
+        assert shown in ("", "".join(out.get("text", "") for out in cell.outputs))
+
+
 def test_every_notebook_has_a_source():
     assert [p.with_suffix(".py") for p in sorted(FOLDER.glob("*.ipynb"))] == SOURCES
 
@@ -84,6 +101,77 @@ def test_a_chapter_has_its_map_and_its_terms_are_in_the_glossary(source):
     for term in CHAPTERS[number].terms:
         assert f"{{#{term}}}" in glossary, term
     assert {n for stops in PATHS.values() for n in stops} <= set(CHAPTERS)
+
+
+@each
+def test_a_chapter_is_complete(source):
+    """One idea, times, papers, the machine and day of its figures, a picture, titles that tell."""
+    chapter, book = CHAPTERS[source.name[:2]], json.loads(source.with_suffix(".ipynb").read_text())
+    assert chapter.idea.endswith(".") and chapter.idea.count(".") <= 2 and len(chapter.idea) < 120
+    assert min(chapter.minutes) > 0 and chapter.papers and chapter.terms
+    (machine,) = [c for c in book["cells"] if "machine" in c["metadata"].get("tags", ())]
+    said = "".join(x for out in machine["outputs"] for x in out["text"])
+    assert re.fullmatch(r"All figures of this page: .+ cores .+, 20\d\d-\d\d-\d\d\.\n+", said)
+    kinds = {k for c in book["cells"] for out in c.get("outputs", ()) for k in out.get("data", {})}
+    assert kinds & {"image/png", "text/html"} and widgets.VIEW not in kinds
+    results = [
+        out for c in book["cells"] for out in c.get("outputs", ()) if "execution_count" in out
+    ]
+    assert all("text/html" in out["data"] for out in results), "no repr of an object"
+    words = [text(c) for c in book["cells"] if c["cell_type"] == "markdown"]
+    assert "After this chapter you can" in words[0]
+
+
+@each
+def test_the_minutes_are_those_of_its_length(source):
+    """Reading: 100 words of text or 12 lines of code and output a minute, to 5 minutes."""
+    book = json.loads(source.with_suffix(".ipynb").read_text())
+    words = sum(len(text(c).split()) for c in book["cells"] if c["cell_type"] == "markdown")
+    lines = sum(text(c).count("\n") + 1 for c in book["cells"] if c["cell_type"] == "code")
+    for cell in book["cells"]:
+        lines += sum("".join(out.get("text", ())).count("\n") for out in cell.get("outputs", ()))
+    minutes = words / 100 + lines / 12
+    assert abs(CHAPTERS[source.name[:2]].minutes[0] - minutes) < 6, round(minutes)
+
+
+@each
+def test_exercises_have_the_numbers_of_their_checks(source):
+    """A reader types hint("06.2") for exercise 2 of chapter 06."""
+    asked, checks = [], []
+    for _, header, body in cells(source):
+        if "[markdown]" in header:
+            pattern = r"\*\*Exercise (\d+)\.\*\*|^# ## (\d+)\. "
+            asked += [a or b for a, b in re.findall(pattern, body, re.M)]
+        checks += [number for number, _ in checked(body)]
+    assert checks == [f"{source.name[:2]}.{n}" for n in asked]
+    assert checks == [f"{source.name[:2]}.{n}" for n in range(1, len(checks) + 1)]
+
+
+def test_the_documents_are_in_two_chapters_only():
+    """A lesson stands on its own; 12 checks the documents, 08 is optional."""
+    named = re.compile(r"(?i)\bthe documents?\b|\bdocument's\b|sources\.md")
+    assert [p.name[:2] for p in SOURCES if named.search(p.read_text())] == ["08", "12"]
+
+
+@each
+def test_named_files_exist(source):
+    """A chapter that sends the reader to a file names one that is there."""
+    named = re.findall(
+        r"`((?:numflash|cpu|cuda|kernels|study|docs)/[\w/]+(?:\.\w+)?)`", source.read_text()
+    )
+    roots = [FOLDER.parent, FOLDER.parent / "numflash", *(FOLDER.parent / "numflash").glob("c*")]
+    assert [x for x in named if not any((root / x).exists() for root in roots)] == []
+
+
+def test_the_times_of_the_paths_are_the_sums_of_their_chapters():
+    page = (FOLDER.parent / "docs" / "course.md").read_text()
+    for name, stops in PATHS.items():
+        sums = [sum(CHAPTERS[n].minutes[k] for n in stops) for k in (0, 1)]
+        said = re.search(
+            rf"\| {name.split()[0]}.*?\|.*?\| (\d) h (\d+) min \| (\d) h (\d+) min", page
+        )
+        times = [60 * int(said[1]) + int(said[2]), 60 * int(said[3]) + int(said[4])]
+        assert times == sums, (name, sums)
 
 
 def figures_of(asked):

@@ -14,7 +14,7 @@ from oracles import naive, qkv
 import numflash
 from numflash import plans
 from numflash.cpu import launch
-from numflash.errors import NumflashError
+from numflash.errors import ArgumentError, NumflashError
 from numflash.jit import memory
 from numflash.options import Options
 from numflash.validation import problem
@@ -49,6 +49,40 @@ def test_an_equal_call_gives_the_same_bits(precision, options):
     out = both(Q, K, V, enable_gqa=True, precision=precision, **options)
     want, _ = naive(Q, K, V, **options)
     assert abs(out - want).sum() < {"float32": 1e-5}.get(precision, 0.05) * abs(want).sum()
+
+
+def test_options_that_leave_no_plan():
+    """A list, an array of one number: allowed, but not to look up by."""
+    for options, plain in (
+        ({"window": [5, 2]}, {"window": (5, 2)}),
+        ({"scale": np.array(0.3)}, {"scale": 0.3}),
+    ):
+        out = numflash.attention(Q, K, V, enable_gqa=True, **options)
+        assert np.array_equal(out, numflash.attention(Q, K, V, enable_gqa=True, **plain))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_sequences_cut_alike(precision, monkeypatch):
+    """Packed sequences: equal bits, other cuts are other calls, also of the same array."""
+    q, k, v = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (Q, K, V))
+    options = {"is_causal": True, "alignment": "lower_right", "enable_gqa": True}
+    options |= {"return_lse": True, "precision": precision}
+    kept = []
+    keep = plans.Store.keep
+    monkeypatch.setattr(plans.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    cu_q, cu_k = np.array([0, 9, 9, 18, 74]), np.array([0, 30, 31, 61, 106])
+    for _ in range(2):
+        plans._plans.plans.clear()
+        first = numflash.attention_varlen(q, k, v, cu_q, cu_k, **options)
+        again = numflash.attention_varlen(q, k, v, cu_q, cu_k, **options)
+        for a, b in zip(first, again, strict=True):
+            assert np.array_equal(a, b)
+        cu_q[1:3] += 1
+    assert len(kept) == 2
+    with pytest.raises(ArgumentError, match="cu_seqlens_q"):
+        numflash.attention_varlen(q, k, v, cu_q[:-1], cu_k, **options)
+    with pytest.raises(ArgumentError, match="key"):
+        numflash.attention_varlen(q, k[:, :1, :5], v, cu_q, cu_k, **options)
 
 
 def test_arrays_of_any_kind():
@@ -206,6 +240,19 @@ def test_quantised_operands_leave_a_plan(ndim, options):
             for a, b in zip(x, want, strict=True):
                 np.testing.assert_array_equal(a, b)
     assert len(plans._plans.plans) == 1
+
+
+def test_strided_finer_digits_of_quantised_operands():
+    """`low` is read by the plan of an equal call as contiguous memory, so that others take none."""
+    q, k, v = numflash.quantize_qkv(*qkv(b=1, h=2, l=7, s=13, d=24))
+    want = numflash.attention_int8(q, k, v)
+    for name in ("key", "value"):
+        given = {"query": q, "key": k, "value": v}
+        low = np.repeat(given[name].low, 2, -1)[..., ::2]
+        given[name] = replace(given[name], low=low)
+        for _ in range(3):
+            np.testing.assert_array_equal(numflash.attention_int8(**given), want)
+            numflash.attention_int8(q, k, v)
 
 
 def test_quantised_operands_without_a_plan():

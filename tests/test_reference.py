@@ -187,6 +187,43 @@ def test_steps_are_what_the_model_adds_up(l, s):
     np.testing.assert_array_equal(step.l == 0, step.m == fx.MIN_OCTAVE)
 
 
+def sink(l=40, s=140, d=32):
+    """A first token that takes most of every row's weight, with a small value."""
+    q, k, v = qkv(h=1, l=l, s=s, d=d)
+    q[..., 0] += 6
+    k[..., 0, 0] += 7
+    v[..., 0, :] *= np.float32(0.02)
+    return q, k, v
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_first_token_that_takes_nearly_all_the_weight(causal):
+    """What the first keys' own step is for: without it most of these rows are noise."""
+    problem = validation.problem(*sink(), Options(precision="int8", is_causal=causal))
+    exact, _ = reference.oracle(problem)
+    problem = quantize_problem(problem)
+    size = np.abs(exact).sum(-1)
+    off, plain = (
+        (np.abs(reference.integer_model(problem, first_keys=first)[0] - exact).sum(-1) / size).max()
+        for first in (True, False)
+    )
+    assert off < 0.06 and plain > 4 * off
+
+
+def test_what_rounding_took_from_the_first_rows():
+    """`low` has 5 more bits, and the model computes with them."""
+    q, k, v = sink()
+    for t, x in (
+        (numflash.quantize(k, "row", smooth=True), k - k.mean(2, keepdims=True)),
+        (numflash.quantize(v, "channel"), v),
+    ):
+        finer = (t.data[:, :, :4] + t.low / np.float32(32)) * t.scale[:, :, :4]
+        step = np.broadcast_to(t.scale[:, :, :4], finer.shape)
+        assert np.abs(t.low).max() <= 16 and t.low.any()
+        assert (np.abs(finer - x[:, :, :4]) <= step * np.float32(1 / 64 + 1e-4)).all()
+    assert numflash.quantize(k[:, :, :2]).low.shape == (1, 1, 2, 32)
+
+
 def test_weights_of_a_row_add_up_to_one():
     q, k, _ = qkv(h=1, l=17, s=300, d=32)
     ones = np.ones((1, 1, 300, 32), np.float32)
@@ -196,8 +233,10 @@ def test_weights_of_a_row_add_up_to_one():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_permuting_keys_of_one_block_changes_no_bit(l, s, d, seed):
+    """But the first keys: these are a block of their own."""
     q, k, v = qkv(h=1, l=l, s=min(s, 128), d=d, seed=seed)
-    order = np.random.default_rng(seed).permutation(k.shape[2])
+    first, rest = np.arange(k.shape[2])[:4], np.arange(k.shape[2])[4:]
+    order = np.concatenate([first, np.random.default_rng(seed).permutation(rest)])
     # smoothing sums the keys in order: take it away so that both see the same integers
     qt = numflash.quantize(q)
     kt = numflash.quantize(k)

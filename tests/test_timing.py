@@ -98,7 +98,7 @@ def test_the_table_of_contenders(monkeypatch, capsys):
 
     monkeypatch.setattr(bench, "contenders", lambda everybody: found_here)
     monkeypatch.setattr(bench, "compete", compete)
-    found = bench.run(64, 64, 3, 1, False, 1, 1)
+    found = bench.run(Case(64, 64), 3)
     assert next(peaks, None) is None, "measured twice"
     text = capsys.readouterr().out
     first, second = (next(x for x in text.splitlines() if f"int8 {n}" in x) for n in "ab")

@@ -2,9 +2,9 @@
 
 Measured, drawn, and written into the pages from one file, docs/figures.json.
 
-`tools/figures.py measure`  time every case on this machine (half a minute), write docs/figures.json
-`tools/figures.py draw`     docs/assets/ratio-light.svg and ratio-dark.svg from it `tools/figures.py
-write`    the tables and values between "<!-- table: NAME -->" and "<!-- end -->" from it
+`tools/figures.py measure`  time every case on this machine (a minute), write docs/figures.json
+`tools/figures.py draw`     docs/assets/ratio-light.svg and ratio-dark.svg from it
+`tools/figures.py write`    the tables and values between "<!-- table: NAME -->" and "<!-- end -->"
 
 `make figures` does all three. A test compares the pages with the file.
 """
@@ -45,6 +45,13 @@ CASES = [
 DECODE = "one token, cache of 32768, 32/8 heads, D = 128"
 SWEEP = {"heads": 2, "head_dim": 64}
 LENGTHS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+READY = "int8 operands"  # `attention_int8`: nothing is quantised inside
+VECTORS = "int8 operands, vectors"
+READY_CASES = [
+    *CASES[:2],
+    {"name": "1 head, L = 4096, D = 64", "heads": 1, "length": 4096, "head_dim": 64},
+    *CASES[2:],
+]
 SECONDS = 0.3  # of each case, for each contender
 LIMITS = {PEER: 1e-5, PEER16: 0.02, FLOAT32: 1e-5, INT8: 0.03}  # relative L1 against float64
 
@@ -140,6 +147,54 @@ def decode_calls() -> dict[str, Callable[[], Any]]:
     return calls
 
 
+def ready_calls(case: Any) -> dict[str, Callable[[], Any]]:
+    """The same and `attention_int8`, on the machine's best instructions and on vectors alone."""
+    import numflash
+    from numflash.cpu import launch
+    from numflash.jit import target
+    from numflash.options import Options
+    from numflash.quantization import quantize_problem
+    from numflash.validation import problem
+
+    calls = checked(case)
+    operands = numflash.quantize_qkv(*case.arrays)
+    described = problem(*case.arrays, Options(is_causal=case.causal, precision="int8"))
+    described = quantize_problem(described)
+    isas = [isa for isa in target.available() if isa not in ("amx_int8", "portable")]
+    found = {
+        PEER: calls[PEER],
+        INT8: calls[INT8],
+        READY: lambda: numflash.attention_int8(*operands, is_causal=case.causal),
+    }
+    if isas:
+        found[VECTORS] = lambda: launch.run(described, isa=isas[0])[0]
+    for name, call in found.items():
+        if not case.check(call()).relative_l1 <= LIMITS.get(name, LIMITS[INT8]):
+            raise ArithmeticError(f"{name} at {case}: too far from float64")
+    return found
+
+
+def measure_ready(found: dict[str, Any]) -> None:
+    """Times of ready INT8 operands, on one thread and on all, and the peaks of this machine."""
+    from numflash.jit import threads
+    from numflash.measure import roofline
+    from numflash.measure.contenders import Case, on_threads
+
+    found["ready"] = {"rows": [], "peaks": {}}
+    for case in READY_CASES:
+        options = {k: v for k, v in case.items() if k != "name"}
+        times = in_turns(ready_calls(Case(**options)))
+        found["ready"]["rows"].append({"case": case["name"], "seconds": times})
+        print(case["name"], times, flush=True)
+    for isa in (None, "avx512_vnni"):
+        int8, float32 = roofline.measure_compute(1, isa)
+        found["ready"]["peaks"]["int8" if isa is None else "vectors"] = int8
+        found["ready"]["peaks"]["float32"] = float32
+    with on_threads(threads.most()):
+        calls = ready_calls(Case(4096, 128))
+        found["ready"]["threads"] = {"count": threads.most(), "seconds": in_turns(calls)}
+
+
 def machine() -> dict[str, str]:
     """What the figures depend on."""
     import numba
@@ -163,7 +218,7 @@ def machine() -> dict[str, str]:
 
 
 def measure(what: str = "all") -> None:
-    """Time everything, or only "accuracy", or "warm": compile what the measurement calls."""
+    """Time everything, or only "accuracy" or "ready", or "warm": compile what the others call."""
     from numflash.data import minilm
     from numflash.measure.contenders import Case, on_threads
     from numflash.measure.metrics import accuracy
@@ -173,10 +228,14 @@ def measure(what: str = "all") -> None:
         if what == "warm":
             for causal in (False, True):
                 for head_dim in (64, 128):
+                    for call in ready_calls(Case(64, head_dim, causal, 8)).values():
+                        call()
                     for call in calls_of(Case(64, head_dim, causal, 8)).values():
                         call()
             decode_calls()
             return
+        if what in ("all", "ready"):
+            measure_ready(found)
         if what == "all":
             found["machine"] = machine()
             found["speed"] = []
@@ -193,7 +252,8 @@ def measure(what: str = "all") -> None:
                 times = in_turns(checked(Case(length, **SWEEP)))
                 found["sweep"].append({"length": length, "seconds": times})
                 print(length, times, flush=True)
-    found["accuracy"] = {name: e.as_dict() for name, e in accuracy(*minilm()).items()}
+    if what != "ready":
+        found["accuracy"] = {name: e.as_dict() for name, e in accuracy(*minilm()).items()}
     DATA.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -217,7 +277,7 @@ def draw() -> None:
             ratios = [p["seconds"][PEER] / p["seconds"][name] for p in found["sweep"]]
             axes.plot(lengths, ratios, style, color=colors[name], linewidth=width, label=name)
         axes.axhline(1, color=ink, linewidth=1)
-        axes.text(lengths[0], 1.04, PEER, color=ink, fontsize=9)
+        axes.text(lengths[-1], 0.96, PEER, color=ink, fontsize=9, ha="right", va="top")
         axes.set(xscale="log", yscale="log", xlabel="queries and keys (L)")
         axes.set_title(
             "Speed relative to PyTorch's float32 attention, one thread", color=ink, fontsize=12
@@ -249,6 +309,15 @@ def _milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _stamp(found: dict[str, Any]) -> str:
+    """The machine, its software, and how the times were taken."""
+    m = found["machine"]
+    return (
+        f"{m['cpu']}, one thread, {m['date']}; PyTorch {m['torch']}, numba {m['numba']}, instruction set `{m['isa']}`. A shared "
+        "machine: least times of calls that take turns"
+    )
+
+
 def _speed(found: dict[str, Any], _: bool) -> str:
     lines = [f"| milliseconds | {' | '.join(NAMES)} |", "|---" * (len(NAMES) + 1) + "|"]
     for row in found["speed"]:
@@ -259,13 +328,36 @@ def _speed(found: dict[str, Any], _: bool) -> str:
             text = f"{_milliseconds(seconds[name])} ({ratio:.1f}x)"
             cells.append(f"**{text}**" if name == INT8 else text)
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    m = found["machine"]
     lines += [
         "",
-        f"{m['cpu']}, one thread, {m['date']}; PyTorch {m['torch']}, numba {m['numba']}, instruction set `{m['isa']}`. A shared "
-        "machine: least times of calls that take turns. numflash "
-        "takes float32 arrays: INT8 quantises inside the timing. Decoding: PyTorch with the query heads of a KV head folded into "
-        "rows, its fastest form. Command: `make figures`.",
+        f"{_stamp(found)}. numflash takes float32 arrays: INT8 quantises inside the timing. Decoding: "
+        "PyTorch with the query heads of a KV head folded into rows, its fastest form. Command: "
+        "`make figures`.",
+    ]
+    return "\n".join(lines)
+
+
+def _ready(found: dict[str, Any], _: bool) -> str:
+    ready = found["ready"]
+    names = list(ready["rows"][0]["seconds"])
+    lines = [f"| milliseconds | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    threads = ready["threads"]
+    last = {"case": f"the first, {threads['count']} threads", "seconds": threads["seconds"]}
+    for row in [*ready["rows"], last]:
+        seconds = row["seconds"]
+        cells = [
+            _milliseconds(x) + ("" if name == PEER else f" ({seconds[PEER] / x:.1f}x)")
+            for name, x in seconds.items()
+        ]
+        lines.append(f"| {row['case']} | {' | '.join(cells)} |")
+    peaks = ready["peaks"]
+    first = ready["rows"][0]["seconds"]
+    share = 4 * 4096 * 4096 * 128 / first[READY] / peaks["int8"]
+    lines += [
+        "",
+        f"{_stamp(found)}. Peaks in the same run: INT8 {peaks['int8'] / 1e12:.1f} TOP/s, with vectors alone "
+        f"{peaks['vectors'] / 1e9:.0f} GOP/s; FP32 {peaks['float32'] / 1e9:.0f} GFLOP/s. The first case reaches "
+        f"{share:.0%} of the INT8 peak. Command: `make figures`.",
     ]
     return "\n".join(lines)
 
@@ -309,6 +401,7 @@ def _break_even(found: dict[str, Any], _: bool) -> str:
 
 BLOCKS: dict[str, Callable[[dict[str, Any], bool], str]] = {
     "speed": _speed,
+    "ready": _ready,
     "accuracy": _accuracy,
     "ratio": _ratio,
     "int8_range": _int8_range,

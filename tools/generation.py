@@ -27,6 +27,7 @@ from transformers import cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import numflash.transformers as nt
+from numflash.cache.kvcache import KVCache
 
 SHAPES: dict[str, dict[str, int]] = {
     "smollm2": {  # SmolLM2-135M
@@ -140,21 +141,29 @@ def lengthen(cache: Any, config: Any, tokens: int) -> None:
 
 
 def prefill(model: Any, tokens: int, rounds: int, chunk: int) -> dict[str, dict[str, float]]:
-    """Seconds of a prompt read in chunks, by cache."""
+    """Seconds of a prompt read in chunks, by cache, and those in which tokens were stored."""
+    watch = Stopwatch()
+    KVCache.append = watch.timed(KVCache.append)
     text = torch.randint(0, model.config.vocab_size, (1, tokens))
     names = ("sdpa, dynamic", "resident float32", "resident bfloat16", "resident int8")
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
         for name in names:
             implementation, kind = CACHES[name]
             model.set_attn_implementation(implementation)
             cache = empty_cache(kind, model.config, tokens)
-            start = time.perf_counter()
+            watch.seconds, start = 0.0, time.perf_counter()
             for ids in text[:, : 2 * chunk if turn == 0 else tokens].split(chunk, 1):
                 model(ids, past_key_values=cache, logits_to_keep=1)
             if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: {"seconds": statistics.median(runs)} for name, runs in times.items()}
+                times[name].append((time.perf_counter() - start, watch.seconds))
+    return {
+        name: {
+            "seconds": statistics.median(t for t, _ in runs),
+            "storing": statistics.median(a for _, a in runs),
+        }
+        for name, runs in times.items()
+    }
 
 
 def show(title: str, rows: dict[str, dict[str, float]], key: str) -> None:
@@ -166,6 +175,8 @@ def show(title: str, rows: dict[str, dict[str, float]], key: str) -> None:
         if "attention_and_update_ms" in row:
             part = row["attention_and_update_ms"]
             more = f"  attention and update {part:7.1f} = {100 * part / row['step_ms']:3.0f} %"
+        if row.get("storing"):
+            more = f"  storing {row['storing']:.4f} = {100 * row['storing'] / row['seconds']:.1f} %"
         print(f"  {name:18s} {row[key]:8.2f}{more}  {', '.join(ratios)}")
 
 

@@ -1,6 +1,8 @@
 """Make notebooks/NN_name.ipynb from notebooks/NN_name.py, run it, and keep its output.
 
-`tools/notebooks.py [NN ...]`; `tools/notebooks.py --maps` writes the map below each title.
+`tools/notebooks.py [NN ...]`; `tools/notebooks.py --maps` writes the map below each title;
+`tools/notebooks.py --text [NN ...]` puts edited text around the stored output, where no code has
+changed: figures measured on a quiet machine stay as they are.
 
 The percent-format source is what is edited and reviewed; the .ipynb is what readers open and GitHub
 draws. Sources go one way.
@@ -8,15 +10,21 @@ draws. Sources go one way.
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jupytext
-from nbclient import NotebookClient
+import nbformat
 from nbformat import NotebookNode
 
+from numflash.course import drawings
 from numflash.course.chapters import CHAPTERS, heading
+from numflash.course.widgets import VIEW
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 LIMIT = 300_000  # bytes of a notebook with its pictures
@@ -39,6 +47,8 @@ def run(source: Path) -> NotebookNode:
 
     What goes to stderr (compiling, progress) is left out.
     """
+    from nbclient import NotebookClient
+
     book = read(source)
     NotebookClient(
         book, timeout=300, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
@@ -47,15 +57,73 @@ def run(source: Path) -> NotebookNode:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = [x for x in cell.outputs if x.get("name") != "stderr"]
+            for output in cell.outputs:  # a stored widget shows nothing: its HTML does
+                output.get("data", {}).pop(VIEW, None)
+    book.metadata.pop("widgets", None)
     book.metadata["language_info"] = {"name": "python"}
     return book
+
+
+def reworded(source: Path) -> NotebookNode:
+    """The new text of a source with the stored output of the same code.
+
+    The cell that names the machine may change: what it says of the stored figures stays true. A
+    cell tagged "drawing" needs nothing of the cells before it, so it is drawn again. A cell that
+    only prints the source of kernels needs their imports: it is printed again.
+    """
+    book, stored = read(source), nbformat.read(source.with_suffix(".ipynb"), 4)
+    old = iter([c for c in stored.cells if c.cell_type == "code" and not tagged(c, "drawing")])
+    for n, cell in enumerate([c for c in book.cells if c.cell_type == "code"], 1):
+        if tagged(cell, "drawing"):
+            before, _, last = cell.source.rpartition("\n")
+            exec(before, names := {"drawings": drawings})
+            picture = eval(last, names)
+            shown = {"text/plain": repr(picture), "text/html": picture._repr_html_()}
+            cell.outputs = [nbformat.v4.new_output("execute_result", shown)]
+        else:
+            made = next(old, None)
+            same = made and (made.source == cell.source or tagged(cell, "machine"))
+            if made is None or not same:
+                raise SystemExit(f"{source.name}: code has changed, so run it:\n{cell.source}")
+            cell.outputs = made.outputs
+            shown = listing(book, cell)
+            if shown:
+                cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=shown)]
+        cell.execution_count = n
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = n
+    if next(old, None) is not None:
+        raise SystemExit(f"{source.name}: code was taken out, so run it")
+    return book
+
+
+def listing(book: NotebookNode, cell: NotebookNode) -> str:
+    """What a cell prints that only prints sources, which the imports above it name; else ""."""
+    lines = ast.parse(cell.source).body
+    if not all(ast.unparse(line).startswith("print(inspect.getsource(") for line in lines):
+        return ""
+    names: dict[str, Any] = {}
+    for above in book.cells[: book.cells.index(cell)]:
+        for line in ast.parse(above.source).body if above.cell_type == "code" else ():
+            if isinstance(line, (ast.Import, ast.ImportFrom)):
+                exec(ast.unparse(line), names)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(cell.source, names)
+    return printed.getvalue()
+
+
+def tagged(cell: NotebookNode, tag: str) -> bool:
+    """Whether a cell has a tag."""
+    return tag in cell.metadata.get("tags", ())
 
 
 def with_map(text: str, number: str) -> str:
     """The source with its chapter's map below the title."""
     quoted = "\n".join(f"# {line}" for line in heading(number).splitlines())
     cell = f'# %% [markdown] tags=["map"]\n{quoted}\n\n# %% tags=["machine"]\n'
-    cell += "from numflash.course import machine\n\nmachine()\n\n"
+    cell += "from numflash.course import hint, machine, solution\n\nmachine()\n\n"
     text = re.sub(r'(?ms)^# %% \[markdown\] tags=\["map"\].*?^machine\(\)\n\n', "", text, count=1)
     first = re.search(r"(?m)^# %%(?! \[markdown\]\n# # )", text)
     if first is None:
@@ -75,9 +143,11 @@ def main(numbers: list[str]) -> None:
     if numbers == ["--maps"]:
         maps()
         return
+    make = reworded if numbers[:1] == ["--text"] else run
+    numbers = [number for number in numbers if number != "--text"]
     for source in sorted(FOLDER.glob("[0-9][0-9]_*.py")):
         if not numbers or source.name[:2] in numbers:
-            text = jupytext.writes(run(source), fmt="ipynb") + "\n"
+            text = jupytext.writes(make(source), fmt="ipynb") + "\n"
             if len(text) > LIMIT:
                 raise SystemExit(
                     f"{source.name}: the notebook has {len(text)} bytes; allowed: {LIMIT}"

@@ -67,7 +67,7 @@ def output(out: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 def in_range(name: str, x: np.ndarray, dtype: str) -> None:
     """Refuse finite numbers that would become infinite in a cache of this dtype."""
-    limit, sources = BEYOND["float32" if dtype == "int8" else dtype]
+    limit, sources = BEYOND.get(dtype, BEYOND["float32"])
     if dtype_name(x.dtype) not in sources:
         return
     size = np.abs(widen(x))

@@ -5,7 +5,7 @@ Which plan serves a query, and the rows that a plan gives back.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,24 @@ from ..errors import ArgumentError
 from .arguments import integer
 from .exact import LOG2E
 from .protocols import Backend, Layout, Plan
-from .settings import Settings
+from .settings import INTEGERS, Settings
 
 F = np.float32
 MOST_CALLS = 64  # prepared calls kept; a generation with varied shapes does not collect buffers
+
+
+class EqualSteps(NamedTuple):
+    """Steps of float32 arrays of the same shapes, of which one has succeeded.
+
+    tokens : new ones of each sequence, and the same as an array (B,)
+    shape : of the result (B, H, n, Dv);  rows, results : of query and result as plans take them
+    """
+
+    tokens: int
+    take: np.ndarray
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    results: tuple[int, ...]
 
 
 class Calls:
@@ -28,12 +42,14 @@ class Calls:
     ----------
     shapes : shapes of key and value that `append` has accepted: their tokens
     steps : captured steps on a card, by plan and factor
+    equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
         self.backend, self.layout, self.settings, self.batch = backend, layout, settings, batch
         self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
         self.steps: dict[tuple[Plan, float], Any] = {}
+        self.equal: dict[tuple[Any, ...], EqualSteps] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
 
@@ -66,7 +82,7 @@ class Calls:
 
     def forget(self) -> None:
         """Drop the prepared calls and their buffers."""
-        for prepared in (self._plans, self._calls, self.steps):
+        for prepared in (self._plans, self._calls, self.steps, self.equal):
             prepared.clear()
 
     def _make(
@@ -90,7 +106,7 @@ class Calls:
             sizes = self.batch, group, shape[2], splits, workers
             plan = self.backend.Plan(self.layout, *sizes, changed)
             self._plans[shape, splits, workers, changed] = plan
-        return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype == "int8" else 1))
+        return plan, F(c * LOG2E * (fx.ONE_Q8 if self.settings.dtype in INTEGERS else 1))
 
     def _check(self, shape: tuple[int, ...]) -> None:
         kv_heads = self.settings.kv_heads

@@ -13,19 +13,27 @@ from .. import fixedpoint as fx
 from ..errors import ArgumentError, CacheFullError
 from ..interop import widen
 from ..quantization import QuantizedTensor
+from ..rotation import rotate
 from .memory import Memory
+from .settings import INTEGERS
 
 F = np.float32
 STORED = {"int8": np.int8, "float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-BITS = {"int8": np.int8, "float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+BITS = {
+    "int8": np.int8,
+    "int4": np.int8,
+    "float32": np.uint32,
+    "float16": np.uint16,
+    "bfloat16": np.uint16,
+}
 STATE_VERSION = 1
 
 
 def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What sequence b holds as it is stored, in slot order.
 
-    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for "int8", else (1,
-    Hkv, slots).
+    Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for integers, else (1,
+    Hkv, slots). Elements of "int4" are odd numbers from -15 to 15 of rotated rows.
     """
     layout = memory.layout
     store = memory.store
@@ -34,7 +42,7 @@ def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not n:  # the layouts reshape by the sizes of what is there
         heads = settings.kv_heads
         d = settings.head_dim
-        exact = settings.dtype == "int8"
+        exact = settings.dtype in INTEGERS
         both = np.zeros((heads, 0, d + settings.value_dim), BITS[settings.dtype])
         return both[..., :d], both[..., d:], np.zeros((1 + exact, heads, 0), F)
     keys = layout.keys(store, pages)[:, :n]
@@ -43,12 +51,14 @@ def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Keys and values of sequence b as dtype "int8" stores them, in slot order."""
+    """Keys and values of sequence b as "int8" or "int4" stores them, in slot order."""
     keys, values, scales = stored(memory, b)
     k_scale, v_scale = scales[..., None]
     v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
     bad = np.isnan(k_scale[..., 0])
     offset = memory.offset[b, :, None].copy()
+    if memory.settings.dtype == "int4":
+        offset = rotate(offset)
     marked = bad if bad.any() else None
     k_scale = np.where(bad[..., None], F(1), k_scale)
     key = QuantizedTensor(keys, k_scale, "row", offset, marked)
@@ -91,7 +101,9 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
     }
     for b in range(memory.batch):
         for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
-            found[f"{name}{b}"] = np.ascontiguousarray(x)
+            codes = memory.settings.dtype == "int4" and name != "scale"
+            if name != "value" or not memory.settings.value_in_key:
+                found[f"{name}{b}"] = np.ascontiguousarray(_to_codes(x) if codes else x)
     return found
 
 
@@ -159,13 +171,18 @@ def _tokens(
     settings = memory.settings
     layout = memory.layout
     used = min(length, layout.sinks + layout.ring)
-    exact = settings.dtype == "int8"
-    bits = np.dtype(BITS[settings.dtype])
+    exact = settings.dtype in INTEGERS
+    codes = settings.dtype == "int4"
+    bits = np.dtype(np.uint8 if codes else BITS[settings.dtype])
+    dims = settings.head_dim, settings.value_dim
+    d, dv = (-(-n // 2) for n in dims) if codes else dims
     wanted = {
-        f"key{b}": ((settings.kv_heads, used, settings.head_dim), bits),
-        f"value{b}": ((settings.kv_heads, used, settings.value_dim), bits),
+        f"key{b}": ((settings.kv_heads, used, d), bits),
+        f"value{b}": ((settings.kv_heads, used, dv), bits),
         f"scale{b}": ((2 if exact else 1, settings.kv_heads, used), np.dtype(F)),
     }
+    if settings.value_in_key:
+        del wanted[f"value{b}"]
     for name, (shape, dtype) in wanted.items():
         x = given.get(name)
         if not isinstance(x, np.ndarray) or x.shape != shape or x.dtype != dtype:
@@ -176,5 +193,21 @@ def _tokens(
                 f"state: got {got} for {name!r}; allowed: {dtype} of shape {shape}, as a cache of dtype "
                 f"{settings.dtype!r} with these sizes has it"
             )
-    key, value, scale = (given[name] for name in wanted)
+    key, scale = given[f"key{b}"], given[f"scale{b}"]
+    value = key[..., : settings.value_dim] if settings.value_in_key else given[f"value{b}"]
+    if codes:
+        key, value = (_from_codes(x, n) for x, n in zip((key, value), dims, strict=True))
     return key, value, scale
+
+
+def _to_codes(x: np.ndarray) -> np.ndarray:
+    """Odd numbers (..., D) int8 of "int4" as codes (..., D in pairs) uint8, two a byte."""
+    codes = ((x + np.int8(15)) >> 1).view(np.uint8)
+    codes = np.pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _from_codes(x: np.ndarray, channels: int) -> np.ndarray:
+    """The inverse of `_to_codes`."""
+    codes = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], 2 * x.shape[-1])[..., :channels]
+    return codes.view(np.int8) * np.int8(2) - np.int8(15)

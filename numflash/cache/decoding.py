@@ -13,6 +13,7 @@ from .decode_options import Changes
 from .exact import attend, natural_lse, positions
 from .memory import Memory
 from .protocols import Plan
+from .settings import INTEGERS
 
 F = np.float32
 
@@ -71,7 +72,7 @@ def lse_of(
     shifted = (
         memory.settings.smooth and not changes.cap_or_functions
     )  # else the kernel has added it
-    one = fx.SUM_ONE if memory.settings.dtype == "int8" else 1
+    one = fx.SUM_ONE if memory.settings.dtype in INTEGERS else 1
     return natural_lse(
         plan.m, plan.l, query, memory.offset if shifted else None, memory.calls.factor(scale), one
     )
@@ -80,7 +81,7 @@ def lse_of(
 def cap_shift(query: np.ndarray, offset: np.ndarray, scale: float, softcap: float) -> np.ndarray:
     """(B, H, L) float32: what `smooth` took from every score of a row, in units of the soft cap.
 
-    In natural units with softcap = 1.
+    In natural units if softcap is 1.
 
     query (B, H, L, D) float32, offset (B, Hkv, D).
     """

@@ -1,10 +1,13 @@
-"""A decode engine.
+"""A decode engine: a state machine over a KV cache.
 
-a state machine over a KV cache, after "API Usage Flow" of the T4 architecture (docs/sources.md).
+After "API Usage Flow" of the T4 architecture (docs/sources.md):
 
-    uninitialised -- init --> initialised -- load_qkv --> ready -- decode --> ready -- get_output
-    --> output ready output ready -- load_qkv --> ready          ready, output ready -- reset -->
-    initialised any but uninitialised -- cleanup --> uninitialised
+    uninitialised                -- init -->        initialised
+    initialised, output ready    -- load_qkv -->    ready
+    ready                        -- decode -->      ready
+    ready                        -- get_output -->  output ready
+    ready, output ready          -- reset -->       initialised
+    any but uninitialised        -- cleanup -->     uninitialised
 
 `step` is its one-call `decode`, which initialises by itself.
 """

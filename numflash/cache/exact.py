@@ -38,7 +38,7 @@ def attend(
 ) -> tuple[np.ndarray, float, float]:
     """One row over the keys that it attends to: out (Dv,), its maximum in octaves and its sum.
 
-    A maximum below float32 is float32's lowest number.
+    A maximum below float32's range is returned as its lowest finite number.
 
     query (D,), key (S, D), value (S, Dv); softcap 0 for none; bias (S,) is added to the scores;
     change gives the scores after functions, -inf where a key is hidden.

@@ -13,7 +13,7 @@ from . import contents
 from .arguments import integer
 from .exact import positions
 from .memory import Memory
-from .settings import MAX_LENGTH, Settings
+from .settings import INTEGERS, MAX_LENGTH, Settings
 
 
 class Holdings:
@@ -24,6 +24,7 @@ class Holdings:
         self.kv_heads = settings.kv_heads
         self.head_dim, self.value_dim = settings.head_dim, settings.value_dim
         self.window, self.sinks, self.smooth = settings.window, settings.sinks, settings.smooth
+        self.value_in_key = settings.value_in_key
         self._memory: Memory | None = memory
 
     @property
@@ -88,15 +89,18 @@ class Holdings:
         return integer(name, b, 0, memory.batch - 1)
 
     def quantized(self, sequence: int) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Keys and values of one sequence as dtype "int8" stores them, (Hkv, slots, D) and (Hkv,
-        slots, Dv).
+        """Keys and values of one sequence as dtype "int8" or "int4" stores them, (Hkv, slots, D)
+        and (Hkv, slots, Dv).
 
-        In slot order. A token that was not finite has zeros and is marked `nonfinite`.
+        In slot order; rows of "int4" are rotated, see `numflash.reference.int4`. A token that was
+        not finite has zeros and is marked `nonfinite`.
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
-        if self.dtype != "int8":
-            raise ArgumentError(f"quantized: dtype is {self.dtype!r}; allowed: only 'int8'")
+        if self.dtype not in INTEGERS:
+            raise ArgumentError(
+                f"quantized: dtype is {self.dtype!r}; allowed: only 'int8' and 'int4'"
+            )
         return contents.quantized(memory, b)
 
     def read(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 Keys and values stay in the layout that the decode kernels read.
 
 Contiguous, in pages that sequences may share, or as a ring that never grows (sliding window with
-sinks); stored as float32, bfloat16, float16 or INT8. Append and decode are one compiled call each.
+sinks); stored as float32, bfloat16, float16, INT8 or INT4. Append and decode are one compiled call each.
 A cache belongs to one thread at a time; different caches may be used from different threads.
 
 A call that raises or is interrupted (KeyboardInterrupt) leaves the cache as it was before the call,
@@ -21,6 +21,7 @@ from ..arguments import choice, flag
 from ..errors import ArgumentError, CacheFullError, UnsupportedError
 from ..interop import convert, to_float32, widen
 from .arguments import floats, in_range, integer, output, token_counts
+from .calls import EqualSteps
 from .decode_options import (
     NOTHING,
     Changes,
@@ -33,7 +34,7 @@ from .decoding import cap_shift, lse_of, redo
 from .memory import Memory, allocate
 from .protocols import Backend, Plan
 from .sequences import Sequences
-from .settings import DEVICES, Settings, check_settings
+from .settings import DEVICES, INTEGERS, Settings, check_settings
 
 F = np.float32
 FLOAT32 = np.dtype(np.float32)
@@ -62,12 +63,13 @@ class KVCache(Sequences):
     Parameters
     ----------
     batch, kv_heads, head_dim, max_length : int
-        Sequences; heads of K and V; channels, 1 to 512; tokens a sequence can hold (`reserve`
+        Sequences; heads of K and V; channels, 1 to 576; tokens a sequence can hold (`reserve`
         raises it).
-    dtype : "int8", "float32", "bfloat16" or "float16"
+    dtype : "int8", "int4", "float32", "bfloat16" or "float16"
         Storage. INT8 has one scale per token and head for K and for V; the query is rounded to 15
         bits and a sign, weights to 15 bits, products are exact integers, and results have the bits
-        of `reference.integer_decode`.
+        of `reference.integer_decode`. INT4 is the same with rows rotated by a Hadamard matrix and
+        rounded to 16 levels: half the memory, see `numflash.reference.int4`; on the CPU.
     page_size : int or None
         None: every sequence owns its memory. A power of two from 128 (on CUDA 16): pages from a
         common pool, taken as sequences grow, shared by `share`, `reorder` and `repeat`, returned by
@@ -79,6 +81,11 @@ class KVCache(Sequences):
         Size of the pool; enough for every sequence unless given.
     value_dim : int or None
         Channels of V if not those of K.
+    value_in_key : bool
+        The value of a token is the first `value_dim` channels of its key, stored and read once:
+        DeepSeek's absorbed attention over latents (head_dim 576, value_dim 512, one KV head, 16 to
+        128 query heads). `append` and `step` take no values then. "float32", "bfloat16" and "int8"
+        on the CPU. Of "bfloat16" on AMX, query and weights are rounded to bfloat16, too.
     window : int or None
         Each token attends to the last `window` tokens, itself included, and to the first `sinks`.
         The cache is then a ring that never grows and never fills (StreamingLLM, arXiv 2309.17453;
@@ -86,7 +93,7 @@ class KVCache(Sequences):
     sinks : int
         First tokens that a ring keeps.
     smooth : bool
-        INT8 only: the channel means of a sequence's first append (16 tokens or more) are subtracted
+        INT8 and INT4: the channel means of a sequence's first append (16 tokens or more) are subtracted
         from all its keys before rounding, which leaves softmax unchanged. On for keys with a large
         bias per channel, as projections with a bias make them: 30 spreads in one channel cost 0.053
         relative L1, 0.005 with it. Off otherwise: on the activations of MiniLM-L6, whose channel
@@ -121,6 +128,7 @@ class KVCache(Sequences):
         smooth: bool = False,
         isa: str | None = None,
         unified_max: float | None = None,
+        value_in_key: bool = False,
     ) -> None:
         backend = _backend(device)
         given = Settings(
@@ -137,20 +145,22 @@ class KVCache(Sequences):
             smooth=smooth,
             isa=isa,
             unified_max=unified_max,
+            value_in_key=value_in_key,
         )
         batch = integer("batch", batch, 0, backend.MAX_BATCH)
         settings = check_settings(given, backend)
         super().__init__(settings, allocate(backend, settings, batch))
         self._plain = not settings.paged and not settings.smooth
-        self._taken_as_is = dtype in ("int8", "float32")  # float32 tokens need no conversion
+        # float32 tokens need no conversion, but for those padded to whole vectors
+        self._taken_as_is = dtype in INTEGERS or (dtype == "float32" and not value_in_key)
 
-    def append(self, key: Any, value: Any, *, counts: Any = None) -> None:
+    def append(self, key: Any, value: Any = None, *, counts: Any = None) -> None:
         """Add tokens to the end of every sequence, in O(tokens).
 
         Parameters
         ----------
         key : (B, Hkv, n, D) array of floats
-        value : (B, Hkv, n, Dv)
+        value : (B, Hkv, n, Dv); None with `value_in_key`
         counts : (B,) integers or None
             How many of the n tokens belong to each sequence (the first ones), 0 to n; all unless
             given.
@@ -176,17 +186,23 @@ class KVCache(Sequences):
 
         There is room for them.
         """
-        ready = _float32(key) and _float32(value)
+        shared = self.value_in_key
+        if shared and value is not None:
+            raise ArgumentError(
+                f"value: got {type(value).__name__} with value_in_key; allowed: None, the value is in the key"
+            )
+        ready = _float32(key) and (shared or _float32(value))
         if not ready:
             key = floats("key", key).array
-            value = floats("value", value).array
+            value = value if shared else floats("value", value).array
+        value = key if shared else value
         known = memory.calls.shapes.get((key.shape, value.shape))
         n, take = known or self._shapes(memory, key.shape, value.shape)
         if not (ready and self._taken_as_is):
             for name, x in (("key", key), ("value", value)):
                 in_range(name, x, self.dtype)
             key = memory.layout.tokens(key)
-            value = memory.layout.tokens(value)
+            value = key if shared else memory.layout.tokens(value)
         if counts is not None:
             take = token_counts(counts, memory.batch, n)
         if self.window is None and memory.longest + n > memory.settings.max_length:
@@ -201,7 +217,8 @@ class KVCache(Sequences):
         """How many tokens arrays of these shapes hold, and the same for each sequence."""
         b = memory.batch
         heads = self.kv_heads
-        for name, shape, d in (("key", key, self.head_dim), ("value", value, self.value_dim)):
+        dims = self.head_dim, self.head_dim if self.value_in_key else self.value_dim
+        for name, shape, d in (("key", key, dims[0]), ("value", value, dims[1])):
             if len(shape) != 4 or shape[0] != b or shape[1] != heads or shape[3] != d:
                 raise ArgumentError(
                     f"{name}: got shape {shape}; allowed: ({b}, {heads}, tokens, {d})"
@@ -352,7 +369,7 @@ class KVCache(Sequences):
         self,
         query: Any,
         key: Any,
-        value: Any,
+        value: Any = None,
         *,
         scale: float | None = None,
         splits: int | None = None,
@@ -367,7 +384,7 @@ class KVCache(Sequences):
         ----------
         query : (B, H, n, D)
         key : (B, Hkv, n, D)
-        value : (B, Hkv, n, Dv)
+        value : (B, Hkv, n, Dv); None with `value_in_key`
         scale, splits, out
             As `decode` takes them.
 
@@ -380,8 +397,17 @@ class KVCache(Sequences):
         CacheFullError, ArgumentError, ArgumentTypeError
             Nothing is appended by a call that raises.
         """
-        memory = self._open()
-        plain = all(_float32(x) and x.ndim == 4 and x.size for x in (query, key, value))
+        memory = self._memory or self._open()
+        shared, equal = self.value_in_key, None
+        plain = _float32(query) and _float32(key) and (shared or _float32(value))
+        if plain and not shared:
+            equal = memory.calls.equal.get((query.shape, key.shape, value.shape))
+        if equal is not None and out is None:
+            result = self._equal_step(memory, equal, (query, key, value), scale, splits)
+            if result is not None:
+                return result
+        given = (query, key) if shared else (query, key, value)
+        plain = plain and all(x.ndim == 4 and x.size for x in given)
         if not plain or key.shape[2] != query.shape[2] or (self.device != "cpu" and self.smooth):
             rows, _ = self._query(query)
             # what it refuses is refused before a token is appended
@@ -396,19 +422,45 @@ class KVCache(Sequences):
         result = np.empty(shape, F) if out is None else output(out, shape)
         if out is not None and np.may_share_memory(out, query):
             query = query.copy()  # it is read again after `out` is written
-        key, value, take, _ = self._admitted(memory, key, value, None)
+        key, value, take, n = self._admitted(memory, key, value, None)
         rows = query.reshape(plan.shape)
         results = result.reshape((*plan.shape[:3], self.value_dim))
         if self.device == "cpu":
             memory.append(key, value, take, memory.store)
             plan(rows, c, memory.store, results)
             redo(memory, plan, rows, scale, results, NOTHING)
+            if self._taken_as_is and not memory.settings.paged:
+                call = query.shape, key.shape, value.shape
+                calls.equal[call] = EqualSteps(n, take, shape, plan.shape, results.shape)
             return result
         captured = calls.steps.get((plan, float(c)))
         if captured is None:
             step = cast(Any, memory.backend).Step(memory.append, plan, c, memory.store)
             captured = calls.steps[plan, float(c)] = step
         captured(key, value, rows, take, results, memory.store)
+        redo(memory, plan, rows, scale, results, NOTHING)
+        return result
+
+    def _equal_step(
+        self,
+        memory: Memory,
+        equal: EqualSteps,
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        scale: Any,
+        splits: Any,
+    ) -> np.ndarray | None:
+        """A step like one before; None where the tokens that are held make it another one."""
+        query, key, value = arrays
+        held = memory.store.lengths.tolist()
+        longest = max(held) + equal.tokens
+        full = longest > memory.settings.max_length and self.window is None
+        if full or (self.smooth and not min(held)):
+            return None
+        plan, c = memory.calls.plan(query.shape, scale, splits, longest)
+        result = np.empty(equal.shape, F)
+        memory.append(key, value, equal.take, memory.store)
+        rows, results = query.reshape(equal.rows), result.reshape(equal.results)
+        plan(rows, c, memory.store, results)
         redo(memory, plan, rows, scale, results, NOTHING)
         return result
 

@@ -13,7 +13,9 @@ from .exact import LOG2E
 from .protocols import Backend
 
 DEVICES = ("cpu", "cuda", "cuda-emulator")
-DTYPES = ("int8", "float32", "bfloat16", "float16")
+DTYPES = ("int8", "int4", "float32", "bfloat16", "float16")
+INTEGERS = ("int8", "int4")  # stored with a scale for every token
+SHARED_DTYPES = ("int8", "float32", "bfloat16")  # of a cache whose values are in its keys
 MAX_LENGTH = 1 << 31
 MAX_WINDOW = 1 << 29
 MAX_SINKS = 1 << 20
@@ -48,6 +50,7 @@ class Settings:
     isa: str | None
     unified_max: float | None
     paged: bool = False
+    value_in_key: bool = False
 
     @property
     def slots(self) -> int:
@@ -84,10 +87,16 @@ def check_settings(given: Settings, backend: Backend) -> Settings:
     head_dim = integer("head_dim", given.head_dim, 1, MAX_HEAD_DIM)
     value_dim = given.value_dim
     value_dim = head_dim if value_dim is None else integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
-    if flag("smooth", given.smooth) and given.dtype != "int8":
+    if flag("smooth", given.smooth) and given.dtype not in INTEGERS:
         raise ArgumentError(
-            f"smooth: got True with dtype {given.dtype!r}; allowed: only with dtype 'int8'"
+            f"smooth: got True with dtype {given.dtype!r}; allowed: only with dtype 'int8' or 'int4'"
         )
+    if given.dtype == "int4" and given.device != "cpu":
+        raise UnsupportedError(
+            f"dtype: got 'int4' with device {given.device!r}; allowed: 'int4' with device 'cpu'"
+        )
+    if flag("value_in_key", given.value_in_key):
+        _check_shared(given, head_dim, value_dim)
     if given.isa is not None and given.device != "cpu":
         raise ArgumentError(f"isa: got {given.isa!r} with device {given.device!r}; allowed: None")
     settings = replace(
@@ -102,6 +111,25 @@ def check_settings(given: Settings, backend: Backend) -> Settings:
         **_window(given),
     )
     return replace(settings, **_paging(settings, backend))
+
+
+def _check_shared(given: Settings, head_dim: int, value_dim: int) -> None:
+    """What a cache allows whose values are the first channels of its keys."""
+    if value_dim > head_dim:
+        raise ArgumentError(
+            f"value_dim: got {value_dim} with value_in_key; allowed: 1 to head_dim, {head_dim}"
+        )
+    if given.device != "cpu":
+        raise UnsupportedError(
+            f"value_in_key: got True with device {given.device!r}; allowed: with device 'cpu'"
+        )
+    if given.dtype not in SHARED_DTYPES:
+        raise UnsupportedError(
+            f"value_in_key: got True with dtype {given.dtype!r}; allowed: with "
+            f"{', '.join(map(repr, SHARED_DTYPES))}"
+        )
+    if given.smooth:
+        raise ArgumentError("smooth: got True with value_in_key; allowed: False")
 
 
 def _window(given: Settings) -> dict[str, Any]:

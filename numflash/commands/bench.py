@@ -14,7 +14,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
 from ..measure import roofline
 from ..measure.console import Progress, Table, count
-from ..measure.contenders import PEER, REFERENCE, Case, compete, contenders
+from ..measure.contenders import PEER, REFERENCE, Case, Result, compete, contenders
 from ..measure.timing import explain_marks, percent, ratio
 from ..tiling import KEY_BLOCK
 from .demo import phase_table
@@ -22,11 +22,43 @@ from .demo import phase_table
 LENGTHS = (64, 512, 1024, 2048, 4096, 8192)  # the matrix of the A64FX summary
 
 
+def against_reference(
+    case: Case, fused: Result, reference_threads: int, iterations: int, single: Result | None
+) -> tuple[str, dict[str, Any]]:
+    """The fused kernel against the float32 reference on more threads: a sentence, and its figures.
+
+    The speed-up over one thread of the reference is estimated as the summary (docs/sources.md)
+    does, as if its threads scaled perfectly, and given as measured where `single` is known.
+    """
+    reference = next(c for c in contenders() if c.name == REFERENCE)
+    result = compete(reference, case, reference_threads, iterations)
+    assert result is not None  # it runs everywhere
+    faster = result.seconds / fused.seconds
+    disturbed = result.timing.disturbed or fused.timing.disturbed
+    text = (
+        f"\n{REFERENCE} on {count(reference_threads, 'thread')}: {result.timing.milliseconds()} ms; {fused.contender} on "
+        f"{count(fused.threads, 'thread')} is {ratio(result.timing, fused.timing)} times as fast, and against one thread an "
+        f"estimated {faster * reference_threads:.2f}"
+    )
+    if single is not None and single.threads == 1:
+        text += f" (measured: {ratio(single.timing, fused.timing)})"
+    return text, {
+        "threads": reference_threads,
+        "seconds": result.seconds,
+        "speed_up": faster,
+        "estimated_single_thread_speed_up": faster * reference_threads,
+        "disturbed": disturbed,
+    }
+
+
 def run(
-    length: int, head_dim: int, iterations: int, threads: int, causal: bool, heads: int, batch: int
+    case: Case, iterations: int = 5, threads: int = 1, reference_threads: int = 0
 ) -> dict[str, Any]:
-    """One case, every contender; then the parts of the fused kernel."""
-    case = Case(length, head_dim, causal, heads, batch)
+    """One case, every contender; then the parts of the fused kernel.
+
+    reference_threads : also time the float32 reference on so many threads, 0 for no
+    """
+    length, head_dim = case.length, case.head_dim
     isa = target.available()[0]
     isas = VECTOR_ISAS.get(isa)
     parts = (
@@ -35,7 +67,8 @@ def run(
         and head_dim % (isas.nv * running_lanes(isa)) == 0
     )
     everybody = contenders(everybody=True)
-    with Progress("bench", len(everybody) + 1 + parts) as progress:
+    steps = len(everybody) + 1 + parts + bool(reference_threads)
+    with Progress("bench", steps) as progress:
         progress.step("measuring this machine")
         roof = roofline.measure(threads)
         results = {}
@@ -49,6 +82,7 @@ def run(
             (
                 "contender",
                 "ms",
+                "spread",
                 "GOP/s",
                 "INT8 peak",
                 "GB/s",
@@ -67,6 +101,7 @@ def run(
             table.add(
                 name,
                 r.timing.milliseconds(),
+                f"{100 * r.timing.spread:.0f} %",
                 f"{r.rate / 1e9:.1f}",
                 share,
                 f"{case.traffic / r.seconds / 1e9:.2f}",
@@ -74,7 +109,16 @@ def run(
                 *ratios,
                 **r.as_dict(),
             )
-        table.note = f"measured: {roof}; GB/s counts query, key, value and output once"
+        table.note = f"measured: {roof}; GB/s counts query, key, value and output once;\n"
+        table.note += "spread: how much longer the median call took than the fastest"
+        reference = None
+        if reference_threads:
+            progress.step(f"{REFERENCE} on {count(reference_threads, 'thread')}")
+            fused = next(iter(results.values()))
+            said, reference = against_reference(
+                case, fused, reference_threads, iterations, results.get(REFERENCE)
+            )
+            table.note += said
         table.note += explain_marks(table.rows)
         table.show()
         components = None
@@ -85,6 +129,7 @@ def run(
     return {
         "roof": roof.as_dict(),
         "results": table.records,
+        "reference": reference,
         "components": components.records if components else None,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -88,21 +89,24 @@ def warmup(args: argparse.Namespace) -> Any:
 def bench(args: argparse.Namespace) -> Any:
     from . import bench as job
 
+    if args.length == "decode":
+        from . import bench_decode
+
+        return bench_decode.run(args.threads)
     if args.plot:
         return job.plot(args.plot, args.head_dim, args.threads, args.iterations)
     if args.short:
         from . import bench_short
 
         return bench_short.run(args.threads)
-    return job.run(
-        args.length,
-        args.head_dim,
-        args.iterations,
-        args.threads,
-        args.causal,
-        args.heads,
-        args.batch,
-    )
+    if args.study:
+        from . import bench_study
+
+        return bench_study.run(args.study)
+    from ..measure.contenders import Case
+
+    case = Case(args.length, args.head_dim, args.causal, args.heads, args.batch)
+    return job.run(case, args.iterations, args.threads, args.reference_threads)
 
 
 def explain(args: argparse.Namespace) -> Any:
@@ -193,9 +197,12 @@ def tune(args: argparse.Namespace) -> Any:
 
 
 def estimate(args: argparse.Namespace) -> Any:
-    from ..machinecode import estimate as job
+    if args.what:
+        job = importlib.import_module(f"..machinecode.estimate_{args.what}", __package__)
+        return job.run(args.cpu or ("host" if args.what == "check" else "a64fx"))
+    from ..machinecode import estimate as tiles
 
-    return job.run(args.cpu, args.instructions, args.head_dim)
+    return tiles.run(args.cpu or "a64fx", args.instructions, args.head_dim)
 
 
 def cache(args: argparse.Namespace) -> Any:
@@ -213,6 +220,7 @@ def cache(args: argparse.Namespace) -> Any:
     }
 
 
+# Long because it is a table: every command with its arguments.
 def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -229,14 +237,14 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    def shape(sub: argparse.ArgumentParser) -> None:
+    def shape(sub: argparse.ArgumentParser, kind: Callable = positive, more: str = "") -> None:
         sub.add_argument(
             "length",
             nargs="?",
-            type=positive,
+            type=kind,
             default=1024,
             metavar="L",
-            help="queries and keys (default 1024)",
+            help=f"queries and keys (default 1024){more}",
         )
         sub.add_argument("head_dim", nargs="?", type=positive, default=128, help="default 128")
 
@@ -263,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
     command(warmup, "compile every kernel ahead of its first call")
     sub = command(bench, "a benchmark: every contender checked against float64, then timed")
-    shape(sub)
+    shape(sub, positive_or_decode, '; "decode": one token over a KV cache, by each storage')
     sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
     sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
     case(sub)
@@ -276,6 +284,18 @@ def parser() -> argparse.ArgumentParser:
         "--short",
         action="store_true",
         help="what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
+    )
+    sub.add_argument(
+        "--study",
+        choices=["exp2", "unfused", "improvements"],
+        help="a benchmark of the A64FX notes, one thread, with its own shapes; nothing else is used",
+    )
+    sub.add_argument(
+        "--reference-threads",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="also the float32 reference on N threads, and the estimated speed-up over one of them",
     )
     sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
     shape(sub)
@@ -305,7 +325,19 @@ def parser() -> argparse.ArgumentParser:
         estimate,
         "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
     )
-    sub.add_argument("--cpu", default="a64fx", help="LLVM's name of an AArch64 CPU (default a64fx)")
+    sub.add_argument(
+        "what",
+        nargs="?",
+        choices=["exp2", "unfused", "improvements", "attention", "check"],
+        help="exp2, unfused, improvements: the A64FX notes' kernels beside their figures; attention: "
+        "with caches, memory and energy; check: the model of this machine against measured times "
+        "(default: the register tiles and softmax)",
+    )
+    sub.add_argument(
+        "--cpu",
+        default="",
+        help="LLVM's name of an AArch64 CPU (default a64fx); of check, whose pipes to model",
+    )
     sub.add_argument(
         "--head-dim", type=positive, default=128, help="of the instruction counts (default 128)"
     )
@@ -354,6 +386,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed: an integer, 1 or more")
     return number
+
+
+def positive_or_decode(text: str) -> int | str:
+    """A number of tokens, or the word that asks for decoding's tables."""
+    return text if text == "decode" else positive(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

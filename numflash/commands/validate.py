@@ -1,4 +1,4 @@
-"""`numflash validate`: what a machine that nobody here has must show, in one run and one JSON.
+"""`numflash validate`: everything to check on a new machine, in one run and one JSON.
 
 Bits of every instruction set against the integer model, accuracy against float64, measured peaks,
 the INT8 kernel's share of its peak beside the modelled one, and how it scales over threads. Every
@@ -195,6 +195,7 @@ def _row(x: dict[str, Any]) -> tuple[str, str]:
     return f"peaks on {x['threads']} thread(s)", (
         f"INT8 {x['int8'] / 1e9:.0f} GOP/s, FP32 {x['float32'] / 1e9:.0f} GFLOP/s, "
         f"read {x['read'] / 1e9:.0f} GB/s, copy {x['copy'] / 1e9:.0f} GB/s"
+        + (f", FEXPA {x['fexpa'] / 1e9:.0f} G/s" if x["fexpa"] else "")
     )
 
 
@@ -231,7 +232,9 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
         roofs = [roofline.measure(n) for n in (1,) if quick] or [
             roofline.measure(n) for n in sorted({1, most()})
         ]
-        found += [{"check": "peak", **roof.as_dict(), "ok": True} for roof in roofs]
+        for roof in roofs:
+            powers = roofline.measure_fexpa(roof.threads)
+            found.append({"check": "peak", **roof.as_dict(), "fexpa": powers, "ok": True})
         progress.step("time of the kernel")
         for head_dim in (128,) if quick else (64, 128):
             found.append(efficiency(head_dim, roofs[0].int8, seconds))
@@ -248,6 +251,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     table = Table(f"{result['cpu']}: {', '.join(result['isa'])}", ("check", "result"))
     for x in found:
         table.add(*_row(x), **x)
+    table.note = f"it took {result['seconds']:.0f} s"
     table.show()
     if to is not None:
         Path(to).write_text(json.dumps(result, indent=1, default=str))

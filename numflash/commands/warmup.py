@@ -69,7 +69,7 @@ def jobs() -> list[tuple[str, Callable[[], Any]]]:
     for impl in ("cpu", "portable"):
         found.append(
             (
-                f"gradient {target.available(target.FIXED_FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
+                f"gradient {target.available(target.FLOAT_ISAS)[0] if impl == 'cpu' else impl}",
                 functools.partial(gradient, impl),
             )
         )

@@ -40,7 +40,7 @@ _ATTENTION = ("Attention is all you need", "https://arxiv.org/abs/1706.03762")
 CHAPTERS = {
     "00": Chapter(
         "00_memory",
-        (20, 10),
+        (30, 10),
         "The same arithmetic in another order moves several times fewer bytes.",
         (),
         ("head", "score", "softmax", "cache-line", "tile", "rung"),
@@ -56,7 +56,7 @@ CHAPTERS = {
     ),
     "02": Chapter(
         "02_tiling",
-        (25, 15),
+        (20, 15),
         "Add up what the inner loop touches: the largest tile that fits the cache is the best one.",
         ("00", "01"),
         ("working-set", "cache-line", "roofline", "tile"),
@@ -64,11 +64,11 @@ CHAPTERS = {
     ),
     "03": Chapter(
         "03_int8",
-        (30, 15),
+        (25, 15),
         "An 8-bit number costs half a step of error, and the largest entry sets the step.",
         ("00",),
         ("quantisation", "scale", "smoothing", "attention-sink"),
-        (_SAGE,),
+        (_SAGE, ("StreamingLLM", "https://arxiv.org/abs/2309.17453")),
     ),
     "04": Chapter(
         "04_fixed_point",
@@ -76,20 +76,25 @@ CHAPTERS = {
         "2**x is a shift and a small polynomial, so softmax can run in integers.",
         ("01", "03"),
         ("fixed-point", "octave", "saturation"),
+        (
+            ("Q format", "https://en.wikipedia.org/wiki/Q_(number_format)"),
+            ("I-BERT", "https://arxiv.org/abs/2101.01321"),
+        ),
     ),
     "05": Chapter(
         "05_llvm",
-        (25, 10),
+        (40, 10),
         "A compiler vectorises a loop as it is written; it does not build a register tile.",
         ("02",),
         ("vector", "fma", "dot-instruction", "register-tile"),
+        (("LLVM: auto-vectorization", "https://llvm.org/docs/Vectorizers.html"),),
     ),
     "06": Chapter(
         "06_register_tile",
-        (25, 20),
+        (30, 20),
         "Keep many sums in registers, so that each load serves several products.",
         ("02",),
-        ("register-tile", "dot-instruction", "vector", "latency"),
+        ("vector", "lane", "register-tile", "dot-instruction", "latency"),
         (
             (
                 "Anatomy of high-performance matrix multiplication",
@@ -99,22 +104,28 @@ CHAPTERS = {
     ),
     "07": Chapter(
         "07_fused",
-        (20, 15),
-        "Do all four steps for one tile before the next: scores live for a moment, in the cache.",
+        (25, 15),
+        "Do all four steps for one tile before the next, so that its scores never leave the cache.",
         ("01", "02", "06"),
         ("fusion", "rung", "tile", "octave"),
         (_FA1, _FA2),
     ),
     "08": Chapter(
         "08_exp2_variants",
-        (30, 15),
+        (40, 15),
         "Optional study: what an exponential costs beside a product, on this machine.",
         ("04", "06"),
         ("fixed-point", "fma"),
+        (
+            (
+                "A fast, compact approximation of the exponential function",
+                "https://doi.org/10.1162/089976699300016467",
+            ),
+        ),
     ),
     "09": Chapter(
         "09_threads_causal_gqa",
-        (25, 15),
+        (15, 15),
         "Query tiles are independent tasks; deal them longest first.",
         ("07",),
         ("causal", "gqa", "tile"),
@@ -122,18 +133,19 @@ CHAPTERS = {
     ),
     "10": Chapter(
         "10_decode",
-        (30, 25),
+        (40, 25),
         "One new token reads the whole cache once: bytes decide, and the keys are what can be split.",
         ("01", "09"),
-        ("decode", "kv-cache", "split-kv", "gqa"),
+        ("decode", "kv-cache", "split-kv", "gqa", "rotation"),
         (
+            ("QuaRot", "https://arxiv.org/abs/2404.00456"),
             ("Flash-Decoding", "https://pytorch.org/blog/flash-decoding/"),
             ("FlashDecoding++", "https://arxiv.org/abs/2311.01282"),
         ),
     ),
     "11": Chapter(
         "11_backward",
-        (30, 15),
+        (25, 15),
         "Keep one number per row and compute the weights again.",
         ("01", "07"),
         ("backward", "log-sum-exp"),
@@ -141,17 +153,18 @@ CHAPTERS = {
     ),
     "12": Chapter(
         "12_claims",
-        (40, 15),
+        (45, 15),
         "Check a figure with the arithmetic that it rests on.",
         ("07", "10"),
         ("roofline", "fixed-point", "bank-conflict"),
+        (("Twelve ways to fool the masses", "https://doi.org/10.1142/S0129626491000410"),),
     ),
     "13": Chapter(
         "13_threads_warps_memory",
         (25, 30),
         "32 threads move together, and memory is near (shared) or far (global).",
         ("00",),
-        ("warp", "sector", "shared-memory", "barrier", "race"),
+        ("block", "warp", "sector", "shared-memory", "barrier", "race"),
         (("CUDA programming guide", "https://docs.nvidia.com/cuda/cuda-c-programming-guide/"),),
     ),
     "14": Chapter(
@@ -159,7 +172,7 @@ CHAPTERS = {
         (25, 15),
         "The result of one tensor-core product is the operand of the next, without moving.",
         ("13",),
-        ("tensor-core", "fragment", "warp"),
+        ("tensor-core", "fragment", "warp", "half"),
         (("PTX manual", "https://docs.nvidia.com/cuda/parallel-thread-execution/"), _FA2),
     ),
     "15": Chapter(
@@ -168,10 +181,14 @@ CHAPTERS = {
         "An XOR of the address puts a column into 32 different banks.",
         ("13", "14"),
         ("bank-conflict", "swizzle", "shared-memory"),
+        (
+            ("CUDA: shared memory", "https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/"),
+            _FA2,
+        ),
     ),
     "16": Chapter(
         "16_flash_attention_2",
-        (25, 15),
+        (30, 15),
         "Chapter 01's loop on tensor cores, one improvement per rung.",
         ("01", "14", "15"),
         ("rung", "tensor-core", "bank-conflict", "barrier"),
@@ -182,12 +199,12 @@ CHAPTERS = {
         (35, 30),
         "One warp brings tiles, the others multiply; barriers that count bytes keep them apart.",
         ("16",),
-        ("tma", "mbarrier", "wgmma", "parity", "warp-specialisation"),
+        ("tma", "mbarrier", "parity", "fence", "wgmma", "warp-specialisation"),
         (_FA3,),
     ),
     "18": Chapter(
         "18_int8_equal_bits",
-        (25, 15),
+        (20, 15),
         "Integer sums have one result in any order, so CPU and GPU give the same bits.",
         ("03", "16"),
         ("equal-bits", "tensor-core", "quantisation"),
@@ -199,6 +216,7 @@ CHAPTERS = {
         "A cache on the card: count every byte that a step moves.",
         ("10", "16"),
         ("decode", "kv-cache", "split-kv"),
+        (("Flash-Decoding", "https://pytorch.org/blog/flash-decoding/"),),
     ),
     "20": Chapter(
         "20_backward_gpu",
@@ -210,7 +228,7 @@ CHAPTERS = {
     ),
     "21": Chapter(
         "21_many_machines",
-        (20, 10),
+        (15, 10),
         "Keys travel around a ring; two partial results merge exactly.",
         ("01",),
         ("log-sum-exp", "ring", "causal"),
@@ -219,7 +237,7 @@ CHAPTERS = {
     "22": Chapter(
         "22_invent_attention",
         (20, 15),
-        "A score or a mask of your own is a function, compiled into the kernel that is there.",
+        "A score or a mask of your own is a function that is compiled into the existing kernel.",
         ("01", "02"),
         ("score", "softmax", "tile", "causal"),
         (
@@ -230,17 +248,19 @@ CHAPTERS = {
     ),
     "23": Chapter(
         "23_broken_kernels",
-        (10, 60),
+        (35, 60),
         "Read what the emulator reports, then mend the kernel.",
-        ("13", "16"),
+        ("01", "13", "15", "17"),
         ("race", "barrier", "bank-conflict", "parity", "online-softmax"),
+        (("compute-sanitizer", "https://docs.nvidia.com/compute-sanitizer/"),),
     ),
     "24": Chapter(
         "24_capstone",
-        (15, 30),
+        (20, 30),
         "Change a tile of the shipped kernel: other time, the same bits.",
         ("02", "07"),
         ("tile", "working-set", "equal-bits", "register-tile"),
+        (_FA1, ("FlexAttention", "https://arxiv.org/abs/2412.05496")),
     ),
 }
 

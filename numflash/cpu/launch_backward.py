@@ -44,9 +44,9 @@ def _magnitude(row, words, out):
 
 @kernel
 def _magnitudes(words, out):
-    """out (rows,) uint32.
+    """Write to out (rows,) uint32 the bits of the largest |x| of each row.
 
-    The bits of the largest |x| of each row of x (rows, columns) float32, given by its bits.
+    words (rows, columns) are the bits of x, float32.
     """
     over_tasks(_magnitude, words.shape[0], (words, out))
 
@@ -121,7 +121,7 @@ def run(
     grad_out and out (B, H, L, Dv), lse (B, H, L) float32, of any strides. `results`: contiguous
     zeros that are added to, and returned, where they are given.
     """
-    isa = target.require(isa, target.FIXED_FLOAT_ISAS)
+    isa = target.require(isa, target.FLOAT_ISAS)
     nb, nh, nkv, length, s, d, dv = problem.shape
     shapes = (nb, nh, length, d), (nb, nkv, s, d), (nb, nkv, s, dv)
     dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)

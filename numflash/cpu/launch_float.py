@@ -17,8 +17,8 @@ from ..tiling import TILINGS, in_use, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
+from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
-from .floats.float_tiles import FLOAT_ISAS
 from .isa.isas import padded
 from .semantics import NO_TILES, ScoreTiles, Semantics, option_numbers
 

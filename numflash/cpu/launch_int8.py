@@ -16,6 +16,7 @@ import numba
 import numpy as np
 
 from .. import fixedpoint as fx
+from ..fixedpoint import FIRST_KEYS
 from ..interop import Memory
 from ..jit import guard
 from ..jit.memory import Layout, fresh, scratch
@@ -35,6 +36,7 @@ from .int8.call import (
     make_ready_call,
     most_score,
 )
+from .int8.first_keys import FirstKeys, first_keys, no_first_keys
 from .int8.packing import float_rows, pack_keys, pack_values
 from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
@@ -49,8 +51,8 @@ class Operands(NamedTuple):
     """What the kernels take, for N query heads and Nkv KV heads.
 
     query : (N, L, D) int8;  query_scale : (N, L) float32, in Q8.8 or units of the softcap
-    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  value_scale : (Nkv, Dv)
-        float32
+    keys : `PackedKeys`, or what `portable` takes;  values : as packed;  first : the first keys
+    value_scale : (Nkv, Dv) float32
     most : no score is larger than this
     cap_shift, row_shift : functions f() of `scores`, for options that need them
     """
@@ -59,6 +61,7 @@ class Operands(NamedTuple):
     query_scale: np.ndarray
     keys: Any
     values: np.ndarray
+    first: FirstKeys
     value_scale: np.ndarray
     most: float
     cap_shift: Callable[[], np.ndarray | None]
@@ -118,16 +121,26 @@ def from_integers(problem: Problem, isa: str) -> Operands:
             if precise
             else portable.arrange_values(heads(v.data))
         )
+        columns = padded(dv, portable.NR)
     else:
         keys = pack_keys(isa, heads(k.data), heads(ck))
         values = (
             float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
+        )
+        columns = values.shape[1] // max(1, keys.start.shape[1])
+    if precise:
+        first = no_first_keys(len(v_scale), columns)
+    else:
+        lows = (None if t.low is None else heads(t.low) for t in (k, v))
+        first = first_keys(
+            heads(k.data), heads(v.data), heads(ck), lows, columns, problem.first_keys
         )
     return Operands(
         heads(q.data),
         heads(cq),
         keys,
         values,
+        first,
         v_scale,
         most_score.py_func(unit, largest(q.scale), largest(k.scale), problem.shape[5]),
         lambda: cap_shift(problem),
@@ -187,6 +200,9 @@ class Int8Plan:
             self.layout.add("scales of keys", n_kv * keys * 4),
             self.layout.add("blocks of wide keys", n_kv * keys // KEY_BLOCK),
             self.layout.add("packed values", n_kv * keys * columns * size),
+            self.layout.add("first keys", n_kv * FIRST_KEYS * d * 2),
+            self.layout.add("scales of first keys", n_kv * FIRST_KEYS * 4),
+            self.layout.add("first values", n_kv * FIRST_KEYS * columns * 4),
             self.layout.add("scales of values", 0 if ready else n_kv * dv * 4),
             self.layout.add("mean of keys", 0 if ready else n_kv * d * 4),
             self.layout.add("octaves", n * length * 4),
@@ -200,6 +216,7 @@ class Int8Plan:
             channels,
             columns,
             problem.softcap == 0,
+            problem.first_keys,
             workers("int8", n * length * seen * (d + dv)),
             stream_of(problem, isa),
             *(step for steps in strides for step in steps[:3]),
@@ -260,11 +277,15 @@ class Int8Plan:
         q, k, v, q_scale, k_scale = addresses(
             query.data, key.data, value.data, query.scale, key.scale
         )
-        v_scale, out_at, _, _, lse_at = addresses(
-            value.scale, out, out, out, out if lse is None else lse
+        k_low, v_low = (value.data if t.low is None else t.low for t in (key, value))
+        v_scale, out_at, k_low_at, v_low_at, lse_at = addresses(
+            value.scale, out, k_low, v_low, out if lse is None else lse
+        )
+        k_low_at, v_low_at = (
+            0 if t.low is None else at for t, at in ((key, k_low_at), (value, v_low_at))
         )
         tensors = query, key, value
-        at = (q, q_scale, k, k_scale, v, v_scale)
+        at = (q, q_scale, k, k_scale, k_low_at, v, v_scale, v_low_at)
         self._run(at, self.numbers, out_at, 0 if lse is None else lse_at, tensors)
 
     def _run(
@@ -347,7 +368,7 @@ def is_plain(problem: Problem, isa: str) -> bool:
         kinds == ("row", "row", "channel")
         and finite
         and not shifted
-        and all(x.flags.carray for t in (q, k, v) for x in (t.data, t.scale))
+        and all(t.is_contiguous() for t in (q, k, v))
     )
 
 
@@ -394,7 +415,7 @@ def run_general(
     counter = np.zeros(1, np.int64)
     if isa != "portable":
         sizes = (*sizes, stream_of(problem, isa))  # type: ignore[assignment]
-    rest = x.values, x.value_scale, options, sizes, s, counter, out, m, l
+    rest = x.values, x.first, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":
         portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
     else:

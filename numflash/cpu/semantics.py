@@ -52,6 +52,22 @@ NO_SPANS = np.zeros((0, 0, 0, 0), np.int64)
 NO_TILES = ScoreTiles(0, 0, 0, 0, NO_STATES, NO_SPANS, 1, 1, np.zeros(0, np.int64))
 
 
+@inline
+def no_tiles(address):
+    """`NO_TILES` in compiled code, its empty arrays at an address."""
+    return ScoreTiles(
+        np.int64(0),
+        np.int64(0),
+        np.int64(0),
+        np.int64(0),
+        place(address, (0, 0, 0, 0), np.uint8),
+        place(address, (0, 0, 0, 0), np.int64),
+        np.int64(1),
+        np.int64(1),
+        place(address, (0,), np.int64),
+    )
+
+
 class Semantics(NamedTuple):
     """Which keys a row attends to and how its scores change.
 
@@ -73,9 +89,8 @@ class Semantics(NamedTuple):
     has_mask: bool
     has_bias: bool
     softcap: float  # float32, Q8.8 units, 0 = none
-    shift: (
-        np.ndarray
-    )  # (B, H, L) float32, in units of the softcap: what smoothing took from each score
+    # (B, H, L) float32, in units of the softcap: what smoothing took from each score
+    shift: np.ndarray
     slopes: np.ndarray  # (B, H) float32, Q8.8 units
     extreme: bool = False
     functions: ScoreTiles = NO_TILES

@@ -70,7 +70,7 @@ def _need_compiler() -> None:
 def library_version(wheel: str) -> str:
     """The version that a compiler library itself reports.
 
-    Of a CUDA toolkit, where there is no wheel.
+    The library of a CUDA toolkit where the wheel is not installed.
     """
     _need_compiler()
     library = {"nvidia-nvvm": _nvvm, "nvidia-nvjitlink": _nvjitlink}.get(wheel)

@@ -123,8 +123,17 @@ def _remote(
     return Remote(array, dtype, empty, int(stream))
 
 
-def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    options: Options,
+    with_functions: Callable[[validation.Problem], validation.Problem] | None = None,
+) -> Any:
     """`numflash.attention` for device arrays.
+
+    `with_functions` adds score and mask functions to the problem; what they capture is in host
+    memory and uploaded once per content.
 
     A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host,
     like all small arguments (lengths, slopes).
@@ -137,6 +146,8 @@ def attention(query: Any, key: Any, value: Any, options: Options) -> Any:
     if sinks is not None and on_device(sinks):
         options = replace(options, sinks=None)
     taken, problem = _described(query, key, value, options)
+    if with_functions is not None:
+        problem = with_functions(problem)
     own = taken[0].dtype
     ndim = taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
@@ -181,7 +192,7 @@ def attention_backward(
 ) -> tuple[Any, Any, Any]:
     """`numflash.attention_backward` for device arrays.
 
-    a mask is on that card too, the rows' statistics get memory of the query's kind.
+    A mask is on that card too, the rows' statistics get memory of the query's kind.
 
     Sinks are in the LSE already.
     """

@@ -119,9 +119,9 @@ def capability(arch: str) -> tuple:
 
 
 def flat_parameters(signature: Any) -> tuple[str, ...]:
-    """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ....
+    """Type names of the parameters as they reach the kernel: an array is `array1`, `array2`, ...
 
-    a tuple is its items.
+    A tuple is its items.
     """
     from ._target import types
 

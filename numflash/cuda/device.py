@@ -44,9 +44,9 @@ _CTYPES: dict[str, Any] = {
 
 
 def words_of(parameter: str) -> tuple[str, ...]:
-    """What a parameter is passed as. A Numba array.
+    """The words that a parameter is passed as.
 
-    Two pointers to its owner, size, item size, address, shape, strides.
+    A Numba array is two pointers to its owner, size, item size, address, shape, strides.
     """
     return (
         ("int64",) * (5 + 2 * int(parameter[5:])) if parameter.startswith("array") else (parameter,)

@@ -72,7 +72,7 @@ def shape_of(gradients: str, d: int, dv: int, arch: str, masked: bool = False) -
 def passes(d: int, dv: int) -> tuple[str, ...]:
     """The passes of the tile kernel.
 
-    DK and dV apart where their sums do not fit into registers together.
+    dK and dV take a pass each where their sums do not fit into registers together.
     """
     return ("kv", "q") if d + dv <= 256 else ("v", "k", "q")
 

@@ -31,6 +31,7 @@ from .operands import (
     strides_of,
 )
 from .tensormap import TensorMap
+from .tile_list import tile_list
 
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 
@@ -44,7 +45,7 @@ def rows_per_block(tiling: Tiling, rows: int) -> int:
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values such that 0 * NaN never happens.
 
-    a key row whose value is not finite becomes NaN, its value 0.
+    A key row whose value is not finite becomes NaN, its value 0.
 
     A hidden key's score is replaced before it is used, so a NaN key makes exactly the rows NaN that
     attend to it.
@@ -122,6 +123,25 @@ def _per_head(problem: Problem, results: Results) -> tuple[np.ndarray, np.ndarra
     return slopes, nothing if results is None or problem.sinks is None else problem.sinks
 
 
+def _functions(problem: Problem, packed: int, tile: tuple[int, int]) -> tuple[dict, tuple]:
+    """Constants and arrays of a problem's functions, for tiles of (rows, keys) of `packed` heads;
+    nothing where there are none.
+    """
+    functions = problem.functions
+    if functions is None:
+        return {}, ()
+    nb, nh, nkv, length, s, *_ = problem.shape
+    code = functions.on_device((nb, nh, length, s))
+    listed = bool(functions.states.size and tile[1])
+    tiles = np.zeros(1, np.int32)
+    if listed:
+        tiles = tile_list(functions.states, functions.block, (length, s), packed, tile)
+    constants: dict[str, Any] = {"functions": code.name}
+    if tile[1]:
+        constants["listed"] = listed
+    return constants, (code.frame, code.batches, tiles, *code.arrays)
+
+
 def _float_options(problem: Problem, mask: str, results: Results) -> dict[str, Any]:
     """The constants that say what a 16-bit kernel has code for.
 
@@ -171,13 +191,15 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
         "turing": turing,
         **_float_options(problem, kind, results),
     }
+    chosen, functions = _functions(problem, group, (block_q, tiling.key_block))
+    constants.update(chosen)
     strides = tuple(int(n) for x in (q, k, v, out) for n in x.strides[:3]) + strides_of(
         mask, results
     )
     # softcap acts on natural units: (cap * log2 e) * tanh(x / (cap * log2 e)) with x in units of
     # log2
     args = (
-        (q, k, v, out, lse, *key_places(problem, s), stored, slopes, sinks),
+        (q, k, v, out, lse, *key_places(problem, s), stored, slopes, sinks, *functions),
         strides,
         (length, q.shape[-1] * 2, v.shape[-1] * 2, nh, left, right),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
@@ -223,12 +245,14 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         "ping_pong": max(wide, dv_wide) <= 128,
         **_float_options(problem, kind, results),
     }
+    chosen, functions = _functions(problem, packed, (BLOCK_Q, block_k))
+    constants.update(chosen)
     maps = [
         TensorMap(packed_rows(q, packed), (1, 1, BLOCK_Q // packed, packed, PANEL)),
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
     ]
     args = (
-        (maps, out, lse, *key_places(problem, s), stored, slopes, sinks),
+        (maps, out, lse, *key_places(problem, s), stored, slopes, sinks, *functions),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
         (length, v.shape[-1] * 2, nh, left, right),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
@@ -312,6 +336,7 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     if arch == "sm_90a" and not wide and length * packed > MMA_ROWS:
         from .kernels.flash_int8_hopper import BLOCK_Q, PANEL_BYTES, flash_int8_hopper
 
+        first = _first_keys(problem, key_scale, padded(d))
         maps = [
             TensorMap(packed_rows(q, packed), (1, 1, BLOCK_Q // packed, packed, PANEL_BYTES)),
             TensorMap(k, (1, 1, KEY_BLOCK, PANEL_BYTES)),
@@ -319,14 +344,14 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
             TensorMap(key_scale, (1, 1, 1, KEY_BLOCK), swizzle=0),
         ]
         on_hopper = (
-            (maps, out, m, l, cq, v_scale, *places, *extras),
+            (maps, out, m, l, cq, v_scale, *places, *extras, q, *first),
             mask_strides,
-            (length, channels, nh, left, right),
+            (length, channels, nh, left, right, q.shape[-1]),
             cap,
         )
         return Launch(
             flash_int8_hopper,
-            {"d": padded(d), **options, "packed": packed},
+            {"d": padded(d), **options, "packed": packed, "first_keys": problem.first_keys},
             arch,
             (-(-length * packed // BLOCK_Q), nh // packed, nb),
             on_hopper,
@@ -336,18 +361,21 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
 
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
     block_q = rows_per_block(tiling, length * group)
+    width = smallest(d, tiling.head_dims)
+    first = (nothing,) * 3 if wide else _first_keys(problem, key_scale, width)
     args = (
-        (q, k, v, out, m, l, cq, key_scale, v_scale, *places, *extras),
+        (q, k, v, out, m, l, cq, key_scale, v_scale, *places, *extras, *first),
         mask_strides,
         (length, s, q.shape[-1], stored, channels, nh, left, right),
         cap,
     )
     constants = {
-        "d": smallest(d, tiling.head_dims),
+        "d": width,
         **options,
         "block_q": block_q,
         "wide": wide,
         "turing": turing,
+        "first_keys": problem.first_keys,
         "halves": tiling.key_block // (tiling.nv * tiling.lanes),
     }
     return Launch(
@@ -375,9 +403,7 @@ def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
 def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Values transposed to (B, Hkv, C, stored), their keys permuted; their scales (B, Hkv, C).
 
-    Keys that are not finite.
-
-    C is Dv rounded up to whole 16 bytes of the output's float32.
+    Third, which values are not finite, or None. C is Dv rounded up to whole 16 bytes of the output's float32.
     """
     from .kernels.flash_int8 import permuted_keys
 
@@ -388,6 +414,30 @@ def _byte_values(problem: Problem, stored: int) -> tuple[np.ndarray, np.ndarray,
     v[..., :dv, :s] = problem.value.data.swapaxes(-1, -2)
     scale[..., :dv] = problem.value.scale[:, :, 0]
     return np.ascontiguousarray(v[..., permuted_keys(stored)]), scale, problem.value.nonfinite
+
+
+def _first_keys(
+    problem: Problem, key_scale: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first keys of every sequence as `kernels.int8_first` takes them.
+
+    Their bytes and what these leave of 13 bits (B, Hkv, 8, width) int8, the scales of the latter
+    (B, Hkv, 4) and the values (B, Hkv, 4, padded Dv) float32; key_scale (B, Hkv, 1, keys).
+    """
+    nb, _, nkv, _, s, d, dv = problem.shape
+    n = min(s, fx.FIRST_KEYS)
+    planes = np.zeros((nb, nkv, 2, fx.FIRST_KEYS, width), np.int8)
+    scale = np.zeros((nb, nkv, fx.FIRST_KEYS), np.float32)
+    values = np.zeros((nb, nkv, fx.FIRST_KEYS, padded(dv)), np.float32)
+    planes[:, :, 0, :n, :d] = problem.key.data[:, :, :n]
+    if problem.key.low is not None:
+        planes[:, :, 1, :n, :d] = problem.key.low
+    scale[..., :n] = key_scale[:, :, 0, :n] * np.float32(1 / fx.FINER)
+    rows = problem.value.data[:, :, :n].astype(np.int16) * np.int16(fx.FINER)
+    if problem.value.low is not None:
+        rows = rows + problem.value.low
+    values[:, :, :n, :dv] = rows * np.float32(1 / fx.FINER)
+    return planes.reshape(nb, nkv, 2 * fx.FIRST_KEYS, width), scale, values
 
 
 def _float_values(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -438,6 +488,8 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
         "alibi": slopes is not None,
         "sinks": sinks is not nothing,
     }
+    chosen, functions = _functions(problem, 1, (WARPS, 0))
+    constants.update(chosen)
     args = (
         (
             q,
@@ -450,6 +502,7 @@ def float32_forward(problem: Problem, arch: str, results: Results = None) -> Lau
             bias_at,
             nothing if slopes is None else np.ascontiguousarray(slopes, np.float32),
             sinks,
+            *functions,
         ),
         (*strides_of(mask, results), *strides_of(bias, results)),
         (length, s, d, dv, nh, left, right),

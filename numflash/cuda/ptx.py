@@ -1,23 +1,15 @@
 """Every inline PTX operation of numflash, each with the section of the PTX ISA manual that defines
-it.
-
-`op` turns one PTX statement into an intrinsic that kernels call like a function. Operands are named
-in the text: `<a>`. An operand is a scalar type, passed by value, or a `Fragment`: n registers held
-in a `cuda.local.array`, passed as (array, first index) and updated in place. libNVVM scalarises
-such arrays when every index is a constant after unrolling, so a fragment is kept in registers
-(docs/pitfalls.md, "Local arrays need constant loops").
+it. `inline_ptx.op` makes a function of each.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from ._target import intrinsic, signature, types
+from .inline_ptx import Fragment, Immediate, inout, op, out
 
 i32 = types.int32
 i64 = types.int64
@@ -26,166 +18,13 @@ u64 = types.uint64
 f32 = types.float32
 
 
-@dataclass(frozen=True)
-class Immediate:
-    """A number in the text of the instruction.
-
-    a constant once libNVVM has unrolled the loops around it.
-    """
-
-    type: Any
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """n registers of one type in a local array.
-
-    `out` are written, `inout` read and written by the same registers.
-    """
-
-    n: int
-    type: Any
-    mode: str = "in"
-
-
-def out(n: int, t: Any) -> Fragment:
-    return Fragment(n, t, "out")
-
-
-def inout(n: int, t: Any) -> Fragment:
-    return Fragment(n, t, "inout")
-
-
-def _constraint(t: Any) -> str:
-    if t == types.float32:
-        return "f"
-    return {16: "h", 32: "r", 64: "l"}[t.bitwidth]
-
-
-def op(
-    asm: str, ret: Any = None, *, memory: bool = False, pure: bool = False, **operands: Any
-) -> Any:
-    """Make an intrinsic from one PTX statement.
-
-    Parameters
-    ----------
-    asm : PTX with `<name>` for each operand (`<name.0>` for one register of a fragment) and `<r>`
-        for the returned value;
-        `%=` gives a number unique to the place
-    ret : scalar type returned, or None
-    memory : the statement reads or writes memory, so nothing may move across it
-    pure : no side effect, may be removed or moved (arithmetic)
-    operands : name=scalar type or Fragment, in the order of the call
-    """
-    number: dict[str, str] = {}
-    out_constraints: list[str] = []
-
-    def registers(name: str, start: int, n: int, braces: bool) -> None:
-        text = ", ".join(f"${i}" for i in range(start, start + n))
-        number[name] = f"{{{text}}}" if braces else text
-        number.update((f"{name}.{i}", f"${start + i}") for i in range(n))
-
-    if ret is not None:
-        registers("r", 0, 1, False)
-        out_constraints.append("=" + _constraint(ret))
-    tied: list[str] = []
-    for name, spec in operands.items():
-        if isinstance(spec, Fragment) and spec.mode != "in":
-            start = len(out_constraints)
-            registers(name, start, spec.n, True)
-            out_constraints += ["=" + _constraint(spec.type)] * spec.n
-            if spec.mode == "inout":
-                tied += [str(start + i) for i in range(spec.n)]
-    constraints = out_constraints + tied
-    for name, spec in operands.items():
-        if not isinstance(spec, Fragment):
-            registers(name, len(constraints), 1, False)
-            constraints.append("n" if isinstance(spec, Immediate) else _constraint(spec))
-        elif spec.mode == "in":
-            registers(name, len(constraints), spec.n, True)
-            constraints += [_constraint(spec.type)] * spec.n
-    # `$` of the text itself is doubled; LLVM writes a unique number for ${:uid}
-    text = re.sub(r"<([\w.]+)>", lambda m: number[m.group(1)], asm).replace("%=", "${:uid}")
-    shown = ",".join(constraints + (["~{memory}"] if memory else []))
-    attributes = ("convergent",) if re.search(r"\.sync|\bbar\.|barrier\.", asm) else ()
-
-    def typer(typingctx: Any, *given: Any) -> Any:
-        argument_types: list[Any] = []
-        position = 0
-        for spec in operands.values():
-            if isinstance(spec, Fragment):
-                argument_types += [given[position], types.intp]
-                position += 2
-            else:
-                argument_types.append(spec.type if isinstance(spec, Immediate) else spec)
-                position += 1
-
-        def lower(context: Any, builder: Any, sig: Any, values: Any) -> Any:
-            supply = iter(zip(values, sig.args, strict=True))
-            tied_values = []
-            inputs = []
-            targets = []
-            for spec in operands.values():
-                value, value_type = next(supply)
-                if not isinstance(spec, Fragment):
-                    inputs.append(value)
-                    continue
-                first, _ = next(supply)
-                data = context.make_array(value_type)(context, builder, value).data
-                places = [
-                    builder.gep(data, [builder.add(first, ir.Constant(first.type, i))])
-                    for i in range(spec.n)
-                ]
-                if spec.mode == "in":
-                    inputs += [builder.load(p) for p in places]
-                    continue
-                targets += places
-                if spec.mode == "inout":
-                    tied_values += [builder.load(p) for p in places]
-            results = [context.get_value_type(ret)] if ret is not None else []
-            results += [p.type.pointee for p in targets]
-            result = (
-                ir.VoidType()
-                if not results
-                else results[0]
-                if len(results) == 1
-                else ir.LiteralStructType(results)
-            )
-            arguments = tied_values + inputs
-            kind = ir.FunctionType(result, [a.type for a in arguments])
-            call = builder.call(
-                ir.InlineAsm(kind, text, shown, not pure), arguments, attrs=attributes
-            )
-            parts = (
-                [builder.extract_value(call, i) for i in range(len(results))]
-                if len(results) > 1
-                else [call]
-            )
-            for place, part in zip(
-                targets, parts[len(results) - len(targets) :], strict=bool(targets)
-            ):
-                builder.store(part, place)
-            return parts[0] if ret is not None else context.get_dummy_value()
-
-        return signature(types.none if ret is None else ret, *argument_types), lower
-
-    names = ["typingctx"]
-    for name, spec in operands.items():
-        names += [name, name + "_first"] if isinstance(spec, Fragment) else [name]
-    parameter = inspect.Parameter
-    shown_parameters = [parameter(n, parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    typer.__signature__ = inspect.Signature(shown_parameters)  # type: ignore[attr-defined]
-    typer.__name__ = re.sub(r"\W+", "_", asm.split("<")[0].strip("{ \n"))[:60] or "registers"
-    return intrinsic(typer)
-
-
 # ---- addresses: an array's first element as a plain number
 # -----------------------------------------------------------------
 @intrinsic
 def shared_address(typingctx, array):
-    """32-bit address of a shared array in the shared window (PTX 5.1.6: state space conversion.
+    """32-bit address of a shared array in the shared window.
 
-    No instruction is left of it).
+    A conversion of state spaces (PTX 5.1.6), which costs no instruction.
     """
 
     def lower(context, builder, sig, values):
@@ -226,27 +65,22 @@ tanh = op("tanh.approx.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.22, sm_75
 imax = op("max.s32 <r>, <a>, <b>;", i32, pure=True, a=i32, b=i32)  # 9.7.1.14
 imin = op("min.s32 <r>, <a>, <b>;", i32, pure=True, a=i32, b=i32)  # 9.7.1.13
 umin = op("min.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)
-udiv = op(
-    "div.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32
-)  # 9.7.1.8; Numba's `//` of 32-bit numbers takes 64 bits
+# 9.7.1.8; Numba's `//` of 32-bit numbers takes 64 bits
+udiv = op("div.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)
 urem = op("rem.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)  # 9.7.1.9
-shift_right = op(
-    "shr.u32 <r>, <a>, <n>;", u32, pure=True, a=u32, n=u32
-)  # 9.7.8.9; by 32 and more: 0
+# 9.7.8.9; by 32 and more: 0
+shift_right = op("shr.u32 <r>, <a>, <n>;", u32, pure=True, a=u32, n=u32)
 dot4 = op("dp4a.u32.u32 <r>, <a>, <b>, <c>;", i32, pure=True, a=u32, b=u32, c=i32)  # 9.7.1.23
 to_int = op("cvt.rni.s32.f32 <r>, <a>;", i32, pure=True, a=f32)  # 9.7.9.21, ties to even
 to_float = op("cvt.rn.f32.s32 <r>, <a>;", f32, pure=True, a=i32)
 bits = op("mov.b32 <r>, <a>;", u32, pure=True, a=f32)
 from_bits = op("mov.b32 <r>, <a>;", f32, pure=True, a=u32)
-fresh = op(
-    "mov.b32 <r>, <a>;", i32, memory=True, a=i32
-)  # what is computed from it is computed here, not ahead of a loop
-fresh_address = op(
-    "mov.b64 <r>, <a>;", u64, memory=True, a=u64
-)  # nor is what is added to it put together in another way
-block_z = op(
-    "mov.u32 <r>, %ctaid.z;", i32, memory=True
-)  # read where it is needed, and no register in between
+# what is computed from it is computed here, not ahead of a loop
+fresh = op("mov.b32 <r>, <a>;", i32, memory=True, a=i32)
+# nor is what is added to it put together in another way
+fresh_address = op("mov.b64 <r>, <a>;", u64, memory=True, a=u64)
+# read where it is needed, and no register in between
+block_z = op("mov.u32 <r>, %ctaid.z;", i32, memory=True)
 words = op("mov.b64 <r>, {<low>, <high>};", u64, pure=True, low=u32, high=u32)  # 9.7.9.5
 half_bits = op("{.reg .b16 h;\ncvt.rn.f16.f32 h, <a>;\ncvt.u32.u16 <r>, h;}", u32, pure=True, a=f32)
 half_to_float = op(
@@ -258,9 +92,8 @@ unpack_half = op(
     d=out(2, f32),
     a=u32,
 )
-prmt = op(
-    "prmt.b32 <r>, <a>, <b>, <selector>;", u32, pure=True, a=u32, b=u32, selector=u32
-)  # 9.7.9.7
+# 9.7.9.7
+prmt = op("prmt.b32 <r>, <a>, <b>, <selector>;", u32, pure=True, a=u32, b=u32, selector=u32)
 pack = {
     "float16": op(
         "cvt.rn.f16x2.f32 <r>, <high>, <low>;", u32, pure=True, low=f32, high=f32
@@ -309,12 +142,10 @@ load_global_u16 = op(
     memory=True,
     address=u64,
 )
-load_global_written = op(
-    "ld.global.s32 <r>, [<address>];", i32, memory=True, address=u64
-)  # not .nc: the kernel writes it
-atomic_add = op(
-    "atom.global.add.s32 <r>, [<address>], <n>;", i32, memory=True, address=u64, n=i32
-)  # 9.7.13.7
+# not .nc: the kernel writes it
+load_global_written = op("ld.global.s32 <r>, [<address>];", i32, memory=True, address=u64)
+# 9.7.13.7
+atomic_add = op("atom.global.add.s32 <r>, [<address>], <n>;", i32, memory=True, address=u64, n=i32)
 load_shared_v4 = op("ld.shared.v4.b32 <d>, [<address>];", memory=True, d=out(4, u32), address=u32)
 load_shared_f32_v2 = op(
     "ld.shared.v2.f32 <d>, [<address>];", memory=True, d=out(2, f32), address=u32
@@ -376,9 +207,8 @@ cp_async_wait = {n: op(f"cp.async.wait_group {n};", memory=True) for n in range(
 
 # ---- warps and barriers
 # --------------------------------------------------------------------------------------------------------
-shuffle_xor = op(
-    "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", f32, a=f32, lanes=u32
-)  # 9.7.9.6
+# 9.7.9.6
+shuffle_xor = op("shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", f32, a=f32, lanes=u32)
 shuffle_xor_i32 = op(
     "shfl.sync.bfly.b32 <r>, <a>, <lanes>, 0x1f, 0xffffffff;", i32, a=i32, lanes=u32
 )
@@ -421,7 +251,7 @@ mma_tf32 = _mma(
 def _mma_turing(a: str) -> Any:
     """An m16n8k32 product of bytes as four m8n8k16 (the only shape of sm_75).
 
-    Halves of the rows, halves of k.
+    Each multiplies half of the rows by half of k.
     """
     text = "".join(
         f"mma.sync.aligned.m8n8k16.row.col.s32.{a}.s8.s32 {{<d.{2 * r}>, <d.{2 * r + 1}>}}, {{<a.{r + 2 * h}>}}, "
@@ -496,7 +326,7 @@ def register_fence(n: int, t: Any = f32) -> Any:
 def wgmma(n: int, dtype: str, a_registers: bool) -> Any:
     """m64 x n accumulators += A (64 x k) . B (k x n).
 
-    B, and A unless in registers, by shared-memory descriptor.
+    B comes by shared-memory descriptor, and so does A unless it is in registers.
 
     `keep` = 0 starts from zero. With `a_registers` B is read MN-major (V as stored), else K-major
     (K as stored). For dtype "int8" B is always K-major, k is 32, and an A in registers is unsigned

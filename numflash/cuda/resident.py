@@ -222,7 +222,7 @@ class Card:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What `work` enqueues, as one CUDA graph.
 
-        a function that launches it again, with the same buffers and pinned arrays.
+        A function that launches it again, with the same buffers and pinned arrays.
 
         Kernels are loaded before the capture, in which the driver allows no loading.
         """

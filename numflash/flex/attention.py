@@ -10,7 +10,7 @@ import numpy as np
 from .. import api, validation
 from ..arguments import choice, known
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import deliver, restore
+from ..interop import deliver, on_device, restore
 from ..options import IMPLS, NAMES, Options
 from ..validation import Problem
 from .fused import Fused, fused_of
@@ -65,11 +65,12 @@ def with_functions(
 
 
 def _supported(problem: Problem, impl: str) -> None:
-    if impl.startswith("cuda"):
-        raise UnsupportedError(
-            f"impl: got {impl!r}, which has no score functions; allowed: 'auto', 'cpu', 'portable', 'reference'"
-        )
     if problem.precision == "int8":
+        if impl.startswith("cuda"):
+            raise UnsupportedError(
+                f"impl: got {impl!r} with precision 'int8' and functions; allowed: 'auto', 'cpu', "
+                "'portable', or the float precisions"
+            )
         _supported_in_integers(problem, impl)
 
 
@@ -135,7 +136,9 @@ def flex_attention(
         Allow fewer key heads than query heads; Hkv divides H. `h` is the query's head.
     return_lse : bool
         Also return the log-sum-exp of each row.
-    impl : "auto", "reference", "portable" or "cpu"
+    impl : "auto", "reference", "portable", "cpu", "cuda", "cuda-emulator" or
+        "cuda-emulator:sm_90a"
+        As for `attention`: arrays on a card are computed there, float precisions only.
     options
         attn_mask, is_causal, window, alignment, key_lengths, softcap, alibi_slopes, sinks,
         precision ("float32", "bfloat16", "float16", "int8"), pv, layout, as for `attention`; they
@@ -158,11 +161,17 @@ def flex_attention(
         Naming the argument, what came and what is allowed; of a function that cannot be traced, the
         line and what to write instead.
     UnsupportedError
-        An `impl` that has no functions; precision "int8" with attn_mask, softcap or alibi_slopes.
+        precision "int8" on CUDA, or with attn_mask, softcap or alibi_slopes.
     """
     known("flex_attention", options, OPTIONS)
     choice("impl", impl, IMPLS)
     asked = Options(scale=scale, enable_gqa=enable_gqa, return_lse=return_lse, **options)
+    if impl in ("auto", "cuda") and on_device(query):
+        from ..cuda import arrays
+
+        return arrays.attention(
+            query, key, value, asked, lambda p: with_functions(p, score_mod, block_mask, "cuda")
+        )
     taken = validation.import_operands(query, key, value)
     problem = validation.problem_of(taken, asked)
     problem = with_functions(problem, score_mod, block_mask, impl)

@@ -52,9 +52,9 @@ class Form:
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
-    """Add the tile function `name` to a module. Roots of the program.
+    """Add the tile function `name` to a module.
 
-    Score, slope, mask, or None.
+    Roots of the program: score, slope, mask, or None for what it does not have.
     """
     function = ir.Function(module, function_type(F64 if form.double else F32), name)
     for pointer in function.args[:3]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from .evaluate import evaluate
 from .machine import Tile, tile
 from .prepared import EMPTY, Prepared, prepare
 from .program import Program
+
+if TYPE_CHECKING:
+    from .device import OnDevice
 
 __all__ = ["Fused", "InCache", "fused_of", "prepare", "spans"]
 KEPT = 64  # problem shapes whose tile functions are remembered
@@ -136,6 +139,17 @@ class Fused:
             self._keep(key, made)
         changes = int(self.prepared.score is not None)
         return self._with_blocks({"unmasked": changes, **_place("masked", plans[key])})
+
+    def on_device(self, shape: Shape) -> OnDevice:
+        """The functions of a problem of shape (B, H, L, S) as CUDA kernels take them."""
+        from .device import DeviceProgram, on_device
+
+        batches = np.arange(shape[0]) if self.batch is None else self.batch
+        reach = (int(batches.max(initial=0)) + 1, *shape[1:])
+        prepared = self.prepared
+        prepared.check(reach)
+        program = DeviceProgram(prepared.graph, prepared.score, None, prepared.mask, reach)
+        return on_device(program, batches)
 
     def _tile(self, score: Any, slope: Any, mask: Any, shape: Shape, *form: bool) -> Tile:
         return tile(Program(self.prepared.graph, score, slope, mask, shape), *form)

@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..cpu.floats.float_tiles import EXP2
+from ..cpu.floats.float_exp2 import EXP2
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()

@@ -74,7 +74,7 @@ class Program:
         self.graph, self.roots_by_name = graph, (score, slope, mask)
         roots = tuple(x for x in self.roots_by_name if x is not None)
         self.nodes = reachable(roots)
-        self.arrays = [_readable(graph.arrays[n]) for n in range(len(graph.arrays))]
+        self.arrays = [self._array(x) for x in graph.arrays]
         self.tables: dict[int, Table] = {}
         self.parameters: dict[int, int] = {}
         at = 0
@@ -106,6 +106,10 @@ class Program:
             "-" if x is None else str(self.places[x.number]) for x in self.roots_by_name
         )
         self.text = "\n".join([f"wide {self.wide}", *map(self._line, self.nodes), f"roots {ends}"])
+
+    def _array(self, x: np.ndarray) -> np.ndarray:
+        """A captured array as the code reads it."""
+        return readable(x)
 
     def _index_bounds(self, ranges: dict[str, Interval]) -> dict[tuple[int, int], Bounds]:
         """Of each index of each load; what arrays contain is not relied on."""
@@ -154,7 +158,7 @@ def _literal(value: Any) -> bool:
     return value in LITERALS or value != value
 
 
-def _readable(array: np.ndarray) -> np.ndarray:
+def readable(array: np.ndarray) -> np.ndarray:
     """The array, or a copy where its elements cannot be addressed in place."""
     native = array.dtype.isnative and all(stride % array.itemsize == 0 for stride in array.strides)
     aligned = array.__array_interface__["data"][0] % array.itemsize == 0

@@ -127,7 +127,7 @@ for _name, _op in {
 
 
 class Scalar(Values):
-    """One traced number: a node, in the clothes of an array without dimensions."""
+    """One traced number: a node that behaves like an array without dimensions."""
 
     __slots__ = ("graph", "node")
     shape: tuple[int, ...] = ()
@@ -266,7 +266,7 @@ def flatten(xs: Iterable[Any]) -> Iterable[Any]:
 def host_array(x: Any) -> np.ndarray | None:
     """A NumPy array that shares the memory of a NumPy array or a PyTorch tensor.
 
-    None of neither.
+    None of anything else.
     """
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)

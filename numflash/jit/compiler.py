@@ -96,7 +96,7 @@ def kernel(
 class _InlineLibrary(codegen.JITCodeLibrary):
     """LLVM IR for callers to link.
 
-    No machine code is made of it, which Numba does of every function.
+    Numba makes machine code of every function; of this one it does not.
     """
 
     def _optimize_final_module(self) -> None:
@@ -194,7 +194,7 @@ class _SeparateDispatcher(_KernelDispatcher):
     def provide(self, args: tuple[Any, ...], symbol: str) -> None:
         """Make its code for these types known as `symbol`.
 
-        Compiled again since, it has another one itself.
+        A function compiled again since then has another symbol itself.
         """
         self.compile(args)
         cres: Any = self.overloads[args]

@@ -71,7 +71,7 @@ def _imports(path: Path) -> frozenset[Path]:
 def source_digest(path: str) -> str:
     """Hash of a source file and of all that it imports from the package, directly or not.
 
-    The version of its kernels.
+    It is the version of the file's kernels.
     """
     seen: set[Path] = set()
     waiting = {Path(path), Path(__file__)}

@@ -1,7 +1,6 @@
-"""NUMFLASH_GUARD=1.
+"""NUMFLASH_GUARD=1: detect overruns and reads of unwritten memory in the kernels' buffers.
 
-Detects overruns and reads of unwritten memory in every scratch and output buffer of the CPU
-kernels.
+Every scratch and output buffer of the CPU kernels is watched.
 
 A buffer is then placed between canaries, is filled with signalling values first, and a call is made
 twice with two fillings:
@@ -45,6 +44,11 @@ FILLINGS = (np.uint32(0x7FA1A1A1), np.uint32(0xDEB2B2B2))
 Place = tuple[str, bool]  # (name of a buffer, True within it and False beyond its ends)
 
 
+def pattern(number: int, size: int) -> np.ndarray:
+    """`size` bytes of a filling (`np.resize` would join an array for each of its words)."""
+    return np.full(-(-size // 4), FILLINGS[number], np.uint32).view(np.uint8)[:size]
+
+
 class Room:
     """One buffer: its memory, and the canaries around it."""
 
@@ -64,15 +68,12 @@ class Room:
         """Fill the memory beyond the buffer's ends, and the buffer itself if it is not one that
         starts as zeros.
         """
-        beyond = FILLINGS[different((self.name, False))]
-        self.front = np.resize(np.frombuffer(beyond.tobytes(), np.uint8), self.first)
-        self.back = np.resize(self.front[:4], self.memory.size - self.stop)
+        beyond = different((self.name, False))
+        self.front = pattern(beyond, self.first)
+        self.back = pattern(beyond, self.memory.size - self.stop)
         self.memory[: self.first], self.memory[self.stop :] = self.front, self.back
         if self.fill:
-            within = FILLINGS[different((self.name, True))]
-            self.memory[self.first : self.stop] = np.resize(
-                np.frombuffer(within.tobytes(), np.uint8), self.size
-            )
+            self.memory[self.first : self.stop] = pattern(different((self.name, True)), self.size)
         else:
             self.memory[self.first : self.stop] = 0
 

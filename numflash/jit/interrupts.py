@@ -24,9 +24,9 @@ def _handlers() -> dict[int, Callable]:
 
 
 def uninterrupted(function: Callable, *args: Any) -> Any:
-    """function(*args).
+    """The result of function(*args), during which no signal is handled.
 
-    Signals that arrive meanwhile are handled afterwards, as if they had arrived then.
+    Signals that arrive meanwhile are handled afterwards.
     """
     global _deferring
     if _deferring or threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
 """Arrays that start at a cache line.
 
-a vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
+A vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
 `zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and
 `reshape` once for every dtype and shape.
@@ -62,7 +62,7 @@ def keep(bits: int) -> None:
 def _allocator(clear: bool) -> Any:
     """Intrinsic f(shape, dtype, name) -> aligned array.
 
-    Shape is a tuple, name a literal that `guard` names in its errors.
+    `shape` is a tuple, `name` a literal that `guard` names in its errors.
     """
 
     def allocate(typingctx, shape, dtype, name):

@@ -40,8 +40,6 @@ FLOAT_ISAS: Needs = {
     "neon": ("neon",),
     "portable": (),
 }
-# without those whose code holds for one length of scalable vectors
-FIXED_FLOAT_ISAS: Needs = {name: needs for name, needs in FLOAT_ISAS.items() if needs != ("sve",)}
 _BF16 = (*FLOAT_ISAS["avx512"], "avx512bf16")
 BFLOAT16_ISAS: Needs = {
     "amx_bf16": ("amx-tile", "amx-int8", "amx-bf16", *_BF16, "avx512vnni"),
@@ -138,6 +136,23 @@ def _granted(isa: str) -> bool:
     if isa in ("sve512", "sve256"):  # laid out for this length of the machine's vectors
         return scalable_bits() == int(isa[3:])
     return not isa.startswith("amx") or tiles_permitted()
+
+
+# bits of a CPU's scalable vectors, by its name; 128 of those that are not here
+SCALABLE_BITS = {"a64fx": 512, "neoverse-v1": 256}
+
+
+def vector_bits(codegen: Any) -> int:
+    """Bits of the scalable vectors of the machine that a code generator makes code for; 0 without.
+
+    This machine's own where the code is for this process, those of the CPU by its name where it is
+    not (`machinecode.codegen`, whose generators say `crosses`).
+    """
+    if missing("sve", codegen=codegen):
+        return 0
+    if getattr(codegen, "crosses", False):
+        return SCALABLE_BITS.get(codegen.magic_tuple()[1], 128)
+    return scalable_bits()
 
 
 def guard(isa: str, codegen: Any, isas: Needs = ISAS) -> None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from numbers import Integral
 
 import numba
 from numba.core import config
+from numba.np.ufunc import parallel
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+_started: list[Callable[[], int]] = []  # what tells the number of threads, the layer being loaded
 
 
 def most() -> int:
@@ -31,8 +34,12 @@ def count() -> int:
     UnsupportedError
         There is no such layer here.
     """
+    if _started:  # Numba's own function waits for two locks before it asks
+        return int(_started[0]())
     try:
-        return int(numba.get_num_threads())
+        threads = int(numba.get_num_threads())
+        _started.append(getattr(parallel, "_get_num_threads", numba.get_num_threads))
+        return threads
     except (ValueError, ImportError) as error:
         asked = config.THREADING_LAYER
         reason = " ".join(str(error).split())
@@ -40,6 +47,11 @@ def count() -> int:
             f"NUMBA_THREADING_LAYER: got {asked!r}, which cannot be loaded here ({reason}); allowed: unset, 'workqueue', "
             "or 'omp' and 'tbb' where they are installed"
         ) from None
+
+
+def started() -> bool:
+    """Whether Numba's threading layer is loaded."""
+    return bool(_started)
 
 
 def check_memory_for_threads() -> None:
@@ -77,9 +89,9 @@ def check_memory_for_threads() -> None:
 
 @contextmanager
 def limit(threads: int | None) -> Iterator[int]:
-    """Run what is inside on `threads` threads (None.
+    """Run what is inside on `threads` threads, then restore the old number.
 
-    As many as now), then restore the old number.
+    None leaves the number as it is.
     """
     before = count()
     if threads is not None and not 1 <= threads <= most():

@@ -186,3 +186,8 @@ def is_stack(instruction: str) -> bool:
     An address alone (lea) touches no memory.
     """
     return not instruction.startswith("lea") and bool(_STACK.search(instruction))
+
+
+def is_spill(instruction: str) -> bool:
+    """True for a vector register that is stored to the stack or loaded from it."""
+    return is_stack(instruction) and is_vector(instruction)

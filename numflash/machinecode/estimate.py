@@ -9,9 +9,6 @@ figures (see `LIMITS`).
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,52 +20,35 @@ from ..cpu.int8 import microkernels, packing, portable
 from ..cpu.isa.dot_loop import dot_loop
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..cpu.isa.vectors import I32, I64, data, store
-from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
 from ..measure.console import Progress, Table
 from ..tiling import KEY_BLOCK
 from . import assembly, codegen
 from .emulator import Emulated
 from .estimate_floats import float_cycles
+from .model import LIMITS, Model, bits_of, isa_of
 
 ROWS = 24  # query rows of the block: four tiles of 6
-LENGTHS = {"a64fx": 512, "neoverse-v1": 256}  # bits of the CPU's own vectors; 128 elsewhere
-LIMITS = (
-    "a model, no hardware measured: caches never miss, every branch is foreseen and free, TLB, huge pages, threads and\n"
-    "memory are left out, and width, latencies and pipes are LLVM's idea of the CPU; read the ratios"
-)
 Part = tuple[Emulated, tuple[Any, ...]]
 
 
-def isa_of(cpu: str) -> str | None:
-    """The instruction set of the register tiles on an AArch64 CPU.
-
-    None where there is only the portable kernel.
-    """
-    allowed = [name for name, triple in codegen.TRIPLES.items() if triple == codegen.AARCH64]
-    if cpu not in allowed:
-        raise ArgumentError(f"cpu: got {cpu!r}; allowed: {', '.join(map(repr, allowed))}")
-    found = codegen.code_generator(codegen.Target.named(cpu))
-    return next(
-        (isa for isa in ("sve", "neon_dot") if not target.missing(isa, codegen=found)), None
-    )
-
-
-def sums_tile(isa_name: str) -> Any:
+def sums_tile(isa_name: str, mr: int = 6, nv: int = 0) -> Any:
     """Intrinsic f(q, q_stride, k, groups, out).
 
-    a 6 x 4 tile of int32 sums and nothing else, as `scores` has before it scales.
+    An mr x nv tile of int32 sums and nothing else, as `scores` has before it scales; nv of the
+    instruction set unless given.
     """
     isa = VECTOR_ISAS[isa_name]
+    nv = nv or isa.nv
 
     @intrinsic
     def tile(typingctx: Any, q: Any, q_stride: Any, k: Any, groups: Any, out: Any) -> Any:
         def generate(context: Any, b: Any, sig: Any, a: Any) -> Any:
             target.guard(isa_name, context.codegen())
             pq, pk, po = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 4))
-            start = [isa.fill(b, isa.vector(I32), 0)] * 6 * isa.nv
+            start = [isa.fill(b, isa.vector(I32), 0)] * mr * nv
             rows = dot_loop(
-                b, isa, isa.score_dot, pq, I64(0), a[1], pk, I64(0), a[3], start, 6, isa.nv
+                b, isa, isa.score_dot, pq, I64(0), a[1], pk, I64(0), a[3], start, mr, nv
             )
             for n, x in enumerate(x for row in rows for x in row):
                 store(b, x, po, isa.elements(b, n), 4)
@@ -253,51 +233,11 @@ def counts(name: str, parts: dict[str, Part], d: int) -> dict[str, float]:
     return found
 
 
-class Model:
-    """llvm-mca for one CPU: the newest on PATH."""
-
-    def __init__(self, cpu: str) -> None:
-        names = [f"llvm-mca-{release}" for release in range(40, 10, -1)]
-        self.tool = next(filter(None, map(shutil.which, [*names, "llvm-mca"])), "")
-        if not self.tool:
-            raise UnsupportedError(
-                "estimate: llvm-mca is not on PATH; allowed: a machine with LLVM's tools (Debian: apt-get "
-                "install llvm), or --instructions for the emulator's exact counts alone"
-            )
-        self.cpu = cpu
-        self.version = re.search(r"version (\S+)", self._run("--version"))[1]  # type: ignore[index]
-
-    def _run(self, *options: str, text: str = "") -> str:
-        done = subprocess.run([self.tool, *options], input=text, capture_output=True, text=True)
-        if done.returncode or "not a recognized processor" in done.stderr:  # which it only warns of
-            raise UnsupportedError(
-                f"estimate: {self.tool} cannot model {self.cpu}, a newer LLVM may: "
-                f"{done.stderr.strip().splitlines()[0]}"
-            )
-        return done.stdout
-
-    def cycles(self, instructions: Sequence[str]) -> float:
-        """Of a straight line of instructions in steady state; branches are left out."""
-        text = (
-            "\n".join(
-                line
-                for line in instructions
-                if not re.match(r"(b|b\.\w+|cbn?z|tbn?z|ret|bl)\b", line)
-            )
-            + "\n"
-        )
-        said = [
-            self._run("-mtriple=aarch64", f"-mcpu={self.cpu}", f"-iterations={n}", text=text)
-            for n in (2, 4)
-        ]
-        two, four = (int(re.search(r"Total Cycles:\s+(\d+)", x)[1]) for x in said)  # type: ignore[index]
-        return (four - two) / 2
-
-    def limit(self, isa: str, bits: int) -> float:
-        """Cycles per 64 multiply-adds of dot products that wait for nothing."""
-        lanes = ("z", "s", "b") if isa == "sve" else ("v", "4s", "16b")
-        line = "sdot {0}{{}}.{1}, {0}30.{2}, {0}31.{2}".format(*lanes)
-        return self.cycles([line.format(n) for n in range(24)] * 10) / 240 * 512 / bits
+def limit(model: Model, isa: str, bits: int) -> float:
+    """Cycles per 64 multiply-adds of dot products that wait for nothing."""
+    lanes = ("z", "s", "b") if isa == "sve" else ("v", "4s", "16b")
+    line = "sdot {0}{{}}.{1}, {0}30.{2}, {0}31.{2}".format(*lanes)
+    return model.cycles([line.format(n) for n in range(24)] * 10) / 240 * 512 / bits
 
 
 def dot_products(instructions: Sequence[str]) -> int:
@@ -310,7 +250,7 @@ def cycles(
     """(what, figure, unit) of the register tiles, by the model."""
     per_mac = "cycles per 64 multiply-adds"
     share = "%"
-    best = model.limit(isa, bits)
+    best = limit(model, isa, bits)
     found = []
     found.append(("SDOT that wait for nothing", best, per_mac))
     code = tile_parts(isa, model.cpu, bits, 128)["scores"][0].code.assembly
@@ -402,7 +342,7 @@ def run(cpu: str, instructions_only: bool = False, head_dim: int = 128) -> dict[
         result: dict[str, Any] = {"cpu": cpu, "isa": isa, "instructions": table.records}
         if model and isa:
             progress.step(f"cycles by {model.tool}")
-            bits = LENGTHS.get(cpu, 128)
+            bits = bits_of(cpu)
             table = Table(
                 f"{cpu}: cycles at {bits} bits by llvm-mca {model.version}",
                 ("what", "figure", "unit"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ..cpu.floats import float_tiles
+from ..cpu.floats import float_rows, float_tiles
 from ..cpu.isa import fexpa
 from ..jit import target
 from ..tiling import KEY_BLOCK
@@ -58,6 +58,29 @@ def _parts(isa_name: str, cpu: str, bits: int, d: int) -> dict[str, tuple[Emulat
     signature = f"void({ARRAY}, {ARRAY}, {ARRAY})"
     made = {f: Emulated(f, signature, cpu, vector_bits=bits) for f in (scores, values)}
     return {"score": (made[scores], (q, k, x)), "value": (made[values], (x, k, q))}
+
+
+def block_parts(cpu: str, bits: int, d: int) -> dict[str, tuple[Emulated, Any]]:
+    """Scores, softmax and values of a block by the CPU's best float tiles.
+
+    The softmax is a maximum, an exp2 and a sum of each row, as the fused kernel has them.
+    """
+    isa = _isas(cpu, bits)[0]
+    largest, weights = float_rows.row_max(isa), float_rows.row_weights(isa)
+    lanes = float_tiles.FLOAT_ISAS[isa].lanes
+    vectors = KEY_BLOCK // lanes
+
+    @njit(error_model="numpy")
+    def softmax(x, p, l):
+        for i in range(ROWS):
+            at, factor = i * KEY_BLOCK, np.float32(0.1)
+            m = largest(x, at, vectors) * factor
+            weights(x, at, vectors, factor, m, p, at, l, i * lanes)
+
+    x, p, l = (np.zeros(n, np.float32) for n in (ROWS * KEY_BLOCK, ROWS * KEY_BLOCK, ROWS * lanes))
+    run = Emulated(softmax, f"void({ARRAY}, {ARRAY}, {ARRAY})", cpu, vector_bits=max(128, bits))
+    parts = _parts(isa, cpu, bits, d)
+    return {"score": parts["score"], "softmax": (run, (x, p, l)), "value": parts["value"]}
 
 
 def float_cycles(model: Any, bits: int) -> list[tuple[str, float, str]]:

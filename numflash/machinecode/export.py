@@ -1,6 +1,6 @@
-"""`numflash export`.
+"""`numflash export`: a kernel for C.
 
-a kernel as assembly, object, C header, and a C program that checks and times it.
+It writes a kernel as assembly, object, C header, and a C program that checks and times it.
 
 The function that Numba makes takes two more pointers (for a result and an exception); the header's
 inline function hides them. Code is position independent. Memory of the fused kernel comes from
@@ -116,7 +116,7 @@ def _machine_code(
 def _facts(isa_name: str, lanes: int, floats: bool) -> dict[str, Any]:
     """What the contracts of the parameters name."""
     if floats:
-        from ..cpu.floats.float_tiles import FLOAT_ISAS
+        from ..cpu.floats.float_isas import FLOAT_ISAS
 
         return {"panel": FLOAT_ISAS[isa_name].panel}
     isa = VECTOR_ISAS[isa_name]

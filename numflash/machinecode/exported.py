@@ -18,11 +18,13 @@ from .. import reference, validation
 from .. import scores as score_rules
 from ..cpu.floats import float_tiles
 from ..cpu.int8 import flash_int8, microkernels, packing
+from ..cpu.int8.first_keys import FirstKeys, first_keys
 from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.launch_float import NO_LIMIT
-from ..cpu.semantics import ScoreTiles, Semantics
+from ..cpu.semantics import Semantics, no_tiles
+from ..fixedpoint import FIRST_KEYS
 from ..jit.memory import place
 from ..options import Options
 from ..quantization import quantize_problem
@@ -197,8 +199,8 @@ def _attention(isa_name: str, lanes: int) -> Any:
 
     @njit(error_model="numpy")
     def attention(
-        q, query_scale, k, start, key_scale, bad, v, value_scale, out, m, l, heads, kv_heads, length, keys,
-        channels, columns, head_dim, value_dim, causal,
+        q, query_scale, k, start, key_scale, bad, v, first_k, first_scale, first_v, value_scale, out, m, l,
+        heads, kv_heads, length, keys, channels, columns, head_dim, value_dim, causal,
     ):  # fmt: skip
         all_keys = (keys + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK
         packed = PackedKeys(
@@ -225,23 +227,19 @@ def _attention(isa_name: str, lanes: int) -> Any:
             np.zeros((1, 1, 1), np.float32),
             np.zeros((1, 1), np.float32),
             False,
-            ScoreTiles(
-                0,
-                0,
-                0,
-                0,
-                np.zeros((0, 0, 0, 0), np.uint8),
-                np.zeros((0, 0, 0, 0), np.int64),
-                1,
-                1,
-                np.zeros(0, np.int64),
-            ),
+            no_tiles(q),
         )
         attend(
             place(q, (heads, length, head_dim), np.int8),
             place(query_scale, (heads, length), np.float32),
             packed,
             place(v, (kv_heads, all_keys * columns), operand),
+            FirstKeys(
+                place(first_k, (kv_heads, FIRST_KEYS, head_dim), np.int16),
+                place(first_scale, (kv_heads, FIRST_KEYS), np.float32),
+                place(first_v, (kv_heads, FIRST_KEYS, columns), np.float32),
+                np.int64(FIRST_KEYS),
+            ),
             place(value_scale, (kv_heads, value_dim), np.float32),
             semantics,
             (heads, kv_heads, 1, 0),
@@ -269,11 +267,15 @@ def _attention_example(isa_name: str, lanes: int) -> list[Any]:
     cq, ck = score_rules.combined_scale(problem.query, problem.key, problem.scale)
     packed = packing.pack_keys(isa_name, problem.key.data[0], ck.reshape(kv_heads, keys), lanes)
     values = packing.pack_values(isa_name, problem.value.data[0], lanes)
+    columns = padded(dv, isa.unit * lanes)
+    key_scale = ck.reshape(kv_heads, keys)
+    lows = problem.key.low[0], problem.value.low[0]
+    first = first_keys(problem.key.data[0], problem.value.data[0], key_scale, lows, columns)
     rows = heads * length
     return [
         problem.query.data[0], cq.reshape(heads, length), packed.data, packed.start, packed.scale, packed.wide,
-        values, problem.value.scale.reshape(kv_heads, dv), out[0], np.zeros(rows, np.int32), np.zeros(rows, F),
-        heads, kv_heads, length, keys, padded(d, isa.step), padded(dv, isa.unit * lanes), d, dv, 1,
+        values, *first[:3], problem.value.scale.reshape(kv_heads, dv), out[0], np.zeros(rows, np.int32), np.zeros(rows, F),
+        heads, kv_heads, length, keys, padded(d, isa.step), columns, d, dv, 1,
     ]  # fmt: skip
 
 
@@ -320,6 +322,9 @@ EXPORTS = {
             P("const float *", "key_scale", "[kv_heads][padded keys]"),
             P("const uint8_t *", "bad", "[kv_heads][blocks of 128]: 1 where a key_scale is NaN"),
             P("const {packed} *", "v", "[kv_heads] packed values: blocks as in int8-values, columns wide"),
+            P("const int16_t *", "first_k", "[kv_heads][4][head_dim]: the first four keys in 1/32 of their steps"),
+            P("const float *", "first_scale", "[kv_heads][4]: key_scale / 32"),
+            P("const float *", "first_v", "[kv_heads][4][columns]: their values in steps of value_scale, multiples of 1/32"),
             P("const float *", "value_scale", "[kv_heads][value_dim]"),
             P("float *", "out", "[heads][length][value_dim]", True),
             P("int32_t *", "m", "[heads][length]: scratch, then the octave of each row's maximum"),

@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark.
+"""The contenders of a benchmark.
 
 Every contender computes the same attention, is checked before it is timed, and says its peer.
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import quantization, reference, validation
-from ..api import solve
+from ..backends import solve
 from ..cpu.study import reference_float32
 from ..errors import UnsupportedError
 from ..jit import target
@@ -142,7 +142,7 @@ PORTABLE = "numflash int8 portable"
 
 
 def contenders(everybody: bool = False) -> list[Contender]:
-    """Those that can run here, the machine's best first.
+    """The contenders that can run here, the machine's best first.
 
     `everybody` adds the other precisions and instruction sets.
     """

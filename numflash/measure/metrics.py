@@ -3,7 +3,7 @@
 Always the same five figures, because each hides what another shows.
 
 Cosine similarity is near 1 for every usable kernel; the largest absolute error and the worst row
-are the latencies that users experience.
+show errors that the averages hide.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .. import validation
-from ..api import solve
 from ..arguments import choice, known
+from ..backends import solve
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop import import_array, widen
 from ..options import COMMON, IMPLS, Options
@@ -60,6 +60,13 @@ class Errors:
         )
 
 
+class Accuracy(dict[str, Errors]):
+    """Errors by variant; printed as a table."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:14} {found}" for name, found in self.items())
+
+
 def errors(out: Any, exact: Any) -> Errors:
     """The five figures of `out` (..., Dv) against `exact` of the same shape, both as float64.
 
@@ -100,7 +107,7 @@ def errors(out: Any, exact: Any) -> Errors:
 
 def accuracy(
     query: Any, key: Any, value: Any, *, impl: str = "auto", variants: Any = None, **options: Any
-) -> dict[str, Errors]:
+) -> Accuracy:
     """The error of every precision on the caller's own tensors, against float64.
 
     Parameters
@@ -115,7 +122,8 @@ def accuracy(
 
     Returns
     -------
-    dict of Errors by variant
+    Accuracy
+        A dict of `Errors` by variant, which prints as a table.
 
     Raises
     ------
@@ -137,7 +145,7 @@ def accuracy(
     )
     operands = validation.import_operands(query, key, value)
     exact = oracle(validation.problem_of(operands, asked, convert_operands=False))[0]
-    found = {}
+    found = Accuracy()
     for name in names:
         problem = validation.problem_of(operands, replace(asked, **VARIANTS[name]))
         found[name] = errors(solve(problem, impl)[0], exact)

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from ..cpu.isa import amx_tiles
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
-from ..cpu.isa.vectors import F32, I32, I64, Vectors, repeat
+from ..cpu.isa.vectors import F32, I32, I64, Vectors, call, repeat
 from ..jit import target
 from ..jit.compiler import kernel
 from ..jit.threads import limit
@@ -143,6 +143,18 @@ def _float32_peak() -> tuple[Callable, float]:
     return _on_workers(_chain(isa, F32, types.float32, step)), 2.0 * lanes * ACCUMULATORS
 
 
+@functools.cache
+def fexpa_chain() -> Callable:
+    """Intrinsic f(n, seed): n FEXPA on each of ACCUMULATORS registers of SVE."""
+    isa = VECTOR_ISAS["sve"]
+
+    def step(b, acc, _):
+        found = call(b, "llvm.aarch64.sve.fexpa.x.nxv4f32", isa.vector(F32), acc)
+        return b.bitcast(found, acc.type)
+
+    return _chain(isa, I32, types.int32, step)
+
+
 def _on_workers(chain: Callable) -> Callable:
     @kernel(parallel=True)
     def run(workers, n, seed, out):
@@ -171,9 +183,9 @@ def _matrix_int8_peak() -> tuple[Callable, float]:
 
 @functools.cache
 def _portable_int8_peak() -> tuple[Callable, float]:
-    """Targets without register tiles.
+    """The INT8 peak of a machine without register tiles.
 
-    What the compiler makes of an int8 dot product in the first-level cache.
+    It is that of the dot product that the compiler makes of a plain loop, in the first-level cache.
     """
     rows = 64
     size = 1024
@@ -214,9 +226,9 @@ def copy_memory(x, workers, y):
 
 
 def measure_compute(threads: int = 1, isa: str | None = None) -> tuple[float, float]:
-    """INT8 operations per second of `isa` (None.
+    """INT8 operations per second of `isa`, and FP32 operations per second, on `threads` threads.
 
-    The best here) and FP32 operations per second, on `threads` threads.
+    isa : an instruction set, or None for the best one here
     """
     isa = target.require(isa)
     with limit(threads):
@@ -227,6 +239,16 @@ def measure_compute(threads: int = 1, isa: str | None = None) -> tuple[float, fl
         int8_time = best_time(lambda: int8(threads, STEPS, np.int32(0x01010101), int_out))
         float_time = best_time(lambda: float32(threads, STEPS, F(0.5), float_out))
     return int8_ops * STEPS * threads / int8_time, float32_ops * STEPS * threads / float_time
+
+
+def measure_fexpa(threads: int = 1) -> float | None:
+    """Powers of 2 per second by SVE's FEXPA on `threads` threads; None on machines without it."""
+    if target.missing("sve"):
+        return None
+    run, out = _on_workers(fexpa_chain()), np.empty(threads, np.int32)
+    with limit(threads):
+        seconds = best_time(lambda: run(threads, STEPS, np.int32(1), out))
+    return running_lanes("sve") * ACCUMULATORS * STEPS * threads / seconds
 
 
 def measure_memory(threads: int = 1) -> tuple[float, float]:
@@ -242,9 +264,9 @@ def measure_memory(threads: int = 1) -> tuple[float, float]:
 
 
 def measure(threads: int = 1, isa: str | None = None) -> Roof:
-    """The roof of this machine on `threads` threads, for the INT8 instructions of `isa` (None.
+    """The roof of this machine on `threads` threads, for the INT8 instructions of `isa`.
 
-    The best here).
+    isa : an instruction set, or None for the best one here
 
     Takes about two seconds, and 512 MB.
     """

@@ -93,7 +93,11 @@ def calls(shape: tuple[int, ...]) -> Calls:
 
 def measure(shape: tuple[int, ...], rounds: int = ROUNDS) -> dict[str, float]:
     """Seconds of one call of each contender, the median of its turns."""
-    contenders = calls(shape)
+    return in_turns(calls(shape), rounds)
+
+
+def in_turns(contenders: Calls, rounds: int) -> dict[str, float]:
+    """Seconds of one call of each contender, the median of `rounds` turns."""
     turns: dict[str, int] = {}
     for name, call in contenders.items():
         call()  # compiles, and leaves a plan

@@ -1,6 +1,6 @@
 """All ranks raise the same error, or none does.
 
-Nobody is left waiting for a message of a rank that gave up.
+So no rank waits for a message of a rank that has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def mpi(what: str) -> Any:
     """mpi4py's MPI, or one error that names `what` needed it.
 
-    Mpi4py is missing, or the MPI library that it loads.
+    Raised where mpi4py is missing, or the MPI library that it loads.
     """
     try:
         from mpi4py import MPI

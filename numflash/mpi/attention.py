@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..api import solve
 from ..arguments import known
+from ..backends import solve
 from ..interop import convert, deliver, import_array, restore, widen
 from ..merge import apply_sinks, join, weights
 from ..quantization import QuantizedTensor, quantize_heads
@@ -58,7 +58,7 @@ class Job:
     def _merge(
         self, rows: slice, start: int, keys: tuple[int, int], arrays: list[np.ndarray]
     ) -> None:
-        key, value = operands(self.plan.problem, arrays, self.agreed)
+        key, value = operands(self.plan.problem, arrays, self.agreed, keys)
         out, lse = solve(self.plan.part(self.query, rows, start, key, value, keys), self.impl)
         assert lse is not None
         mine, other, self.lse[:, :, rows] = weights(self.lse[:, :, rows], lse)
@@ -93,7 +93,8 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
 
         def statistics() -> Statistics:
             place = plan.keys.indices(plan.rank)
-            return Statistics.of(floats(p.key), floats(p.value), place < p.key_lengths[:, None])
+            real = place < p.key_lengths[:, None]
+            return Statistics.of(floats(p.key), floats(p.value), real, place)
 
         agreed = Agreed.of(Statistics.join(agree(comm, statistics)), p)
 
@@ -203,8 +204,8 @@ def ring_attention(
         Count tokens of the whole sequences, as if one process held them.
     precision : "int8" and the others
         With "int8" each rank quantises its keys and values once and sends a quarter of the bytes of
-        float32. The smoothing offset (the mean key) and the scales of the value's channels are
-        those of the whole sequence.
+        float32. The smoothing offset (the mean key), the scales of the value's channels and the
+        first keys, which are finer, are those of the whole sequence.
     scale, enable_gqa, softcap, sinks, pv, layout, return_lse, impl
         As `numflash.attention` takes them.
     report : Report

@@ -1,6 +1,6 @@
 """One token's attention over a KV cache that is spread over ranks.
 
-Each rank its own keys, one reduction of (out, lse).
+Each rank attends to its own keys; one reduction merges (out, lse).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ F = np.float32
 def reduction(width: int) -> tuple[Any, Any]:
     """The MPI operation that merges two states, and the datatype of one row.
 
-    Out (width - 1 numbers) and lse.
+    A row is out (width - 1 numbers) and lse.
 
     The row is one element, so that no library cuts it. Not declared commutative: then ranks are
     merged in their order, and the bits do not depend on who arrives first.

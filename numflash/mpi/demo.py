@@ -1,6 +1,6 @@
 """`mpiexec -n 2 numflash demo ring`: one sequence over several ranks.
 
-How exact, how balanced, how fast, from what length on.
+Tables of errors, balance, speed, and the length from which it pays.
 """
 
 from __future__ import annotations

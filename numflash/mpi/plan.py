@@ -1,6 +1,6 @@
 """One attention problem over all ranks.
 
-Which rank stores which tokens, which rows attend to them, and what has to be sent.
+It says which rank stores which tokens, which rows attend to them, and what is sent.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from .. import validation
 from ..arguments import choice
 from ..errors import ArgumentError
+from ..fixedpoint import FIRST_KEYS
 from ..options import IMPLS, Options
 from ..quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
@@ -120,7 +121,8 @@ class Plan:
     ) -> Problem:
         """The problem of some rows and some keys, in their own coordinates.
 
-        `query` is the rank's operand, quantised or not.
+        `query` is the rank's operand, quantised or not. Keys from the middle of the sequence are
+        none of its first ones, although they come first in this problem.
         """
         p = self.problem
         return replace(
@@ -132,6 +134,7 @@ class Plan:
             sinks=None,
             key_lengths=np.clip(p.key_lengths - keys[0], 0, keys[1] - keys[0]),
             return_lse=True,
+            first_keys=max(FIRST_KEYS - keys[0], 0),
         )
 
 
@@ -146,7 +149,7 @@ def take(x: Any, rows: slice) -> Any:
     if not isinstance(x, QuantizedTensor):
         return x[:, :, rows]
     bad = None if x.nonfinite is None else x.nonfinite[:, :, rows]
-    return replace(x, data=x.data[:, :, rows], scale=x.scale[:, :, rows], nonfinite=bad)
+    return replace(x, data=x.data[:, :, rows], scale=x.scale[:, :, rows], nonfinite=bad, low=None)
 
 
 def make_plan(

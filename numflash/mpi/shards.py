@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..fixedpoint import FIRST_KEYS
 from ..quantization import QuantizedTensor, quantize_heads
 from ..validation import Problem
 from .splits import Range
@@ -30,8 +31,7 @@ class Format:
     """What a shard holds.
 
     Float: key, value. INT8: the scale of each key (NaN marks a row whose key or value was not
-    finite), key, value. The smoothing offset and the scales of the value's channels are the same on
-    all ranks and are not sent.
+    finite), key, value. What is the same on all ranks (`Agreed`) is not sent.
     """
 
     lead: tuple[int, int]
@@ -145,14 +145,20 @@ class Statistics:
 
     sums (B, Hkv, D) float64 of the key; peaks (B, Hkv, Dv) float32, the largest magnitude of the
     value.
+    first : (place, key (B, Hkv, D) and value (B, Hkv, Dv) float32) of each of the sequence's first
+        `FIRST_KEYS` tokens that is there
     """
 
     sums: np.ndarray
     peaks: np.ndarray
+    first: tuple[tuple[int, np.ndarray, np.ndarray], ...]
 
     @classmethod
-    def of(cls, key: np.ndarray, value: np.ndarray, real: np.ndarray) -> Statistics:
-        """key, value (B, Hkv, n, .) float32; real (B, n) bool: rows that are not padding.
+    def of(
+        cls, key: np.ndarray, value: np.ndarray, real: np.ndarray, place: np.ndarray
+    ) -> Statistics:
+        """key, value (B, Hkv, n, .) float32; real (B, n) bool: rows that are not padding; place
+        (n,): of the tokens in the whole sequence.
 
         Summed in float64: the mean comes out the same however the tokens are split, but for a last
         bit once in a great many.
@@ -166,12 +172,19 @@ class Statistics:
             if value.size
             else np.zeros((*value.shape[:2], value.shape[3]), np.float32)
         )
-        return cls(finite(key).sum(2, dtype=np.float64), peaks)
+        first = tuple(
+            (int(place[i]), key[:, :, i], value[:, :, i])
+            for i in np.flatnonzero(place < FIRST_KEYS)
+        )
+        return cls(finite(key).sum(2, dtype=np.float64), peaks, first)
 
     @classmethod
     def join(cls, parts: Sequence[Statistics]) -> Statistics:
         """Statistics of all tokens from those of the parts."""
-        return cls(np.sum([p.sums for p in parts], 0), np.max([p.peaks for p in parts], 0))
+        first = sorted((x for p in parts for x in p.first), key=lambda x: x[0])
+        return cls(
+            np.sum([p.sums for p in parts], 0), np.max([p.peaks for p in parts], 0), tuple(first)
+        )
 
 
 @dataclass(frozen=True)
@@ -183,29 +196,66 @@ class Agreed:
         `quantize_problem`.
     peaks : (B, Hkv, Dv) float32
     value_scale : (B, Hkv, 1, Dv) float32
+    low : (B, Hkv, n, D) and (B, Hkv, n, Dv) int8
+        `QuantizedTensor.low` of the sequence's first n keys and values, at most `FIRST_KEYS`.
     """
 
     offset: np.ndarray | None
     peaks: np.ndarray
     value_scale: np.ndarray
+    low: tuple[np.ndarray, np.ndarray]
 
     @classmethod
     def of(cls, whole: Statistics, problem: Problem) -> Agreed:
-        """From the statistics of all ranks.
+        """What all ranks agree on, from the statistics of all of them.
 
         `problem.key_lengths` counts tokens of the whole sequence.
         """
         counts = np.maximum(problem.key_lengths, 1).astype(np.float64)[:, None, None]
-        b, hkv, dv = whole.peaks.shape
-        peaks = whole.peaks.reshape(b * hkv, dv)
-        scale = quantize_heads(
-            np.zeros((b * hkv, 0, dv), np.float32), "channel", False, peak=peaks
-        ).scale
-        return cls(
-            None if problem.softcap else (whole.sums / counts).astype(np.float32),
-            whole.peaks,
-            scale.reshape(b, hkv, 1, dv),
+        b, hkv, d = whole.sums.shape
+        dv = whole.peaks.shape[2]
+        offset = None if problem.softcap else (whole.sums / counts).astype(np.float32)
+        n = len(whole.first)
+        key, value = (
+            np.stack(rows, 2) if n else np.zeros((b, hkv, 0, width), np.float32)
+            for rows, width in zip(
+                ([x[i] for x in whole.first] for i in (1, 2)), (d, dv), strict=True
+            )
         )
+        real = np.repeat(np.clip(problem.key_lengths, 0, n), hkv)
+        kq = quantize_heads(
+            key.reshape(b * hkv, n, d),
+            "row",
+            offset is not None,
+            real,
+            offset=None if offset is None else offset.reshape(b * hkv, d),
+        )
+        vq = quantize_heads(
+            value.reshape(b * hkv, n, dv),
+            "channel",
+            False,
+            real,
+            peak=whole.peaks.reshape(b * hkv, dv),
+        )
+        low = kq.low.reshape(b, hkv, n, d), vq.low.reshape(b, hkv, n, dv)
+        return cls(offset, whole.peaks, vq.scale.reshape(b, hkv, 1, dv), low)
+
+    def low_of(self, keys: Range) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`QuantizedTensor.low` of the keys and values of a range of the sequence.
+
+        None where it holds none of the first ones.
+        """
+        first, stop = keys
+        if first >= FIRST_KEYS:
+            return None, None
+        there = min(stop, FIRST_KEYS) - first
+        key, value = (
+            np.zeros((*x.shape[:2], min(stop - first, FIRST_KEYS), x.shape[3]), np.int8)
+            for x in self.low
+        )
+        for x, low in zip((key, value), self.low, strict=True):
+            x[:, :, :there] = low[:, :, first : first + there]
+        return key, value
 
 
 def quantise_shard(
@@ -213,7 +263,7 @@ def quantise_shard(
 ) -> Shard:
     """A rank's keys and values as INT8 (values as float32 with pv "fp32").
 
-    Key, value (B, Hkv, n, .) float32.
+    key and value (B, Hkv, n, .) are float32.
     """
     b, hkv = key.shape[:2]
     offset = None if agreed.offset is None else agreed.offset.reshape(b * hkv, key.shape[3])
@@ -241,7 +291,7 @@ def quantise_shard(
 
 
 def operands(
-    problem: Problem, arrays: Sequence[np.ndarray], agreed: Agreed | None
+    problem: Problem, arrays: Sequence[np.ndarray], agreed: Agreed | None, keys: Range
 ) -> tuple[Any, Any]:
     """Key and value of a Problem from one range of a shard."""
     if agreed is None:
@@ -249,13 +299,15 @@ def operands(
     scale, data, value = arrays
     bad = np.isnan(scale[..., 0])
     offset = None if agreed.offset is None else agreed.offset[:, :, None]
+    key_low, value_low = agreed.low_of(keys)
     key = QuantizedTensor(
         data,
         np.where(bad[..., None], np.float32(1), scale),
         "row",
         offset,
         bad if bad.any() else None,
+        low=key_low,
     )
     return key, QuantizedTensor(
-        value, agreed.value_scale, "channel"
+        value, agreed.value_scale, "channel", low=value_low
     ) if problem.pv == "int8" else value

@@ -110,7 +110,7 @@ def named_split(name: str, lengths: Sequence[int]) -> Split:
 
 
 def causal_work(split: Split) -> np.ndarray:
-    """(ranks, ranks) int64.
+    """(ranks, ranks) int64: the work of each rank and step.
 
     Query-key pairs that rank r computes at step t of the ring, of a causal problem of equal L and
     S.

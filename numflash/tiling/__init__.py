@@ -105,7 +105,7 @@ def split_count(units: int, blocks: int, workers: int) -> int:
 def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
     """The tiling of the CUDA kernels.
 
-    Sm_86 and later run sm_80's, sm_90a has its own for 16-bit numbers and bytes.
+    Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes.
     """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
     wide = (

@@ -9,7 +9,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..jit.system import cache_sizes
 
 KEY_BLOCK = 128  # keys whose weights share one octave: the same on every device
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576  # of DeepSeek's latents: 512 channels and 64 of positions
 # the second: rows of whole swizzles
 CUDA_HEAD_DIMS = (32, 64, 96, 128, 256)
 SWIZZLED_HEAD_DIMS = (64, 128, 256)

@@ -28,7 +28,9 @@ uses; CUDA tensors to those of `numflash.cuda`, on the current stream. Nothing f
 PyTorch's kernels unless `use(fallback=True)` says so.
 """
 
+from .checks import SdpaError
 from .flex import flex_attention
-from .sdpa import SdpaError, attention, scaled_dot_product_attention, use
+from .routing import use
+from .sdpa import attention, scaled_dot_product_attention
 
 __all__ = ["SdpaError", "attention", "flex_attention", "scaled_dot_product_attention", "use"]

@@ -17,7 +17,9 @@ from ..api import attention_backward
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..flex import BlockMask, captured
 from ..flex import flex_attention as attend
-from .sdpa import _autocast, _threads, use
+from .checks import autocast
+from .operator import pytorch_threads
+from .routing import use
 
 _converted: WeakKeyDictionary[Any, BlockMask] = WeakKeyDictionary()
 
@@ -50,7 +52,7 @@ class _Flex(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, functions: Any, options: Any
     ) -> Any:
-        with _threads():
+        with pytorch_threads():
             q, k, v = (x.detach() for x in (query, key, value))
             score_mod, block_mask = functions
             out, lse = attend(q, k, v, score_mod, block_mask, return_lse=True, **options)
@@ -63,7 +65,7 @@ class _Flex(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
         score_mod, block_mask = ctx.functions
-        with _threads():
+        with pytorch_threads():
             found = attention_backward(
                 grad_out.detach(),
                 *(x.detach() for x in ctx.saved_tensors),
@@ -131,7 +133,7 @@ def flex_attention(
             raise UnsupportedError(
                 f"{name}: a tensor inside torch.func cannot be read; allowed: outside"
             )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     mask = _block_mask(block_mask)
     if torch.is_grad_enabled():
         mask_mod = None if mask is None else mask.mask_mod
@@ -144,6 +146,24 @@ def flex_attention(
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def blockwise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    precision: str | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of grouped heads under a block mask, with gradients.
+
+    `options` are scale, softcap and sinks as `numflash.attention` takes them; sinks are constants.
+    """
+    query, key, value = autocast(query, key, value)
+    asked = {**options, "enable_gqa": True, "precision": precision}
+    out: Tensor = _Flex.apply(query, key, value, (None, block_mask), asked)[0]
+    return out
 
 
 _TORCH = torch_flex.flex_attention
@@ -166,7 +186,7 @@ def _routed(*args: Any, **kwargs: Any) -> Any:
 def route(on: bool) -> None:
     """Enter or leave a block in which `use` answers PyTorch's flex_attention.
 
-    The function has no hook of its own for modes: its name is bound to ours in every module.
+    PyTorch calls no mode for this function, so its name is bound to ours in every module.
     """
     global _inside
     with _lock:

@@ -16,8 +16,10 @@ from transformers import masking_utils
 from transformers.utils import generic
 
 from ..errors import ArgumentError
+from ..torch.flex import blockwise
 from ..torch.sdpa import attention
 from .by_name import register_caches
+from .function_mask import FEWEST_ROWS_INT8, FunctionMask, function_mask
 from .standin import StandIn
 
 IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precision
@@ -41,7 +43,7 @@ def register() -> None:
 
 
 def _tell_from_flash_attention() -> None:
-    """Let transformers not take our names for Dao's FlashAttention.
+    """Keep transformers from taking our names for Dao's FlashAttention.
 
     Since version 5 any name with "flash" in it is (`is_flash_attention_requested`): it would be
     looked for on the hub, packed without padding, and refused a static cache. The function is
@@ -75,7 +77,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | FunctionMask | None,
     *,
     precision: str | None = None,
     dropout: float = 0.0,
@@ -94,8 +96,8 @@ def attend(
     ----------
     module : the layer; its `is_causal` decides where the argument does not
     query : (B, H, L, D);  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
-    attention_mask : (B, 1 or H, L, S) bool or float, or None, with which a causal layer is causal
-        from key 0 on
+    attention_mask : (B, 1 or H, L, S) bool or float, a `FunctionMask`, or None, with which a causal
+        layer is causal from key 0 on
     s_aux : (H,)
         Sinks.
     position_bias : float, broadcastable to (B, H, L, S), added to the scores
@@ -107,16 +109,18 @@ def attend(
     out : (B, L, H, Dv) contiguous tensor
     None : there are no weights
     """
-    for name, given, words in (
-        ("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
-        ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
-        ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'"),
-    ):
-        if given:
-            raise ArgumentError(
-                f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
-            )
+    if dropout or output_attentions or cache is not None:
+        _refuse(dropout, output_attentions, cache)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if isinstance(attention_mask, FunctionMask):
+        trained = s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled()
+        slower = precision == "int8" and (softcap or query.shape[2] < FEWEST_ROWS_INT8)
+        if isinstance(key, StandIn) or position_bias is not None or trained or slower:
+            attention_mask = attention_mask.dense()
+        else:
+            given = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+            out = blockwise(query, key, value, attention_mask.blocks, precision, given)
+            return out.transpose(1, 2).contiguous(), None
     if isinstance(key, StandIn):
         options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
         out = _resident(query, key, attention_mask, bool(causal), precision, position_bias, options)
@@ -137,6 +141,18 @@ def attend(
         precision=precision,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(dropout: float, output_attentions: bool, cache: Any) -> None:
+    for name, given, words in (
+        ("dropout", dropout, "0 (model.eval(), or no attention dropout in its configuration)"),
+        ("output_attentions", output_attentions, "False, the weights are never stored; or 'eager'"),
+        ("cache", cache is not None, "the caches of generate(); continuous batching needs 'sdpa'"),
+    ):
+        if given:
+            raise ArgumentError(
+                f"{name}: got {given}; allowed with attn_implementation 'numflash': {words}"
+            )
 
 
 def _resident(
@@ -174,21 +190,24 @@ def mask(
     attention_mask: Tensor | None = None,
     mask_function: Any = masking_utils.causal_mask_function,
     **options: Any,
-) -> Tensor | None:
-    """transformers' mask function.
+) -> Tensor | FunctionMask | None:
+    """transformers' `sdpa_mask`, except for padding alone and for long prompts.
 
-    `sdpa_mask`, but that padding alone stays one row for all queries, a view with stride 0.
+    Padding alone stays one row for all queries, a view with stride 0. Masks of long prompts that are
+    more than causal stay functions.
 
     `numflash.torch` reads trailing padding in such a row as key lengths, and keys beyond are not
     looked at.
     """
     if mask_function is not masking_utils.bidirectional_mask_function or attention_mask is None:
+        options |= {"kv_offset": kv_offset, "attention_mask": attention_mask}
+        found = function_mask(batch_size, q_length, kv_length, mask_function, options)
+        if found is not None:
+            return found
         return masking_utils.sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
             mask_function=mask_function,
             **options,
         )

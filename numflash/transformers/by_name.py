@@ -1,6 +1,6 @@
 """`cache_implementation="numflash_int8"` in `generate`.
 
-Transformers has no registry for caches, so two names are wrapped.
+transformers has no registry for caches, so two names are wrapped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ CACHES = {
     "numflash": "float32",
     "numflash_bfloat16": "bfloat16",
     "numflash_int8": "int8",
+    "numflash_int4": "int4",
 }  # name -> dtype
 
 

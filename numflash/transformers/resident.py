@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
+from ..arguments import choice
 from ..cache.settings import DTYPES, MAX_LENGTH
 from ..errors import ArgumentError, NumflashError
-from ..validation import choice
 from . import stored
 from .masks import Reading, read_mask
 from .resident_layer import ResidentLayer
@@ -38,10 +38,10 @@ class ResidentCache(Cache):
     Parameters
     ----------
     config : the model's configuration
-    dtype : "int8", "float32", "bfloat16" or "float16"
+    dtype : "int8", "int4", "float32", "bfloat16" or "float16"
         Storage, and what the attention of prompts is computed in. "int8": a quarter of the memory
-        and of the time; its error is in the guide "Long contexts on a CPU". "float32" gives the
-        tokens of PyTorch's attention.
+        and of the time; its error is in the guide "Long contexts on a CPU". "int4": an eighth of
+        the memory, prompts as with "int8". "float32" gives the tokens of PyTorch's attention.
     max_length : int or None
         Most tokens of a sequence; more raise `CacheFullError`. None: the cache grows by powers of
         two.
@@ -113,7 +113,7 @@ class ResidentCache(Cache):
 
     def precision(self, query: Tensor) -> str | None:
         """What a prompt's attention is computed in; None for the query's own dtype."""
-        return None if self.dtype == "float32" else self.dtype
+        return {"float32": None, "int4": "int8"}.get(self.dtype, self.dtype)
 
     # ---- one forward pass
     # ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class ResidentCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last -tokens_to_remove tokens (padding counts).
 
-        a positive number is refused, as transformers does.
+        A positive number is refused, as transformers does.
 
         Raises
         ------
@@ -247,8 +247,7 @@ class ResidentCache(Cache):
     def _select(self, index: np.ndarray) -> None:
         with self._all_layers():
             for layer in self.layers:
-                if layer.store is not None:
-                    layer.store.reorder(index)
+                layer.reorder(index)
             if self._valid is not None:
                 self._valid = self._valid[index]
 
@@ -271,9 +270,9 @@ class ResidentCache(Cache):
         self._select(self._sequences().repeat(stored.bound("repeats", repeats, 1, 1 << 20)))
 
     def copy(self) -> ResidentCache:
-        """A cache of its own with the same tokens.
+        """An independent cache with the same tokens.
 
-        a system prompt that many conversations start with.
+        For a system prompt that many conversations start with.
         """
         self._finish_or_undo()
         twin = object.__new__(ResidentCache)

@@ -17,7 +17,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.kvcache import KVCache
 from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
-from ..torch.sdpa import _threads, attention
+from ..torch.operator import pytorch_threads
+from ..torch.sdpa import attention
 from .masks import PLAIN, Reading, gathered, scattered, to_back, to_front
 from .standin import StandIn
 
@@ -45,6 +46,7 @@ class ResidentLayer(CacheLayerMixin):
         self.cache, self.window, self.is_sliding = cache, window, window is not None
         self.seen = 0
         self.store: KVCache | None = None
+        self._fits: tuple[Any, Any] | None = None  # shapes of tokens that it has taken
         self._new: tuple[Tensor, Tensor] | None = None
 
     # ---- transformers' interface
@@ -60,14 +62,26 @@ class ResidentLayer(CacheLayerMixin):
 
         Returns placeholders of the shape of all keys and values.
         """
-        self._check(key_states, value_states)
-        self.lazy_initialization(key_states, value_states)
+        shapes = key_states.shape, value_states.shape
+        if shapes != self._fits or not (self._as_before(key_states, value_states)):
+            self._check(key_states, value_states)
+            self.lazy_initialization(key_states, value_states)
+        self._check_room(key_states.shape[2])
         self._new = key_states, value_states
         keys = self.get_mask_sizes(key_states.shape[2])[0]
         key = StandIn.of(key_states, keys, self)
-        if key_states.shape == value_states.shape:
+        if shapes[0] == shapes[1]:
             return key, key
         return key, StandIn.of(value_states, keys, self)
+
+    def _as_before(self, key: Tensor, value: Tensor) -> bool:
+        """Whether tensors are of the kind that `_check` has accepted, on the CPU."""
+        return (
+            key.is_cpu
+            and value.is_cpu
+            and key.dtype is value.dtype is self.dtype
+            and not (key.requires_grad or value.requires_grad)
+        )
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key_states", key), ("value_states", value)):
@@ -95,6 +109,8 @@ class ResidentLayer(CacheLayerMixin):
             raise ArgumentError(
                 f"key_states: got {b} sequences; allowed: {held.batch}, or after reset()"
             )
+
+    def _check_room(self, n: int) -> None:
         most = self.cache.max_length
         if most is not None and self.seen + n > most:
             raise CacheFullError(
@@ -122,12 +138,18 @@ class ResidentLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.seen, self._new = 0, None
-        self.store = None
+        self.store = self._fits = None
 
     @property
     def unfinished(self) -> bool:
         """Whether new tokens wait for attention, or a call was interrupted while it appended them."""
         return self._new is not None
+
+    def reorder(self, index: np.ndarray) -> None:
+        """Make sequence i a copy of sequence index[i]; there may be more or fewer than before."""
+        if self.store is not None:
+            self.store.reorder(index)
+        self._fits = None
 
     def truncate(self, seen: int, lengths: np.ndarray) -> None:
         """Keep `seen` tokens, of which `lengths` (B,) are stored."""
@@ -168,7 +190,7 @@ class ResidentLayer(CacheLayerMixin):
             out = self._decode(query, key, value, reading, options)
         else:
             out = self._prefill(query, key, value, reading, precision, options)
-        self.seen, self._new = self.seen + n, None
+        self.seen, self._new, self._fits = self.seen + n, None, (key.shape, value.shape)
         self.cache.attended(self, reading, b, n)
         return out
 
@@ -183,7 +205,7 @@ class ResidentLayer(CacheLayerMixin):
         if self.store is None:
             self.store = self._create(key, value, False)
         self._reserve(key.shape[2])
-        with _threads():
+        with pytorch_threads():
             self._append(key, value, PLAIN)
         self.seen, self._new = self.seen + key.shape[2], None
         self.cache.attended(self, PLAIN, key.shape[0], key.shape[2])
@@ -248,21 +270,22 @@ class ResidentLayer(CacheLayerMixin):
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, reading: Reading, options: dict[str, Any]
     ) -> Tensor:
-        """By the decode kernel, whose rows are a sequence's last tokens.
+        """Attention by the decode kernel, whose rows are a sequence's last tokens.
 
-        So padding rows go to the front.
+        Hence padding rows are moved to the front.
         """
         assert self.store is not None
         sinks = options["sinks"]
         if reading.valid is None and sinks is None and not options["softcap"]:
-            with _threads():
+            with pytorch_threads():
                 out = self.store.step(
                     _numpy(query), _numpy(key), _numpy(value), scale=options["scale"]
                 )
-            return torch.from_numpy(out).to(query.dtype)
+            result = torch.from_numpy(out)
+            return result if query.dtype is torch.float32 else result.to(query.dtype)
         order = None if reading.valid is None else to_back(reading.valid)
         rows = _numpy(query if order is None else gathered(query, order))
-        with _threads():
+        with pytorch_threads():
             self._append(key, value, reading)
             out = self.store.decode(
                 rows,
@@ -303,7 +326,7 @@ class ResidentLayer(CacheLayerMixin):
         )
         if order is not None:
             out = scattered(out, order)
-        with _threads():
+        with pytorch_threads():
             self._append(key, value, reading)
         return out
 
@@ -346,9 +369,9 @@ class ResidentLayer(CacheLayerMixin):
 
 
 def _capacity(tokens: int) -> int:
-    """Tokens to allocate for so many.
+    """How many tokens to allocate where so many are stored.
 
-    a power of two, so that growing copies each token once on average.
+    A power of two, so that growing copies each token once on average.
     """
     return max(FIRST, 1 << (tokens + 32 - 1).bit_length())
 
@@ -357,5 +380,5 @@ def _numpy(x: Tensor) -> np.ndarray:
     """A tensor as contiguous float32."""
     if x.dtype is not torch.float32 or x.requires_grad:
         x = x.detach().float()
-    found: np.ndarray = x.contiguous().numpy()
+    found: np.ndarray = (x if x.is_contiguous() else x.contiguous()).numpy()
     return found

@@ -12,12 +12,28 @@ from torch import Tensor
 
 from ..errors import ArgumentError, UnsupportedError
 
+MOST_BLANKS = 16
 INQUIRIES = ("__get__", "__len__", "__repr__", "dim", "numel", "size", "stride", "is_contiguous")
 TRACING = (
     "_is_view",
     "untyped_storage",
     "is_inference",
 )  # the first thing torch.compile reads of a tensor
+
+
+# Layers of a pass ask for the same blank; a dictionary, which torch.compile traces without a word.
+_blanks: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor on the meta device; those of inference mode are not for use outside."""
+    kind = shape, dtype, torch.is_inference_mode_enabled()
+    found = _blanks.get(kind)
+    if found is None:
+        if len(_blanks) >= MOST_BLANKS:
+            _blanks.clear()
+        found = _blanks[kind] = torch.empty(shape, dtype=dtype, device="meta")
+    return found
 
 
 class StandIn(Tensor):
@@ -33,7 +49,7 @@ class StandIn(Tensor):
     def of(x: Tensor, tokens: int, layer: Any) -> StandIn:
         """For keys or values (B, Hkv, n, D) of which the cache holds `tokens`."""
         shape = (*x.shape[:2], tokens, x.shape[3])
-        made = torch.empty(shape, dtype=x.dtype, device="meta").as_subclass(StandIn)
+        made = _blank(shape, x.dtype).as_subclass(StandIn)
         made.layer = layer
         return made
 

@@ -1,6 +1,6 @@
 """A `ResidentCache` in a file.
 
-a NumPy archive of the stored numbers and a header that says for which model they are.
+A NumPy archive of the stored numbers and a header that says for which model they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write(
 ) -> None:
     """Write header and states to a file of its own, then move it to `path`.
 
-    a reader finds the old file or the new one.
+    A reader finds the old file or the new one.
     """
     arrays = {
         f"{n}.{name}": x for n, layer in enumerate(layers) for name, x in layer.state().items()

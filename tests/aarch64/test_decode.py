@@ -1,4 +1,4 @@
-"""Decode's INT8 products on AArch64 are dot products, and the whole kernels, executed, have the
+"""Decode's integer products on AArch64 are dot products, and the whole kernels, executed, have the
 bits of the integer model.
 """
 
@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash.cpu import launch_decode
-from numflash.cpu.decode import append, flash_decode, tiles
+from numflash.cpu import decode_layout, launch_decode
+from numflash.cpu.decode import append, append_int4, flash_decode, register_tiles, tiles
 from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
 from numflash.machinecode import assembly
@@ -24,8 +24,9 @@ MACHINES = [("sve", "a64fx"), ("neon_dot", "neoverse-n1")]
 ROWS = 6
 
 
-def tile(isa):
-    return tiles.Tile(isa, "int8", 4, 4, 4, v_offset=128, ahead=tiles.AHEAD)
+def tile(isa, dtype="int8"):
+    q_offset, v_offset = (15, 15) if dtype == "int4" else (0, 128)
+    return tiles.Tile(isa, dtype, 4, 4, 4, q_offset, v_offset, ahead=tiles.AHEAD)
 
 
 @functools.cache
@@ -35,8 +36,9 @@ def one_thread(make, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize(("isa", "cpu"), MACHINES)
-def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
+def test_bits_of_the_integer_model(isa, cpu, dtype, monkeypatch):
     def emulated(make):
         def made(*arguments):
             function = one_thread(make, *arguments[:-1])
@@ -44,10 +46,12 @@ def test_bits_of_the_integer_model(isa, cpu, monkeypatch):
 
         return made
 
-    monkeypatch.setattr(launch_decode, "tile", lambda *_: tile(isa))
+    monkeypatch.setattr(decode_layout, "tile", lambda *_: tile(isa, dtype))
     monkeypatch.setattr(launch_decode, "make_decode", emulated(flash_decode.make_decode))
     monkeypatch.setattr(launch_decode, "make_append_int8", emulated(append.make_append_int8))
-    decode_and_compare()
+    make_append_int4 = emulated(append_int4.make_append_int4)
+    monkeypatch.setattr(launch_decode, "make_append_int4", make_append_int4)
+    decode_and_compare(dtype)
 
 
 @functools.cache
@@ -56,13 +60,13 @@ def products(isa, keys):
     t = tile(isa)
     nv = t.width(ROWS)
     if keys:
-        score = tiles.score_tile(t, ROWS)
+        score = register_tiles.score_tile(t, ROWS)
         return numba.njit(
             lambda q, k, ck, work: score(
                 address(q), q.shape[1], address(k), address(ck), 0, address(work)
             )
         ), ("void(int32[:,::1], int8[::1], float32[::1], int32[:,::1])")
-    value = tiles.value_tile(t, ROWS, nv)
+    value = register_tiles.value_tile(t, ROWS, nv)
     return numba.njit(
         lambda work, v, o: value(
             address(work), address(v), v.size // 32, KEY_BLOCK // 4, address(o), 0, o.shape[1]

@@ -8,6 +8,7 @@ from numba import njit
 
 from numflash.cpu.isa import fexpa
 from numflash.errors import UnsupportedError
+from numflash.measure import roofline
 
 OCTAVE = -np.linspace(0, 1, 1 << 20).astype(np.float32)
 ARGUMENTS = np.concatenate(
@@ -81,3 +82,11 @@ def test_the_table_is_the_instructions_own(emulated):
 def test_what_has_no_sve_is_refused(emulated):
     with pytest.raises(UnsupportedError, match="'sve' needs sve"):
         emulated(*function("fexpa"), "neoverse-n1")
+
+
+def test_the_loop_that_measures_its_rate(emulated):
+    """A FEXPA for each register and step, and nothing between them."""
+    chain = roofline.fexpa_chain()
+    run = emulated(lambda n, seed: chain(n, seed), "int32(int64, int32)", "a64fx")
+    lines = run.trace(7, 1)
+    assert sum(x.startswith("fexpa") for x in lines) == 7 * roofline.ACCUMULATORS

@@ -10,7 +10,7 @@ import pytest
 from numba import njit
 
 import numflash
-from numflash.cpu.floats import flash_float, float_tiles
+from numflash.cpu.floats import flash_float, float_rows, float_tiles
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen
 
@@ -113,17 +113,16 @@ def test_scalable_rows(isa, bits):
     lanes, count = bits // 32, 3
     n = lanes * count
     weights, top, exceeds = (
-        make(isa)
-        for make in (float_tiles.row_weights, float_tiles.row_max, float_tiles.row_exceeds)
+        make(isa) for make in (float_rows.row_weights, float_rows.row_max, float_rows.row_exceeds)
     )
     cap, slopes, bias, mask, some = (
         make(isa)
         for make in (
-            float_tiles.row_softcap,
-            float_tiles.row_alibi,
-            float_tiles.row_bias,
-            float_tiles.row_mask,
-            float_tiles.any_byte,
+            float_rows.row_softcap,
+            float_rows.row_alibi,
+            float_rows.row_bias,
+            float_rows.row_mask,
+            float_rows.any_byte,
         )
     )
 

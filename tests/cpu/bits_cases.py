@@ -5,6 +5,7 @@ Run as a script it prints one digest per case for an instruction set.
 
 import hashlib
 import sys
+from dataclasses import replace
 
 import numpy as np
 from oracles import TAILS, draw, qkv
@@ -71,6 +72,23 @@ def int8(arrays, **options):
 
 def integers(rows, d, seed, low=-127, high=128):
     return np.random.default_rng(seed).integers(low, high, (rows, d))
+
+
+def later_parts():
+    """name, problem: keys from the middle of a sequence, few or none of which are first keys."""
+    arrays = qkv(h=1, l=70, s=200, d=64)
+    hidden = SEEN.copy()
+    hidden[:, 4:128] = False  # of the first block, the first keys only
+    hidden[:, :4] = True
+    for count in (0, 1, 3):
+        for name, options in (
+            ("full", {}),
+            ("causal", {"is_causal": True}),
+            ("mask", {"attn_mask": hidden}),
+            ("few keys", {"key_lengths": [2]}),
+        ):
+            problem = replace(int8(arrays, **options), first_keys=count)
+            yield f"{count} first keys, {name}", problem
 
 
 def extreme():
@@ -158,6 +176,8 @@ def cases():
         yield name, int8(arrays, **options)
     yield "grouped heads", int8(qkv(h=6, hkv=2, l=50, s=140, d=32), enable_gqa=True)
     yield "wide values", int8(qkv(l=50, s=140, d=32, dv=130))
+    yield "sizes of latents", int8(qkv(h=1, l=20, s=140, d=576, dv=512))
+    yield from later_parts()
     yield from extreme()
 
 

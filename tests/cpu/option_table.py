@@ -1,8 +1,8 @@
 """One table of everything that the CPU's forward kernels have code for, and the problem of each of
 its rows.
 
-`rows()` is the whole table; `pairs()` a part of it in which any two settings occur together;
-`part(n)` a ninth.
+`rows()` is the whole table; `pairs()` a part of it in which any two settings occur together.
+Attention sinks join outside the kernels, so that every row is tested without and with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ LEVELS = {
     "band": ("", "causal", "causal lower", "window", "window lower", "left"),
     "softcap": (0.0, 2.0),
     "alibi": ("", "gentle", "steep"),
-    "sinks": (False, True),
     "lengths": (False, True),
     "values": ("normal", "peaked", "unseen nan"),
 }
@@ -44,7 +43,6 @@ BANDS = {
     "left": {"window": (7, None)},
 }
 SLOPES = {"gentle": (0.02, 0.3), "steep": (-1.3, 9.0)}
-PARTS = 9
 Row = dict[str, object]
 
 
@@ -81,25 +79,8 @@ def pairs(seed: int = 0) -> list[Row]:
     return chosen
 
 
-def slices(asked: str | None, day: int) -> list[int]:
-    """Which of the `PARTS` a run takes.
-
-    "all", numbers "0 3", or, where nothing is asked, the day's.
-    """
-    if not asked:
-        return [day % PARTS]
-    return list(range(PARTS)) if asked == "all" else [int(n) for n in asked.split()]
-
-
-def part(number: int) -> list[Row]:
-    """One of `PARTS` parts that together are the whole table, each with rows of all kinds."""
-    table = rows()
-    Random(1).shuffle(table)
-    return table[number::PARTS]
-
-
 def options(row: Row, rng: np.random.Generator) -> dict:
-    """The row's options for `Options`; sinks are not among them: they join outside the kernels."""
+    """The row's options for `Options`."""
     b, h, _, length, s, _, _ = SHAPES[row["shape"]]  # type: ignore[index]
     found: dict = {**BANDS[row["band"]], "softcap": row["softcap"]}  # type: ignore[index]
     if row["mask"] == "bool":

@@ -10,6 +10,7 @@ from oracles import qkv
 from numflash import reference
 from numflash.cpu import launch
 from numflash.cpu.int8 import amx_stream
+from numflash.cpu.int8.rows import Tile, key_span
 from numflash.jit import target
 from numflash.options import Options
 from numflash.quantization import quantize_problem
@@ -96,6 +97,18 @@ def test_a_key_that_is_not_finite(options):
     k[0, 0, 860, 5] = np.nan
     v[0, 1, 300, 5] = np.inf
     check((q, k, v), **options)
+
+
+@pytest.mark.parametrize(("first_row", "keys"), [(190, 150), (0, 3)])
+def test_a_tile_without_keys_in_blocks_keeps_its_bounds(first_row, keys):
+    """A window of 5 keys at and behind the last key: no bound behind the last row is read."""
+    i = np.arange(first_row, first_row + 20)
+    start = np.maximum(i - 5, 0)
+    hi = np.maximum(start, np.minimum(i + 1, keys))
+    tile = Tile(None, None, np.maximum(start, 4), hi, start, None, 32, len(i), 4)
+    span = key_span.py_func(tile, 300)
+    first, stop = amx_stream.extend_rows.py_func(tile, span, None, None)
+    assert first == stop
 
 
 def test_wider_heads_have_no_stream():

@@ -1,7 +1,6 @@
 """Every option on every kernel of this machine that has code for it.
 
-By pairs; in the slow tests a ninth of the table, another one each day, so that nine days walk the
-whole. NUMFLASH_TABLE=all (`make table`) walks it at once, NUMFLASH_TABLE="3 5" repeats two parts.
+By pairs; in the slow tests the whole table, each row without and with attention sinks.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
 own float64 oracle works out for every number of a result.
@@ -9,15 +8,14 @@ own float64 oracle works out for every number of a result.
 
 from __future__ import annotations
 
-import datetime
 import functools
-import os
 
+import numba
 import numpy as np
 import pytest
 from fuzz import oracle
 from fuzz.compare import close
-from option_table import PARTS, make, pairs, part, rows, slices
+from option_table import make, pairs, rows
 
 from numflash import merge, reference
 from numflash.cpu import launch
@@ -36,38 +34,46 @@ FLOATS = [
     for isa in target.available(isas)
     if precision == "float32" or isa not in target.FLOAT_ISAS or isa == target.available(isas)[0]
 ]
-# Of the whole table's 12960 rows, the integer model computes some 50 a second.
-TODAY = slices(os.environ.get("NUMFLASH_TABLE"), datetime.date.today().toordinal())
 
 
-@functools.lru_cache(4096)
+@pytest.fixture
+def one_thread():
+    """A problem of the table is too small for a second thread to pay."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
+
+
+def sinks(heads):
+    """One score for each head, of an extra key of value 0."""
+    return np.linspace(-2, 3, heads, dtype=np.float32)
+
+
+@functools.lru_cache(64)
 def quantised(row, pv):
     """The row's problem on integers, and what the integer model makes of it."""
     problem = quantize_problem(make(dict(row), "int8", pv))
     return problem, *reference.integer_model(problem)
 
 
-def joined(out, lse, row, heads):
-    """The result with the row's sinks."""
-    if not row["sinks"]:
-        return out, lse
-    return merge.apply_sinks(out, lse, np.linspace(-2, 3, heads, dtype=np.float32))
-
-
-def int8_holds(isa, pv, table):
-    for row in table:
-        problem, out, lse = quantised(tuple(row.items()), pv)
-        got, got_lse = joined(*launch.run(problem, isa), row, out.shape[1])
-        out, lse = joined(out, lse, row, out.shape[1])
+def int8_holds(isa, pv, row):
+    problem, *want = quantised(tuple(row.items()), pv)
+    got = launch.run(problem, isa)
+    extra = sinks(problem.shape[1])
+    for (out, lse), (got_out, got_lse) in (
+        (want, got),
+        (merge.apply_sinks(*want, extra), merge.apply_sinks(*got, extra)),
+    ):
         np.testing.assert_array_equal(got_lse, lse, err_msg=repr(row))
         largest = np.abs(np.where(np.isfinite(out), out, 0)).max(initial=1)
         atol = 0 if pv == "int8" else 1e-5 * largest
-        np.testing.assert_allclose(got, out, rtol=0, atol=atol, err_msg=repr(row))
+        np.testing.assert_allclose(got_out, out, rtol=0, atol=atol, err_msg=repr(row))
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(64)
 def exact(row, precision):
-    """The row's problem in floats, and what the float64 oracle makes of it."""
+    """The row's problem in floats; what the float64 oracle makes of it, without and with sinks."""
     problem = make(dict(row), precision)
     seen = {
         "attn_mask": problem.mask if problem.bias is None else problem.bias,
@@ -75,18 +81,23 @@ def exact(row, precision):
         "key_lengths": problem.key_lengths,
         "softcap": problem.softcap,
         "alibi_slopes": problem.alibi_slopes,
-        "sinks": np.linspace(-2, 3, problem.shape[1]) if dict(row)["sinks"] else None,
         "alignment": "lower_right" if problem.diagonal.any() else "upper_left",
         "scale": problem.scale,
     }
-    operands = (widen(x).astype(np.float64) for x in (problem.query, problem.key, problem.value))
-    return problem, oracle.attention(*operands, seen, precision)
+    operands = [widen(x).astype(np.float64) for x in (problem.query, problem.key, problem.value)]
+    wanted = [
+        oracle.attention(*operands, {**seen, "sinks": extra}, precision)
+        for extra in (None, sinks(problem.shape[1]))
+    ]
+    return problem, wanted
 
 
-def floats_hold(precision, isa, table):
-    for row in table:
-        problem, want = exact(tuple(row.items()), precision)
-        out, lse = joined(*launch.run(problem, isa), row, problem.shape[1])
+def floats_hold(precision, isa, row):
+    problem, wanted = exact(tuple(row.items()), precision)
+    got = launch.run(problem, isa)
+    for want, (out, lse) in zip(
+        wanted, (got, merge.apply_sinks(*got, sinks(problem.shape[1]))), strict=True
+    ):
         try:
             close("out", out, want.out, want.out_error, "float32")
             close("lse", lse, want.lse, want.lse_error, "float32")
@@ -103,35 +114,29 @@ def test_the_pairs_are_all_of_them():
 
 @pytest.mark.parametrize(("isa", "pv"), INT8)
 def test_int8_by_pairs(isa, pv):
-    int8_holds(isa, pv, pairs())
+    for row in pairs():
+        int8_holds(isa, pv, row)
 
 
 @pytest.mark.parametrize(("precision", "isa"), FLOATS)
 def test_floats_by_pairs(precision, isa):
-    floats_hold(precision, isa, pairs())
-
-
-def test_the_parts_are_the_whole_table():
-    assert sorted(map(repr, (row for n in range(PARTS) for row in part(n)))) == sorted(
-        map(repr, rows())
-    )
-    assert {day for d in range(PARTS) for day in slices(None, 7 + d)} == set(range(PARTS))
-    assert slices("all", 3) == list(range(PARTS)) and slices("2 4", 3) == [2, 4]
+    for row in pairs():
+        floats_hold(precision, isa, row)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", TODAY)
 @pytest.mark.parametrize("pv", ["int8", "fp32"])
-def test_int8_in_the_whole_table(pv, number):
-    for isa in target.available():
-        int8_holds(isa, pv, part(number))
+def test_int8_in_the_whole_table(pv, one_thread):
+    for row in rows():
+        for isa in target.available():
+            int8_holds(isa, pv, row)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", TODAY)
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
-def test_floats_in_the_whole_table(precision, number):
-    for isa in [isa for name, isa in FLOATS if name == precision]:
-        floats_hold(precision, isa, part(number))
+def test_floats_in_the_whole_table(precision, one_thread):
+    for row in rows():
+        for isa in [isa for name, isa in FLOATS if name == precision]:
+            floats_hold(precision, isa, row)

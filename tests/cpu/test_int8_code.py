@@ -42,6 +42,7 @@ def code():
     ).assembly
 
 
+@pytest.mark.slow
 def test_no_division_and_no_float64_in_a_loop_that_works_on_vectors(code):
     for loop in assembly.loops(code):
         if any(map(assembly.is_vector, loop.instructions)):
@@ -53,6 +54,7 @@ def test_no_division_and_no_float64_in_a_loop_that_works_on_vectors(code):
             assert not bad, (loop.function, bad)
 
 
+@pytest.mark.slow
 def test_no_float64_anywhere(code):
     """But for the bounds of `prange`, which Numba itself compares as doubles, once per worker."""
     bounds = ("vcvtusi2sd", "vcvtsi2sd", "vmovsd", "vucomisd", "ucvtf", "scvtf", "fcmp")
@@ -65,6 +67,7 @@ def test_no_float64_anywhere(code):
     assert not found, found
 
 
+@pytest.mark.slow
 def test_product_loops_are_loads_and_dots(code):
     """The two 6-row tiles.
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numflash.cpu.floats import float_packing
-from numflash.cpu.floats.float_tiles import FLOAT_ISAS
+from numflash.cpu.floats.float_isas import FLOAT_ISAS
 from numflash.cpu.int8 import packing
 from numflash.cpu.isa.isas import VECTOR_ISAS, running_lanes
 from numflash.jit import target

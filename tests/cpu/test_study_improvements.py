@@ -27,7 +27,8 @@ def integer_model(operands, **options):
     return reference.integer_model(
         quantize_problem(
             validation.problem(*operands, Options(enable_gqa=True, precision="int8", **options))
-        )
+        ),
+        first_keys=False,
     )[0]
 
 

@@ -47,7 +47,7 @@ def budget(expected, v):
 def compare(out, lse, q, k, v, **options):
     """What a kernel gave for operands of a type in `DTYPES` against attention by its definition.
 
-    a row that sees nothing is 0.
+    A row that sees nothing is 0.
     """
     out = (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64)
     expected, expected_lse = oracles.naive(q, k, v, **options)

@@ -10,9 +10,9 @@ from numflash.cuda.compile import ARCHITECTURES, compiled
 from numflash.errors import UnsupportedError
 
 
-def resources(factory, arch, **constants):
+def resources(factory, arch, spilled=0, **constants):
     """What ptxas made of a kernel, which has no stack, no generic accesses and no arithmetic in
-    float64.
+    float64; `spilled` registers are stored once and loaded once.
     """
     try:
         sass.tool("cuobjdump"), sass.tool("nvdisasm")
@@ -22,14 +22,8 @@ def resources(factory, arch, **constants):
     assert item.shared_bytes <= ARCHITECTURES[arch][1]
     assert item.remarks == (), "ptxas waits for products of wgmma, or runs them one by one"
     found = sass.resources(item.code)
-    assert (
-        found.stack
-        == found.local
-        == found.count("LD")
-        == found.count("ST")
-        == found.count("LDL")
-        == found.count("STL")
-        == 0
-    )
+    assert found.local == found.count("LD") == found.count("ST") == 0
+    assert found.stack <= 8 * spilled
+    assert found.count("LDL") <= spilled and found.count("STL") <= spilled
     assert found.count("DADD") == found.count("DMUL") == found.count("DFMA") == 0
     return found

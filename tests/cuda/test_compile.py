@@ -136,7 +136,7 @@ def test_device_functions_compile_offline():
 def test_canary_of_private_names():
     """What `_target` uses of numba-cuda beyond its documentation.
 
-    a release that drops one fails here, with its name.
+    A release that drops one fails here, with its name.
     """
     import numba.cuda.dispatcher
     from numba.cuda.compiler import compile_cuda, kernel_fixup

@@ -52,7 +52,8 @@ def test_the_page_is_the_machine_code(arch):
     found = documented()
     for row in cycles.kernels(arch):
         factory, _, constants = row.kernel
-        resources(factory, arch, **dict(constants))
+        spilled = int((row.name, arch) == ("INT8 forward, D=256", "sm_90a"))  # as in test_sass_int8
+        resources(factory, arch, spilled, **dict(constants))
         got = row.cycles()
         numbers = [float(x) for x in found[row.name, arch][:3]]
         assert numbers == pytest.approx([got.issue, got.mufu, got.tensor], rel=0.03, abs=1), row

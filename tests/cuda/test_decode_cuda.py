@@ -15,7 +15,7 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from numflash import fixedpoint, quantization, reference
 from numflash.cache.engine import DecodeEngine, State
 from numflash.cache.kvcache import KVCache
-from numflash.cuda import launch_decode, resident
+from numflash.cuda import decode_layout, resident
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
@@ -24,6 +24,7 @@ B = 2
 H = 4
 G = 2
 D = 64
+QUICK = {(1, False), (17, True), (128, True), (129, False)}  # lengths and pages of default tests
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "int8": 0.03}
 
 
@@ -74,22 +75,33 @@ def assert_bits(cache, query, splits, seen=None):
         )
 
 
-@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(
-    "n",
+    ("n", "paged"),
     [
-        1,
-        15,
-        16,
-        17,
-        127,
-        128,
-        129,
-        300,
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in (2, 3, 31, 33, 63, 64, 65, 70, 130, 255, 256, 257)
-        ),
+        pytest.param(n, paged, marks=() if (n, paged) in QUICK else pytest.mark.slow)
+        for n in (
+            1,
+            2,
+            3,
+            15,
+            16,
+            17,
+            31,
+            33,
+            63,
+            64,
+            65,
+            70,
+            127,
+            128,
+            129,
+            130,
+            255,
+            256,
+            257,
+            300,
+        )
+        for paged in (False, True)
     ],
 )
 def test_int8_has_the_bits_of_the_model(n, paged):
@@ -120,15 +132,11 @@ def test_the_cpu_gives_the_same(dtype):
 @pytest.mark.parametrize(
     "n",
     [
-        1,
         17,
-        64,
-        65,
         128,
-        300,
         *(
             pytest.param(n, marks=pytest.mark.slow)
-            for n in (2, 15, 16, 31, 33, 63, 70, 127, 129, 130, 255, 257)
+            for n in (1, 2, 15, 16, 31, 33, 63, 64, 65, 70, 127, 129, 130, 255, 257, 300)
         ),
     ],
 )
@@ -196,14 +204,10 @@ def test_groups_of_heads_in_floats():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "dv"),
-    [
-        (5, 7),
-        pytest.param(128, 64, marks=pytest.mark.slow),
-        pytest.param(80, 96, marks=pytest.mark.slow),
-        pytest.param(256, 256, marks=pytest.mark.slow),
-    ],
+    [(5, 7), (128, 64), (80, 96), (256, 256)],
 )
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_channels(d, dv, dtype):
@@ -527,7 +531,7 @@ def test_what_is_refused():
         cache.append(*tokens(397))
     assert cache.lengths.tolist() == [4, 4]
     assert cache.nbytes == B * G * 512 * (2 * D + 8)
-    assert launch_decode.SHORT_CONTEXT == 256
+    assert decode_layout.SHORT_CONTEXT == 256
 
 
 SLOPES = np.array([0.5, 0.25, 0.03, 2.0], np.float32)

@@ -30,7 +30,7 @@ card.compiled = uncompiled
 d.cuInit(0)
 
 class Tensor:
-    is_cuda, requires_grad = True, False
+    is_cuda, is_cpu, requires_grad = True, False, False
     def __init__(self, shape, dtype="torch.float16", device=0, strides=None):
         self.shape, self.dtype, self.device, self.ndim = tuple(shape), dtype, device, len(shape)
         self.strides = strides or tuple(int(np.prod(shape[n + 1:])) for n in range(len(shape)))

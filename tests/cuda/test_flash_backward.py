@@ -191,7 +191,7 @@ def test_the_oracle_has_the_gradients_of_attention():
             assert np.isclose(((ends[0] - ends[1]) * do).sum() / 2e-5, mine[at], atol=1e-7)
 
 
-@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=slow) for d in (32, 96, 128, 256))])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=slow) for d in (32, 64, 96, 128, 256)])
 def test_head_sizes(d):
     rows, *passes = check({"l": 70, "s": 130, "d": d})
     assert rows.tensor_operations == 0 and all(report.opcodes[HMMA] > 0 for report in passes)

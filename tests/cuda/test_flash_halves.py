@@ -116,7 +116,7 @@ def test_a_mask_that_is_part_of_a_larger_one():
 def test_sinks_join_on_the_card(dtype):
     """With results given, as for arrays on a card, the kernel adds the sinks itself.
 
-    a row that sees nothing has the sink's LSE.
+    A row that sees nothing has the sink's LSE.
     """
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=40, s=70, d=64))
     sinks = np.array([-3.0, 0.5, 4.0, 60.0], np.float32)

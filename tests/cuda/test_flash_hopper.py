@@ -165,7 +165,7 @@ def test_taking_turns_changes_no_bit(causal, seed):
 def test_sinks_join_on_the_card(dtype, d, options):
     """With results given, as for arrays on a card, the kernel adds the sinks itself.
 
-    a row that sees nothing has the sink's LSE.
+    A row that sees nothing has the sink's LSE.
     """
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
     options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}

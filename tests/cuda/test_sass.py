@@ -191,9 +191,9 @@ OVERLAPPED = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("d", "block_k"), [(64, 128), (128, 128), (256, 64)])
 def test_hopper_softmax_runs_beside_the_products(d, block_k, dtype, ping_pong, options):
-    """By position: every exponential of the main loop is issued before the wait for P .
+    """Every exponential of the main loop is issued before the wait for P . V.
 
-    V, after the wait for the scores.
+    By position in the machine code, and after the wait for the scores.
     """
     constants = {"d": d, "dv": d, "block_k": block_k, "dtype": dtype, "ping_pong": ping_pong}
     item = compiled(flash_hopper, "sm_90a", "cubin", **constants, **OVERLAPPED[options])

@@ -53,6 +53,7 @@ def check(arch, d, name, dv=None, wide=False):
     found = resources(
         flash_int8,
         arch,
+        spilled=int((arch, d, name, wide) == ("sm_120", 256, "all", True)),
         d=sizes["d"],
         dv=sizes["dv"],
         block_q=64,
@@ -61,7 +62,7 @@ def check(arch, d, name, dv=None, wide=False):
         halves=halves,
         **OPTIONS[name],
     )
-    scores = sizes["d"] // 32 * 16 // halves
+    scores = sizes["d"] // 32 * (16 // halves + (not wide))  # and one of the first keys
     values = sizes["dv"] // 8 * 4 // halves
     if wide:  # three products of TF32 per 8 keys and channels; a part of 32 keys is one round
         assert (
@@ -97,7 +98,7 @@ def check(arch, d, name, dv=None, wide=False):
 def test_every_option(arch, d, name):
     """With a stack of 0 bytes (`resources`).
 
-    a pair of warps that shares 256 channels leaves room.
+    A pair of warps that shares 256 channels leaves room.
     """
     found = check(arch, d, name)
     assert found.registers <= ({32: 232, 64: 232, 256: 224}.get(d, 255) if arch == "sm_80" else 255)
@@ -141,6 +142,7 @@ def test_hopper(d, name):
     found = resources(
         flash_int8_hopper,
         "sm_90a",
+        spilled=int((d, name) == (256, "none")),
         d=d,
         dv=d,
         **OPTIONS[name],

@@ -59,6 +59,7 @@ def options_at_once(d, block_k):
     assert found.count("HGMMA") == products and found.count("WARPGROUP.DEPBAR") == 4
 
 
+@pytest.mark.slow
 def test_all_options_at_once():
     options_at_once(64, 128)
 

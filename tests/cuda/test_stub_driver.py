@@ -171,7 +171,7 @@ import numflash
 
 class Array:
     made = []
-    is_cuda, device, requires_grad, ndim = True, "cuda:0", False, 4
+    is_cuda, is_cpu, device, requires_grad, ndim = True, False, "cuda:0", False, 4
     def __init__(self, shape, dtype, device=None):
         self.shape, self.dtype = tuple(shape), dtype
         self.at = 0x500000000000 + 0x100000 * len(Array.made)
@@ -319,7 +319,7 @@ cache.close()
 def test_a_decode_step_is_one_graph(driver):
     """Copies on one stream, kernels on the other, ordered by events.
 
-    a step is captured once and launched again.
+    A step is captured once and launched again.
     """
     done = run(driver, DECODE, "80", STUB_TRACE="1")
     assert done.stdout.splitlines() == [f"(1, 4, 1, 64) [{n}]" for n in (21, 22, 23)]

@@ -194,7 +194,7 @@ def test_errors_name_the_argument():
     with pytest.raises(ArgumentTypeError, match="dropout_p: flex_attention does not take it"):
         numflash.flex_attention(q, k, v, dropout_p=0.0)
     with pytest.raises(UnsupportedError, match="cuda-emulator"):
-        numflash.flex_attention(q, k, v, g.alibi, impl="cuda-emulator")
+        numflash.flex_attention(q, k, v, g.alibi, precision="int8", impl="cuda-emulator")
     short = np.zeros(10, np.float32)
     with pytest.raises(ArgumentError, match=r"shape \(10,\) is indexed by k"):
         numflash.flex_attention(q, k, v, lambda score, b, h, q, k: score + short[k])

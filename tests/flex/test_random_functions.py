@@ -129,12 +129,14 @@ def in_numpy(name, index):
 
 
 def inside(name, index):
-    """Numbers, unlike traced values, must be within the array."""
-    sizes = TABLES[name].shape
-    return [
-        x if hasattr(x, "graph") else int(np.clip(x, -n, n - 1))
-        for x, n in zip(index, sizes, strict=True)
-    ]
+    """Numbers, also those that tracing has worked out, must be within the array."""
+
+    def within(x, n):
+        if hasattr(x, "graph") and x.node.op != "const":
+            return x
+        return int(np.clip(x.node.data if hasattr(x, "graph") else x, -n, n - 1))
+
+    return [within(x, n) for x, n in zip(index, TABLES[name].shape, strict=True)]
 
 
 def traced(tree):

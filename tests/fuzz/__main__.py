@@ -1,6 +1,6 @@
 """`python -m tests.fuzz --seconds 600 --seed 1`: random calls in a child process.
 
-a line to repeat each failure.
+Each failure is printed with a line that repeats it.
 
 A crash of the child is a failure of the case that it was in. The same seed gives the same cases,
 whatever the time.

@@ -10,12 +10,14 @@ import numpy as np
 
 from numflash import KVCache
 from numflash.errors import ArgumentError, CacheFullError
+from numflash.reference import int4
 
 from . import oracle
 from .arrays import laid_out, numbers, put
 from .compare import WrongError, close, same_kind
 from .oracle import EPS
 
+INTEGERS = {"int8": 127, "int4": 15}  # the largest number of a row
 SMOOTH = 16  # tokens of a first append from which channel means are taken
 
 
@@ -68,7 +70,7 @@ class Model:
     def append(self, key: np.ndarray, value: np.ndarray, take: list[int]) -> None:
         for b, n in enumerate(take):
             s = self.all[b]
-            stored = "float32" if self.c["dtype"] == "int8" else self.c["dtype"]
+            stored = "float32" if self.c["dtype"] in INTEGERS else self.c["dtype"]
             if self.c["smooth"] and n and not s.length:
                 s.offset = np.zeros_like(s.offset)
             if self.c["smooth"] and not s.length and n >= SMOOTH:
@@ -105,6 +107,29 @@ def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
     )
 
 
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Rows times their Hadamard matrices, float64."""
+    return x @ hadamard(x.shape[-1])
+
+
+def hadamard(d: int) -> np.ndarray:
+    """(D, D): blocks of the largest power of two that divides D."""
+    block = d & -d
+    h = np.ones((1, 1))
+    while len(h) < block:
+        h = np.block([[h, h], [h, -h]])
+    return np.kron(np.eye(d // block), h / np.sqrt(block))
+
+
+def rows_int4(x: np.ndarray, offset: np.ndarray | float = 0.0):
+    """The same in 4 bits, of rotated rows, by the definition; `rows_int8` says the rest."""
+    with np.errstate(all="ignore"):
+        found = int4.quantize((x - offset).astype(np.float32))
+    bad = ~np.isfinite(x).all(-1)
+    scale = np.where(bad, 0, found.scale[..., 0]).astype(np.float64)
+    return found.data * scale[..., None], scale, bad
+
+
 def lost(c: dict, s: Sequence, length: int) -> np.ndarray:
     """(L,) bool: rows behind a truncation whose window a ring may no longer hold."""
     at = s.length - length + np.arange(length)
@@ -131,25 +156,30 @@ def decoded(
     away = (np.arange(s.length) - (s.length - length + np.arange(length)[:, None]))[None, None]
     seen = np.broadcast_to(seen, (h, length, s.length))
     cap = o.get("softcap", 0.0)
-    int8 = c["dtype"] == "int8"
+    int8 = c["dtype"] in INTEGERS
+    four_bits = c["dtype"] == "int4"
+    rows = rows_int4 if four_bits else rows_int8
     spoiled = np.zeros((h, length), bool)
     with np.errstate(all="ignore"):
         if int8:
-            key, k_scale, bad_k = rows_int8(s.key, s.offset)
-            value, v_scale, bad_v = rows_int8(s.value)
+            key, k_scale, bad_k = rows(s.key, s.offset)
+            value, v_scale, bad_v = rows(s.value)
             bad_q = ~np.isfinite(query).all(-1)
             q = np.where(bad_q[..., None], 0, query)
+            q = rotated(q) if four_bits else q
             key, value, v_scale = (
                 oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
             )
             bad = oracle.heads((bad_k | bad_v)[None, ..., None], h)[0, ..., 0]
             spoiled = (seen & bad[:, None]).any(-1) | (bad_q & seen.any(-1))
             offset = oracle.heads(s.offset[None], h)[0]
+            offset = rotated(offset) if four_bits else offset
+            query = rotated(np.where(bad_q[..., None], np.nan, query)) if four_bits else query
             dots = (q @ key.swapaxes(1, 2)) * scale
             x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
             error = 0.0014 + 12 * EPS * np.abs(x)
             # a query is rounded to 15 bits and a sign
-            top = np.abs(q).max(-1, keepdims=True, initial=0) / 30000
+            top = np.abs(q).max(-1, keepdims=True, initial=0) / (25000 if four_bits else 30000)
             error = error + top * np.abs(key).sum(-1)[:, None] * abs(scale)
             if c["smooth"] and cap:
                 shift = (query @ offset.swapaxes(1, 2)) * scale
@@ -192,7 +222,7 @@ def decoded(
             if c.get("window") is not None:
                 top = np.broadcast_to(v_scale[..., 0].max(-1, keepdims=True, initial=0), top.shape)
                 peaks = np.broadcast_to(p.max(-1, keepdims=True, initial=0), p.shape)
-            coarse = np.where(seen, peaks * top[:, None], 0) * 127 * 1.1 / 255
+            coarse = np.where(seen, peaks * top[:, None], 0) * INTEGERS[c["dtype"]] * 1.1 / 255
             out_error = coarse.sum(-1)[..., None]
         else:
             out_error = 0.0
@@ -202,17 +232,19 @@ def decoded(
         out_error = out_error / np.maximum(1 - total, 0.05)[..., None]
         lse = lse + 0.0
         if int8 and c["smooth"] and not cap:
-            shift = np.einsum("hld,hd->hl", q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale
+            shift = np.einsum("hld,hd->hl", q, offset[:, 0]) * scale
             lse = lse + shift
             total = total + 4 * EPS * np.abs(shift) + np.abs(shift) * 1e-6
             # the offset meets the query as it came
-            total = total + np.abs(
-                np.einsum("hld,hd->hl", query - q, oracle.heads(s.offset[None], h)[0, :, 0]) * scale
-            )
+            total = total + np.abs(np.einsum("hld,hd->hl", query - q, offset[:, 0]) * scale)
         lse_error = total / np.maximum(1 - total, 0.05) + off + 8 * EPS * np.abs(lse) + 1e-6
         unsure = (far > 5) | (off > 5) | lost(c, s, length)
         if int8 and o:
             unsure |= clipped.any(-1)
+    if four_bits:  # sums of the errors of rotated values, and the rounding of rotations
+        turn = hadamard(out.shape[-1])
+        out_error = (out_error + 20 * EPS * np.abs(out)) @ np.abs(turn) + 1e-37
+        out = np.where(np.isfinite(out), out, 0) @ turn
     out_error = np.where(unsure[..., None], np.inf, out_error)
     lse_error = np.where(unsure, np.inf, lse_error)
     some = seen.any(-1)

@@ -98,13 +98,13 @@ def expected(
         return oracle.attention(*(oracle.rounded(x, precision) for x in (q, k, v)), o, precision)
     q, k, v = (oracle.rounded(x, "float32") for x in (q, k, v))
     counts = o.get("key_lengths", [k.shape[2]] * k.shape[0])
-    keys = oracle.quantized(k, -1, counts, smooth=not o.get("softcap"))
+    keys = oracle.quantized(k, -1, counts, smooth=not o.get("softcap"), finer=pv != "fp32")
     if pv == "fp32":
         exists = np.arange(k.shape[2]) < np.asarray(counts).reshape(-1, 1)
         bad = ~np.isfinite(v).all(-1) & exists[:, None]
         values = Quantized(np.where(np.isfinite(v), v, 0), np.ones(1), 0.0, bad, 0.0, False)
     else:
-        values = oracle.quantized(v, -2, counts)
+        values = oracle.quantized(v, -2, counts, finer=True)
     return oracle.attention_int8(oracle.quantized(q, -1), keys, values, o, pv or "int8")
 
 

@@ -269,7 +269,8 @@ def cache(rng: Random) -> dict:
         "d": rng.choice((1, 3, 8, 16, 16, 33, 64, 80)),
     }
     c["dv"] = rng.choice((None, None, None, 5, 16, 40))
-    c["dtype"] = rng.choice(("int8", "int8", "float32", "float32", "bfloat16", "float16"))
+    kinds = ("int8", "int8", "int4", "int4", "float32", "float32", "bfloat16", "float16")
+    c["dtype"] = rng.choice(kinds)
     c["max_length"] = rng.choice((1, 5, 64, 100, 128, 129, 300, 400))
     c["draw"] = rng.choice(
         (
@@ -294,7 +295,7 @@ def cache(rng: Random) -> dict:
             rng.choice((1, 2, 7, 60, 100, 128, 200)),
             rng.choice((0, 0, 1, 4, 130)),
         )
-    c["smooth"] = c["dtype"] == "int8" and rng.random() < 0.3
+    c["smooth"] = c["dtype"] in ("int8", "int4") and rng.random() < 0.3
     c["queries"] = c["g"] * rng.choice((1, 1, 2, 4))
     c["ops"] = [step(rng, c) for _ in range(rng.choice((2, 3, 5, 8, 12)))]
     return c

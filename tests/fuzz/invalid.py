@@ -44,7 +44,7 @@ WRONG = {
         "query",
         lambda q, k, v: {"query": q[..., :0], "key": k[..., :0]},
     ),
-    "value too wide": ("value", lambda q, k, v: {"value": np.zeros((*v.shape[:-1], 513), v.dtype)}),
+    "value too wide": ("value", lambda q, k, v: {"value": np.zeros((*v.shape[:-1], 577), v.dtype)}),
     "mask of integers": ("attn_mask", lambda q, k, v: {"attn_mask": np.ones((1, 1), np.int8)}),
     "mask of another shape": (
         "attn_mask",

@@ -17,6 +17,7 @@ import numpy as np
 LOG2E = np.log2(np.e)
 INT8_LIMIT = 2.0**30 / 256 / LOG2E  # precision "int8" clips scores here
 KEY_BLOCK = 128
+FIRST, FINER = 4, 32  # keys and values of a sequence that are rounded to 1/32 of a step
 LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-126
 NO_SCALE = 2.0**-100  # peaks below count as zero in the integer pipeline
@@ -216,11 +217,16 @@ class Quantized:
 
 
 def quantized(
-    x: np.ndarray, axis: int, counts: np.ndarray | None = None, smooth: bool = False
+    x: np.ndarray,
+    axis: int,
+    counts: np.ndarray | None = None,
+    smooth: bool = False,
+    finer: bool = False,
 ) -> Quantized:
     """Symmetric INT8 of x (B, H, N, D) float32 values.
 
-    One scale per row (axis -1) or per channel (axis -2).
+    One scale per row (axis -1) or per channel (axis -2). With `finer` the first rows have 5 more
+    bits, as fractions.
 
     counts (B,): rows that exist; the others stand as zeros and do not count.
     """
@@ -248,7 +254,10 @@ def quantized(
         factor = np.where(
             usable, np.float32(127) / np.where(usable, peak, np.float32(1)), np.float32(0)
         )
-        data = np.rint(clean * factor.astype(np.float32))
+        steps = clean * factor.astype(np.float32)
+        data = np.rint(steps)
+        if finer:
+            data[:, :, :FIRST] = np.rint(steps[:, :, :FIRST] * np.float32(FINER)) / FINER
     if smooth:
         step = scale.astype(np.float64)
     return Quantized(

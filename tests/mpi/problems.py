@@ -33,6 +33,7 @@ PROBLEMS = {
         {**SMALL, "s": 90},
         {"is_causal": True, "alignment": "lower_right", "window": (40, None)},
     ),
+    "short": ({**SMALL, "s": 9}, {"key_lengths": [2, 4]}),
     "few": ({**SMALL, "l": 2, "s": 3}, {"is_causal": True}),
     "one": ({**SMALL, "l": 1}, {}),
     "no_keys": ({**SMALL, "s": 0}, {"sinks": [1.0, 2.0, 0.0, -1.0]}),

@@ -27,6 +27,7 @@ PARTS = {
     8: ["semantics", "decoding"],
 }
 LIMIT = {"float32": 1e-6, "int8": 0.03}
+FIRST_LIMIT = 7e-4  # INT8 of "few", whose keys are all first keys: values of 13 bits, weights of 12
 pytestmark = needs_mpi
 
 
@@ -67,7 +68,8 @@ def test_semantics(found, ranks):
         np.testing.assert_allclose(
             lse, want_lse, atol=3e-6 if precision == "float32" else 0.06, err_msg=str((name, how))
         )
-        assert not want.any() or errors(out, want).relative_l1 <= LIMIT[precision], (name, how)
+        limit = FIRST_LIMIT if (name, precision) == ("few", "int8") else LIMIT[precision]
+        assert not want.any() or errors(out, want).relative_l1 <= limit, (name, how)
         assert want.any() or not out.any()
 
 

@@ -2,7 +2,7 @@
 
 Plant one fault after the other in a copy of the package, and see the tests fail.
 
-WORD ... : only the faults whose file or number has one of these words. Faults that nothing can
+WORD ... : only the faults with this number, or with this word in their file's name. Faults that nothing can
 notice are left out, with their reason. Kernels are compiled anew for each fault, so the whole table
 takes about an hour.
 """
@@ -33,6 +33,11 @@ def plant(copy: Path, mutant: Mutant) -> str:
     return text
 
 
+def chosen(word: str, number: int, mutant: Mutant) -> bool:
+    """Whether a word of the command line means this fault: "17" is a number, "int8/" a file."""
+    return number == int(word) if word.isdigit() else word in mutant.file
+
+
 def noticed(copy: Path, mutant: Mutant, cache: Path) -> str:
     """How the tests end on the changed copy.
 
@@ -40,8 +45,8 @@ def noticed(copy: Path, mutant: Mutant, cache: Path) -> str:
     """
     environment = {**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(cache)}
     words = mutant.tests.split(" -k ")
-    chosen = [*shlex.split(words[0]), *(["-k", words[1]] if len(words) > 1 else [])]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *chosen]
+    tests = [*shlex.split(words[0]), *(["-k", words[1]] if len(words) > 1 else [])]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT
@@ -71,7 +76,7 @@ def main() -> int:
             else:
                 shutil.copy(source, copy / name)
         for number, mutant in enumerate(MUTANTS):
-            if words and not any(word == str(number) or word in mutant.file for word in words):
+            if words and not any(chosen(word, number, mutant) for word in words):
                 continue
             start = time.monotonic()
             if mutant.equivalent:

@@ -45,6 +45,7 @@ FLASH_FLOAT = "cpu/floats/flash_float.py"
 CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
+STREAM_PIECES = "cpu/int8/amx_stream_pieces.py"
 QUANTISER, QUANTISER_TESTS = "cpu/int8/quantize.py", "tests/cpu/test_quantize.py"
 LAUNCH_FLOAT = "cpu/launch_float.py"
 
@@ -57,7 +58,7 @@ MUTANTS = [
         "state.l[i], state.m[i] = F(1), I(UNSEEN)",
         INT8,
     ),
-    Mutant(FLASH_INT8, "        state.o[: tile.rows] = F(0)", "        state.o[:1] = F(0)", INT8),
+    Mutant(FLASH_INT8, "        state.o[first:stop] = F(0)", "        state.o[:1] = F(0)", INT8),
     Mutant(
         FLASH_INT8,
         "(octave[i] > HIGHEST) |",
@@ -82,21 +83,21 @@ MUTANTS = [
     Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
-        'return float_tiles.MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        'return MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
         "return VECTOR_ISAS[isa_name].rows[-1]",
         FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
     # ---- the stream of AMX
-    Mutant(STREAM, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
+    Mutant(STREAM_PIECES, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
     Mutant(
-        STREAM,
-        "b.lshr(y, _word(8))), _word(128))",
-        "b.lshr(y, _word(8))), _word(127))",
+        STREAM_PIECES,
+        "b.lshr(y, word(8))), word(128))",
+        "b.lshr(y, word(8))), word(127))",
         STREAM_TESTS,
     ),
-    Mutant(STREAM, "b.fadd(b.fmul(l, shrink), ", "b.fadd(l, ", STREAM_TESTS),
+    Mutant(STREAM_PIECES, "b.fadd(b.fmul(l, shrink), ", "b.fadd(l, ", STREAM_TESTS),
     Mutant(
         STREAM,
         "            if tile.hi[r] <= tile.lo[r]:",
@@ -106,7 +107,18 @@ MUTANTS = [
     ),
     Mutant(STREAM, "        if kv.wide[c // KEY_BLOCK] != 0:", "        if False:", STREAM_TESTS),
     Mutant(STREAM, "address(scratch)) < n:", "address(scratch)) < 0:", STREAM_TESTS),
-    Mutant(STREAM, "address(tile.lo) + 8 * i if sight == EDGE else 0", "0", STREAM_TESTS),
+    Mutant(
+        STREAM, "                if sight == EDGE or", "                if False and", STREAM_TESTS
+    ),
+    Mutant(STREAM, "FIRST_EDGE if c < tile.first_keys else NO_EDGE", "NO_EDGE", STREAM_TESTS),
+    Mutant(FLASH_INT8, "            hide_first(x, tile, block)", "            pass", INT8),
+    Mutant(
+        FLASH_INT8,
+        "tile.lo[i] = max(tile.start[i], tile.first_keys)",
+        "tile.lo[i] = tile.start[i]",
+        INT8,
+    ),
+    Mutant(STREAM, "kept.spoiled[r] = state.spoiled[stop]", "kept.spoiled[r] = 1", STREAM_TESTS),
     Mutant(
         STREAM,
         "min(stop, near + NEAR * KEY_BLOCK)",
@@ -287,23 +299,28 @@ MUTANTS = [
     ),
     # ---- arguments
     Mutant(
-        "validation.py",
+        "validation/operands.py",
         "if k[1] != q[1]:\n        if not enable_gqa:",
         "if k[1] > q[1]:\n        if not enable_gqa:",
         ARGUMENTS,
     ),
     Mutant(
-        "validation.py",
+        "validation/operands.py",
         "if not (np.abs(array) <= LARGEST_PER_HEAD).all():",
         "if (np.abs(array) > LARGEST_PER_HEAD).any():",
         ARGUMENTS,
     ),
     Mutant(
-        "validation.py", "if array.shape != (batch,):", "if array.shape[0] != batch:", ARGUMENTS
+        "validation/operands.py",
+        "if array.shape != (batch,):",
+        "if array.shape[0] != batch:",
+        ARGUMENTS,
     ),
-    Mutant("validation.py", "if not 2 <= x.ndim <= 4:", "if not 2 <= x.ndim <= 5:", ARGUMENTS),
     Mutant(
-        "validation.py",
+        "validation/operands.py", "if not 2 <= x.ndim <= 4:", "if not 2 <= x.ndim <= 5:", ARGUMENTS
+    ),
+    Mutant(
+        "validation/operands.py",
         'for axis, word in ((0, "batch"), (1, "heads")):',
         'for axis, word in ((0, "batch"),):',
         ARGUMENTS,
@@ -425,16 +442,19 @@ MUTANTS = [
     ),
     # ---- PyTorch
     Mutant(
-        "torch/sdpa.py", "        or 0 in mask.shape\n", "", "tests/pytorch/test_torch_operator.py"
+        "torch/operator.py",
+        "        or 0 in mask.shape\n",
+        "",
+        "tests/pytorch/test_torch_operator.py",
     ),
     Mutant(
-        "torch/sdpa.py",
+        "torch/operator.py",
         "if torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])",
         "if True",
         TORCH,
     ),
     Mutant(
-        "torch/sdpa.py",
+        "torch/operator.py",
         'if given["key_lengths"] is None and given["alignment"] == "upper_left":',
         'if given["key_lengths"] is None:',
         TORCH,
@@ -452,6 +472,9 @@ MUTANTS = [
         "return max(first, keys[0]) + 1 < min(stop, keys[1])",
         MPI,
     ),
+    Mutant("mpi/plan.py", "max(FIRST_KEYS - keys[0], 0)", "FIRST_KEYS", MPI),
+    Mutant("mpi/plan.py", "max(FIRST_KEYS - keys[0], 0)", "0 if keys[0] else FIRST_KEYS", MPI),
+    Mutant("mpi/shards.py", "if first >= FIRST_KEYS:", "if True:", MPI),
     Mutant(
         "mpi/plan.py",
         "lo = np.where(lo < hi, lo - (lo - start) % KEY_BLOCK, start)",
@@ -490,6 +513,9 @@ MUTANTS = [
         CUDA_INT8,
     ),
     Mutant(
-        "cuda/kernels/int8_softmax.py", "t = t if seen else i32(MASKED_SCORE)", "t = t", CUDA_INT8
+        "cuda/kernels/int8_softmax.py",
+        "return t if seen else i32(MASKED_SCORE)",
+        "return t",
+        CUDA_INT8,
     ),
 ]

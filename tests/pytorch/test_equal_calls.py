@@ -8,8 +8,10 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+import numflash  # noqa: E402
 import numflash.torch as nt  # noqa: E402
-from numflash.errors import NumflashError  # noqa: E402
+from numflash import plans  # noqa: E402
+from numflash.errors import ArgumentError, NumflashError  # noqa: E402
 from numflash.torch import sdpa  # noqa: E402
 
 ARRAYS = qkv(b=2, h=4, l=37, s=53, d=24)
@@ -33,14 +35,14 @@ class Seen(TorchDispatchMode):
 def direct(monkeypatch):
     """Calls that ran without the operator."""
     calls = []
-    run = sdpa._without_operator
+    run = sdpa.without_operator
 
     def counted(*args):
         found = run(*args)
         calls.append(found is not None)
         return found
 
-    monkeypatch.setattr(sdpa, "_without_operator", counted)
+    monkeypatch.setattr(sdpa, "without_operator", counted)
     return calls
 
 
@@ -111,3 +113,24 @@ def test_options_that_are_equal_but_not_allowed():
     assert torch.equal(*grouped)
     with pytest.raises(NumflashError):
         nt.scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_function_for_arrays_keeps_plans_for_tensors(dtype, monkeypatch):
+    """`numflash.attention` on tensors: equal bits and kind, and the errors of the first call."""
+    kept = []
+    keep = plans.Store.keep
+    monkeypatch.setattr(plans.Store, "keep", lambda *args: kept.append(args[1]) or keep(*args))
+    plans._plans.plans.clear()
+    tensors = [x.to(dtype) for x in (Q, K, V)]
+    first, again = (numflash.attention(*tensors) for _ in range(2))
+    assert len(kept) == 1
+    assert type(again) is torch.Tensor and again.dtype == dtype
+    assert torch.equal(first, again)
+    strided = [x.repeat_interleave(2, -1)[..., ::2] for x in tensors]
+    assert torch.equal(first, numflash.attention(*strided))
+    with pytest.raises(ArgumentError, match="key: the tensor requires grad"):
+        numflash.attention(tensors[0], tensors[1].clone().requires_grad_(), tensors[2])
+    with pytest.raises(NumflashError, match="meta"):
+        numflash.attention(tensors[0], tensors[1].to("meta"), tensors[2])
+    assert len(kept) == 1

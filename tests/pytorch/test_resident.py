@@ -211,6 +211,7 @@ def test_by_name(llama):
         ("numflash", "float32"),
         ("numflash_bfloat16", "bfloat16"),
         ("numflash_int8", "int8"),
+        ("numflash_int4", "int4"),
     ):
         found = llama.generate(TOKENS, cache_implementation=name, **options)
         assert found.past_key_values.dtype == dtype
@@ -362,3 +363,25 @@ def test_what_is_refused(llama, tmp_path):
     for name in ("b", "c"):
         with pytest.raises(ArgumentError, match="no file of ResidentCache"):
             nt.ResidentCache.load(tmp_path / f"{name}.npz", llama.config)
+
+
+def test_tokens_like_those_before_are_checked_again(llama):
+    """Shapes that a layer has taken are known to it, until it holds another number of sequences."""
+    llama.set_attn_implementation("numflash")
+    cache = new(llama)
+    logits(llama, [TOKENS[:1], TOKENS[:1, :1]], cache)
+    layer = cache.layers[0]
+    like = torch.ones(1, 2, 1, 16)
+    with pytest.raises(ArgumentTypeError, match="int64"):
+        layer.update(like.long(), like.long())
+    with pytest.raises(ArgumentError, match="requires grad"):
+        layer.update(like, like.clone().requires_grad_())
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(ArgumentError, match="got 1 sequences"):
+        layer.update(like, like)
+    cache.reset()
+    logits(llama, [TOKENS[:1]], cache)
+    short = new(llama, max_length=41)
+    logits(llama, [TOKENS[:1], TOKENS[:1, :1]], short)
+    with pytest.raises(CacheFullError):
+        logits(llama, [TOKENS[:1, :1]], short)

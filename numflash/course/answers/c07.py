@@ -78,10 +78,10 @@ EXERCISES = {
     "07.2": Exercise(
         "bytes of S at L = 8192, times smaller",
         (
-            "L * L scores of 4 bytes. Write both numbers as a tuple.",
-            "The tile has 48 * 64 scores of the same size.",
+            "L * L scores of 2 bytes. Write both numbers as a tuple.",
+            "The tile has 48 * 128 scores of the same size.",
         ),
-        expected=(4 * 8192**2, 8192**2 / (48 * 64)),
+        expected=(2 * 8192**2, 8192**2 / (48 * 128)),
     ),
     "07.3": Exercise(
         "gain of half a softmax",

@@ -19,26 +19,6 @@ def conflict(row_bytes: int) -> int:
 
 EXERCISES = {
     "12.1": Exercise(
-        "tiles visited",
-        (
-            "Go through the tiles of 48 rows. The last row of a tile sees the most keys.",
-            "Row r sees keys 0 .. r, which are in blocks 0 .. r // 64.",
-        ),
-        model=visited,
-        cases=((48,), (64,), (512,), (4096,)),
-        slip=("row + 47", "row"),
-    ),
-    "12.2": Exercise(
-        "how many-way",
-        (
-            "Which 4-byte word does thread t read, and in which bank (word % 32) is it?",
-            "Threads that read the same word do not conflict: count different words per bank.",
-        ),
-        model=conflict,
-        cases=((128,), (132,), (64,), (256,), (136,)),
-        slip=("words % 32", "words % 16"),
-    ),
-    "12.3": Exercise(
         "softmax in the document's table, ms and per cent",
         (
             "Elements over elements per second, in ms; the same for the two products.",
@@ -50,7 +30,7 @@ EXERCISES = {
         ),
         within=0.01,
     ),
-    "12.4": Exercise(
+    "12.2": Exercise(
         "softmax must be faster by",
         (
             "Take the products' time as 1 unit. If softmax has a share x, its time is x / (1 - x).",
@@ -58,5 +38,25 @@ EXERCISES = {
         ),
         expected=(0.636 / 0.364) / (0.03 / 0.97),
         within=0.01,
+    ),
+    "12.3": Exercise(
+        "tiles visited",
+        (
+            "Go through the tiles of 48 rows. The last row of a tile sees the most keys.",
+            "Row r sees keys 0 .. r, which are in blocks 0 .. r // 64.",
+        ),
+        model=visited,
+        cases=((48,), (64,), (512,), (4096,)),
+        slip=("row + 47", "row"),
+    ),
+    "12.4": Exercise(
+        "how many-way",
+        (
+            "Which 4-byte word does thread t read, and in which bank (word % 32) is it?",
+            "Threads that read the same word do not conflict: count different words per bank.",
+        ),
+        model=conflict,
+        cases=((128,), (132,), (64,), (256,), (136,)),
+        slip=("words % 32", "words % 16"),
     ),
 }

@@ -66,8 +66,10 @@ EXERCISES = {
         (
             "Thread t copies row t of K into shared memory. All rows must have arrived before any "
             "thread reads another thread's row.",
-            "After cuda.syncthreads(): keep your row of q in a cuda.local.array(32, np.float32), "
-            "then for each key j add up q_row[c] * shared[j, c] and store out[t, j].",
+            "Too many bytes loaded? The loop over keys reads your row of q again for every key. Copy "
+            "it once into a cuda.local.array(32, np.float32), a small array of each thread.",
+            "After cuda.syncthreads(): for each key j add up q_row[c] * shared[j, c] and store "
+            "out[t, j].",
         ),
         judge=_scores,
         slip=("    cuda.syncthreads()\n", ""),

@@ -30,16 +30,6 @@ EXERCISES = {
         slip=("use & 1 ^ 1", "use & 1"),
     ),
     "17.2": Exercise(
-        "registers of a consumer",
-        (
-            "128 * n + 256 * r must not exceed 65536.",
-            "Round r down to a multiple of 8, and never above 240.",
-        ),
-        model=consumers,
-        cases=((24,), (40,), (168,)),
-        slip=("// 8 * 8", ""),
-    ),
-    "17.3": Exercise(
         "an mbarrier pipeline",
         (
             "Producer, for each n: wait for empty with parity ((n >> 1) & 1) ^ 1; "
@@ -51,5 +41,15 @@ EXERCISES = {
         ),
         judge=pipeline,
         slip=("((n >> 1) & 1) ^ 1", "(n >> 1) & 1"),
+    ),
+    "17.3": Exercise(
+        "registers of a consumer",
+        (
+            "128 * n + 256 * r must not exceed 65536.",
+            "Round r down to a multiple of 8, and never above 240.",
+        ),
+        model=consumers,
+        cases=((24,), (40,), (168,)),
+        slip=("// 8 * 8", ""),
     ),
 }

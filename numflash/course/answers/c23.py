@@ -94,7 +94,7 @@ def _warpgroup(kernel: Any) -> str:
 
 EXERCISES = {
     "23.1": Exercise(
-        "reverse: a missing barrier",
+        "reverse",
         (
             'Read the report: "uninitialised" is a read of shared memory that nobody has written '
             "yet. Which thread writes the word that thread t reads?",
@@ -105,7 +105,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.2": Exercise(
-        "running sums: a race",
+        "running sums",
         (
             '"race": one warp writes what another one may not have read yet. Follow two turns of '
             "the loop.",
@@ -121,7 +121,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.3": Exercise(
-        "scale: the end of the array",
+        "scale",
         (
             '"out-of-bounds": 4 blocks of 32 threads are 128 threads for 100 numbers.',
             "Threads without a number must do nothing: if i < x.size.",
@@ -131,7 +131,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.4": Exercise(
-        "attention: a missing rescale",
+        "attention, a thread per row",
         (
             "No rule of the machine is broken, so only the numbers tell. Are the first rows wrong, "
             "or those whose maximum grows late?",
@@ -143,7 +143,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.5": Exercise(
-        "attention: where the maximum begins",
+        "attention with shifted scores",
         (
             "All scores of this test are far below zero. What is 2**(score - m) if m is 0?",
             "The maximum of nothing is minus infinity, not 0: a large negative number will do.",
@@ -157,7 +157,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.6": Exercise(
-        "causal attention: the wrong edge",
+        "causal attention",
         (
             "Which rows are wrong? Row i attends to keys 0 to i, itself included.",
             "range(row) ends at row - 1.",
@@ -167,7 +167,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.7": Exercise(
-        "column sums: bank conflicts",
+        "sums of rows without a conflict",
         (
             "A row has 32 words, so all lanes of a read down their own row hit one bank. "
             "How long would a row have to be?",
@@ -180,7 +180,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.8": Exercise(
-        "sums of a block: a barrier in a branch",
+        "sum of a block",
         (
             "A barrier waits for every thread of the block. Which threads come to this one?",
             "Move cuda.syncthreads() out of the if: all threads come, only some add.",
@@ -190,7 +190,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.9": Exercise(
-        "pipeline: the wrong parity",
+        "a ring of two stages",
         (
             "Tile n is the (n // 2)-th use of its stage. Each use ends one phase of its barrier, "
             "and phases alternate between parity 0 and 1.",
@@ -204,7 +204,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.10": Exercise(
-        "scores by wgmma: the missing fence",
+        "scores by wgmma",
         (
             '"protocol": the tensor core reads and writes registers on its own. What tells it that '
             "ordinary instructions are done with them?",
@@ -215,7 +215,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.11": Exercise(
-        "pipeline: nobody waits for empty",
+        "a ring with a fast producer",
         (
             "The producer overwrites a stage. Who says that the consumers are done with it?",
             "Before it uses a stage again it must wait for `empty`: parity ((n >> 1) & 1) ^ 1, "
@@ -226,7 +226,7 @@ EXERCISES = {
         broken=True,
     ),
     "23.12": Exercise(
-        "pipeline: the wrong number of bytes",
+        "a ring that stops",
         (
             '"deadlock": the consumers wait for a phase that never ends. `full` counts bytes.',
             "A tile is 8 rows of 64 halves: how many bytes is that?",

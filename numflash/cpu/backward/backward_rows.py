@@ -38,9 +38,9 @@ def make_backward_rows(double: bool):
 
     @inline
     def score(semantics, b, h, i, first, row, keys, scale, s, slope):
-        """Scores s of one row for keys first ..
+        """Scores s of one row for keys from `first` on, and softcap's slope; False if all are hidden.
 
-        First + s.size, -inf where hidden, and softcap's slope; False if all are hidden.
+        There are s.size of them; a hidden one is -inf.
         """
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + s.size):
             return False

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...jit.compiler import inline
-from ..floats import float_tiles as tiles
-from ..floats.float_tiles import FLOAT_ISAS, MR
+from ..floats import float_rows
+from ..floats.float_isas import FLOAT_ISAS, MR
 from ..isa.score_calls import batch_of, call_slopes
 from .operands import HIDDEN, QUERIES
 
@@ -46,12 +46,12 @@ class EdgeRows(NamedTuple):
 def make_edge_rows(name: str) -> EdgeRows:
     """The functions of one instruction set."""
     lanes = FLOAT_ISAS[name].lanes
-    softcap = tiles.row_softcap(name)
-    alibi = tiles.row_alibi(name)
-    add_bias = tiles.row_bias(name)
-    softcap_seen = tiles.row_softcap(name, hidden=True)
-    apply_mask = tiles.row_mask(name)
-    found = tiles.any_byte(name)
+    softcap = float_rows.row_softcap(name)
+    alibi = float_rows.row_alibi(name)
+    add_bias = float_rows.row_bias(name)
+    softcap_seen = float_rows.row_softcap(name, hidden=True)
+    apply_mask = float_rows.row_mask(name)
+    found = float_rows.any_byte(name)
 
     @inline
     def visible(options, b, key, s):

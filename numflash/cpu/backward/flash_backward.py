@@ -33,8 +33,9 @@ from ...jit.compiler import inline, kernel
 from ...jit.memory import empty
 from ...jit.parallel import over_tasks
 from ...validation import Problem
+from ..floats.float_isas import FLOAT_ISAS, MR
 from ..floats.float_packing import pack_keys
-from ..floats.float_tiles import FLOAT_ISAS, MR, score_tile, value_tile
+from ..floats.float_tiles import score_tile, value_tile
 from ..isa.isas import padded
 from ..isa.score_calls import must_mask, trimmed
 from ..isa.transpose import transpose
@@ -114,7 +115,8 @@ def make_backward(name: str):
     half = max(1, nv // 2) * lanes
     score = score_tile(name, nv, scaled=True)
     gradients = row_gradients(name)
-    square = transpose(lanes)
+    side = isa.square
+    square = transpose(side)
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     visible, keys_seen, change = make_edge_rows(name)
 
@@ -211,8 +213,8 @@ def make_backward(name: str):
         add_product(Rows(work.p, first, QUERIES, rows), head.do, i, columns, head.dv, key + near)
         add_product(Rows(work.ds, first, QUERIES, rows), head.q, i, columns, head.dk, key + near)
         turned = work.turned
-        for r in range(near // lanes * lanes, tile.far, lanes):
-            for at in range(0, columns, lanes):
+        for r in range(near // side * side, tile.far, side):
+            for at in range(0, columns, side):
                 square(work.ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
         for x in range(columns * KEYS, (columns + MR) * KEYS):
             turned[x] = F(0)  # the last tile of rows may exceed the length

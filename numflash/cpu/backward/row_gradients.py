@@ -7,8 +7,10 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from ..floats.float_tiles import FLOAT_ISAS, exp2, for_vectors
-from ..isa.vectors import constant, data, load, store
+from ..floats.float_exp2 import exp2
+from ..floats.float_isas import FLOAT_ISAS
+from ..floats.float_rows import for_vectors
+from ..isa.vectors import data, load, store
 
 
 @functools.cache
@@ -28,15 +30,8 @@ def row_gradients(name: str):
                 here = b.add(a[2], n)
                 there = b.add(a[6], n)
                 x = b.fsub(load(b, px, here, isa.floats, 4), load(b, pl, there, isa.floats, 4))
-                p = exp2(
-                    b,
-                    isa,
-                    b.select(
-                        b.fcmp_ordered(">", x, constant(isa.floats, 0.0)),
-                        constant(isa.floats, 0.0),
-                        x,
-                    ),
-                )
+                zero = isa.fill(b, isa.floats, 0.0)
+                p = exp2(b, isa, isa.choose(b, ">", x, zero, zero, x))
                 ds = b.fmul(
                     p, b.fsub(load(b, pd, here, isa.floats, 4), load(b, pm, there, isa.floats, 4))
                 )

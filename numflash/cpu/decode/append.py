@@ -54,6 +54,14 @@ def quantize_row(x, moved, out, scale_of_zeros, most):
 
 
 @bare
+def take_offset(key, offset, out):
+    """out = key - offset (D,), cut at the largest float32; what is not finite stays so."""
+    for e in range(key.size):
+        x = F(key[e] - offset[e])
+        out[e] = x if x != x or abs(key[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
+
+
+@bare
 def place(position, sinks, ring):
     """The slot of a token; a division only where the ring has come round."""
     behind = position - sinks
@@ -68,16 +76,49 @@ def in_turn(body, count, args):
 
 
 @functools.cache
-def _make_writers(tile: Tile):
+def make_writers(tile: Tile):
+    """write_key, write_value and write_scales: one token of a head into its page."""
     panel = tile.panel
     group = tile.group
     scales = tile.scales
-    exact = tile.dtype == "int8"
+    exact = tile.exact
+    packed = tile.packed
+    four_bits = packed == 2
+
+    @bare
+    def write_key_codes(row, page, slot, columns):
+        """`write_key` of codes, two channels a byte."""
+        inner = slot % KEY_BLOCK
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) // packed + scales)
+        lane = base + scales + inner // panel * panel * row.size // packed + inner % panel * group
+        for e in range(0, row.size, 2 * group):
+            for r in range(group):
+                both = row[e + r] | row[e + group + r] << I(4)
+                page[np.uintp(lane + e // 2 * panel + r)] = both
+
+    @bare
+    def write_value_codes(row, page, slot, channels, columns):
+        """`write_value` of codes, in one half of their bytes."""
+        inner = slot % KEY_BLOCK
+        block = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) // packed + scales)
+        block += KEY_BLOCK * channels // packed + scales
+        step = inner // group
+        shift = I(step % 2 * 4)
+        kept = I(0xF0) >> shift
+        for c in range(0, columns, panel):
+            width = min(panel, columns - c)
+            base = block + c * KEY_BLOCK // packed + step // 2 * width * group + inner % group
+            for e in range(min(width, row.size - c)):
+                at = np.uintp(base + e * group)
+                page[at] = (I(page[at]) & kept) | row[c + e] << shift
 
     @bare
     def write_key(row, page, slot, columns, added):
         """One token's channels, padded to whole groups, into its lane of the panel."""
         inner = slot % KEY_BLOCK
+        if four_bits:
+            write_key_codes(row, page, slot, columns)
+            return
         base = slot // KEY_BLOCK * (KEY_BLOCK * (row.size + columns) + scales)
         lane = base + scales + inner // panel * panel * row.size + inner % panel * group
         for e in range(0, row.size, group):
@@ -91,6 +132,9 @@ def _make_writers(tile: Tile):
         Columns behind the row keep their zeros.
         """
         inner = slot % KEY_BLOCK
+        if four_bits:
+            write_value_codes(row, page, slot, channels, columns)
+            return
         block = (
             slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
             + KEY_BLOCK * channels
@@ -106,7 +150,7 @@ def _make_writers(tile: Tile):
     def write_scales(k_scale, v_scale, page, slot, channels, columns):
         """The scales of one token, before K and V of its block."""
         inner = slot % KEY_BLOCK
-        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) + scales)
+        base = slot // KEY_BLOCK * (KEY_BLOCK * (channels + columns) // packed + scales)
         both = page[base : base + scales].view(np.float32)
         both[inner] = k_scale
         if exact:
@@ -119,42 +163,41 @@ def _make_writers(tile: Tile):
 def make_append_int8(tile: Tile, parallel: bool):
     """append(key, value, counts, pages, table, lengths, sizes, offset, work).
 
-    Key and value (B, Hkv, n, D) float32.
+    key and value (B, Hkv, n, D) are float32.
 
-    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `decode.Store`,
-    one by one, because a named tuple of them costs as much to pass as the append itself; sizes (4,)
-    int64: sinks, ring, page size, columns; offset (B, Hkv, D) float32; work (B * Hkv, 4, max(D in
+    counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `task_data.Store`,
+    one by one, because a named tuple of them costs as much to pass as the append itself; sizes (6,)
+    int64: sinks, ring, page size, columns, channels as stored, Dv; offset (B, Hkv, D) float32; work (B * Hkv, 4, max(D in
     whole groups, Dv)) float32 scratch.
     """
-    write_key, write_value, write_scales = _make_writers(tile)
+    write_key, write_value, write_scales = make_writers(tile)
     for_each = over_tasks if parallel else in_turn
-    group = tile.group
     added = I(tile.q_offset)
     v_added = I(tile.v_offset)
+    shared = tile.shared
 
     @bare
     def append_head(key, value, count, pages, table, length, sizes, shift, work):
         sinks, ring, page_size, columns = sizes[0], sizes[1], sizes[2], sizes[3]
         d, dv = key.shape[1], value.shape[1]
         moved, rest = work[0, : max(d, dv)], work[1, :d]
-        k_row = work[2].view(np.int32)[: (d + group - 1) // group * group]
+        k_row = work[2].view(np.int32)[: sizes[4]]
         v_row = work[3].view(np.int32)[:dv]
         for i in range(count):
             slot = place(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
-            source = key[i]
-            for e in range(d):
-                x = F(source[e] - shift[e])
-                rest[e] = (
-                    x if x != x or abs(source[e]) > LARGEST else min(max(x, -LARGEST), LARGEST)
-                )
+            take_offset(key[i], shift, rest)
             k_scale = quantize_row(rest, moved, k_row, F(1), CODES)
-            v_scale = quantize_row(value[i], moved, v_row, NO_VALUE, CODES)
+            if shared:
+                v_scale = k_scale if np.any(k_row[: sizes[5]]) else NO_VALUE
+            else:
+                v_scale = quantize_row(value[i], moved, v_row, NO_VALUE, CODES)
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), NO_VALUE
                 k_row[:], v_row[:] = 0, 0
             write_key(k_row, page, inner, columns, added)
-            write_value(v_row, page, inner, k_row.size, columns, v_added)
+            if not shared:
+                write_value(v_row, page, inner, k_row.size, columns, v_added)
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
             write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
@@ -195,10 +238,11 @@ def make_append_float(tile: Tile, parallel: bool):
 
     zeros (max(D, Dv),) unsigned bits: what is stored for a token that is not finite.
     """
-    write_key, write_value, write_scales = _make_writers(tile)
+    write_key, write_value, write_scales = make_writers(tile)
     for_each = over_tasks if parallel else in_turn
     bits = np.uint32 if tile.dtype == "float32" else np.uint16
     exponent = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[tile.dtype]
+    shared = tile.shared
 
     @bare
     def finite(row):
@@ -214,9 +258,10 @@ def make_append_float(tile: Tile, parallel: bool):
         for i in range(count):
             slot = place(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
-            good = finite(key[i]) and finite(value[i])
+            good = finite(key[i]) and (shared or finite(value[i]))
             write_key(key[i] if good else zeros[:d], page, inner, columns, 0)
-            write_value(value[i] if good else zeros[:dv], page, inner, d, columns, 0)
+            if not shared:
+                write_value(value[i] if good else zeros[:dv], page, inner, d, columns, 0)
             write_scales(F(1) if good else F(np.nan), F(1), page, inner, d, columns)
 
     @bare

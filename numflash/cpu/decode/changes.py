@@ -23,7 +23,7 @@ softcap = bare(fx.softcap)
 
 
 class ChangedScratch(NamedTuple):
-    """`flash_decode.Scratch` and the options of a call.
+    """`task_data.Scratch` and the options of a call.
 
     cap : (2,) float32, the cap in the unit of the scores and its reciprocal; 0 for none
     shift : (B, Hkv, rows) float32, added to the scores in units of the cap; in the unit of the
@@ -60,10 +60,7 @@ def token_in(slot, length, sinks, ring):
 
 
 class Rows(NamedTuple):
-    """Where the rows of a tile belong: sequence, KV head, the first row in it.
-
-    And the sizes of the sequence.
-    """
+    """Where the rows of a tile belong: sequence, KV head, first row, the sequence's sizes."""
 
     b: int
     g: int

@@ -3,7 +3,7 @@
 The rows of a tile over one block of 128 keys, bit for bit as `reference.integer_decode` has it.
 
 What is one number a row is worked out for all rows at once: their chains of dependent instructions
-are long. All of it is in the scratch memory of the tile, `work` of `decode_tiles`.
+are long. All of it is in the scratch memory of the tile, `work` of `tiles`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def value_ratios(tile: Tile, rows: int):
 def _fold(b: ir.IRBuilder, tile: Tile, rows: list, operation: str):
     """<8 x i32>: each row's vector reduced to one number, by "smax" or "add".
 
-    The first row's again where there are fewer.
+    With fewer than 8 rows the remaining lanes repeat the first row's.
     """
     rows = rows + rows[:1] * (ROWS - len(rows))
     if tile.x86:  # the tree of shuffles has its constants in memory, cold lines all of them

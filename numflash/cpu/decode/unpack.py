@@ -11,6 +11,7 @@ import numpy as np
 
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
+from ...rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .append import in_turn
 from .tiles import Tile
@@ -25,17 +26,20 @@ def make_unpack(tile: Tile, parallel: bool):
 
     The first tokens of one sequence, in slot order.
 
-    data, pages : of `flash_decode.Store`, its page numbers for this sequence
-    sizes : (3,) int64: page size, columns, tokens
-    offset : (Hkv, D) float32, added to the keys of INT8
+    data, pages : of `task_data.Store`, its page numbers for this sequence
+    sizes : (4,) int64: page size, columns, tokens, channels of K as stored
+    offset : (Hkv, D) float32, added to the keys of integers, those of INT4 rotated back before
     key, value : (Hkv, tokens or more, D) and (Hkv, ..., Dv) float32, written; NaN where a token was
         not finite
     """
     group = tile.group
     panel = tile.panel
     scales = tile.scales
-    exact = tile.dtype == "int8"
+    exact = tile.exact
+    shared = tile.shared
+    four_bits = tile.packed == 2
     for_each = over_tasks if parallel else in_turn
+    packed = tile.packed
     shift = 16 if tile.dtype == "bfloat16" else 0
     q_wraps = tile.q_offset > 0
     v_wraps = tile.v_offset > 0
@@ -44,6 +48,28 @@ def make_unpack(tile: Tile, parallel: bool):
     def code(x, wraps):
         """The number that was stored as x, with 128 added where it wraps."""
         return (I(x) & I(255)) - I(128) if wraps else I(x)
+
+    @bare
+    def number(x, high):
+        """The number whose code is in one half of x."""
+        return ((I(x) >> I(4 if high else 0)) & I(15)) * I(2) - I(15)
+
+    @bare
+    def read_key_codes(page, lane, scale, out):
+        for e in range(out.size):
+            word = e // group
+            x = page[np.uintp(lane + word // 2 * group * panel + e % group)]
+            out[e] = F(F(number(x, word % 2)) * scale)
+
+    @bare
+    def read_value_codes(page, block, inner, columns, scale, out):
+        step = inner // group
+        for c in range(0, out.size, panel):
+            width = min(panel, columns - c)
+            base = block + c * KEY_BLOCK // 2 + step // 2 * width * group + inner % group
+            for e in range(min(width, out.size - c)):
+                x = page[np.uintp(base + e * group)]
+                out[c + e] = F(F(number(x, step % 2)) * scale)
 
     @bare
     def read_key(page, lane, scale, offset, out):
@@ -71,9 +97,8 @@ def make_unpack(tile: Tile, parallel: bool):
 
     @bare
     def unpack_head(g, data, pages, sizes, offset, key, value):
-        page_size, columns = sizes[0], sizes[1]
-        channels = (key.shape[2] + group - 1) // group * group
-        step = KEY_BLOCK * (channels + columns) + scales
+        page_size, columns, channels = sizes[0], sizes[1], sizes[3]
+        step = KEY_BLOCK * (channels + columns) // packed + scales
         for slot in range(sizes[2]):
             page, at = data[pages[slot // page_size], g], slot % page_size
             inner, base = at % KEY_BLOCK, at // KEY_BLOCK * step
@@ -83,11 +108,23 @@ def make_unpack(tile: Tile, parallel: bool):
                 key[g, slot, :] = F(np.nan)
                 value[g, slot, :] = F(np.nan)
                 continue
-            lane = base + scales + inner // panel * panel * channels + inner % panel * group
-            read_key(page, lane, scale, offset[g], key[g, slot])
+            lane = base + scales + inner // panel * panel * channels // packed
+            lane += inner % panel * group
             v_scale = factors[KEY_BLOCK + inner] if exact else F(1)
-            block = base + scales + KEY_BLOCK * channels
-            read_value(page, block, inner, columns, v_scale, value[g, slot])
+            block = base + scales + KEY_BLOCK * channels // packed
+            if four_bits:
+                read_key_codes(page, lane, scale, key[g, slot])
+                read_value_codes(page, block, inner, columns, v_scale, value[g, slot])
+                rotate_row(key[g, slot])
+                for e in range(key.shape[2]):
+                    key[g, slot, e] = F(key[g, slot, e] + offset[g, e])
+                rotate_row(value[g, slot])
+                continue
+            read_key(page, lane, scale, offset[g], key[g, slot])
+            if shared:
+                read_key(page, lane, v_scale, offset[g], value[g, slot])
+            else:
+                read_value(page, block, inner, columns, v_scale, value[g, slot])
 
     @kernel
     def unpack(data, pages, sizes, offset, key, value):

@@ -53,7 +53,7 @@ def _sums(px, x_stride, b, wide: int):
 def score_tile(isa, nv: int):
     """Intrinsic f(q, q_off, q_stride, k, k_off, steps, x, x_off, x_stride).
 
-    Steps of pairs of channels, whole tiles of them.
+    A step is a pair of channels; steps fill whole tiles.
     """
 
     @intrinsic
@@ -94,7 +94,7 @@ def score_tile(isa, nv: int):
 def value_tile(isa, nv: int):
     """Intrinsic f(p, p_off, p_stride, v, v_off, v_stride, steps, o, o_off, o_stride).
 
-    Steps of pairs of keys, in whole tiles.
+    A step is a pair of keys; steps fill whole tiles.
     """
 
     @intrinsic

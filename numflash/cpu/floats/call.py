@@ -20,9 +20,10 @@ from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
 from ..semantics import OPTION_NUMBERS, OptionNumbers, ScoreTiles, semantics_at
-from .flash_float import Operands, Results, Sizes, make_attend
+from .flash_float import make_attend
+from .float_isas import FLOAT_ISAS
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
-from .float_tiles import FLOAT_ISAS
+from .float_state import Operands, Results, Sizes
 
 F = np.float32
 U = np.uint32

@@ -28,7 +28,6 @@ done again by `flash_rows` in float64.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,9 +39,11 @@ from ..isa.amx_tiles import tile_state
 from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, seen_range, step_of
+from . import float_rows
 from . import float_tiles as tiles
+from .float_isas import FLOAT_ISAS
 from .float_packing import largest
-from .float_tiles import FLOAT_ISAS
+from .float_state import Group, State, Tile
 
 F = np.float32
 HIDDEN = F(-np.inf)
@@ -51,78 +52,6 @@ LOWEST = F(-1e37)  # a row whose maximum is lower is computed again
 LN2 = np.log(2.0)
 LOG2E = 1 / LN2
 inlined = bare(forceinline=True)  # a call would copy all arrays of its tuples
-
-
-class Operands(NamedTuple):
-    """Of N query heads and Nkv KV heads.
-
-    q : (N, L, D) float32, or uint16 bits of bfloat16
-    keys, values : (Nkv, ...) packed
-    limits : (Nkv,) float32 largest |q| whose scores stay finite
-    """
-
-    q: np.ndarray
-    keys: np.ndarray
-    limits: np.ndarray
-    values: np.ndarray
-
-
-class Results(NamedTuple):
-    """out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
-
-    out: np.ndarray
-    lse: np.ndarray
-    redo: np.ndarray
-
-
-class Sizes(NamedTuple):
-    """Heads of a batch, keys S, columns of a row of V, rows of a tile (whole groups), workers."""
-
-    heads: int
-    kv_heads: int
-    keys: int
-    columns: int
-    block_q: int
-    workers: int
-
-
-class Tile(NamedTuple):
-    """Query rows `row` to row + real - 1 of head h of batch b; the head is number n of all."""
-
-    n: int
-    b: int
-    h: int
-    row: int
-    real: int
-
-
-class Group(NamedTuple):
-    """`rows` rows of a tile from row g on, and the keys `first` to `stop` - 1 of the block that
-    begins at key `block`.
-    """
-
-    g: int
-    rows: int
-    first: int
-    stop: int
-    block: int
-
-
-class State(NamedTuple):
-    """What a worker keeps of one query tile; start, stop, skip are of its groups."""
-
-    q: np.ndarray  # (block_q, channels) operands
-    x: np.ndarray  # (block_q * key_block,) float32 scores
-    p: np.ndarray  # (block_q * key_block,) weights as operands: x itself where these are float32
-    o: np.ndarray  # (block_q, columns) float32
-    l: np.ndarray  # (block_q, lanes) float32 sums of the weights
-    m: np.ndarray  # (block_q,) float32 maxima
-    magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
-    lo: np.ndarray  # (block_q,) int64 first key that a row attends to
-    hi: np.ndarray  # (block_q,) int64 the key after its last one
-    start: np.ndarray  # int64 first key of a group in the present block
-    stop: np.ndarray  # int64 the key after its last one
-    skip: np.ndarray  # int64 scored keys before the first that any row attends to, in whole steps
 
 
 @functools.cache
@@ -144,16 +73,16 @@ def make_attend(name: str, precision: str, key_block: int = 0):
     value1, value2, value4 = (tiles.value_tile(name, n) for n in (1, max(1, nv // 2), nv))
     half = max(1, nv // 2) * lanes
     begin_tiles, end_tiles = tile_state(name)
-    top_of = tiles.row_max(name)
-    exceeds = tiles.row_exceeds(name)
-    weights = tiles.row_weights(name)
-    scale = tiles.row_scale(name)
-    softcap = tiles.row_softcap(name)
-    softcap_seen = tiles.row_softcap(name, hidden=True)
-    alibi = tiles.row_alibi(name)
-    add_bias = tiles.row_bias(name)
-    apply_mask = tiles.row_mask(name)
-    found = tiles.any_byte(name)
+    top_of = float_rows.row_max(name)
+    exceeds = float_rows.row_exceeds(name)
+    weights = float_rows.row_weights(name)
+    scale = float_rows.row_scale(name)
+    softcap = float_rows.row_softcap(name)
+    softcap_seen = float_rows.row_softcap(name, hidden=True)
+    alibi = float_rows.row_alibi(name)
+    add_bias = float_rows.row_bias(name)
+    apply_mask = float_rows.row_mask(name)
+    found = float_rows.any_byte(name)
     operand = np.float32 if group == 1 else np.uint16
 
     @inlined
@@ -393,9 +322,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
 
     @bare
     def load_tile(q, semantics, tile, s, state):
-        """The rows of a tile as operands, the keys each attends to, and the empty state.
+        """Load the rows of a tile as operands, the keys each attends to, and the empty state.
 
-        The keys that any row attends to.
+        Returns the range of keys that any row attends to.
         """
         first, stop = s, 0
         for i in range(tile.real):

@@ -45,7 +45,7 @@ def row_functions(double: bool):
     def change(semantics, b, h, i, first, s):
         """ALiBi, bias and mask of scores in units of log2.
 
-        a hidden key is -inf, even where its score is NaN.
+        A hidden key is -inf, even where its score is NaN.
         """
         if semantics.slopes.size > 0:
             slope, centre = R(semantics.slopes[b, h]), i + semantics.diagonal[b] - first
@@ -114,7 +114,10 @@ def make_attend_rows(double: bool):
 
     @inline(float_math=True)
     def work(_, q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
-        """One worker: some rows at a time, as long as there are any."""
+        """One worker: some rows at a time, as long as there are any.
+
+        One long function: the plain form of the algorithm, from top to bottom.
+        """
         length, dv = q.shape[1], v.shape[2]
         h_all, h_kv, _ = heads
         row = uncleared((q.shape[2],), R, "query of a row")

@@ -17,7 +17,7 @@ from ...jit.memory import LINE, empty
 from ...jit.parallel import over_tasks
 from ..isa.isas import padded
 from ..isa.transpose import transpose
-from .float_tiles import FLOAT_ISAS
+from .float_isas import FLOAT_ISAS
 
 U = np.uint32
 INFINITY = U(0x7F800000)

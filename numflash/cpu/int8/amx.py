@@ -235,9 +235,9 @@ def _sums(b, block, m):
 
 @functools.cache
 def score_rows(changed: bool = False, wide: bool = False):
-    """Rows of scores x as `microkernels.score_tile` or `finish` has them; s: scales of the keys, t.
+    """Rows of scores x as `microkernels.score_tile` or `finish` has them.
 
-    Of the queries.
+    s : scales of the keys;  t : scales of the queries
     """
     isa = AMX_INT8
 
@@ -272,9 +272,9 @@ def score_rows(changed: bool = False, wide: bool = False):
 
 
 def value_rows(context, b, types_, args):
-    """Rows of O (x) grown as `microkernels.value_tile` does it; t.
+    """Rows of O (x) to which products are added as in `microkernels.value_tile`.
 
-    Scales of the rows, s is not used.
+    t : scales of the rows; s is not used
     """
     block, (pt, px) = (
         _block(b, args[0], args[1]),
@@ -350,9 +350,9 @@ def score_block(changed: bool, wide: bool):
 
 @functools.cache
 def value_block():
-    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first ..
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V.
 
-    First + columns.
+    For keys first to first + columns - 1.
     """
     first_block = multiply("tdpbusd")
     both = multiply_beside("tdpbusd", value_rows)

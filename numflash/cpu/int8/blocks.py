@@ -13,6 +13,7 @@ import functools
 from ...jit.compiler import bare, inline
 from ...tiling import KEY_BLOCK
 from ..floats import float_tiles
+from ..floats.float_isas import MR
 from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from . import amx, wide_rows
@@ -28,9 +29,9 @@ from .microkernels import (
 
 @functools.cache
 def score_block(isa_name: str, changed: bool = False, wide: bool = False):
-    """f(q, stride, k, first, start, ck, cq, rows, columns, x): x[rows, columns] for keys first ..
+    """f(q, stride, k, first, start, ck, cq, rows, columns, x): scores x[rows, columns].
 
-    First + columns.
+    For keys first to first + columns - 1.
 
     Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`,
     float32 before rounding.
@@ -108,10 +109,10 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
 
 
 def _changed_score_block(isa_name: str, wide: bool):
-    """The same with changes.
+    """The same with options.
 
-    Each tile waits in L1 and is changed beside the dot products of the next one; wide, after its
-    own.
+    Each tile is stored in L1, and its options are applied beside the dot products of the next one;
+    with wide scores, after its own products.
     """
     group = VECTOR_ISAS[isa_name].group
     nv = VECTOR_ISAS[isa_name].nv
@@ -237,14 +238,14 @@ def value_rows(isa_name: str, pv: str) -> int:
     Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold
     whole multiples.
     """
-    return float_tiles.MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
+    return MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
 
 
 @functools.cache
 def value_block(isa_name: str, pv: str):
-    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V for keys first ..
+    """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V.
 
-    First + columns.
+    For keys first to first + columns - 1.
     """
     if pv == "fp32":
         return _float_value_block(isa_name)

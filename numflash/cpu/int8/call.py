@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from ...fixedpoint import FINER, FIRST_KEYS
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import place
 from ...jit.parallel import threads_now, use_threads
 from ...scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
-from ..semantics import OPTION_NUMBERS, OptionNumbers, ScoreTiles, semantics_at
+from ..semantics import OPTION_NUMBERS, OptionNumbers, no_tiles, semantics_at
+from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
 from .quantize import PLAIN_BITS, Operands, Rows, Source, make_quantize
@@ -44,6 +46,7 @@ class Numbers(NamedTuple):
     channels: int  # of a packed key
     columns: int  # of a packed value
     smooth: int  # take the mean off K
+    first_count: int  # keys that are the first of their sequence
     workers: int  # at most
     stream: int  # address of the AMX stream, or 0
     q_batch: int  # from here on bytes from one batch, head and row of float operands to the next
@@ -63,6 +66,9 @@ class Numbers(NamedTuple):
     key_scale: int
     wide: int
     packed_values: int
+    first_keys: int
+    first_scale: int
+    first_values: int
     value_scale: int
     offset: int
     m: int
@@ -91,7 +97,7 @@ def most_score(unit, q_scale, k_scale, d):
 
 @functools.cache
 def operands_at(isa_name: str):
-    """Functions (p, room) -> packed keys and packed values in scratch memory."""
+    """Functions (p, room) -> packed keys, packed values and first keys in scratch memory."""
     operand: type[np.generic] = np.int8 if VECTOR_ISAS[isa_name].group == 4 else np.int16
 
     @inline
@@ -111,28 +117,29 @@ def operands_at(isa_name: str):
         n, keys = p.batch * p.kv_heads, p.packed_length
         return place(room + p.packed_values, (n, keys * p.columns), operand)
 
-    return keys_at, values_at
+    @inline
+    def first_at(p, room):
+        n = p.batch * p.kv_heads
+        return FirstKeys(
+            place(room + p.first_keys, (n, FIRST_KEYS, p.head_dim), np.int16),
+            place(room + p.first_scale, (n, FIRST_KEYS), np.float32),
+            place(room + p.first_values, (n, FIRST_KEYS, p.columns), np.float32),
+            p.first_count,
+        )
+
+    return keys_at, values_at, first_at
 
 
 @functools.cache
 def attend_packed(isa_name: str, *rows: int):
-    """f(p, o, f, most, q, cq, keys, values, v_scale, out, room): attention of packed operands."""
+    """f(p, o, f, most, q, cq, keys, values, first, v_scale, out, room): attention of packed
+    operands.
+    """
     attend = make_attend(isa_name, "int8", *rows)
 
     @inline
-    def run(p, o, f, most, q, cq, keys, values, v_scale, out, room):
-        n, zero, one = p.batch * p.heads, np.int64(0), np.int64(1)
-        functions = ScoreTiles(
-            zero,
-            zero,
-            zero,
-            zero,
-            place(room, (0, 0, 0, 0), np.uint8),
-            place(room, (0, 0, 0, 0), np.int64),
-            one,
-            one,
-            place(room, (0,), np.int64),
-        )
+    def run(p, o, f, most, q, cq, keys, values, first, v_scale, out, room):
+        n = p.batch * p.heads
         counter = place(room + p.counter, (1,), np.int64)
         counter[0] = 0
         attend(
@@ -140,8 +147,9 @@ def attend_packed(isa_name: str, *rows: int):
             cq,
             keys,
             values,
+            first,
             v_scale,
-            semantics_at(o, f.softcap, most >= MOST, functions),
+            semantics_at(o, f.softcap, most >= MOST, no_tiles(room)),
             (p.heads, p.kv_heads, min(p.workers, threads_now()), p.stream),
             p.keys,
             counter,
@@ -173,7 +181,7 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
     rows : of a query tile, where these are not the tiling's
     """
     quantize = make_quantize(isa_name, kind)
-    keys_at, values_at = operands_at(isa_name)
+    keys_at, values_at, first_at = operands_at(isa_name)
     attend = attend_packed(isa_name, *rows)
 
     @inline
@@ -185,6 +193,7 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
             place(room + p.scores_scale, (n, p.length), np.float32),
             keys_at(p, room),
             values_at(p, room),
+            first_at(p, room),
             place(room + p.value_scale, (n_kv, p.value_dim), np.float32),
             place(room + p.offset, (n_kv, p.head_dim), np.float32),
         )
@@ -208,7 +217,7 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
         general = top >= PLAIN_BITS or np.float64(q_scale) * abs(f.unit) >= LIMIT
         if not general:
             most = most_score(f.unit, np.float64(q_scale), np.float64(k_scale), p.head_dim)
-            attend(p, o, f, most, to.q, to.cq, to.keys, to.values, to.v_scale, out, room)
+            attend(p, o, f, most, to.q, to.cq, to.keys, to.values, to.first, to.v_scale, out, room)
         if p.workers < threads:
             use_threads(threads)
         return general
@@ -218,14 +227,15 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
 
 @functools.cache
 def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
-    """call(q, q_scale, k, k_scale, v, v_scale, out, room, numbers, factors) -> as the float call.
+    """call(q, q_scale, k, k_scale, k_low, v, v_scale, v_low, out, room, numbers, factors) -> as
+    the float call.
 
     Addresses of contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales
-    (B, H, L), (B, Hkv, S) and (B, Hkv, Dv) float32, all finite.
+    (B, H, L), (B, Hkv, S) and (B, Hkv, Dv) float32, all finite, and of `QuantizedTensor.low` or 0.
     """
     pack_keys = key_packer(isa_name, running_lanes(isa_name))
     pack_values = value_packer(isa_name, running_lanes(isa_name))
-    keys_at, values_at = operands_at(isa_name)
+    keys_at, values_at, first_at = operands_at(isa_name)
     attend = attend_packed(isa_name, *rows)
     whole_words = VECTOR_ISAS[isa_name].group == 4
     step = VECTOR_ISAS[isa_name].step
@@ -236,6 +246,29 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         for i in range(x.size):
             top = max(top, x[i])
         return np.float64(top)
+
+    @bare
+    def finer(x, low, i, n, j, t):
+        """Value t of first row j of head n, in 1 / FINER of its step; low has i rows, or none."""
+        rest = np.int16(low[n, j, t]) if i > 0 else np.int16(0)
+        return np.int16(np.int16(x[n, j, t]) * np.int16(FINER) + rest)
+
+    @inline
+    def pack_first(p, k, k_low_at, k_scale, v, v_low_at, first):
+        n, count = p.batch * p.kv_heads, min(FIRST_KEYS, p.keys)
+        k_rows = count if k_low_at != 0 else 0
+        v_rows = count if v_low_at != 0 else 0
+        k_low = place(k_low_at, (n, k_rows, p.head_dim), np.int8)
+        v_low = place(v_low_at, (n, v_rows, p.value_dim), np.int8)
+        step = F(1 / FINER)
+        first.keys[:], first.scale[:], first.values[:] = np.int16(0), F(0), F(0)
+        for g in range(n):
+            for j in range(count):
+                first.scale[g, j] = k_scale[g * p.keys + j] * step
+                for t in range(p.head_dim):
+                    first.keys[g, j, t] = finer(k, k_low, k_rows, g, j, t)
+                for t in range(p.value_dim):
+                    first.values[g, j, t] = F(finer(v, v_low, v_rows, g, j, t)) * step
 
     @inline
     def pack(p, k_at, v_at, scale, keys, values):
@@ -250,7 +283,10 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         pack_values(place(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
 
     @kernel
-    def call(q_at, q_scale_at, k_at, k_scale_at, v_at, v_scale_at, out, room, numbers, factors):
+    def call(
+        q_at, q_scale_at, k_at, k_scale_at, k_low_at, v_at, v_scale_at, v_low_at, out, room,
+        numbers, factors,
+    ):  # fmt: skip
         p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*to_fixed_tuple(factors, FACTORS))
@@ -265,12 +301,15 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         flat, unit = cq.reshape(cq.size), F(f.unit)
         for i in range(flat.size):
             flat[i] = F(q_scale[i] * unit)
-        keys, values = keys_at(p, room), values_at(p, room)
+        keys, values, first = keys_at(p, room), values_at(p, room), first_at(p, room)
         pack(p, k_at, v_at, k_scale, keys, values)
+        k = place(k_at, (n_kv, p.keys, p.head_dim), np.int8)
+        v = place(v_at, (n_kv, p.keys, p.value_dim), np.int8)
+        pack_first(p, k, k_low_at, k_scale, v, v_low_at, first)
         most = most_score(f.unit, top_q, top_k, p.head_dim)
         q = place(q_at, (n, p.length, p.head_dim), np.int8)
         v_scale = place(v_scale_at, (n_kv, p.value_dim), np.float32)
-        attend(p, o, f, most, q, cq, keys, values, v_scale, out, room)
+        attend(p, o, f, most, q, cq, keys, values, first, v_scale, out, room)
         if p.workers < threads:
             use_threads(threads)
         return False

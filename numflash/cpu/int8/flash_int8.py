@@ -6,6 +6,7 @@ The plan is that of the A64FX summary (docs/sources.md), with the integer pipeli
 `reference.integer_model`, whose bits it produces. One source for every instruction set: the
 register tiles come from `microkernels`. Per query tile of `block_q` rows:
 
+    first    the sequence's first keys, taken out of their block: m, l and O begin with them (begin_rows)
     for every key block that a row can see:
         scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8            (narrow_scores)
         softmax  own octave of each row and block, weights P uint8 and their sum     (octaves, weigh)
@@ -30,20 +31,21 @@ from typing import NamedTuple
 import numpy as np
 
 from ... import fixedpoint as fx
-from ...fixedpoint import ONE_Q16
+from ...fixedpoint import FIRST_KEYS, ONE_Q16
 from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK, tiling
-from ..floats import float_tiles
+from ..floats import float_rows
 from ..isa.amx_tiles import BLOCK, tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..isa.score_calls import all_empty, batch_of, call_tile, must_mask
 from ..isa.vectors import next_task
-from ..semantics import UNSEEN, Dense, row_of, row_range, step_of
+from ..semantics import UNSEEN, Dense, row_of, row_range, step_of, transform_row
 from . import amx_stream, wide_rows
-from .amx_stream import stream_blocks, stream_stop
+from .amx_stream import Kept, extend_rows, restore_rows, stream_blocks, stream_stop
 from .blocks import score_block, value_block, value_rows
+from .first_keys import FirstKeys, score_row, value_row, weigh_first
 from .rows import (
     State,
     Tile,
@@ -51,6 +53,7 @@ from .rows import (
     block_at,
     copy_end,
     hide_edges,
+    hide_first,
     key_span,
     lower_base,
     mark_live,
@@ -89,10 +92,11 @@ class Scratch(NamedTuple):
     floats: np.ndarray
     ints: np.ndarray  # (5, block_q) int32: m, octave, total, base, own
     flags: np.ndarray  # (2, block_q) uint8: live, spoiled
-    bounds: np.ndarray  # (2, block_q) int64: lo, hi
+    bounds: np.ndarray  # (3, block_q) int64: lo, hi, start
     mask_end: np.ndarray  # (block_q * KEY_BLOCK,) uint8, for the last part of a mask's rows
     turns: np.ndarray  # int64, what `amx_stream` does one after the other
     stream: np.ndarray  # uint8, its scratch
+    kept: Kept
 
 
 class Operands(NamedTuple):
@@ -103,6 +107,8 @@ class Operands(NamedTuple):
     scale: np.ndarray  # float32 scale of each key; NaN where it is not finite
     wide: np.ndarray  # per block, whether int16 may not hold its scores
     values: np.ndarray
+    first: FirstKeys  # of all heads
+    head: int
 
 
 def query_rows(isa_name: str, pv: str, block_q: int = 0) -> int:
@@ -113,9 +119,9 @@ def query_rows(isa_name: str, pv: str, block_q: int = 0) -> int:
 
 
 class Called(NamedTuple):
-    """The function that a block's scores are put through: address 0 for none.
+    """The function that changes a block's scores (address 0 for none), and where these belong.
 
-    And where they belong: batch entry and head as functions see them, the tile's first row.
+    Batch entry and head are numbered as the function sees them; `row` is the tile's first row.
     """
 
     address: int
@@ -148,6 +154,8 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     values = value_block(isa_name, pv)
     octaves = octave_rows(isa_name)
     weigh = weigh_rows(isa_name, pv)
+    first_scores, first_values = score_row(isa_name), value_row(isa_name)
+    weigh_four, weigh_one = weigh_first(4), weigh_first(1)
     begin, end = tile_state(isa_name)
     vector_lanes = lanes_of(isa_name)
     float_lanes = isa.lanes
@@ -162,15 +170,16 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     row_top = wide_rows.row_top(float_lanes)
     row_narrow = wide_rows.row_narrow(float_lanes)
     any_bias = wide_rows.any_bias(float_lanes)
-    any_byte = float_tiles.any_byte(wide_rows.FLOATS[float_lanes])
+    any_byte = float_rows.any_byte(wide_rows.FLOATS[float_lanes])
     streams = isa.tiled and pv == "int8"
     turns_shape = amx_stream.table_shape() if streams else (1, 1)
     stream_size = amx_stream.scratch_size() if streams else 0
     stream_row = 4 * BLOCK if streams else 0  # and bytes for each column of O
 
     @bare
-    def hides(semantics, dense, b, h, row, first, n, live):
-        """Whether the dense mask, or the bias by -inf, hides n keys from `first` on from all rows."""
+    def hides(semantics, dense, b, h, row, block, live):
+        """Whether the dense mask, or the bias by -inf, hides the block from all rows."""
+        first, n = block.begin, block.first + block.real - block.begin
         whole = n // float_lanes
         for i in range(live.size):
             if live[i]:
@@ -191,15 +200,15 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @bare
     def drop_hidden(semantics, dense, b, h, row, block, octave, live):
-        """Rows with the lowest octave from which mask or bias hide the whole block become unseen.
+        """Mark rows as unseen where mask or bias hide the whole block; returns whether any is.
 
-        Whether there are any.
+        Only rows with the lowest octave can be such.
         """
         found = False
         for i in range(live.size):
             if live[i] and octave[i] == ALL_HIDDEN:
                 one = live[i : i + 1]
-                if hides(semantics, dense, b, h, row + i, block.first, block.real, one):
+                if hides(semantics, dense, b, h, row + i, block, one):
                     live[i], octave[i], found = 0, I(UNSEEN), True
         return found
 
@@ -234,14 +243,14 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     plain_scores(q, stride, kv.keys, first, kv.start, kv.scale, scale, n, part, to)
         if not block.inside:
             hide_edges(x, tile, block)
+        elif block.first < block.begin:
+            hide_first(x, tile, block)
 
     @bare
     def wide_scores(tile, kv, block, wide, changes, called, x, state):
         """The same by way of float32, as int16 relative to each row's own octave.
 
-        What score and mask functions need.
-
-        Whether int16 would not have held them.
+        Score and mask functions need it. Returns whether a score left the range of int16.
         """
         real, columns = tile.real, block.columns
         float_scores(
@@ -313,27 +322,79 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 )
 
     @bare
-    def clear(tile, state):
-        """The state of a tile that has seen nothing."""
-        for i in range(tile.rows):
+    def clear(first, stop, state):
+        """The state of rows that have seen nothing."""
+        for i in range(first, stop):
             state.l[i], state.m[i] = F(0), I(UNSEEN)
-        state.o[: tile.rows] = F(0)
+        state.o[first:stop] = F(0)
+
+    @bare(forceinline=True)
+    def first_row_scores(q, kv, semantics, place, tile, x):
+        """Scores of the first keys, after all options, FIRST_KEYS for each row; -inf is hidden."""
+        b, h, n, row = place
+        d, functions = q.shape[2], semantics.functions
+        for i in range(tile.real):
+            first_scores(
+                q, (n * q.shape[1] + row + i) * d, d, kv.first.keys, kv.head, kv.first.scale,
+                tile.scale[i], x, i * FIRST_KEYS,
+            )  # fmt: skip
+        if functions.masked != 0:
+            call_tile(
+                functions.masked, functions.masked_frame, x, 0, FIRST_KEYS, tile.real,
+                tile.first_keys, batch_of(functions, b), h, row, 0, LN2_Q8, fx.LOG2E_Q8,
+            )  # fmt: skip
+        for i in range(tile.real):
+            start, stop = min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)
+            seen = x[i * FIRST_KEYS : (i + 1) * FIRST_KEYS]
+            if semantics.general and start < stop:
+                transform_row(semantics, b, h, row + i, start, seen[start:stop])
+            if start > 0 or stop < FIRST_KEYS:
+                for j in range(FIRST_KEYS):
+                    if j < start or j >= stop:
+                        seen[j] = HIDDEN_WIDE
+
+    @bare(forceinline=True)
+    def begin_rows(q, kv, semantics, place, tile, state, x):
+        """The state of a tile after the first keys; x, a flat scratch."""
+        if tile.start[0] >= tile.first_keys or tile.hi[tile.real - 1] == 0:
+            clear(0, tile.rows, state)
+            return
+        clear(tile.real, tile.rows, state)
+        first_row_scores(q, kv, semantics, place, tile, x)
+        o, width, fours = state.o.reshape(state.o.size), state.o.shape[1], tile.real // 4 * 4
+        no_number = False
+        for i in range(0, fours, 4):
+            no_number |= weigh_four(x, i * FIRST_KEYS, state.m, i, state.l, i)
+        for i in range(fours, tile.real):
+            no_number |= weigh_one(x, i * FIRST_KEYS, state.m, i, state.l, i)
+        for i in range(tile.real):
+            first_values(x, i * FIRST_KEYS, kv.first.values, kv.head, width, o, i * width)
+        if no_number:
+            mark_spoiled(q, kv, semantics, place, tile, state, x)
+
+    @bare(forceinline=False)
+    def mark_spoiled(q, kv, semantics, place, tile, state, x):
+        """The rows that have a score that is NaN."""
+        first_row_scores(q, kv, semantics, place, tile, x)
+        for i in range(tile.real * FIRST_KEYS):
+            if x[i] != x[i]:
+                state.spoiled[i // FIRST_KEYS] = 1
 
     @bare
     def load_rows(q, cq, semantics, b, n, row, s, tile, state):
-        """The rows of a tile as operands, the keys each of them attends to, and the empty state."""
+        """The rows of a tile as operands, and the keys each of them attends to."""
         for i in range(tile.real):
             source, target = q[n, row + i], tile.q[i]
             for e in range(source.size):
                 target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
             tile.scale[i] = cq[n, row + i]
-            tile.lo[i], tile.hi[i] = row_range(semantics, b, row + i, s)
+            tile.start[i], tile.hi[i] = row_range(semantics, b, row + i, s)
+            tile.lo[i] = max(tile.start[i], tile.first_keys)
             state.spoiled[i] = 0
             state.base[i] = I(0)
         for i in range(tile.real, tile.rows):  # computed by the stream, stored by nobody
             tile.scale[i] = F(0)
             tile.lo[i], tile.hi[i] = tile.lo[tile.real - 1], tile.hi[tile.real - 1]
-        clear(tile, state)
 
     @bare
     def tile_changes(semantics, dense, b, h, row, last, shift, numbers, base):
@@ -368,6 +429,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         cq,
         keys,
         values_packed,
+        first_keys,
         v_scale,
         semantics,
         heads,
@@ -381,11 +443,12 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         """Query tiles, as long as there are any."""
         n_heads, length, _ = q.shape
         h_all, h_kv, _, stream = heads
-        tiles = (length + block_q - 1) // block_q
+        tiles, first_count = (length + block_q - 1) // block_q, min(first_keys.number, s)
         has_dense = semantics.has_bias or semantics.has_mask
         has_slopes = semantics.slopes.size > 1 or semantics.slopes[0, 0] != F(0)
         changed = semantics.softcap > F(0) or has_dense or has_slopes
         x, p, wide = scratch.x, scratch.p, scratch.wide
+        flat_wide = wide.reshape(wide.size)
         q_scale = scratch.floats[0]
         l = scratch.floats[1]
         scale = scratch.floats[2]
@@ -397,7 +460,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         base = scratch.ints[3]
         own = scratch.ints[4]
         live, spoiled = scratch.flags[0], scratch.flags[1]
-        lo, hi = scratch.bounds[0], scratch.bounds[1]
+        lo, hi, start = scratch.bounds[0], scratch.bounds[1], scratch.bounds[2]
         scale_bits = reinterpret(scale, np.int32)
         state = State(
             m, l, scratch.o, octave, scratch.octave_q8, base, own, total, scale, scale_bits, spoiled
@@ -406,7 +469,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             semantics.mask.reshape(semantics.mask.size),
             semantics.bias.reshape(semantics.bias.size),
             scratch.mask_end,
-            wide.reshape(wide.size),
+            flat_wide,
         )
         # vectors may read beyond the last keys of bias and mask: `copy_end` puts these where a
         # whole block fits
@@ -421,14 +484,17 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             n_kv = b * h_kv + h * h_kv // h_all
             real = min(block_q, length - row)
             rows = (real + unit_rows - 1) // unit_rows * unit_rows
-            tile = Tile(scratch.q, q_scale, lo, hi, live, rows, real)
+            tile = Tile(scratch.q, q_scale, lo, hi, start, live, rows, real, first_count)
             kv = Operands(
                 keys.data[n_kv],
                 keys.start[n_kv],
                 keys.scale[n_kv],
                 keys.wide[n_kv],
                 values_packed[n_kv],
+                first_keys,
+                n_kv,
             )
+            place = (b, h, n, row)
             load_rows(q, cq, semantics, b, n, row, s, tile, state)
             options = tile_changes(semantics, dense, b, h, row, real - 1, shift, numbers, base)
             options_end = padded_changes(options, dense.bias_end, dense.mask_end, end_at)
@@ -439,8 +505,16 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             functions = semantics.functions
             plain = functions.masked == 0
             streaming = streams and stream != 0 and plain and not (changed or always_wide)
-            following = begin_at
-            while following < span.stop:
+            following, starting, extended, extended_stop = begin_at, True, 0, 0
+            while starting or following < span.stop:
+                # The start is a turn of this loop, because it happens again where the stream gives up:
+                # one call of `begin_rows`, whose code is inlined, serves both.
+                if starting:
+                    begin_rows(q, kv, semantics, place, tile, state, flat_wide)
+                    if streams and streaming:
+                        extended, extended_stop = extend_rows(tile, span, state, scratch.kept)
+                    starting = False
+                    continue
                 first = following
                 stop = stream_stop(tile, kv, first, span.stop) if streaming else first
                 if stop > first:
@@ -449,18 +523,19 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                         stream, scratch.turns, scratch.stream, tile, kv, state, first, stop
                     )
                     if not streaming:  # scores left int16: again from the start, block by block
-                        clear(tile, state)
-                        following = begin_at
+                        restore_rows(tile, state, scratch.kept, extended, extended_stop)
+                        extended_stop = extended
+                        following, starting = begin_at, True
                     continue
                 following = first + KEY_BLOCK
-                block = block_at(span, first, s)
+                block = block_at(span, first, s, tile.first_keys)
                 last = row + real - 1
                 if all_empty(functions, b, h, row, last, first, first + block.real):
                     continue
                 called = function_for(functions, b, h, row, last, block)
                 mark_live(tile, block)
                 rows_live = live[:real]
-                if has_dense and hides(semantics, dense, b, h, row, first, block.real, rows_live):
+                if has_dense and hides(semantics, dense, b, h, row, block, rows_live):
                     continue
                 changes = options
                 if has_dense and block.real < block.columns:
@@ -496,12 +571,14 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     blank_rows(p, tile, block.columns, total)
                 add_sums(total, real, unit, scale, l)
                 add_values(p, kv, tile, block, inside, state)
+            if streams:
+                restore_rows(tile, state, scratch.kept, extended, extended_stop)
             store_rows(tile, state, n, row, v_scale[n_kv], out, m_out, l_out)
 
     @inline
     def work(
-        _, q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out
-    ):
+        _, q, cq, keys, values_packed, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
+    ):  # fmt: skip
         """One worker."""
         lanes = vector_lanes()
         stride, unit_columns = (q.shape[2] + step - 1) // step * step, columns_unit * lanes
@@ -518,16 +595,24 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             uncleared((5, block_q), np.float32, "INT8 float state of rows"),
             uncleared((5, block_q), np.int32, "INT8 integer state of rows"),
             uncleared((2, block_q), np.uint8, "INT8 flags of rows"),
-            uncleared((2, block_q), np.int64, "INT8 bounds of rows"),
+            uncleared((3, block_q), np.int64, "INT8 bounds of rows"),
             uncleared((block_q * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
             uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
             uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
+            Kept(
+                uncleared((FIRST_KEYS,), np.int32, "INT8 kept octaves"),
+                uncleared((FIRST_KEYS,), np.float32, "INT8 kept sums"),
+                uncleared((FIRST_KEYS,), np.int64, "INT8 kept bounds"),
+                uncleared((FIRST_KEYS,), np.uint8, "INT8 kept flags"),
+                uncleared((FIRST_KEYS, width if streams else 0), np.float32, "INT8 kept rows"),
+            ),
         )
         run_tiles(
             q,
             cq,
             keys,
             values_packed,
+            first_keys,
             v_scale,
             semantics,
             heads,
@@ -542,18 +627,32 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
 
     @separate(no_cpython_wrapper=False)
     def attend(
-        q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out
-    ):
+        q, cq, keys, values_packed, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
+    ):  # fmt: skip
         """All query tiles of all heads.
 
         q (N, L, D) int8; cq (N, L) float32; keys PackedKeys of Nkv heads; values_packed (Nkv, ...);
-        v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers, address of the AMX stream or 0); s
+        first_keys FirstKeys; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers, address of the AMX stream or 0); s
         keys; counter (1,) int64 zero; out (N, L, Dv), l_out (N, L) float32; m_out (N, L) int32.
         """
         over_tasks(
             work,
             heads[2],
-            (q, cq, keys, values_packed, v_scale, semantics, heads, s, counter, out, m_out, l_out),
+            (
+                q,
+                cq,
+                keys,
+                values_packed,
+                first_keys,
+                v_scale,
+                semantics,
+                heads,
+                s,
+                counter,
+                out,
+                m_out,
+                l_out,
+            ),
         )
 
     return attend

@@ -113,9 +113,9 @@ def _waiting(b, isa, room, turn):
 
 
 def _change(context, b, isa, types_, args, tile, wide):
-    """emit(n): changes row n of a tile that waits, and stores it. args.
+    """emit(n): applies the options to row n of a stored tile, and stores it again.
 
-    X, x_off, x_stride, changes, ..., i, j as in `finish`.
+    args : x, x_off, x_stride, changes, ..., i, j as in `finish`
     """
     px = data(context, b, types_[0], args[0])
     change = score_changes.changer(context, b, isa, types_[3], args[3], wide)
@@ -135,7 +135,7 @@ def _change(context, b, isa, types_, args, tile, wide):
 def waiting_tile(name: str, mr: int, woven: bool):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn).
 
-    Float32 scores that wait for `finish`.
+    Computes a tile of float32 scores and keeps it in `room` for `finish`.
 
     `woven`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows
     of the tile of the turn before beside the dot products, which use two of Zen 4's four vector
@@ -215,7 +215,7 @@ def waiting_tile(name: str, mr: int, woven: bool):
 def finish(name: str, wide: bool):
     """Intrinsic f(room, turn, x, x_off, x_stride, changes, done, rows, i, j).
 
-    a waiting tile of rows i + done to i + rows and keys from j on, as x.
+    Writes rows i + done to i + rows of a kept tile, for the keys from j on, to x.
 
     changes : `score_changes.Changes`, for softcap, ALiBi, bias and mask; x becomes int16, or stays
         float32 where `wide`
@@ -279,7 +279,7 @@ def value_tile(name: str, mr: int, nv: int):
 def over_keys(b, isa: Isa, keys: int, state: list, body):
     """body(offsets, state) -> state over all int16 vectors of `keys` scores.
 
-    All at once, or two a turn where their number is known only when the code runs.
+    All vectors at once, or two a turn where `keys` is known only when the code runs.
     """
     if not isa.scalable:
         return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)

@@ -266,9 +266,8 @@ def empty_values(isa_name: str, n: int, s: int, dv: int, lanes: int) -> np.ndarr
 def pack_keys(
     isa_name: str, k: np.ndarray, scale: np.ndarray, lanes: int | None = None
 ) -> PackedKeys:
-    """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes` int32 (None.
-
-    Of this machine).
+    """Pack k (N, S, D) int8 with one scale per key (N, S), for vectors of `lanes`
+    int32, those of this machine unless given.
     """
     isa = VECTOR_ISAS[isa_name]
     lanes = lanes or running_lanes(isa_name)

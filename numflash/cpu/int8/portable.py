@@ -38,6 +38,7 @@ BLOCK_Q = tiling("portable").block_q
 MR = NR = 4  # register block: 16 sums
 P_OFFSET = 128
 exp2_p8 = inline(fx.exp2_p8)
+exp2_p16 = inline(fx.exp2_p16)
 exp2_q16 = inline(fx.exp2_quadratic)
 
 
@@ -78,9 +79,9 @@ def dot_block(a, b, out):
 
 
 def dot_rows(length: int):
-    """f(a, b, out): out[i, j] = a[i] .
+    """f(a, b, out): out[i, j] = a[i] . b[j] in int32, one product at a time.
 
-    b[j] in int32, one by one, for rows of `length` bytes, a constant; 0: of any length.
+    length : bytes of a row, a constant; 0 for any length
     """
 
     @inline
@@ -128,6 +129,45 @@ def score_block(q, k, ck, cq, x):
         sums, row = s[i], x[i]
         for j in range(row.size):
             row[j] = min(max(F(F(F(sums[j]) * ck[j]) * cq[i]), -fx.T_LIMIT), fx.T_LIMIT)
+
+
+@inline
+def score_first(q, k, ck, cq, x):
+    """Scores x[i, j] of the sequence's first keys, as `score_block`.
+
+    q (rows, D) int8, k (FIRST_KEYS, D) int16.
+    """
+    for i in range(q.shape[0]):
+        row = q[i]
+        for j in range(k.shape[0]):
+            key, total = k[j], I(0)
+            for d in range(row.size):
+                total = mac(total, row[d], key[d])
+            x[i, j] = min(max(F(F(F(total) * ck[j]) * cq[i]), -fx.T_LIMIT), fx.T_LIMIT)
+
+
+@inline
+def begin_row(x, v, o):
+    """The state of a row after its first keys: (m, l, whether a score is NaN), and O.
+
+    x : their scores, -inf where hidden;  v : their values, float32
+    """
+    top, spoiled = F(-np.inf), False
+    for j in range(x.size):
+        spoiled |= x[j] != x[j]
+        top = max(top, x[j])
+    if top == F(-np.inf) or spoiled:
+        return I(UNSEEN), F(0), spoiled
+    octave = I(I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
+    total, unit = I(0), F(fx.P_ONE / fx.FIRST_ONE)
+    for j in range(x.size):
+        if x[j] > F(-np.inf):
+            t = I(np.rint(min(max(x[j], -fx.T_LIMIT), fx.T_LIMIT)))
+            weight = I(exp2_p16(U16(min((np.int64(octave) << 8) - t, 65535)))) >> I(4)
+            total, scale, value = np.add(total, weight), F(F(weight) * unit), v[j]
+            for e in range(o.size):
+                o[e] = F(o[e] + F(scale * value[e]))
+    return octave, F(F(total) * unit), False
 
 
 @inline
@@ -262,10 +302,16 @@ def make_attend(pv: str):
     )
 
     @inline
-    def work(_, q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
-        """One worker: query tiles, as long as there are any."""
+    def work(
+        _, q, cq, k, ck, v, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
+    ):
+        """One worker: query tiles, as long as there are any.
+
+        One long function: this is the kernel to read first, from top to bottom.
+        """
         n_heads, length, d = q.shape
         h_all, h_kv, _ = heads
+        first_count = first_keys.number
         tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
         q_tile = zeros((BLOCK_Q, d), np.int8, "portable query tile")
         cq_tile = zeros((BLOCK_Q,), np.float32, "portable query scales")
@@ -296,12 +342,33 @@ def make_attend(pv: str):
                 cq_tile[i] = cq[n, row + i]
             m[:], l[:], spoiled[:], total[:], scale[:] = I(UNSEEN), F(0), 0, 0, F(0)
             o[:] = F(0)
+            functions, last = semantics.functions, row + rows - 1
+            if first_count > 0:
+                score_first(
+                    q_tile[:rows], first_keys.keys[n_kv], first_keys.scale[n_kv], cq_tile, x
+                )
+                if functions.masked != 0:
+                    call_tile(
+                        functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
+                        rows, min(first_count, s), batch_of(functions, b), h, row, 0,
+                        F(np.log(2) / 256), fx.LOG2E_Q8,
+                    )  # fmt: skip
+                for i in range(rows):
+                    lo, hi = row_range(semantics, b, row + i, s)
+                    a, z = min(lo, first_count), min(hi, first_count)
+                    if a < z:
+                        seen = x[i, a:z]
+                        if semantics.general:
+                            transform_row(semantics, b, h, row + i, a, seen)
+                        m[i], l[i], bad = begin_row(seen, first_keys.values[n_kv, a:z], o[i])
+                        if bad:
+                            spoiled[i] = 1
             first, stop = s, 0
             for i in range(rows):
                 lo, hi = row_range(semantics, b, row + i, s)
+                lo = max(lo, first_count)
                 if hi > lo:
                     first, stop = min(first, lo), max(stop, hi)
-            functions, last = semantics.functions, row + rows - 1
             for c in range(first // KEY_BLOCK * KEY_BLOCK, stop, KEY_BLOCK):
                 if all_empty(functions, b, h, row, last, c, min(c + KEY_BLOCK, s)):
                     continue
@@ -320,7 +387,7 @@ def make_attend(pv: str):
                     )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
-                    a, z = max(lo - c, 0), min(hi - c, KEY_BLOCK)
+                    a, z = max(lo - c, first_count - c, 0), min(hi - c, KEY_BLOCK)
                     octave = I(UNSEEN)
                     if a < z:
                         if semantics.general:
@@ -349,18 +416,35 @@ def make_attend(pv: str):
                 m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
 
     @kernel
-    def attend(q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out):
+    def attend(
+        q, cq, k, ck, v, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
+    ):
         """All query tiles of all heads.
 
         q (N, L, D) int8; cq (N, L) float32; k (Nkv, padded keys, D) int8; ck (Nkv, padded keys)
         float32, NaN for a key that was not finite; v (Nkv, blocks, ...) from `arrange_values`;
-        v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out
+        first_keys FirstKeys; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out
         (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
         """
         over_tasks(
             work,
             heads[2],
-            (q, cq, k, ck, v, v_scale, semantics, heads, s, counter, out, m_out, l_out),
+            (
+                q,
+                cq,
+                k,
+                ck,
+                v,
+                first_keys,
+                v_scale,
+                semantics,
+                heads,
+                s,
+                counter,
+                out,
+                m_out,
+                l_out,
+            ),
         )
 
     return attend

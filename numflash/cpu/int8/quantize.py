@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...fixedpoint import FINER, FIRST_KEYS
 from ...interop import to_float32, writable
 from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
@@ -31,6 +32,7 @@ from ...quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address
+from .first_keys import FirstKeys
 from .packing import PackedKeys, block_weaver, panel_packer
 from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
 
@@ -41,9 +43,9 @@ EVEN = 4  # tasks for each thread from which on an uneven number of them is even
 
 
 class Rows(NamedTuple):
-    """Where the rows of a (B, H, L, D) array are: address of the first.
+    """Where the rows of a (B, H, L, D) array are: address, strides in bytes, sizes.
 
-    Bytes from one batch, head and row to the next; sizes.
+    The address is the first row's; the strides lead to the next batch, head and row.
     """
 
     start: int
@@ -74,7 +76,7 @@ class Operands(NamedTuple):
     """What the INT8 kernel works on, of N query heads and Nkv KV heads.
 
     q : (N, L, D) int8;  q_scale, cq : (N, L) float32, the scales, and these times `Source.unit`
-    keys, values : as packed;  v_scale : (Nkv, Dv) float32;  offset : (Nkv, D) float32, the mean of
+    keys, values : as packed;  first : of every sequence;  v_scale : (Nkv, Dv) float32;  offset : (Nkv, D) float32, the mean of
         K or zeros
     """
 
@@ -83,14 +85,15 @@ class Operands(NamedTuple):
     cq: np.ndarray
     keys: PackedKeys
     values: np.ndarray
+    first: FirstKeys
     v_scale: np.ndarray
     offset: np.ndarray
 
 
 class Found(NamedTuple):
-    """Of every KV head and chunk: channel sums of K, channel peaks of V as bits.
+    """Channel sums of K and channel peaks of V (as bits) of every KV head and chunk.
 
-    The largest magnitude and scales of all.
+    And the largest magnitude and scales of all.
     """
 
     sums: np.ndarray  # (Nkv, chunks, D) float32
@@ -107,8 +110,10 @@ class Room(NamedTuple):
     zero: np.ndarray  # (max(D, Dv),) float32, zeros: what is taken off Q
     mean: np.ndarray  # (D,) float32
     v_factor: np.ndarray  # (Dv,) float32
+    fine_factor: np.ndarray  # (Dv,) float32, these times FINER
     panel: np.ndarray  # int32, the rows of a panel of keys
     block: np.ndarray  # int8, the rows of a block of values
+    first: np.ndarray  # (FIRST_KEYS, Dv) int16, the first values in 1 / FINER of their steps
 
 
 @bare
@@ -151,9 +156,9 @@ def channel_scales(peaks, scale, factor):
 
 @functools.cache
 def query_rows(kind: str):
-    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale): rows first ..
+    """f(x, n, first, stop, to, room) -> (largest magnitude as bits, largest scale).
 
-    Stop of query head n.
+    Rows first to stop - 1 of query head n.
     """
     scales = row_scales(kind)
     to_int8 = quantize_rows(kind, False)
@@ -245,10 +250,47 @@ def value_blocks(isa_name: str, kind: str):
 
 
 @functools.cache
+def finer_rows(kind: str):
+    """f(k, v, n, length, first, room): the first keys of head n and their values into `first`.
+
+    The mean of K and the factors of V are in `room`; rows from `length` on are zeros.
+    """
+    scales = row_scales(kind)
+    to_keys, to_values = (quantize_rows(kind, by_channel, 16) for by_channel in (False, True))
+    fine, step = F(FINER), F(1 / FINER)
+
+    @bare
+    def run(k, v, n, length, first, room):
+        keys, values, scale = first.keys[n], first.values[n], first.scale[n]
+        keys[:], values[:] = np.int16(0), F(0)
+        count, mean, factors = min(FIRST_KEYS, length), address(room.mean), address(room.factors)
+        for j in range(FIRST_KEYS):
+            scale[j] = step if j < k.length else F(0)
+        if count == 0:
+            return
+        here = row_at(k, n, 0)
+        scales(here, k.row, count, k.d, mean, address(room.scales), factors)
+        for j in range(count):
+            scale[j] = room.scales[j] * step
+        for r in range(ROWS):  # rows from `count` on are the last one again
+            room.factors[r] = room.factors[r] * fine
+        to_keys(here, k.row, count, k.d, mean, factors, address(keys), 2 * k.d)
+        for t in range(v.d):
+            room.fine_factor[t] = room.v_factor[t] * fine
+        factors, out = address(room.fine_factor), address(room.first)
+        to_values(row_at(v, n, 0), v.row, count, v.d, mean, factors, out, 2 * v.d)
+        for j in range(count):
+            for t in range(v.d):
+                values[j, t] = F(room.first[j, t]) * step
+
+    return run
+
+
+@functools.cache
 def make_quantize(isa_name: str, kind: str):
     """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
 
-    To: `Operands` to be written.
+    It writes the `Operands` in `to`.
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
     """
@@ -262,6 +304,7 @@ def make_quantize(isa_name: str, kind: str):
     queries = query_rows(kind)
     keys = key_panels(isa_name, kind)
     values = value_blocks(isa_name, kind)
+    first_rows = finer_rows(kind)
 
     @bare
     def look(n, c, length, source, found):
@@ -291,6 +334,8 @@ def make_quantize(isa_name: str, kind: str):
         bits, found.scales[n, c, 1] = keys(source.k, n, first, stop, length, to.keys, room)
         found.top[n, c, 1] = bits
         values(source.v, n, first, stop, length, to.values, room)
+        if c == 0:
+            first_rows(source.k, source.v, n, length, to.first, room)
         top, largest, serves = I(0), F(0), source.q.heads // source.k.heads
         stop = min(first + CHUNK, source.q.length)
         for g in range(n * serves, (n + 1) * serves):
@@ -310,8 +355,10 @@ def make_quantize(isa_name: str, kind: str):
             zeros((max(d, dv),), F, "what is taken off Q"),
             zeros((d,), F, "means of K's channels"),
             uncleared((dv,), F, "factors of V's channels"),
+            uncleared((dv,), F, "finer factors of V's channels"),
             zeros((panel * ((d + step - 1) // step * step // group),), I, "quantised keys"),
             zeros((KEY_BLOCK * columns,), np.int8, "quantised values"),
+            uncleared((FIRST_KEYS, dv), np.int16, "first values"),
         )
         if steps[0]:
             for c in range(part * share, (part + 1) * share):

@@ -199,9 +199,7 @@ def quantize_rows(kind: str, by_channel: bool, bits: int = 8):
 def down_channels(kind: str, peaks: bool):
     """Intrinsic f(x, stride, count, d, out): out[c] = x[0, c] + x[1, c] + ...
 
-    In this order, float32.
-
-    Or, for `peaks`, the largest magnitude, as bits.
+    Float32 sums, added in this order. With `peaks` the largest magnitudes instead, as bits.
     """
     first = constant(INTS, 0) if peaks else constant(FLOATS, 0.0)
 

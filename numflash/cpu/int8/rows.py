@@ -31,11 +31,15 @@ class Tile(NamedTuple):
     scale: (
         np.ndarray
     )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
-    lo: np.ndarray  # (block_q,) int64 first key that a row attends to
+    # (block_q,) int64 first key that a row attends to, in the blocks: with pv "int8" the first keys
+    # of the sequence are in none
+    lo: np.ndarray
     hi: np.ndarray  # (block_q,) int64 the key after the last one it attends to
+    start: np.ndarray  # (block_q,) int64 first key that a row attends to
     live: np.ndarray  # (block_q,) uint8 whether a row attends to a key of the present block
     rows: int
     real: int
+    first_keys: int  # the sequence's first keys, which are in no block
 
 
 class State(NamedTuple):
@@ -71,12 +75,14 @@ class Span(NamedTuple):
 class Block(NamedTuple):
     """A block of keys: `columns` of them from `first` on, of which `real` exist.
 
-    `inside` if every row attends to all of them.
+    Those in front of `begin` are the sequence's first keys and not in it. `inside` if every row
+    attends to all others.
     """
 
     first: int
     columns: int
     real: int
+    begin: int
     inside: bool
 
 
@@ -92,11 +98,15 @@ def key_span(tile, s):
 
 
 @bare
-def block_at(span, first, s):
-    """The block of keys from `first` on; the last one may be half as wide."""
+def block_at(span, first, s, first_count):
+    """The block of keys from `first` on; the last one may be half as wide.
+
+    first_count : the sequence's first keys, which are in no block
+    """
     columns = HALF if span.stop - first <= HALF else KEY_BLOCK
-    inside = span.shared <= first and first + columns <= span.shared_stop
-    return Block(first, columns, min(columns, s - first), inside)
+    inside = span.shared <= max(first, first_count) and first + columns <= span.shared_stop
+    real = min(columns, s - first)
+    return Block(first, columns, real, min(max(first, first_count), first + real), inside)
 
 
 @bare
@@ -131,6 +141,14 @@ def hide_edges(x, tile, block):
             stop = np.int16(min(max(tile.hi[i] - block.first, 0), KEY_BLOCK))
             for j in range(block.columns):
                 row[j] = row[j] if (np.int16(j) >= first) & (np.int16(j) < stop) else HIDDEN
+
+
+@bare
+def hide_first(x, tile, block):
+    """Scores of the sequence's first keys: weight 0."""
+    for i in range(tile.real):
+        for j in range(block.begin - block.first):
+            x[i, j] = HIDDEN
 
 
 @bare
@@ -172,9 +190,9 @@ def copy_end(changes, block, end):
 
 @bare
 def lower_base(changes, block):
-    """The base of each row.
+    """Lower the base of each row by what ALiBi takes off its nearest key of the block.
 
-    Less than ALiBi takes off its nearest key of the block, in whole octaves.
+    In whole octaves.
     """
     last = block.first + block.columns - 1
     for i in range(changes.last + 1):

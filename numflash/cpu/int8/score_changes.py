@@ -1,4 +1,4 @@
-"""What options make of INT8 scores while these wait in L1.
+"""The options of INT8 scores that are stored in L1.
 
 Softcap, ALiBi, bias and mask, between scale and rounding.
 
@@ -154,9 +154,9 @@ def changer(context, b, isa, changes_type, changes, wide: bool):
         ]
 
     def limited(scores, row, key):
-        """Above 32767, and where it is NaN, 32767.
+        """The score limited to 32767, which a NaN becomes too.
 
-        Int16 will be that, and neither must pass for a hidden key.
+        The next step rounds to int16, where neither may be mistaken for a hidden key.
         """
         return [isa.choose(b, "<", x, number(32767), x, number(32767)) for x in scores]
 

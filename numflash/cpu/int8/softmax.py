@@ -85,7 +85,7 @@ def weigh_rows(isa_name: str, pv: str):
 def grow_rows(octave, rows, m, l, scale, scale_bits, o):
     """Running octave m = max(m, octave): O and l shift by whole octaves, exactly.
 
-    Scale = 2**(octave - m), by its bits.
+    `scale` becomes 2**(octave - m), by its bits.
     """
     grown = I(0)
     for i in range(rows):

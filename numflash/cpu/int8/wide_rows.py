@@ -12,7 +12,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from ... import fixedpoint as fx
-from ..floats.float_tiles import FLOAT_ISAS, fold, for_vectors, larger, whole
+from ..floats.float_exp2 import whole
+from ..floats.float_isas import FLOAT_ISAS, fold, larger
+from ..floats.float_rows import for_vectors
 from ..isa.vectors import I16, I32, call, constant, data, load, splat, store, vector
 
 I1 = ir.IntType(1)
@@ -27,7 +29,7 @@ HIDDEN = float("-inf")
 def values_of(isa) -> str:
     """The float vectors for P.V in float32 beside an INT8 instruction set.
 
-    SVE's own, or as long.
+    Scalable ones with SVE, else vectors of the same length.
     """
     return "sve" if isa.scalable else FLOATS[isa.lanes]
 
@@ -83,7 +85,7 @@ def row_top(lanes: int):
 def row_narrow(lanes: int):
     """Intrinsic f(x, x_off, count, base, out, out_off).
 
-    Out int16 = round(x) - base, at least -32768; that where x is -inf.
+    out int16 = round(x) - base, at least -32768, which -inf becomes too.
     """
     isa = FLOAT_ISAS[FLOATS[lanes]]
 

@@ -36,9 +36,9 @@ BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
 
 
 def _configuration(rows: int) -> ir.Constant:
-    """Palette 1, tiles of 64 bytes wide.
+    """The tile configuration: palette 1, rows of 64 bytes.
 
-    `rows` rows of sums and left operands, 16 of right ones.
+    Sums and left operands have `rows` rows, right operands 16.
     """
     text = bytearray(64)
     text[0] = 1

@@ -5,7 +5,7 @@ Float variants beside the fixed-point ones of `numflash.fixedpoint`.
 FEXPA puts bits 13:6 of a word into the exponent of a float32 and looks bits 5:0 up in a table of
 the 64 fractions of 2**(i/64): 2**x from x in steps of 1/64 and nothing more. `exp2 + FMLA
 benchmark`, "Implementation Results", calls the step alone "Perfect"; its error is up to 1.08 %, or
-0.55 % where x is rounded to the nearest step. A quadratic in what is left brings float32's
+0.54 % where x is rounded to the nearest step. A quadratic in what is left brings float32's
 accuracy.
 
 The NumPy functions are the exact model (operation by operation, as rounded by the machine),

@@ -40,7 +40,7 @@ VECTOR_ISAS: dict[str, Isa] = _Isas(
 def lanes_of(name: str):
     """Intrinsic f() -> int32 lanes of a vector of the instruction set.
 
-    a constant, or read from the machine for SVE.
+    A constant, or read from the machine for SVE.
     """
     isa = VECTOR_ISAS[name]
 

@@ -19,7 +19,7 @@ FULL = np.uint8(2)
 
 
 def function_type(real: ir.Type) -> ir.FunctionType:
-    """Of all tile functions.
+    """The LLVM type of all tile functions.
 
     void(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit).
     """

@@ -1,6 +1,6 @@
-"""What packing is made of.
+"""The pieces of packing, all in registers.
 
-Squares of words transposed, rows woven together, sums of packed keys, all in registers.
+Squares of words are transposed, rows are woven together, packed keys are summed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .vectors import I8, I16, I32, I64, constant, data, load, repeat, shuffle, s
 
 @functools.cache
 def transpose(lanes: int, order: tuple[int, ...] = ()):
-    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride).
+    """Intrinsic f(x, x_off, x_stride, out, out_off, out_stride): a square of words transposed.
 
-    a square of lanes x lanes words, in registers.
+    The square has lanes x lanes words, which stay in registers.
 
     Offsets and strides are in words. Row r of the square is row order[r] of x, or row r.
     """
@@ -56,9 +56,9 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
 
 @functools.cache
 def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
-    """Intrinsic f(x, x_off, x_stride, out, out_off).
+    """Intrinsic f(x, x_off, x_stride, out, out_off): `group` rows of int8 woven together.
 
-    `lanes` columns of `group` rows of int8, the rows' values side by side.
+    Of `lanes` columns, the values of the rows side by side.
 
     out[out_off + group * c + r] = x[x_off + x_stride * r + c] + offset, in int8 (group 4) or int16
     (group 2), in elements; row r is row order[r] of x where that is given.

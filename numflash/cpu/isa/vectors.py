@@ -50,7 +50,9 @@ def shuffle(b: ir.IRBuilder, x, y, lanes: list[int]):
 
 
 def data(context, b: ir.IRBuilder, array_type, array):
-    """Pointer to the first byte of a Numba array."""
+    """Pointer to the first byte of a Numba array, or to the byte at an address."""
+    if isinstance(array_type, types.Integer):
+        return b.inttoptr(array, I8.as_pointer())
     return b.bitcast(context.make_array(array_type)(context, b, array).data, I8.as_pointer())
 
 
@@ -81,6 +83,17 @@ def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
     Locality 3 brings it into all levels, 2 into the second one.
     """
     call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
+
+
+def prefetch_once(b: ir.IRBuilder, address) -> None:
+    """Prefetch the cache line at `address` into the second level, for reading once.
+
+    PLDL2STRM on AArch64; x86 has no such hint of the second level: PREFETCHNTA.
+    """
+    if "aarch64" in b.module.triple:
+        call(b, "llvm.aarch64.prefetch", ir.VoidType(), address, I32(0), I32(1), I32(1), I32(1))
+    else:
+        prefetch(b, address, 0)
 
 
 def repeat(b: ir.IRBuilder, first, stop, state: list, body) -> list:
@@ -258,6 +271,14 @@ class Isa(Vectors):
         """acc[lane] + sum over the group of p * v, in int32; p unsigned, v with its offset."""
         raise NotImplementedError
 
+    def pair_dot(self, b: ir.IRBuilder, acc, x, y) -> Any:
+        """acc, `lanes` int32, plus products of int16 in some order: of vectors twice as long."""
+        n = acc.type.count
+        for half in (list(range(n)), list(range(n, 2 * n))):
+            left, right = (b.sext(shuffle(b, v, v, half), acc.type) for v in (x, y))
+            acc = b.add(acc, b.mul(left, right))
+        return acc
+
     def to_int16(self, b: ir.IRBuilder, x, y, base=None) -> Any:
         """Two float32 vectors to one of int16, rounded to even, saturating, so that scores in
         `key_order` come out in order.
@@ -305,7 +326,7 @@ def pointer(b: ir.IRBuilder, address):
 def address(typingctx, x):
     """f(x): the address of an array's first element.
 
-    One register, where the array is eight, and a slice of it as many again.
+    It takes one register, where a Numba array takes eight, and a slice of it eight more.
     """
 
     def codegen(context, b, sig, args):

@@ -175,7 +175,7 @@ class Sve(ScalableVectors, Neon):
 class Sve128(Neon):
     """128-bit vectors whose dot products are SVE's, in the first 128 bits of its registers.
 
-    For a CPU without NEON's (A64FX).
+    For a CPU that lacks NEON's dot products (A64FX).
     """
 
     def _dot(self, b: ir.IRBuilder, name: str, *operands):

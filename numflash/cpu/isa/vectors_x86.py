@@ -69,6 +69,10 @@ class X86(Isa):
             k = b.bitcast(k, acc.type)
         return call(b, f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", acc.type, acc, q, k)
 
+    def pair_dot(self, b: ir.IRBuilder, acc, x, y):
+        name = "avx512.pmaddw.d.512" if self.lanes == 16 else "avx2.pmadd.wd"
+        return b.add(acc, call(b, f"llvm.x86.{name}", acc.type, x, y))
+
     def value_dot(self, b: ir.IRBuilder, acc, p, v):
         return self.score_dot(b, acc, p, v)
 
@@ -145,7 +149,7 @@ def _by_block(chosen: list[int], lanes: int, unit: int) -> list[int]:
 class Amx(X86):
     """The vectors of AVX-512 with AMX's matrix tiles.
 
-    a right operand is packed tile by tile, 1 KB each.
+    A right operand is packed tile by tile, 1 KB each.
     """
 
     tiled = True

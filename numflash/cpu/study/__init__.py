@@ -1,4 +1,4 @@
-"""Kernels of the course, one step at a time: what it costs to leave out each idea. May import.
+"""Kernels of the course, one step at a time: what it costs to leave out each idea.
 
-Everything but `commands`.
+May import everything but `commands`.
 """

@@ -33,6 +33,8 @@ WORST = {
     "accurate": 4e-6,
     "fast": 2.8e-3,
     "ultra": 0.5001,
+    "fexpa": 5.6e-3,
+    "fexpa-quadratic": 4e-6,
 }  # largest relative error of a weight; float32 rounds S * scale, too
 
 
@@ -43,7 +45,8 @@ class Row:
     Attributes
     ----------
     kernel : of KERNELS; "exp2" computes P and no product
-    exp2 : "accurate", "fast" or "ultra"; of "gemm", the one that P came from
+    exp2 : "accurate", "fast", "ultra", and on SVE "fexpa", "fexpa-quadratic"; of "gemm", the one
+        that P came from
     broadcast : "register" or "memory"; of "two_pass" and "gemm" always "memory", and "" of "exp2"
     m, nc, d : rows, keys, columns
     seconds : per call, best of many

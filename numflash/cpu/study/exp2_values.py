@@ -13,8 +13,8 @@ product per key: o[i] += p[i, key] * v[key]. They differ in where p comes from:
 
 and in how a weight reaches all lanes: "register", broadcast from the lane where exp2 left it (its
 DUP), or "memory", stored and loaded back with replication (LD1RW; vbroadcastss from memory on x86).
-A machine whose registers do not hold 4 x 64 sums works on 16 columns of O at a time, and `fused`
-and `fused4` repeat exp2 for each.
+A machine whose registers do not hold 4 x 64 sums works on 32 or 16 columns of O at a time, and
+`fused` and `fused4` repeat exp2 for each. On SVE of 256 and 512 bits the code is for that length.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ import numpy as np
 from ...fixedpoint import QUADRATIC_A, QUADRATIC_B
 from ...jit import target
 from ...jit.compiler import inline, kernel
-from ..floats.float_tiles import EXP2 as POLYNOMIAL
+from ..floats.float_exp2 import EXP2 as POLYNOMIAL
 from .registers import (
     at_least,
     floor,
     fma,
     keep_in_memory,
     lane,
+    make_fexpa,
     make_load,
     make_load_block,
     make_zeros,
@@ -41,11 +42,13 @@ from .registers import (
     put,
     subtract,
     times_power,
+    whole_registers,
 )
 
 F = np.float32
 ROWS = 4  # rows of O in a register tile
-COLUMNS = 64 if target.available(target.FLOAT_ISAS)[0] == "avx512" else 16
+BEST = target.available(target.FLOAT_ISAS)[0]
+COLUMNS = {"avx512": 64, "sve512": 64, "sve256": 32}.get(BEST, 16)  # of a register tile here
 LANES = 16  # scores that the vectorised exp2 takes at a time
 LOWEST = F(-125)  # a smaller exponent counts as this one: the weight is 2**-125, not 0
 C0, C1, C2, C3, C4, C5 = (F(c) for c in POLYNOMIAL)
@@ -80,15 +83,32 @@ def exp2_ultra(x):
     return times_power(ONE, floor(at_least(x, LOWEST)))
 
 
-EXP2: dict[str, Callable] = {"accurate": exp2_accurate, "fast": exp2_fast, "ultra": exp2_ultra}
-
-zeros, load_v, load_scores = make_zeros(COLUMNS), make_load(COLUMNS), make_load_block(1, LANES)
+ALL_EXP2: dict[str, Callable] = {
+    "accurate": exp2_accurate,
+    "fast": exp2_fast,
+    "ultra": exp2_ultra,
+    "fexpa": make_fexpa("fexpa"),  # SVE's table of 64 steps: `isa.fexpa`
+    "fexpa-quadratic": make_fexpa("fexpa-quadratic"),
+}
+EXP2 = {  # those of this machine
+    name: function
+    for name, function in ALL_EXP2.items()
+    if not name.startswith("fexpa") or not target.missing("sve")
+}
+load_scores = make_load_block(1, LANES)
 load_column, load_4x4 = make_load_block(ROWS, 1), make_load_block(ROWS, ROWS)
 
 
-@inline
-def no_sums():
-    return zeros(), zeros(), zeros(), zeros()
+@functools.cache
+def make_no_sums(columns: int):
+    """Inline f() -> four rows of sums, 0."""
+    zeros = make_zeros(columns)
+
+    @inline
+    def no_sums():
+        return zeros(), zeros(), zeros(), zeros()
+
+    return no_sums
 
 
 @inline
@@ -106,17 +126,30 @@ def put_rows(sums, o, i, c):
     put(sums[3], o, (i + 3) * d + c)
 
 
-@kernel
-def gemm(p, v, o):
-    """O = P @ V: p (M, Nc), v (Nc, D), o (M, D) float32. A load replicates each p."""
-    nc, d = v.shape
-    for c in range(0, d, COLUMNS):
-        for i in range(0, o.shape[0], ROWS):
-            p0, p1, p2, p3 = p[i], p[i + 1], p[i + 2], p[i + 3]
-            sums = no_sums()
-            for k in range(nc):
-                sums = add_key(sums, (p0[k], p1[k], p2[k], p3[k]), load_v(v, k * d + c))
-            put_rows(sums, o, i, c)
+@functools.cache
+def make_gemm(columns: int = COLUMNS):
+    """Kernel f(p, v, o): O = P @ V, p (M, Nc), v (Nc, D), o (M, D) float32.
+
+    A load replicates each p.
+    """
+    no_sums, load_v = make_no_sums(columns), make_load(columns)
+
+    @kernel
+    def gemm(p, v, o):
+        whole_registers()
+        nc, d = v.shape
+        for c in range(0, d, columns):
+            for i in range(0, o.shape[0], ROWS):
+                p0, p1, p2, p3 = p[i], p[i + 1], p[i + 2], p[i + 3]
+                sums = no_sums()
+                for k in range(nc):
+                    sums = add_key(sums, (p0[k], p1[k], p2[k], p3[k]), load_v(v, k * d + c))
+                put_rows(sums, o, i, c)
+
+    return gemm
+
+
+gemm = make_gemm()
 
 
 @functools.cache
@@ -125,10 +158,11 @@ def make_exp2_rows(name: str):
 
     Sixteen scores at a time.
     """
-    exp2 = EXP2[name]
+    exp2 = ALL_EXP2[name]
 
     @kernel
     def exp2_rows(s, scale, top, p):
+        whole_registers()
         for j in range(0, s.size, LANES):
             put(exp2(fma(load_scores(s, j, 0), scale, -top)), p, j)
 
@@ -136,26 +170,26 @@ def make_exp2_rows(name: str):
 
 
 @functools.cache
-def make_two_pass(name: str):
+def make_two_pass(name: str, columns: int = COLUMNS):
     """Kernel f(s, scale, top, v, p, o).
 
     p (M, Nc) float32 is scratch, and its final content is P.
     """
-    exp2_rows = make_exp2_rows(name)
+    exp2_rows, product = make_exp2_rows(name), make_gemm(columns)
 
     @kernel
     def two_pass(s, scale, top, v, p, o):
         exp2_rows(s, scale, top, p)
-        gemm(p, v, o)
+        product(p, v, o)
 
     return two_pass
 
 
 @functools.cache
 def make_weights(broadcast: str):
-    """Inline f(w, p, first, step) -> four weights: lanes first, first + step, ...
+    """Inline f(w, p, first, step) -> four weights, from lanes first, first + step and so on.
 
-    Of w, or of what w was stored to.
+    They are lanes of w, or are read from p, to which w was stored.
     """
 
     @inline
@@ -175,17 +209,19 @@ def make_weights(broadcast: str):
 
 
 @functools.cache
-def make_fused(name: str, broadcast: str):
+def make_fused(name: str, broadcast: str, columns: int = COLUMNS):
     """Kernel f(s, scale, top, v, p, o): one key at a time.
 
-    P, 16 float32 of scratch, serves broadcast "memory".
+    `p`, 16 float32 of scratch, serves broadcast "memory".
     """
-    exp2, weights, through_memory = EXP2[name], make_weights(broadcast), broadcast == "memory"
+    exp2, weights, through_memory = ALL_EXP2[name], make_weights(broadcast), broadcast == "memory"
+    no_sums, load_v = make_no_sums(columns), make_load(columns)
 
     @kernel
     def fused(s, scale, top, v, p, o):
+        whole_registers()
         nc, d = v.shape
-        for c in range(0, d, COLUMNS):
+        for c in range(0, d, columns):
             for i in range(0, o.shape[0], ROWS):
                 sums = no_sums()
                 for k in range(nc):
@@ -200,14 +236,16 @@ def make_fused(name: str, broadcast: str):
 
 
 @functools.cache
-def make_fused4(name: str, broadcast: str):
+def make_fused4(name: str, broadcast: str, columns: int = COLUMNS):
     """Kernel f(s, scale, top, v, p, o): four keys at a time; arguments as those of `make_fused`."""
-    exp2, weights, through_memory = EXP2[name], make_weights(broadcast), broadcast == "memory"
+    exp2, weights, through_memory = ALL_EXP2[name], make_weights(broadcast), broadcast == "memory"
+    no_sums, load_v = make_no_sums(columns), make_load(columns)
 
     @kernel
     def fused4(s, scale, top, v, p, o):
+        whole_registers()
         nc, d = v.shape
-        for c in range(0, d, COLUMNS):
+        for c in range(0, d, columns):
             for i in range(0, o.shape[0], ROWS):
                 sums = no_sums()
                 for k in range(0, nc, 4):

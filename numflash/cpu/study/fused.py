@@ -2,15 +2,16 @@
 
 Each improvement that the A64FX summary (docs/sources.md) proposes is a switch.
 
-    exp2      "plain": the loop as it is written, for the compiler;  "vectors": its vectors written
-    out (microkernels) pv        "fp32": weights Q16.16 as float32 times float32 V, the summary's
-    kernel;  "bf16": two 16-bit products per lane;
+    exp2      "plain": the loop as it is written, for the compiler;
+              "vectors": its vectors written out (microkernels)
+    pv        "fp32": weights Q16.16 as float32 times float32 V, the summary's kernel;
+              "bf16": two 16-bit products per lane;
               "int8": weights in eight bits and the integer dot product
 
 Prefetching (the next key block is asked for while this one is computed), threads, causal skipping
 and grouped heads are arguments. The loops are those of `flash_int8` without its masks and its wide
 path: scores must stay within +-110 octaves, which the random data of the measurements does. With pv
-"int8" the bits are those of `reference.integer_model`.
+"int8" the bits are those of `reference.integer_model` with `first_keys=False`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from numba.extending import intrinsic
 from ... import fixedpoint as fx
 from ...jit.compiler import inline, kernel
 from ...tiling import KEY_BLOCK, tiling
-from ..floats import float_tiles
+from ..floats import float_rows, float_tiles
+from ..floats.float_isas import FLOAT_ISAS
 from ..int8 import wide_rows
 from ..int8.microkernels import (
     block_octaves,
@@ -36,7 +38,7 @@ from ..int8.microkernels import (
 )
 from ..isa import vectors
 from ..isa.isas import VECTOR_ISAS, lanes_of
-from ..isa.vectors import data, load, next_task, store, vector
+from ..isa.vectors import F32, data, load, next_task, store, vector
 from ..semantics import HIDDEN, UNSEEN
 
 F, I = np.float32, np.int32
@@ -61,7 +63,7 @@ def prefetch(typingctx, x, off):
 @intrinsic
 def narrow_row(typingctx, x, off, count, p):
     """p[off:] = x[off:] in bfloat16, `count` vectors of 16, ties to even."""
-    isa = float_tiles.FLOAT_ISAS[HALF_WIDTH]
+    isa = FLOAT_ISAS[HALF_WIDTH]
 
     def codegen(context, b, sig, a):
         px, pp = data(context, b, sig.args[0], a[0]), data(context, b, sig.args[3], a[3])
@@ -70,16 +72,14 @@ def narrow_row(typingctx, x, off, count, p):
             here = b.add(a[1], n)
             store(
                 b,
-                float_tiles.narrow(
-                    b, isa, load(b, px, here, vector(float_tiles.F32, isa.lanes), 4)
-                ),
+                float_rows.narrow(b, isa, load(b, px, here, vector(F32, isa.lanes), 4)),
                 pp,
                 here,
                 2,
             )
             return []
 
-        float_tiles.for_vectors(b, a[2], isa.lanes, [], body)
+        float_rows.for_vectors(b, a[2], isa.lanes, [], body)
         return context.get_dummy_value()
 
     return types.void(x, off, count, p), codegen
@@ -133,6 +133,7 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
             ):
                 prefetch(v, at)
 
+    # One long function, so that the study reads from top to bottom as the algorithm is written.
     @kernel(parallel=True)
     def run(
         q,
@@ -152,7 +153,7 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     ):
         """Attention of N heads, K and V of N / group_heads.
 
-        a worker takes query tiles, the longest causal ones first.
+        A worker takes query tiles, the longest causal ones first.
 
         q (N, padded L, channels) first dot operand, cq (N, padded L) float32, keys PackedKeys,
         values (Nkv, ...) packed for `pv`, columns of a packed row of V, ahead: prefetch, s keys,

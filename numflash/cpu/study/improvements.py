@@ -23,14 +23,16 @@ from ...errors import UnsupportedError
 from ...jit import target
 from ...jit.compiler import kernel
 from ...jit.threads import limit, most
-from ...measure.timing import median_time
+from ...measure.timing import Timing, median_time
+from ...measure.timing import timed as time_calls
 from ...options import Options
 from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
 from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import Problem, problem
+from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_packing import pack_values as pack_pairs
-from ..floats.float_tiles import FLOAT_ISAS, value_tile
+from ..floats.float_tiles import value_tile
 from ..int8.packing import PackedKeys, float_rows, pack_keys, pack_values
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from .fused import HALF_WIDTH, make_fused
@@ -150,7 +152,7 @@ def prepare(
 def normalise(x, gamma, beta, y):
     """y = (x - mean) / sqrt(variance + epsilon) * gamma + beta, one row.
 
-    a kernel of its own, so that both callers get its bits.
+    A kernel of its own, so that both callers get its bits.
     """
     mean, square = F(0), F(0)
     for e in range(x.size):
@@ -207,7 +209,7 @@ def layer_norm_quantize(x, gamma, beta, data, scale):
 def tile_rates(repeats: int = 5) -> dict[str, float]:
     """Multiplications and additions per second of the P.V register tile alone, in L1.
 
-    Float32, and bfloat16 where there is one.
+    In float32, and in bfloat16 where there are such tiles.
     """
     names = {"float32": next(n for n in target.available(target.FLOAT_ISAS))}
     if not target.missing(HALF_WIDTH, target.BFLOAT16_ISAS):
@@ -261,12 +263,26 @@ def _tile_loop(name: str) -> Callable[..., None]:
 # --- the table
 # -----------------------------------------------------------------------------------------------------------------
 
+# the summary's own figures: how many times as fast, at least and at most
+PREDICTED = {
+    "vector code for exp2": (1.2, 1.3),
+    "prefetching": (1.05, 1.1),
+    "threads": (10, 11),
+    "GQA": (1.5, 1.8),
+    "16-bit P.V": (1.5, 1.8),
+    "fused LayerNorm": (1.05, 1.1),
+    "causal skipping": (2, 2),
+    "INT8 P.V": (3, 4),
+    "all together": (15, 20),
+}
+
 
 @dataclass(frozen=True)
 class Gain:
     """One improvement.
 
-    Seconds before and after, the predicted gain (low, high), and what was compared.
+    Seconds before and after, the predicted gain (low, high), what was compared, and by how much the
+    median of the less even of the two times is above its fastest, as a share.
     """
 
     name: str
@@ -274,6 +290,7 @@ class Gain:
     before: float
     after: float
     compared: str
+    spread: float = 0.0
 
     @property
     def measured(self) -> float:
@@ -287,15 +304,23 @@ class Gain:
             "after_s": self.after,
             "measured": self.measured,
             "compared": self.compared,
+            "spread": self.spread,
         }
 
 
-def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> float:
+def _gain(name: str, before: Timing, after: Timing, compared: str) -> Gain:
+    """A line of the table; "GQA, decode" is a part of the prediction "GQA"."""
+    predicted = PREDICTED[name.partition(",")[0]]
+    spread = max(before.spread, after.spread)
+    return Gain(name, predicted, before.seconds, after.seconds, compared, spread)
+
+
+def _decode_time(kv_heads: int, heads: int, s: int, d: int, repeats: int) -> Timing:
     rng = np.random.default_rng(1)
     cache = KVCache(1, kv_heads, d, s)
     cache.append(*(rng.standard_normal((1, kv_heads, s, d), F) for _ in range(2)))
     query = rng.standard_normal((1, heads, 1, d), F)
-    return median_time(lambda: cache.decode(query), 5 * repeats)
+    return time_calls(lambda: cache.decode(query), 5 * repeats)
 
 
 def measure(
@@ -333,9 +358,9 @@ def measure(
     def at_once() -> None:
         layer_norm_quantize(x, gamma, beta, data, scale)
 
-    def timed(call: Callable[..., Any], *arguments: Any, on: int = 1) -> float:
+    def timed(call: Callable[..., Any], *arguments: Any, on: int = 1) -> Timing:
         with limit(on):
-            return median_time(functools.partial(call, *arguments), repeats)
+            return time_calls(functools.partial(call, *arguments), repeats)
 
     base = timed(full.run, "plain", "fp32")
     wide = timed(full.run, "vectors", "fp32")
@@ -347,37 +372,32 @@ def measure(
     halves = timed(full.run, "vectors", "bf16") if "bf16" in full.values else None
     alone = "fp32 P.V, vector exp2"
     return [
-        Gain(
+        _gain(
             "vector code for exp2",
-            (1.2, 1.3),
             base,
             wide,
             "fp32 P.V: the compiler's loop, vectors written out",
         ),
-        Gain(
+        _gain(
             "prefetching",
-            (1.05, 1.1),
             wide,
             timed(full.run, "vectors", "fp32", True),
             f"{alone}: without, with",
         ),
-        Gain(
+        _gain(
             "threads",
-            (10, 11),
             wide,
             timed(full.run, "vectors", "fp32", on=threads),
             f"{alone}: 1, {threads} threads",
         ),
-        Gain(
+        _gain(
             "GQA, prefill",
-            (1.5, 1.8),
             wide,
             timed(shared.run, "vectors", "fp32"),
             f"{alone}: {heads}, 1 KV heads",
         ),
-        Gain(
+        _gain(
             "GQA, decode",
-            (1.5, 1.8),
             apart_heads,
             one_head,
             f"KVCache of {tokens} tokens, 8 query heads: 8, 1 KV heads",
@@ -385,33 +405,29 @@ def measure(
         *(
             []
             if halves is None
-            else [Gain("16-bit P.V", (1.5, 1.8), wide, halves, f"{alone}: float32, bfloat16")]
+            else [_gain("16-bit P.V", wide, halves, f"{alone}: float32, bfloat16")]
         ),
-        Gain(
+        _gain(
             "fused LayerNorm",
-            (1.05, 1.1),
             whole + norm,
             whole + fused_norm,
             "LayerNorm, quantiser and INT8 attention",
         ),
-        Gain(
+        _gain(
             "fused LayerNorm, its part",
-            (1.05, 1.1),
             norm,
             fused_norm,
             f"LayerNorm and quantiser of {length} x {width}",
         ),
-        Gain(
+        _gain(
             "causal skipping",
-            (2, 2),
             wide,
             timed(causal.run, "vectors", "fp32"),
             f"{alone}: full, causal",
         ),
-        Gain("INT8 P.V", (3, 4), wide, whole, f"{alone}: float32, INT8"),
-        Gain(
+        _gain("INT8 P.V", wide, whole, f"{alone}: float32, INT8"),
+        _gain(
             "all together",
-            (15, 20),
             base + norm,
             timed(shared_causal.run, "vectors", "int8", True, on=threads)
             + timed(at_once, on=threads),
@@ -421,23 +437,6 @@ def measure(
 
 
 if __name__ == "__main__":
-    from ...measure.console import Table
+    from ...commands.bench_study import improvements_table
 
-    found = measure()
-    print(
-        Table(
-            "",
-            ("improvement", "predicted", "measured", "ms before", "ms after", "what was compared"),
-            [
-                (
-                    g.name,
-                    "-".join(f"{p:g}" for p in dict.fromkeys(g.predicted)),
-                    f"{g.measured:.2f}",
-                    f"{1e3 * g.before:.2f}",
-                    f"{1e3 * g.after:.2f}",
-                    g.compared,
-                )
-                for g in found
-            ],
-        ).plain()
-    )
+    print(improvements_table().plain())

@@ -2,7 +2,7 @@
 
 Unfused, fused, parallel, causal.
 
-One head, with the bits of `reference.integer_model`. Query rows fill whole tiles and columns whole
+One head, with the bits of `reference.integer_model` with `first_keys=False`. Query rows fill whole tiles and columns whole
 vectors (`Operands` pads them); what masks, options and extreme scores need is in `flash_int8`, the
 same algorithm without these limits.
 """
@@ -140,7 +140,7 @@ def make_parts(isa_name: str):
     def merge(octave, total, m, l, scale, o):
         """Running octave m and sum l; o shrinks by whole octaves where m grows.
 
-        Scale = 2**(octave - m) for this block.
+        `scale` becomes 2**(octave - m) for this block.
         """
         for i in range(block_q):
             if octave[i] > m[i]:

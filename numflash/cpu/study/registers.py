@@ -5,6 +5,9 @@ The product kernels build their tiles as LLVM code (`microkernels`). For study, 
 like a number: load it, multiply and add it, broadcast one of its lanes, store it. A `Lanes` may be
 longer than a register of the machine: 64 float32 lanes are four AVX-512 registers, and LLVM splits
 them. Operations take scalars in place of vectors and broadcast them.
+
+On SVE, LLVM keeps vectors of a fixed length in the first 128 bits of the registers, unless it knows
+how long they are: a kernel that begins with `whole_registers()` says so.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
+from ...jit import target
 from ...jit.memory import empty
+from ..isa.fexpa import exponential
 from ..isa.vectors import F32, I32, I64, call, constant, data, load, shuffle, splat, store, vector
+from ..isa.vectors_arm import SVE
 
 ROUND = 1.5 * 2.0**23  # x + ROUND - ROUND is x rounded to even, |x| < 2**22, on every CPU
 
@@ -62,9 +68,9 @@ def _elementwise(build):
 
 
 def _typed(build, *given):
-    """(signature, codegen) where every argument is a number or Lanes of one length.
+    """(signature, codegen) where every argument is a number or Lanes of one length, else None.
 
-    None, which Numba reports, otherwise.
+    Numba reports None as a type error.
     """
     lanes = {t.n for t in given if isinstance(t, Lanes)}
     if len(lanes) == 1 and all(isinstance(t, (Lanes, types.Number)) for t in given):
@@ -90,7 +96,13 @@ def subtract(typingctx, x, y):
 @intrinsic
 def at_least(typingctx, x, bound):
     """The larger of x and bound."""
-    return _typed(lambda b, u, v: b.select(b.fcmp_ordered("<", u, v), v, u), x, bound)
+
+    def build(b, u, v):
+        if "aarch64" in b.module.triple:  # one instruction; of SVE, the selection below is five
+            return _generic(b, "maximum", u, v)
+        return b.select(b.fcmp_ordered("<", u, v), v, u)
+
+    return _typed(build, x, bound)
 
 
 @intrinsic
@@ -120,6 +132,62 @@ def times_power(typingctx, y, n):
         )
 
     return _typed(build, y, n)
+
+
+@functools.cache
+def make_fexpa(name: str):
+    """Intrinsic f(x) -> 2**x by SVE's FEXPA, a variant of `isa.fexpa.EXP2_FLOAT`."""
+
+    @intrinsic
+    def fexpa(typingctx, x):
+        def codegen(context, b, sig, args):
+            target.guard("sve", context.codegen())
+            count = sig.args[0].n
+            width = min(count, max(4, target.vector_bits(context.codegen()) // 32))
+            parts = []
+            for first in range(0, count, width):
+                part = shuffle(b, args[0], args[0], list(range(first, first + width)))
+                whole = ir.Constant(SVE.vector(F32), ir.Undefined)
+                whole = call(
+                    b, f"llvm.vector.insert.nxv4f32.v{width}f32", whole.type, whole, part, I64(0)
+                )
+                found = exponential(b, SVE, whole, name)
+                name_back = f"llvm.vector.extract.v{width}f32.nxv4f32"
+                parts.append(call(b, name_back, vector(F32, width), found, I64(0)))
+            return joined(b, parts)
+
+        return x(x), codegen
+
+    return fexpa
+
+
+def joined(b, parts):
+    """Vectors of one length (a power of 2 of them) as one."""
+    while len(parts) > 1:
+        parts = [
+            shuffle(b, x, y, list(range(2 * x.type.count)))
+            for x, y in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
+
+
+@intrinsic
+def whole_registers(typingctx):
+    """f(): LLVM may put the `Lanes` of this function into whole registers of SVE.
+
+    It says how long they are, and that nobody inlines the function, which would lose it: the code
+    is for that length alone. No-op on machines without longer vectors than NEON's.
+    """
+
+    def codegen(context, b, sig, args):
+        bits = target.vector_bits(context.codegen())
+        if bits > 128:
+            b.function.attributes.add("noinline")
+            known = f"vscale_range({bits // 128},{bits // 128})"
+            set.add(b.function.attributes, known)  # llvmlite knows no such attribute
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic
@@ -192,7 +260,7 @@ def make_zeros(n: int):
 def make_load_block(rows: int, columns: int):
     """Intrinsic f(s, i, stride) -> rows * columns lanes.
 
-    a block of an int32 matrix from element i on, row by row, as float32.
+    A block of an int32 matrix from element i on, row by row, as float32.
     """
 
     @intrinsic
@@ -210,12 +278,7 @@ def make_load_block(rows: int, columns: int):
                 for r, x in enumerate(parts):
                     block = b.insert_element(block, x, I32(r))
             else:
-                while len(parts) > 1:
-                    parts = [
-                        shuffle(b, x, y, list(range(2 * x.type.count)))
-                        for x, y in zip(parts[::2], parts[1::2], strict=True)
-                    ]
-                block = parts[0]
+                block = joined(b, parts)
             return b.sitofp(block, vector(F32, rows * columns))
 
         return Lanes(rows * columns)(s, types.intp, types.intp), codegen

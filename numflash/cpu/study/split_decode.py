@@ -91,7 +91,7 @@ def split(q, k, v, c, o, m, l):
 def merge(o, m, l, out):
     """The parts in their order, brought to one maximum, added and divided.
 
-    a head without keys gives 0.
+    A head without keys gives 0.
     """
     for h in range(m.shape[0]):
         top, total, row = m[h].max(), F(0), out[h]
@@ -134,7 +134,7 @@ def split_decode(
 ) -> np.ndarray:
     """Attention of one token per head.
 
-    Query (H, D), key (H, S, D), value (H, S, Dv) float32 -> (H, Dv).
+    query (H, D), key (H, S, D), value (H, S, Dv) float32 -> (H, Dv).
     """
     heads, dv = query.shape[0], value.shape[2]
     o = np.empty((heads, splits, dv), F)

@@ -12,6 +12,8 @@ Q8.8, weights 2**(t - maximum) in Q16.16.
 * `maxima`, `make_exponentials`, `normalise`: the three passes ("Three-pass requirement").
 * `make_gemm(..., maxima=True)`: the row maxima from the product itself, so that softmax needs two
   passes ("Two-pass algorithm").
+* `make_gemm(..., ahead=True)`: the next panel of K is prefetched, by hints that its lines are used
+  once (`pldl2strm`, "Prefetching").
 * `make_strip`: 48 rows of S at a time, which stay in the second-level cache until softmax has read
   them ("L2 tiling").
 """
@@ -33,7 +35,7 @@ from ...tiling import TILINGS
 from ..int8.packing import PackedKeys, pack_keys
 from ..isa.dot_loop import dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
-from ..isa.vectors import I32, data, load, store
+from ..isa.vectors import I32, data, load, prefetch_once, store
 
 F, I, U = np.float32, np.int32, np.uint32
 ISAS = {
@@ -43,6 +45,8 @@ TILING = TILINGS["a64fx-unfused-48x128"]
 BLOCK_Q, KEYS, MR = TILING.block_q, TILING.key_block, TILING.mr
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even, |x| < 2**22
 UNSEEN = I(-(1 << 31))
+LINE = 64  # elements of K between two prefetches: a line of int8, of the shortest lines
+SUMMED = 16384  # weights of 1.0 (65536) whose sum fits int32
 NOTE_SCALE = (
     33 / 256
 )  # (23 * 369) >> 8, for head_dim 128: log2(e) / sqrt(128) in Q8.8, 1.09 % too large
@@ -102,7 +106,7 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
 def make_tile(name: str):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride).
 
-    s[6, panel] int32 = q . k, in key order.
+    Writes s[6, panel] int32 = q . k, in key order.
     """
     isa = ISAS[name]
 
@@ -161,6 +165,19 @@ def make_rows(isa_name: str):
     return six_rows
 
 
+@intrinsic
+def ask_once(typingctx, x, off):
+    """Prefetch the cache line of element `off` of an int8 or int16 array, which is read once."""
+
+    def codegen(context, b, sig, args):
+        size = context.get_abi_sizeof(context.get_data_type(sig.args[0].dtype))
+        place = b.gep(data(context, b, sig.args[0], args[0]), [b.mul(args[1], args[1].type(size))])
+        prefetch_once(b, place)
+        return context.get_dummy_value()
+
+    return types.void(x, off), codegen
+
+
 @inline
 def raise_maxima(s, row, rows, c, top):
     """top[i] = the largest of top[i] and the 128 scores of each row from key c on."""
@@ -172,17 +189,23 @@ def raise_maxima(s, row, rows, c, top):
 
 
 @functools.cache
-def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
+def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False, ahead: bool = False):
     """Kernel f(q, k, start, s, top): s (rows, keys) int32 = q . k of one head.
 
-    K, start of `PackedKeys`.
+    k and start are those of `PackedKeys`.
 
     buffers : 0 writes tiles straight to s; 1 computes a tile, then copies it; 2 computes a tile
         while it copies the one before
     maxima : raise top (rows,) int32 to the largest score of each row, from each tile while it is in
         the cache (`buffers` 0)
+    ahead : prefetch the next 128 keys while the first rows of a tile are computed (`buffers` 0)
     """
     six_rows = make_rows(isa_name)
+
+    @inline
+    def fetch(k, first, size):
+        for at in range(first, min(first + size, k.size), LINE):
+            ask_once(k, at)
 
     @kernel
     def gemm(q, k, start, s, top):
@@ -190,6 +213,8 @@ def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
         for row in range(0, rows, BLOCK_Q):
             height = min(BLOCK_Q, rows - row)
             for c in range(0, keys, KEYS):
+                if ahead:
+                    fetch(k, (c + KEYS) * q.shape[1], KEYS * q.shape[1])
                 for i in range(row, row + height, MR):
                     six_rows(q, i, k, start, c, s, i * keys + c, keys)
                 if maxima:
@@ -221,7 +246,7 @@ def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False):
 def make_gqa(isa_name: str):
     """Kernel f(q, k, start, s): all heads.
 
-    a tile of K serves every query head of its group before the next one is read.
+    A tile of K serves every query head of its group before the next one is read.
 
     q (H, rows, channels); k (Hkv, ...) and start (Hkv, keys) of `PackedKeys`; s (H, rows, keys)
     int32
@@ -274,8 +299,11 @@ def make_row_exponentials(name: str):
             e[j] = I(
                 exp2(U(np.minimum(np.subtract(t_top, t), I(65535))))
             )  # np.minimum: min widens to int64
-        for j in range(s.size):
-            total += np.int64(e[j])  # 32 bits overflow at 32768 equal keys
+        for c in range(0, s.size, SUMMED):  # 32 bits overflow at 32768 equal keys
+            some, part = e[c : c + SUMMED], I(0)
+            for j in range(some.size):
+                part = np.add(part, some[j])
+            total += np.int64(part)
         return total
 
     return row_exponentials

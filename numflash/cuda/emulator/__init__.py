@@ -17,6 +17,7 @@ from .errors import EmulatorError
 from .machine import Machine
 from .memory import Global
 from .parse import Program, parse
+from .registers import Launch
 from .report import Report, classify
 
 __all__ = ["EmulatorError", "Report", "TensorMap", "emulate"]
@@ -91,9 +92,8 @@ def emulate(
             max(1, BATCH_BYTES // (dynamic + 4096)),
         )
         with np.errstate(all="ignore"):
-            machine = Machine(
-                program, per_batch, sizes, blocks, dynamic, memory, parameters, maps, schedule, seed
-            )
+            launch = Launch(sizes, blocks, dynamic, memory, parameters, maps)
+            machine = Machine(program, per_batch, launch, schedule, seed)
             for first in range(0, len(todo), per_batch):
                 machine.run(todo[first : first + per_batch])
         _fill(report, machine)

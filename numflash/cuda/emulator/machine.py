@@ -1,6 +1,6 @@
 """Runs a parsed kernel over a batch of blocks.
 
-Registers, divergence, barriers and a randomised schedule of warps.
+Divergence, barriers and a randomised schedule of warps.
 
 All threads of a batch advance together where they are at the same instruction. Threads of a warp
 that part ways run as groups, smallest program counter first, and merge where they meet. After every
@@ -11,20 +11,18 @@ shadow memory (`memory.Shared`).
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from . import asynchronous, products, rules, tensor, transfer  # noqa: F401  (they register their instructions)
-from .alu import BINDERS, DTYPES
+# they register their instructions
+from . import asynchronous, conversions, products, rules, tensor, transfer  # noqa: F401
+from .alu import BINDERS
 from .errors import EmulatorError, Fault
-from .memory import RESERVED, Global, Shared
 from .parse import Instruction, Program, registers_of
+from .registers import Launch, Registers
 
-SHARED_WINDOW = 0x7F00_0000_0000_0000
-LOCAL_WINDOW = 0x7E00_0000_0000_0000
 STEP_LIMIT = 5_000_000  # branches in one batch
 PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
 
@@ -50,57 +48,20 @@ class Barrier:
     warps: list[int]
 
 
-class Machine:
+class Machine(Registers):
     """A batch of `blocks` blocks of one kernel.
 
-    `run` may be called again for other blocks of the grid.
+    schedule : "random" or "lockstep", with a seed. `run` may be called again for other blocks of the grid.
     """
 
     def __init__(
-        self,
-        program: Program,
-        blocks: int,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        dynamic_shared: int,
-        memory: Global,
-        parameters: dict[str, Any],
-        maps: dict[int, Any],
-        schedule: str,
-        seed: int,
+        self, program: Program, blocks: int, launch: Launch, schedule: str, seed: int
     ) -> None:
-        self.program, self.grid, self.block, self.memory, self.maps = (
-            program,
-            grid,
-            block,
-            memory,
-            maps,
-        )
-        self.parameters, self.schedule = parameters, schedule
+        super().__init__(program, blocks, launch)
+        self.schedule = schedule
         self.random = np.random.default_rng(seed)
-        self.threads_per_block = block[0] * block[1] * block[2]
-        if self.threads_per_block % 32:
-            raise EmulatorError(
-                "unsupported",
-                f"{self.threads_per_block} threads per block; allowed: multiples of 32",
-                0,
-                "",
-                None,
-            )
-        self.blocks, self.n = blocks, blocks * self.threads_per_block
-        self.together = (
-            4 if any(i.op in ("wgmma", "setmaxnreg") for i in program.code) else 1
-        )  # warps that stay in one cohort
-        self.warps_per_block = self.threads_per_block // 32
-        self.thread = np.arange(self.n)
-        self.warp, self.block_of = self.thread >> 5, self.thread // self.threads_per_block
-        self.symbols, size = self._place_symbols(dynamic_shared)
-        self.dynamic_shared = dynamic_shared
-        self.shared = Shared(blocks, size, self._granule(), self.warps_per_block)
-        self.local = np.zeros((self.n, max(1, sum(n for n, _ in program.local.values()))), np.uint8)
-        self.window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
-        self.bases: dict[str, np.ndarray] = {}
-        self.special = self._special_registers()
+        # warps that stay in one cohort
+        self.together = 4 if any(i.op in ("wgmma", "setmaxnreg") for i in program.code) else 1
         self.counters: dict[str, int] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.alive = np.ones(self.n, bool)
@@ -115,128 +76,8 @@ class Machine:
         self.groups: list[Group] = []
         self.current: Group
 
-    # ---- layout
-    # -------------------------------------------------------------------------------------------------------------
-    def _place_symbols(self, dynamic: int) -> tuple[dict[str, int], int]:
-        at = RESERVED
-        symbols = {}
-        for name, (size, align) in self.program.shared.items():
-            if size:
-                at = (at + align - 1) // align * align
-                symbols[name] = at
-                at += size
-        for name, (size, align) in self.program.shared.items():
-            if not size:
-                at = (at + max(align, 16) - 1) // max(align, 16) * max(align, 16)
-                symbols[name] = at
-        offset = LOCAL_WINDOW
-        for name, (size, _) in self.program.local.items():
-            symbols[name] = offset
-            offset += size
-        return symbols, at - RESERVED + dynamic
-
-    def _granule(self) -> int:
-        """The smallest shared access of the kernel, at most 16 bytes.
-
-        What the shadow distinguishes.
-        """
-        sizes = [16]
-        for i in self.program.code:
-            if (
-                i.op in ("ld", "st", "atom")
-                and "param" not in i.modifiers
-                and "global" not in i.modifiers
-            ):
-                sizes.append(
-                    DTYPES[i.type]().itemsize
-                    * next((int(m[1]) for m in i.modifiers if m in ("v2", "v4")), 1)
-                )
-        return min(16, *sizes)
-
-    def _special_registers(self) -> dict[str, np.ndarray]:
-        x, y, _ = self.block
-        t = self.thread % self.threads_per_block
-        fixed = {
-            "%tid.x": t % x,
-            "%tid.y": t // x % y,
-            "%tid.z": t // (x * y),
-            "%laneid": t & 31,
-            "%warpid": t >> 5,
-            "%dynamic_smem_size": np.full(self.n, self.dynamic_shared),
-            "%clock": np.zeros(self.n),
-        }
-        for k, axis in enumerate("xyz"):
-            fixed["%ntid." + axis] = np.full(self.n, self.block[k])
-            fixed["%nctaid." + axis] = np.full(self.n, self.grid[k])
-            fixed["%ctaid." + axis] = np.zeros(self.n)
-        return {name: v.astype(np.uint32) for name, v in fixed.items()}
-
-    # ---- operands, bound once
+    # ---- instructions, bound once
     # -----------------------------------------------------------------------------------------------
-    def base(self, name: str) -> np.ndarray:
-        """The storage of a register: one element per thread."""
-        if name not in self.bases:
-            if name not in self.program.registers:
-                raise Fault("unsupported", f"unknown register {name!r}")
-            self.bases[name] = np.zeros(self.n, DTYPES[self.program.registers[name]])
-        return self.bases[name]
-
-    def value(self, operand: str, t: str) -> Any:
-        """A live view of a register as type t, an array for a special register, or a scalar for a
-        constant.
-        """
-        kind = np.dtype(DTYPES[t])
-        if operand in self.special:
-            return (
-                self.special[operand].view(kind)
-                if kind.itemsize == 4
-                else self.special[operand].astype(kind)
-            )
-        if operand in self.program.registers:
-            base = self.base(operand)
-            if base.dtype == kind:
-                return base
-            if base.dtype.itemsize < kind.itemsize:
-                raise Fault("unsupported", f"register {operand} is narrower than {t}")
-            return base.view(kind)[
-                :: base.dtype.itemsize // kind.itemsize
-            ]  # low part (little-endian)
-        if operand in self.symbols:
-            return kind.type(self.symbols[operand])
-        if operand.startswith(("0f", "0d")):
-            raw = bytes.fromhex(operand[2:])
-            return np.array(
-                struct.unpack(">f" if len(raw) == 4 else ">d", raw)[0], f"f{len(raw)}"
-            ).view(kind if kind.itemsize == len(raw) else f"f{len(raw)}")[()]
-        number = int(operand.rstrip("U"), 0)
-        if kind.kind in "fb":
-            return kind.type(number)
-        return np.array(number & ((1 << 8 * kind.itemsize) - 1), f"u{kind.itemsize}").view(kind)[()]
-
-    def target(self, operand: str, t: str) -> np.ndarray:
-        """The register to write as type t; it must be as wide as t."""
-        view = self.value(operand, t)
-        if self.base(operand).dtype.itemsize != view.dtype.itemsize:
-            raise Fault("unsupported", f"register {operand} is wider than {t}")
-        return view
-
-    def wide_target(self, operand: str, t: str) -> tuple[np.ndarray, np.dtype]:
-        """A register that may be wider than t (loads and conversions extend by t's sign), and the
-        dtype to extend to.
-        """
-        base = self.base(operand)
-        kind = np.dtype(DTYPES[t])
-        if base.dtype.itemsize == kind.itemsize:
-            return base.view(kind), kind
-        wide = np.dtype(f"{kind.kind}{base.dtype.itemsize}")
-        return base.view(wide), wide
-
-    def address(self, operand: str, t: str) -> tuple[Any, int]:
-        """`[%rd1+16]` as (base value, offset)."""
-        inner = operand.strip("[]")
-        name, _, offset = inner.partition("+")
-        return self.value(name.strip(), t), int(offset, 0) if offset else 0
-
     def _bind(self) -> tuple[list[int], list[Any], list[Any]]:
         kinds: list[int] = []
         runs: list[Any] = []

@@ -212,7 +212,8 @@ class Shared:
         late = self.reads[g] > self.clock[warp, : self.warps][:, None, :]
         if late.any():
             bad = late.any(2)
-            reader = int(np.nonzero(late.any((0, 1)))[0][0])
+            first = tuple(np.argwhere(bad)[0])  # the writer and the place that the report names
+            reader = int(np.nonzero(late[first])[0][0])
             flying = (self.reads[g] == IN_FLIGHT).any()
             raise Fault(
                 "race",

@@ -31,7 +31,7 @@ BITS = {"f16": 16, "bf16": 16, "s8": 8, "u8": 8, "tf32": 32}
 def decode(words: np.ndarray, t: str) -> np.ndarray:
     """32-bit words to the elements packed in them, as float32 (exact for every type here).
 
-    a last axis is added.
+    A last axis is added.
     """
     words = np.ascontiguousarray(words)[..., None]
     if t == "tf32":

@@ -143,6 +143,8 @@ def flash_backward(
                 True,
             )
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def backward(pointers, strides, sizes, factors):
         a, b, _, _, out_a, out_b, stats, diagonals, lengths, masks, slopes = pointers
         own_rows, other_rows, d_left, dv_left, heads, left, right, stat_rows = sizes

@@ -1,6 +1,6 @@
 """float32 gradients for correctness, not for speed.
 
-a warp per row of the side that owns, no tensor cores, every option.
+A warp per row of the side that owns, no tensor cores, every option.
 
 The two passes of `kernels.backward`; a lane holds the columns c with c % 32 = lane. What a row does
 not attend to is never read, so its value cannot matter.
@@ -84,6 +84,8 @@ def backward_float32(
     load_a, dot_a, add_a, store_a = make_row(d)
     load_b, dot_b, add_b, store_b = make_row(dv)
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def backward(pointers, strides, sizes, factors):
         q, k, v, grad, out, lse_at, out_a, out_b, diagonals, lengths, mask_at, bias_at, slopes = (
             pointers

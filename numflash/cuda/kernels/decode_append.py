@@ -64,6 +64,8 @@ def decode_append(
     smoothed, nan_bits = smooth, 0x7FC0 if dtype == "bfloat16" else 0x7E00
     infinite = 0x7F80 if dtype == "bfloat16" else 0x7C00
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def append(pointers, bytes_of, sizes):
         key, value, counts, tables, lengths, tickets, k, v, scales, offset = pointers
         k_page, k_head, v_page, v_head, s_page, s_head = bytes_of

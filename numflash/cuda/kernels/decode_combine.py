@@ -22,9 +22,9 @@ SIGNATURE = types.void(types.UniTuple(u64, 6), types.UniTuple(i32, 3))
 
 
 def decode_combine(dv: int, row_tiles: int, exact: bool) -> Source:
-    """The kernel behind `decode_int8` (`exact`.
+    """The kernel that merges the splits of `decode_int8` or `decode_float`.
 
-    Powers of two, each operation rounded once) or `decode_float`.
+    exact : for `decode_int8`, whose factors are powers of two; each operation is rounded once
 
     One block for 16 rows of a query tile and 32 of its dv padded channels, four values per thread,
     as the tensor cores left them.

@@ -97,6 +97,8 @@ def decode_float(
     q_size, k_size, v_size = tile_rows * d_bytes, block_k * d_bytes, block_k * dv_bytes
     p_size, row_size = tile_rows * 128, tile_rows * 4
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, tables, lengths, out, m_out, l_out = pointers[:8]
         shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)

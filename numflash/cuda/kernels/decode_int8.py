@@ -92,6 +92,8 @@ def decode_int8(
     p_size = tile_rows * P_ROW
     row_size = tile_rows * 4
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def decode(pointers, bytes_of, sizes, factors):
         q, k, v, scale_at, tables, lengths, out, m_out, l_out = pointers[:9]
         shift_at, slope_at, mask_at, cap, inverse = options_of(pointers, factors)

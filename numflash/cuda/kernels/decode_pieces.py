@@ -1,6 +1,6 @@
 """What the decode kernels share.
 
-a cache's tiles on their way to shared memory, query rows, and which slots a row attends to.
+A cache's tiles on their way to shared memory, query rows, and which slots a row attends to.
 
 A block works on one KV head, one tile of query rows (the heads of its group times the new tokens,
 16 to 64 rows) and one split of the keys. Its four warps divide the keys of a tile among them for

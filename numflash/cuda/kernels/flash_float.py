@@ -35,15 +35,20 @@ from .pieces import (
     swizzle_of,
 )
 from .products import make_add, make_scores, make_stage
+from .score_functions import known, make_apply, make_tile_list, pointers_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
+OWN = 10  # pointers before those of the functions
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, slopes, sinks strides in bytes: batch,
 # head, row of q, k, v, o; then of the mask: batch, head, query, key sizes: queries, d, dv (bytes
 # per row that exist), query heads, left, right;  factors: scale * log2(e), softcap
 SIGNATURE = types.void(
-    types.UniTuple(u64, 10), types.UniTuple(i64, 16), types.UniTuple(i32, 6), types.UniTuple(f32, 2)
+    types.UniTuple(u64, OWN),
+    types.UniTuple(i64, 16),
+    types.UniTuple(i32, 6),
+    types.UniTuple(f32, 2),
 )
 
 
@@ -61,6 +66,8 @@ def flash_float(
     transform: bool = False,
     turing: bool = False,
     sinks: bool = False,
+    functions: str = "",
+    listed: bool = False,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
 
@@ -74,7 +81,12 @@ def flash_float(
         "float"; needed for scale <= 0)
     turing : sm_75
     sinks : exp(sink) of the head joins each row's sum
+    functions : name of the code of score and mask functions (`score_functions`), called before
+        every other option
+    listed : only the tiles of keys of a list are visited
     """
+    code = known(functions)
+    changes, masks = code.changes, code.masks
     threads = block_q * 2
     k_steps, key_tiles, value_tiles = d // 16, block_k // 8, dv // 8
     n_s, n_o, n_q = key_tiles * 4, value_tiles * 4, k_steps * 4
@@ -88,14 +100,18 @@ def flash_float(
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
     transform = transform or softcap or alibi or mask == "float"
-    options = transform or bool(mask)
+    options = (transform and not changes) or softcap or alibi or bool(mask)
+    adjust = make_adjust(key_tiles, transform and not changes, softcap, alibi, mask)
+    transform = transform or changes
+    find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
+    change = make_apply(OWN, functions, "score", key_tiles)
+    hide_by_mask = make_apply(OWN, functions, "mask", key_tiles)
 
     tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     load_q = make_load_rows(block_q, d_bytes, threads, group, not turing)
     load_k = make_load_tile(block_k, d_bytes, threads, not turing)
     load_v = make_load_tile(block_k, dv_bytes, threads, not turing)
     scores = make_scores(d, block_k, dtype, turing, keep_q)
-    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask)
     hide = make_hide(key_tiles)
     softmax = make_softmax(key_tiles)
     rescale = make_rescale(value_tiles)
@@ -142,8 +158,10 @@ def flash_float(
                 at = lse_at + u64(((first + head[r]) * queries + query[r]) * 4)
                 ptx.store_global_f32(at, (top + ptx.lg2(total)) * LN2)
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers
+        q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers[:OWN]
         q_batch, q_head, q_step, k_batch, k_head, k_step = strides[:6]
         v_batch, v_head, v_step, o_batch, o_head, o_step = strides[6:12]
         queries, d_left, dv_left, heads, left, right = sizes
@@ -166,6 +184,7 @@ def flash_float(
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)
+        listed_at, tile, tiles = find_tiles(pointers, batch, kv_head, first // block_q, tile, tiles)
 
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
@@ -179,7 +198,8 @@ def flash_float(
         load_q(sq, q, q_head, q_step, first, rows, d_left, thread)
         if not turing:
             if tile < tiles:
-                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), tile * block_k, keys, thread)
+                start = start_of(listed_at, tile)
+                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), start, keys, thread)
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
@@ -208,7 +228,7 @@ def flash_float(
 
         stage = i32(0)
         while tile < tiles:
-            start = tile * block_k
+            start = start_of(listed_at, tile)
             if turing:
                 load_tile(sk, sv, k, v, steps, bytes_left, i32(0), start, keys, thread)
                 cuda.syncthreads()
@@ -217,7 +237,7 @@ def flash_float(
                 # this tile has arrived; all warps have finished the previous one
                 cuda.syncthreads()
                 if tile + 1 < tiles:
-                    ahead = start + block_k
+                    ahead = start_of(listed_at, tile + 1)
                     load_tile(sk, sv, k, v, steps, bytes_left, stage ^ 1, ahead, keys, thread)
                 ptx.cp_async_commit()
 
@@ -225,9 +245,12 @@ def flash_float(
             key = i32(start + 2 * (lane & 3))  # of this thread's first score
             if alibi and wide:
                 load_slopes(slope, slopes, batch * heads, head)
+            place, ends = (batch, diagonal), (queries, keys)
+            change(s, key, query, head, batch, ends, factors[0] * LN2, pointers)
             if options:
-                place, ends = (batch, diagonal), (queries, keys)
                 adjust(s, key, query, head, slope, place, ends, factors, mask_at, strides[12:])
+            if masks and not is_full(listed_at, tile):
+                hide_by_mask(s, key, query, head, batch, ends, f32(1), pointers)
             if start < whole_low or start + block_k > whole_high:
                 hide(s, key, low, high)
             softmax(s, m, l, alpha, factor)
@@ -254,4 +277,5 @@ def flash_float(
         to = o_out + u64(batch * o_batch + kv_head * group * o_head)
         store_o(mine, to, o_head, o_step, first + warp * 16, rows, dv_left, lane)
 
-    return Source(flash, SIGNATURE, threads, q_size + stages * (k_size + v_size))
+    own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
+    return Source(flash, own, threads, q_size + stages * (k_size + v_size))

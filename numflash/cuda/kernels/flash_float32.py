@@ -1,6 +1,6 @@
 """float32 forward for correctness, not for speed.
 
-a warp per query row, no tensor cores, every option.
+A warp per query row, no tensor cores, every option.
 
 A lane holds the columns c with c % 32 = lane. Keys that a row does not attend to are never read, so
 their values cannot matter.
@@ -14,15 +14,17 @@ from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LN2, LOG2E
 from .pieces import NEG_INF, add_bias, join_sink, tanh_accurate
+from .score_functions import BATCHES, known, make_root, pointers_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q
+OWN = 11  # pointers before those of the functions
 
 # pointers: q, k, v, o, lse, diagonal, key_lengths, mask, bias, slopes, sinks;  strides in bytes of
 # the mask, then of the bias sizes: queries, keys, d, dv, query heads, left, right;  factors: scale
 # * log2(e), softcap * log2(e)
 SIGNATURE = types.void(
-    types.UniTuple(u64, 11), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 8), types.UniTuple(i32, 7), types.UniTuple(f32, 2)
 )
 
 
@@ -42,12 +44,20 @@ def flash_float32(
     softcap: bool = False,
     alibi: bool = False,
     sinks: bool = False,
+    functions: str = "",
 ) -> Source:
-    """The kernel for head sizes up to d and dv, multiples of 32."""
+    """The kernel for head sizes up to d and dv, multiples of 32; options as for `flash_float`."""
+    changes, masks = known(functions).changes, known(functions).masks
+    new_score = make_root(OWN, functions, "score")
+    lets_pass = make_root(OWN, functions, "mask")
     d_parts, dv_parts = d // 32, dv // 32
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
-        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, bias_at, slopes, sinks_at = pointers
+        q, k, v, o_out, lse_out, diagonals, lengths, mask_at, bias_at, slopes, sinks_at = pointers[
+            :OWN
+        ]
         queries, key_count, d_left, dv_left, heads, left, right = sizes
         scale, cap = factors
         lane, warp = i32(cuda.threadIdx.x) & 31, i32(cuda.threadIdx.x) >> 5
@@ -72,6 +82,9 @@ def flash_float32(
             slope = f32(0)
             if alibi:
                 slope = ptx.load_global_f32(slopes + u64((batch * heads + head) * 4)) * LOG2E
+            entry = batch
+            if changes or masks:
+                entry = ptx.load_global_s32(pointers[OWN + BATCHES] + u64(batch * 4))
             m, l = NEG_INF, f32(0)
             for j in range(max(place - left, 0), min(keys, place + right + 1)):
                 seen = True
@@ -85,6 +98,8 @@ def flash_float32(
                             + j * strides[3]
                         )
                     ) != u32(0)
+                if masks and seen:
+                    seen = lets_pass(f32(0), entry, head, row, i32(j), pointers)
                 added = f32(0)
                 if bias:
                     added = ptx.load_global_f32(
@@ -110,6 +125,8 @@ def flash_float32(
                                 s,
                             )
                     s = warp_sum(s) * scale
+                    if changes:
+                        s = new_score(s * LN2, entry, head, row, i32(j), pointers) * LOG2E
                     if softcap:
                         s = cap * tanh_accurate(ptx.div(s, cap))
                     if alibi:
@@ -143,4 +160,5 @@ def flash_float32(
                     lse_out + at * u64(4), NEG_INF if l == f32(0) else (m + ptx.lg2(l)) * LN2
                 )
 
-    return Source(flash, SIGNATURE, 32 * WARPS)
+    own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
+    return Source(flash, own, 32 * WARPS)

@@ -39,17 +39,19 @@ from .pieces import (
     make_tile_range,
     quad_sum,
 )
+from .score_functions import known, make_apply, make_tile_list, pointers_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
+OWN, MASK, SLOPES = 8, 5, 6  # pointers before those of the functions; places of two of them
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
 # sinks strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key sizes:
 # queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
 SIGNATURE = types.void(
-    types.UniTuple(u64, 8), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
 )
 
 
@@ -68,6 +70,8 @@ def flash_hopper(
     sinks: bool = False,
     overlap: bool = True,
     ping_pong: bool = False,
+    functions: str = "",
+    listed: bool = False,
 ) -> Source:
     """The kernel for head sizes d and dv, multiples of 64.
 
@@ -90,12 +94,20 @@ def flash_hopper(
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
+    code = known(functions)
+    changes, masks = code.changes, code.masks
     transform = transform or softcap or alibi or mask == "float"
+    scaled = transform and not changes  # by `adjust`
+    options = scaled or softcap or alibi or bool(mask)
+    transform = transform or changes
+    find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
     wide = dv > 128  # registers are short: fewer scores at a time, slopes read again for every tile
-    adjust = make_adjust(key_tiles, transform, softcap, alibi, mask, 2 if wide else 4)
+    part = 2 if wide else 4
+    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, part)
+    change = make_apply(OWN, functions, "score", key_tiles, part)
+    hide_by_mask = make_apply(OWN, functions, "mask", key_tiles, part)
     tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
-    options = transform or bool(mask)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
     @device_function
@@ -148,15 +160,19 @@ def flash_hopper(
             head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
 
     @device_function
-    def soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides):
-        """Options and the online softmax on the scores of tile t."""
-        row, first_head, slope, slopes, heads = rows
+    def soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides):
+        """Functions, options and the online softmax on the scores of tile number t."""
+        row, first_head, slope, listed_at, heads = rows
         whole_low, whole_high, diagonal, queries, keys = limits
-        here = i32(t * block_k + 2 * (lane & 3))
+        mask_at, slopes = pointers[MASK], pointers[SLOPES]
+        start = start_of(listed_at, t)
+        here = i32(start + 2 * (lane & 3))
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         describe(query, head, ptx.fresh(row), first_head)  # not in registers from tile to tile
         if alibi and wide:
             load_slopes(slope, slopes, ptx.block_z() * heads, head)
+        ends = (queries, keys)
+        change(s, here, query, head, ptx.block_z(), ends, factors[0] * LN2, pointers)
         if options:
             adjust(
                 s,
@@ -165,12 +181,14 @@ def flash_hopper(
                 head,
                 slope,
                 (ptx.block_z(), diagonal),
-                (queries, keys),
+                ends,
                 factors,
                 mask_at,
                 strides[3:],
             )
-        if t * block_k < whole_low or (t + 1) * block_k > whole_high:
+        if masks and not is_full(listed_at, t):
+            hide_by_mask(s, here, query, head, ptx.block_z(), ends, f32(1), pointers)
+        if start < whole_low or start + block_k > whole_high:
             low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
             for r in range(2):
                 low[r], high[r] = i32(0), keys
@@ -183,8 +201,10 @@ def flash_hopper(
             hide(s, here, low, high)
         softmax(s, m, l, alpha, f32(1) if transform else factors[0])
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
-        maps, o_out, lse_out, diagonals, lengths, mask_at, slopes, sinks_at = pointers
+        maps, o_out, lse_out, diagonals, lengths, _, slopes, sinks_at = pointers[:OWN]
         queries, dv_left, heads, left, right = sizes
         scale = f32(1) if transform else factors[0]
         shared = cuda.shared.array(0, u32)
@@ -202,6 +222,9 @@ def flash_hopper(
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(
             first, queries * packed, keys, diagonal, left, right
+        )
+        listed_at, tile, tiles = find_tiles(
+            pointers, batch, i32(cuda.blockIdx.y), first // BLOCK_Q, tile, tiles
         )
         if thread == 0:
             ptx.mbarrier_init(full_q, u32(1))
@@ -238,7 +261,7 @@ def flash_hopper(
                             at + u32(h * k_panel),
                             maps + u64(128),
                             i32(h * PANEL),
-                            i32(t * block_k),
+                            start_of(listed_at, t),
                             first_head // group,
                             batch,
                             bar,
@@ -250,7 +273,7 @@ def flash_hopper(
                             at + u32(k_size + h * k_panel),
                             maps + u64(256),
                             i32(h * PANEL),
-                            i32(t * block_k),
+                            start_of(listed_at, t),
                             first_head // group,
                             batch,
                             bar + u32(8),
@@ -284,7 +307,7 @@ def flash_hopper(
                 ptx.barrier_arrive(other, u32(256))  # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
-            rows, sides = (row, first_head, slope, slopes, heads), (left, right)
+            rows, sides = (row, first_head, slope, listed_at, heads), (left, right)
             limits = whole_low, whole_high, diagonal, queries, keys
             n = i32(0)
             sums = base + u32(sums_at) + u32((thread - 128) * 4)
@@ -299,7 +322,7 @@ def flash_hopper(
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty)
                     soften(
-                        s, m, l, alpha, tile, lane, rows, limits, sides, factors, mask_at, strides
+                        s, m, l, alpha, tile, lane, rows, limits, sides, factors, pointers, strides
                     )
                     weights(p, s)
                 for t in range(
@@ -320,7 +343,7 @@ def flash_hopper(
                     wait_one()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
+                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides)
                     # a store that the wait cannot pass: without it ptxas moves the wait ahead of
                     # every exponential
                     ptx.store_shared_f32(sums, l[0] + l[1])
@@ -339,7 +362,7 @@ def flash_hopper(
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, mask_at, strides)
+                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides)
                     shrink(o, alpha)
                     weights(p, s)
                     finish(o, p, n, full, ring)
@@ -397,6 +420,5 @@ def flash_hopper(
                         o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0
                     )
 
-    return Source(
-        flash, SIGNATURE, THREADS, first_tile + STAGES * pair + (1024 if overlap else 0) + 1024
-    )
+    own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
+    return Source(flash, own, THREADS, first_tile + STAGES * pair + (1024 if overlap else 0) + 1024)

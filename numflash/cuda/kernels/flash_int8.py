@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from ...fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
+from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
 from .int8_softmax import (
@@ -56,12 +58,14 @@ FLOAT_KEYS = 32
 PADDING = 16
 
 # pointers: q, k, v (transposed; with pv "fp32" rows of keys), out, m, l, cq, ck (padded to whole
-# blocks), value scale, diagonal, key_lengths, mask, bias, slopes, shift strides in bytes of the
-# mask, then of the bias: batch, head, query, key sizes: queries, keys, bytes per row of q and k,
-# keys stored (of v and ck), channels of v and out (a multiple of 4), query heads, left, right
+# blocks), value scale, diagonal, key_lengths, mask, bias, slopes, shift, and of the first keys:
+# planes (8 x d), scales, values (4 x dv)
+# strides in bytes of the mask, then of the bias: batch, head, query, key
+# sizes: queries, keys, bytes per row of q and k, keys stored (of v and ck), channels of v and out
+# (a multiple of 4), query heads, left, right
 # factors: softcap in Q8.8
 SIGNATURE = types.void(
-    types.UniTuple(u64, 15), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1)
+    types.UniTuple(u64, 18), types.UniTuple(i64, 8), types.UniTuple(i32, 8), types.UniTuple(f32, 1)
 )
 
 
@@ -106,9 +110,9 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
 
 @functools.cache
 def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
-    """O = O * alpha + (P .
+    """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values.
 
-    V) * share for weights in Q16.16 and float32 values, `FLOAT_KEYS` keys at a time.
+    `FLOAT_KEYS` keys at a time.
 
     `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or
     of a pair of warps at `given` in shared memory.
@@ -194,13 +198,16 @@ def flash_int8(
     wide: bool = False,
     turing: bool = False,
     halves: int = 1,
+    first_keys: int = FIRST_KEYS,
 ) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256.
+    """The kernel for padded head sizes d and dv.
 
-    Whole swizzles) and dv (a multiple of 8, or of 16 with two halves).
+    d : 64, 128 or 256, whole swizzles;  dv : a multiple of 8, or of 16 with two halves
 
     wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V
         takes K's place;  halves : warps that share 16 rows, 1 or 2 (`int8_pairs`)
+
+    first_keys : `Problem.first_keys`
     """
     block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
     own_keys, own_channels = block_k // halves, dv // halves
@@ -227,12 +234,16 @@ def flash_int8(
     weigh = make_weigh(own_tiles, wide)
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
-    describe_rows = make_describe_rows(group, band, softcap, alibi)
+    describe_rows = make_describe_rows(group, band, softcap, alibi, 0 if wide else first_keys)
+    options = mask, bias, softcap, alibi
+    begin_rows = make_begin_rows(d, dv, value_tiles, band, options, turing, first_keys)
     write_rows = make_write_rows(value_tiles)
     tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     add_bytes = make_byte_values(value_tiles, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
         (
             q,
@@ -250,6 +261,9 @@ def flash_int8(
             bias_at,
             slopes,
             shifts,
+            first_k,
+            first_scale,
+            first_v,
         ) = pointers
         queries, key_count, d_left, stored, channels, heads, left, right = sizes
         cap = factors[0]
@@ -265,6 +279,7 @@ def flash_int8(
         kv = i32(batch * i32(heads // group) + kv_head)
         sq = ptx.shared_address(shared)
         sk, sv, sc = sq + u32(q_size), sq + u32(v_at), sq + u32(scales_at)
+        all_q = q
         q = q + u64(batch * heads + kv_head * group) * u64(queries * d_left)
 
         rows, first = i32(queries * group), i32(row_block() * block_q)
@@ -294,8 +309,22 @@ def flash_int8(
         load_q(sq, q, i64(queries * d_left), i64(d_left), first, rows, d_left, thread)
         s, o, p = cuda.local.array(n_s, i32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
         a, b = cuda.local.array(4, u32), cuda.local.array(4, u32)
-        for i in range(n_o):
-            o[i] = f32(0)
+        if wide:
+            for i in range(n_o):
+                o[i] = f32(0)
+        else:
+            begin_rows(
+                o,
+                m,
+                l,
+                table,
+                (batch, kv_head, i32(heads // group)),
+                (queries, heads, d_left),
+                (keys, diagonal, left, right),
+                (all_q, first_k, first_scale, first_v + u64(half * own_channels * 4)),
+                (cap, mask_at, bias_at, strides),
+                lane,
+            )
         q_row = i32(rows_of * 16 + (lane & 15))
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
         k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))

@@ -19,14 +19,15 @@ of rank 5 brings them so.
 
 from __future__ import annotations
 
+from ...fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK, tiling
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
+from .int8_first import make_begin_rows
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
 from .int8_softmax import (
-    MIN_OCTAVE,
     find_shares,
     make_add_weights,
     make_log2_scores,
@@ -40,11 +41,13 @@ BLOCK_Q = tiling("sm_90a", "int8").block_q
 MAPS = 4
 
 # pointers: tensor maps of q, k, v, ck (4 x 128 bytes), out, m, l, cq, value scale, diagonal,
-# key_lengths, mask, bias, slopes, shift strides in bytes of the mask, then of the bias: batch,
-# head, query, key sizes: queries, channels of v and out (a multiple of 4), query heads, left,
-# right;  factors: softcap in Q8.8
+# key_lengths, mask, bias, slopes, shift, q, and of the first keys: planes (8 x d), scales, values
+# (4 x dv)
+# strides in bytes of the mask, then of the bias: batch, head, query, key
+# sizes: queries, channels of v and out (a multiple of 4), query heads, left, right, bytes per row
+# of q;  factors: softcap in Q8.8
 SIGNATURE = types.void(
-    types.UniTuple(u64, 12), types.UniTuple(i64, 8), types.UniTuple(i32, 5), types.UniTuple(f32, 1)
+    types.UniTuple(u64, 16), types.UniTuple(i64, 8), types.UniTuple(i32, 6), types.UniTuple(f32, 1)
 )
 
 
@@ -58,10 +61,11 @@ def flash_int8_hopper(
     bias: bool = False,
     softcap: bool = False,
     alibi: bool = False,
+    first_keys: int = FIRST_KEYS,
 ) -> Source:
     """The kernel for padded head sizes d and dv (multiples of 32).
 
-    `packed`, a power of two, divides `group`.
+    `packed`, a power of two, divides `group`; `first_keys` is `Problem.first_keys`.
     """
     block_k = KEY_BLOCK
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
@@ -85,7 +89,9 @@ def flash_int8_hopper(
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
     tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
-    describe_rows = make_describe_rows(packed, band, softcap, alibi)
+    describe_rows = make_describe_rows(packed, band, softcap, alibi, first_keys)
+    options = mask, bias, softcap, alibi
+    begin_rows = make_begin_rows(d, dv, value_tiles, band, options, False, first_keys)
     write_rows = make_write_rows(value_tiles)
     log2_scores = make_log2_scores(key_tiles, mask, bias, softcap, alibi)
     weigh = make_weigh(key_tiles, False)
@@ -100,6 +106,8 @@ def flash_int8_hopper(
         ptx.wgmma_fence()
         issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
 
+    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
+    # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
         (
             maps,
@@ -114,8 +122,12 @@ def flash_int8_hopper(
             bias_at,
             slopes,
             shifts,
+            q,
+            first_k,
+            first_scale,
+            first_v,
         ) = pointers
-        queries, channels, heads, left, right = sizes
+        queries, channels, heads, left, right, q_bytes = sizes
         cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
@@ -200,10 +212,6 @@ def flash_int8_hopper(
             l = cuda.local.array(2, f32)
             alpha = cuda.local.array(2, f32)
             share = cuda.local.array(2, f32)
-            for i in range(n_o):
-                o[i] = f32(0)
-            for r in range(2):
-                l[r], m[r] = f32(0), i32(MIN_OCTAVE)
             mine = i32(
                 (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
             )  # the warp's first row in the tile
@@ -219,6 +227,18 @@ def flash_int8_hopper(
                 lane,
             )
             table += u32((lane >> 2) * 16)
+            begin_rows(
+                o,
+                m,
+                l,
+                table,
+                (batch, kv_head, i32(heads // group)),
+                (queries, heads, q_bytes),
+                (keys, diagonal, left, right),
+                (q, first_k, first_scale, first_v),
+                (cap, mask_at, bias_at, strides),
+                lane,
+            )
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
             n = i32(0)

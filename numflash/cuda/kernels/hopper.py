@@ -40,9 +40,9 @@ def ahead(d, pieces):
 
 @functools.cache
 def make_issue_scores(multiply: Any, steps: int, q_panel: int, k_panel: int) -> Any:
-    """issue_scores(s, dq, dk): issues S = Q .
+    """issue_scores(s, dq, dk): issues S = Q . K^T.
 
-    K^T from descriptors of the first panels, which are `q_panel` and `k_panel` bytes.
+    dq, dk : descriptors of the first panels, which are `q_panel` and `k_panel` bytes
     """
 
     @device_function

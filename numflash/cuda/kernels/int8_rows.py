@@ -24,14 +24,17 @@ PART = 256
 
 
 @functools.cache
-def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> Any:
+def make_describe_rows(
+    group: int, band: bool, softcap: bool, alibi: bool, first_key: int = 0
+) -> Any:
     """describe_rows(table, row, place, sizes, keys, diagonal, tables, lane).
 
-    a warp writes down its 16 rows, from `row` on.
+    A warp stores what it needs of its 16 rows, from `row` on.
 
     `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries,
     query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row attends to the
-    keys low <= j < high; one that does not exist attends to none.
+    keys low <= j < high, in the blocks those from `first_key` on; one that does not exist attends
+    to none.
     """
 
     @device_function
@@ -56,6 +59,7 @@ def make_describe_rows(group: int, band: bool, softcap: bool, alibi: bool) -> An
                     slope = ptx.load_global_f32(slopes + u64((batch * heads + head) * 4))
                 if softcap:
                     shift = ptx.load_global_f32(shifts + at)
+            low = i32(max(low, first_key))
             four[0], four[1], four[2], four[3] = u32(low), u32(high), ptx.bits(cq), ptx.bits(shift)
             ptx.store_shared_v4(table + u32(lane * 16), four, 0)
             four[0], four[1], four[2], four[3] = u32(query), u32(head), ptx.bits(slope), u32(0)
@@ -102,7 +106,7 @@ def make_write_tiles(first: int, stop: int) -> Any:
 def make_write_rows(value_tiles: int) -> Any:
     """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane).
 
-    Out = o / l * value scale, m and l of the thread's two rows.
+    Writes out = o / l * value scale, and m and l, of the thread's two rows.
 
     `mine` is the first one's place in the table, `place` = (batch, key head), `sizes` = (queries,
     query heads, key heads, channels: a multiple of 4), `outputs` the addresses of out, m, l and the

@@ -107,6 +107,44 @@ def quad_isum(x):
 
 
 @functools.cache
+def make_finish_score(mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
+    """finish(x, seen, j, row, place, mask_at, bias_at, strides): the score x of key j to Q8.8.
+
+    `row` = (query, head, slope, shift), `place` = (batch, diagonal, cap).
+    """
+    general = softcap or alibi or bias
+
+    @device_function
+    def finish(x, seen, j, row, place, mask_at, bias_at, strides):
+        query, head, slope, shift = row
+        batch, diagonal, cap = place
+        number = x == x
+        if general:  # beyond the limit nothing changes, but infinities would make NaN
+            x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
+        if softcap:
+            x = softcap_exact(ptx.add(x, shift), cap)
+        if alibi:
+            x = ptx.sub(x, ptx.mul(slope, ptx.to_float(i32(abs(query + diagonal - j)))))
+        if mask and seen:
+            seen = ptx.load_global_u8(
+                mask_at
+                + u64(batch * strides[0] + head * strides[1] + query * strides[2] + j * strides[3])
+            ) != u32(0)
+        if bias and seen:
+            y = ptx.load_global_f32(
+                bias_at
+                + u64(batch * strides[4] + head * strides[5] + query * strides[6] + j * strides[7])
+            )
+            x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
+            seen = y != NEG_INF
+        t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
+        t = t if number & (x == x) else i32(SPOILED)
+        return t if seen else i32(MASKED_SCORE)
+
+    return finish
+
+
+@functools.cache
 def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
     """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order,
     masked keys `MASKED_SCORE`.
@@ -123,6 +161,7 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
     options = (
         general or mask
     )  # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
+    finish = make_finish_score(mask, bias, softcap, alibi)
 
     @device_function
     def log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides):
@@ -154,41 +193,17 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                 for r in range(2):
                     x = ptx.mul(ptx.mul(ptx.to_float(s[at + 2 * r + e]), scales[e]), cq[r])
                     seen = (ahead >= start[r]) & (ahead < stop[r])
-                    number = x == x
                     j = i32(first + ahead)
-                    if general:  # beyond the limit nothing changes, but infinities would make NaN
-                        x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
-                    if softcap:
-                        x = softcap_exact(ptx.add(x, shift[r]), cap)
-                    if alibi:
-                        x = ptx.sub(
-                            x, ptx.mul(slope[r], ptx.to_float(i32(abs(query[r] + diagonal - j))))
-                        )
-                    if mask and seen:
-                        seen = ptx.load_global_u8(
-                            mask_at
-                            + u64(
-                                batch * strides[0]
-                                + head[r] * strides[1]
-                                + query[r] * strides[2]
-                                + j * strides[3]
-                            )
-                        ) != u32(0)
-                    if bias and seen:
-                        y = ptx.load_global_f32(
-                            bias_at
-                            + u64(
-                                batch * strides[4]
-                                + head[r] * strides[5]
-                                + query[r] * strides[6]
-                                + j * strides[7]
-                            )
-                        )
-                        x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
-                        seen = y != NEG_INF
-                    t = ptx.to_int(ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT))
-                    t = t if number & (x == x) else i32(SPOILED)
-                    t = t if seen else i32(MASKED_SCORE)
+                    t = finish(
+                        x,
+                        seen,
+                        j,
+                        (query[r], head[r], slope[r], shift[r]),
+                        (batch, diagonal, cap),
+                        mask_at,
+                        bias_at,
+                        strides,
+                    )
                     s[at + 2 * r + e] = t
                     top[r] = ptx.imax(top[r], t)
             if options:

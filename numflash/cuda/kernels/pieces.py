@@ -41,7 +41,7 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
 def make_read(row_bytes: int, turned: bool = False) -> Any:
     """read(d, place, at, chunk, n, ahead).
 
-    Ldmatrix of chunks n and n + 1, n even, of swizzled rows.
+    `ldmatrix` of chunks n and n + 1, n even, of swizzled rows.
 
     `at` is this lane's row and `chunk` the place of its chunk 0 in it; `ahead` bytes further is
     another row. The XOR stays within a swizzle. Whole swizzles and `ahead` are constants that the
@@ -283,7 +283,7 @@ def quad_sum(x):
 def make_softmax(key_tiles: int):
     """One step of the online softmax on a fragment of scores.
 
-    M, l, alpha hold one value for each of a thread's two rows.
+    m, l and alpha hold one value for each of a thread's two rows.
     """
 
     @device_function
@@ -333,7 +333,7 @@ def load_slopes(slope, slopes, first, head):
 def join_sink(x, l, sink):
     """A row's maximum x and sum l (both in units of log2) with one more key of this score.
 
-    Both anew, and what the output takes.
+    Returns the new maximum and sum, and the factor of the output.
     """
     top = ptx.fmax(x, sink)
     alpha = ptx.ex2(x - top)

@@ -31,9 +31,7 @@ def make_scores(
     own_ahead: int = 0,
     other_ahead: int = 0,
 ) -> Any:
-    """s (16 x columns) = own (16 x width) .
-
-    Other (columns x width)^T, rows of `width` 16-bit numbers.
+    """s (16 x columns) = own (16 x width) . other (columns x width)^T, of 16-bit numbers.
 
     scores(s, own, own_at, own_chunk, other_at, other_chunk): `own` holds all fragments of the
     warp's rows if they are to be kept in registers, else it is room for one. `own_ahead` and

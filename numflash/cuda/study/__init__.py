@@ -215,7 +215,7 @@ def climb(
 ) -> list[dict[str, Any]]:
     """Run the ladder, or some of its rungs, in the emulator.
 
-    a row of figures per rung, in order, checked against float64 first.
+    A row of figures per rung, in order, checked against float64 first.
 
     `arch`: build them for another architecture, sm_80 or later; rungs 8 and 9 are Hopper's.
 
@@ -271,9 +271,9 @@ def climb(
 
 
 def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[float, float]]:
-    """Seconds of each rung on this machine's card, validated first: {rung.
+    """{rung: (seconds, the same with keys and values kept in L2)} on this machine's card.
 
-    (plain, with keys and values kept in L2)}.
+    Every rung is validated before it is timed.
 
     Rungs 8 and 9 run on Hopper only. The second figure requests the L2 window that the L4 analysis
     (docs/sources.md) names (`Device.prepared`). Raises UnsupportedError where there is no card.

@@ -131,7 +131,7 @@ def make_scores(d: int, layout: str) -> Any:
 def make_softmax(row_tiles: int = 1) -> Any:
     """softmax(s, m, l, alpha, scale): scores become weights.
 
-    M, l, alpha hold one value for each of a lane's rows.
+    Arrays m, l and alpha hold one value for each of a lane's rows.
     """
     key_tiles = BLOCK // 8
 

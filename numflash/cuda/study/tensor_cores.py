@@ -31,9 +31,9 @@ i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
 
 def scores_only(d: int = 64) -> Source:
-    """Rung 3: only Q . K^T on tensor cores; the weights go through shared memory to a scalar P .
+    """Rung 3: only Q . K^T on tensor cores.
 
-    V, two threads per row.
+    The weights go through shared memory to a scalar P . V, two threads per row.
     """
     copy, scores, softmax = make_copy(d), make_scores(d, "naive"), make_softmax()
     # 64 weights and a factor
@@ -102,9 +102,9 @@ def scores_only(d: int = 64) -> Source:
 
 
 def both_products(d: int = 64, layout: str = "naive") -> Source:
-    """Rungs 4 and 5: Q . K^T and P .
+    """Rungs 4 and 5: both products, Q . K^T and P . V, on tensor cores.
 
-    V on tensor cores, the weights never leave registers (FlashAttention-2).
+    The weights never leave registers (FlashAttention-2).
     """
     copy = make_copy(d, layout)
     scores = make_scores(d, layout)
@@ -184,7 +184,7 @@ def double_buffer(d: int = 64) -> Source:
 def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) -> Source:
     """Rung 7: Q stays in registers.
 
-    a warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
+    A warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
 
     With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened
     afterwards.

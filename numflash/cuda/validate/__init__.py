@@ -1,6 +1,6 @@
 """`python -m numflash.cuda.validate`.
 
-a card against the emulator's results, then its times beside its peers.
+A card against the emulator's results, then its times beside its peers.
 
 May import: everything of `cuda`, the oracle, and the KV cache.
 """

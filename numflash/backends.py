@@ -1,0 +1,118 @@
+"""Which backend computes a problem: CPU or CUDA kernels, the emulator, or the oracle."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from . import merge
+from .arguments import emulated_arch
+from .errors import UnsupportedError
+from .interop import convert
+from .jit.threads import refuse_after_fork
+from .scores import lse_as_float32
+from .validation import Problem
+
+BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
+
+
+def solve(
+    problem: Problem, impl: str, results: tuple[np.ndarray, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """out (B, H, L, Dv) float32 or in the problem's own storage, lse (B, H, L) float32 where the
+    problem needs it.
+
+    `results`, contiguous float32 arrays of these shapes, are written and returned where they are
+    given, for a problem that returns the LSE.
+    """
+    b, h, _, length, s, _, dv = problem.shape
+    if 0 in (b, length, s):
+        out = np.zeros((b, h, length, dv), np.float32)
+        lse = np.full((b, h, length), -np.inf, np.float32)
+    else:
+        on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
+        if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
+            from .quantization import quantize_problem
+
+            problem = quantize_problem(problem)
+        out, lse = _run(problem, impl, results)
+    if problem.sinks is not None:
+        out, lse = merge.apply_sinks(convert(out, "float32"), lse, problem.sinks)
+    if results is not None:
+        out, lse = _written((out, lse), results)
+    return out, lse if problem.return_lse else None
+
+
+def _written(found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """The caller's float32 arrays with what was found: copied, unless it was written there."""
+    for x, to in zip(found, results, strict=True):
+        if x is not to:
+            to[...] = convert(x, "float32")
+    return results
+
+
+@functools.cache
+def _launch(device: str) -> Any:
+    return importlib.import_module(f".{device}.launch", "numflash")
+
+
+def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
+    if impl == "reference":
+        from . import reference
+
+        out, lse = reference.solve(replace(problem, sinks=None))
+        return out.astype(np.float32), lse_as_float32(lse)
+    emulator = emulated_arch(impl)
+    device = "cuda" if emulator else BACKENDS["cpu" if impl == "auto" else impl]
+    if device == "cpu":
+        refuse_after_fork()
+    try:
+        launch = _launch(device)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"impl: got {impl!r}, which cannot be loaded here ({error})"
+        ) from error
+    options: dict[str, dict[str, Any]] = {"portable": {"isa": "portable"}}
+    if emulator:
+        options[impl] = {"emulator": emulator}
+    given = {"results": results} if device == "cpu" else {}
+    return launch.run(problem, **options.get(impl, {}), **given)
+
+
+def solve_backward(
+    problem: Problem,
+    operands: tuple[np.ndarray, np.ndarray, np.ndarray],
+    impl: str,
+    results: Sequence[np.ndarray] | None = None,
+) -> Sequence[np.ndarray]:
+    """dq (B, H, L, D), dk (B, Hkv, S, D), dv (B, Hkv, S, Dv), float32 or in the problem's own
+    storage.
+
+    operands : grad_out, out and lse, as `validation.gradient_operands` gives them
+    results : contiguous float32 zeros of these shapes, to be written and returned, or None
+    """
+    if problem.precision == "int8":
+        raise UnsupportedError(
+            "precision: got 'int8', which has no gradient; allowed: 'float32', 'bfloat16', 'float16'"
+        )
+    if impl in ("cpu", "portable", "auto"):
+        refuse_after_fork()
+        from .cpu import launch_backward
+
+        return launch_backward.run(
+            problem, *operands, isa="portable" if impl == "portable" else None, results=results
+        )
+    if impl == "reference":
+        from . import reference
+
+        found = reference.gradients(problem, *operands)
+    else:
+        from .cuda.launch_backward import run
+
+        found = run(problem, *operands, emulator=emulated_arch(impl))
+    return found if results is None else _written(found, results)

@@ -1,0 +1,170 @@
+"""What a float cache's key blocks add to the sums of a tile of query rows."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ...jit.compiler import bare
+from ...tiling import KEY_BLOCK
+from ..floats.float_rows import row_exp, row_leaves, row_max, row_scale, row_weights
+from ..isa.vectors import address
+from . import matrix_floats
+from .changes import attends_to_bad, change_floats, hide_masked, row_options
+from .functions import LN2, LOG2E, apply_functions
+from .products import make_block
+from .slots import coverage, hide, sees_bad
+from .task_data import AGAIN, INFINITE, NOTHING, largest_bits, places_of
+from .tiles import Tile
+
+F = np.float32
+I = np.int32
+HUGE = I(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
+LOWEST = F(-(2.0**121))
+GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
+FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
+
+
+@functools.cache
+def make_floats(tile: Tile, rows: int, changed: bool):
+    matrix = tile.matrix
+    block_scores, block_values = (
+        matrix_floats.make_matrix_block(tile) if matrix else make_block(tile, rows)
+    )
+    vectors = FLOAT_VECTORS[tile.lanes]
+    top_of = row_max(vectors)
+    weights = row_exp(matrix_floats.NAME if matrix else vectors)
+    multiply, leaves = row_scale(vectors), row_leaves(vectors)
+    weigh = row_weights(matrix_floats.NAME if matrix else vectors)
+    places = places_of(tile, rows)
+    m_at, l_at, cq_at, sums_at = places.m, places.l, places.cq, places.sums
+    most, weights_row = places.most, matrix_floats.WEIGHTS_ROW if matrix else 0
+    lanes = tile.lanes
+    count = KEY_BLOCK // tile.lanes
+    scales = tile.scales
+    shared = tile.shared
+
+    @bare
+    def prepare(q, c, words, line, codes, spoiled, r):
+        """Copy one query row; its scale is c."""
+        bits = q.view(np.int32)
+        if matrix:
+            halves = words.reshape(words.size).view(np.uint16)
+            for e in range(bits.size):  # ties to even
+                x = np.uint32(bits[e])
+                halves[e] = np.uint32(x + np.uint32(0x7FFF) + ((x >> 16) & np.uint32(1))) >> 16
+            halves[bits.size :] = 0
+        else:
+            flat = words.reshape(words.size)
+            for e in range(bits.size):
+                flat[e] = bits[e]
+            flat[bits.size :] = 0
+        if largest_bits(q) >= INFINITE:
+            spoiled[r] = 1
+            words[:] = 0
+        return I(0), c
+
+    @bare(forceinline=True)
+    def no_weights(work, r):
+        """All weights of row r are 0."""
+        if matrix:
+            first = r % 2 * (KEY_BLOCK // 2)
+            work[weights_row + r // 2, first : first + KEY_BLOCK // 2] = 0
+        else:
+            work[r] = 0
+
+    @bare(forceinline=True)
+    def grow(r, top, m, l, o, lane_sums):
+        """The running maximum of row r becomes `top`: its sums shrink."""
+        if shared:
+            if m[r] != NOTHING:
+                shrink, row = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
+                for e in range(row.size):
+                    row[e] = row[e] * shrink
+                for e in range(lanes):
+                    lane_sums[r * lanes + e] = lane_sums[r * lanes + e] * shrink
+        elif l[r] != F(0):
+            shrink, row = F(2.0) ** F(max(m[r] - top, F(-150))), o[r]
+            for e in range(row.size):
+                row[e] = row[e] * shrink
+            l[r] = l[r] * shrink
+        m[r] = top
+
+    @bare
+    def soften_row(blocks, query, base, first, some_bad, r):
+        """Scores of row r to weights, with all that can happen to them."""
+        n, s, at = blocks.n, query.options, query.rows
+        k_scale, t = blocks.data[base : base + scales].view(np.float32), query.work.view(np.float32)
+        m, l = t[rows, m_at : m_at + most], t[rows, l_at : l_at + most]
+        operands = address(query.work) + weights_row * KEY_BLOCK * 4
+        sums = t[sums_at:].reshape(t[sums_at:].size)
+        row, edges = t[r], query.edges[r]
+        if matrix:
+            multiply(t, r * KEY_BLOCK, (n + lanes - 1) // lanes, t[rows, cq_at + r])
+        if largest_bits(row[:n]) > HUGE and (blocks.inside or coverage(edges, first, n)[0]):
+            m[r] = AGAIN
+        if n < KEY_BLOCK:
+            row[n:] = F(-np.inf)
+        if changed and s.function != 0:
+            largest = apply_functions(t, r, n, first, k_scale, some_bad, query, LN2, LOG2E)
+            if largest > INFINITE:
+                query.spoiled[r] = 1
+            elif largest > HUGE:
+                m[r] = AGAIN
+        elif changed:
+            if some_bad and attends_to_bad(edges, first, k_scale[:n], s, at, r):
+                query.spoiled[r] = 1
+            change_floats(row[:n], first, at, row_options(s, at, r))
+            hide_masked(row[:n], F(-np.inf), first, s, at, r)
+        elif some_bad and sees_bad(edges, first, k_scale[:n]):
+            query.spoiled[r] = 1
+        if not blocks.inside:
+            hide(edges, first, n, row, F(-np.inf))
+        top = top_of(t, r * KEY_BLOCK, count)
+        if top == F(-np.inf) or m[r] == AGAIN:
+            no_weights(query.work, r)
+            return
+        if top > m[r] + GROWTH:
+            grow(r, top, m, l, query.o, sums)
+        if shared:
+            weights(t, r * KEY_BLOCK, count, m[r], operands, r * KEY_BLOCK, sums, r * lanes)
+            return
+        sums[:lanes] = F(0)
+        weights(t, r * KEY_BLOCK, count, m[r], operands, r * KEY_BLOCK, sums, 0)
+        total = l[r]
+        for e in range(lanes):
+            total = F(total + sums[e])
+        l[r] = total
+
+    @bare(forceinline=True)
+    def take_block(blocks, query, base, first):
+        """Add one key block, which begins at element `base` and at slot `first`."""
+        n, words = blocks.n, query.words.shape[2]
+        k_scale, t = blocks.data[base : base + scales].view(np.float32), query.work.view(np.float32)
+        place, work_at = address(k_scale), address(t)
+        m = t[rows, m_at : m_at + most]
+        operands = work_at + weights_row * KEY_BLOCK * 4
+        # before the products: memory is read in one straight line
+        some_bad = largest_bits(k_scale[:n]) > INFINITE
+        block_scores(place, n, address(query.words), words, work_at)
+        quick = shared and not changed and blocks.inside and n == KEY_BLOCK and not some_bad
+        lane_sums = work_at + sums_at * KEY_BLOCK * 4
+        for r in range(query.real):
+            if quick:
+                at_r, c = r * KEY_BLOCK, t[rows, cq_at + r] if matrix else F(1)
+                if not leaves(work_at, at_r, count, c, LOWEST, F(m[r] + GROWTH)):
+                    weigh(work_at, at_r, count, c, m[r], operands, at_r, lane_sums, r * lanes)
+                    continue
+            soften_row(blocks, query, base, first, some_bad, r)
+        of_values = query.values if shared else place
+        block_values(of_values, n, words, work_at, address(query.o), query.o.shape[1])
+
+    @bare(forceinline=True)
+    def take(blocks, query):
+        """Add key blocks to the sums of the query rows."""
+        for i in range(blocks.count):
+            base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK
+            take_block(blocks, query, base, first)
+
+    return prepare, take, NOTHING

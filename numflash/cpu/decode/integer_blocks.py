@@ -1,0 +1,140 @@
+"""What an integer cache's key blocks add to the sums of a tile of query rows: INT8, and INT4."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from ...jit.compiler import bare
+from ...tiling import KEY_BLOCK
+from ..isa.vectors import address, apart
+from .append import quantize_row
+from .changes import attends_to_bad, change_ints, hide_masked, row_options
+from .functions import apply_to_integers
+from .products import make_block, make_matrix_block
+from .slots import hide, sees_bad
+from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
+from .task_data import UNSEEN
+from .tiles import HIDDEN, LOW_BITS, Tile
+
+F = np.float32
+I = np.int32
+
+
+@functools.cache
+def make_integers(tile: Tile, rows: int, changed: bool):
+    block_scores, block_values = (make_matrix_block if tile.matrix else make_block)(tile, rows)
+    ratios, octaves, shrink, weigh = (
+        make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
+    )
+    q_offset = tile.q_offset
+    two_planes = tile.planes == 2
+    shared = tile.shared
+    word = {4: np.int8, 2: np.int16, 1: np.int32}[tile.group]
+    half = I(1 << LOW_BITS - 1)
+
+    @bare
+    def prepare(q, c, words, line, codes, spoiled, r):
+        """Quantise one query row into words; returns (first value of its sums, its scale)."""
+        whole, out = codes[: q.size], words.view(word)
+        s = quantize_row(q, line, whole, F(1), F(fx.QUERY_ONE))
+        out[:] = 0
+        if s != s:
+            spoiled[r] = 1
+            return I(0), F(0)
+        total = I(0)
+        for e in range(whole.size):
+            x = whole[e]
+            total = np.add(total, x)
+            if two_planes:
+                high = np.right_shift(np.add(x, half), I(LOW_BITS))
+                out[0, e] = high
+                out[1, e] = np.subtract(x, np.left_shift(high, I(LOW_BITS)))
+            else:
+                out[0, e] = x
+        return np.multiply(I(-q_offset), total), min(F(s * c), F(2.0**100))
+
+    @bare(forceinline=True)
+    def score_block(place, n, q, words, work):
+        """Scores of the first n keys; (whether a token is not finite, the unit of the weights)."""
+        some_bad, v_max = ratios(place, n, work)
+        block_scores(place, n, q, words, work)
+        return some_bad, F(v_max * F(fx.VALUE_UNIT))
+
+    @bare(forceinline=True)
+    def weigh_block(place, n, words, work, o, columns, unit):
+        """From scores to sums."""
+        if octaves(work):
+            shrink(work, o, columns)
+        weigh(work, unit)
+        block_values(place, n, words, work, o, columns)
+
+    @bare(forceinline=False)
+    def take_whole(place, blocks, step, q, words, work, o, columns, values):
+        """Take whole blocks, `step` bytes apart, that every row attends to.
+
+        Returns whether a token is not finite.
+
+        A function of its own, of nothing but addresses and sizes: they stay in registers.
+        """
+        apart()
+        bad = False
+        for _ in range(blocks):
+            some_bad, unit = score_block(place, KEY_BLOCK, q, words, work)
+            of_values = values if shared else place
+            weigh_block(of_values, KEY_BLOCK, words, work, o, columns, unit)
+            bad |= some_bad
+            place += step
+        return bad
+
+    @bare(forceinline=True)
+    def take(blocks, query):
+        """Add key blocks to the sums of the query rows."""
+        words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
+        place, work_at = address(blocks.data) + blocks.base, address(query.work)
+        q_at, o_at = address(query.words), address(query.o)
+        if blocks.inside and n == KEY_BLOCK:
+            step, count, values = blocks.step, blocks.count, query.values
+            if take_whole(place, count, step, q_at, words, work_at, o_at, columns, values):
+                query.spoiled[: query.real] = 1
+            return
+        some_bad, unit = score_block(place, n, q_at, words, work_at)
+        k_scale = blocks.data[blocks.base : blocks.base + n * 4].view(np.float32)
+        for r in range(query.real):
+            edges, row = query.edges[r], query.work[r]
+            if some_bad and sees_bad(edges, blocks.first, k_scale):
+                query.spoiled[r] = 1
+            row[n:] = HIDDEN
+            hide(edges, blocks.first, n, row, I(HIDDEN))
+        of_values = query.values if shared else place
+        weigh_block(of_values, n, words, work_at, o_at, columns, unit)
+
+    @bare(forceinline=True)
+    def take_changed(blocks, query):
+        """`take` with the options of `changes`, block by block."""
+        words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
+        q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
+        s, at = query.options, query.rows
+        for i in range(blocks.count):
+            base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK
+            place = address(blocks.data) + base
+            some_bad, unit = score_block(place, n, q_at, words, work_at)
+            k_scale = blocks.data[base : base + n * 4].view(np.float32)
+            for r in range(query.real):
+                edges, row = query.edges[r], query.work[r]
+                row[n:] = HIDDEN
+                if s.function != 0:
+                    if apply_to_integers(query.work, r, n, first, k_scale, some_bad, query, HIDDEN):
+                        query.spoiled[r] = 1
+                    continue
+                if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
+                    query.spoiled[r] = 1
+                change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
+                hide(edges, first, n, row, I(HIDDEN))
+                hide_masked(row[:n], I(HIDDEN), first, s, at, r)
+            of_values = query.values if shared else place
+            weigh_block(of_values, n, words, work_at, o_at, columns, unit)
+
+    return prepare, take_changed if changed else take, UNSEEN

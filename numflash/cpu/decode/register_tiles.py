@@ -1,0 +1,236 @@
+"""Products in registers: a few query rows, or their weights, with whole vectors of cached elements.
+
+The layouts are those of `tiles`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...fixedpoint import T_LIMIT
+from ...jit import target
+from ...tiling import KEY_BLOCK
+from ..isa.vectors import (
+    F32,
+    I32,
+    I64,
+    constant,
+    load,
+    pointer,
+    prefetch,
+    splat,
+    store,
+    vector,
+)
+from .tiles import CQ, LOW_BITS, LOW_PLANE, SCALE, START, V_START, Tile, state
+
+
+class Walk(NamedTuple):
+    """What the products of a tile read.
+
+    one : address of the rows, `one_stride` words apart, their low plane `low` words behind
+    many : address of the cached elements, `many_step` elements between two steps, of INT4 and pairs
+        of bfloat16 between two pairs of steps
+    steps : one or more, of INT4 an even number; of pairs of bfloat16 pairs of steps
+    """
+
+    one: ir.Value
+    one_stride: ir.Value
+    low: ir.Value
+    many: ir.Value
+    many_step: ir.Value
+    steps: ir.Value
+
+
+def _products(b, tile, walk, first, rows, nv, keys):
+    """rows x nv sums in registers: products of all planes, added to `first`, one value a row."""
+    start = [x for x in first for _ in range(nv)]
+    if tile.packed == 2:
+        return _products_of_codes(b, tile, walk, start, rows, nv, keys)
+    if tile.planes == 1 or tile.pairs:
+        return _plane(b, tile, walk, start, rows, nv, keys, tile.ahead)
+    zero = constant(tile.sums, 0)
+    sums = _plane(b, tile, walk, [zero] * len(start), rows, nv, keys, tile.ahead)
+    shift = constant(tile.sums, LOW_BITS)
+    sums = [b.add(b.shl(x, shift), y) for x, y in zip(sums, start, strict=True)]
+    low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
+    return _plane(b, tile, low, sums, rows, nv, keys, 0)
+
+
+def doubled(b, tile, sums, first):
+    """Sums of codes as sums of the numbers they stand for, with the first value of their row."""
+    return b.add(b.shl(sums, constant(tile.sums, 1)), first)
+
+
+def _products_of_codes(b, tile, walk, first, rows, nv, keys):
+    """`_products` of INT4."""
+    sums = [constant(tile.sums, 0)] * len(first)
+    sums = _plane(b, tile, walk, sums, rows, nv, keys, tile.ahead)
+    if tile.planes == 2:
+        sums = [b.shl(x, constant(tile.sums, LOW_BITS)) for x in sums]
+        low = walk._replace(one=b.gep(walk.one, [b.mul(walk.low, I64(4))]))
+        sums = _plane(b, tile, low, sums, rows, nv, keys, 0)
+    return [doubled(b, tile, x, y) for x, y in zip(sums, first, strict=True)]
+
+
+def _plane(b, tile, walk, first, rows, nv, keys, prefetched):
+    """rows x nv sums over `steps` steps of one plane, from `first`.
+
+    prefetched : bytes ahead that are asked for, 0 for none
+    """
+    one, one_stride, _, many, many_step, steps = walk
+    pace = 2 if tile.pairs else tile.packed  # steps that a turn of the loop does
+    entry = b.block
+    loop = b.append_basic_block("dot")
+    done = b.append_basic_block("dot.end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    n = b.phi(I64)
+    n.add_incoming(I64(0), entry)
+    sums = []
+    for x in first:
+        sums.append(b.phi(x.type))
+        sums[-1].add_incoming(x, entry)
+    place = b.mul(n, many_step)
+    at = [b.add(place, I64(tile.lanes * tile.group * v)) for v in range(nv)]
+    load_steps = tile.many_of_two if pace == 2 else lambda *where: [tile.many(*where)]
+    columns = [load_steps(b, many, x) for x in at]
+    for v in range(nv if prefetched else 0):
+        ahead = b.add(
+            b.mul(b.add(place, I64(tile.lanes * tile.group * v)), I64(tile.size)), I64(prefetched)
+        )
+        prefetch(b, b.gep(many, [ahead]))
+    out = list(sums)
+    for s in range(pace):
+        step = b.add(b.mul(n, I64(pace)), I64(s)) if pace > 1 else n
+        for m in range(rows):
+            word = tile.one(b, one, b.add(step, b.mul(one_stride, I64(m))))
+            for v in range(nv):
+                out[m * nv + v] = tile.dot(b, out[m * nv + v], columns[v][s], word, keys)
+    following = b.add(n, I64(1))
+    n.add_incoming(following, loop)
+    for phi, x in zip(sums, out, strict=True):
+        phi.add_incoming(x, loop)
+    passed = b.mul(following, I64(pace)) if tile.packed > 1 else following
+    b.cbranch(b.icmp_signed("<", passed, steps), loop, done)
+    b.position_at_end(done)
+    return out
+
+
+@functools.cache
+def score_tile(tile: Tile, rows: int):
+    """Intrinsic f(q, words, k, scales, j, work).
+
+    Scores of a block's keys from j on, `tile.width` vectors of them.
+
+    Addresses: q rows of `tile.planes` planes of `words` words; k the first of these keys; scales
+    (128,) float32; work, from which START and CQ are taken. INT8 writes work[row, j + n] =
+    round(clip((float32(start + q.k) * scale) * cq)) as int32 Q8.8, HIDDEN where the scale is NaN;
+    float storage writes (q.k) * cq as float32.
+    """
+    nv = tile.width(rows)
+
+    @intrinsic
+    def scores(typingctx, q, words, k, scales, j, work):
+        sig = types.void(*[types.intp] * 6)
+
+        def codegen(context, b, sig, a):
+            target.guard(tile.isa, context.codegen())
+            pq, pk, pck, pw = (pointer(b, a[i]) for i in (0, 2, 3, 5))
+            floats = vector(F32, tile.lanes)
+            exact = tile.exact
+            first = [constant(tile.sums, 0.0)] * rows
+            if exact:
+                first = [
+                    splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums)
+                    for m in range(rows)
+                ]
+            stride = b.mul(a[1], I64(tile.planes))
+            walk = Walk(pq, stride, a[1], pk, I64(tile.panel * tile.group), a[1])
+            sums = _products(b, tile, walk, first, rows, nv, True)
+            if exact:
+                key_scale = [
+                    load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
+                ]
+            for m in range(rows):
+                row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
+                for v in range(nv):
+                    x = sums[m * nv + v]
+                    if exact:
+                        x = rounded_scores(b, tile, b.sitofp(x, floats), key_scale[v], row_scale)
+                    else:
+                        x = b.fmul(x, row_scale)
+                    store(b, x, pw, b.add(a[4], I64(m * KEY_BLOCK + tile.lanes * v)), 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return scores
+
+
+def rounded_scores(b, tile: Tile, x, key_scale, row_scale):
+    """float32 sums to int32 Q8.8 scores, HIDDEN where the key's scale is NaN."""
+    return tile.to_int(b, _limit(b, b.fmul(b.fmul(x, key_scale), row_scale)))
+
+
+def _limit(b, x):
+    """Scores cut at +-T_LIMIT; NaN stays NaN."""
+    for sign, test in ((1.0, ">"), (-1.0, "<")):
+        bound = constant(x.type, sign * float(T_LIMIT))
+        x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
+    return x
+
+
+@functools.cache
+def value_tile(tile: Tile, rows: int, nv: int):
+    """Intrinsic f(work, v, step, steps, o, column, columns).
+
+    o[rows, column + nv * lanes] += (P.V) * scale.
+
+    Addresses: work, of the weights P and SCALE; v the first of these columns, `step`
+    elements between two steps of it; o, rows of `columns` float32. INT8 multiplies and adds in
+    float32, each rounded, and where values are stored with an offset its sums begin with V_START;
+    float storage starts its sums from o and takes no scale.
+    """
+
+    @intrinsic
+    def values(typingctx, work, v, step, steps, o, column, columns):
+        sig = types.void(*[types.intp] * 7)
+
+        def codegen(context, b, sig, a):
+            target.guard(tile.isa, context.codegen())
+            pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 4))
+            floats = vector(F32, tile.lanes)
+            exact = tile.exact
+            where = [
+                b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n))
+                for m in range(rows)
+                for n in range(nv)
+            ]
+            walk = Walk(pw, I64(KEY_BLOCK), I64(LOW_PLANE // 4), pv, a[2], a[3])
+            if exact:
+                first = [constant(tile.sums, 0)] * rows
+                if tile.v_offset:
+                    first = [
+                        splat(b, load(b, pw, state(rows, V_START + m), I32, 4), tile.sums)
+                        for m in range(rows)
+                    ]
+                sums = _products(b, tile, walk, first, rows, nv, False)
+            else:
+                before = [load(b, po, w, floats, 4) for w in where]
+                sums = _plane(b, tile, walk, before, rows, nv, False, tile.ahead)
+            for i, (w, x) in enumerate(zip(where, sums, strict=True)):
+                if exact:
+                    s = splat(b, load(b, pw, state(rows, SCALE + i // nv), F32, 4), floats)
+                    x = b.fadd(load(b, po, w, floats, 4), b.fmul(b.sitofp(x, floats), s))
+                store(b, x, po, w, 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return values

@@ -1,0 +1,79 @@
+"""The named tuples of the float kernel: its operands, results, sizes, and what a worker keeps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Operands(NamedTuple):
+    """Of N query heads and Nkv KV heads.
+
+    q : (N, L, D) float32, or uint16 bits of bfloat16
+    keys, values : (Nkv, ...) packed
+    limits : (Nkv,) float32 largest |q| whose scores stay finite
+    """
+
+    q: np.ndarray
+    keys: np.ndarray
+    limits: np.ndarray
+    values: np.ndarray
+
+
+class Results(NamedTuple):
+    """out (N, L, Dv), lse (N, L) float32; redo (N, L) uint8: 1 for a row float32 cannot hold."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    redo: np.ndarray
+
+
+class Sizes(NamedTuple):
+    """Heads of a batch, keys S, columns of a row of V, rows of a tile (whole groups), workers."""
+
+    heads: int
+    kv_heads: int
+    keys: int
+    columns: int
+    block_q: int
+    workers: int
+
+
+class Tile(NamedTuple):
+    """Query rows `row` to row + real - 1 of head h of batch b; the head is number n of all."""
+
+    n: int
+    b: int
+    h: int
+    row: int
+    real: int
+
+
+class Group(NamedTuple):
+    """`rows` rows of a tile from row g on, and the keys `first` to `stop` - 1 of the block that
+    begins at key `block`.
+    """
+
+    g: int
+    rows: int
+    first: int
+    stop: int
+    block: int
+
+
+class State(NamedTuple):
+    """What a worker keeps of one query tile; start, stop, skip are of its groups."""
+
+    q: np.ndarray  # (block_q, channels) operands
+    x: np.ndarray  # (block_q * key_block,) float32 scores
+    p: np.ndarray  # (block_q * key_block,) weights as operands: x itself where these are float32
+    o: np.ndarray  # (block_q, columns) float32
+    l: np.ndarray  # (block_q, lanes) float32 sums of the weights
+    m: np.ndarray  # (block_q,) float32 maxima
+    magnitude: np.ndarray  # (block_q,) uint32: bits of the largest |q|
+    lo: np.ndarray  # (block_q,) int64 first key that a row attends to
+    hi: np.ndarray  # (block_q,) int64 the key after its last one
+    start: np.ndarray  # int64 first key of a group in the present block
+    stop: np.ndarray  # int64 the key after its last one
+    skip: np.ndarray  # int64 scored keys before the first that any row attends to, in whole steps

@@ -1,0 +1,105 @@
+"""What AMX's woven stream reads and writes.
+
+The table of turns, the stream's scratch, and loads and stores of both as LLVM instructions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..isa.amx_tiles import ROWS, VOID, WIDTH
+from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, vector
+
+TILE = ROWS * WIDTH  # bytes
+GROUP = 8  # rows whose octaves are found together
+# octaves for which int16 scores are exact: as in `flash_int8`
+LOWEST = -110
+HIGHEST = 127
+INTS, FLOATS, WORDS, BYTES = (
+    vector(t, 64 // n) for t, n in ((I32, 4), (F32, 4), (I16, 2), (I8, 1))
+)
+
+
+class Turn(NamedTuple):
+    """Byte offsets in a row of the table of turns.
+
+    Addresses of one query tile of 32 rows and one key block.
+    """
+
+    q: int = 0  # rows of int8, `64 * steps` bytes apart
+    cq: int = 8  # their scales
+    k: int = 16  # packed keys of the block
+    ck: int = 24  # their scales
+    v: int = 32  # packed values of the block
+    o: int = 40  # rows of O, float32
+    m: int = 48  # running octaves of the rows
+    l: int = 56  # running sums of the rows
+    # the first key that each row attends to, int64; `NO_EDGE` (no address): every row attends to
+    # the whole block; `FIRST_EDGE`: but for the sequence's first keys
+    lo: int = 64
+    hi: int = 72  # and the key after the last one
+    first: int = 80  # the first key of the block: a number
+
+
+TURN = Turn()
+BEFORE = 2
+AFTER = 2
+FIELDS = len(TURN)
+NO_EDGE, FIRST_EDGE = 0, 1
+TURNS = 128  # real ones in a table
+# key blocks that every row of a query tile attends to before the next ones are read: they stay in
+# L2
+NEAR = 16
+
+
+class Scratch(NamedTuple):
+    """Byte offsets in the stream's scratch.
+
+    Addresses that are used together differ in their low 12 bits.
+    """
+
+    sums: int = 0  # two blocks of sums, `other_sums` apart
+    other_sums: int = 4096 + 2048
+    scores: int = 12288  # (4, 32, 32) int16: key blocks of 32, rows, keys
+    weights: int = 24576  # two blocks of (2, 32, 64) uint8: halves, rows, keys
+    other_weights: int = 4096
+    octave_words: int = 36864  # (32,) int16 pairs: octaves in Q8.8, twice
+    octaves: int = 36864 + 128  # (32,) int32
+    scales: int = (
+        36864 + 256
+    )  # (32,) float32: powers of two that bring a block's sums to the running octave
+    totals: int = 36864 + 384  # (32,) int32: sums of the weights
+    partial: int = (
+        36864 + 512
+    )  # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
+    size: int = 36864 + 512 + 2048
+
+
+AT = Scratch()
+
+
+def pointer_at(b, base, offset):
+    """The pointer `offset` bytes behind `base`; offset is a number or an IR value."""
+    return b.gep(base, [offset if not isinstance(offset, int) else I64(offset)])
+
+
+def load_at(b, base, ty, offset, align=4):
+    """The value of type `ty` that is stored `offset` bytes behind `base`."""
+    x = b.load(b.bitcast(pointer_at(b, base, offset), ty.as_pointer()))
+    x.align = align
+    return x
+
+
+def store_at(b, x, base, offset, align=4):
+    """Store x `offset` bytes behind `base`."""
+    b.store(x, b.bitcast(pointer_at(b, base, offset), x.type.as_pointer())).align = align
+
+
+def amx_call(b, name, *args):
+    """One tile instruction."""
+    call(b, f"llvm.x86.{name}", VOID, *args)
+
+
+def word(n):
+    """n, 0 to 65535, in every lane of a vector of int16."""
+    return constant(WORDS, n if n < 32768 else n - 65536)

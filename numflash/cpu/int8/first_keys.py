@@ -1,0 +1,286 @@
+"""The first keys of a sequence, one row of queries at a time, in front of the key blocks.
+
+Often one of them takes most of a row's weight (an "attention sink"). In a block with it the other
+keys would share few levels of the 8-bit weights, and the rounding of its own key and value would be
+the error of the row. So the first `FIRST_KEYS` keys are taken out of their block: with keys and
+values of 13 bits (`QuantizedTensor.low`) and weights of 12 they make the state that the blocks find.
+
+    scores   S = q.k, int8 times int16, exact in int32; x = S * key scale * query scale     (score_row)
+    weights  own octave, w = 2**(x - octave) in 12 bits, and their sum                      (weigh_first)
+    values   o = w.v in float32: products are exact, sums are rounded in the order of keys  (value_row)
+
+There are so few of these that neither tiles nor packed operands pay: Q is read as it came.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ... import fixedpoint as fx
+from ...fixedpoint import FINER, FIRST_KEYS
+from ..isa.isas import VECTOR_ISAS
+from ..isa.vectors import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Isa,
+    call,
+    constant,
+    data,
+    load,
+    repeat,
+    shuffle,
+    splat,
+    store,
+    vector,
+)
+from ..semantics import UNSEEN
+
+F = np.float32
+FLOATS = vector(F32, FIRST_KEYS)
+NO_SCORE = -(1 << 31)  # of a key that is not seen: below every score
+
+
+class FirstKeys(NamedTuple):
+    """The first keys of every sequence, for Nkv KV heads; what a sequence lacks is 0.
+
+    keys : (Nkv, FIRST_KEYS, D) int16 in 1 / FINER of an INT8 step
+    scale : (Nkv, FIRST_KEYS) float32 of these, NaN for a key that was not finite
+    values : (Nkv, FIRST_KEYS, columns of O) float32 in INT8 steps
+    number : how many of these are first keys, `Problem.first_keys`; the blocks have the rest
+    """
+
+    keys: np.ndarray
+    scale: np.ndarray
+    values: np.ndarray
+    number: int
+
+
+def first_keys(
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: np.ndarray,
+    lows: Iterable[np.ndarray | None],
+    columns: int,
+    count: int = FIRST_KEYS,
+) -> FirstKeys:
+    """From k (N, S, D), v (N, S, Dv) int8, the scales (N, S) of keys, and `QuantizedTensor.low` of
+    both; `count` is `FirstKeys.number`.
+    """
+    n, _, d = k.shape
+    k_low, v_low = lows
+    found = FirstKeys(
+        np.zeros((n, FIRST_KEYS, d), np.int16),
+        np.zeros((n, FIRST_KEYS), F),
+        np.zeros((n, FIRST_KEYS, columns), F),
+        count,
+    )
+    there = min(FIRST_KEYS, k.shape[1])
+    rows = k[:, :there].astype(np.int16) * np.int16(FINER)
+    found.keys[:, :there] = rows if k_low is None else rows + k_low
+    found.scale[:, :there] = scale[:, :there] * F(1 / FINER)
+    rows = v[:, :there].astype(np.int16) * np.int16(FINER)
+    rows = rows if v_low is None else rows + v_low
+    found.values[:, :there, : v.shape[2]] = rows * F(1 / FINER)
+    return found
+
+
+def no_first_keys(n: int, columns: int) -> FirstKeys:
+    """What kernels with pv "fp32" take: they have no use for them."""
+    return FirstKeys(
+        np.zeros((n, FIRST_KEYS, 0), np.int16),
+        np.zeros((n, FIRST_KEYS), F),
+        np.zeros((n, FIRST_KEYS, columns), F),
+        0,
+    )
+
+
+def _sum_each(b: ir.IRBuilder, sums: list):
+    """<4 x i32>: the sums of the lanes of four vectors, by a transposing tree."""
+    lanes = sums[0].type.count
+
+    even = [n + j for block in range(0, lanes, 4) for n in (block, lanes + block) for j in (0, 2)]
+    odd = [j + 1 for j in even]
+
+    def combine(x, y):
+        """Neighbours added up: in every 4 lanes two of x, then two of y."""
+        return b.add(shuffle(b, x, y, even), shuffle(b, x, y, odd))
+
+    x = combine(combine(sums[0], sums[1]), combine(sums[2], sums[3]))
+    while lanes > 4:
+        lanes //= 2
+        x = b.add(
+            shuffle(b, x, x, list(range(lanes))), shuffle(b, x, x, list(range(lanes, 2 * lanes)))
+        )
+    return x
+
+
+def _dots(b: ir.IRBuilder, isa: Isa, q, k, row, d):
+    """<4 x i32>: q (d int8 from element `row` on) times each of the keys k (d int16 each)."""
+    wide = 2 * isa.lanes
+    bytes_, words = vector(I8, wide), vector(I16, wide)
+    keys = [b.mul(d, I64(j)) for j in range(FIRST_KEYS)]
+
+    def add(n, state):
+        at = b.mul(n, I64(wide))
+        query = b.sext(load(b, q, b.add(row, at), bytes_, 1), words)
+        return [
+            isa.pair_dot(b, acc, query, load(b, k, b.add(key, at), words, 2))
+            for acc, key in zip(state, keys, strict=True)
+        ]
+
+    whole = b.sdiv(d, I64(wide))
+    state = repeat(b, I64(0), whole, [constant(vector(I32, isa.lanes), 0)] * FIRST_KEYS, add)
+    total = _sum_each(b, state)
+
+    def add_one(n, state):
+        query = b.sext(load(b, q, b.add(row, n), I8, 1), I32)
+        (found,) = state
+        for j, key in enumerate(keys):
+            product = b.mul(query, b.sext(load(b, k, b.add(key, n), I16, 2), I32))
+            old = b.extract_element(found, I32(j))
+            found = b.insert_element(found, b.add(old, product), I32(j))
+        return [found]
+
+    (total,) = repeat(b, b.mul(whole, I64(wide)), d, [total], add_one)
+    return total
+
+
+def _limited(b: ir.IRBuilder, x):
+    """x cut at +-T_LIMIT; NaN stays NaN."""
+    for test, limit in ((">", float(fx.T_LIMIT)), ("<", -float(fx.T_LIMIT))):
+        bound = constant(x.type, limit)
+        x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
+    return x
+
+
+@functools.cache
+def score_row(isa_name: str):
+    """Intrinsic f(q, row, d, keys, head, scale, cq, x, at): scores x[at ...] of one query with the
+    first keys, Q8.8 or in units of a softcap.
+
+    q : int8, the query's d elements from `row` on;  keys, scale : of `FirstKeys`, of head `head`
+    """
+    isa = VECTOR_ISAS[isa_name]
+
+    @intrinsic
+    def score(typingctx, q, row, d, keys, head, scale, cq, x, at):
+        def codegen(context, b, sig, args):
+            pq, pk, ps, px = (data(context, b, sig.args[n], args[n]) for n in (0, 3, 5, 7))
+            first = b.mul(args[4], I64(FIRST_KEYS))
+            keys_at = b.gep(pk, [b.mul(b.mul(first, args[2]), I64(2))])
+            s = b.sitofp(_dots(b, isa, pq, keys_at, args[1], args[2]), FLOATS)
+            s = b.fmul(s, load(b, ps, first, FLOATS, 4))
+            store(b, _limited(b, b.fmul(s, splat(b, args[6], FLOATS))), px, args[8], 4)
+            return context.get_dummy_value()
+
+        place = types.int64
+        return types.void(q, place, place, keys, place, scale, cq, x, place), codegen
+
+    return score
+
+
+def _weights(b: ir.IRBuilder, y):
+    """`fixedpoint.exp2_p12` of distances below the octave, up to 65535."""
+    number = functools.partial(constant, y.type)
+    f = b.and_(b.shl(y, number(8)), number(0xFFFF))
+    g = b.lshr(b.mul(f, number(int(fx.P_B))), number(16))
+    h = b.lshr(b.mul(f, b.sub(number(int(fx.P_A)), g)), number(16))
+    shift = _lanewise(b, "umin", b.lshr(y, number(8)), number(15))
+    return b.lshr(b.lshr(b.sub(number(fx.P_WIDE), h), shift), number(4))
+
+
+def _lanewise(b: ir.IRBuilder, name: str, x, y):
+    return call(b, f"llvm.{name}.v{x.type.count}i32", x.type, x, y)
+
+
+def _fold_rows(b: ir.IRBuilder, x, combine):
+    """Every FIRST_KEYS lanes combined: the result in each of them."""
+    for distance in (1, 2):
+        x = combine(x, shuffle(b, x, x, [lane ^ distance for lane in range(x.type.count)]))
+    return x
+
+
+@functools.cache
+def weigh_first(rows: int):
+    """Intrinsic f(x, at, m, m_at, l, l_at) -> whether a score is NaN.
+
+    The scores x[at ...] of `rows` rows, FIRST_KEYS of each, -inf where hidden, become weights; 1.0
+    is 255, as in the blocks. Octaves go to m[m_at ...], sums of the weights to l[l_at ...].
+    """
+    lanes = rows * FIRST_KEYS
+    floats, ints = vector(F32, lanes), vector(I32, lanes)
+    first_lanes = list(range(0, lanes, FIRST_KEYS))
+    unit = fx.P_ONE / fx.FIRST_ONE
+
+    @intrinsic
+    def weigh(typingctx, x, at, m, m_at, l, l_at):
+        def codegen(context, b, sig, args):
+            px, pm, pl = (data(context, b, sig.args[n], args[n]) for n in (0, 2, 4))
+            y = load(b, px, args[1], floats, 4)
+            no_number = b.fcmp_unordered("uno", y, y)
+            # NaN is hidden, too: such a row has no result anyway
+            seen = b.fcmp_ordered("one", y, constant(floats, float("-inf")))
+            y = _limited(b, b.select(seen, y, constant(floats, 0.0)))
+            t = b.fptosi(call(b, f"llvm.roundeven.v{lanes}f32", floats, y), ints)
+            t = b.select(seen, t, constant(ints, NO_SCORE))
+            top = _fold_rows(b, t, functools.partial(_lanewise, b, "smax"))
+            octave = b.ashr(b.add(top, constant(ints, 255)), constant(ints, 8))
+            furthest = constant(ints, 65535)
+            distance = b.sub(b.shl(octave, constant(ints, 8)), t)
+            distance = b.select(seen, _lanewise(b, "umin", distance, furthest), furthest)
+            weights = _weights(b, distance)
+            store(b, b.fmul(b.sitofp(weights, floats), constant(floats, unit)), px, args[1], 4)
+            none = b.icmp_signed("==", top, constant(ints, NO_SCORE))
+            octave = b.select(none, constant(ints, UNSEEN), octave)
+            store(b, shuffle(b, octave, octave, first_lanes), pm, args[3], 4)
+            total = b.fmul(b.sitofp(_fold_rows(b, weights, b.add), floats), constant(floats, unit))
+            store(b, shuffle(b, total, total, first_lanes), pl, args[5], 4)
+            return call(b, f"llvm.vector.reduce.or.v{lanes}i1", ir.IntType(1), no_number)
+
+        place = types.int64
+        return types.boolean(x, place, m, place, l, place), codegen
+
+    return weigh
+
+
+@functools.cache
+def value_row(isa_name: str):
+    """Intrinsic f(w, w_at, values, head, width, o, at): o[at ...] = the weights w[w_at ...] times
+    the values of head `head`, `width` columns.
+    """
+    isa = VECTOR_ISAS[isa_name]
+    floats = isa.vector(F32)
+
+    @intrinsic
+    def run(typingctx, w, w_at, values, head, width, o, at):
+        def codegen(context, b, sig, args):
+            pw, pv, po = (data(context, b, sig.args[n], args[n]) for n in (0, 2, 5))
+            width, first = args[4], b.mul(args[3], I64(FIRST_KEYS))
+            weights = [
+                isa.splat(b, load(b, pw, b.add(args[1], I64(j)), F32, 4), floats)
+                for j in range(FIRST_KEYS)
+            ]
+            rows = [b.mul(b.add(first, I64(j)), width) for j in range(FIRST_KEYS)]
+            step = isa.elements(b, 1)
+            with cgutils.for_range_slice(b, I64(0), width, step, I64) as (t, _):
+                acc = isa.fill(b, floats, 0.0)
+                for weight, row in zip(weights, rows, strict=True):
+                    acc = isa.generic(b, "fma", weight, load(b, pv, b.add(row, t), floats, 4), acc)
+                store(b, acc, po, b.add(args[6], t), 4)
+            return context.get_dummy_value()
+
+        place = types.int64
+        return types.void(w, place, values, place, place, o, place), codegen
+
+    return run

@@ -1,0 +1,199 @@
+"""Caches, memory and energy of the CPUs that `numflash estimate` models.
+
+llvm-mca knows pipes and latencies and lets every load hit the first-level cache. This adds what
+lies behind it: bytes that a tile moves at each level, cycles for them at the published rates, and
+joules. `SOURCES` says of every figure whether it was found again in print, is quoted from memory, or
+is assumed; none was measured by us on these CPUs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import ArgumentError
+
+KIB = 1024
+PICO = 1e-12
+
+
+class Level(NamedTuple):
+    """A cache: bytes, bytes a cycle that a core loads from it, and the cores that share it."""
+
+    name: str
+    size: int
+    rate: float
+    cores: int = 1
+
+
+class Mode(NamedTuple):
+    """A power mode: clock in Hz, arithmetic pipes, and watts of a node against the normal mode."""
+
+    clock: float
+    pipes: int
+    power: float
+
+
+class Machine(NamedTuple):
+    """A CPU.
+
+    Attributes
+    ----------
+    levels : caches, the nearest first
+    bandwidth : bytes a second that the cores of a group load from memory, all together
+    cores : of a group with memory of its own
+    groups : of a node
+    modes : by name; the first is the normal one
+    node_watts : of a node under HPL in the normal mode; 0 where nobody published it
+    hpl : operations a second of that run on a node, in float64
+    """
+
+    name: str
+    levels: tuple[Level, ...]
+    bandwidth: float
+    cores: int
+    groups: int
+    modes: dict[str, Mode]
+    node_watts: float = 0.0
+    hpl: float = 0.0
+
+    @property
+    def clock(self) -> float:
+        """Of the normal mode, in Hz."""
+        return next(iter(self.modes.values())).clock
+
+
+MACHINES = {
+    "a64fx": Machine(
+        "Fujitsu A64FX (Fugaku)",
+        (Level("L1", 64 * KIB, 128), Level("L2", 8192 * KIB, 64, 12)),
+        256e9,
+        12,
+        4,
+        {
+            "normal": Mode(2.0e9, 2, 1.0),
+            "boost": Mode(2.2e9, 2, 1.17),
+            "eco": Mode(2.0e9, 1, 0.82),
+        },
+        118.48e3 / 768,
+        1.9995e15 / 768,
+    ),
+    "neoverse-v1": Machine(
+        "Neoverse V1 (Graviton 3)",
+        (
+            Level("L1", 64 * KIB, 64),
+            Level("L2", 1024 * KIB, 32),
+            Level("L3", 32768 * KIB, 16, 64),
+        ),
+        307.2e9,
+        64,
+        1,
+        {"normal": Mode(2.6e9, 2, 1.0)},
+    ),
+    "neoverse-v2": Machine(
+        "Neoverse V2 (Grace)",
+        (
+            Level("L1", 64 * KIB, 48),
+            Level("L2", 1024 * KIB, 32),
+            Level("L3", 114 * 1024 * KIB, 16, 72),
+        ),
+        500e9,
+        72,
+        1,
+        {"normal": Mode(3.1e9, 4, 1.0)},
+    ),
+}
+
+# picojoules in 7 nm; of a multiplication and an addition together, and of a byte
+OPERATION = {
+    "int8 to int32": 0.07 + 0.03,
+    "float16": 0.34 + 0.16,
+    "float32": 1.31 + 0.38,
+    "float64": 4 * 1.31 + 2 * 0.38,
+}
+BYTE = {"L1": 8.5 / 8, "L2": 14 / 8, "L3": 14 / 8, "memory": 350 / 8}
+SOURCES = (
+    "Found again in print: A64FX, 64 KiB and 8 MiB of cache, 12 cores and 256 GB/s a group (Arm, Introduction to the A64FX,\n"
+    "2019; Fujitsu's data sheet); 1.9995 PFLOP/s at 16.876 GFLOP/s a watt on 768 CPUs, hence 154 W a node (Green500,\n"
+    "November 2019; Fujitsu's press release); boost, 17 % more power for 10 % more speed (Kodama et al., CLUSTER 2020).\n"
+    "Quoted from memory, check them before you rely on them: A64FX, L1 128 and L2 64 bytes a cycle and core (Yoshida, Hot\n"
+    "Chips 30, 2018); 117 of HBM2's 128 bytes a cycle measured (Alappat et al., CCPE 2021); Neoverse, cache sizes (Arm's\n"
+    "manuals), 8 channels of DDR5-4800 (AWS), 500 GB/s (NVIDIA). Energy in 7 nm (Jouppi et al., Ten lessons from three\n"
+    "generations shaped Google's TPUv4i, ISCA 2021, table 2): int8 multiplication 0.07 pJ, int32 addition 0.03; float16\n"
+    "0.34, 0.16; float32 1.31, 0.38; 8 bytes of a 32 KiB SRAM 8.5, of 1 MiB 14, of HBM2 250 to 450 (350 here; O'Connor et\n"
+    "al., MICRO 2017: 3.9 pJ a bit).\n"
+    "Assumptions: rates of Neoverse's L2 and L3; larger caches cost as much as 1 MiB (too little); float64 = 4\n"
+    "multiplications and 2 additions of float32; everything else (fetch, rename, registers, leakage, network) is what\n"
+    "remains of a node's watts in HPL, at all times; eco, one of two pipes and 18 % less power"
+)
+
+
+def known(cpu: str) -> str:
+    """`cpu` itself, if its caches are known here."""
+    if cpu not in MACHINES:
+        raise ArgumentError(f"cpu: got {cpu!r}; allowed: {', '.join(map(repr, MACHINES))}")
+    return cpu
+
+
+def home(machine: Machine, size: float) -> Level | None:
+    """The nearest level that holds `size` bytes; None for memory."""
+    return next((level for level in machine.levels if size <= level.size), None)
+
+
+def transfer(machine: Machine, working_set: float, streamed: float, active: int = 1) -> float:
+    """Cycles to bring `streamed` bytes into L1 from the level that holds `working_set` bytes.
+
+    `active` cores of the group do the same. 0 where all is in L1 already.
+    """
+    level = home(machine, working_set)
+    if level is machine.levels[0]:
+        return 0.0
+    if level is not None:
+        return streamed / level.rate
+    second = min(machine.bandwidth / active, machine.levels[-1].rate * machine.clock)
+    return streamed * machine.clock / second
+
+
+def rest_watts(machine: Machine) -> float:
+    """Watts of a node for what `OPERATION` and `BYTE` leave out: from its HPL run.
+
+    HPL's products read an operand from L1 for every instruction, about half a byte an operation.
+    """
+    dynamic = machine.hpl * PICO * (OPERATION["float64"] / 2 + 0.5 * 8 * BYTE["L1"])
+    return max(0.0, machine.node_watts - dynamic)
+
+
+class Energy(NamedTuple):
+    """Joules of some work on one core: arithmetic, bytes by level, everything else."""
+
+    arithmetic: float
+    levels: dict[str, float]
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.arithmetic + sum(self.levels.values()) + self.rest
+
+
+def energy(
+    machine: Machine,
+    multiply_adds: dict[str, float],
+    traffic: dict[str, float],
+    seconds: float,
+    mode: str = "normal",
+) -> Energy:
+    """Joules of a core that does so many multiply-adds (by kind) and moves so many bytes (by level).
+
+    A core answers for its share of the node's other watts. The power of a mode scales everything
+    but HBM2.
+    """
+    factor = machine.modes[mode].power / (
+        machine.modes[mode].clock / machine.clock if mode == "boost" else 1
+    )
+    arithmetic = factor * sum(n * OPERATION[kind] * PICO for kind, n in multiply_adds.items())
+    levels = {
+        name: (1 if name == "memory" else factor) * n * BYTE[name] * PICO
+        for name, n in traffic.items()
+    }
+    share = rest_watts(machine) * machine.modes[mode].power / (machine.cores * machine.groups)
+    return Energy(arithmetic, levels, share * seconds)

@@ -1,0 +1,73 @@
+"""Rows in 4 bits: what a `KVCache(dtype="int4")` stores, and the definition of its decoding.
+
+A row is rotated by a Hadamard matrix (`rotation`), then rounded to the odd numbers from -15 to 15
+times one scale. Rotation spreads the few large channels of real keys over all, and a query rotated
+alike has the same scores. From there on decoding is that of INT8, `int8_decode.integer_decode`, with
+other numbers; its output is a sum of rotated values and is rotated back.
+
+The numbers of a row are chosen in integers, so every machine chooses the same: x is rounded to 16
+bits; then, for each of `fixedpoint.CODE_STEPS` step lengths s, c = clip((x * s >> 16) + 8, 0, 15)
+and n = 2 c - 15. The row takes the s whose n, times their best factor (x . n) / (n . n), leave the
+least error, and that factor is its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..quantization import QuantizedTensor
+from ..rotation import rotate
+from .int8_decode import decode_query, integer_decode
+
+F = np.float32
+NO_SCALE = F(2.0**-100)  # as in `quantization`
+
+
+def quantize(rows: np.ndarray) -> QuantizedTensor:
+    """Rows (..., L, D) in 4 bits: data int8, odd numbers from -15 to 15, and a scale per row.
+
+    The data are those of rotated rows: `rotation.rotate(quantize(x).dequantize())` is near x. Rows
+    of zeros have scale 0, rows that are not finite are marked.
+    """
+    x = rotate(np.asarray(rows, F))
+    top = np.abs(x).max(-1, keepdims=True)
+    nonfinite = ~np.isfinite(top)
+    usable = (top > NO_SCALE) & ~nonfinite
+    safe = np.where(usable, top, F(1))
+    whole = np.rint(np.where(usable, x, F(0)) * (F(fx.CODE_ONE) / safe)).astype(np.int32)
+    data = np.zeros(x.shape, np.int8)
+    gain = np.full(top.shape, -1, F)
+    factor = np.zeros(top.shape, F)
+    for steps in fx.CODE_STEPS:
+        n = np.clip((whole * np.int32(steps) >> 16) + 8, 0, 15) * 2 - 15
+        product = (whole * n).sum(-1, keepdims=True).astype(F)
+        square = (n * n).sum(-1, keepdims=True).astype(F)
+        better = product * product / square > gain
+        gain = np.where(better, product * product / square, gain)
+        factor = np.where(better, product / square, factor)
+        data = np.where(better, n, data).astype(np.int8)
+    scale = np.where(usable, safe / F(fx.CODE_ONE), F(0)) * factor
+    bad = nonfinite[..., 0] if nonfinite.any() else None
+    return QuantizedTensor(data, np.where(nonfinite, F(1), scale), "row", None, bad)
+
+
+def decode(
+    query: np.ndarray,
+    k: QuantizedTensor,
+    v: QuantizedTensor,
+    scale: float,
+    seen: np.ndarray,
+    splits: int = 1,
+    change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The definition of INT4 decode over one sequence: `int8_decode.integer_decode` of rotated rows.
+
+    query (H, L, D) float32, not rotated; k and v of `quantize`. Out (H, L, Dv) float32, octave m
+    and sum l (H, L).
+    """
+    q = decode_query(rotate(np.asarray(query, F)))
+    out, m, l = integer_decode(q, k, v, scale, seen, splits, change)
+    return rotate(out), m, l

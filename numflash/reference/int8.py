@@ -1,0 +1,274 @@
+"""The definition of precision "int8": the integer model whose bits every INT8 kernel must produce.
+
+`integer_steps` gives it key block by key block, `integer_model` whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import fixedpoint as fx
+from ..quantization import QuantizedTensor
+from ..tiling import KEY_BLOCK
+from ..validation import Problem
+from .float64 import LN2, visible
+
+F = np.float32
+
+
+@dataclass(frozen=True)
+class Step:
+    """One key block of one head in the integer pipeline, as the kernels hold it.
+
+    The first step with pv "int8" is that of the sequence's first keys.
+
+    first, stop : the keys of the block
+    s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
+    octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint16 P12 of the
+        first keys, uint32 Q16.16 with pv "fp32")
+    m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running
+        output, all after this block
+    """
+
+    first: int
+    stop: int
+    s: np.ndarray
+    t: np.ndarray
+    octave: np.ndarray
+    p: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
+    o: np.ndarray
+
+
+HIDDEN = np.int32(-(1 << 31))  # t of a hidden key: below every score
+
+
+def score_unit(scale: float, softcap: float = 0.0) -> float:
+    """What turns scaled dot products of quantised operands into Q8.8 scores of log2, or into units
+    of a softcap.
+    """
+    return scale / softcap if softcap else scale * math.log2(math.e) * 256
+
+
+def combined_scale(
+    q: QuantizedTensor, k: QuantizedTensor, scale: float, softcap: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """cq (..., L) and ck (..., S) float32 with t = (float32(S) * ck[j]) * cq[i] in Q8.8, or in
+    units of a softcap.
+
+    cq = q.scale * score_unit and ck = k.scale, each limited to 2**100 so that no product with an
+    int32 is NaN. The scale of a key or query that was not finite is NaN.
+    """
+    limit = F(2.0**100)
+    with np.errstate(over="ignore"):
+        cq = np.clip(q.row_scale() * F(score_unit(scale, softcap)), -limit, limit)
+        ck = np.minimum(k.row_scale(), limit)
+    for factor, nonfinite in ((cq, q.nonfinite), (ck, k.nonfinite)):
+        if nonfinite is not None:
+            factor[nonfinite] = np.nan
+    return cq, ck
+
+
+def row_shift(q: QuantizedTensor, k: QuantizedTensor, scale: float) -> np.ndarray | None:
+    """(B, H, L) float64: what smoothing took from every score of a row, scale * q . offset.
+
+    None without smoothing.
+    """
+    if k.offset is None:
+        return None
+    offset = np.repeat(k.offset.astype(np.float64), q.data.shape[1] // k.offset.shape[1], 1)
+    dots = np.einsum(
+        "bhld,bhd->bhl", q.data, offset[:, :, 0]
+    )  # no BLAS: its threads keep spinning (docs/pitfalls.md, "BLAS threads keep spinning")
+    return dots * q.row_scale() * scale
+
+
+def cap_shift(problem: Problem) -> np.ndarray | None:
+    """(B, H, L) float32: `row_shift` in units of the softcap, which is what tanh would lack."""
+    shift = row_shift(problem.query, problem.key, problem.scale)
+    if shift is None:
+        return None
+    return np.clip(shift / problem.softcap, -fx.T_LIMIT, fx.T_LIMIT).astype(F)
+
+
+def value_units(problem: Problem, b: int, g: int) -> np.ndarray:
+    """(Dv,) float32, the units of a KV head's channels with pv "fp32": 2**32 for those with a
+    value of 2**96 or more, whose sums would overflow, otherwise 1. Tokens with a value that is not
+    finite are left out.
+    """
+    v = problem.value[b, g]
+    peak = np.abs(v[np.isfinite(v).all(-1)]).max(0, initial=0)
+    return np.where(peak >= 2.0**96, F(2.0**32), F(1))
+
+
+def integer_steps(
+    problem: Problem, b: int, h: int, key_block: int = KEY_BLOCK, first_keys: bool = True
+) -> Iterator[Step]:
+    """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
+
+    `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every
+    kernel. With pv "fp32" the value is a float array, in `value_units`, and the weights stay in
+    Q16.16.
+
+    With pv "int8" the first `fixedpoint.FIRST_KEYS` keys of the sequence come by themselves, before
+    the block that they are taken out of: their keys and values have 5 more bits
+    (`QuantizedTensor.low`), their weights 12. Where one of them takes nearly all the weight, the
+    other keys of its block would share few levels of 8 bits, and its own rounding would be the
+    error of the row. `problem.first_keys` says how many keys of a later part of a sequence are
+    among them. Without `first_keys` they are keys like others: the plain pipeline that the course
+    builds.
+    """
+    nh = problem.shape[1]
+    nkv = problem.shape[2]
+    length = problem.shape[3]
+    s_len = problem.shape[4]
+    dv = problem.shape[6]
+    g = h * nkv // nh
+    q = problem.query
+    k = problem.key
+    v = problem.value
+    cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
+    cq = cq[b, h]
+    ck = ck[b, g].copy()
+    wide = problem.pv == "fp32"
+    bad_value = (
+        ~np.isfinite(v[b, g]).all(-1)
+        if wide
+        else np.zeros(s_len, bool)
+        if v.nonfinite is None
+        else v.nonfinite[b, g]
+    )
+    ck[bad_value] = np.nan
+    shift = cap_shift(problem) if problem.softcap else None
+    qi = q.data[b, h].astype(np.float64)
+    ki = k.data[b, g].astype(np.float64)
+    vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
+    vi /= value_units(problem, b, g) if wide else 1
+    count = min(problem.first_keys, s_len) if first_keys and not wide else 0
+    m = np.full(length, fx.MIN_OCTAVE, np.int32)
+    l = np.zeros(length, F)
+    o = np.zeros((length, dv), F)
+    seen_all = visible(problem, b, h)
+    power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)  # noqa: E731
+    blocks = [slice(0, count)] if count else []
+    for first in range(0, s_len, key_block):
+        if first + key_block > count and s_len > count:
+            blocks.append(slice(max(first, count), min(first + key_block, s_len)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for n, cols in enumerate(blocks):
+            seen = seen_all[:, cols]
+            finer = count and n == 0
+            if finer:
+                kn, vn = (finer_rows(t, b, g)[cols] for t in (k, v))
+                key_scale, value_unit = ck[cols] * F(1 / fx.FINER), 1 / fx.FINER
+                exp2, unit, kind = fx.exp2_p12, 1 / 16, np.uint16
+            else:
+                kn, vn, key_scale, value_unit = ki[cols], vi[cols], ck[cols], 1.0
+                exp2, unit, kind = fx.exp2_p8, 1.0, np.uint8
+                if wide:
+                    exp2, unit, kind = fx.exp2_quadratic, 1 / fx.ONE_Q16, np.uint32
+            s = (qi @ kn.T).astype(np.int32)  # exact: |s| <= 128 * 128 * FINER * D
+            x = (s.astype(F) * key_scale) * cq[:, None]
+            x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
+            x = transform(problem, b, h, x, cols, None if shift is None else shift[b, h])
+            if problem.bias is not None:
+                seen = seen & (problem.bias[b, h][:, cols] != -np.inf)
+            spoiled = np.isnan(x) & seen
+            seen = seen & ~spoiled
+            t = np.rint(np.clip(np.where(seen, x, 0), -fx.T_LIMIT, fx.T_LIMIT)).astype(np.int32)
+            t = np.where(seen, t, HIDDEN)
+            top = t.max(1)
+            some = top != HIDDEN
+            octave = np.where(some, (top + 255) >> 8, fx.MIN_OCTAVE).astype(np.int32)
+            y = np.minimum((octave[:, None].astype(np.int64) << 8) - t, 65535).astype(np.uint16)
+            p = np.where(seen, exp2(y), 0).astype(kind)
+            m_new = np.maximum(m, octave)
+            o = o * power(m_new - m)[:, None]
+            l = l * power(m_new - m)
+            weight = np.where(some, power(m_new - octave), F(0))
+            l = l + (p.sum(1, dtype=np.int64) * unit).astype(F) * weight
+            if finer:
+                o = _weighted(p * F(unit), vn * F(value_unit))
+            else:
+                o = o + ((p * unit) @ vn).astype(F) * weight[:, None]
+            m = m_new
+            l = np.where(spoiled.any(1), F(np.nan), l).astype(F)
+            yield Step(cols.start, cols.stop, s, t, octave, p, m, l, o)
+
+
+def finer_rows(t: QuantizedTensor, b: int, g: int) -> np.ndarray:
+    """(first keys, D) float64: a sequence's first keys or values in 1 / FINER of their steps."""
+    rows = t.data[b, g, : fx.FIRST_KEYS].astype(np.float64) * fx.FINER
+    return rows if t.low is None else rows + t.low[b, g]
+
+
+def _weighted(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p.v in float32, key by key: a product is exact, a sum is rounded."""
+    o = np.zeros((len(p), v.shape[1]), F)
+    for j in range(len(v)):
+        o += p[:, j : j + 1].astype(F) * v[j].astype(F)
+    return o
+
+
+def transform(problem, b, h, x, cols, shift):
+    """Softcap (of scores in its units), ALiBi and bias (Q8.8) in float32, in the field's order.
+
+    One rounding per operation.
+    """
+    if problem.softcap:
+        x = fx.softcap(x if shift is None else x + shift[:, None], F(problem.softcap) * fx.LOG2E_Q8)
+    if problem.alibi_slopes is not None:
+        slope = F(F(problem.alibi_slopes[b, h]) * fx.LOG2E_Q8)
+        i = np.arange(x.shape[0])[:, None] + problem.diagonal[b]
+        j = np.arange(cols.start, cols.stop)[None]
+        x = x - slope * np.abs(i - j).astype(F)
+    if problem.bias is not None:
+        x = x + problem.bias[b, h][:, cols].astype(F) * fx.LOG2E_Q8
+    return x
+
+
+def integer_model(
+    problem: Problem, key_block: int = KEY_BLOCK, first_keys: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
+
+    With pv "int8" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each
+    kernel's own order. `first_keys` as for `integer_steps`.
+    """
+    nb, nh, nkv, length, _, _, dv = problem.shape
+    out = np.zeros((nb, nh, length, dv), F)
+    m = np.full((nb, nh, length), fx.MIN_OCTAVE, np.int32)
+    l = np.zeros((nb, nh, length), F)
+    wide = problem.pv == "fp32"
+    for b in range(nb):
+        for h in range(nh):
+            *_, step = (None, *integer_steps(problem, b, h, key_block, first_keys))
+            if step is not None:
+                m[b, h], l[b, h] = step.m, step.l
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    r = F(1) / step.l
+                    g = h * nkv // nh
+                    value_scale = value_units(problem, b, g) if wide else problem.value.scale[b, g]
+                    out[b, h] = np.where(
+                        step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale
+                    )
+    shift = None if problem.softcap else row_shift(problem.query, problem.key, problem.scale)
+    return out, log_sum_exp(m, l, shift, 1 if wide else fx.P_ONE)
+
+
+def log_sum_exp(
+    m: np.ndarray, l: np.ndarray, shift: np.ndarray | None, one: int = fx.P_ONE
+) -> np.ndarray:
+    """LSE = (m + log2(l / one)) * ln 2 + shift, natural log, float32; `one` is the weight 1.0.
+
+    -inf where l is 0, and only there: below float32's range, the lowest finite number.
+    """
+    with np.errstate(divide="ignore", over="ignore"):
+        lse = (m + np.log2(l.astype(np.float64) / one)) * LN2
+        lse = lse if shift is None else lse + shift
+        return np.where(l == 0, -np.inf, np.maximum(lse, np.finfo(F).min)).astype(F)

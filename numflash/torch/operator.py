@@ -1,0 +1,299 @@
+"""The operators of `numflash.torch` as PyTorch registers them: attention and its gradient.
+
+Calls equal to an earlier one run its kernel without PyTorch's dispatch, where nothing observes the
+difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import api, plans, validation
+from ..arguments import choice
+from ..errors import UnsupportedError
+from ..interop import Memory
+from ..jit import threads
+from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..options import IMPLS, Options
+
+OPTIONS = {
+    "attn_mask": "Tensor?",
+    "is_causal": "bool",
+    "scale": "float?",
+    "enable_gqa": "bool",
+    "left": "int?",
+    "right": "int?",
+    "alignment": "str",
+    "key_lengths": "Tensor?",
+    "softcap": "float",
+    "alibi_slopes": "Tensor?",
+    "sinks": "Tensor?",
+    "precision": "str?",
+    "pv": "str?",
+    "impl": "str",
+}
+
+
+def _schema(tensors: str, results: int) -> str:
+    operands = [f"Tensor {name}" for name in tensors.split()]
+    options = [f"{kind} {name}" for name, kind in OPTIONS.items()]
+    return f"({', '.join(operands + options)}) -> ({', '.join(['Tensor'] * results)})"
+
+
+def _key_lengths(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """(B,) keys of each batch entry, where a mask is one row for all heads and queries that hides
+    nothing but the last keys.
+    """
+    if (
+        mask is None
+        or mask.dtype != torch.bool
+        or mask.dim() != 4
+        or (mask.shape[0], mask.shape[3]) != (batch, keys)
+        or 0 in mask.shape
+    ):
+        return None
+    if any(
+        size > 1 and step for size, step in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)
+    ):
+        return None
+    row = mask[:, 0, 0]
+    lengths = row.sum(-1)
+    return (
+        lengths.cpu()
+        if torch.equal(row, torch.arange(keys, device=row.device) < lengths[:, None])
+        else None
+    )
+
+
+def _options(values: tuple, key: Tensor) -> tuple[Options, str]:
+    """The operator's options as `numflash.attention` takes them, and which implementation is asked
+    for.
+    """
+    given = dict(zip(OPTIONS, values, strict=True))
+    window = (given.pop("left"), given.pop("right"))
+    impl = given.pop("impl")
+    if given["key_lengths"] is None and given["alignment"] == "upper_left":
+        lengths = _key_lengths(given["attn_mask"], key.shape[0], key.shape[2])
+        if lengths is not None:  # with another alignment the diagonal would move with them
+            given["key_lengths"], given["attn_mask"] = lengths, None
+    return Options(**given, window=window, return_lse=True), choice("impl", impl, IMPLS)
+
+
+class pytorch_threads:
+    """As many threads for a kernel as PyTorch would take."""
+
+    def __enter__(self) -> None:
+        self.wanted = torch.get_num_threads()
+        self.first = not threads.started()
+        self.before = threads.count()
+        self.now = min(self.wanted, threads.most())
+        if self.now != self.before:
+            threads.set_num_threads(self.now)
+
+    def __exit__(self, *error: object) -> None:
+        if self.now != self.before:
+            threads.set_num_threads(self.before)
+        # Numba's first parallel kernel changes it
+        if self.first and torch.get_num_threads() != self.wanted:
+            torch.set_num_threads(self.wanted)
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """The memory of a contiguous float32 tensor as an array.
+
+    After `x.numpy()` PyTorch would refuse to resize the tensor.
+    """
+    return np.asarray(Memory(x.data_ptr() or 16, tuple(x.shape), None, "=f4", x))
+
+
+def _plain(x: Any) -> bool:
+    """Whether x is a tensor whose memory holds its numbers as the kernels take them."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and x.is_contiguous()
+        and not x.is_neg()
+    )
+
+
+def _runner(
+    query: Tensor, key: Tensor, value: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Any | None]:
+    """The key of equal calls of the operator, and the runner that computes them.
+
+    The key is None for tensors that are not `_plain` and for options that hold tensors; the runner
+    is None for calls that were not made before. The key has the types of the options too: 1 ==
+    True, and only one of them may be allowed.
+    """
+    if not (_plain(query) and _plain(key) and _plain(value)):
+        return None, None
+    call = query.shape, key.shape, value.shape, options, tuple(map(type, options))
+    if any(isinstance(x, Tensor) for x in options):
+        return None, None
+    try:
+        return call, plans.runners.get(call)
+    except TypeError:  # an option that cannot be hashed
+        return None, None
+
+
+def _run(
+    runner: Any, query: Tensor, key: Tensor, value: Tensor, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The results of a call that was made before; lse only where it is wanted."""
+    refuse_after_fork()
+    rows = query.shape[:3]
+    out = query.new_empty((*rows, value.shape[3]))
+    lse = query.new_empty(rows) if with_lse else None
+    places = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    with pytorch_threads(), one_at_a_time():
+        runner.run_at(*places, 0 if lse is None else lse.data_ptr(), with_lse)
+    return out, lse
+
+
+def _unobserved(*tensors: Tensor) -> bool:
+    """Whether the operator can be skipped without any difference.
+
+    No gradient is asked for; no mode, transform, tracer, compiler or profiler is active.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._get_tracing_state() is not None
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def without_operator(
+    query: Any, key: Any, value: Any, options: tuple[Any, ...], with_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """A call that was made before, without PyTorch's dispatch; None where that is not the same."""
+    if torch.compiler.is_compiling():
+        return None
+    _, runner = _runner(query, key, value, options)
+    if runner is None or not _unobserved(query, key, value):
+        return None
+    return _run(runner, query, key, value, with_lse)
+
+
+@torch.library.custom_op(
+    "numflash::attention", mutates_args=(), schema=_schema("query key value", 2)
+)
+def attention_operator(
+    query: Tensor, key: Tensor, value: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, Dv) like query and lse (B, H, L) float32, of 4-D tensors.
+
+    Both are tensors in memory that PyTorch has allocated.
+    """
+    call, runner = _runner(query, key, value, options)
+    if runner is not None:
+        return _run(runner, query, key, value, True)
+    asked, impl = _options(options, key)
+    query, key, value = (x.detach() for x in (query, key, value))  # gradients are kept elsewhere
+    if query.is_cuda:  # allocates through PyTorch, and gets the current stream
+        return api.attend(query, key, value, asked, impl)
+    problem = validation.problem(query, key, value, asked)
+    out, lse = _results(query, value)
+    written = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    with pytorch_threads():
+        api.solve(problem, impl, (_array(written), _array(lse)))
+    if call is not None:
+        plans.keep_runner(call, problem, impl)
+    return out if written is out else out.copy_(written), lse
+
+
+def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous memory for the results, not written yet."""
+    rows = query.shape[:3]
+    return query.new_empty((*rows, value.shape[3])), query.new_empty(rows, dtype=torch.float32)
+
+
+@attention_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _results(query, value)
+
+
+@torch.library.custom_op(
+    "numflash::attention_backward",
+    mutates_args=(),
+    schema=_schema("grad_out query key value out lse", 3),
+)
+def attention_backward_operator(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, shaped like them; in memory of PyTorch's."""
+    asked, impl = _options(options, key)
+    asked = replace(asked, pv=None)  # of "int8" only, which has no gradient
+    grad_out, query, key, value, out, lse = (
+        x.detach() for x in (grad_out, query, key, value, out, lse)
+    )
+    if query.is_cuda:  # no card's kernel reads one number expanded, as the gradient of a sum is
+        arrays = (grad_out.contiguous(), query, key, value, out, lse)
+        return api.differentiate(arrays, asked, impl)
+    problem = validation.problem(query, key, value, asked)
+    operands = validation.gradient_operands(problem, tuple(query.shape), grad_out, out, lse, "bhld")
+    found = [x.new_zeros(x.shape, dtype=torch.float32) for x in (query, key, value)]
+    with pytorch_threads():
+        api.solve_backward(problem, operands, impl, [_array(x) for x in found])
+    dq, dk, dv = (x.to(query.dtype) for x in found)
+    return dq, dk, dv
+
+
+@attention_backward_operator.register_fake
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass recomputes the weights from.
+
+    The lse is a by-product without a gradient.
+    """
+    tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, Tensor)}
+    ctx.rest, ctx.places = (
+        [None if i in tensors else x for i, x in enumerate(inputs)],
+        list(tensors),
+    )
+    ctx.save_for_backward(*output, *tensors.values())
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple:
+    out, lse, *tensors = ctx.saved_tensors
+    arguments = list(ctx.rest)
+    for place, x in zip(ctx.places, tensors, strict=True):
+        arguments[place] = x
+    query, key, value, *options = arguments
+    return (
+        *attention_backward_operator(grad_out, query, key, value, out, lse, *options),
+        *(None,) * len(options),
+    )
+
+
+def _second(ctx: Any, *grads: Any) -> tuple:
+    raise UnsupportedError(
+        "derivatives: got a gradient of a gradient; allowed: first derivatives only"
+    )
+
+
+attention_operator.register_autograd(_gradients, setup_context=_save)
+attention_backward_operator.register_autograd(_second)

@@ -1,0 +1,113 @@
+"""`use`: PyTorch's own attention functions answered by numflash inside a `with` block."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..errors import NumflashError, UnsupportedError
+from .sdpa import PYTORCH, scaled_dot_product_attention
+
+logger = logging.getLogger("numflash")
+_MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+_FUSED = (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention)
+
+
+class use(TorchFunctionMode):
+    """Inside this context, calls of `torch.nn.functional.scaled_dot_product_attention` and of
+    `torch.nn.attention.flex_attention.flex_attention` are answered by numflash.
+
+    However the model got hold of the function, and whatever calls it: `torch.nn.MultiheadAttention`
+    without weights and `torch.nn.TransformerEncoder` do. It holds for the thread that enters it,
+    nests (the innermost decides), and ends with the block, also by an exception. `flex_attention`
+    is found by the name under which modules hold it; what `torch.compile(flex_attention)` has made
+    is PyTorch's.
+
+    Parameters
+    ----------
+    precision : "int8", "float32", "bfloat16", "float16" or None
+        As `scaled_dot_product_attention` takes it.
+    fallback : bool
+        What numflash refuses goes to PyTorch instead of raising; each reason is logged once and
+        counted.
+
+    Attributes
+    ----------
+    calls : int
+        Calls that numflash has answered.
+    fallbacks : Counter
+        Calls that went to PyTorch, by reason.
+    """
+
+    def __init__(self, precision: str | None = None, fallback: bool = False) -> None:
+        super().__init__()
+        self.precision, self.fallback = precision, fallback
+        self.calls = 0
+        self.fallbacks: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is PYTORCH:
+            return self._answer(*args, **kwargs)
+        if func is _MULTI_HEAD or func in _FUSED:
+            return self._multi_head(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _multi_head(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's multi-head attention, with its attention function replaced by ours.
+
+        A mode receives it as one call and is off inside, so its body runs here with two of its
+        global names bound to ours.
+        """
+        if func is not _MULTI_HEAD or torch.compiler.is_compiling():
+            if self.fallback:
+                return func(*args, **kwargs)
+            raise UnsupportedError(
+                "torch.nn.MultiheadAttention: not routed inside torch.compile; allowed: uncompiled, or "
+                "use(fallback=True)"
+            )
+        names = {
+            "has_torch_function": lambda tensors: False,
+            "scaled_dot_product_attention": self._answer,
+        }
+        body = FunctionType(
+            func.__code__, {**func.__globals__, **names}, func.__name__, func.__defaults__
+        )
+        return body(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        from .flex import route
+
+        route(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        from .flex import route
+
+        super().__exit__(*error)
+        route(False)
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.answer(scaled_dot_product_attention, PYTORCH, args, kwargs)
+
+    def answer(self, ours: Any, theirs: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call of PyTorch's function `theirs` by our function of the same signature."""
+        try:
+            out = ours(*args, **kwargs, precision=self.precision)
+        except NumflashError as error:
+            if not self.fallback:
+                raise
+            if str(error) not in self.fallbacks:
+                logger.warning("PyTorch's attention takes over: %s", error)
+            self.fallbacks[str(error)] += 1
+            return theirs(*args, **kwargs)
+        self.calls += 1
+        return out

@@ -1,0 +1,36 @@
+"""Arguments of the public functions, checked and described by one frozen `Problem`.
+
+May import `options`, `arguments`, `interop`, `quantization`, `tiling`; computes nothing.
+"""
+
+from .description import Problem
+from .int8 import quantized, quantized_problem
+from .operands import (
+    LARGEST_LSE,
+    describe,
+    gradient_operands,
+    import_operands,
+    lengths,
+    problem,
+    problem_of,
+    tensor,
+)
+from .packed import cumulative, gathered, scattered, sequences
+
+__all__ = [
+    "LARGEST_LSE",
+    "Problem",
+    "cumulative",
+    "describe",
+    "gathered",
+    "gradient_operands",
+    "import_operands",
+    "lengths",
+    "problem",
+    "problem_of",
+    "quantized",
+    "quantized_problem",
+    "scattered",
+    "sequences",
+    "tensor",
+]

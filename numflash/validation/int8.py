@@ -1,0 +1,123 @@
+"""Operands that are quantised already: the arguments of `attention_int8`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from ..arguments import choice
+from ..errors import ArgumentError, ArgumentTypeError
+from ..fixedpoint import FINER, FIRST_KEYS
+from ..options import DEFAULT, Options
+from ..quantization import QuantizedTensor
+from .description import Problem
+from .operands import check_shapes, describe
+
+
+def _is_plain(x: Any, dtype: type) -> bool:
+    """Whether x is an unmasked NumPy array of this dtype."""
+    return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray) and x.dtype == dtype
+
+
+def _kind(x: Any) -> str:
+    """What came where an array should be: its dtype and shape, or its type."""
+    return f"{x.dtype} {x.shape}" if type(x) is np.ndarray else type(x).__name__
+
+
+def _check_part(name: str, x: Any, dtype: type, shape: tuple[int, ...]) -> None:
+    """Whether an attribute of a QuantizedTensor is the array that it should be."""
+    if not _is_plain(x, dtype) or x.shape != shape:
+        raise ArgumentError(f"{name}: got {_kind(x)}; allowed: {np.dtype(dtype)} {shape}")
+
+
+def _check_parts(name: str, t: QuantizedTensor) -> None:
+    """Whether the parts of a QuantizedTensor fit each other.
+
+    Looked at once, the arrays are not expected to change.
+    """
+    if t.checked:
+        return
+    if not _is_plain(t.data, np.int8) or not 2 <= t.data.ndim <= 4:
+        raise ArgumentTypeError(
+            f"{name}.data: got {_kind(t.data)}; allowed: int8 of 2 to 4 dimensions"
+        )
+    lead, (rows, d), block = t.data.shape[:-2], t.data.shape[-2:], 1
+    if t.granularity == "block":
+        block = t.block
+        if isinstance(block, bool) or not isinstance(block, Integral) or block < 1:
+            raise ArgumentError(f"{name}.block: got {block!r}; allowed: an integer, 1 or more")
+    shape = {
+        "row": (rows, 1),
+        "block": (-(-rows // block), 1),
+        "channel": (1, d),
+        "tensor": (1, 1),
+    }[t.granularity]
+    _check_part(f"{name}.scale", t.scale, np.float32, (*lead, *shape))
+    if not (np.isfinite(t.scale).all() and (t.scale >= 0).all()):
+        raise ArgumentError(
+            f"{name}.scale: got NaN, infinity or a negative number; allowed: finite, 0 or more"
+        )
+    if t.offset is not None:
+        _check_part(f"{name}.offset", t.offset, np.float32, (*lead, 1, d))
+        if not np.isfinite(t.offset).all():
+            raise ArgumentError(f"{name}.offset: got NaN or infinity; allowed: finite numbers")
+    if t.nonfinite is not None:
+        _check_part(f"{name}.nonfinite", t.nonfinite, np.bool_, (*lead, rows))
+    if t.low is not None:
+        _check_part(f"{name}.low", t.low, np.int8, (*lead, min(rows, FIRST_KEYS), d))
+        if np.abs(t.low.astype(np.int16)).max(initial=0) > FINER // 2:
+            raise ArgumentError(f"{name}.low: got values beyond {FINER // 2}; allowed: -16 to 16")
+    object.__setattr__(t, "checked", True)
+
+
+def quantized(name: str, t: Any, granularities: tuple[str, ...]) -> QuantizedTensor:
+    """A QuantizedTensor that is whole and fit for its place, with 4-D data."""
+    if not isinstance(t, QuantizedTensor):
+        raise ArgumentTypeError(
+            f"{name}: got {type(t).__name__}; allowed: a QuantizedTensor (numflash.quantize)"
+        )
+    choice(f"{name}.granularity", t.granularity, granularities)
+    if t.offset is not None and name != "key":
+        raise ArgumentError(
+            f"{name}.offset: got {_kind(t.offset)}; allowed: None, only the key is smoothed"
+        )
+    _check_parts(name, t)
+    if t.data.ndim == 4:
+        return t
+
+    def four(x: Any, tail: int) -> Any:
+        return None if x is None else x.reshape((1,) * (2 + tail - x.ndim) + x.shape)
+
+    return replace(
+        t,
+        data=four(t.data, 2),
+        scale=four(t.scale, 2),
+        offset=four(t.offset, 2),
+        nonfinite=four(t.nonfinite, 1),
+        low=four(t.low, 2),
+    )
+
+
+def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAULT) -> Problem:
+    """Check the arguments of `numflash.attention_int8` and describe them."""
+    pv = options.pv or "int8"
+    q, k = (
+        quantized(n, t, ("row", "block", "tensor")) for n, t in (("query", query), ("key", key))
+    )
+    v = quantized(
+        "value",
+        value,
+        ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"),
+    )
+    for name, t in (("key", key), ("value", value)):
+        if t.data.ndim != query.data.ndim:
+            raise ArgumentError(
+                f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
+            )
+    check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
+    if pv == "int8" and v.granularity == "tensor":
+        v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
+    return describe(q, k, v.dequantize() if pv == "fp32" else v, options, "int8")

@@ -1,0 +1,277 @@
+"""Arrays and options of the public functions, checked and put into a `Problem`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop import Imported, convert, import_array, widen, writable
+from ..options import DEFAULT, Options
+from ..tiling import MAX_HEAD_DIM
+from .description import Problem
+
+LARGEST_PER_HEAD = 1e20
+LARGEST_INT8_CAP = 1e4
+OWN_PRECISION = {
+    "float32": "float32",
+    "float64": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+}
+
+
+def tensor(name: str, x: np.ndarray, layout: str) -> np.ndarray:
+    """A 2-D, 3-D or 4-D array as a (B, H, L, D) view."""
+    if not 2 <= x.ndim <= 4:
+        raise ArgumentError(
+            f"{name}: got shape {x.shape}; allowed: 2 to 4 dimensions, {' '.join(SHAPES[layout])}"
+        )
+    if layout == "blhd":
+        x = x[None, :, None] if x.ndim == 2 else x[None] if x.ndim == 3 else x
+        return x.transpose(0, 2, 1, 3)
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+SHAPES = {
+    "bhld": ("(B, H, L, D)", "(H, L, D)", "(L, D)"),
+    "blhd": ("(B, L, H, D)", "(L, H, D)", "(L, D)"),
+}
+
+
+def check_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], enable_gqa: bool
+) -> None:
+    """Whether (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) fit together."""
+    shown = "as (B, H, L, D)"
+    for name, shape in (("query", q), ("key", k), ("value", v)):
+        if not 1 <= shape[3] <= MAX_HEAD_DIM:
+            raise ArgumentError(
+                f"{name}: got shape {shape} {shown}; allowed: head_dim 1 to {MAX_HEAD_DIM}"
+            )
+        if shape[1] < 1:
+            raise ArgumentError(f"{name}: got shape {shape} {shown}; allowed: at least one head")
+    for axis, word in ((0, "batch"), (3, "head_dim")):
+        if k[axis] != q[axis]:
+            raise ArgumentError(
+                f"key: got shape {k} {shown}; allowed: the query's {word}, {q[axis]}"
+            )
+    if v[2] != k[2]:
+        # blame the one that is not as long as the query
+        name, other, found = ("key", "value", (k, v)) if v[2] == q[2] else ("value", "key", (v, k))
+        raise ArgumentError(
+            f"{name}: got {found[0][2]} keys, shape {found[0]} {shown}, where {other} has {found[1][2]}; "
+            "allowed: as many in both"
+        )
+    for axis, word in ((0, "batch"), (1, "heads")):
+        if v[axis] != k[axis]:
+            raise ArgumentError(
+                f"value: got shape {v} {shown}; allowed: the key's {word}, {k[axis]}"
+            )
+    if k[1] != q[1]:
+        if not enable_gqa:
+            raise ArgumentError(
+                f"enable_gqa: got False with {q[1]} query and {k[1]} key heads; allowed: True, or equal heads"
+            )
+        if q[1] % k[1]:
+            raise ArgumentError(
+                f"key: got {k[1]} heads; allowed: a divisor of the query's {q[1]} heads"
+            )
+
+
+def per_head(name: str, x: Any, allowed: tuple[tuple[int, ...], ...], words: str) -> np.ndarray:
+    """A float32 array of one of the allowed shapes, of numbers that no length of a sequence takes
+    out of float32.
+    """
+    array = widen(import_array(name, x).array)
+    if array.dtype.kind not in "fiu":
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: numbers")
+    if array.shape not in allowed:
+        raise ArgumentError(
+            f"{name}: got shape {array.shape}; allowed: {words} = {' or '.join(map(str, allowed))}"
+        )
+    if not (np.abs(array) <= LARGEST_PER_HEAD).all():  # false for NaN
+        raise ArgumentError(
+            f"{name}: got NaN, infinity or a number beyond +-{LARGEST_PER_HEAD:g}; allowed: numbers up to it"
+        )
+    return array.astype(np.float32)
+
+
+def split_mask(
+    attn_mask: Any, shape: tuple[int, int, int, int]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """`attn_mask` as (mask, bias), one of them None: broadcast views of `shape`."""
+    if attn_mask is None:
+        return None, None
+    taken = import_array("attn_mask", attn_mask)
+    array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
+    if array.dtype.kind not in "bf":
+        raise ArgumentTypeError(
+            f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)"
+        )
+    if array.dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32, copy=False)
+    try:
+        array = writable(np.broadcast_to(array, shape))
+    except ValueError:
+        padding = array.shape == (shape[0], shape[3])
+        hint = ". For padding give mask[:, None, None], or key_lengths" if padding else ""
+        raise ArgumentError(
+            f"attn_mask: got shape {array.shape}; allowed: what broadcasts to (B, H, L, S) = {shape}{hint}"
+        ) from None
+    return (array, None) if array.dtype.kind == "b" else (None, array)
+
+
+def lengths(name: str, x: Any, batch: int, most: int) -> np.ndarray:
+    """(B,) int64 counts between 0 and `most`."""
+    if x is None:
+        return np.array([most] * batch, np.int64)
+    array = import_array(name, x).array
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"{name}: got dtype {array.dtype}; allowed: integers")
+    if array.shape != (batch,):
+        raise ArgumentError(f"{name}: got shape {array.shape}; allowed: (B,) = ({batch},)")
+    if batch and not (array.min() >= 0 and array.max() <= most):
+        raise ArgumentError(f"{name}: got {array.tolist()}; allowed: 0 to {most}")
+    return array.astype(np.int64)
+
+
+def describe(query: Any, key: Any, value: Any, options: Options, precision: str) -> Problem:
+    """The Problem of 4-D operands whose shapes are checked.
+
+    What of the options depends on shapes or precision is checked here.
+    """
+    (b, h, l, d), s = query.shape, key.shape[2]
+    if precision == "int8" and options.softcap > LARGEST_INT8_CAP:
+        raise ArgumentError(
+            f"softcap: got {options.softcap:g} with precision 'int8'; allowed: 0 to {LARGEST_INT8_CAP:g}, beyond which "
+            "the error of its tanh would show"
+        )
+    if options.pv is not None and precision != "int8":
+        raise ArgumentError(
+            f"pv: got {options.pv!r} with precision {precision!r}; allowed: None, or precision 'int8'"
+        )
+    left, right = options.limits(l + s)
+    counts = lengths("key_lengths", options.key_lengths, b, s)
+    mask, bias = split_mask(options.attn_mask, (b, h, l, s))
+    slopes = options.alibi_slopes
+    sinks = options.sinks
+    if slopes is not None:
+        slopes = per_head("alibi_slopes", slopes, ((h,), (b, h)), "(H,) or (B, H)")
+        slopes = writable(np.broadcast_to(slopes, (b, h)))
+    if sinks is not None:
+        sinks = per_head("sinks", sinks, ((h,),), "(H,)")
+    return Problem(
+        query=query,
+        key=key,
+        value=value,
+        scale=1.0 / math.sqrt(d) if options.scale is None else options.scale,
+        left=left,
+        right=right,
+        diagonal=counts - l if options.alignment == "lower_right" else np.zeros(b, np.int64),
+        key_lengths=counts,
+        mask=mask,
+        bias=bias,
+        softcap=options.softcap,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        precision=precision,
+        pv=options.pv or "int8",
+        return_lse=options.return_lse,
+    )
+
+
+def import_operands(query: Any, key: Any, value: Any) -> tuple[Imported, Imported, Imported]:
+    """The three arrays of a call, taken in once."""
+    return import_array("query", query), import_array("key", key), import_array("value", value)
+
+
+def problem(query: Any, key: Any, value: Any, options: Options = DEFAULT) -> Problem:
+    """Check the arguments of `numflash.attention` and describe them; see `problem_of`."""
+    return problem_of(import_operands(query, key, value), options)
+
+
+def problem_of(
+    operands: tuple[Imported, Imported, Imported], options: Options, convert_operands: bool = True
+) -> Problem:
+    """The same for arrays that are taken in.
+
+    The operands come out in the storage of the precision: float32, float16, or uint16 (the bits of
+    bfloat16); for "int8", or without `convert_operands`, they stay as they came: for
+    `quantize_problem`, or for the oracle.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        Naming the argument, what came and what is allowed.
+    """
+    taken = dict(zip(("query", "key", "value"), operands, strict=True))
+    precision = options.precision
+    layout = options.layout
+    tensor("query", operands[0].array, layout)
+    dtype = operands[0].dtype
+    for name, x in taken.items():
+        if x.dtype not in OWN_PRECISION and not (x.dtype == "uint16" and precision == "bfloat16"):
+            raise ArgumentTypeError(
+                f"{name}: got dtype {x.dtype}; allowed: float32, float64, float16, bfloat16, "
+                "or uint16 (the bits of bfloat16) with precision='bfloat16'"
+            )
+        if x.dtype != dtype:
+            raise ArgumentTypeError(f"{name}: got dtype {x.dtype}; allowed: the query's, {dtype}")
+        if x.array.ndim != taken["query"].array.ndim:
+            raise ArgumentError(
+                f"{name}: got shape {x.array.shape}; allowed: the query's {taken['query'].array.ndim} dimensions"
+            )
+    precision = precision or OWN_PRECISION[dtype]
+    q, k, v = (tensor(n, x.array, layout) for n, x in taken.items())
+    check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
+    if convert_operands and precision != "int8":
+        q, k, v = (convert(x, precision) for x in (q, k, v))
+    q, k, v = (writable(x) for x in (q, k, v))
+    return describe(q, k, v, options, precision)
+
+
+# from here on float32 holds an LSE to no better than 1: gradients compute it anew
+LARGEST_LSE = 2.0**23
+
+
+def gradient_operands(
+    problem: Problem, query_shape: tuple[int, ...], grad_out: Any, out: Any, lse: Any, layout: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """grad_out and out as (B, H, L, Dv), lse as (B, H, L), float32.
+
+    They come in the query's layout and number of dimensions.
+    """
+    lead = query_shape[:-1]
+    found = []
+    for name, given, shape in (
+        ("grad_out", grad_out, (*lead, problem.shape[6])),
+        ("out", out, (*lead, problem.shape[6])),
+        ("lse", lse, lead),
+    ):
+        taken = import_array(name, given)
+        floats: tuple[str, ...] = ("float32", "float64")
+        if name != "lse":
+            floats = (
+                (*OWN_PRECISION, "uint16")
+                if problem.precision == "bfloat16"
+                else tuple(OWN_PRECISION)
+            )
+        if taken.dtype not in floats:
+            raise ArgumentTypeError(
+                f"{name}: got dtype {taken.dtype}; allowed: {', '.join(floats)}"
+            )
+        if taken.array.shape != shape:
+            raise ArgumentError(
+                f"{name}: got shape {taken.array.shape}; allowed: {shape} with query {query_shape}"
+            )
+        found.append(writable(convert(taken.array, "float32")))
+    grad_out, out, lse = found
+    return (
+        tensor("grad_out", grad_out, layout),
+        tensor("out", out, layout),
+        tensor("lse", lse[..., None], layout)[..., 0],
+    )
