@@ -89,9 +89,13 @@ def test_functions(posed, capsys):
         (lambda x: x * x, "right", "2 cases"),
         (lambda x: ..., "open", "not answered"),
         (lambda x: x[0], "wrong", "TypeError"),
+        (lambda x: None, "wrong", "it returns None"),
+        (4, "wrong", "got 4, which is not a function"),
     ):
         check("99.1", answer)
         assert answers[-1].verdict == verdict and words in capsys.readouterr().out
+    assert "neither True nor False" in difference("True", True)
+    assert difference(np.bool_(True), True) == ""
 
 
 def test_judges(posed, capsys):

@@ -28,15 +28,27 @@ NAV: list[tuple[str, list[str]]] = [
             "kvcache.md",
             "long_contexts.md",
             "pytorch.md",
+            "flex.md",
             "jax-cupy.md",
             "mpi.md",
             "aarch64.md",
             "cuda.md",
+            "compiled-kernels.md",
         ],
     ),
     ("Reference", ["reference/attention.md", "reference/kvcache.md", "reference/integrations.md"]),
     ("Course", ["course.md", "glossary.md"]),
-    ("Background", ["design.md", "pitfalls.md", "sources.md", "contributing.md", "changelog.md"]),
+    (
+        "Background",
+        [
+            "design.md",
+            "pitfalls.md",
+            "finding-faults.md",
+            "sources.md",
+            "contributing.md",
+            "changelog.md",
+        ],
+    ),
 ]
 FROM_ROOT = {
     "design.md": "DESIGN.md",

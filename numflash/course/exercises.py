@@ -162,6 +162,8 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
         wish = _expected(exercise, given)
         fault = difference(got, wish, exercise.within)
         return ("wrong", f"not yet: {fault}") if fault else ("right", f"right: {show(wish)}")
+    if not callable(got):
+        return "wrong", f"not yet: got {show(got)}, which is not a function"
     cases = exercise.cases(*given) if callable(exercise.cases) else exercise.cases
     for case in cases:
         shown = ", ".join(map(show, case))
@@ -171,6 +173,8 @@ def _judged(exercise: Exercise, got: Any, given: tuple[Any, ...]) -> tuple[str, 
             return "wrong", f"not yet: for ({shown}) it raises {type(error).__name__}: {error}"
         if _open(came):
             return "open", "not answered yet"
+        if came is None:
+            return "wrong", f"not yet: for ({shown}) it returns None; is there a `return`?"
         fault = difference(came, exercise.model(*case), exercise.within)
         if fault:
             return "wrong", f"not yet: for ({shown}) {fault}"
@@ -188,6 +192,8 @@ def difference(got: Any, expected: Any, within: float = 1e-6) -> str:
         a, b = np.asarray(got), np.asarray(expected)
     except (TypeError, ValueError):
         return f"got {show(got)}, which is not a number or an array"
+    if b.dtype.kind == "b" and not b.ndim and a.dtype.kind != "b":
+        return f"got {show(got)}, which is neither True nor False"
     if a.dtype.kind not in "biuf":
         return f"got {show(got)}, which is not a number or an array of numbers"
     if a.shape != b.shape:

@@ -2,8 +2,8 @@
 
 llvm-mca knows pipes and latencies and lets every load hit the first-level cache. This adds what
 lies behind it: bytes that a tile moves at each level, cycles for them at the published rates, and
-joules. `SOURCES` says of every figure whether it was found again in print, is quoted from memory, or
-is assumed; none was measured by us on these CPUs.
+joules. `SOURCES` says of every figure whether it was found in print, found as others quote it, is
+quoted from memory, or is assumed; none was measured by us on these CPUs.
 """
 
 from __future__ import annotations
@@ -112,18 +112,23 @@ OPERATION = {
 }
 BYTE = {"L1": 8.5 / 8, "L2": 14 / 8, "L3": 14 / 8, "memory": 350 / 8}
 SOURCES = (
-    "Found again in print: A64FX, 64 KiB and 8 MiB of cache, 12 cores and 256 GB/s a group (Arm, Introduction to the A64FX,\n"
-    "2019; Fujitsu's data sheet); 1.9995 PFLOP/s at 16.876 GFLOP/s a watt on 768 CPUs, hence 154 W a node (Green500,\n"
-    "November 2019; Fujitsu's press release); boost, 17 % more power for 10 % more speed (Kodama et al., CLUSTER 2020).\n"
-    "Quoted from memory, check them before you rely on them: A64FX, L1 128 and L2 64 bytes a cycle and core (Yoshida, Hot\n"
-    "Chips 30, 2018); 117 of HBM2's 128 bytes a cycle measured (Alappat et al., CCPE 2021); Neoverse, cache sizes (Arm's\n"
-    "manuals), 8 channels of DDR5-4800 (AWS), 500 GB/s (NVIDIA). Energy in 7 nm (Jouppi et al., Ten lessons from three\n"
-    "generations shaped Google's TPUv4i, ISCA 2021, table 2): int8 multiplication 0.07 pJ, int32 addition 0.03; float16\n"
-    "0.34, 0.16; float32 1.31, 0.38; 8 bytes of a 32 KiB SRAM 8.5, of 1 MiB 14, of HBM2 250 to 450 (350 here; O'Connor et\n"
-    "al., MICRO 2017: 3.9 pJ a bit).\n"
-    "Assumptions: rates of Neoverse's L2 and L3; larger caches cost as much as 1 MiB (too little); float64 = 4\n"
+    "Found in print: A64FX, 64 KiB and 8 MiB of cache, 12 cores and 256 GB/s a group (Arm, Introduction to the A64FX,\n"
+    "2019; Fujitsu's data sheet); L1, 230 GB/s for each core at 1.8 GHz, hence 128 bytes a cycle (Fujitsu at Cool Chips 22,\n"
+    "2019, reported by Mynavi); 1.9995 PFLOP/s at 16.876 GFLOP/s a watt on 768 CPUs, hence 154 W a node (Green500, November\n"
+    "2019; Fujitsu's press release); boost, 17 % more power for 10 % more speed (Kodama et al., CLUSTER 2020); Graviton 3,\n"
+    "caches and 8 channels of DDR5-4800, 307 GB/s (WikiChip); Grace, 500 GB/s (announced by NVIDIA; its tuning guide expects\n"
+    "410 GB/s and more of STREAM).\n"
+    "Found as quoted by others: energy in 7 nm (Jouppi et al., Ten lessons from three generations shaped Google's TPUv4i,\n"
+    "ISCA 2021, table 2), int8 multiplication 0.07 pJ, int32 addition 0.03, float16 multiplication 0.34, float32 1.31, 8 bytes\n"
+    "of a 32 KiB SRAM 8.5, of 1 MiB 14; HBM2, 3.92 pJ a bit, 31 a byte (O'Connor et al., MICRO 2017).\n"
+    "Quoted from memory, check them before you rely on them: A64FX, L2 64 bytes a cycle and core (Yoshida, Hot Chips 30,\n"
+    "2018); additions in float16 0.16 pJ and in float32 0.38, 8 bytes of HBM2 250 to 450 pJ (the same table 2; 350 here, 44 a\n"
+    "byte); Neoverse, cache sizes other than Graviton 3's (Arm's manuals).\n"
+    "Assumptions: rates of Neoverse's caches; larger caches cost as much as 1 MiB (too little); float64 = 4\n"
     "multiplications and 2 additions of float32; everything else (fetch, rename, registers, leakage, network) is what\n"
-    "remains of a node's watts in HPL, at all times; eco, one of two pipes and 18 % less power"
+    "remains of a node's watts in HPL, at all times; eco, one of two pipes and 18 % less power.\n"
+    "Measured by others on an A64FX at 1.8 GHz (Kerncraft's machine file A64FX_qpace4.yml), and lower than the model's: 12\n"
+    "cores of a group load 227 GB/s from HBM2 where the model takes 256, one core by itself 36 where it takes 128"
 )
 
 

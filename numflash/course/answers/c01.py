@@ -58,6 +58,8 @@ def _tiled(answer: Any) -> str:
             came = answer(*watched, size, block_q, block_k)
         if came is ...:
             return "open"
+        if came is None:
+            return "it returns None; is there a `return`?"
         where = f"{length} queries, {keys} keys, tiles of {block_q} x {block_k}"
         if size > 1:
             where += ", scores up to a thousand octaves"
