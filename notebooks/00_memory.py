@@ -78,7 +78,7 @@ assert np.abs(attention(query, key, value) - exact).max() < 1e-6
 #
 # **Exercise 1.** How many MiB (2**20 bytes) does the float32 score matrix of one head take at L = S = 4096?
 #
-# (`...` stands for "open": replace it and run the cell. `check` says whether the answer is right, and gives a first hint if it is not.
+# (Replace the `...` by your answer and run the cell. `check` says whether the answer is right, and gives a first hint if it is not.
 # `hint("00.1")` in a cell of your own gives the next one, `solution("00.1")` prints one way to do it.)
 
 # %% tags=["exercise"]
@@ -143,7 +143,7 @@ print(inspect.getsource(ladder_float.softmax_row))
 #
 # * `for row in range(0, L, block_q)`: take the next `block_q` query rows. `q_tile` and `o_tile` are views of these rows.
 # * `m[i], l[i] = -inf, 0` and `o_tile = 0`: for each row, the largest score so far, the sum of its weights so far, and the weighted sum of
-#   values so far. Nothing has been seen yet.
+#   values so far. No key has been processed yet.
 # * `for c in range(0, S, block_k)`: take the next `block_k` keys and values. *These* are what comes from memory.
 # * First inner loop: the scores of the tile, `block_q x block_k` dot products, into the small array `s`. Every key that came serves all
 #   `block_q` rows.
@@ -169,8 +169,8 @@ table(["kernel", "loads", "stores", "K and V from memory", "scores moved", "all 
        for name, r in runs.items()])
 
 # %% [markdown]
-# All three load and store about as many elements, because the arithmetic is the same. What differs is how many come from far away.
-# `online` saves the matrix and nothing of K and V. `tiled` saves most of K and V too. It still moves some scores, since the tile of Q, K,
+# All three load and store about as many elements, because the arithmetic is the same. What differs is how many come from memory.
+# `online` saves the traffic of the matrix and none of K and V. `tiled` saves most of K and V too. It still moves some scores, since the tile of Q, K,
 # V, S and O together (5 KiB) is a little larger than our 4 KiB cache; chapter 02 is about choosing it.
 #
 # **Exercise 2.** With tiles of `block_q` rows, each tile reads all of K and V once. Write the bytes of K and V that come from memory, for
@@ -207,7 +207,8 @@ bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": 
 #
 # No order of work moves less than Q, K, V and O once each. Two times bound a kernel from below: the bytes that it moves divided by what
 # the memory delivers per second, and its operations divided by what the processor computes per second. The larger one is the limit. The
-# naive kernel moves its score matrix about five times; a fused one does not move it at all. For one core of this machine with measured
+# naive kernel moves its score matrix about five times. A kernel like `tiled`, which does all steps for one tile before the next, is called
+# *fused*; with a tile that fits the cache it does not move the matrix at all. For one core of this machine with measured
 # figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number):
 #
 # (`roof()` measures the most that this machine can do, its *peaks*, with loops that do nothing else. 1 GFLOP/s is 10^9 operations on
@@ -240,8 +241,8 @@ answer = ...
 check("00.3", answer, rows)
 
 # %% [markdown]
-# You have now seen the whole idea: the same sums, in an order that keeps what is needed near. Next, chapter 01: why the running maximum
-# works, written by you.
+# This is the main idea of FlashAttention: the same sums, in an order that keeps in the cache what is needed next. Next, chapter 01: why the
+# running maximum works, written by you.
 
 # %%
 for name in ("naive", "online", "tiled"):                  # the same kernels, compiled

@@ -70,7 +70,7 @@ drawings.online_softmax((1, 3, 2, 6, 5, 6))
 #
 # The output is a weighted sum of values, so it works like l: keep **o**, the sum of weight times value so far, relative to m. When m
 # grows, o shrinks by the same factor. At the end, o / l is the row of the output. The state of a row is therefore (m, l, o), and its size
-# does not depend on how many keys it has seen.
+# does not depend on the number of keys that it has processed.
 #
 # A kernel takes a *block* of scores at a time: one maximum of the block, one shrink, then the weights of the whole block.
 #
@@ -88,10 +88,11 @@ check("01.1", step)
 # %% [markdown]
 # ## Order does not matter
 #
-# A state belongs to a set of keys, whichever way they came. Two states of different keys merge by the same rule: bring both to the larger
+# A state belongs to a set of keys, in whichever order they came. Two states of different keys merge by the same rule: bring both to the larger
 # m, then add. This is behind split-KV decoding (chapter 10) and ring attention (chapter 21).
 #
-# **Exercise 2.** Write `merge` of two states (m, l, o).
+# **Exercise 2.** Write `merge` of two states (m, l, o). (The cell after it uses the functions of both exercises. It gets them by
+# `answer_of("01.1")`, which is a right answer to the exercise, so that you can read on with an exercise still open.)
 
 # %% tags=["exercise"]
 def merge(a, b):

@@ -73,7 +73,8 @@ print(mine.explain(128))
 # ## What a cache does with it
 #
 # The tracer of chapter 00 has a cache of any size. Here is the float kernel `tiled` with three tiles, its traffic against the
-# size of the cache. While the tile fits, memory sees every block once per tile; when it does not, every access goes far away.
+# size of the cache. While the tile fits, every block of K and V is read from memory once per tile; when it does not fit, nearly every
+# access reads memory.
 
 # %%
 F = np.float32
@@ -140,8 +141,9 @@ for block_q, block_k in ((6, 8), (24, 32), (48, 64), (192, 256), (960, 1024)):
 table(["tile", "working set", "of the first-level cache", "ms", "GFLOP/s"], rows)
 
 # %% [markdown]
-# The tile matters less here than the traffic suggests: this loop is far from the peak for another reason, which the roofline
-# shows.
+# The times do not follow the traffic. K and V take 1 MiB together at this size; where the second-level cache holds them, no tile reads
+# them from memory, and what is left are other differences, for example how often the inner loops start. And all rows are far
+# from the peak, for a reason that the roofline narrows down.
 #
 # ## The roofline
 #
@@ -199,10 +201,10 @@ _ = ax.set(xscale="log", yscale="log", xlabel="operations per byte from memory",
 # %% [markdown]
 # ## What the picture says, and what it does not
 #
-# `online` lies above the slanted roof: K and V do come from a cache, not from memory. From `tiled` on, memory is out of the
-# question: the points lie right of where the roofs meet, and still far below the flat one. The roofline says that something
-# *else* limits them, and not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
-# it adds to. That is the subject of chapters 05 and 06, and the fused integer kernel up there is where they lead.
+# `online` is above the slanted roof or close to it: K and V come from a cache, not from memory. From `tiled` on, memory is not the
+# limit: the points are to the right of where the roofs meet, and still far below the flat one. The roofline says that something
+# *else* limits them, but not what. It is inside the core: every multiply-add of these loops loads an operand and the sum that
+# it adds to. That is the subject of chapters 05 and 06; the point of the fused integer kernel shows what they gain.
 
 # %%
 assert sum(example.working_set(128).values()) == 58.75 * 1024

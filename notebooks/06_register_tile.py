@@ -55,7 +55,7 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 # ## One product, three ways
 #
 # The problem: 480 rows of Q against 512 keys, 128 channels, bytes. Scores go into a block of 48 x 64, over and over, as in the
-# fused kernel; nothing here ever leaves the caches.
+# fused kernel; everything stays in the caches.
 #
 # First, what plain loops give. `one by one` is a loop over the channels of one row and one key. `128 each` is the same with a length
 # that the compiler knows, so it need not test for the end. `4 x 4 block` keeps 16 sums in named variables: each row of Q and each
@@ -132,8 +132,8 @@ drawings.register_tile()
 # %% [markdown]
 # The strip at the bottom counts registers. In Jupyter, choose a larger tile: at 8 x 4 the strip passes the red line.
 #
-# **Exercise 1.** Loads per dot instruction of an mr x nv tile, and the registers that it needs: the sums, the nv vectors of
-# K, and one for the broadcast word.
+# **Exercise 1.** Return two numbers for an mr x nv tile: its loads per dot instruction, and the registers that it needs (the sums, the
+# nv vectors of K, and one for the broadcast word).
 
 # %% tags=["exercise"]
 def loads_and_registers(mr, nv):
@@ -247,10 +247,10 @@ else:
     print("no AMX here")
 
 # %% [markdown]
-# ## Where the vectors lie
+# ## Alignment
 #
-# One more thing decides. A cache line is 64 bytes, and so is a 512-bit vector: if K starts 16 bytes after the start of a
-# line, *every* load of K touches two lines. NumPy promises 16 bytes, not 64.
+# One more thing matters: the address at which K starts. A cache line is 64 bytes, and so is a 512-bit vector: if K starts 16 bytes after the start of a
+# line, *every* load of K touches two lines. NumPy aligns arrays to 16 bytes, not to 64.
 
 # %%
 ship = (6, VECTOR_ISAS[isa].nv)
@@ -272,7 +272,7 @@ bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digit
 
 # %% [markdown]
 # What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers.
-# The bars of the last two rows are medians of five turns, taken one after another, so that the place of K is the only
+# The bars of the last two rows are medians of five turns in which the places of K alternate, so that the place is the only
 # difference between them. What keeps the tile from the peak? With four times as many channels the loop is four times as long,
 # and the start and end of a tile (setting the sums to 0, storing them) weigh a quarter:
 

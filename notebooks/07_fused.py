@@ -5,7 +5,7 @@
 #
 # * read the fused loop of the shipped kernel, and name the four parts of each turn,
 # * say what fusion changes (where scores live, and for how long) and what it does not (the operations and the bits),
-# * read the whole climb, from naive attention to threads and causal masks, off one table.
+# * read the gain of each step, from naive attention to threads and causal masks, in one table.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Do all four steps for one tile before the next, so that its scores never leave the cache.
@@ -78,7 +78,7 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 # Now fused. Only the order of the loops differs: the loop over key blocks `c` is outside, the four parts are inside. `x` and `p` hold the
 # scores and weights of one tile and one block, and every turn uses them again. The other names, here and above: `octave` is the maximum of
 # each row in this block, rounded up to a power of two (chapter 04 says why), `total` the sum of its weights, `m` and `l` are chapter 01's,
-# `HIDDEN` is a score whose weight is 0 (a key behind the end or hidden by a mask), `UNSEEN` the m of a row that has seen no key.
+# `HIDDEN` is a score whose weight is 0 (a key after the end or hidden by a mask), `UNSEEN` the m of a row that has attended to no key.
 
 # %%
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
@@ -117,7 +117,7 @@ check("07.2", answer)
 # %% [markdown]
 # ## What it brings
 #
-# The same operations, the same bits. What differs is how long a score lives, and so which memory it lives in.
+# The operations and the bits are the same. What differs is for how long a score is stored, and so in which memory.
 
 # %%
 unfused, fused = (ladder.prepare(name, query, key, value) for name in ("unfused", "fused"))
@@ -149,8 +149,8 @@ print(f"everything: {work / whole / 1e9:.0f} GOP/s, {100 * work / whole / peak.i
 # The two products run at what their register tile reaches (chapter 06), less what scaling the scores and adding to O costs. Softmax comes on
 # top, because within one core it follows the products instead of running beside them.
 #
-# **Exercise 3.** If softmax took half of its time, how many times faster would the whole kernel be? Write it for any dictionary of parts like
-# `parts`. (A part's gain is not the whole's.)
+# **Exercise 3.** If softmax took half of its time, how many times faster would the entire kernel be? Write it for any dictionary of parts like
+# `parts`, which has the entry "softmax". (The kernel gains less than its part.)
 
 # %% tags=["exercise"]
 def gain_of_half_a_softmax(parts):

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 09. Threads, causal, GQA
 #
-# After this chapter you can share out attention to threads without anyone waiting, say what a causal mask saves at your
+# After this chapter you can divide attention among threads so that none waits long, say what a causal mask saves at your
 # length and tile before you run it, and what grouped-query attention saves and what it does not.
 
 # %% [markdown] tags=["map"]
@@ -77,11 +77,11 @@ check("09.1", amdahl)
 # %% [markdown]
 # ## Causal: half of the work?
 #
-# Query i sees the keys up to i. Tiles above the diagonal hold nothing and are skipped; tiles *on* it are computed whole and
-# masked. So the saving is less than half of the work, and depends on the tile.
+# Query i attends to the keys up to i. Tiles above the diagonal are empty and are skipped; tiles *on* it are computed completely and
+# then masked. So the saving is less than half of the work, and depends on the tile.
 #
 # **Exercise 2.** How many times fewer tiles are computed with the mask than without? A tile of rows r .. r + block_q - 1
-# needs the key blocks that start at or before its last row. Count whole tiles, and round up where `length` is no multiple.
+# needs the key blocks that start at or before its last row. Count the tiles, and round up where `length` is no multiple.
 
 # %% tags=["exercise"]
 def times_fewer(length, block_q, block_k):
@@ -102,7 +102,10 @@ gain = seconds[1] / rounds(causal)
 print(f"measured at L = {length}, one thread: {gain:.2f} times as fast as the full problem")
 
 # %% [markdown]
-# ## Who waits
+# The measured gain is smaller than the counted one. The mask does not shrink what is done once per query tile or once per call (packing
+# K and V), and applying the mask takes time itself.
+#
+# ## Which thread waits
 #
 # With a mask, the last query tile has the most keys and the first almost none. Give each thread an equal run of rows, and the
 # last thread works while the others wait. Three ways to deal the tiles to 4 threads, in units of one tile and key block:
@@ -131,8 +134,8 @@ table(["schedule", "busiest thread", "over an even share"], [[name, max(ends), m
 #
 # ## GQA: heads that share keys
 #
-# Grouped-query attention lets `H / Hkv` query heads attend to the same keys and values. Does that make prefill faster? Count: the
-# two products are the same size for every *query* head, shared keys or not.
+# Grouped-query attention lets `H / Hkv` query heads attend to the same keys and values. Does that make attention over a full prompt
+# faster? Count: the two products are the same size for every *query* head, shared keys or not.
 #
 # (The rows below are the shipped kernel with the best instructions that the machine has. With AMX, Intel's matrix tiles, it does
 # more GOP/s than the vector tiles of the ladder above, so compare these rows with each other only.)
@@ -152,7 +155,7 @@ for kv_heads in (8, 2, 1):
 table(["prefill, L = 1024, one thread", "ms", "GOP/s", "MB of K and V in int8"], rows)
 
 # %% [markdown]
-# In prefill, the time hardly moves: only packing and quantising K and V get cheaper. What shrinks is the *memory* of the
+# In prefill (the prompt, computed at once) the time hardly changes: only packing and quantising K and V get cheaper. What shrinks is the *memory* of the
 # cache, and with it the time of decoding, which is nothing but reading that memory (chapter 10).
 #
 # **Exercise 3.** Qwen 2.5 0.5B has 14 query heads, 2 KV heads, D = 64. How many bytes do K and V of one layer take for 1024

@@ -62,13 +62,14 @@ print(report)
 assert np.allclose(y, exact, atol=1e-6) and report.blocks * report.threads == 1024 >= x.size
 
 # %% [markdown]
-# 8 blocks of 128 threads are 1024 threads for 1000 numbers. A block runs on one of the chip's processors (SM) from start to
-# end. Its threads do not run one by one: the hardware takes 32 of them, a *warp*, and gives all the same instruction. So the
-# emulator counts warp-instructions.
+# 8 blocks of 128 threads are 1024 threads for 1000 numbers. A block runs on one of the chip's processors (SM, streaming multiprocessor)
+# from start to end. Its threads do not run one by one: the hardware takes 32 of them, a *warp*, and gives all the same instruction. The
+# threads of a warp are its *lanes*, 0 to 31. So the emulator counts warp-instructions. (The lines on shared memory and tensor cores are
+# 0 here; below, chapter 14 and chapter 15 explain them.)
 #
 # ## A warp is as slow as its slowest thread
 #
-# In causal attention row i sees i keys. Let each thread add up as many terms as its row has:
+# In causal attention row i attends to the keys up to i. Let each thread add up as many terms as its row has:
 
 # %%
 def walk(terms, x, y):
@@ -92,14 +93,14 @@ for name, order in (("in order", np.arange(threads)), ("shuffled", rng.permutati
 table(["rows", "terms of all threads / 32", "sum of the warps' longest", "warp-instructions"], rows)
 
 # %% [markdown]
-# The same work, the same result; shuffled, nearly every warp holds one long row and 31 threads that wait for it. Neighbouring
+# Work and result are the same. Shuffled, nearly every warp has one long row, and 31 threads wait for it. Neighbouring
 # rows have nearly the same length, so in order the loss is small. Attention kernels give a warp *tiles*: 16 neighbouring rows
 # against 64 keys, all with the same work.
 #
 # ## Global memory comes in sectors
 #
 # Memory is moved in sectors of 32 bytes. The 32 addresses of a warp's load are put together: what falls into the same sector is
-# moved once. Read float32 numbers that lie `stride` apart:
+# moved once. Read float32 numbers that are `stride` numbers apart:
 
 # %%
 def strided(x, y, stride):
@@ -138,8 +139,8 @@ assert all(answer_of("13.1")(stride, 4) == by_stride[stride] for stride in strid
 #
 # ## Shared memory: read once, use often
 #
-# Each SM has memory of its own, which all threads of a block see. Attention is made for it: every row of Q needs all of K. The
-# first two kernels of the course's ladder (`numflash/cuda/study`) differ in this alone. In the first, each thread takes one row
+# Each SM has memory of its own, which all threads of a block can read and write. Attention gains from it, because every row of Q needs
+# all of K. The first two kernels of the GPU's ladder (`numflash/cuda/study`; chapter 16 shows all of it) differ in this alone. In the first, each thread takes one row
 # of Q and reads all keys from global memory. In the second, a block of 64 rows brings 64 keys into shared memory, and all its
 # rows use them there.
 

@@ -78,7 +78,7 @@ print(f"{report.tensor_operations} operation, {report.tensor_flops} flop, larges
 assert report.tensor_flops == 2 * 16 * 8 * 16 and np.abs(c - exact).max() < 1e-5
 
 # %% [markdown]
-# 4096 flop in one instruction. A warp's multiply-add does 64. That factor, 64, is what the tensor core is about; loads, address
+# 4096 flop in one instruction. A warp's multiply-add does 64. The tensor core gains this factor of 64 for products only; loads, address
 # arithmetic and the softmax do not get faster with it.
 #
 # Drawn, each cell with the number of its lane, each colour one register:
@@ -111,7 +111,7 @@ _ = axes[0].set_xlabel("register 0 and 2 above, 1 and 3 below")
 # %% [markdown]
 # Follow lane 5 (boxed). Of A it holds rows 1 and 9; of C too, and its two columns are neighbours.
 #
-# **Exercise 1.** Row and first column of the two neighbouring elements of A in register `r` (0 to 3) of `lane`.
+# **Exercise 1.** Return (row, column) of the first of the two neighbouring elements of A in register `r` (0 to 3) of `lane`.
 
 # %% tags=["exercise"]
 def element(lane, r):
@@ -172,7 +172,7 @@ assert errors[True] < 1e-5 < 0.1 < errors[False]
 # lane 5 holds neighbouring columns of rows 1 and 9 in both. Two tiles of C side by side (16 keys) are one A, with the floats
 # rounded to halves and packed in pairs. The weights never leave the registers.
 #
-# **Exercise 2.** Two tiles of C lie side by side. Lane's pair (columns 2 t, 2 t + 1) of tile 0 or 1, in row `group` (lower = 0) or
+# **Exercise 2.** Two tiles of C are side by side. A lane's pair (columns 2 t, 2 t + 1) of tile 0 or 1, in row `group` (lower = 0) or
 # `group` + 8 (lower = 1), becomes which register of A?
 
 # %% tags=["exercise"]
@@ -191,7 +191,8 @@ assert np.array_equal(np.hstack([lanes_c, lanes_c]), lanes_a)
 # %% [markdown]
 # ## Counting
 #
-# How many products does one tile take: 32 queries by 32 keys with 64 channels? And how long is that at least on a card? An L4 has 58
+# How many products does one tile take: 32 queries by 32 keys with 64 channels? (WMMA is CUDA's older interface to the tensor core, with
+# products of 16 x 16 x 16.) And how long is that at least on a card? An L4 has 58
 # SMs, runs at 2.04 GHz and is sold with 121 TFLOP/s (data sheet).
 
 # %%
@@ -210,7 +211,7 @@ assert wmma == 16 and ours * 4096 == flop == 131072 and round(per_cycle) == 1023
 # ## Adding up in float16
 #
 # A tensor core can also accumulate in float16: half of the registers, and on some cards twice the speed. What does it cost? One
-# long product, then the ladder's rung 7h, which does that for the scores only.
+# long product, then rung 7h of the GPU's ladder (chapter 16), which does that for the scores only.
 
 # %%
 mma_half = ptx.mma_f16_accumulate

@@ -4,7 +4,7 @@
 # After this chapter you can
 #
 # * predict how often a warp's access to shared memory goes over its banks,
-# * say why tiles of K and V conflict as they lie, and remove that by padding or by an XOR,
+# * say why plainly stored tiles of K and V conflict, and remove that by padding or by an XOR,
 # * choose the XOR for a row length, and check it by counting,
 # * write a transpose that has no conflict.
 
@@ -40,7 +40,7 @@ device = card()
 # %% [markdown]
 # ## 32 banks
 #
-# Shared memory is 32 banks wide. Word n (4 bytes) lies in bank n % 32, and each bank serves one word per pass. If the 32 lanes
+# Shared memory has 32 banks. Word n (4 bytes) is in bank n % 32, and each bank serves one word per pass. If the 32 lanes
 # of a warp want words of 32 different banks, one pass does it. If two lanes want different words of one bank, it takes two. The
 # same word for several lanes is no conflict: it is handed to all of them.
 #
@@ -82,12 +82,12 @@ assert all(answer_of("15.1")(stride) == n for stride, n in measured.items())
 # %% [markdown]
 # ## A column of a tile
 #
-# A tile of K has rows of D = 64 halves: 128 bytes, 32 words, exactly once around the banks. So everything in one column lies in the
+# A tile of K has rows of D = 64 halves: 128 bytes, 32 words, exactly once around the banks. So everything in one column is in the
 # same bank. A warp that reads a column has stride 32, which is in the table above: 32 passes.
 #
 # The kernels do not read single words, though. `ldmatrix` reads rows of 16 bytes, four banks at once, eight rows per 8 x 8
-# matrix; a pass can serve eight such rows, if they lie in eight different groups of four banks. 16 bytes of a tile are a
-# *chunk*. As the tile lies, chunk c of every row is in group c.
+# matrix; a pass can serve eight such rows, if they are in eight different groups of four banks. 16 bytes of a tile are a
+# *chunk*. If the rows are stored one after another, chunk c of every row is in group c.
 
 # %%
 def groups(layout, d=64, rows=8):
@@ -114,9 +114,9 @@ _ = axes[0].set_ylabel("row of the tile")
 # There are two remedies. *Padding*: 16 bytes more per row, and the next row starts one group further. It costs memory, and a tile that the
 # copy engine of newer GPUs brings (TMA, chapter 17) cannot have it. *Swizzling*: chunk c of row r is stored at place c XOR (r % 8). For a fixed c that is a different place for
 # each of 8 rows, and a row's chunks only change places, so nothing is lost. A swizzle of
-# single columns, `col ^ (row & 7)`, would tear the 16-byte chunks apart, which `ldmatrix` and 16-byte copies need whole.
+# single columns, `col ^ (row & 7)`, would split the 16-byte chunks, which `ldmatrix` and 16-byte copies need in one piece.
 #
-# **Exercise 2.** The byte at which element (row, column) of a swizzled tile of D = 64 halves lies.
+# **Exercise 2.** Return the byte offset of element (row, column) in a swizzled tile of D = 64 halves.
 
 # %% tags=["exercise"]
 def byte_of(row, column):
@@ -149,7 +149,7 @@ least = reports["swizzled"][0].shared_wavefronts
 
 # %% [markdown]
 # Eight passes instead of one for each matrix that is loaded; the copies into shared memory, whose lanes write whole rows, do not
-# conflict. How many passes that saves in the whole kernel:
+# conflict. How many passes that saves in the kernel:
 
 # %%
 naive = reports["naive"][0]
@@ -167,7 +167,7 @@ assert matrices + stores == least == reports["padded"][0].shared_wavefronts and 
 # ## Other row lengths
 #
 # A row of D = 32 halves is half a round: two rows share one, and an XOR with r % 8 would leave the row. `swizzle_of` gives
-# shift and mask: chunk c lies at c XOR ((r >> shift) & mask). Every D that has a kernel, all places of 8 consecutive rows
+# shift and mask: chunk c is stored at c XOR ((r >> shift) & mask). Every D that has a kernel, all places of 8 consecutive rows
 # checked:
 
 # %%
@@ -187,9 +187,9 @@ assert all(conflict_free(d, *swizzle_of(2 * d)) and not conflict_free(d, 0, 0) f
 assert not conflict_free(32, 0, 7)
 
 # %% [markdown]
-# ## One load, to see it
+# ## The smallest example
 #
-# The smallest kernel with the problem: one warp stores a tile of 32 rows and loads one column of chunks by `ldmatrix`.
+# One warp stores a tile of 32 rows and loads one column of chunks by `ldmatrix`.
 
 # %%
 def column_of_chunks(out, row_bytes, mask, chunk):
@@ -214,7 +214,7 @@ print("passes of one ldmatrix.x4:", one)
 # %% [markdown]
 # **Exercise 3.** Write a transpose: `y` = `x`^T of 32 x 32 float32 numbers by one warp through shared memory, reading and writing
 # global memory in whole rows, without padding and without a single bank conflict. (Store number (r, t) at a place of row r that depends on
-# both, so that a column of x lies in 32 banks. `cuda.syncwarp()` makes the warp's stores visible to all its lanes.)
+# both, so that a column of x is in 32 banks. `cuda.syncwarp()` makes the warp's stores visible to all its lanes.)
 
 # %% tags=["exercise"]
 def transpose(x, y):

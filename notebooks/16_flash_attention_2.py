@@ -6,7 +6,7 @@
 # * read a complete FlashAttention-2 kernel, and say which decision each of its parts is,
 # * climb from one thread per row to that kernel in seven steps, and name what each step saves in counted figures,
 # * turn counts into the least time that a given card can take, and say which of its limits a kernel meets,
-# * read the whole climb off one table.
+# * read the gain of each step in one table.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** Chapter 01's loop on tensor cores, one improvement per rung.
@@ -84,7 +84,7 @@ if rows["1"]["registers"] is not None:                     # needs the sass extr
 
 # %% [markdown]
 # Read it from top to bottom. **2** moves the traffic from global to shared memory. **3** shows that half a step is little: the
-# scalar P . V is as long as before, and the weights now travel through shared memory. **4** is the step: fewer instructions by
+# scalar P . V is as long as before, and the weights now go through shared memory. **4** is the large step: fewer instructions by
 # an order of magnitude, because one instruction does 4096 flop. **5** removes the conflicts, **6** one of two barriers, and its
 # copies run beside the arithmetic; a counter cannot show overlap, only a clock can. **7a** and **7b** are chapter 06 again:
 # what is in registers is used more often. From 4 on the largest class is moves and address arithmetic, nearly half of all PTX
@@ -160,7 +160,7 @@ table(["us at least", *bounds["2"]], [[n, *(1e6 * t for t in b.values())] for n,
 # the few microseconds that memory takes anyway.
 #
 # The limits run side by side: what counts is the largest, not the sum. A kernel that takes much longer than its largest limit
-# waits for something that no counter here sees: barriers, latency, too few warps.
+# waits for something that no counter here shows: barriers, latency, too few warps.
 
 # %%
 largest = {n: max(b, key=b.get) for n, b in bounds.items()}
@@ -168,7 +168,7 @@ table(["rung", "longest limit", "us at least"], [[n, largest[n], 1e6 * bounds[n]
 
 # %% [markdown]
 # All warps of FlashAttention-2 do the same, on rows of their own; specialised warps come with FlashAttention-3 (chapter 17). Here K
-# and V are a few per cent of the L2 and stay there unasked. A launcher may also ask for that (an L2 persistence window,
+# and V are a few per cent of the L2 and stay there by themselves. A launcher may also ask for that (an L2 persistence window,
 # `Device.prepared(..., persist=arrays)`), and the ladder times with and without it where there is a card:
 
 # %%
@@ -182,7 +182,8 @@ else:
 # ## The ladder as one table
 #
 # One change per rung, and what it saves against the rung before and against the first, in counted warp-instructions; then the
-# share of the L4's peak that the largest limit above would allow.
+# share of the L4's peak that the largest limit above would allow. (Rung 7h is 7a with float16 scores, so compare it with 7a and not with
+# the row above it.)
 
 # %%
 first, before, lines = rows["1"]["warp_instructions"], None, []

@@ -3,13 +3,13 @@
 #
 # After this chapter you can
 #
-# * let one thread bring a whole tile, and wait for it with a barrier that counts bytes,
+# * let one thread copy a complete tile, and wait for it with a barrier that counts bytes,
 # * compute which stage of a ring a tile is in, and which phase of its barrier to wait for,
 # * multiply with `wgmma`, whose operands stay in shared memory and whose result comes later,
 # * say what specialised warps and overlap are for, and how much they can gain at your head size.
 #
-# All of it exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. So errors hide best here,
-# and the emulator is strictest.
+# All of it exists from the H100 on (sm_90a). A kernel needs none of it to be right, only to be fast. A mistake
+# with it can stay unnoticed for long, so most of the emulator's rules are about this part.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** One warp brings tiles, the others multiply; barriers that count bytes keep them apart.
@@ -48,13 +48,13 @@ device = card()
 # In chapter 16 every thread computed addresses and copied its 16 bytes. From Hopper on there is a copy engine, the *TMA* (tensor memory
 # accelerator). A *tensor map* describes the array in global memory: address, shape, strides, the box to copy, the swizzle. One thread
 # says: this box, to that place, and tell this barrier. The engine computes the addresses, does the XOR of chapter 15, and writes zeros for
-# what lies outside of the array.
+# what is outside of the array.
 #
 # The calls of the kernel below, in their order:
 #
 # * `ptx.mbarrier_init(bar, u32(n))`: the 8 bytes at the shared address `bar` become a barrier that expects n arrivals in each phase.
-# * `ptx.fence_mbarrier_init()` and `ptx.tensormap_acquire(maps)`: *fences*. The copy engine does not see what a thread has just written
-#   unless a fence says so; here it must see the new barrier and the tensor map.
+# * `ptx.fence_mbarrier_init()` and `ptx.tensormap_acquire(maps)`: *fences*. What a thread has just written is not
+#   visible to the copy engine before a fence; here it needs the new barrier and the tensor map.
 # * `ptx.mbarrier_expect(bar, u32(bytes))`: arrives, and announces that so many bytes will come.
 # * `ptx.tma_load_4d(place, maps, channel, row, head, batch, bar)`: copies the box that begins at these four coordinates (the fastest one
 #   first), and counts its bytes at `bar`.
@@ -101,10 +101,10 @@ print(f"{report.tma_copied} bytes copied")
 #
 # ## mbarrier: a barrier that counts bytes
 #
-# A block barrier waits for threads. An *mbarrier* lies in shared memory, counts arrivals **and** bytes, and can be waited for by
-# others than those that arrive. When both counts are complete, its phase ends and the next begins. Who waits names the phase by its
-# parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0, then 1, 2, 3 and so on; the
-# parity of a phase is its number modulo 2. (One bit is enough, because nobody can be more than one phase behind.)
+# A block barrier waits for threads. An *mbarrier* is stored in shared memory, counts arrivals **and** bytes, and can be waited for by
+# others than those that arrive. When both counts are complete, its phase ends and the next begins. A thread that waits names the phase by
+# its parity, 0 or 1: `wait(bar, p)` returns when the phase with parity p is over. A new barrier is in phase 0, then 1, 2, 3 and so on; the
+# parity of a phase is its number modulo 2. (One bit is enough, because no thread can be more than one phase behind.)
 #
 # FlashAttention-3 keeps tiles in a ring of stages. Each stage has two barriers: *full* (the tile has come) and *empty* (all
 # have read it). Tile n goes to stage n % stages, and each use of a stage is a phase of its barriers.
@@ -156,13 +156,13 @@ check("17.2", pipeline)
 # ## wgmma: operands in shared memory, results later
 #
 # `wgmma.m64n64k16` belongs to 128 threads, four warps, a *warpgroup*. It reads both operands from shared memory, so there is no `ldmatrix`, and
-# no registers hold operands. Where they lie it learns from *descriptors*, numbers of 64 bits that hold the start of a tile, its strides
+# no registers hold operands. Their places are given by *descriptors*, numbers of 64 bits that hold the start of a tile, its strides
 # and its swizzle. And it is asynchronous, in four steps:
 #
 # * `wgmma_fence` says that ordinary instructions are done with the registers of the sums; from now on the tensor core may change them.
 # * `multiply` only *starts* a product. The next line of the program runs before it is done.
 # * `wgmma_commit` closes a group of products that were started.
-# * `wgmma_wait` waits for such groups. Until then nobody may touch the sums. (`settle` keeps the compiler from moving a use of the sums
+# * `wgmma_wait` waits for such groups. Until then no instruction may use the sums. (`settle` keeps the compiler from moving a use of the sums
 #   to a place before the wait.)
 
 # %%
@@ -254,7 +254,7 @@ if rows["8"]["registers"] is not None:
 # %% [markdown]
 # The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
 # and one thread does the copying. Specialised warps need all three: on an L4 there is
-# neither TMA nor wgmma nor setmaxnreg, and FlashAttention-2's warps are all alike.
+# neither TMA nor wgmma nor setmaxnreg, and in FlashAttention-2 all warps do the same.
 #
 # ## Softmax beside the products
 #
@@ -321,7 +321,7 @@ table(["D", "rung 8, alone", "rung 9a, alone", "rung 8, two warpgroups", "rung 9
 
 # %% [markdown]
 # In units of a tile's products. Rung 9a hides the softmax behind O but not behind S; two warpgroups can hide all of it, as long
-# as they stay out of step, which 9b sees to. Latencies, barriers and the rest of the softmax are not in the model. What a card
+# as they stay out of step, which 9b ensures. Latencies, barriers and the rest of the softmax are not in the model. What a card
 # makes of it, only a card can say. What the counters say: rung 9a costs instructions, since the weights now live beside the
 # next scores, and 9b only its barriers; no bit of the result changes.
 

@@ -2,7 +2,7 @@
 # # 23. Twelve broken kernels
 #
 # Each kernel below has one fault. The check runs it in the emulator under four schedules (which warp goes first) and prints what it found.
-# Read the report, find the fault, mend the kernel in its cell, and run the cell again. If you are stuck, `hint("23.1")` gives the first hint.
+# Read the report, find the fault, repair the kernel in its cell, and run the cell again. If you are stuck, `hint("23.1")` gives the first hint.
 #
 # Among the faults are missing barriers, a race, a wrong edge, a missing rescale, a bad start, bank conflicts, a wrong parity, a missing
 # fence, a wrong count. Which is where is for you to find.
@@ -54,7 +54,7 @@ multiply, settle, wait_none = ptx.wgmma(64, "float16", False), ptx.register_fenc
 # | race | two warps use a word, one writes, and no barrier orders them | a missing barrier, often the second one of a loop |
 # | out-of-bounds | an address outside every array | no test for the last threads |
 # | divergent | some threads of a warp come to an instruction that all must run | a barrier or a warp operation in a branch |
-# | deadlock | everybody waits | a wrong parity, byte or arrival count |
+# | deadlock | all threads wait | a wrong parity, byte or arrival count |
 # | pending | data is used before the wait that makes it valid | a missing wait |
 # | protocol | a barrier, copy or fence is used against its rules | a missing fence or init |
 #

@@ -53,7 +53,7 @@ print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.level
 # The kernel takes `block_q` query rows at a time and goes through all keys in blocks of 128. Every tile of rows reads all of K and V once, as
 # bytes. They come from the second-level cache, or from further away if they do not fit there.
 #
-# **Exercise 1.** How many bytes of K and V does the whole kernel read, for `length` queries and keys of `d` channels, with tiles of `block_q`
+# **Exercise 1.** How many bytes of K and V does the kernel read in all, for `length` queries and keys of `d` channels, with tiles of `block_q`
 # rows? (One head; a byte per number; the last tile may be smaller but reads all keys too.)
 
 # %% tags=["exercise"]
@@ -90,7 +90,8 @@ print(f"at the INT8 peak the products alone take {1e3 * work / peak.int8:.2f} ms
 # next ones find it in memory or on the disk.
 #
 # **Exercise 2.** Write `sweep`. For each size, within `using(block_q=size)`, call `run()`, which returns (seconds, output). Return a dictionary
-# of size: (seconds, output).
+# of size: (seconds, output). (The cell after it defines `run` and `using`: `describe` checks the arguments, `quantize_problem` rounds Q, K
+# and V to bytes once, before the timing, and `launch.run` calls the kernel.)
 
 # %% tags=["exercise"]
 def sweep(sizes, run, using):
@@ -124,7 +125,7 @@ assert all(np.array_equal(out, first) for _, out in swept.values())
 
 # %% [markdown]
 # Equal bits, every time. Why? Each row is computed by itself: its scores are integers (exact in any order), its maximum and its sums depend on
-# the order of the *key blocks*, and that order did not change. `block_q` only decides which rows travel together. (`key_block` would change
+# the order of the *key blocks*, and that order did not change. `block_q` only decides which rows are computed together. (`key_block` would change
 # the order of the sums; `using` refuses it for INT8 kernels.)
 #
 # ## The register tile
@@ -172,7 +173,7 @@ ax.set(xlabel="block_q", ylabel="ms, one thread", ylim=(0, None), title=f"{isa},
 _ = ax.legend(fontsize=9)
 
 # %% [markdown]
-# Compare with what you wrote down. Where the measured curve lies above the model, the tile loses time to something other than traffic. Where it
+# Compare with what you wrote down. Where the measured curve is above the model, the tile loses time to something other than traffic. Where it
 # is flat, neither traffic nor room decides: that is the range from which the shipped size was chosen.
 #
 # ## Invent a score
@@ -197,7 +198,7 @@ print(f"with the penalty the output differs from plain attention by up to {np.ab
 # %% [markdown]
 # ## The same function on a GPU
 #
-# On CUDA your function becomes part of the kernel itself: it is compiled to PTX and called on scores that lie in registers, between the two
+# On CUDA your function becomes part of the kernel itself: it is compiled to PTX and called on scores in registers, between the two
 # products. No card is needed to try it. `impl="cuda-emulator"` runs the kernel's PTX as the GPU path's chapters do (from
 # [13](13_threads_warps_memory.ipynb) on). The emulator is slow, so take 64 queries and keys, in float16.
 
