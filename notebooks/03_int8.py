@@ -4,10 +4,10 @@
 # After this chapter you can
 #
 # * turn float tensors into int8 and back, and say what that costs before you run it,
-# * decide who shares a scale: a tensor, a row, a channel,
+# * decide which entries share a scale: those of a tensor, a row, a channel,
 # * take the mean of the keys away without changing attention, and tell when it helps and when it does not,
 # * find out where the error of an integer kernel comes from, on real activations, and what attention sinks have to do with it,
-# * see through an error figure that says nothing.
+# * recognise an error figure that says nothing.
 #
 # The activations are those of a sentence encoder, all-MiniLM-L6-v2: layer 2, 12 heads, 512 tokens, D = 32.
 
@@ -94,7 +94,7 @@ assert np.abs(stored * step - row).max() <= step / 2 * 1.001
 # %% [markdown]
 # So the error is known beforehand: at most half a step, on average step / sqrt(12), and the step is set by the *largest* entry.
 #
-# ## Who shares a scale?
+# ## Which entries share a scale?
 #
 # The fewer entries share one, the smaller the steps. `numflash.quantize` knows four ways. Error of the tensors read back, as a
 # share of their own RMS:
@@ -133,7 +133,7 @@ assert relative_l1(restored, real) < 0.02
 # %% [markdown]
 # ## Smoothing the keys
 #
-# `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often sit
+# `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often have a mean
 # far from zero; then most of the steps are spent on a part that all keys have in common. May one take it away? A vector m taken
 # from every key changes the scores of row i by the same number for all keys.
 #
@@ -204,8 +204,8 @@ floor = error["Q, K, V rounded: the floor"]
 assert error["weights in 8 bits"] >= floor
 
 # %% [markdown]
-# Errors of different sources add up like the sides of right-angled triangles, so what is missing to the whole tells what the
-# rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
+# Errors of different sources add up like the sides of right-angled triangles, so the difference between the total and these
+# parts is what the rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
 # floor counts V rounded to 8 bits as well. Its own floor is Q and K rounded.)
 
 # %%
@@ -237,7 +237,7 @@ print(f"head {at[1]}, token {at[2]}: error {gap[at]:.2f}, where the median row h
       f"size {size[at]:.1f}, where the median row has {np.median(size):.1f}")
 
 # %% [markdown]
-# The output is small and the error is large. Why, says the row of weights:
+# The output is small and the error is large. The row of weights shows why:
 
 # %%
 _, head, token = at
@@ -296,7 +296,7 @@ for name, kernel in (("the int8 kernel", numflash.attention(q2, k2, v2, precisio
 assert np.abs(output).max() < 5 and np.sqrt((output**2).mean()) < 0.05
 
 # %% [markdown]
-# All zeros is no joke: it is what a kernel returns that divides by the row sum first and rounds to 8 bits then. With 2048 keys
+# All zeros is a real case: it is what a kernel returns that divides by the row sum first and rounds to 8 bits then. With 2048 keys
 # of about the same score, each probability is 1/2048, and in units of 1/255:
 
 # %%

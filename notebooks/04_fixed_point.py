@@ -43,7 +43,7 @@ from numflash.validation import describe
 # %% [markdown]
 # ## Fixed point: an integer that counts fractions
 #
-# Q8.8 is an int16 that counts in 1/256: 8 bits before the point, 8 behind it. Q16.16 counts in 1/65536. Addition is integer
+# Q8.8 is an int16 that counts in 1/256: 8 bits before the point, 8 after it. Q16.16 counts in 1/65536. Addition is integer
 # addition. A product has the fraction bits of both, so it is shifted back.
 
 # %%
@@ -151,7 +151,7 @@ assert nudged > 0.0297
 # %% [markdown]
 # ## How good is good enough?
 #
-# The score is rounded to Q8.8 before exp2 sees it, which by itself moves the weight by up to half a step. And the weight that
+# The score is rounded to Q8.8 before exp2, which by itself moves the weight by up to half a step. And the weight that
 # is multiplied with V has 8 bits (`exp2_p8`): 255 is 1.0. An exp2 much better than that is wasted.
 
 # %%
@@ -203,7 +203,7 @@ print(f"score_scale {score_scale} for {256 / np.sqrt(128):.3f}, log2(e) {log2e} 
 assert combined == 33
 
 # %% [markdown]
-# 1 % sounds harmless. But every *score* grows by 1 %, which is a lower temperature, and a score stands in an exponent:
+# 1 % sounds harmless. But every *score* grows by 1 %, which is a lower temperature, and a score is used in an exponent:
 #
 # **Exercise 3.** Key A scores `gap` nats below key B. By what factor is the ratio of their probabilities off, if all scores are
 # multiplied by 1 + error? (Right is exp(-gap); the answer for gap 0 or error 0 is 1.)
@@ -225,7 +225,7 @@ print(f"the output above, exact exp2: relative L1 {100 * with_33:.2f} %, against
 assert with_33 > 5 * cost["exact exp2 of Q8.8"]
 
 # %% [markdown]
-# The rounding of the constant alone costs more than the quadratic exp2. Eight more bits mend it:
+# The rounding of the constant alone costs more than the quadratic exp2. Eight more bits repair it:
 
 # %%
 for bits in (8, 12, 16):

@@ -161,7 +161,7 @@ check("05.2", products)
 # %% [markdown]
 # ## What it costs here
 #
-# All of these loops on this machine, over vectors that lie in the first-level cache, against the measured peaks. Each is
+# All of these loops on this machine, over vectors in the first-level cache, against the measured peaks. Each is
 # asked for the same thing: one row against 512 rows of 128.
 
 # %%

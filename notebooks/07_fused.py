@@ -84,8 +84,8 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %% [markdown]
-# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It has more lines because it takes masks, ALiBi, padding, and scores that leave
-# the range of int16 (`is_wide`), but the four parts are the same: `narrow_scores` (1), `octaves` and `weigh` (2), `grow_rows` and `add_sums` (3),
+# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It has more lines because it takes masks, ALiBi, score functions (`called`),
+# padding, and scores that leave the range of int16 (`is_wide`), but the four parts are the same: `narrow_scores` (1), `octaves` and `weigh` (2), `grow_rows` and `add_sums` (3),
 # `add_values` (4). Look for these six names and skip what is between them: those lines decide which keys a row attends to.
 
 # %%

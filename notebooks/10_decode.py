@@ -84,7 +84,7 @@ assert np.isclose(rows[1][1], 7 * rows[0][1])
 # %% [markdown]
 # The work is the same; the bytes are seven times as many, and the time follows the bytes. Grouped heads gain here, in decode.
 # (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
-# tile, so that each vector of K is read once and meets all of them.
+# tile, so that each vector of K is read once and serves all of them.
 #
 # The ceiling of a float32 core here is `roof().float32`; at one operation per byte it would need as many bytes per second. That
 # is also why faster multiplication units change nothing for decode: a T4 does 65 TFLOP/s on tensor cores, but its 320 GB/s feed
@@ -126,7 +126,7 @@ assert np.abs(divided - exact).max() < 1e-6 and np.abs(undivided).sum() > 2 * np
 
 # %% [markdown]
 # **Exercise 2.** Write `merge` for two parts (o, m, l), with maxima in octaves (powers of two). It returns a part of the same
-# kind, so that parts can be merged in any grouping; nothing is divided yet. A part that saw no key has m = -inf and l = 0.
+# kind, so that parts can be merged in any grouping; nothing is divided yet. A part without keys has m = -inf and l = 0.
 
 # %% tags=["exercise"]
 def merge(o_a, m_a, l_a, o_b, m_b, l_b):
@@ -180,7 +180,7 @@ print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, 
 # from all scores, fixed beforehand from statistics of the model. No part then waits for a maximum, nothing is rescaled, and
 # parts simply add up. "Online softmax" and "unified max" exclude each other: a kernel has one or the other.
 #
-# Only it is not always right. A score too far above phi overflows, and if all lie too far below, the sum loses its digits.
+# Only it is not always right. A score too far above phi overflows, and if all are too far below, the sum loses its digits.
 # Every row must be tested, and computed again if it fails:
 
 # %%
@@ -245,7 +245,7 @@ print("INT8 decode has the bits of the model:", same)
 # %% [markdown]
 # ## Four bits
 #
-# If bytes decide, why not half as many? With 4 bits a number has 16 levels, and one scale serves a row of K: its largest entry takes the last
+# If the number of bytes decides, why not half as many? With 4 bits a number has 16 levels, and one scale serves a row of K: its largest entry takes the last
 # level, and all others share the rest. Keys of real models have a few channels that are much larger than the others (chapter 03's picture), and
 # then most channels are rounded to two or three levels.
 #
@@ -279,7 +279,7 @@ table(["error of K in 4 bits, of its own size", "as it is", "rotated"], lines)
 assert off[1] < off[0] / 2
 
 # %% [markdown]
-# On keys without large channels rotating does nothing; on the others it is worth a factor. `dtype="int4"` stores a cache so. What it saves, and
+# On keys without large channels rotating does nothing; on the others it is worth a factor. `dtype="int4"` stores a cache in this way. What it saves, and
 # what it costs the newest token's output on these activations:
 
 # %%
@@ -296,7 +296,7 @@ assert lost["float32"] < 1e-5 < lost["int8"] < lost["int4"] < 0.1
 
 # %% [markdown]
 # Four bits lose more than ten times as much as eight. Whether a model can live with that must be measured with the model
-# ([Choosing a precision](../docs/precision.md) says how). Take them where a long context does not fit into memory otherwise.
+# ([Choosing a precision](../docs/precision.md) says how). Use them where a long context would not fit into memory.
 #
 # ## An engine around it
 #

@@ -97,10 +97,10 @@ table(["kept for the backward pass", "MB"],
 # forward pass.
 #
 # (The code below computes exp2(S' - LSE'), with S' and LSE' in octaves: both sides times log2(e). It is the same number, and
-# exp2 is what the machine is good at.)
+# exp2 is what the machine computes fast.)
 #
 # Here is the plain kernel. `key_pass` owns a block of keys and goes through the queries; `query_pass` owns a block of queries
-# and goes through the keys. Nobody else writes where they write.
+# and goes through the keys. No other worker writes there.
 
 # %%
 print(inspect.getsource(backward_plain.tile_gradients.py_func))
@@ -161,7 +161,7 @@ products = ...                                             # (two passes, one pa
 check("11.2", products)
 
 # %% [markdown]
-# One pass has a price: whoever owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
+# One pass has a price: the worker that owns a block of keys adds to *every* row of dQ. With many workers that needs atomic additions
 # (FlashAttention 2: fast, but the order of the sums, and so the last bits, differ from run to run) or a copy of dQ for each.
 # `numflash.attention_backward` (`numflash/cpu/backward`) lets one worker own a whole head, or every n-th block of its keys with a copy of
 # dQ; the copies are added in order, and their number follows from the shape, never from the number of threads.
@@ -178,8 +178,8 @@ equal = all(np.array_equal(a, b) for a, b in zip(runs[0], runs[-1], strict=True)
 print(f"equal bits on 1 and {most()} threads: {equal}")
 
 # %% [markdown]
-# Its tile is transposed: rows are keys, columns are queries. LSE and D then lie along the lanes of the vectors, where
-# subtracting them costs one instruction; and P^T and dS^T are already what dV and dK need. Only dQ needs dS turned round, in
+# Its tile is transposed: rows are keys, columns are queries. LSE and D are then along the lanes of the vectors, where
+# subtracting them costs one instruction; and P^T and dS^T are already what dV and dK need. Only dQ needs dS transposed, in
 # registers. The working set:
 
 # %%
@@ -236,7 +236,7 @@ table(["what", "products", "ms", "GFLOP/s"], [[name, count[name], 1e3 * t, rate[
 # The seven products of the plain kernel are more work, and plain loops reach a small part of the peak: its rows of scores and
 # gradients go through memory after each addition, where a register tile keeps 24 vectors of sums. The tiled kernel stays below
 # its own product's rate (chapter 06) because five products on tiles of 144 x 64 each load and store their sums, and exp2, the
-# turning round and the gradients of softmax stand between them.
+# transposition and the gradients of softmax come between them.
 
 # %%
 fig, axes = figure(2, width=11, height=3.4, width_ratios=(1, 1.15))

@@ -142,7 +142,7 @@ assert not np.array_equal(lane_a, lane_c)
 # order. So each lane fills its own places with its own keys, and the rows of V are put in the same order.
 # Lane t has keys 2 t and 2 t + 1 of each of the four tiles, and places 4 t to 4 t + 3 of each half.
 #
-# **Exercise 1.** Which key (0 to 31) stands at place p (0 to 31), if a lane fills its places in rising order with its keys in
+# **Exercise 1.** Which key (0 to 31) is at place p (0 to 31), if a lane fills its places in rising order with its keys in
 # rising order?
 
 # %% tags=["exercise"]

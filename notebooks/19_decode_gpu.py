@@ -8,7 +8,7 @@
 # * divide the keys among blocks, and count what that costs,
 # * give the least time of a step on a card of known bandwidth, and say what else it must be compared with.
 #
-# Chapter 10 explained split-KV and its merge. Here the same cache lies on the card.
+# Chapter 10 explained split-KV and its merge. Here the same cache is stored on the card.
 
 # %% [markdown] tags=["map"]
 # > **The idea:** A cache on the card: count every byte that a step moves.
@@ -134,8 +134,8 @@ print(f"the T4's float32 cores, 8.1 TFLOP/s: {8.1e12 / 320e9:.0f} flop per byte"
 assert max(wanted.values()) < 8.1e12 / 320e9 < max(done.values()) < ridge
 
 # %% [markdown]
-# Even the float32 cores would do for what is wanted. So tensor cores cannot make decode faster: it waits
-# for memory. Tensor cores are used here because they make nothing of the packed rows' arithmetic, the empty rows included.
+# Even the float32 cores would do for what is wanted. So tensor cores cannot make decode faster: it is limited
+# by memory. They are used here because with them the arithmetic of the packed rows costs next to nothing, the empty rows included.
 #
 # ## Split the keys
 #
@@ -187,7 +187,7 @@ for n in (512, 1024, 4096, 16384, 65536):
 table(["context", "bytes of parts / bytes of the cache"], [[n, f"{100 * x:.0f} %"] for n, x in share.items()])
 
 # %% [markdown]
-# Much, at short contexts; but these bytes were just written and lie in the L2, while the cache comes from memory. A split is
+# Much, at short contexts; but these bytes were just written and are in the L2, while the cache comes from memory. A split is
 # worth its parts as soon as it puts an idle SM to work.
 #
 # ## Equal bits, token by token

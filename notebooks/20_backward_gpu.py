@@ -3,7 +3,7 @@
 #
 # After this chapter you can
 #
-# * lay out a backward pass on tensor cores so that nobody adds to anybody else's sums, and say what that costs,
+# * lay out a backward pass on tensor cores so that no block adds to the sums of another, and say what that costs,
 # * say why P and dS need no transposition although dV and dK multiply by their transposes,
 # * predict products, traffic and registers of each pass, and find the counters agree,
 # * say what must be saved for backward, how many kernels it takes, and what it costs at least.
@@ -43,13 +43,13 @@ rng = np.random.default_rng(0)
 device = card()
 
 # %% [markdown]
-# ## Who owns what
+# ## Which block owns what
 #
 # $$P = e^{S - LSE},\quad dP = dO\,V^T,\quad dS = P * (dP - D),\quad dV = P^T dO,\quad dK = dS^T Q\cdot scale,\quad
 # dQ = dS\,K\cdot scale$$
 #
 # dV and dK are sums over queries, dQ is a sum over keys. A block that owns keys can keep dV and dK in registers; one that owns
-# queries can keep dQ. Whoever wants all three from one pass adds one of them in global memory, where others add too.
+# queries can keep dQ. A block that computes all three in one pass adds one of them in global memory, where other blocks add too.
 #
 # So, two passes. In `kernels/backward.py` they are one kernel, because they mirror each other:
 #
@@ -58,8 +58,8 @@ device = card()
 # | keys | K, V | Q, dO | S^T = K.Q^T, dP^T = V.dO^T | dK += dS^T.Q, dV += P^T.dO |
 # | queries | Q, dO | K, V | S = Q.K^T, dP = dO.V^T | dQ += dS.K |
 #
-# The keys' pass never turns P round. It computes S^T in the first place: keys are the rows of its accumulators. And an
-# accumulator of 16 x 16 lies in registers as the left operand of the next product does (chapter 14):
+# The keys' pass never transposes P. It computes S^T in the first place: keys are the rows of its accumulators. And an
+# accumulator of 16 x 16 is held in registers in the same way as the left operand of the next product (chapter 14):
 
 # %%
 registers, operand = tensor.operand_layout("a", 16, 2)
@@ -68,8 +68,8 @@ same = np.array_equal(operand[row, column], np.arange(256).reshape(row.shape))
 print(f"{registers} registers of two halves; the same (lane, place) for all 256 numbers: {same}")
 
 # %% [markdown]
-# What has to be turned is Q and dO, which are rows in shared memory and whose columns the second product needs: `ldmatrix.trans`
-# does that while it loads. The same tile serves S^T plain and dK turned.
+# What has to be transposed is Q and dO, which are rows in shared memory and whose columns the second product needs: `ldmatrix.trans`
+# does that while it loads. The same tile is used as it is for S^T and transposed for dK.
 #
 # ## It runs
 #

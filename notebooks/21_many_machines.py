@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 21. Many machines: a ring of ranks
 #
-# After this chapter you can cut attention over many machines, deal causal work so that nobody waits, and say from which length on
+# After this chapter you can cut attention over many machines, divide causal work so that no machine waits long, and say from which length on
 # the exchange costs nothing.
 #
-# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values travel. What makes
+# A sequence that does not fit one machine is cut into shards. Queries stay where they are; keys and values are sent. What makes
 # this possible is one property of softmax: attention over two disjoint sets of keys can be merged exactly from the two
 # outputs and their log-sum-exps. This chapter runs the ring by hand first, then with MPI on several ranks of this machine.
 
@@ -50,7 +50,7 @@ whole = numflash.attention(query, key, value, impl="reference")
 # ## The ring by hand
 #
 # Four ranks in a row; at step t rank r holds the keys of rank r - t. Each partial result comes with its log-sum-exp, and
-# `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is "nothing seen": output 0, log-sum-exp minus infinity.
+# `merge_states` weighs the two by e^lse. Step through it; then the same in code. The state before the first step is that of no keys: output 0, log-sum-exp minus infinity.
 
 # %% tags=["drawing"]
 drawings.ring_of_ranks()
@@ -81,10 +81,10 @@ def merge(out_a, lse_a, out_b, lse_b):
 check("21.1", merge)
 
 # %% [markdown]
-# ## Who works, who waits
+# ## Which ranks work, and which wait
 #
-# With a causal mask, a row sees only what lies before it. Work per rank (rows) and step (columns), in query-key pairs: with
-# consecutive shards the first ranks soon have nothing left to do, and the last one sets the pace. Zigzag gives each rank a chunk
+# With a causal mask, a row attends only to the keys before it and its own. Work per rank (rows) and step (columns), in query-key pairs: with
+# consecutive shards the first ranks soon have nothing left to do, and the last one decides the time. Zigzag gives each rank a chunk
 # from the front and one from the back: every column of its table is even.
 
 # %%

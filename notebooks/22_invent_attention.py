@@ -109,7 +109,7 @@ else:
 # ## Second variant: a window and the first keys
 #
 # A mask function says whether a query may attend to a key. In StreamingLLM (Xiao et al. 2023) a token attends to the last few tokens and to
-# the first four of the text, on which models park what attention they do not need.
+# the first four of the text, to which models give the weight that they do not need elsewhere.
 #
 # **Exercise 2.** Write it: causal, the last 128 keys (the query's own included) and the first 4. Use `&` and `|`, not `and` and `or`.
 
