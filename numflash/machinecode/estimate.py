@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ..cpu.int8 import microkernels, packing, portable
+from ..cpu.int8 import microkernels, packing, portable, softmax_vectors
 from ..cpu.isa.dot_loop import dot_loop
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..cpu.isa.vectors import I32, I64, data, store
@@ -65,9 +65,9 @@ def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
     """
     score = microkernels.score_tile(isa, 6)
     value = microkernels.value_tile(isa, 6, VECTOR_ISAS[isa].nv)
-    octaves = microkernels.block_octaves(isa, KEY_BLOCK)
-    weights = microkernels.row_weights(isa, KEY_BLOCK)
-    totals = microkernels.block_totals(isa)
+    octaves = softmax_vectors.block_octaves(isa, KEY_BLOCK)
+    weights = softmax_vectors.row_weights(isa, KEY_BLOCK)
+    totals = softmax_vectors.block_totals(isa)
     vector_lanes = lanes_of(isa)
     sums_only = sums_tile(isa)
     nv = VECTOR_ISAS[isa].nv

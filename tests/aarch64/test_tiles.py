@@ -3,8 +3,6 @@
 Equal bits at every vector length.
 """
 
-import functools
-
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
@@ -13,13 +11,21 @@ from numba import njit
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
+from aarch64.tile_kernels import (
+    CENTRE,
+    KEY,
+    STRIDE,
+    changed_function,
+    packed_keys,
+    precise_function,
+    score_function,
+    softmax_function,
+    value_function,
+)
 from numflash import fixedpoint
 from numflash.cpu.int8 import microkernels, packing
-from numflash.cpu.int8.score_changes import Changes
-from numflash.cpu.isa.dot_loop import BESIDE
 from numflash.cpu.isa.isas import VECTOR_ISAS, lanes_of
 from numflash.errors import UnsupportedError
-from numflash.jit.compiler import bare
 from numflash.machinecode import assembly
 from numflash.machinecode.codegen import TRIPLES
 from numflash.machinecode.emulator import Emulated
@@ -42,185 +48,7 @@ on_every_machine = pytest.mark.parametrize(
     ("isa", "cpu", "bits"),
     [*MACHINES, *(pytest.param(*m, marks=pytest.mark.slow) for m in OTHERS if m[1] in TRIPLES)],
 )
-STRIDE = KEY_BLOCK
 F = np.float32
-# first key of a changed tile, and the key at distance 0 from its first row
-KEY = 256
-CENTRE = 290
-
-
-@functools.cache
-def score_function(isa, mr):
-    tile = microkernels.score_tile(isa, mr)
-
-    @njit
-    def scores(q, k, start, ck, cq, x):
-        stride = q.shape[1]
-        tile(q, 0, stride, k, 0, stride // 4, start, ck, 0, cq, 0, x, 0, STRIDE)
-
-    return (
-        scores,
-        "void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:,::1])",
-    )
-
-
-@functools.cache
-def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
-    """A tile of keys KEY and on of a larger problem.
-
-    Only the last row has no bias and no mask of its own.
-
-    Its first rows are changed beside the dot products of the next tile, which is the same, where it
-    is not wide.
-    """
-    tile = microkernels.waiting_tile(isa, mr, not wide)
-    room_of = microkernels.waiting_room(isa)
-    finish = microkernels.finish(isa, wide)
-
-    @bare
-    def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
-        stride, room = q.shape[1], room_of()
-        changes = Changes(
-            has_cap,
-            has_slope,
-            has_bias,
-            has_mask,
-            shift,
-            numbers,
-            CENTRE,
-            base,
-            bias.reshape(bias.size),
-            -KEY,
-            bias.shape[1],
-            mask.reshape(mask.size),
-            -KEY,
-            mask.shape[1],
-            mr - 2,
-        )
-        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 0)
-        finish(room, 0, x, 0, STRIDE, changes, 0, mr, 0, KEY)
-
-    @bare
-    def scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
-        stride, room = q.shape[1], room_of()
-        changes = Changes(
-            has_cap,
-            has_slope,
-            has_bias,
-            has_mask,
-            shift,
-            numbers,
-            CENTRE,
-            base,
-            bias.reshape(bias.size),
-            -KEY,
-            bias.shape[1],
-            mask.reshape(mask.size),
-            -KEY,
-            mask.shape[1],
-            mr - 2,
-        )
-        beside = min(mr, (stride // 4 - 1) // BESIDE)
-        tile(
-            q,
-            0,
-            stride,
-            k,
-            0,
-            stride // 4,
-            start,
-            ck,
-            KEY,
-            cq,
-            0,
-            room,
-            0,
-            x,
-            0,
-            STRIDE,
-            changes,
-            0,
-            0,
-            KEY,
-        )
-        tile(
-            q,
-            0,
-            stride,
-            k,
-            0,
-            stride // 4,
-            start,
-            ck,
-            KEY,
-            cq,
-            0,
-            room,
-            1,
-            x,
-            0,
-            STRIDE,
-            changes,
-            beside,
-            0,
-            KEY,
-        )
-        finish(room, 0, x, 0, STRIDE, changes, beside, mr, 0, KEY)
-
-    return wide_scores if wide else scores, (
-        f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], {'float32' if wide else 'int16'}[:,::1], "
-        "float32[::1], float32[::1], int32[::1], float32[:,::1], uint8[:,::1])"
-    )
-
-
-@functools.cache
-def value_function(isa, mr, nv):
-    tile = microkernels.value_tile(isa, mr, nv)
-
-    @njit
-    def values(p, v, scale, total, o):
-        tile(p, 0, STRIDE, v, 0, p.shape[1] // 4, scale, total, 0, o, 0, o.shape[1])
-
-    return values, "void(uint8[:,::1], int8[::1], float32[::1], int32[::1], float32[:,::1])"
-
-
-@functools.cache
-def softmax_function(isa, keys):
-    octaves = microkernels.block_octaves(isa, keys)
-    weights = microkernels.row_weights(isa, keys)
-    totals = microkernels.block_totals(isa)
-    vector_lanes = lanes_of(isa)
-
-    @njit
-    def softmax(x, p, octave, octave_q8, sums, total):
-        lanes = vector_lanes()
-        octaves(x, 0, STRIDE, octave, octave_q8, 0)
-        for i in range(x.shape[0]):
-            weights(x, i * STRIDE, octave_q8, i, p, i * STRIDE, sums, i * lanes)
-        totals(sums, total, 0)
-
-    return (
-        softmax,
-        "void(int16[:,::1], uint8[:,::1], int32[::1], int16[::1], int32[::1], int32[::1])",
-    )
-
-
-@functools.cache
-def precise_function(isa, keys):
-    weights = microkernels.row_weights_q16(isa, keys)
-    vector_lanes = lanes_of(isa)
-
-    @njit
-    def softmax(x, octave_q8, scale, p, sums):
-        lanes = vector_lanes()
-        for i in range(x.shape[0]):
-            weights(x, i * STRIDE, octave_q8, i, scale, p, i * STRIDE, sums, i * lanes)
-
-    return softmax, "void(int16[:,::1], int16[::1], float32[::1], float32[:,::1], int32[::1])"
-
-
-def packed_keys(isa, k, bits):
-    return packing.pack_keys(isa, k[None], np.ones((1, len(k)), np.float32), bits // 32)
 
 
 @on_every_machine

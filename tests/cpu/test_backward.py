@@ -1,78 +1,24 @@
 """Gradients of attention, every kernel: float64, within twice the error of plain float32.
 
-Finite differences; equal bits.
+Finite differences; equal bits. Arrays and arguments: test_backward_arrays.py.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from gradient_checks import F, agrees, close, drawn, every_isa, solve
 from hypothesis import HealthCheck, given, settings
-from oracles import TAILS, draw, naive, naive_gradients, qkv
+from oracles import TAILS, draw, naive, naive_gradients
 from test_flash_float import SHAPES, make
 from test_float_properties import problems
 
 import numflash
-from numflash import attention, attention_backward, interop, reference
-from numflash.cpu import launch_backward
-from numflash.cpu.backward.flash_backward import make_backward
-from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from numflash.jit import target
+from numflash import attention, attention_backward, reference
 from numflash.jit.threads import limit, most
-
-F = np.float32
-ISAS = target.available(target.FLOAT_ISAS)
-every_isa = pytest.mark.parametrize("isa", ISAS)
-NAMES = ("dq", "dk", "dv")
-ULP = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def close(found, operands, ulp=2.0**-23, **options):
-    """Within twice the error of plain float32, a few roundings, and those of scores and of dP - D
-    as large as they are here.
-    """
-    wanted = naive_gradients(*operands, **options)
-    plain = naive_gradients(*operands, **options, dtype=F)
-    do, q, k, v = (np.abs(x).max(initial=0) for x in operands)
-    d, dv = (operands[n].shape[-1] for n in (1, 3))
-    scores = q * k * d**0.5 * max(1, options.get("scale") or 0)
-    of_weights = do * v * (dv / d) ** 0.5
-    slopes = options.get("alibi_slopes")
-    scores += (
-        0 if slopes is None else np.max(slopes) * (operands[1].shape[2] + operands[2].shape[2])
-    )
-    for name, mine, low, want, of_scores in zip(
-        NAMES, found, plain, wanted, (of_weights * k, of_weights * q, 0), strict=True
-    ):
-        assert mine.shape == want.shape
-        allowed = 2 * np.abs(low - want).max(initial=0) + (4 * ulp + 2.0**-23 * scores) * max(
-            1, np.abs(want).max(initial=0)
-        )
-        allowed += 2.0**-23 * of_scores
-        off = np.abs(mine - want).max(initial=0)
-        assert off <= allowed, f"{name}: off by {off:.3g}, allowed {allowed:.3g}"
-
-
-def solve(do, q, k, v, isa=None, attn_mask=None, **options):
-    """Gradients by the kernels of `isa`, after a forward pass by the best ones."""
-    out, lse = attention(q, k, v, attn_mask, enable_gqa=True, return_lse=True, **options)
-    return launch_backward.run(make(q, k, v, "float32", attn_mask, **options), do, out, lse, isa)
-
-
-def agrees(do, q, k, v, isa=None, **options):
-    found = solve(do, q, k, v, isa, **options)
-    assert all(x.dtype == F for x in found)
-    close(found, (do, q, k, v), **options)
-    return found
-
-
-def drawn(dv=None, **sizes):
-    q, k, v = qkv(dv=dv, **sizes)
-    return draw((*q.shape[:3], v.shape[3]), 9), q, k, v
 
 
 # ---- sizes and options
-# ---------------------------------------------------------------------------------------------------------
 @every_isa
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_around_every_block_edge(isa, causal):
@@ -167,7 +113,6 @@ def test_any_combination_at_length(isa, case):
 
 
 # ---- checks that know nothing of the formula
-# -----------------------------------------------------------------------------------
 ALL = {
     "is_causal": True,
     "window": (4, None),
@@ -269,7 +214,6 @@ def test_parts_of_the_keys_add_up_to_the_whole(impl):
 
 
 # ---- what is hidden, and what is not finite
-# ------------------------------------------------------------------------------------
 @every_isa
 def test_what_nobody_sees_has_no_gradient(isa):
     do, q, k, v = drawn(l=40, s=90, d=16)
@@ -407,8 +351,7 @@ def test_scores_that_float32_cannot_hold(isa):
         assert np.abs(found[2] - rest[2] - flat[2]).max() <= 1e-5
 
 
-# ---- bits, arrays, arguments
-# ---------------------------------------------------------------------------------------------------
+# ---- equal bits
 @every_isa
 def test_equal_bits_at_every_thread_count_and_run(isa):
     do, q, k, v = drawn(b=1, h=6, hkv=2, l=300, s=500, d=16)
@@ -419,171 +362,3 @@ def test_equal_bits_at_every_thread_count_and_run(isa):
         with limit(threads):
             again = solve(do, q, k, v, isa, **options)
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-def test_strides_of_every_kind():
-    operands = drawn(b=2, h=3, l=50, s=60, d=24)
-    out, lse = attention(*operands[1:], return_lse=True)
-    want = attention_backward(*operands, out, lse)
-
-    def twisted(x):
-        wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), F)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-
-    for change in (
-        np.asfortranarray,
-        twisted,
-        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
-        lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
-    ):
-        found = attention_backward(*(change(x) for x in (*operands, out, lse)))
-        assert all(np.array_equal(a, b) for a, b in zip(want, found, strict=True))
-    ones = np.broadcast_to(F(1), out.shape)  # the gradient of out.sum()
-    assert np.array_equal(
-        attention_backward(ones, *operands[1:], out, lse)[2],
-        attention_backward(ones.copy(), *operands[1:], out, lse)[2],
-    )
-
-
-@pytest.mark.skipif(ISAS[0] == "portable", reason="no register tiles here")
-def test_read_only_arrays_compile_nothing_anew():
-    operands = drawn(l=20, d=8)
-    out, lse = attention(*operands[1:], return_lse=True)
-    want = attention_backward(*operands, out, lse)
-    known = len(make_backward(ISAS[0]).signatures)
-    for x in (*operands, out, lse):
-        x.flags.writeable = False
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(want, attention_backward(*operands, out, lse), strict=True)
-    )
-    assert len(make_backward(ISAS[0]).signatures) == known
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
-@pytest.mark.parametrize("layout", ["bhld", "blhd"])
-@pytest.mark.parametrize("ndim", [2, 3, 4])
-def test_layouts_and_promotion(impl, layout, ndim):
-    operands = drawn(b=2 if ndim == 4 else 1, h=1 if ndim == 2 else 4, l=6, s=9, d=8, dv=5)
-    arrays = [
-        (x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0]
-        for x in operands
-    ]
-    out, lse = attention(*arrays[1:], is_causal=True, return_lse=True, layout=layout)
-    found = attention_backward(*arrays, out, lse, is_causal=True, layout=layout, impl=impl)
-    assert all(
-        x.shape == array.shape and x.dtype == F for x, array in zip(found, arrays[1:], strict=True)
-    )
-    turn = layout == "blhd" and ndim > 2
-    back = [
-        x.reshape(like.swapaxes(1, 2).shape).swapaxes(1, 2) if turn else x.reshape(like.shape)
-        for x, like in zip(found, operands[1:], strict=True)
-    ]
-    close(back, operands, is_causal=True)
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
-def test_half_precision(impl, precision):
-    import ml_dtypes
-
-    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[precision]
-    operands = [x.astype(dtype) for x in drawn(b=2, h=4, hkv=2, l=70, s=83, d=40)]
-    out, lse = attention(*operands[1:], enable_gqa=True, is_causal=True, return_lse=True)
-    found = attention_backward(*operands, out, lse, enable_gqa=True, is_causal=True, impl=impl)
-    assert all(x.dtype == dtype for x in found)
-    close(
-        [x.astype(F) for x in found],
-        [x.astype(F) for x in operands],
-        ULP[precision],
-        is_causal=True,
-    )
-    if precision == "bfloat16":
-        bits = attention_backward(
-            *(x.view(np.uint16) for x in (*operands, out)),
-            lse,
-            enable_gqa=True,
-            is_causal=True,
-            precision=precision,
-            impl=impl,
-        )
-        assert all(np.array_equal(x, y.view(np.uint16)) for x, y in zip(bits, found, strict=True))
-
-
-def test_float64_and_torch():
-    operands = drawn(l=20, d=8)
-    out, lse = attention(*operands[1:], return_lse=True)
-    want = attention_backward(*operands, out, lse)
-    found = attention_backward(*(x.astype(np.float64) for x in (*operands, out, lse)))
-    assert all(np.array_equal(a, b) and b.dtype == F for a, b in zip(want, found, strict=True))
-    torch = pytest.importorskip("torch")
-    found = attention_backward(*(torch.from_numpy(x) for x in (*operands, out, lse)))
-    assert all(
-        isinstance(b, torch.Tensor) and np.array_equal(a, b.numpy())
-        for a, b in zip(want, found, strict=True)
-    )
-    found = attention_backward(
-        *(torch.from_numpy(x).bfloat16() for x in (*operands, out)), torch.from_numpy(lse)
-    )
-    assert all(b.dtype == torch.bfloat16 for b in found)
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
-@pytest.mark.parametrize(("b", "l", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
-def test_nothing_to_differentiate(impl, b, l, s):
-    operands = [
-        np.ones(shape, F) for shape in ((b, 2, l, 5), (b, 2, l, 8), (b, 2, s, 8), (b, 2, s, 5))
-    ]
-    out, lse = attention(*operands[1:], return_lse=True)
-    for x, gradient in zip(
-        operands[1:], attention_backward(*operands, out, lse, impl=impl), strict=True
-    ):
-        assert gradient.shape == x.shape and not gradient.any()
-
-
-def test_bad_arguments_are_named():
-    do, q, k, v = drawn(l=9, d=8)
-    out, lse = attention(q, k, v, return_lse=True)
-    for error, message, arrays, options in [
-        (
-            ArgumentError,
-            r"grad_out: got shape \(9, 8\); allowed: \(1, 2, 9, 8\)",
-            (do[0, 0], q, k, v, out, lse),
-            {},
-        ),
-        (ArgumentError, r"out: got shape", (do, q, k, v, out[..., 1:], lse), {}),
-        (ArgumentError, r"lse: got shape \(1, 2, 9, 1\)", (do, q, k, v, out, lse[..., None]), {}),
-        (
-            ArgumentTypeError,
-            r"lse: got dtype float16",
-            (do, q, k, v, out, lse.astype(np.float16)),
-            {},
-        ),
-        (ArgumentTypeError, r"grad_out: got dtype int64", (do.astype(int), q, k, v, out, lse), {}),
-        (
-            ArgumentTypeError,
-            r"out: got dtype uint16",
-            (do, q, k, v, interop.to_bfloat16(out), lse),
-            {},
-        ),
-        (ArgumentError, r"key: got shape", (do, q, k[..., 1:], v, out, lse), {}),
-        (ArgumentError, r"dropout_p: got 0.5", (do, q, k, v, out, lse), {"dropout_p": 0.5}),
-        (ArgumentError, r"impl: got 'gpu'", (do, q, k, v, out, lse), {"impl": "gpu"}),
-        (
-            ArgumentError,
-            r"attn_mask: got shape",
-            (do, q, k, v, out, lse),
-            {"attn_mask": np.ones((3, 3), bool)},
-        ),
-        (
-            UnsupportedError,
-            r"precision: got 'int8', which has no gradient",
-            (do, q, k, v, out, lse),
-            {"precision": "int8"},
-        ),
-    ]:
-        with pytest.raises(error, match=message):
-            attention_backward(*arrays, **options)
-    with pytest.raises(ArgumentError, match=r"isa.*mmx"):
-        solve(do, q, k, v, "mmx")

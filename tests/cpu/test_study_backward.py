@@ -1,8 +1,8 @@
 """The course's plain backward kernel against float64; `test_backward` checks the one to use."""
 
 import pytest
+from gradient_checks import close
 from oracles import draw, qkv
-from test_backward import close
 
 from numflash import attention
 from numflash.cpu.study import backward_plain

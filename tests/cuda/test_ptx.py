@@ -1,6 +1,6 @@
 """Every inline PTX operation in the emulator, against NumPy.
 
-The hopper ones are in test_emulator_faults and test_flash_hopper.
+The hopper ones are in test_emulator_hopper and test_flash_hopper.
 """
 
 from fractions import Fraction

@@ -209,7 +209,7 @@ class Stream:
         store_at(b, b.or_(low, b.shl(q8, constant(eight, 16))), per_row, AT.octave_words + 4 * g)
 
     def _weigh(self, x, p, per_row, partial, r) -> None:
-        """Weights of one row, as `microkernels.row_weights` has them."""
+        """Weights of one row, as `softmax_vectors.row_weights` has them."""
         b = self.b
         octave = b.bitcast(splat(b, load_at(b, per_row, I32, AT.octave_words + 4 * r), INTS), WORDS)
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
 from ..isa.isas import lanes_of
-from .microkernels import block_octaves, block_totals, row_weights, row_weights_q16
+from .softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
 
 F = np.float32
 I = np.int32

@@ -28,14 +28,8 @@ from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_rows, float_tiles
 from ..floats.float_isas import FLOAT_ISAS
 from ..int8 import wide_rows
-from ..int8.microkernels import (
-    block_octaves,
-    block_totals,
-    row_weights,
-    row_weights_q16,
-    score_tile,
-    value_tile,
-)
+from ..int8.microkernels import score_tile, value_tile
+from ..int8.softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
 from ..isa import vectors
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.vectors import F32, data, load, next_task, store, vector

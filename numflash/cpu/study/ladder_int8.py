@@ -23,7 +23,7 @@ from ...quantization import quantize_problem
 from ...scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
-from ..int8 import blocks, microkernels
+from ..int8 import blocks, softmax_vectors
 from ..int8.packing import PackedKeys, pack_keys, pack_values
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded, running_lanes
@@ -110,9 +110,9 @@ def make_parts(isa_name: str):
     """
     block_q, vector_lanes = tiling(isa_name).block_q, lanes_of(isa_name)
     score_block, value_block = blocks.score_block(isa_name), blocks.value_block(isa_name, "int8")
-    octaves = microkernels.block_octaves(isa_name, KEY_BLOCK)
-    weights = microkernels.row_weights(isa_name, KEY_BLOCK)
-    totals = microkernels.block_totals(isa_name)
+    octaves = softmax_vectors.block_octaves(isa_name, KEY_BLOCK)
+    weights = softmax_vectors.row_weights(isa_name, KEY_BLOCK)
+    totals = softmax_vectors.block_totals(isa_name)
 
     @inline
     def scores(q, cq, row, keys, c, x):

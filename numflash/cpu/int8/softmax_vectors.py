@@ -1,0 +1,225 @@
+"""The softmax of the INT8 kernel in vectors, written once for all ISAs: octaves of a block of
+scores, the weights of a row with their sum, and the sums of 8 rows.
+
+Scores are int16 Q8.8 in rows of KEY_BLOCK keys; `softmax` loops over the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import types
+from numba.extending import intrinsic
+
+from ...fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
+from ...jit import target
+from ..isa.isas import VECTOR_ISAS
+from ..isa.vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
+
+
+def over_keys(b, isa: Isa, keys: int, state: list, body):
+    """body(offsets, state) -> state over all int16 vectors of `keys` scores.
+
+    All vectors at once, or two a turn where `keys` is known only when the code runs.
+    """
+    if not isa.scalable:
+        return body([I64(2 * isa.lanes * v) for v in range(keys // (2 * isa.lanes))], state)
+    entry = b.block
+    loop = b.append_basic_block("keys")
+    done = b.append_basic_block("keys.end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    j = b.phi(I64)
+    now = [b.phi(x.type) for x in state]
+    new = body([j, b.add(j, isa.elements(b, 2))], now)
+    following = b.add(j, isa.elements(b, 4))
+    for phi, first, back in zip([j, *now], [I64(0), *state], [following, *new], strict=True):
+        phi.add_incoming(first, entry)
+        phi.add_incoming(back, loop)
+    b.cbranch(b.icmp_unsigned("<", following, I64(keys)), loop, done)
+    b.position_at_end(done)
+    return new
+
+
+@functools.cache
+def block_octaves(name: str, keys: int):
+    """Intrinsic f(x, x_off, x_stride, octave, octave_q8, i).
+
+    Octaves of 8 rows of `keys` int16 Q8.8 scores each.
+
+    octave[i:i + 8] = ceil(max x) int32, and the same as int16 Q8.8 in octave_q8 (wrapped where it
+    leaves the range).
+    """
+    isa = VECTOR_ISAS[name]
+
+    @intrinsic
+    def octaves(typingctx, x, x_off, x_stride, octave, octave_q8, i):
+        sig = types.void(x, x_off, x_stride, octave, octave_q8, i)
+
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            px, po, pq = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 4))
+            i16s = isa.vector(I16, 2)
+            rows = [b.add(a[1], b.mul(a[2], I64(r))) for r in range(8)]
+
+            def larger(offsets, tops):
+                return [
+                    functools.reduce(
+                        lambda u, v: isa.generic(b, "smax", u, v),
+                        (load(b, px, b.add(row, at), i16s, 2) for at in offsets),
+                        top,
+                    )
+                    for top, row in zip(tops, rows, strict=True)
+                ]
+
+            tops = over_keys(b, isa, keys, [isa.fill(b, i16s, -32768)] * 8, larger)
+            i32s = vector(I32, 8)
+            n = a[5]
+            whole = b.ashr(
+                b.add(b.sext(isa.fold_rows(b, tops, "smax"), i32s), constant(i32s, 255)),
+                constant(i32s, 8),
+            )
+            store(b, whole, po, n, 4)
+            store(b, b.trunc(b.shl(whole, constant(i32s, 8)), vector(I16, 8)), pq, n, 2)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return octaves
+
+
+@functools.cache
+def row_weights(name: str, keys: int):
+    """Intrinsic f(x, x_off, octave_q8, i, p, p_off, sums, s_off).
+
+    The softmax weights of one row of one key block.
+
+    x int16 Q8.8, `keys` scores; p = round(255 * 2**(x - octave)) in the type of the first dot
+    operand, with the bits of `fixedpoint.exp2_p8`; sums[s_off: s_off + lanes] int32 add up to the
+    sum of p.
+
+    Short because a 16-bit variable shift by 16 or more is 0 (no clamp), one byte shuffle takes the
+    high bytes of two vectors, and the dot instruction with ones adds up the weights.
+    """
+    isa = VECTOR_ISAS[name]
+    i16s = isa.vector(I16, 2)
+    i32s = isa.vector(I32)
+
+    @intrinsic
+    def weights(typingctx, x, x_off, octave_q8, i, p, p_off, sums, s_off):
+        sig = types.void(x, x_off, octave_q8, i, p, p_off, sums, s_off)
+
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            px, pq, pp, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 2, 4, 6))
+            top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
+
+            def word(n):
+                return isa.fill(b, i16s, n if n < 32768 else n - 65536)
+
+            def weigh(at):
+                y = b.sub(top, load(b, px, b.add(a[1], at), i16s, 2))  # >= 0, Q8.8
+                f = b.shl(y, word(8))  # fraction, Q0.16
+                h = isa.multiply_high(b, f, b.sub(word(P_A), isa.multiply_high(b, f, word(P_B))))
+                return b.add(
+                    isa.shift_right(b, b.sub(word(P_WIDE), h), b.lshr(y, word(8))), word(128)
+                )
+
+            def weigh_all(offsets, state):
+                (total,) = state
+                found = [weigh(at) for at in offsets]
+                if isa.group == 4:  # the high bytes of two vectors side by side
+                    found = [isa.high_bytes(b, *found[n : n + 2]) for n in range(0, len(found), 2)]
+                else:
+                    found = [b.lshr(w, word(8)) for w in found]
+                for at, w in zip(offsets[:: isa.group // 2], found, strict=True):
+                    store(b, w, pp, b.add(a[5], at), 4 // isa.group)
+                    total = isa.value_dot(b, total, w, isa.fill(b, isa.operand, 1))
+                return [total]
+
+            (total,) = over_keys(b, isa, keys, [isa.fill(b, i32s, 0)], weigh_all)
+            store(b, total, ps, a[7], 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return weights
+
+
+@functools.cache
+def row_weights_q16(name: str, keys: int):
+    """Intrinsic f(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off).
+
+    As `row_weights`, in Q16.16 and float32.
+
+    p = float32(exp2_quadratic(octave - x)) * 2**-16 * scale[i], scale a power of two; sums add up
+    to the Q16.16 weights.
+    """
+    isa = VECTOR_ISAS[name]
+    i16s = isa.vector(I16)
+    i32s = isa.vector(I32)
+    f32s = isa.vector(F32)
+
+    @intrinsic
+    def weights(typingctx, x, x_off, octave_q8, i, scale, p, p_off, sums, s_off):
+        sig = types.void(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off)
+
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            px, pq, pc, pp, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 2, 4, 5, 7))
+
+            def number(n):
+                return isa.fill(b, i32s, n)
+
+            top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
+            factor = b.fmul(
+                isa.splat(b, load(b, pc, a[3], F32, 4), f32s), isa.fill(b, f32s, 1 / ONE_Q16)
+            )
+
+            def weigh_all(offsets, state):
+                (total,) = state
+                for at in (b.add(at, isa.elements(b, half)) for at in offsets for half in range(2)):
+                    y = b.zext(b.sub(top, load(b, px, b.add(a[1], at), i16s, 2)), i32s)
+                    f = b.shl(b.and_(y, number(255)), number(8))
+                    g = b.lshr(b.mul(f, number(Q_B)), number(16))
+                    h = b.lshr(b.mul(f, b.sub(number(Q_A), g)), number(16))
+                    octaves = isa.generic(b, "umin", b.lshr(y, number(8)), number(31))
+                    w = b.lshr(b.sub(number(ONE_Q16), h), octaves)
+                    total = b.add(total, w)
+                    store(b, b.fmul(b.sitofp(w, f32s), factor), pp, b.add(a[6], at), 4)
+                return [total]
+
+            (total,) = over_keys(b, isa, keys, [number(0)], weigh_all)
+            store(b, total, ps, a[8], 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return weights
+
+
+@functools.cache
+def block_totals(name: str):
+    """Intrinsic f(sums, total, i).
+
+    total[i:i + 8] int32 = the sums of 8 rows of `lanes` int32 each, from row i of `sums` on.
+    """
+    isa = VECTOR_ISAS[name]
+
+    @intrinsic
+    def totals(typingctx, sums, total, i):
+        sig = types.void(sums, total, i)
+
+        def codegen(context, b, sig, a):
+            target.guard(name, context.codegen())
+            ps = data(context, b, sig.args[0], a[0])
+            pt = data(context, b, sig.args[1], a[1])
+            lanes = isa.elements(b, 1)
+            i32s = isa.vector(I32)
+            rows = [load(b, ps, b.mul(b.add(a[2], I64(r)), lanes), i32s, 4) for r in range(8)]
+            store(b, isa.fold_rows(b, rows, "add"), pt, a[2], 4)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return totals

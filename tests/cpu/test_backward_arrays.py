@@ -1,0 +1,181 @@
+"""Gradients: strides, layouts, dtypes and arrays of other libraries, empty ones, bad arguments."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gradient_checks import ISAS, F, close, drawn, solve
+
+from numflash import attention, attention_backward, interop
+from numflash.cpu.backward.flash_backward import make_backward
+from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def test_strides_of_every_kind():
+    operands = drawn(b=2, h=3, l=50, s=60, d=24)
+    out, lse = attention(*operands[1:], return_lse=True)
+    want = attention_backward(*operands, out, lse)
+
+    def twisted(x):
+        wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), F)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    for change in (
+        np.asfortranarray,
+        twisted,
+        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
+        lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+    ):
+        found = attention_backward(*(change(x) for x in (*operands, out, lse)))
+        assert all(np.array_equal(a, b) for a, b in zip(want, found, strict=True))
+    ones = np.broadcast_to(F(1), out.shape)  # the gradient of out.sum()
+    assert np.array_equal(
+        attention_backward(ones, *operands[1:], out, lse)[2],
+        attention_backward(ones.copy(), *operands[1:], out, lse)[2],
+    )
+
+
+@pytest.mark.skipif(ISAS[0] == "portable", reason="no register tiles here")
+def test_read_only_arrays_compile_nothing_anew():
+    operands = drawn(l=20, d=8)
+    out, lse = attention(*operands[1:], return_lse=True)
+    want = attention_backward(*operands, out, lse)
+    known = len(make_backward(ISAS[0]).signatures)
+    for x in (*operands, out, lse):
+        x.flags.writeable = False
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(want, attention_backward(*operands, out, lse), strict=True)
+    )
+    assert len(make_backward(ISAS[0]).signatures) == known
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_layouts_and_promotion(impl, layout, ndim):
+    operands = drawn(b=2 if ndim == 4 else 1, h=1 if ndim == 2 else 4, l=6, s=9, d=8, dv=5)
+    arrays = [
+        (x if layout == "bhld" else x.swapaxes(1, 2))[(0,) * (4 - ndim)] if ndim > 2 else x[0, 0]
+        for x in operands
+    ]
+    out, lse = attention(*arrays[1:], is_causal=True, return_lse=True, layout=layout)
+    found = attention_backward(*arrays, out, lse, is_causal=True, layout=layout, impl=impl)
+    assert all(
+        x.shape == array.shape and x.dtype == F for x, array in zip(found, arrays[1:], strict=True)
+    )
+    turn = layout == "blhd" and ndim > 2
+    back = [
+        x.reshape(like.swapaxes(1, 2).shape).swapaxes(1, 2) if turn else x.reshape(like.shape)
+        for x, like in zip(found, operands[1:], strict=True)
+    ]
+    close(back, operands, is_causal=True)
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_precision(impl, precision):
+    import ml_dtypes
+
+    dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[precision]
+    operands = [x.astype(dtype) for x in drawn(b=2, h=4, hkv=2, l=70, s=83, d=40)]
+    out, lse = attention(*operands[1:], enable_gqa=True, is_causal=True, return_lse=True)
+    found = attention_backward(*operands, out, lse, enable_gqa=True, is_causal=True, impl=impl)
+    assert all(x.dtype == dtype for x in found)
+    close(
+        [x.astype(F) for x in found],
+        [x.astype(F) for x in operands],
+        ULP[precision],
+        is_causal=True,
+    )
+    if precision == "bfloat16":
+        bits = attention_backward(
+            *(x.view(np.uint16) for x in (*operands, out)),
+            lse,
+            enable_gqa=True,
+            is_causal=True,
+            precision=precision,
+            impl=impl,
+        )
+        assert all(np.array_equal(x, y.view(np.uint16)) for x, y in zip(bits, found, strict=True))
+
+
+def test_float64_and_torch():
+    operands = drawn(l=20, d=8)
+    out, lse = attention(*operands[1:], return_lse=True)
+    want = attention_backward(*operands, out, lse)
+    found = attention_backward(*(x.astype(np.float64) for x in (*operands, out, lse)))
+    assert all(np.array_equal(a, b) and b.dtype == F for a, b in zip(want, found, strict=True))
+    torch = pytest.importorskip("torch")
+    found = attention_backward(*(torch.from_numpy(x) for x in (*operands, out, lse)))
+    assert all(
+        isinstance(b, torch.Tensor) and np.array_equal(a, b.numpy())
+        for a, b in zip(want, found, strict=True)
+    )
+    found = attention_backward(
+        *(torch.from_numpy(x).bfloat16() for x in (*operands, out)), torch.from_numpy(lse)
+    )
+    assert all(b.dtype == torch.bfloat16 for b in found)
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto", "portable"])
+@pytest.mark.parametrize(("b", "l", "s"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_nothing_to_differentiate(impl, b, l, s):
+    operands = [
+        np.ones(shape, F) for shape in ((b, 2, l, 5), (b, 2, l, 8), (b, 2, s, 8), (b, 2, s, 5))
+    ]
+    out, lse = attention(*operands[1:], return_lse=True)
+    for x, gradient in zip(
+        operands[1:], attention_backward(*operands, out, lse, impl=impl), strict=True
+    ):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_bad_arguments_are_named():
+    do, q, k, v = drawn(l=9, d=8)
+    out, lse = attention(q, k, v, return_lse=True)
+    for error, message, arrays, options in [
+        (
+            ArgumentError,
+            r"grad_out: got shape \(9, 8\); allowed: \(1, 2, 9, 8\)",
+            (do[0, 0], q, k, v, out, lse),
+            {},
+        ),
+        (ArgumentError, r"out: got shape", (do, q, k, v, out[..., 1:], lse), {}),
+        (ArgumentError, r"lse: got shape \(1, 2, 9, 1\)", (do, q, k, v, out, lse[..., None]), {}),
+        (
+            ArgumentTypeError,
+            r"lse: got dtype float16",
+            (do, q, k, v, out, lse.astype(np.float16)),
+            {},
+        ),
+        (ArgumentTypeError, r"grad_out: got dtype int64", (do.astype(int), q, k, v, out, lse), {}),
+        (
+            ArgumentTypeError,
+            r"out: got dtype uint16",
+            (do, q, k, v, interop.to_bfloat16(out), lse),
+            {},
+        ),
+        (ArgumentError, r"key: got shape", (do, q, k[..., 1:], v, out, lse), {}),
+        (ArgumentError, r"dropout_p: got 0.5", (do, q, k, v, out, lse), {"dropout_p": 0.5}),
+        (ArgumentError, r"impl: got 'gpu'", (do, q, k, v, out, lse), {"impl": "gpu"}),
+        (
+            ArgumentError,
+            r"attn_mask: got shape",
+            (do, q, k, v, out, lse),
+            {"attn_mask": np.ones((3, 3), bool)},
+        ),
+        (
+            UnsupportedError,
+            r"precision: got 'int8', which has no gradient",
+            (do, q, k, v, out, lse),
+            {"precision": "int8"},
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            attention_backward(*arrays, **options)
+    with pytest.raises(ArgumentError, match=r"isa.*mmx"):
+        solve(do, q, k, v, "mmx")
