@@ -173,7 +173,11 @@ MOMENTS = [
 
 
 @posix
-@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: f"{m[2]}-{m[3]}")
+@pytest.mark.parametrize(
+    "moment",
+    [m if m[3] == 1 else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS],
+    ids=lambda m: f"{m[2]}-{m[3]}",
+)
 def test_an_interrupt_while_compiling_leaves_the_next_call_working(moment, filled, tmp_path):
     done = python(INTERRUPTED, tmp_path / "cache", *map(str, moment))
     assert done.returncode == 41, (done.returncode, done.stderr[-3000:])

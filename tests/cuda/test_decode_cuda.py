@@ -181,7 +181,7 @@ def test_several_new_tokens_are_causal(dtype):
 
 
 @pytest.mark.parametrize(
-    "heads", [2, 40, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16))]
+    "heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (14, 16, 40))]
 )
 def test_groups_of_heads(heads):
     """1, 7, 8 and 20 query heads on a KV head.
@@ -293,7 +293,7 @@ def test_shared_prefix(dtype):
         cache.append(*tokens(100, b=3))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_ring(dtype):
     """More tokens than slots.
 
@@ -381,7 +381,14 @@ def test_smoothing():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize(("dtype", "paged"), [("int8", False), ("int8", True), ("float16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "paged"),
+    [
+        ("int8", False),
+        pytest.param("int8", True, marks=pytest.mark.slow),
+        pytest.param("float16", False, marks=pytest.mark.slow),
+    ],
+)
 def test_every_byte_of_the_cache_is_read_once(dtype, paged):
     """Traffic of a step, exactly: the keys, values and scales in use, once, whatever the splits.
 
@@ -433,7 +440,9 @@ def test_short_contexts_take_one_block_per_head():
     )  # and a kernel that combines
 
 
-@pytest.mark.parametrize(("phi", "readings"), [(0.0, 1), (40.0, 2), (-40.0, 2)])
+@pytest.mark.parametrize(
+    ("phi", "readings"), [(0.0, 1), (40.0, 2), pytest.param(-40.0, 2, marks=pytest.mark.slow)]
+)
 def test_unified_maximum(phi, readings):
     """A constant in place of the maximum where it fits.
 

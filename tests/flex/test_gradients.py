@@ -35,6 +35,7 @@ def test_gradients_are_those_of_float64(score_mod, mask_mod):
     assert_close(gradients(score_mod, mask_mod), wanted)
 
 
+@pytest.mark.slow
 def test_the_portable_kernel_and_built_in_options():
     options = {"softcap": 3.0, "is_causal": True}
     wanted = gradients(g.relative_bias, g.dilated, "reference", **options)
