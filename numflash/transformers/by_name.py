@@ -53,6 +53,8 @@ def register_caches(implementations: tuple[str, ...]) -> None:
                 "allowed: decoder-only models"
             )
         model_kwargs["past_key_values"] = ResidentCache(self.config, dtype)
+        # an assistant is given the same configuration, and keeps a cache of its own between its calls
+        generation_config.cache_implementation = None
         return None
 
     utils.GenerationMixin._prepare_cache_for_generation = prepare

@@ -7,7 +7,7 @@ them again. Here a step writes one token and reads the cache once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from ..arguments import choice
 from ..cache.settings import DTYPES, MAX_LENGTH
-from ..errors import ArgumentError, NumflashError
+from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
 from . import stored
 from .masks import Reading, read_mask
 from .resident_layer import ResidentLayer
@@ -74,7 +75,7 @@ class ResidentCache(Cache):
         self.page_size = stored.bound("page_size", page_size, 128, 1 << 20)
         if page_size is not None and page_size & (page_size - 1):
             raise ArgumentError(f"page_size: got {page_size}; allowed: a power of two, 128 or more")
-        text = config.get_text_config(decoder=True)
+        text = _decoder(config)
         self.sizes = _sizes(text)
         types, options = get_layer_types_and_kwargs(text)
         for kind in types:
@@ -137,7 +138,13 @@ class ResidentCache(Cache):
         """Undo a forward pass that ended between two layers."""
         least = self.get_seq_length()
         if any(layer.seen > least or layer.unfinished for layer in self.layers):
-            self._cut(least)
+            try:
+                self._cut(least)
+            except ArgumentError as error:
+                raise NumflashError(
+                    "ResidentCache: an earlier call was interrupted after a sliding-window layer had taken more tokens "
+                    "than it can give back; reset() it"
+                ) from error
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of every layer, padding included: those of an interrupted pass do not count."""
@@ -198,13 +205,19 @@ class ResidentCache(Cache):
     # ---- all layers
     # ------------------------------------------------------------------------------------------------------
     @contextmanager
-    def _all_layers(self) -> Iterator[None]:
-        """A change of every layer.
+    def _all_layers(self, change: Callable[[ResidentLayer], None]) -> Iterator[None]:
+        """A change of every layer, rings first: what they refuse is refused before anything moves.
 
         What interrupts it leaves a mark, and the cache refuses to go on.
         """
         self._moving = True
         self._readings = {}
+        for n, layer in enumerate(sorted(self.layers, key=lambda each: each.window is None)):
+            try:
+                change(layer)
+            except NumflashError:
+                self._moving = n > 0
+                raise
         yield
         self._moving = False
 
@@ -225,29 +238,30 @@ class ResidentCache(Cache):
             Also where a sliding-window layer no longer holds what came before: it keeps 64 tokens
             or more beyond its window.
         """
-        if tokens_to_remove > 0 or self.get_seq_length() + tokens_to_remove < 0:
+        held = self.get_seq_length()
+        number = stored.bound("tokens_to_remove", tokens_to_remove, -held, 0)
+        if not number:
+            return
+        try:
+            self._cut(held + number)
+        except ArgumentError as error:
             raise ArgumentError(
-                f"tokens_to_remove: got {tokens_to_remove}; allowed: -{self.get_seq_length()} to 0"
-            )
-        if tokens_to_remove:
-            self._cut(self.get_seq_length() + tokens_to_remove)
+                f"tokens_to_remove: got {number}, more than a sliding-window layer can give back ({error})"
+            ) from error
 
     def _cut(self, tokens: int) -> None:
         """Keep the first `tokens` tokens of every layer."""
-        with self._all_layers():
-            lengths = np.array(tokens)
-            if self._valid is not None:
-                lengths = self._valid[:, :tokens].sum(1)
-            for layer in self.layers:
-                layer.truncate(tokens, lengths)
+        lengths = np.array(tokens)
+        if self._valid is not None:
+            lengths = self._valid[:, :tokens].sum(1)
+        with self._all_layers(lambda layer: layer.truncate(tokens, lengths)):
             if self._valid is not None:
                 self._valid = self._valid[:, :tokens]
             self._known = min(self._known, tokens)
 
     def _select(self, index: np.ndarray) -> None:
-        with self._all_layers():
-            for layer in self.layers:
-                layer.reorder(index)
+        """Sequence i becomes a copy of sequence index[i]; in an empty cache there are none yet."""
+        with self._all_layers(lambda layer: layer.reorder(index)):
             if self._valid is not None:
                 self._valid = self._valid[index]
 
@@ -260,7 +274,14 @@ class ResidentCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`, numbers or a mask."""
-        self._select(self._sequences()[np.asarray(indices.cpu())])
+        held = self._sequences()
+        try:
+            chosen = held[np.asarray(indices.cpu())]
+        except IndexError as error:
+            raise ArgumentError(
+                f"indices: got {indices.tolist()}; allowed: numbers below {held.size}, or {held.size} booleans"
+            ) from error
+        self._select(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of every sequence, next to each other.
@@ -285,6 +306,16 @@ class ResidentCache(Cache):
             new.store = None if layer.store is None else layer.store.copy()
             twin.layers.append(new)
         return twin
+
+    def __deepcopy__(self, memo: Any) -> ResidentCache:
+        """What transformers' guides call where a prompt's cache is used again: `copy`."""
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """No pickle, and no shallow copy, whose layers would be those of this cache."""
+        raise UnsupportedError(
+            "ResidentCache: got a call of pickle or copy.copy(); allowed: save(path) and load(path), or copy()"
+        )
 
     # ---- on disk
     # ---------------------------------------------------------------------------------------------------------
@@ -329,6 +360,19 @@ class ResidentCache(Cache):
             "sizes": None if self.sizes is None else list(self.sizes),
             "layers": [layer.describe() for layer in self.layers],
         }
+
+
+def _decoder(config: Any) -> Any:
+    """The configuration of a decoder-only model, or of the text part of one that sees or hears."""
+    if not isinstance(config, PreTrainedConfig):
+        raise ArgumentTypeError(
+            f"config: got {type(config).__name__}; allowed: the model's configuration (model.config)"
+        )
+    if config.is_encoder_decoder:
+        raise ArgumentError(
+            f"config: got {type(config).__name__} of an encoder-decoder model; allowed: decoder-only models"
+        )
+    return config.get_text_config(decoder=True)
 
 
 def _sizes(config: Any) -> tuple[int, int, int] | None:

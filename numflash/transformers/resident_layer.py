@@ -26,6 +26,7 @@ from .standin import StandIn
 # them: it reads the cache once for every 8 rows, while the attention kernel takes keys and values
 # out of the cache first.
 DECODE_ROWS = 64
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # as attention takes them
 FIRST = 256  # tokens that are allocated at least; then powers of two
 
 
@@ -85,9 +86,10 @@ class ResidentLayer(CacheLayerMixin):
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         for name, x in (("key_states", key), ("value_states", value)):
-            if x.device.type != "cpu" or not x.is_floating_point():
+            if x.device.type != "cpu" or x.dtype not in FLOATS:
                 raise ArgumentTypeError(
-                    f"{name}: got {x.dtype} on {x.device}; allowed with a ResidentCache: floats on the CPU"
+                    f"{name}: got {x.dtype} on {x.device}; allowed with a ResidentCache: float32, float16 or bfloat16 "
+                    "on the CPU"
                 )
             if x.requires_grad and torch.is_grad_enabled():
                 raise ArgumentError(

@@ -4,7 +4,9 @@ random weights.
 With the float32 cache the greedy tokens are those of the eager implementation.
 """
 
+import copy
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from numflash.errors import (  # noqa: E402
     ArgumentTypeError,
     CacheFullError,
     NumflashError,
+    UnsupportedError,
 )
 
 nt.register()
@@ -217,9 +220,12 @@ def test_by_name(llama):
         assert found.past_key_values.dtype == dtype
         if dtype == "float32":
             assert torch.equal(found.sequences, wanted)
+    # an assistant gets the same configuration, and a cache of its own
+    options.update(cache_implementation="numflash", assistant_model=make("llama", 3))
+    assert torch.equal(llama.generate(TOKENS[:1], **options).sequences, wanted[:1])
     llama.set_attn_implementation("sdpa")
     with pytest.raises(ArgumentError, match="attn_implementation 'sdpa'"):
-        llama.generate(TOKENS, cache_implementation="numflash", **options)
+        llama.generate(TOKENS, **options)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -282,6 +288,53 @@ def test_an_interrupted_pass_is_undone(llama, monkeypatch):
     assert logits(llama, [TOKENS], cache).shape[1] == 40
 
 
+def test_a_refused_change_changes_nothing(llama):
+    """Rings refuse before the full layers behind them have changed."""
+    gemma = make("gemma2")
+    index = torch.tensor([2, 0])
+    for model, changes in (
+        (
+            llama,
+            {
+                "tokens_to_remove: got -1.5": lambda cache: cache.crop(-1.5),
+                "index: got": lambda cache: cache.reorder_cache(index),
+                r"indices: got \[2, 0\]": lambda cache: cache.batch_select_indices(index),
+                "2 booleans": lambda cache: cache.batch_select_indices(index[:1] > 0),
+                "save": pickle.dumps,
+                "or copy": copy.copy,
+            },
+        ),
+        (gemma, {"tokens_to_remove: got -150, more": lambda cache: cache.crop(-150)}),
+    ):
+        model.set_attn_implementation("numflash")
+        cache = new(model)
+        logits(model, [TOKENS.repeat(1, 5)], cache)
+        twin = copy.deepcopy(cache)
+        for words, change in changes.items():
+            with pytest.raises((ArgumentError, ArgumentTypeError, UnsupportedError), match=words):
+                change(cache)
+        found, wanted = (logits(model, [TOKENS[:, :3]], each) for each in (cache, twin))
+        assert torch.equal(found, wanted) and twin.get_seq_length() == 203
+
+
+def test_what_rings_cannot_undo(monkeypatch):
+    """More tokens than a ring can give back, and then an interrupt: the cache says so until reset."""
+    model = make("gemma2")
+    model.set_attn_implementation("numflash")
+    cache = new(model)
+    logits(model, [TOKENS], cache)
+    full = cache.layers[1]
+    monkeypatch.setattr(full, "attend", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, [TOKENS.repeat(1, 5)], cache)
+    monkeypatch.undo()
+    for use in (lambda: logits(model, [TOKENS[:, :1]], cache), cache.copy):
+        with pytest.raises(NumflashError, match=r"interrupted after a sliding-window .* reset\(\)"):
+            use()
+    cache.reset()
+    assert logits(model, [TOKENS], cache).shape[1] == 40
+
+
 def test_a_mask_of_ones_own(llama):
     """A tree of speculated tokens, and a prompt whose tokens attend to each other in both
     directions.
@@ -331,6 +384,13 @@ def test_what_is_refused(llama, tmp_path):
     ):
         with pytest.raises(ArgumentError, match=words):
             logits(llama, [TOKENS], cache)
+    for wrong, error in (
+        (None, ArgumentTypeError),
+        (transformers.T5Config(num_layers=2), ArgumentError),
+        (transformers.MambaConfig(num_hidden_layers=2), ArgumentError),
+    ):
+        with pytest.raises(error, match="config: got"):
+            nt.ResidentCache(wrong)
     for options, error in (
         ({"dtype": "int7"}, ArgumentError),
         ({"max_length": 0}, ArgumentError),
@@ -340,7 +400,8 @@ def test_what_is_refused(llama, tmp_path):
         with pytest.raises(error, match=next(iter(options))):
             nt.ResidentCache(llama.config, **options)
     elsewhere = torch.empty(1, 2, 3, 16, device="meta")
-    for x, words in ((elsewhere, "on meta"), (torch.ones(1, 2, 3, 16, dtype=torch.long), "int64")):
+    long, double = (torch.ones(1, 2, 3, 16, dtype=x) for x in (torch.long, torch.double))
+    for x, words in ((elsewhere, "on meta"), (long, "int64"), (double, "float64")):
         with pytest.raises(ArgumentTypeError, match=f"key_states: got .*{words}"):
             new(llama).update(x, x, 0)
     with pytest.raises(ArgumentError, match="requires grad"):
