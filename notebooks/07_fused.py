@@ -4,7 +4,7 @@
 # After this chapter you can
 #
 # * read the fused loop of the shipped kernel, and name the four parts of each turn,
-# * say what fusion changes (where scores live, and for how long) and what it does not (the operations and the bits),
+# * say what fusion changes (where scores are stored, and for how long) and what it does not (the operations and the bits),
 # * read the gain of each step, from naive attention to threads and causal masks, in one table.
 
 # %% [markdown] tags=["map"]
