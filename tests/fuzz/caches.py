@@ -10,14 +10,13 @@ import numpy as np
 
 from numflash import KVCache
 from numflash.errors import ArgumentError, CacheFullError
-from numflash.reference import int4
 
 from . import oracle
 from .arrays import laid_out, numbers, put
 from .compare import WrongError, close, same_kind
+from .decoded import INTEGERS, decoded, lost
 from .oracle import EPS
 
-INTEGERS = {"int8": 127, "int4": 15}  # the largest number of a row
 SMOOTH = 16  # tokens of a first append from which channel means are taken
 
 
@@ -43,14 +42,17 @@ class Sequence:
         return other
 
 
-def tokens(c: dict, op: dict, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens(c: dict, op: dict, batch: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Key and value of an append; no value where it is in the key."""
     dv = c["dv"] or c["d"]
     draw = "normal" if c["draw"] == "huge" and c["dtype"] == "float16" else c["draw"]
+    shared = c.get("value_in_key")
     key = numbers((batch, c["g"], op["n"], c["d"]), draw, op["seed"], "float32")
     value = numbers((batch, c["g"], op["n"], dv), draw, op["seed"] + 1, "float32")
     if "bad" in op:
-        put(key if op["bad"][0] == "k" else value, op["bad"][1])
-    return laid_out(key, op.get("view")), laid_out(value, op.get("view"))
+        put(key if shared or op["bad"][0] == "k" else value, op["bad"][1])
+    key = laid_out(key, op.get("view"))
+    return key, None if shared else laid_out(value, op.get("view"))
 
 
 class Model:
@@ -67,7 +69,8 @@ class Model:
             s.length + t > self.most for s, t in zip(self.all, take, strict=True)
         )
 
-    def append(self, key: np.ndarray, value: np.ndarray, take: list[int]) -> None:
+    def append(self, key: np.ndarray, value: np.ndarray | None, take: list[int]) -> None:
+        value = key[..., : self.dv] if value is None else value
         for b, n in enumerate(take):
             s = self.all[b]
             stored = "float32" if self.c["dtype"] in INTEGERS else self.c["dtype"]
@@ -83,182 +86,8 @@ class Model:
             s.value = np.concatenate([s.value, oracle.rounded(value[b, :, :n], stored)], 1)
 
 
-def visible(c: dict, s: int, length: int) -> np.ndarray:
-    """(L, S) bool: which tokens the last L see."""
-    at = s - length + np.arange(length)[:, None]
-    held = np.arange(s)
-    seen = held <= at
-    if c.get("window") is not None:
-        seen &= (held > at - c["window"]) | (held < c["sinks"])
-    return seen
-
-
-def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
-    """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales.
-
-    Rows that are not finite.
-    """
-    found = oracle.quantized((x - offset).astype(np.float32)[None], -1)
-    bad = ~np.isfinite(x).all(-1)
-    return (
-        np.where(bad[..., None], 0, found.value[0]),
-        np.where(bad, 0, found.scale[0, ..., 0]),
-        bad,
-    )
-
-
-def rotated(x: np.ndarray) -> np.ndarray:
-    """Rows times their Hadamard matrices, float64."""
-    return x @ hadamard(x.shape[-1])
-
-
-def hadamard(d: int) -> np.ndarray:
-    """(D, D): blocks of the largest power of two that divides D."""
-    block = d & -d
-    h = np.ones((1, 1))
-    while len(h) < block:
-        h = np.block([[h, h], [h, -h]])
-    return np.kron(np.eye(d // block), h / np.sqrt(block))
-
-
-def rows_int4(x: np.ndarray, offset: np.ndarray | float = 0.0):
-    """The same in 4 bits, of rotated rows, by the definition; `rows_int8` says the rest."""
-    with np.errstate(all="ignore"):
-        found = int4.quantize((x - offset).astype(np.float32))
-    bad = ~np.isfinite(x).all(-1)
-    scale = np.where(bad, 0, found.scale[..., 0]).astype(np.float64)
-    return found.data * scale[..., None], scale, bad
-
-
-def lost(c: dict, s: Sequence, length: int) -> np.ndarray:
-    """(L,) bool: rows behind a truncation whose window a ring may no longer hold."""
-    at = s.length - length + np.arange(length)
-    if c.get("window") is None or s.peak <= s.length:
-        return np.zeros(length, bool)
-    first = np.maximum(at - c["window"] + 1, c["sinks"])
-    return (first < s.peak - c["window"] - 64) & (at >= first)
-
-
-def decoded(
-    c: dict, s: Sequence, query: np.ndarray, scale: float, o: dict, mask: np.ndarray | None
-):
-    """out (H, L, Dv), lse (H, L) of one sequence and their bounds.
-
-    o : softcap, alibi_slopes and sinks, as for `oracle.attention`;  mask : (L, L) bool or None, of
-        the new tokens
-    """
-    h, length, d = query.shape
-    seen = visible(c, s.length, length)
-    if mask is not None:
-        new = min(length, s.length)
-        if new:
-            seen[:, s.length - new :] &= mask[:, length - new :]
-    away = (np.arange(s.length) - (s.length - length + np.arange(length)[:, None]))[None, None]
-    seen = np.broadcast_to(seen, (h, length, s.length))
-    cap = o.get("softcap", 0.0)
-    int8 = c["dtype"] in INTEGERS
-    four_bits = c["dtype"] == "int4"
-    rows = rows_int4 if four_bits else rows_int8
-    spoiled = np.zeros((h, length), bool)
-    with np.errstate(all="ignore"):
-        if int8:
-            key, k_scale, bad_k = rows(s.key, s.offset)
-            value, v_scale, bad_v = rows(s.value)
-            bad_q = ~np.isfinite(query).all(-1)
-            q = np.where(bad_q[..., None], 0, query)
-            q = rotated(q) if four_bits else q
-            key, value, v_scale = (
-                oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
-            )
-            bad = oracle.heads((bad_k | bad_v)[None, ..., None], h)[0, ..., 0]
-            spoiled = (seen & bad[:, None]).any(-1) | (bad_q & seen.any(-1))
-            offset = oracle.heads(s.offset[None], h)[0]
-            offset = rotated(offset) if four_bits else offset
-            query = rotated(np.where(bad_q[..., None], np.nan, query)) if four_bits else query
-            dots = (q @ key.swapaxes(1, 2)) * scale
-            x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
-            error = 0.0014 + 12 * EPS * np.abs(x)
-            # a query is rounded to 15 bits and a sign
-            top = np.abs(q).max(-1, keepdims=True, initial=0) / (25000 if four_bits else 30000)
-            error = error + top * np.abs(key).sum(-1)[:, None] * abs(scale)
-            if c["smooth"] and cap:
-                shift = (query @ offset.swapaxes(1, 2)) * scale
-                error = error + 8 * EPS * np.abs(shift)
-                error = error + np.abs(((query - q) @ offset.swapaxes(1, 2)) * scale)
-                x = x + shift
-            if c["smooth"]:
-                step = oracle.heads(k_scale[None, ..., None], h)[0, ..., 0]
-                error = error + 2 * step[:, None] * np.abs(q).max(-1, keepdims=True) * abs(scale)
-        else:
-            key, value = (oracle.heads(y[None], h)[0] for y in (s.key, s.value))
-            q = query
-            # a token of which one part is not finite is not finite
-            bad = ~(np.isfinite(key).all(-1) & np.isfinite(value).all(-1))
-            spoiled = (seen & bad[:, None]).any(-1) | (~np.isfinite(query).all(-1) & seen.any(-1))
-            key, value = (np.where(bad[..., None], 0, y) for y in (key, value))
-            x = (np.where(np.isfinite(q), q, 0) @ key.swapaxes(1, 2)) * scale
-            error = (d + 10) * EPS * (np.abs(q) @ np.abs(key).swapaxes(1, 2)) * abs(
-                scale
-            ) + 8 * EPS * np.abs(x)
-        x, error = (y[0] for y in oracle.changed(x[None], error[None], seen[None], away, o))
-        if int8 and o:  # rounded again, and clipped
-            error = error + 0.0014
-            clipped = (np.abs(x) > oracle.INT8_LIMIT) & seen
-            x = np.where(seen, np.clip(x, -oracle.INT8_LIMIT, oracle.INT8_LIMIT), -np.inf)
-        p, lse = oracle.softmax(x[None], None)
-        p = p[0]
-        lse = lse[0]
-        out = p @ value
-        off = np.where(p > 1e-30, error, 0).max(-1, initial=0)
-        far = np.where(seen & (p <= 1e-30), error, 0).max(-1, initial=0)
-        delta = p * (np.expm1(np.minimum(2 * off, 50)) * 2 + (s.length + 60) * EPS)[..., None]
-        if int8:
-            peaks = oracle.block_peaks(p)
-            delta = delta + peaks / 255 * 1.1 + 0.0045 * p
-            # a value's share of the largest scale of its block is folded into its weight, which is
-            # then rounded; unseen tokens of a ring's slots share blocks in an order of their own:
-            # the largest scale anywhere bounds them all
-            top = oracle.block_peaks(np.where(np.isfinite(v_scale[..., 0]), v_scale[..., 0], 0))
-            if c.get("window") is not None:
-                top = np.broadcast_to(v_scale[..., 0].max(-1, keepdims=True, initial=0), top.shape)
-                peaks = np.broadcast_to(p.max(-1, keepdims=True, initial=0), p.shape)
-            coarse = np.where(seen, peaks * top[:, None], 0) * INTEGERS[c["dtype"]] * 1.1 / 255
-            out_error = coarse.sum(-1)[..., None]
-        else:
-            out_error = 0.0
-        delta = np.where(seen, delta, 0)
-        total = delta.sum(-1)
-        out_error = out_error + delta @ np.abs(value) + total[..., None] * np.abs(out)
-        out_error = out_error / np.maximum(1 - total, 0.05)[..., None]
-        lse = lse + 0.0
-        if int8 and c["smooth"] and not cap:
-            shift = np.einsum("hld,hd->hl", q, offset[:, 0]) * scale
-            lse = lse + shift
-            total = total + 4 * EPS * np.abs(shift) + np.abs(shift) * 1e-6
-            # the offset meets the query as it came
-            total = total + np.abs(np.einsum("hld,hd->hl", query - q, offset[:, 0]) * scale)
-        lse_error = total / np.maximum(1 - total, 0.05) + off + 8 * EPS * np.abs(lse) + 1e-6
-        unsure = (far > 5) | (off > 5) | lost(c, s, length)
-        if int8 and o:
-            unsure |= clipped.any(-1)
-    if four_bits:  # sums of the errors of rotated values, and the rounding of rotations
-        turn = hadamard(out.shape[-1])
-        out_error = (out_error + 20 * EPS * np.abs(out)) @ np.abs(turn) + 1e-37
-        out = np.where(np.isfinite(out), out, 0) @ turn
-    out_error = np.where(unsure[..., None], np.inf, out_error)
-    lse_error = np.where(unsure, np.inf, lse_error)
-    some = seen.any(-1)
-    out = np.where(spoiled[..., None], np.nan, np.where(some[..., None], out, 0))
-    lse = np.where(spoiled, np.nan, np.where(some, lse, -np.inf))
-    if o.get("sinks") is not None:
-        with np.errstate(all="ignore"):
-            sinks = np.asarray(o["sinks"], np.float64)
-            return oracle.with_sinks(out, lse, out_error, lse_error, sinks)
-    return out, lse, out_error, lse_error
-
-
 def cache(c: dict) -> None:
-    names = ("page_size", "pages", "window", "sinks")
+    names = ("page_size", "pages", "window", "sinks", "value_in_key")
     given = {n: c[n] for n in names if n in c}
     held = KVCache(
         c["b"],
@@ -359,7 +188,7 @@ def reorder(c: dict, op: dict, held: KVCache, model: Model) -> None:
 
 def restored(c: dict, held: KVCache, model: Model) -> KVCache:
     """Another cache, filled with the state of this one."""
-    given = {n: c[n] for n in ("window", "sinks") if n in c}
+    given = {n: c[n] for n in ("window", "sinks", "value_in_key") if n in c}
     other = KVCache(
         len(model.all), c["g"], c["d"], model.most, c["dtype"], value_dim=c["dv"], smooth=c["smooth"], **given,
     )  # fmt: skip
@@ -412,6 +241,34 @@ def decode_options(op: dict, heads: int, batch: int, length: int):
     return o, rng.random((batch, length, length)) < 0.6 if op.get("mask") else None
 
 
+def functions_of(op: dict, heads: int, sequence: int):
+    """score_mod and mask_mod of a decode, and what the oracle makes of them for one sequence."""
+    rng = np.random.default_rng(op["seed"] + 4)
+    slopes = rng.uniform(-0.1, 1, heads).astype(np.float32)
+    first = rng.integers(0, 60, 8).astype(np.int32)
+    given: dict = {}
+    made: dict = {}
+    if op.get("score") == "slopes":
+        given["score_mod"] = lambda s, b, h, q, k: s - slopes[h] * (q - k)
+        made["score"] = lambda x, error, h, q, k: (
+            x - slopes[h] * (q - k),
+            error + 8 * EPS * (np.abs(x) + np.abs(slopes[h] * (q - k))),
+        )
+    elif op.get("score") == "halves":
+        given["score_mod"] = lambda s, b, h, q, k: np.where(k % 3 == b % 2, s * 0.5, s * 2)
+        made["score"] = lambda x, error, h, q, k: (
+            np.where(k % 3 == sequence % 2, x * 0.5, x * 2),
+            2 * error,
+        )
+    if op.get("sees") == "first":
+        given["mask_mod"] = lambda b, h, q, k: (k >= first[b]) | (h == 1)
+        made["sees"] = lambda h, q, k: (k >= first[sequence]) | (h == 1)
+    elif op.get("sees") == "rows":
+        given["mask_mod"] = lambda b, h, q, k: (q % 3 != 1) & (k > q - 40)
+        made["sees"] = lambda h, q, k: (q % 3 != 1) & (k > q - 40) & (h >= 0)
+    return given, made
+
+
 def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
     length = op["l"]
     batch = len(model.all)
@@ -423,6 +280,7 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
     o, mask = decode_options(op, c["queries"], batch, length)
     if op["op"] == "decode":
         given.update(o)
+        given.update(functions_of(op, c["queries"], 0)[0])
         if mask is not None:
             given["mask"] = mask[0] if batch == 1 else mask
     if op["op"] == "step":
@@ -456,7 +314,12 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
     for b, s in enumerate(model.all):
         tree = None if mask is None else mask[b]
         want, want_lse, error, lse_error = decoded(
-            c, s, query[b].astype(np.float64), scale, o, tree
+            c,
+            s,
+            query[b].astype(np.float64),
+            scale,
+            {**o, **functions_of(op, c["queries"], b)[1]},
+            tree,
         )
         close(f"out of sequence {b}", found[b], want, error, "float32")
         if lse is not None:

@@ -5,16 +5,18 @@ Make its arrays, call numflash, hold the result against the oracle.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 import numflash
 from numflash import QuantizedTensor
+from numflash.errors import ArgumentError
 
 from . import oracle
 from .arrays import array, laid_out
-from .compare import close, inside, same_kind
+from .compare import WrongError, close, inside, same_kind
 from .oracle import Expected, Quantized
 
 OWN = {"float32": "float32", "float64": "float32", "float16": "float16", "bfloat16": "bfloat16"}
@@ -98,7 +100,8 @@ def expected(
         return oracle.attention(*(oracle.rounded(x, precision) for x in (q, k, v)), o, precision)
     q, k, v = (oracle.rounded(x, "float32") for x in (q, k, v))
     counts = o.get("key_lengths", [k.shape[2]] * k.shape[0])
-    keys = oracle.quantized(k, -1, counts, smooth=not o.get("softcap"), finer=pv != "fp32")
+    smooth = not (o.get("softcap") or o.get("changes scores"))
+    keys = oracle.quantized(k, -1, counts, smooth=smooth, finer=pv != "fp32")
     if pv == "fp32":
         exists = np.arange(k.shape[2]) < np.asarray(counts).reshape(-1, 1)
         bad = ~np.isfinite(v).all(-1) & exists[:, None]
@@ -149,30 +152,48 @@ def attention(c: dict) -> None:
     held(found, as_bhld(out, c["layout"]), as_bhld(lse, c["layout"], 0), stored, kept, precision)
 
 
-def tensor(
-    shape: tuple[int, ...], granularity: str, scale: float, seed: int, offset: bool, bad: bool
-):
-    """A QuantizedTensor, and what the oracle makes of it."""
+def low_rows(shape: tuple[int, ...], layout: str, seed: int) -> np.ndarray:
+    """What rounding took from the first rows, in memory of a layout."""
+    b, h, n, d = shape
+    low = np.random.default_rng(seed).integers(-16, 17, (b, h, min(n, oracle.FIRST), d))
+    return laid_out(low.astype(np.int8), None if layout == "plain" else [layout, seed % 4])
+
+
+def spoil(t: QuantizedTensor, how: str) -> QuantizedTensor:
+    """A tensor whose `low` does not fit."""
+    low = np.zeros((*t.shape[:2], min(t.shape[2], oracle.FIRST), t.shape[3]), np.int8)
+    wrong = {
+        "rows": np.zeros((*low.shape[:2], low.shape[2] + 1, low.shape[3]), np.int8),
+        "channels": low[..., :-1],
+        "dtype": low.astype(np.int16),
+        "size": low + np.int8(17),
+    }
+    return replace(t, low=wrong[how])
+
+
+def tensor(c: dict, i: int, shape: tuple[int, ...]) -> tuple[QuantizedTensor, Quantized]:
+    """A QuantizedTensor, and what the oracle makes of it; i: 0, 1, 2 for query, key, value."""
+    granularity, seed = c["granularity"][i], c["seed"] + i
     rng = np.random.default_rng(seed)
     b, h, n, d = shape
     data = rng.integers(-128 if seed % 3 == 0 else -127, 128, shape).astype(np.int8)
     rows = {"row": n, "block": -(-n // 128), "channel": 1, "tensor": 1}[granularity]
-    scales = (
-        rng.uniform(0.5, 1, (b, h, rows, d if granularity == "channel" else 1)) * scale
-    ).astype(np.float32)
-    shift = rng.standard_normal((b, h, 1, d)).astype(np.float32) if offset else None
-    marked = (rng.random((b, h, n)) < 0.1) if bad and granularity == "row" else None
-    t = QuantizedTensor(data, scales, granularity, shift, marked)
+    scales = rng.uniform(0.5, 1, (b, h, rows, d if granularity == "channel" else 1))
+    scales = (scales * c["scales"][i]).astype(np.float32)
+    shift = None
+    if i == 1 and c["offset"]:
+        shift = rng.standard_normal((b, h, 1, d)).astype(np.float32)
+    marked = (rng.random((b, h, n)) < 0.1) if c["bad"][i] and granularity == "row" else None
+    layout = c.get("low", [None] * 3)[i]
+    low = None if layout is None else low_rows(shape, layout, seed)
+    t = QuantizedTensor(data, scales, granularity, shift, marked, low=low)
     full = np.repeat(scales, 128, 2)[:, :, :n] if granularity == "block" else scales
     hidden = np.zeros((b, h, n), bool) if marked is None else marked
-    return t, Quantized(
-        data.astype(np.float64),
-        full.astype(np.float64),
-        0.0 if shift is None else shift.astype(float),
-        hidden,
-        0.0,
-        False,
-    )
+    known = data.astype(np.float64)
+    if low is not None and i and c["pv"] == "int8":
+        known[:, :, : low.shape[2]] += low / oracle.FINER
+    offset = 0.0 if shift is None else shift.astype(float)
+    return t, Quantized(known, full.astype(np.float64), offset, hidden, 0.0, False)
 
 
 def quantised(c: dict) -> None:
@@ -181,26 +202,31 @@ def quantised(c: dict) -> None:
         (c["b"], c["g"], c["s"], c["d"]),
         (c["b"], c["g"], c["s"], c["dv"]),
     )
-    made = [
-        tensor(
-            shape,
-            c["granularity"][i],
-            c["scales"][i],
-            c["seed"] + i,
-            i == 1 and c["offset"],
-            c["bad"][i],
-        )
-        for i, shape in enumerate(shapes)
-    ]
+    made = [tensor(c, i, shape) for i, shape in enumerate(shapes)]
     given, o = make_options(c["options"], c["b"], c["h"], c["l"], c["s"])
-    out, lse = numflash.attention_int8(
-        *(t for t, _ in made), **given, pv=c["pv"], enable_gqa=c["g"] != c["h"], return_lse=True
-    )
+    call = {**given, "pv": c["pv"], "enable_gqa": c["g"] != c["h"], "return_lse": True}
+    tensors = [t for t, _ in made]
+    if "wrong low" in c:
+        i, how = c["wrong low"]
+        tensors[i] = spoil(tensors[i], how)
+        if how != "size" or tensors[i].low.size:
+            return refused_low(["query", "key", "value"][i], tensors, call)
+    out, lse = numflash.attention_int8(*tensors, **call)
     same_kind("out", out, (*shapes[0][:3], c["dv"]), "float32")
     same_kind("lse", lse, shapes[0][:3], "float32")
     found = oracle.attention_int8(*(x for _, x in made), o, c["pv"])
     close("out", out, found.out, found.out_error, "float32")
     close("lse", lse, found.lse, found.lse_error, "float32")
+
+
+def refused_low(name: str, tensors: list[QuantizedTensor], call: dict) -> None:
+    try:
+        numflash.attention_int8(*tensors, **call)
+    except ArgumentError as error:
+        if f"{name}.low" not in str(error):
+            raise WrongError(f"the message does not name {name}.low: {error}") from None
+    else:
+        raise WrongError(f"a wrong {name}.low was accepted")
 
 
 def varlen(c: dict) -> None:
@@ -213,7 +239,7 @@ def varlen(c: dict) -> None:
     q, k, v = (array(shapes[n], c[n], c["dtype"]) for n in "qkv")
     precision = c["precision"] or OWN[c["dtype"]]
     given, o = make_options(c["options"], 1, c["h"], 1, 1)
-    extra = {"precision": c["precision"]} if c["precision"] else {}
+    extra = {name: c[name] for name in ("precision", "pv") if c.get(name)}
     out, lse = numflash.attention_varlen(
         q, k, v, *at, **given, **extra, enable_gqa=c["g"] != c["h"], return_lse=True
     )
@@ -225,7 +251,7 @@ def varlen(c: dict) -> None:
         if rows.start == rows.stop:
             continue
         one = [x.swapaxes(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        found = expected(*one, o, precision, None)
+        found = expected(*one, o, precision, c.get("pv"))
         stored = oracle.rounded(one[2], "float32" if precision == "int8" else precision)
         held(
             found,
@@ -315,8 +341,6 @@ def unseen(c: dict, found: tuple, operands: tuple, o: dict) -> None:
         got = as_bhld(got, c["layout"]).astype(np.float64)
         spoiled = np.isnan(got).any(-1) & ~reached
         if spoiled.any():
-            from .compare import WrongError
-
             raise WrongError(
                 f"{name}{np.argwhere(spoiled)[0].tolist()}: got NaN from what it does not see"
             )

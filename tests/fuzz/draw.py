@@ -169,6 +169,10 @@ def quantised(rng: Random) -> dict:
     ]
     c["offset"], c["seed"] = rng.random() < 0.3, rng.randrange(1 << 30)
     c["bad"] = [rng.random() < 0.1 for _ in "qkv"]
+    # what rounding took from the first rows: none, an array, one of a stride; rarely a wrong one
+    c["low"] = [rng.choice((None, "plain", "plain", "axes", "step", "reverse")) for _ in "qkv"]
+    if rng.random() < 0.03:
+        c["wrong low"] = [rng.choice((0, 1, 2)), rng.choice(("rows", "channels", "dtype", "size"))]
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], True)
     return c
 
@@ -177,7 +181,7 @@ def flex(rng: Random) -> dict:
     c = {"kind": "flex", **shapes(rng)}
     c.update({n: max(1, c[n]) for n in "bls"})
     c["dtype"] = rng.choice(("float32", "float32", "float64", "float16", "bfloat16"))
-    c["precision"] = rng.choice((None, None, "float32", "bfloat16", "float16"))
+    c["precision"] = rng.choice((None, None, "float32", "bfloat16", "float16", "int8", "int8"))
     c["layout"] = rng.choice(("bhld", "bhld", "blhd"))
     c["impl"] = rng.choice(("auto", "auto", "auto", "portable"))
     c["score"], c["mask"] = rng.choice(SCORES), rng.choice(MASKS)
@@ -187,6 +191,10 @@ def flex(rng: Random) -> dict:
     for name in "qkv":
         c[name] = operand(rng, 4, True, bad and rng.random() < 0.5)
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], False) if rng.random() < 0.4 else {}
+    if c["precision"] == "int8":  # the others belong into the functions
+        c["pv"] = rng.choice((None, "int8", "fp32"))
+        for name in ("attn_mask", "softcap", "alibi_slopes"):
+            c["options"].pop(name, None)
     return c
 
 
@@ -198,6 +206,8 @@ def varlen(rng: Random) -> dict:
         c["lengths_k"] = c["lengths_q"]
     c["dtype"] = rng.choice(("float32", "float32", "float16", "bfloat16"))
     c["precision"] = rng.choice((None, None, "int8", "float32", "bfloat16"))
+    if c["precision"] == "int8":
+        c["pv"] = rng.choice((None, None, "fp32"))
     usual = rng.random() < 0.85
     bad = rng.random() < 0.15
     for name in "qkv":
@@ -297,8 +307,17 @@ def cache(rng: Random) -> dict:
         )
     c["smooth"] = c["dtype"] in ("int8", "int4") and rng.random() < 0.3
     c["queries"] = c["g"] * rng.choice((1, 1, 2, 4))
+    if rng.random() < 0.2:
+        latent(rng, c)
     c["ops"] = [step(rng, c) for _ in range(rng.choice((2, 3, 5, 8, 12)))]
     return c
+
+
+def latent(rng: Random, c: dict) -> None:
+    """The cache with its values in its keys."""
+    c.update(value_in_key=True, smooth=False, dtype=rng.choice(("int8", "float32", "bfloat16")))
+    c["dv"] = rng.choice((None, 1, max(1, c["d"] // 2), max(1, c["d"] - 1), c["d"]))
+    c["queries"] = c["g"] * rng.choice((1, 2, 5, 16, 17))
 
 
 def step(rng: Random, c: dict) -> dict:
@@ -327,6 +346,8 @@ def step(rng: Random, c: dict) -> dict:
         op["alibi"] = rng.choice((0, 0, 0.1, 1.0, 20.0))
         op["joins"] = rng.choice((0, 0, 1.0, 10.0))
         op["mask"] = rng.random() < 0.4
+        op["score"] = rng.choice((None, None, "slopes", "halves"))
+        op["sees"] = rng.choice((None, None, "first", "rows"))
     if name == "truncate":
         op["parts"] = [rng.choice((0, 0.3, 0.9, 0.99, 1)) for _ in range(3)]
     if name == "reorder":

@@ -12,7 +12,7 @@ import numflash
 
 from . import oracle
 from .arrays import array
-from .checks import OWN, as_bhld, four, held, make_options
+from .checks import OWN, as_bhld, expected, four, held, make_options
 from .compare import same_kind
 from .oracle import EPS
 
@@ -82,7 +82,7 @@ def flex(c: dict) -> None:
     block = mask and numflash.create_block_mask(
         mask, c["b"], c["h"], c["l"], c["s"], BLOCK_SIZE=c["block"]
     )
-    extra = {"precision": c["precision"]} if c["precision"] else {}
+    extra = {name: c[name] for name in ("precision", "pv") if c.get(name)}
     out, lse = numflash.flex_attention(
         q, k, v, score, block, enable_gqa=c["g"] != c["h"], return_lse=True, layout=c["layout"], impl=c["impl"],
         **given, **extra,
@@ -98,10 +98,13 @@ def flex(c: dict) -> None:
             s = np.broadcast_to(score(s, *at), s.shape)
             error = error + 8 * EPS * (1 + np.abs(np.where(np.isfinite(s), s, 0)))
             error = error + (8 * EPS * max(c["l"], c["s"]) if c["score"] == "slopes" else 0)
+            seen = seen & (s != -np.inf)
         if mask is not None:
             seen = seen & mask(*at)
-        return s, error, seen & (s != -np.inf)
+        return s, error, seen
 
-    q, k, v = (oracle.rounded(as_bhld(x, c["layout"]), precision) for x in (q, k, v))
-    found = oracle.attention(q, k, v, {**o, "functions": functions}, precision)
-    held(found, as_bhld(out, c["layout"]), as_bhld(lse, c["layout"], 0), v, kept, precision)
+    q, k, v = (as_bhld(x, c["layout"]) for x in (q, k, v))
+    o = {**o, "functions": functions, "changes scores": score is not None}
+    found = expected(q, k, v, o, precision, c.get("pv"))
+    stored = oracle.rounded(v, "float32" if precision == "int8" else precision)
+    held(found, as_bhld(out, c["layout"]), as_bhld(lse, c["layout"], 0), stored, kept, precision)

@@ -280,6 +280,33 @@ def block_peaks(p: np.ndarray) -> np.ndarray:
     return np.repeat(peaks, KEY_BLOCK, -1)[..., :s]
 
 
+def weight_errors(p: np.ndarray, pv: str) -> np.ndarray:
+    """How far weights may be off: rounded in units of their block's largest, from a polynomial.
+
+    With pv "int8" the first keys are a block of their own, of 12 bits instead of 8.
+    """
+    if pv != "int8":
+        return block_peaks(p) * 1.1 / 32768 + 0.0045 * p
+    rest = p.copy()
+    rest[..., :FIRST] = 0
+    error = block_peaks(rest) * 1.1 / 255 + 0.0045 * p
+    first = p[..., :FIRST]
+    error[..., :FIRST] = first.max(-1, keepdims=True, initial=0) * 2.1 / 4080 + 0.0045 * first
+    return error
+
+
+def moved(delta: np.ndarray, v: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """How far weights that are off by delta (..., L, S) move out (..., L, Dv), a mean of v.
+
+    sum(delta |v - out|), and for all but the first keys the larger sum(delta (|v| + |out|)).
+    """
+    first, rest = delta[..., :FIRST], delta[..., FIRST:]
+    far = rest @ np.abs(v[..., FIRST:, :]) + rest.sum(-1)[..., None] * np.abs(out)
+    for j in range(first.shape[-1]):
+        far = far + first[..., j, None] * np.abs(v[..., None, j, :] - out)
+    return far
+
+
 def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -> Expected:
     """The integer pipeline's result to within the rounding of its scores and weights.
 
@@ -312,7 +339,10 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         ) * abs(scale)
         if cap:
             error = error + 8 * EPS * np.abs(shift)
-        s, error = changed(near + shift if cap else near, error, seen, away, o)
+        s = near + shift if cap else near
+        if "functions" in o:
+            s, error, seen = o["functions"](s, error, seen)
+        s, error = changed(s, error, seen, away, o)
         lost = (np.abs(s) > INT8_LIMIT) & seen  # clipped after the options, too
         s = np.where(seen, np.clip(s, -INT8_LIMIT, INT8_LIMIT), -np.inf)
         error = np.where(seen, error + 0.0014 + 4 * EPS * np.abs(s), 0)
@@ -320,14 +350,13 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         if not cap:
             own_lse = own_lse + shift[..., 0]
         out = own @ vv
-        fine = 1 / 255 if pv == "int8" else 1 / 32768
-        delta = block_peaks(own) * fine * 1.1 + 0.0045 * own
+        delta = weight_errors(own, pv)
         off = np.where(own > 1e-12, error, 0).max(-1, initial=0)
         delta = delta + own * np.expm1(np.minimum(2 * off, 50))[..., None]
         far = np.where((s > -np.inf) & (own <= 1e-12), error, 0).max(-1, initial=0)
         delta = np.where(seen, delta, 0)
         total = delta.sum(-1)
-        spread = delta @ np.abs(vv) + total[..., None] * np.abs(out)
+        spread = moved(delta, vv, out)
         room = np.maximum(1 - total, 0.05)[..., None]
         out_error = spread / room + 1e-5 * (own @ np.abs(vv)) + TINY * np.abs(vv).sum(2)[:, :, None]
         if np.ndim(v.step):

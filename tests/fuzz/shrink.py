@@ -34,7 +34,7 @@ def smaller(case: dict) -> Iterator[dict]:
                         n=n, **({"l": n} if c["ops"][i]["op"] == "step" else {})
                     )
                 )
-        for name in ("view", "bad", "counts"):
+        for name in ("view", "bad", "counts", "score", "sees"):
             if name in op:
                 yield changed(lambda c, i=i, name=name: c["ops"][i].pop(name))
     for name in ("q", "k", "v", "do", "a"):
