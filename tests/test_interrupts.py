@@ -29,10 +29,15 @@ def tokens(n, seed=0):
     return draw((B, G, n, D), seed), draw((B, G, n, D), seed + 1)
 
 
+def given(cache, n, seed=0):
+    """Tokens as the cache takes them: a key alone where the value is in it."""
+    return tokens(n, seed)[: 1 if cache.value_in_key else 2]
+
+
 def cache_of(dtype="int8", **options):
     """Three sequences: 130 tokens, 40, and an empty one."""
     cache = KVCache(B, G, D, 300, dtype, **options)
-    cache.append(*tokens(130), counts=[130, 40, 0])
+    cache.append(*given(cache, 130), counts=[130, 40, 0])
     return cache
 
 
@@ -48,9 +53,9 @@ def state(cache):
 
 
 OPERATIONS: dict[str, Callable] = {
-    "append": lambda cache: cache.append(*tokens(20, 3)),
-    "append counts": lambda cache: cache.append(*tokens(140, 3), counts=[3, 140, 70]),
-    "step": lambda cache: cache.step(draw((B, G, 1, D), 4), *tokens(1, 3)),
+    "append": lambda cache: cache.append(*given(cache, 20, 3)),
+    "append counts": lambda cache: cache.append(*given(cache, 140, 3), counts=[3, 140, 70]),
+    "step": lambda cache: cache.step(draw((B, G, 1, D), 4), *given(cache, 1, 3)),
     "decode": lambda cache: cache.decode(draw((B, G, 2, D), 4), return_lse=True),
     "share": lambda cache: cache.share(0, 2, 129),
     "truncate": lambda cache: cache.truncate([129, 7, 0]),
@@ -63,9 +68,21 @@ CACHES = {
     "plain": {},
     "smooth pages": {"page_size": PAGE, "pages": 8, "smooth": True},
     "ring": {"window": 100, "sinks": 3},
+    "int4 pages": {"dtype": "int4", "page_size": PAGE, "pages": 8},
+    "latent pages": {"value_in_key": True, "value_dim": 9, "page_size": PAGE, "pages": 8},
 }
+SLOW = ("int4 pages", "latent pages")  # kernels of their own
+
+
+def marked(kind, *rest):
+    return pytest.param(kind, *rest, marks=[pytest.mark.slow] if kind in SLOW else [])
+
+
 PAIRS = [
-    (kind, name) for kind in CACHES for name in OPERATIONS if name != "share" or "page" in kind
+    marked(kind, name)
+    for kind in CACHES
+    for name in OPERATIONS
+    if name != "share" or "page" in kind
 ]
 
 
@@ -149,11 +166,35 @@ def test_an_interrupted_append_does_not_change_the_room(kind):
         n += 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "latent pages"])
+def test_an_interrupted_load_leaves_an_empty_cache(kind):
+    """Of a ring that was truncated, too: what it had dropped is nothing that the next tokens lack."""
+    options = {**CACHES[kind], "window": 100} if kind == "plain" else CACHES[kind]
+    full = KVCache(B, G, D, 300, **options)
+    most = 290 if kind == "plain" else 250
+    full.append(*given(full, most))
+    full.truncate(most - 10)
+    held = full.state()
+    want = state(full)
+    n, again = 0, True
+    while again:
+        cache = KVCache(B, G, D, 300, **options)
+        again = interrupted(lambda cache=cache: cache.load_state(held), n)
+        if cache.lengths.any():
+            assert state(cache) == want
+        else:
+            cache.append(*given(cache, 5, 3))
+            cache.decode(draw((B, G, 2, D), 7))
+        n += 5
+
+
 @needs_signals
+@pytest.mark.parametrize("kind", ["smooth pages", *map(marked, SLOW)])
 @pytest.mark.parametrize("name", ["append", "share", "reset", "decode", "step"])
-def test_real_signals(name):
+def test_real_signals(name, kind):
     """An interval timer interrupts a call at random moments."""
-    options = CACHES["smooth pages"]
+    options = CACHES[kind]
     run = OPERATIONS[name]
     cache = cache_of(**options)
     before = state(cache)

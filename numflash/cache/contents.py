@@ -5,6 +5,7 @@ The stored numbers, the floats they represent, and all of it as arrays on the ho
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..errors import ArgumentError, CacheFullError
 from ..interop import widen
 from ..quantization import QuantizedTensor
 from ..rotation import rotate
+from .damage import check_common, check_numbers
 from .memory import Memory
 from .settings import INTEGERS
 
@@ -107,8 +109,8 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
     return found
 
 
-def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
-    """Write the tokens of a `state` into an empty memory; returns the lengths to be set.
+def restore(memory: Memory, given: dict[str, Any]) -> Memory:
+    """Write the tokens of a `state` into an empty memory; returns that with the state's lengths.
 
     Raises
     ------
@@ -116,8 +118,11 @@ def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
         What was given is no state, or of a cache of another shape or dtype. Nothing counts as
         written then.
     """
+    check_common(memory.settings, memory.batch, given)
     lengths = _lengths(memory, given)
     arrays = [_tokens(memory, given, b, int(lengths[b])) for b in range(memory.batch)]
+    for b, tokens in enumerate(arrays):
+        check_numbers(memory.settings, b, *tokens)
     if memory.settings.paged:
         memory.grow(lengths)
     size = memory.layout.page_size
@@ -134,8 +139,9 @@ def restore(memory: Memory, given: dict[str, Any]) -> np.ndarray:
             np.pad(value, ((0, 0), (0, pad), (0, 0))),
             np.pad(scales, ((0, 0), (0, 0), (0, pad))),
         )
-    memory.offset[...], memory.oldest[...] = given["offset"], given["oldest"]
-    return lengths
+    memory.offset[...] = given["offset"]
+    store = memory.layout.rebound(memory.store, memory.store.table, lengths.copy())
+    return replace(memory, store=store, oldest=given["oldest"].copy())
 
 
 def _lengths(memory: Memory, given: dict[str, Any]) -> np.ndarray:

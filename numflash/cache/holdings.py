@@ -180,13 +180,14 @@ class Holdings:
         Raises
         ------
         ArgumentError
-            The cache is not empty, or the state does not fit. The cache stays empty then.
-        CacheFullError
+            The cache is not empty, or the state does not fit or is damaged. The cache stays empty
+            then.
+        ArgumentTypeError, CacheFullError
         """
         memory = self._open()
         if memory.longest:
             raise ArgumentError("load_state: the cache holds tokens; reset it first")
-        memory.store.lengths[:] = contents.restore(memory, state)
+        self._memory = contents.restore(memory, state)
 
     def close(self) -> None:
         """Release the memory; every later use raises."""

@@ -153,6 +153,25 @@ def test_a_ring_is_cut_as_far_as_it_holds_its_window(sinks):
     assert cache.nbytes == whole.nbytes
 
 
+def damaged(state):
+    """Changes of a state that no cache makes, and the words that name each."""
+    found = [
+        ({"version": np.array([1, 1])}, "one integer"),
+        ({"version": np.array("x")}, "one integer"),
+        ({"oldest": np.zeros(3, np.int64)}, "'oldest'"),
+        ({"oldest": np.array([0.0, 0.0])}, "'oldest'"),
+        ({"oldest": state["lengths"] + 1}, "0 to the lengths"),
+        ({"offset": np.full_like(state["offset"], np.nan)}, "not finite"),
+        ({"offset": np.ones_like(state["offset"])}, "smooth"),
+        ({"scale0": np.full_like(state["scale0"], -1)}, "'scale0'"),
+        ({"scale1": np.full_like(state["scale1"], np.inf)}, "'scale1'"),
+    ]
+    if state["key0"].dtype != np.int8:
+        infinite = np.full_like(state["key0"], 0x7F80 << 8 * (state["key0"].itemsize - 2))
+        found += [({"key0": infinite}, "infinity in 'key0'")]
+    return found
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
 def test_state_and_back(dtype):
     cache, key, value = holding("cpu", dtype, None)
@@ -169,11 +188,14 @@ def test_state_and_back(dtype):
         ({"lengths": np.zeros(3, np.int64)}, "2 sequences"),
         ({"key0": state["key0"][:, :5]}, "'key0'"),
         ({"scale1": state["scale1"].astype(np.float64)}, "'scale1'"),
+        *damaged(state),
     ):
         other = new("cpu", dtype)
         with pytest.raises(ArgumentError, match=words):
             other.load_state({**state, **change})
         assert other.lengths.tolist() == [0, 0]
+    with pytest.raises(ArgumentTypeError, match="a mapping"):
+        new("cpu", dtype).load_state([state])
     with pytest.raises(CacheFullError, match="state: got 140"):
         new("cpu", dtype, length=100).load_state(state)
     cache.reset(0)
