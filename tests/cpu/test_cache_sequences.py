@@ -226,6 +226,10 @@ def test_a_truncated_ring():
         ArgumentError, match=r"query: got 2 tokens.*from 172 on; allowed: 1, or more"
     ):
         cache.decode(query)
+    other = KVCache(1, G, D, 1, "float32", window=64)
+    other.load_state(cache.state())
+    with pytest.raises(ArgumentError, match="from 172 on"):
+        other.decode(query)
     last = cache.decode(query[:, :, 1:])
     cache.append(key[:, :, 236:240].copy(), value[:, :, 236:240].copy())
     cache.decode(query)

@@ -33,6 +33,8 @@ QUANTIZATION = "tests/test_quantization.py"
 SCORES = "tests/test_scores.py"
 MERGE = "tests/test_merge.py"
 CACHE = "tests/cpu/test_decode_cache.py"
+STATES = "tests/cpu/test_cache_sequences.py -k state_and_back"
+RINGS = "tests/cpu/test_cache_sequences.py -k ring"
 DECODE = "tests/cpu/test_decode_bits.py"
 TORCH = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py"
 MPI = "tests/mpi"
@@ -124,6 +126,13 @@ MUTANTS = [
         "min(stop, near + NEAR * KEY_BLOCK)",
         "min(stop, near + (NEAR - 1) * KEY_BLOCK)",
         STREAM_TESTS,
+    ),
+    Mutant(STREAM, "    if span.stop > 0:", "    if True:", f"{STREAM_TESTS} -k bounds"),
+    Mutant(
+        FLASH_INT8,
+        "min(first_keys.number, s)",
+        "first_keys.number",
+        "tests/flex/test_tracing.py -k beyond and int8",
     ),
     # ---- the one-pass quantiser
     Mutant(QUANTISER, "total += sums[c, e]", "total = sums[c, e]", QUANTISER_TESTS),
@@ -250,6 +259,12 @@ MUTANTS = [
     ),
     Mutant(
         "quantization.py", "x[self.nonfinite] = np.nan", "pass", f"{QUANTIZATION} tests/test_api.py"
+    ),
+    Mutant(
+        "quantization.py",
+        "(low is None or low.flags.carray)",
+        "True",
+        "tests/test_plans.py -k strided",
     ),
     Mutant("scores.py", "cq = np.where(q.nonfinite, F(np.nan), cq)", "pass", SCORES),
     Mutant("scores.py", "np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))", "cq * F(unit)", SCORES),
@@ -380,6 +395,33 @@ MUTANTS = [
         "partial = lengths[index] % size > 0",
         "partial = lengths[index] % size > 1",
         "tests/cpu/test_cache_sequences.py",
+    ),
+    Mutant(
+        "cpu/decode/append_int4.py",
+        "k_scale, v_scale = F(np.nan), F(0)",
+        "k_scale, v_scale = F(0), F(0)",
+        "tests/cpu/test_decode_int4.py -k finite",
+    ),
+    Mutant(
+        "cpu/decode/append_int4.py",
+        "if won > gain:",
+        "if won < gain:",
+        "tests/cpu/test_decode_int4.py -k storage",
+    ),
+    Mutant(
+        "cpu/decode/shared_values.py",
+        "shuffle(b, x, y, low), shuffle(b, x, y, high)",
+        "shuffle(b, x, y, high), shuffle(b, x, y, low)",
+        "tests/cpu/test_decode_latent.py",
+    ),
+    Mutant("cache/damage.py", ".any(-1) & ~bad).any()", ".any(-1) & bad).any()", STATES),
+    Mutant("cache/damage.py", "(oldest > lengths)", "(oldest < 0)", STATES),
+    Mutant("cache/damage.py", "and (rest >= 0).all()", "", STATES),
+    Mutant(
+        "cache/contents.py",
+        'oldest=given["oldest"].copy()',
+        "oldest=memory.oldest",
+        RINGS,
     ),
     Mutant("cache/exact.py", "    if not s.size:", "    if False:", UNSEEN),
     Mutant("cache/exact.py", "max(top * LOG2E, LOWEST)", "top * LOG2E", OVERFLOW),
