@@ -71,9 +71,8 @@ def test_softmax_works_in_narrow_lanes(cpu):
 
 
 @loops_become_dot_products
-@pytest.mark.parametrize(
-    "cpu", [CPUS[0], *(pytest.param(cpu, marks=pytest.mark.slow) for cpu in CPUS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", CPUS)
 def test_the_whole_kernel_keeps_its_dot_products(cpu):
     """The same in the parallel kernel that ships; both products may share one copy of the loop."""
     loops = assembly.loops(codegen.compile_kernel("portable", cpu).assembly)

@@ -106,7 +106,7 @@ def test_any_combination(case):
 
 @pytest.mark.slow
 @every_isa
-@settings(max_examples=700, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=problems())
 def test_any_combination_at_length(isa, case):
     combination(case, isa)

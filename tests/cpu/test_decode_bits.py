@@ -38,10 +38,7 @@ ISAS = target.available()
 
 @pytest.mark.parametrize(
     "isa",
-    [
-        pytest.param(isa, marks=[] if isa in (ISAS[0], "portable") else pytest.mark.slow)
-        for isa in ISAS
-    ],
+    [pytest.param(isa, marks=[] if isa == ISAS[0] else pytest.mark.slow) for isa in ISAS],
 )
 def test_int8_has_the_bits_of_the_model(isa):
     for n in (1, 3, 127, 128, 129, 300):

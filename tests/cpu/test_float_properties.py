@@ -82,7 +82,7 @@ def test_any_combination(case, kernel):
 
 
 @pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     problems(),
     st.sampled_from([*KERNELS, *(("float32", isa) for isa in target.available(target.FLOAT_ISAS))]),

@@ -8,7 +8,8 @@ from numflash import attention
 from numflash.cpu.study import backward_plain
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
 def test_the_plain_kernel(causal):
     for shape in [
         {"l": 1},

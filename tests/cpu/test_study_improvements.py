@@ -15,12 +15,7 @@ from numflash.options import Options
 from numflash.quantization import quantize_problem
 
 F = np.float32
-QUICK = [("vectors", "int8")]
-KINDS = [
-    pytest.param(exp2, pv, marks=() if (exp2, pv) in QUICK else pytest.mark.slow)
-    for exp2 in ("plain", "vectors")
-    for pv in ("fp32", "bf16", "int8")
-]
+KINDS = [(exp2, pv) for exp2 in ("plain", "vectors") for pv in ("fp32", "bf16", "int8")]
 
 
 def integer_model(operands, **options):
@@ -49,6 +44,7 @@ def cases():
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exp2", "pv"), KINDS)
 def test_every_switch_gives_attention(cases, exp2, pv):
     for operands, causal, prepared in cases:

@@ -55,6 +55,7 @@ def test_ptx_names_its_target(arch, target, cache):
     assert f".target {target}" in compiled(scale_kernel, arch, "ptx").ptx
 
 
+@pytest.mark.slow
 def test_a_label_that_nvvm_leaves_out():
     """With line numbers NVVM 13.5 drops one of this kernel's.
 
@@ -68,6 +69,7 @@ def test_a_label_that_nvvm_leaves_out():
     }
 
 
+@pytest.mark.slow
 def test_a_kernel_that_nvvm_refuses_with_line_numbers():
     source = flash_float(32, 32, 64, 64, mask="float", softcap=True, sinks=True, turing=True)
     assert ".target sm_75" in _target.to_ptx(

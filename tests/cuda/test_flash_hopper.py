@@ -23,7 +23,7 @@ def check(shape, overlap=True, dtype=np.float16, seed=0, **options):
     return report
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ring_of_tiles(overlap, seed):
     """Five tiles turn the ring of two stages more than twice."""
@@ -148,7 +148,9 @@ def test_taking_turns_changes_no_bit(causal, seed):
             64,
             {"window": (9, 0), "alignment": "lower_right", "key_lengths": np.array([50])},
         ),
-        (ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}),
+        pytest.param(
+            ml_dtypes.bfloat16, 64, {"softcap": 2.0, "is_causal": True}, marks=pytest.mark.slow
+        ),
         pytest.param(
             np.float16,
             256,

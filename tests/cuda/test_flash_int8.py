@@ -62,7 +62,13 @@ def test_key_lengths():
     same_bits(*oracles.qkv(b=3, h=1, l=20, s=150, d=64), key_lengths=np.array([13, 0, 150]))
 
 
-@pytest.mark.parametrize(("arch", "count"), [("sm_80", 0), ("sm_80", 3), ("sm_90a", 0)])
+@pytest.mark.parametrize(
+    ("arch", "count"),
+    [
+        ("sm_80", 0),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("sm_80", 3), ("sm_90a", 0))),
+    ],
+)
 def test_keys_from_the_middle_of_a_sequence(arch, count):
     problem = problem_of(*oracles.qkv(b=1, h=1, l=20, s=150, d=64), is_causal=True)
     same_bits_of(replace(problem, first_keys=count), arch)
@@ -155,7 +161,10 @@ def test_pairs_of_warps(shape, options):
 @pytest.mark.parametrize(
     "shape",
     [
-        {"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64},
+        {"b": 1, "h": 2, "l": 20, "s": 140, "d": 64},  # the kernel of `test_all_of_int8`
+        pytest.param(
+            {"b": 1, "h": 2, "hkv": 1, "l": 20, "s": 140, "d": 64}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"b": 1, "h": 1, "l": 20, "s": 140, "d": 256, "dv": 72}, marks=pytest.mark.slow
         ),
@@ -207,6 +216,7 @@ def test_what_is_refused():
         launch_forward.int8_forward(problem, "sm_75")
 
 
+@pytest.mark.slow
 def test_extreme_options():
     """Biases and slopes beyond float32's range in Q8.8.
 

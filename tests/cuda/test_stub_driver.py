@@ -423,6 +423,7 @@ def test_what_the_driver_refuses_is_a_failure(driver):
     assert done.stdout.splitlines() == ["False refused None", "True None no kernel"]
 
 
+@pytest.mark.slow
 def test_host_time_is_reported(driver):
     """The figure goes to the output of `pytest -s`; there is no timed pass or fail."""
     done = run(driver, COST, "80")

@@ -62,6 +62,7 @@ def test_gradients_are_those_of_torch():
     assert_close(found, [x.grad.numpy() for x in leaves])
 
 
+@pytest.mark.slow
 def test_huge_scores_are_differentiated_in_float64():
     def huge(score, b, h, q, k):
         return score * 1e9
