@@ -312,7 +312,7 @@ def race(barrier: bool = False) -> Frames:
                 "reads a: new",
                 new,
                 new,
-                "on another day warp 1 is first, and nobody notices",
+                "in another run warp 1 is first, and the fault goes unnoticed",
             ),
         ]
     frames = []

@@ -28,7 +28,7 @@ EXERCISES = {
         "Q8.8",
         (
             "A step is 1/256, so multiply by 256 and round.",
-            "int16 ends at -32768 and 32767: take the nearer end for what lies outside.",
+            "int16 ends at -32768 and 32767: take the nearer end for numbers outside.",
         ),
         model=to_q8,
         cases=((1.0,), (-0.3,), (127.999,), (181.0,), (-1e6,)),

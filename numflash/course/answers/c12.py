@@ -42,8 +42,8 @@ EXERCISES = {
     "12.3": Exercise(
         "tiles visited",
         (
-            "Go through the tiles of 48 rows. The last row of a tile sees the most keys.",
-            "Row r sees keys 0 .. r, which are in blocks 0 .. r // 64.",
+            "Go through the tiles of 48 rows. The last row of a tile attends to the most keys.",
+            "Row r attends to keys 0 .. r, which are in blocks 0 .. r // 64.",
         ),
         model=visited,
         cases=((48,), (64,), (512,), (4096,)),

@@ -44,8 +44,8 @@ EXERCISES = {
         "sectors of a load",
         (
             "Which bytes does lane n touch? Which sectors (byte // 32) are these?",
-            "For strides up to a sector all sectors between the first and the last byte are touched; "
-            "more than 32 lanes' worth there never is for items that do not cross a sector.",
+            "For strides up to a sector all sectors between the first and the last byte are touched. "
+            "There are never more than 32, because no item crosses a sector.",
         ),
         model=sectors,
         cases=((0, 4), (1, 4), (3, 4), (8, 4), (1, 2), (64, 2), (1, 16)),

@@ -96,7 +96,7 @@ EXERCISES = {
     "23.1": Exercise(
         "reverse",
         (
-            'Read the report: "uninitialised" is a read of shared memory that nobody has written '
+            'Read the report: "uninitialised" is a read of shared memory that no thread has written '
             "yet. Which thread writes the word that thread t reads?",
             "Another warp writes it. All writes must come before any read: cuda.syncthreads().",
         ),
@@ -217,7 +217,7 @@ EXERCISES = {
     "23.11": Exercise(
         "a ring with a fast producer",
         (
-            "The producer overwrites a stage. Who says that the consumers are done with it?",
+            "The producer overwrites a stage. What tells it that the consumers are done?",
             "Before it uses a stage again it must wait for `empty`: parity ((n >> 1) & 1) ^ 1, "
             "so that the first use of each stage does not wait.",
         ),
