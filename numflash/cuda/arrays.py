@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import Memory, on_device
+from ..interop import Memory, import_array, on_device
 from ..options import Options
 from .device import device_at
 from .driver import device_of, open_driver
@@ -138,7 +138,7 @@ def attention(
     A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host,
     like all small arguments (lengths, slopes).
     """
-    from . import launch
+    from . import launch, quantized
 
     sinks = options.sinks
     there = None
@@ -148,6 +148,8 @@ def attention(
     taken, problem = _described(query, key, value, options)
     if with_functions is not None:
         problem = with_functions(problem)
+    if problem.precision == "int8":
+        quantized.check(problem)
     own = taken[0].dtype
     ndim = taken[0].array.ndim
     b, h, _, length, s, _, dv = problem.shape
@@ -166,7 +168,14 @@ def attention(
     if layout == "blhd":
         results = results[0].swapaxes(1, 2), results[1]
     if 0 not in (b, length):
-        device.submit(launch.plan(problem, device.arch, results), taken[0].stream)
+        stream = taken[0].stream
+        if problem.precision == "int8":
+            room = taken[0].empty((quantized.scratch_bytes(problem, device.arch),), "uint8")
+            scratch = take("scratch", room, ("uint8",)).array
+            for step in quantized.plan(problem, device.arch, own, results, scratch):
+                device.submit(step, stream)
+        else:
+            device.submit(launch.plan(problem, device.arch, results), stream)
     if ndim < 4:
         out = out.reshape(shape[4 - ndim :])
         lse = lse.reshape((b, h, length)[4 - ndim :])
@@ -269,9 +278,10 @@ def _described(
         raise ArgumentError(
             f"query: got {ndim} dimensions; allowed on a card with layout 'blhd': 4"
         )
-    if precision not in (None, own):
+    if precision not in (None, own, "int8"):
         raise UnsupportedError(
-            f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own"
+            f"precision: got {precision!r} for {own} arrays on a card; allowed there: their own, 'int8'"
         )
-    options = replace(options, attn_mask=mask, precision=own)
-    return taken, validation.problem(taken[0].array, taken[1].array, taken[2].array, options)
+    options = replace(options, attn_mask=mask, precision=precision or own)
+    q, k, v = (replace(import_array("array", x.array), dtype=x.dtype) for x in taken)
+    return taken, validation.problem_of((q, k, v), options)

@@ -6,15 +6,9 @@ import numpy as np
 
 from ..validation import Problem
 from .device import current_device
-from .launch_forward import (
-    MMA_ROWS,
-    float32_forward,
-    float_forward,
-    hopper_forward,
-    int8_forward,
-    packed_heads,
-)
-from .operands import Launch, Results, emulated, mappable
+from .launch_forward import float32_forward, float_forward, hopper_forward
+from .launch_int8 import int8_forward
+from .operands import MMA_ROWS, Launch, Results, emulated, mappable, packed_heads
 
 
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:

@@ -5,6 +5,7 @@ Padded rows, strides, the band of visible keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..tiling import CUDA_HEAD_DIMS
+from ..tiling import CUDA_HEAD_DIMS, Tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 
 NO_LIMIT = 1 << 29
+MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 
 
 Results = tuple[np.ndarray, np.ndarray] | None
@@ -111,6 +113,29 @@ def strides_of(x: np.ndarray | None, results: tuple | None = None) -> tuple[int,
         0 if n == 0 else x.itemsize * int(np.prod(sizes[axis + 1 :]))
         for axis, n in enumerate(x.strides)
     )
+
+
+def rows_per_block(tiling: Tiling, rows: int) -> int:
+    """Query rows per tile: the tiling's, or fewer warps where there are few rows."""
+    warps = min(tiling.block_q // tiling.mr, max(1, -(-rows // tiling.mr)))
+    return tiling.mr * (4 if warps == 3 else warps)
+
+
+def packed_heads(group: int) -> int:
+    """Heads that a Hopper kernel packs into one tile of 128 rows.
+
+    The largest power of two that divides the group.
+    """
+    return math.gcd(group, 128)
+
+
+def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
+    """(B, H, L, D) seen as (B, H / packed, L, packed, D).
+
+    Row r of a tile is query r // packed of head r % packed.
+    """
+    nb, nh, length, d = q.shape
+    return q.reshape(nb, nh // packed, packed, length, d).swapaxes(2, 3)
 
 
 def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:

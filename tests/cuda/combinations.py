@@ -29,7 +29,7 @@ import numpy as np
 import oracles
 import pytest
 
-from numflash.cuda import launch_forward, operands
+from numflash.cuda import launch_forward, launch_int8, operands
 from numflash.quantization import quantize
 
 Combination = dict[str, Any]
@@ -381,7 +381,7 @@ def check(family: Family, one: Combination, case: Case) -> tuple:
         )
         if case.get("smooth"):
             problem = dataclasses.replace(problem, key=quantize(k, "row", smooth=True))
-        launch = launch_forward.int8_forward(problem, family.arch)
+        launch = launch_int8.int8_forward(problem, family.arch)
         (int8_checks.near_the_model if wide else int8_checks.same_bits_of)(
             problem, family.arch, case["seed"]
         )

@@ -3,7 +3,7 @@
 import numpy as np
 
 from numflash import reference, validation
-from numflash.cuda import launch_forward, operands
+from numflash.cuda import launch_int8, operands
 from numflash.options import Options
 from numflash.quantization import quantize_problem
 
@@ -32,7 +32,7 @@ def problem_of(q, k, v, attn_mask=None, is_causal=False, scale=None, **options):
 def solve(problem, arch, seed):
     """out, lse and the report of the kernel; out and lse of the integer model."""
     return *operands.emulated(
-        launch_forward.int8_forward(problem, arch), seed=seed
+        launch_int8.int8_forward(problem, arch), seed=seed
     ), *reference.integer_model(problem)
 
 

@@ -21,6 +21,8 @@ from numflash.cuda.kernels.decode_int8 import decode_int8
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_float32 import flash_float32
 from numflash.cuda.kernels.flash_hopper import flash_hopper
+from numflash.cuda.kernels.int8_quantize import int8_quantize, int8_statistics
+from numflash.cuda.kernels.int8_results import int8_results
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
 PLAIN = {}
@@ -120,6 +122,11 @@ def variants(arch):
                 "turing": turing,
             },
         )
+    for d, dtype in itertools.product(CHANNELS, ("float32", "bfloat16")):
+        sizes = {"d": d, "dv": d, "smooth": True}
+        yield int8_statistics, {**sizes, "source": dtype}
+        yield int8_quantize, {**sizes, "width": d, "source": dtype}
+        yield int8_results, {**sizes, "dtype": dtype, "sinks": True}
     for d, rows, exact in itertools.product(
         CUDA_HEAD_DIMS, (1, 2), (False,) if turing else (False, True)
     ):

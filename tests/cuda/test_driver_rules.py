@@ -53,6 +53,7 @@ class Tensor:
 
 torch = types.ModuleType("torch")
 torch.Tensor, torch.float16, torch.float32 = Tensor, "torch.float16", "torch.float32"
+torch.uint8, torch.bfloat16 = "torch.uint8", "torch.bfloat16"
 torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)
 torch.is_grad_enabled = lambda: False
 streams = {0: 0x77, 1: 0x99}
@@ -124,6 +125,47 @@ def test_forward_and_backward_are_captured(driver):  # noqa: F811
     assert all(line.split()[1:] == ["True", "CUDA_SUCCESS"] for line in out[1:-1:2]), out
     assert out[-1] == "CUDA_ERROR_ILLEGAL_ADDRESS", "a gradient's operand was freed"
     assert "a graph that reads what is freed" in said and said.count("stub:") == 1, said
+
+
+INT8 = """
+import contextlib
+@contextlib.contextmanager
+def captured():
+    d.cuStreamBeginCapture(0x77, d.CUstreamCaptureMode(0))
+    yield
+    error, graph = d.cuStreamEndCapture(0x77)
+    print(error.name, d.cuGraphLaunch(d.cuGraphInstantiate(graph, 0)[1], 0x77)[0].name)
+numflash.attention(q, k, k, precision="int8")
+mask = Tensor((70, 90), "torch.float32")
+with captured():
+    print("captured", file=sys.stderr)
+    numflash.attention(q, k, k, precision="int8", is_causal=True, attn_mask=mask, sinks=Tensor((2,), "torch.float32"))
+numflash.attention(*(Tensor((1, 2, n, 64), "torch.bfloat16", strides=(0, -64, 128, 2)) for n in (9, 8, 8)), precision="int8")
+print(refused(lambda: numflash.attention(q, k, k, precision="int8", pv="fp32")))
+print(refused(lambda: numflash.attention(q, k, k, precision="bfloat16")))
+print(refused(lambda: numflash.attention(q, k, k, precision="int8", softcap=1e5)))
+"""
+
+
+@pytest.mark.parametrize(("capability", "rows"), [("80", 128), ("90", 384)])
+def test_int8_is_four_launches_on_the_callers_stream(driver, capability, rows):  # noqa: F811
+    """Statistics, operands, the kernel, results.
+
+    Nothing but small constants comes from the host, and nothing goes back. Any strides are taken.
+    """
+    out, said = lines(driver, INT8, capability, STUB_TRACE="1")
+    assert "stub:" not in said and "from the card" not in said, said
+    plain, captured = said.split("captured\n")
+    for part in (plain, captured.split("end capture")[0]):
+        grids = [line.split("kernel of ")[1] for line in part.splitlines() if "kernel of" in line]
+        assert grids == [f"{n} blocks on 77" for n in (4, 4, 4 if rows == 128 else 2, 36)]
+        copies = [line.split()[3] for line in part.splitlines() if line.startswith("to the card")]
+        assert all(int(n) <= 512 for n in copies), copies
+    assert f"block {rows} shared" in plain
+    assert out[0] == "CUDA_SUCCESS CUDA_SUCCESS"
+    assert "pv: got 'fp32' for arrays on a card; allowed there: 'int8'" in out[1]
+    assert "allowed there: their own, 'int8'" in out[2]
+    assert "softcap: got 100000 with precision 'int8'" in out[3]
 
 
 DEVICES = """

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from numflash import fixedpoint as fx
 from numflash import tiling, validation
-from numflash.cuda import emulate, launch_forward
+from numflash.cuda import emulate, launch_int8
 from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
-from numflash.cuda.kernels.pieces import softcap_exact
+from numflash.cuda.kernels.scores import softcap_exact
 from numflash.errors import UnsupportedError
 from numflash.options import Options
 from numflash.quantization import QuantizedTensor
@@ -213,7 +213,7 @@ def test_float_values_of_any_size():
 def test_what_is_refused():
     problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32")
     with pytest.raises(UnsupportedError, match=r"pv: got 'fp32'; sm_75 has no TF32"):
-        launch_forward.int8_forward(problem, "sm_75")
+        launch_int8.int8_forward(problem, "sm_75")
 
 
 @pytest.mark.slow

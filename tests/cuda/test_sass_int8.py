@@ -11,6 +11,8 @@ from sass_checks import resources
 
 from numflash.cuda.kernels.flash_int8 import flash_int8
 from numflash.cuda.kernels.flash_int8_hopper import flash_int8_hopper
+from numflash.cuda.kernels.int8_quantize import int8_quantize, int8_statistics
+from numflash.cuda.kernels.int8_results import int8_results
 from numflash.tiling import CUDA_HEAD_DIMS, cuda_tiling
 
 OPTIONS = {
@@ -41,7 +43,7 @@ BY_DEFAULT = [("sm_80", 64, "none")]
 
 
 def check(arch, d, name, dv=None, wide=False):
-    """Resources of the kernel with the constants that `forward.int8_forward` takes, for a block of
+    """Resources of the kernel with the constants that `launch_int8.int8_forward` takes, for a block of
     64 rows and 128 keys.
     """
     tiling = cuda_tiling(
@@ -159,3 +161,20 @@ def test_hopper(d, name):
     )
     assert found.count("STG.E.128") == d // 8 and found.count("STG") == d // 8 + 4
     assert found.registers == 168  # 65536 / 384, shared out by setmaxnreg
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "dtype"), [(64, "float16"), (256, "float32")])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+def test_operands_of_floats_on_the_card(arch, d, dtype):
+    """No float64 but the additions of the chunks' sums: four at a time, then one.
+
+    No product of two operations is contracted to one, or the bits would be others.
+    """
+    sizes = {"d": d, "dv": d, "smooth": True}
+    found = resources(int8_statistics, arch, **sizes, source=dtype)
+    assert found.count("FFMA") == 0 and found.count("FADD") > 0
+    found = resources(int8_quantize, arch, doubles=5, **sizes, width=d, source=dtype)
+    assert found.count("DADD") > 0 and found.count("STS.U8") == d // 32
+    found = resources(int8_results, arch, **sizes, dtype=dtype, sinks=True)
+    assert found.registers <= 64

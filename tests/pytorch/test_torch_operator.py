@@ -215,9 +215,11 @@ def test_tensors_on_a_card_are_handed_on_as_they_are(monkeypatch):
     seen = []
     monkeypatch.setattr(operator.api, "attend", lambda *arguments: seen.append(arguments))
     monkeypatch.setattr(operator.threads, "limit", None)
-    operator.attention_operator._init_fn(q, q, q, *{**DEFAULTS, "left": 3}.values())
+    operator.attention_operator._init_fn(
+        q, q, q, *{**DEFAULTS, "left": 3, "precision": "int8"}.values()
+    )
     ((*tensors, options, impl),) = seen
-    assert all(x is q for x in tensors) and impl == "auto"
+    assert all(x is q for x in tensors) and impl == "auto" and options.precision == "int8"
     assert options.window == (3, None) and options.return_lse
 
 

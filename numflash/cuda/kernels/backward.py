@@ -34,9 +34,9 @@ from .pieces import (
     make_row_block,
     make_store_rows,
     swizzle_of,
-    tanh_accurate,
 )
 from .products import make_add, make_scores, make_stage
+from .scores import tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

@@ -15,7 +15,8 @@ from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LOG2E
 from .flash_float32 import WARPS, warp_sum
-from .pieces import NEG_INF, tanh_accurate
+from .pieces import NEG_INF
+from .scores import tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 

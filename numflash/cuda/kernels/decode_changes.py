@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import ptx
 from .._target import device_function, types
-from .pieces import softcap_exact
+from .scores import softcap_exact
 
 i32, u64, f32 = types.int32, types.uint64, types.float32
 

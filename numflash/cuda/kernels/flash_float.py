@@ -18,12 +18,7 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .pieces import (
-    LOG2E,
     NEG_INF,
-    join_sink,
-    load_slopes,
-    make_adjust,
-    make_hide,
     make_load_rows,
     make_load_tile,
     make_rescale,
@@ -36,6 +31,7 @@ from .pieces import (
 )
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
+from .scores import LOG2E, join_sink, load_slopes, make_adjust, make_hide
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))

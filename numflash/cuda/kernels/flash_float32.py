@@ -13,8 +13,9 @@ from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source
 from .flash_float import LN2, LOG2E
-from .pieces import NEG_INF, add_bias, join_sink, tanh_accurate
+from .pieces import NEG_INF
 from .score_functions import BATCHES, known, make_root, pointers_of
+from .scores import add_bias, join_sink, tanh_accurate
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = tiling("sm_80", "float32").block_q

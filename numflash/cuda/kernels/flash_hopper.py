@@ -27,19 +27,9 @@ from .hopper import (
     descriptor,
     make_issue_scores,
 )
-from .pieces import (
-    LOG2E,
-    NEG_INF,
-    join_sink,
-    load_slopes,
-    make_adjust,
-    make_hide,
-    make_row_block,
-    make_softmax,
-    make_tile_range,
-    quad_sum,
-)
+from .pieces import NEG_INF, make_row_block, make_softmax, make_tile_range, quad_sum
 from .score_functions import known, make_apply, make_tile_list, pointers_of
+from .scores import LOG2E, join_sink, load_slopes, make_adjust, make_hide
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))

@@ -19,7 +19,8 @@ from ... import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
 from .int8_rows import PART
-from .pieces import NEG_INF, softcap_exact
+from .pieces import NEG_INF
+from .scores import softcap_exact
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 # t of a masked key, and of a score that is NaN: beyond every other

@@ -16,8 +16,8 @@ from .. import launch, launch_backward
 from ..device import Device, median_seconds
 from ..launch_forward import float_forward, hopper_forward
 from ..operands import Launch
-from . import decode, expected
-from .cases import CHANNELS, ROWS, Case, gradient_operands, problem_of
+from . import decode, expected, from_floats
+from .cases import CHANNELS, ROWS, Case, floats_of, gradient_operands, problem_of
 
 OLDER = "numflash float16, sm_80 code"  # on a Hopper card, beside the wgmma kernel
 VARIANT_CHECK = (1, 16, 16, 200, 200, 128)
@@ -91,6 +91,10 @@ def check(device: Device, cases: Iterable[Case], backward: bool = False) -> Iter
                 row |= gradient_row(device, problem, emulator)
             else:
                 row |= compare(precision, problem, launch.run(problem), emulator)
+                if precision == "int8":
+                    found = from_floats.solved(floats_of(shape, precision, options))
+                    there = compare(precision, problem, (found,), emulator[:1])
+                    row |= {"from_floats": there, "passed": row["passed"] and there["passed"]}
         except UnsupportedError as error:
             row |= decode.refused(error)
         yield row
@@ -137,6 +141,11 @@ def forward_times(device: Device, precision: str, lengths: Iterable[int]) -> Ite
             kernels[OLDER] = float_forward(problem, device.arch)
         for name, work in kernels.items():
             yield timed(name, shape, causal, median_of(device, work))
+        if precision == "int8":
+            floats = floats_of(shape, precision, {"is_causal": causal})
+            card, run, _ = from_floats.on_the_card(floats)
+            seconds = median_seconds(device, run, stream=card.stream)
+            yield timed("numflash int8, float32 arrays", shape, causal, seconds)
 
 
 def backward_times(device: Device, precision: str, lengths: Iterable[int]) -> Iterator[Row]:

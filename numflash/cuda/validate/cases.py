@@ -100,10 +100,10 @@ def _numbers(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count, np.float32)
 
 
-def problem_of(
+def floats_of(
     shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0
 ) -> validation.Problem:
-    """A validated problem on standard normal numbers; quantised for precision "int8"."""
+    """A validated problem on standard normal numbers; of float32 arrays for precision "int8"."""
     b, h, hkv, length, s, d = shape
     q, k, v = (
         _numbers(int(np.prod(n)), seed + 3 * i).reshape(n)
@@ -111,7 +111,14 @@ def problem_of(
     )
     given = {**PLAIN, "precision": precision, **options}
     causal = given.pop("is_causal", False)
-    problem = validation.problem(q, k, v, Options(None, 0.0, causal, None, True, **given))
+    return validation.problem(q, k, v, Options(None, 0.0, causal, None, True, **given))
+
+
+def problem_of(
+    shape: tuple[int, ...], precision: str, options: dict[str, Any], seed: int = 0
+) -> validation.Problem:
+    """The same, quantised for precision "int8"."""
+    problem = floats_of(shape, precision, options, seed)
     return quantize_problem(problem) if precision == "int8" else problem
 
 

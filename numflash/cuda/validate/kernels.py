@@ -15,8 +15,8 @@ from .. import launch, launch_backward, study
 from ..compile import Key
 from ..launch_forward import float_forward
 from ..operands import Launch
-from . import attention, decode, decode_cases, ladder, rates
-from .cases import gradient_operands, problem_of
+from . import attention, decode, decode_cases, from_floats, ladder, rates
+from .cases import floats_of, gradient_operands, problem_of
 from .families import Family, families
 
 
@@ -66,6 +66,8 @@ def _launches(family: Family, arch: str) -> Iterator[Launch]:
             problem = problem_of(shape, precision, options)
             if family.kind == "forward":
                 yield launch.plan(problem, arch)
+                if precision == "int8":
+                    yield from from_floats.launches(floats_of(shape, precision, options), arch)[0]
             else:
                 operands = gradient_operands(problem)
                 yield from launch_backward.plan(problem, *operands, arch).launches
@@ -81,6 +83,9 @@ def _launches(family: Family, arch: str) -> Iterator[Launch]:
             ).launches
             continue
         yield launch.plan(problem, arch)
+        if family.precision == "int8":
+            floats = floats_of((1, 1, 1, 256, 256, d), "int8", {"is_causal": causal})
+            yield from from_floats.launches(floats, arch)[0]
         if family.precision == "float16":
             yield float_forward(problem, arch)
 

@@ -1,0 +1,173 @@
+"""What options do to scores and rows: softcap, bias, ALiBi, masks, sinks.
+
+In float kernels on a fragment of scores; `softcap_exact` is the INT8 kernels' too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from ... import fixedpoint as fx
+from .. import ptx
+from .._target import cuda, device_function, types
+from .pieces import NEG_INF
+
+i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
+# numbers: in a kernel `math` would run, in float64
+LOG2E = f32(math.log2(math.e))
+TWO_LOG2E = f32(2 * math.log2(math.e))
+CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
+    f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2)
+)
+CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
+
+
+@device_function
+def load_slopes(slope, slopes, first, head):
+    """ALiBi's slopes of a thread's two rows, in units of log2.
+
+    `first` is the place of the batch's first head.
+    """
+    for r in range(2):
+        slope[r] = ptx.load_global_f32(slopes + u64((first + head[r]) * 4)) * LOG2E
+
+
+@device_function
+def join_sink(x, l, sink):
+    """A row's maximum x and sum l (both in units of log2) with one more key of this score.
+
+    Returns the new maximum and sum, and the factor of the output.
+    """
+    top = ptx.fmax(x, sink)
+    alpha = ptx.ex2(x - top)
+    return top, l * alpha + ptx.ex2(sink - top), alpha
+
+
+@device_function
+def tanh_accurate(x):
+    """tanh to float32 rounding, where tanh.approx keeps 11 bits: 1 - 2 / (1 + e**(2 x))."""
+    return f32(1) - f32(2) * ptx.rcp(f32(1) + ptx.ex2(x * TWO_LOG2E))
+
+
+@device_function
+def add_bias(x, bias):
+    """A score in units of log2 plus a bias in natural ones: -inf masks it, NaN stays.
+
+    Rounded towards zero an overflow is the largest finite number: a row of such keys alone
+    gives all of them equal weight.
+    """
+    return NEG_INF if bias == NEG_INF else ptx.fma_toward_zero(bias, LOG2E, x)
+
+
+@functools.cache
+def make_adjust(
+    key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4
+) -> Any:
+    """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides).
+
+    Options on a fragment of float scores.
+
+    `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold
+    one value for each of its two rows, `place` = (batch, diagonal), `ends` = (queries, keys),
+    `factors` = (scale * log2 e, softcap). With `transform` scores are turned into units of log2, on
+    which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added). With more
+    than a boolean mask `part` tiles of 8 keys are unrolled.
+    """
+    has_mask, float_mask = bool(mask), mask == "float"
+    # more code than that is not unrolled: the fragment turns, a part at a time, and is never
+    # indexed
+    part = min(part, key_tiles) if softcap or alibi or float_mask else key_tiles
+    turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
+
+    @device_function
+    def adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides):
+        batch, diagonal = place
+        queries, keys = ends
+        scale, cap = factors
+        done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
+        row_at = cuda.local.array(2, u64)
+        for r in range(2):
+            q[r] = ptx.fresh(
+                query[r]
+            )  # addresses in the mask are no registers that every tile keeps
+            if has_mask and turns > 1:
+                row_at[r] = ptx.fresh_address(
+                    mask_at
+                    + u64(
+                        batch * strides[0]
+                        + head[r] * strides[1]
+                        + q[r] * strides[2]
+                        + first * strides[3]
+                    )
+                )
+        for turn in range(turns):
+            for n in range(part):
+                for e in range(4):
+                    j = i32(first + 8 * (turn * part + n) + (e & 1))
+                    x = s[4 * n + e]
+                    if transform:
+                        x = x * scale
+                    if softcap:
+                        x = cap * tanh_accurate(ptx.div(x, cap))
+                    if alibi:
+                        x -= slope[e >> 1] * ptx.to_float(i32(abs(q[e >> 1] + diagonal - j)))
+                    if has_mask and q[e >> 1] < queries and j < keys:
+                        if turns > 1:
+                            at = row_at[e >> 1] + u64(
+                                (8 * (turn * part + n) + (e & 1)) * strides[3]
+                            )
+                        else:  # unrolled, sums with a row's address would all be in registers
+                            at = mask_at + u64(
+                                batch * strides[0]
+                                + head[e >> 1] * strides[1]
+                                + q[e >> 1] * strides[2]
+                                + j * strides[3]
+                            )
+                        if float_mask:
+                            x = add_bias(x, ptx.load_global_f32(at))
+                        elif ptx.load_global_u8(at) == u32(0):
+                            x = NEG_INF
+                    s[4 * n + e] = x
+            if turns > 1:
+                for i in range(n_part):
+                    done[i] = s[i]
+                for i in range(n_s - n_part):
+                    s[i] = s[i + n_part]
+                for i in range(n_part):
+                    s[n_s - n_part + i] = done[i]
+
+    return adjust
+
+
+@functools.cache
+def make_hide(key_tiles: int) -> Any:
+    """hide(s, first, low, high).
+
+    Scores of keys outside [low, high) of each of the two rows become -inf.
+    """
+
+    @device_function
+    def hide(s, first, low, high):
+        for n in range(key_tiles):
+            for e in range(4):
+                j = first + 8 * n + (e & 1)
+                if j < low[e >> 1] or j >= high[e >> 1]:
+                    s[4 * n + e] = NEG_INF
+
+    return hide
+
+
+@device_function
+def softcap_exact(x, cap):
+    """`fixedpoint.softcap`, each operation rounded once: the same bits as on the CPU.
+
+    A NaN becomes CAP_LIMIT.
+    """
+    x = ptx.fmax(ptx.fmin(x, CAP_LIMIT), -CAP_LIMIT)
+    z = ptx.mul(x, x)
+    p = ptx.add(ptx.mul(ptx.add(z, CAP_P1), z), CAP_P0)
+    q = ptx.add(ptx.mul(ptx.add(z, CAP_Q2), z), CAP_Q1)
+    q = ptx.add(ptx.mul(q, z), CAP_Q0)
+    return ptx.div(ptx.mul(ptx.mul(x, ptx.mul(cap, CAP_UNIT)), p), q)
