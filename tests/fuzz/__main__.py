@@ -23,6 +23,7 @@ from .shrink import kind_of, shrink
 
 PATIENCE = 400  # seconds without an answer: a case that hangs (the first ones compile)
 BATCH = 5.0  # seconds of cases between two answers
+MEMORY = 3 << 30  # bytes of a child that is replaced by a fresh one
 
 
 class Child:
@@ -101,6 +102,7 @@ def fuzz(
     number = first
     start = time.monotonic()
     last = 0.0
+    used = 0
     stop = first + cases if cases else 1 << 62
     while number < stop and (left := start + seconds - time.monotonic()) > 0 and len(seen) < most:
         order = {
@@ -119,6 +121,9 @@ def fuzz(
             failures = answer["failures"]
             number = answer["next"]
             done.update(answer["kinds"])
+            used = answer["memory"]
+            if used > MEMORY:
+                child.stop()
         for at, failure in failures:
             failed += 1
             kind = f"{case(seed, at, kinds)['kind']} {kind_of(failure)}"
@@ -128,7 +133,8 @@ def fuzz(
         if time.monotonic() - last > 60:
             last = time.monotonic()
             print(
-                f"# {number - first} cases in {last - start:.0f} s, {failed} failures of {len(seen)} kinds",
+                f"# {number - first} cases in {last - start:.0f} s, {failed} failures of {len(seen)} kinds, "
+                f"{used >> 20} MiB",
                 flush=True,
             )
     child.stop()

@@ -46,6 +46,16 @@ def outcome(case: dict, table: dict) -> str | None:
     return None
 
 
+def memory() -> int:
+    """Bytes that the process has used at most; 0 where that is not known."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
 def main() -> None:
     from .draw import case
 
@@ -67,7 +77,7 @@ def main() -> None:
                 if failure:
                     answer["failures"].append([number, failure])
                 number += 1
-            answer["next"] = number
+            answer["next"], answer["memory"] = number, memory()
         print(json.dumps(answer), flush=True)
 
 
