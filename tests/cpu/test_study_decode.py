@@ -9,6 +9,8 @@ from oracles import draw, naive
 from numflash.cpu.study.split_decode import HIGHEST, split_decode, unified_decode
 from numflash.jit.threads import limit, most
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 F = np.float32
 
 

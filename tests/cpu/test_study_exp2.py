@@ -9,6 +9,8 @@ import pytest
 from numflash.cpu.study import exp2_benchmark as bench
 from numflash.errors import ArgumentError
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 COMBINATIONS = list(bench.combinations())
 
 

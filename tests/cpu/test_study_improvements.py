@@ -14,6 +14,8 @@ from numflash.jit import target
 from numflash.options import Options
 from numflash.quantization import quantize_problem
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 F = np.float32
 KINDS = [(exp2, pv) for exp2 in ("plain", "vectors") for pv in ("fp32", "bf16", "int8")]
 
@@ -44,7 +46,6 @@ def cases():
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("exp2", "pv"), KINDS)
 def test_every_switch_gives_attention(cases, exp2, pv):
     for operands, causal, prepared in cases:
@@ -81,7 +82,6 @@ def test_layer_norm_with_the_quantiser_inside():
         assert np.array_equal(data, wanted.data) and np.array_equal(scale, wanted.row_scale())
 
 
-@pytest.mark.slow
 def test_the_table():
     if not any(isa in target.available() for isa in improvements.ISAS):
         pytest.skip("no register tiles")

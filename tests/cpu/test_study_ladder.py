@@ -13,6 +13,8 @@ from numflash.quantization import quantize_problem
 from numflash.reference import integer_model
 from numflash.validation import describe
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 FLOATS = [rung.name for rung in ladder.LADDER if rung.precision == "float32"]
 INTEGERS = [rung.name for rung in ladder.LADDER if rung.precision == "int8"]
 VECTORS = [isa for isa in target.available() if isa != "portable"]
@@ -44,10 +46,7 @@ def agree(name, isa, q, k, v):
     np.testing.assert_array_equal(out, integer_model(problem, first_keys=False)[0][0, 0])
 
 
-VECTOR = ladder.vector_isa() if VECTORS else None
-each_isa = pytest.mark.parametrize(
-    "isa", [pytest.param(x, marks=() if x == VECTOR else pytest.mark.slow) for x in VECTORS]
-)
+each_isa = pytest.mark.parametrize("isa", VECTORS)
 
 
 @each_isa

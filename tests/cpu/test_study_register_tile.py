@@ -7,13 +7,13 @@ from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.cpu.study.register_tile import make_product, pack
 from numflash.jit import target
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 VECTORS = [isa for isa in target.available() if isa != "portable"]
 
 
 @pytest.mark.parametrize("isa", VECTORS)
-@pytest.mark.parametrize(
-    ("mr", "nv"), [(1, 1), (6, 4), (4, 2), pytest.param(8, 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("mr", "nv"), [(1, 1), (6, 4), (4, 2), (8, 4)])
 @pytest.mark.parametrize("channels", [4, 128])
 def test_the_last_block_is_the_product(isa, mr, nv, channels):
     rng = np.random.default_rng(mr)

@@ -13,6 +13,8 @@ from numflash.cpu.study import exp2_values, unfused
 from numflash.cpu.study import registers as r
 from numflash.machinecode import assembly, codegen
 
+pytestmark = pytest.mark.slow  # kernels that only the course runs
+
 X = np.linspace(-9.5, 9.75, 64, dtype=np.float32)
 
 

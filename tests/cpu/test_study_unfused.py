@@ -13,7 +13,10 @@ from numflash.jit import target
 
 ISAS = [isa for isa in target.available() if isa in unfused.ISAS]
 SHAPES = [(1, 1, 1), (5, 127, 3), (7, 128, 64), (50, 129, 4), (97, 200, 40)]
-pytestmark = pytest.mark.skipif(not ISAS, reason="the target has no register tiles")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ISAS, reason="the target has no register tiles"),
+]
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
 

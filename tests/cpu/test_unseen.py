@@ -47,7 +47,9 @@ def test_rows_that_see_nothing_beside_rows_that_see_nan(precision, isa, bad):
     assert np.isfinite(np.delete(out, 3, 3)).all()
 
 
-@pytest.mark.parametrize("impl", ["cpu", "portable", "cuda-emulator"])
+@pytest.mark.parametrize(
+    "impl", ["cpu", "portable", pytest.param("cuda-emulator", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_the_smallest_case_of_it(impl, precision):
     ones = np.ones((2, 4), np.float16 if precision == "float16" else F)

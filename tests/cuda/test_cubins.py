@@ -89,6 +89,7 @@ print(refused(lambda: numflash.attention(*(np.zeros((1, 2, n, 64), np.float16) f
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_machine_without_a_compiler(driver, tmp_path):  # noqa: F811
     """No numba-cuda, no NVVM, no nvJitLink: what is in the folder runs, what is not is named."""

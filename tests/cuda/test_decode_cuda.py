@@ -551,8 +551,9 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("case", ["all", pytest.param("softcap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", OPTIONS)
 def test_options_have_the_bits_of_the_cpu(case, smooth):
     """Pages or one sequence after another; a key that the mask hides is not finite."""
     options = OPTIONS[case]

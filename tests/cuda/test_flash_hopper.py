@@ -108,6 +108,7 @@ def random_mask(*shape):
     return np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_options_with_packed_heads():
     """Two of a group's three times two heads lie beside each other in the rows."""
     check(

@@ -75,6 +75,7 @@ def run(driver, code, capability, **more):
     return done
 
 
+@pytest.mark.slow
 def test_launch_with_much_shared_memory(driver):
     done = run(driver, SOLVE.format(d=128), "80")
     assert "(1, 2, 70, 128) float16" in done.stdout
