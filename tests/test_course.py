@@ -4,11 +4,13 @@ nothing away; hints come one by one, the solution only when asked.
 
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
+from numflash.course.answers import c15
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -106,6 +108,28 @@ def test_judges(posed, capsys):
     assert answers[-1].words == "not yet: too much"
     check("99.1", "x", 2)
     assert answers[-1].verdict == "wrong" and "TypeError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sectors", "conflicts", "said"),
+    [(128, 0, ""), (1024, 0, "1152 sectors of global memory"), (128, 992, "992 of 1056 passes")],
+)
+def test_a_transpose_is_judged_by_sectors_and_conflicts(sectors, conflicts, said, monkeypatch):
+    """Right numbers are not enough: columns of global memory would do without shared memory."""
+    report = SimpleNamespace(
+        global_load_sectors=128,
+        global_store_sectors=sectors,
+        shared_conflicts=conflicts,
+        shared_wavefronts=1056,
+    )
+
+    def ran(kernel, grid, block, args):
+        args[1][...] = args[0].T
+        return report, ""
+
+    monkeypatch.setattr(c15, "emulated", ran)
+    verdict = c15._transpose(None)
+    assert said in verdict and bool(said) == bool(verdict)
 
 
 def test_a_broken_program_gets_its_hint_after_the_reader_has_tried(posed, capsys, monkeypatch):
