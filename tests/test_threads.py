@@ -150,6 +150,25 @@ for _ in range(2):
     assert lines[0].startswith(f"NUMBA_THREADING_LAYER: got '{layer}'")
 
 
+NESTED = """
+import ctypes
+from numba.np.ufunc import omppool
+import numflash
+levels = ctypes.CDLL(omppool.__file__).omp_get_max_active_levels
+numflash.get_num_threads()
+print(levels())
+"""
+
+
+def test_openmp_regions_inside_of_regions(tmp_path):
+    """Forbidden again after Numba's threads have started, but where the environment asks for them."""
+    pytest.importorskip("numba.np.ufunc.omppool", reason="needs an OpenMP runtime")
+    for asked in ({}, {"OMP_MAX_ACTIVE_LEVELS": "3"}):
+        done = python(NESTED, tmp_path, NUMBA_THREADING_LAYER="omp", **asked)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert (int(done.stdout) > 1) == bool(asked)
+
+
 def test_too_little_memory_for_threads(monkeypatch):
     """GNU OpenMP ends the process where a thread cannot be started; here it is a MemoryError."""
     limits = {resource.RLIMIT_AS: (1 << 28, resource.RLIM_INFINITY)}

@@ -4,10 +4,12 @@ cannot have them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, suppress
+from importlib import import_module
 from numbers import Integral
 
 import numba
@@ -38,6 +40,7 @@ def count() -> int:
         return int(_started[0]())
     try:
         threads = int(numba.get_num_threads())
+        _forbid_nested_regions()
         _started.append(getattr(parallel, "_get_num_threads", numba.get_num_threads))
         return threads
     except (ValueError, ImportError) as error:
@@ -47,6 +50,21 @@ def count() -> int:
             f"NUMBA_THREADING_LAYER: got {asked!r}, which cannot be loaded here ({reason}); allowed: unset, 'workqueue', "
             "or 'omp' and 'tbb' where they are installed"
         ) from None
+
+
+def _forbid_nested_regions() -> None:
+    """Undo what Numba's OpenMP layer does to this thread when it starts: it allows parallel regions
+    inside of parallel regions.
+
+    Where PyTorch shares the runtime, each of its threads would start more for every small product:
+    its attention of one token took 70 ms for 0.5.
+    """
+    asked = {"OMP_NESTED", "OMP_MAX_ACTIVE_LEVELS"} & os.environ.keys()
+    if asked or numba.threading_layer() != "omp":
+        return
+    layer = import_module("numba.np.ufunc.omppool")
+    with suppress(OSError, AttributeError):  # where it does not lead to the runtime's functions
+        ctypes.CDLL(layer.__file__).omp_set_max_active_levels(1)
 
 
 def started() -> bool:
