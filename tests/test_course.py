@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c15
+from numflash.course.answers import c10, c15
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -130,6 +130,21 @@ def test_a_transpose_is_judged_by_sectors_and_conflicts(sectors, conflicts, said
     monkeypatch.setattr(c15, "emulated", ran)
     verdict = c15._transpose(None)
     assert said in verdict and bool(said) == bool(verdict)
+
+
+def test_split_decode_must_split():
+    """The same numbers from all keys at once are no answer; the solution is one."""
+
+    def at_once(q, k, v, splits):
+        s = k @ q
+        p = 2.0 ** (s - s.max())
+        return p @ v / p.sum()
+
+    assert "a part has at most 16 keys" in c10._split_decode(at_once)
+    names = {"np": np, "merge": c10.merge}
+    exec(exercises.solution_text("10.3"), names)
+    assert c10._split_decode(names["decode"]) == ""
+    assert "return" in c10._split_decode(lambda q, k, v, splits: None)
 
 
 def test_a_broken_program_gets_its_hint_after_the_reader_has_tried(posed, capsys, monkeypatch):

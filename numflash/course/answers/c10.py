@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..exercises import Exercise, difference, show
+from .c01 import _Watched
 
 
 def merge(o_a: Any, m_a: float, l_a: float, o_b: Any, m_b: float, l_b: float) -> Any:
@@ -30,15 +31,24 @@ def _split_decode(decode: Any) -> str:
         t = k @ q
         p = 2.0 ** (t - t.max())
         exact = p @ v / p.sum()
+        _Watched.largest = 0
         with np.errstate(invalid="ignore", divide="ignore"):
-            came = decode(q, k, v, splits)
+            came = decode(*(x.view(_Watched) for x in (q, k, v)), splits)
         if came is ...:
             return "open"
+        if came is None:
+            return "it returns None; is there a `return`?"
         if not np.isfinite(np.asarray(came, float)).all():
             return f"{keys} keys in {splits} splits give {show(came)}: an empty part needs weight 0"
         fault = difference(came, exact, 1e-9)
         if fault:
             return f"{keys} keys in {splits} splits: {fault}"
+        largest = max(-(-keys // splits), q.size)
+        if _Watched.largest > largest:
+            return (
+                f"{keys} keys in {splits} splits: the numbers are right, but a product has "
+                f"{_Watched.largest} numbers; a part has at most {-(-keys // splits)} keys"
+            )
     return ""
 
 
