@@ -1,0 +1,128 @@
+"""The second product of `flash_int8`: O = O * alpha + (P . V) * share, of bytes or of floats."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ...tiling import KEY_BLOCK
+from .. import ptx
+from .._target import cuda, device_function, types
+from .int8_pairs import make_take
+from .int8_softmax import ONE_Q16
+from .pieces import make_copy
+
+i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
+# what depends on the number is computed anew after this: kept for every tile, it would spill
+renew = ptx.register_fence(1, i32)
+# pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
+FLOAT_KEYS = 32
+PADDING = 16
+
+
+@functools.cache
+def make_byte_values(value_tiles: int, turing: bool) -> Any:
+    """O = O * alpha + (P . V) * share for bytes.
+
+    The product exact, each float operation rounded once.
+
+    `sv` is where the warp's channels start.
+    """
+    steps = KEY_BLOCK // 64
+    product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
+
+    @device_function
+    def add_values(o, p, alpha, share, sv, lane):
+        acc, b = cuda.local.array(4, i32), cuda.local.array(4, u32)
+        for n in range(value_tiles):
+            for i in range(4):
+                acc[i] = i32(0)
+            for step in range(steps):  # four 8 x 16-byte matrices: 8 channels, 64 keys
+                chunk = u32((4 * step + (lane >> 3)) ^ (lane & 7))
+                ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (chunk << u32(4)))
+                product(acc, 0, p, 8 * step, b, 0)
+                product(acc, 0, p, 8 * step + 4, b, 2)
+            for i in range(4):
+                o[4 * n + i] = ptx.add(
+                    ptx.mul(o[4 * n + i], alpha[i >> 1]),
+                    ptx.mul(ptx.to_float(acc[i]), share[i >> 1]),
+                )
+
+    return add_values
+
+
+@functools.cache
+def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
+    """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values.
+
+    `FLOAT_KEYS` keys at a time.
+
+    `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or
+    of a pair of warps at `given` in shared memory.
+    """
+    row_bytes, key_tiles, n_a = dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
+    pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
+    turns, even = (pieces + threads - 1) // threads, pieces % threads == 0
+    copy = make_copy(True)
+    wait_all = ptx.cp_async_wait[0]
+    unit = f32(1 / ONE_Q16)
+    high = u32(0xFFFFE000)
+    take = make_take(n_a)
+
+    @device_function
+    def add_values(o, s, given, alpha, share, sv, v, first, keys, channels, begin, thread):
+        acc = cuda.local.array(4, f32)
+        a_high, a_low = cuda.local.array(n_a, u32), cuda.local.array(n_a, u32)
+        b_high, b_low = cuda.local.array(2, u32), cuda.local.array(2, u32)
+        lane, loader = thread & 31, cuda.local.array(1, i32)
+        loader[0] = thread
+        for i in range(4 * value_tiles):
+            o[i] = ptx.mul(o[i], alpha[(i >> 1) & 1])
+        for part in range(KEY_BLOCK // FLOAT_KEYS):
+            start = first + part * FLOAT_KEYS
+            renew(loader, 0)
+            cuda.syncthreads()  # the last part is done with
+            for i in range(turns):
+                piece = loader[0] + i * threads
+                r = piece // chunks
+                c = piece - r * chunks
+                if even or piece < pieces:
+                    copy(
+                        sv + u32(r * row_bytes + (c << 4)),
+                        0,
+                        v + u64(start + r) * u64(channels * 4) + u64(c << 4),
+                        start + r < keys and (c << 2) < channels,
+                    )
+            ptx.cp_async_commit()
+            wait_all()
+            cuda.syncthreads()
+            if paired:
+                take(s, given + u32(part * (n_a * 128)))
+            for t in range(key_tiles):
+                for i in range(4):  # rows g, g + 8 with key 2 q, then the same with key 2 q + 1
+                    w = ptx.mul(ptx.to_float(s[4 * t + 2 * (i & 1) + (i >> 1)]), unit)
+                    a_high[4 * t + i] = ptx.bits(w) & high
+                    a_low[4 * t + i] = ptx.bits(ptx.sub(w, ptx.from_bits(ptx.bits(w) & high)))
+            if not paired:
+                for i in range(
+                    n_rest
+                ):  # the next part's weights come to the front: registers have no index
+                    s[i] = s[i + n_a]
+            for n in range(value_tiles):
+                for i in range(4):
+                    acc[i] = f32(0)
+                for t in range(key_tiles):
+                    at = sv + u32(
+                        (8 * t + 2 * (lane & 3)) * row_bytes + (begin + 8 * n + (lane >> 2)) * 4
+                    )
+                    for i in range(2):
+                        x = ptx.load_shared_f32(at + u32(i * row_bytes))
+                        b_high[i] = ptx.bits(x) & high
+                        b_low[i] = ptx.bits(ptx.sub(x, ptx.from_bits(b_high[i]))) & high
+                    ptx.mma_tf32(acc, 0, a_low, 4 * t, b_high, 0)
+                    ptx.mma_tf32(acc, 0, a_high, 4 * t, b_low, 0)
+                    ptx.mma_tf32(acc, 0, a_high, 4 * t, b_high, 0)
+                for i in range(4):
+                    o[4 * n + i] = ptx.fma(acc[i], share[i >> 1], o[4 * n + i])
+
+    return add_values
