@@ -38,7 +38,13 @@ def check(folder):
         "float32-values",
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in ("int8-values", "float32-scores", "int8-attention")
+            for x in (
+                "int8-values",
+                "float32-scores",
+                "int8-attention",
+                "int8-append",
+                "int8-decode",
+            )
         ),
     ],
 )
@@ -62,12 +68,20 @@ def test_an_exported_kernel_links_and_gives_the_results(kernel, tmp_path):
     assert check(tmp_path).returncode != 0
 
 
-@pytest.mark.parametrize("kernel", ["int8-scores", "float32-values", "exp2-fexpa"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "int8-scores",
+        "float32-values",
+        "exp2-fexpa",
+        pytest.param("int8-decode", marks=pytest.mark.slow),
+    ],
+)
 def test_code_for_the_a64fx(kernel, tmp_path):
     found = export.run(kernel, "a64fx", tmp_path)
     text = (tmp_path / f"{found['symbol']}.s").read_text()
-    marks = {"int8-scores": "sdot", "float32-values": "fmla", "exp2-fexpa": "fexpa"}
-    assert f"{marks[kernel]}\tz" in text
+    marks = {"float32-values": "fmla", "exp2-fexpa": "fexpa"}
+    assert f"{marks.get(kernel, 'sdot')}\tz" in text
     assert (tmp_path / f"{found['symbol']}.o").read_bytes()[18:20] == b"\xb7\x00", "ELF for AArch64"
     assert "aarch64-linux-gnu-gcc" in (tmp_path / "Makefile").read_text() or (
         platform.machine() == "aarch64"
@@ -81,6 +95,7 @@ def test_code_for_the_a64fx(kernel, tmp_path):
         ("int8-scores", "z80", ArgumentError, "cpu: got 'z80'; allowed: 'host'"),
         ("exp2-fexpa", "neoverse-n1", UnsupportedError, "'exp2-fexpa' needs vectors.*SVE"),
         ("int8-scores", "x86-64-v2", UnsupportedError, "lacks; allowed: a CPU with AVX2"),
+        ("int8-decode", "cortex-a72", UnsupportedError, "'int8-decode' needs vectors"),
     ],
 )
 def test_what_cannot_be_exported(kernel, cpu, error, message, tmp_path):

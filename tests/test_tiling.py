@@ -264,6 +264,34 @@ def test_using_changes_the_kernel_and_no_bit():
                 np.testing.assert_array_equal(got, exact)
 
 
+@pytest.mark.slow  # four kernels
+@pytest.mark.parametrize("sizes", [{"mr": 4, "nv": 3}, {"mr": 5, "nv": 1, "key_block": 64}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float_kernels_of_other_tiles(dtype, sizes):
+    """Another register tile and key block, a masked end and rows that do not fill a tile."""
+    from oracles import qkv
+
+    from numflash import reference, validation
+    from numflash.cpu import launch
+    from numflash.jit import target
+    from numflash.options import Options
+
+    needs = target.FLOAT_ISAS if dtype == "float32" else {"avx512_bf16": target._BF16}
+    isa = next((x for x in target.available(needs) if x != "portable"), None)
+    if isa is None:
+        pytest.skip(f"no {dtype} tiles of vectors here")
+    rng = np.random.default_rng(0)
+    mask = rng.random((75, 333)) < 0.6
+    q, k, v = qkv(l=75, s=333, d=40)
+    problem = validation.problem(q, k, v, Options(precision=dtype, attn_mask=mask))
+    with tiling.using(isa, dtype, **sizes) as t:
+        assert t.key_block % (t.nv * t.lanes) == 0
+        out = launch.run(problem, isa)[0]
+    exact = reference.oracle(problem)[0]
+    error = np.abs(out - exact).sum() / np.abs(exact).sum()
+    assert error < {"float32": 2e-6, "bfloat16": 1.2e-2}[dtype]
+
+
 def test_using_ends_with_its_block():
     isa = "avx512_vnni"
     with tiling.using(isa, block_q=96) as t:
@@ -291,7 +319,12 @@ def test_using_ends_with_its_block():
         ("avx512_vnni", {"lanes": 8}, "lanes: not a size"),
         ("portable", {"block_q": 64}, "sizes are fixed"),
         ("sm_80", {"dtype": "float16", "block_q": 64}, "sizes are fixed"),
-        ("avx512", {"dtype": "float32", "mr": 4}, "one register tile"),
+        ("avx512", {"dtype": "float32", "mr": 7}, "7 x 4 .*33 registers of 32"),
+        ("avx512", {"dtype": "float32", "mr": 2, "nv": 8}, "nv = 8 breaks a rule.*1 to 4"),
+        ("avx512", {"dtype": "float32", "nv": 3, "key_block": 128}, "key_block = 128.*nv . lanes"),
+        ("avx512", {"dtype": "float32", "key_block": 2048}, "key_block = 2048 .*up to 1024"),
+        ("sve512", {"dtype": "float32", "mr": 12, "nv": 3}, "40 registers of 32"),
+        ("amx_bf16", {"dtype": "bfloat16", "nv": 2}, "nv = 2 breaks a rule.*AMX.*allowed: 4"),
         ("mmx", {}, "'mmx-int8'; allowed: "),
         (None, {"dtype": "float32"}, "isa: needed"),
     ],

@@ -1,6 +1,7 @@
 """The tuner tries legal tilings only, checks their bits, and what it keeps is what calls take."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -31,6 +32,39 @@ def test_only_legal_tilings_are_tried():
     caches = tiling.CACHES["a64fx"]
     sve = min(tune.candidates("sve"), key=lambda t: tune.modelled(t, 128, caches))
     assert sve.accumulators >= 18
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "tiles"),
+    [
+        ("avx512", "float32", {(6, 4), (8, 3), (14, 2)}),
+        ("avx2", "float32", {(6, 2), (4, 3), (12, 1)}),
+        ("sve512", "float32", {(6, 4), (12, 2)}),
+        ("avx512_bf16", "bfloat16", {(6, 4), (8, 3)}),
+        ("amx_bf16", "bfloat16", {(32, 4)}),
+    ],
+)
+def test_legal_tilings_of_floats_are_tried(isa, dtype, tiles):
+    found = tune.candidates(isa, dtype)
+    assert {(t.mr, t.nv) for t in found} >= tiles and len({tune.sizes(t) for t in found}) > 20
+    assert {t.key_block > 128 for t in found} == {False, True}
+    assert all(choice.legal(t).dtype == dtype for t in found)
+    assert (12, 4) not in {(t.mr, t.nv) for t in found}
+    if isa == "amx_bf16":
+        assert {(t.mr, t.nv) for t in found} == tiles
+
+
+def test_what_is_kept_of_a_float_kernel_is_what_calls_take(file):
+    t = choice.changed(tiling.TILINGS["avx512-float32"], {"mr": 8, "nv": 3})
+    assert (t.block_q, t.key_block) == (192, 240), "whole tiles, as near as they come"
+    choice.save(t)
+    kept = {"mr": 8, "nv": 3, "key_block": 240}
+    assert json.loads(file.read_text()) == {cpu_name(): {"avx512-float32": kept}}
+    assert tiling.chosen_float("avx512", "float32") == ("avx512:8x3", (240,), 192)
+    with tiling.using("avx512", "float32", block_q=96):
+        assert tiling.chosen_float("avx512", "float32") == ("avx512", (), 96)
+    choice.save(tiling.TILINGS["avx512-float32"])
+    assert tiling.chosen_float("avx512", "float32") == ("avx512", (), 192)
 
 
 def test_what_is_kept_is_what_calls_take(file):
@@ -66,9 +100,10 @@ def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsy
     speed = {}
 
     def run(problem, isa):
-        t = tiling.in_use(isa)
+        t = tiling.in_use(isa, problem.precision)
         speed["now"] = t.block_q
-        return reference.integer_model(problem)
+        exact = reference.integer_model if problem.precision == "int8" else reference.oracle
+        return exact(problem)
 
     monkeypatch.setattr(launch, "run", run)
     # the taller the query tile, the shorter the time
@@ -77,8 +112,50 @@ def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsy
     assert file.exists() and found["kept"] == str(file) and len(found["ranking"]) == 3
     assert main(["tune", "16", "16", "--model"]) == 0
     assert "modelled cost" in capsys.readouterr().out
+    found = tune.run(16, 16, measured=2, dtype="float32")
+    assert found["kept"] == str(file) and found["best"]["key_block"] in (64, 128, 240, 256)
+    assert len({(r["mr"], r["nv"]) for r in found["ranking"]}) == 2, "another register tile"
+    off = reference.oracle
+    monkeypatch.setattr(launch, "run", lambda problem, isa: (off(problem)[0] * 1.00001, None))
+    with pytest.raises(ArithmeticError, match=r"key_block .* is off by 1e-05; allowed: 2e-06"):
+        tune.run(16, 16, measured=1, dtype="float32")
     monkeypatch.setattr(launch, "run", lambda problem, isa: (np.zeros(3), None))
     with pytest.raises(ArithmeticError, match="has other bits"):
         tune.run(16, 16, measured=1)
     with pytest.raises(ArgumentError, match="fixed sizes"):
         tune.run(isa="portable")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "dtype: got 'float16'; allowed: 'int8', 'float32', 'bfloat16'"),
+        ({"cpu": "a64fx"}, "cpu: got 'a64fx', which is not measured; allowed: with --model"),
+        ({"cpu": "z80", "measured": 0}, "cpu: got 'z80'; allowed: 'host'"),
+        (
+            {"cpu": "a64fx", "measured": 0, "isa": "sve256", "dtype": "float32"},
+            "isa: got 'sve256'; allowed for 'a64fx' and 'float32': 'sve512', 'neon'",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        tune.run(**options)
+
+
+def test_other_cpus_are_modelled(file, capsys):
+    assert main(["tune", "256", "64", "--model", "--cpu", "a64fx"]) == 0
+    assert "a64fx, sve, int8" in capsys.readouterr().out and not file.exists()
+
+
+@pytest.mark.slow  # eight register tiles are compiled
+def test_float_tiles_of_the_a64fx_are_ranked_by_their_instructions(file):
+    pytest.importorskip("unicorn")
+    if not shutil.which("llvm-mca"):
+        pytest.skip("needs llvm-mca")
+    found = tune.run(256, 128, measured=0, dtype="float32", cpu="a64fx")
+    assert found["isa"] == "sve512" and not file.exists()
+    cycles = {(r["mr"], r["nv"]): r["cycles"] for r in found["ranking"]}
+    assert list(cycles.values()) == sorted(cycles.values())
+    # two pipes of 16 lanes: 2 cycles per 64 products of float32 if nothing waits
+    assert 1.99 < cycles[6, 4] < 2.3, cycles

@@ -191,9 +191,9 @@ def validate(args: argparse.Namespace) -> Any:
 def tune(args: argparse.Namespace) -> Any:
     from .tune import run
 
-    return run(
-        args.length, args.head_dim, args.isa, 0 if args.model else args.measure, not args.dry_run
-    )
+    measured = 0 if args.model else args.measure
+    keep = not args.dry_run
+    return run(args.length, args.head_dim, args.isa, measured, keep, args.dtype, args.cpu)
 
 
 def estimate(args: argparse.Namespace) -> Any:
@@ -364,8 +364,15 @@ def parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="the best instruction set only, no scaling"
     )
     sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
-    sub = command(tune, "the fastest tiling of the INT8 kernel here, kept for later calls")
+    sub = command(tune, "the fastest tiling of a kernel here, kept for later calls")
     shape(sub)
+    sub.add_argument(
+        "--dtype",
+        choices=["int8", "float32", "bfloat16"],
+        default="int8",
+        help="of the kernel's operands (default int8)",
+    )
+    sub.add_argument("--cpu", help="with --model: LLVM's name of another CPU")
     sub.add_argument("--isa", help="instruction set (default: the best here)")
     sub.add_argument("--model", action="store_true", help="rank by the model only, measure nothing")
     sub.add_argument(

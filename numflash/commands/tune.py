@@ -1,15 +1,18 @@
-"""`numflash tune`: which tiling of the INT8 kernel is fastest on this machine.
+"""`numflash tune`: which tiling of a kernel is fastest on this machine.
 
 Enumerates what `tiling.using` lets pass, ranks it by a model of a register tile (loads for each dot
-product, and whether a tile's arrays fit the cache), measures the best ones in turns, checks that
-each has the bits of the integer model, and keeps the fastest in the file that `tiling` reads.
+product, and whether a tile's arrays fit the cache), measures the best ones in turns, checks each
+(INT8: the bits of the integer model; floats: their budget against float64), and keeps the fastest
+in the file that `tiling` reads. For another CPU there is the model alone: of float tiles on AArch64
+it is llvm-mca's, which sees the instructions.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,45 +22,88 @@ from ..errors import ArgumentError, NumflashError
 from ..jit import target
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
+from ..measure.metrics import errors
 from ..options import Options
 from ..quantization import quantize_problem
-from ..tiling import TILINGS, Caches, Tiling, in_use, using
+from ..tiling import CACHES, TILINGS, Caches, Tiling, in_use, using
 from ..tiling.choice import changed, save
+from ..validation import Problem
+from .validate import BUDGETS
 
 F = np.float32
-MR = (2, 4, 6, 8, 12)
-NV = (2, 4, 8)
+MR = {"int8": (2, 4, 6, 8, 12), "float": (2, 4, 6, 8, 10, 12, 14)}
+NV = {"int8": (2, 4, 8), "float": (1, 2, 3, 4)}
+KEY_BLOCKS = (64, 128, 256, 512)  # of float kernels; an INT8 kernel's is fixed
 TALLEST = 256  # rows of the query tiles that are tried
 ROUNDS = 5
+MODELLED = 8  # register tiles that llvm-mca is asked about
+NEEDS = {
+    "int8": target.ISAS,
+    "float32": target.FLOAT_ISAS,
+    "bfloat16": {x: target.BFLOAT16_ISAS[x] for x in ("amx_bf16", "avx512_bf16")},
+}
 
 
-def candidates(isa: str) -> list[Tiling]:
+class Request(NamedTuple):
+    """What is tuned: attention of this length and head size by the kernels of `isa` for `dtype`."""
+
+    length: int
+    head_dim: int
+    isa: str
+    dtype: str
+
+
+def candidates(isa: str, dtype: str = "int8") -> list[Tiling]:
     """Every legal tiling of an instruction set with some usual height."""
-    named = TILINGS[f"{isa}-int8"]
+    named = TILINGS[f"{isa}-{dtype}"]
+    kind = "int8" if dtype == "int8" else "float"
     found = {}
     heights = [n * 12 for n in (1, 2, 4, 8, 16)] + [n * 32 for n in (1, 2, 4, 6, 8)]
-    for mr, nv, rows in itertools.product(
-        {*MR, named.mr}, {*NV, named.nv}, {*heights, named.block_q}
+    blocks = KEY_BLOCKS if kind == "float" else (named.key_block,)
+    for mr, nv, rows, keys in itertools.product(
+        {*MR[kind], named.mr},
+        {*NV[kind], named.nv},
+        {*heights, named.block_q},
+        {*blocks, named.key_block},
     ):
+        if kind == "float":  # the nearest whole tiles
+            rows = max(1, rows // math.lcm(mr, 2)) * math.lcm(mr, 2)
+            keys = max(1, keys // (nv * named.lanes)) * nv * named.lanes
         try:
-            t = changed(named, {"mr": mr, "nv": nv, "block_q": rows})
+            t = changed(named, {"mr": mr, "nv": nv, "block_q": rows, "key_block": keys})
         except NumflashError:
             continue
         if rows <= TALLEST:
-            found[t.mr, t.nv, t.block_q] = t
+            found[sizes(t)] = t
     return list(found.values())
+
+
+def sizes(t: Tiling) -> tuple[int, int, int, int]:
+    """What tells tilings of one kernel apart."""
+    return t.mr, t.nv, t.block_q, t.key_block
+
+
+def varied(ranked: list[Tiling]) -> list[Tiling]:
+    """The best of each register tile, then the others: a model tells these apart least."""
+    first: dict[tuple[int, int], Tiling] = {}
+    for t in ranked:
+        first.setdefault((t.mr, t.nv), t)
+    return [*first.values(), *(t for t in ranked if t is not first[t.mr, t.nv])]
 
 
 def modelled(t: Tiling, head_dim: int, caches: Caches) -> float:
     """Relative cost of a dot product: loads beside it, and what does not fit the caches.
 
     A step of the tile is mr * nv dot products and mr + nv loads, two of each a cycle; a wait of
-    some 9 cycles shows where there are fewer than 18 accumulators. K and V come once per query
-    tile.
+    some 9 cycles shows where there are fewer than 18 accumulators (of x86's float products, which
+    take 4 cycles, 8). K and V come once per query tile, O once per key block.
     """
     dots, loads = t.accumulators, t.mr + t.nv
-    cost = max(dots, loads, 18) / dots + 0.1 * loads / dots
+    waits = 8 if t.dtype != "int8" and t.isa.startswith("avx") else 18
+    cost = max(dots, loads, waits) / dots + 0.1 * loads / dots
     cost += 4.0 / t.block_q  # of streaming a key block
+    if t.dtype != "int8":
+        cost += 4.0 / t.key_block  # of loading and storing O
     total = sum(t.working_set(head_dim).values())
     return (
         cost + (0.1 if total > caches.l1 else 0) + (0.5 if caches.l2 and total > caches.l2 else 0)
@@ -69,14 +115,98 @@ def _arrays(length: int, head_dim: int) -> list[np.ndarray]:
     return [rng.standard_normal((1, 2, length, head_dim), F) for _ in range(3)]
 
 
-def _checked(t: Tiling, isa: str) -> None:
-    q, k, v = _arrays(70, 40)
-    options = Options(precision="int8", is_causal=True)
-    problem = quantize_problem(validation.problem(q, k, v, options))
+def _problem(length: int, head_dim: int, dtype: str, causal: bool = False) -> Problem:
+    q, k, v = _arrays(length, head_dim)
+    found = validation.problem(q, k, v, Options(precision=dtype, is_causal=causal))
+    return quantize_problem(found) if dtype == "int8" else found
+
+
+def _checked(t: Tiling, isa: str, dtype: str) -> None:
+    problem = _problem(70, 40, dtype, causal=True)
     with using(t):
         out, _ = launch.run(problem, isa)
-    if not np.array_equal(out, reference.integer_model(problem)[0]):
-        raise ArithmeticError(f"tune: tiling {t.mr} x {t.nv}, block_q {t.block_q} has other bits")
+    name = f"tune: tiling {t.mr} x {t.nv}, block_q {t.block_q}, key_block {t.key_block}"
+    if dtype != "int8":
+        found = errors(out, reference.oracle(problem)[0]).relative_l1
+        if not found <= BUDGETS[dtype]:
+            raise ArithmeticError(f"{name} is off by {found:.2g}; allowed: {BUDGETS[dtype]:g}")
+    elif not np.array_equal(out, reference.integer_model(problem)[0]):
+        raise ArithmeticError(f"{name} has other bits")
+
+
+def _times(chosen: list[Tiling], request: Request) -> list[list[float]]:
+    """Seconds of each tiling, in turns, on one thread; each is checked first."""
+    seconds: list[list[float]] = [[] for _ in chosen]
+    length, head_dim, isa, dtype = request
+    problem = _problem(length, head_dim, dtype)
+    with Progress("tune", len(chosen) + ROUNDS) as progress, limit(1):
+        for t in chosen:
+            progress.step(f"{t.mr} x {t.nv}, block_q {t.block_q}, key_block {t.key_block}")
+            _checked(t, isa, dtype)
+            with using(t):
+                launch.run(problem, isa)
+        for turn in range(ROUNDS):
+            progress.step(f"round {turn + 1}")
+            for n, t in enumerate(chosen):
+                with using(t):
+                    begin = time.perf_counter()
+                    launch.run(problem, isa)
+                    seconds[n].append(time.perf_counter() - begin)
+    return seconds
+
+
+def _of_instructions(
+    ranked: list[Tiling], request: Request, cpu: str
+) -> list[tuple[Tiling, float | None]]:
+    """The best tiling of each of the first register tiles, by llvm-mca's cycles of their products."""
+    from ..machinecode.estimate_floats import tile_cycles
+
+    cycles: dict[Tiling, float] = {}
+    tiles = len({(t.mr, t.nv) for t in ranked})
+    chosen = varied(ranked)[: min(MODELLED, tiles)]
+    with Progress("tune", len(chosen)) as progress:
+        for t in chosen:
+            progress.step(f"{t.mr} x {t.nv}")
+            cycles[t] = tile_cycles(f"{t.isa}:{t.mr}x{t.nv}", cpu, request.head_dim)
+    return [(t, cycles[t]) for t in sorted(cycles, key=cycles.__getitem__)]
+
+
+def _isa(isa: str | None, dtype: str, cpu: str | None, measured: int) -> str:
+    """The instruction set that is tuned: of this machine, or of a CPU that is only modelled."""
+    if dtype not in NEEDS:
+        raise ArgumentError(f"dtype: got {dtype!r}; allowed: {', '.join(map(repr, NEEDS))}")
+    needs = NEEDS[dtype]
+    if cpu is None:
+        if dtype == "bfloat16" and not target.available(needs):
+            raise ArgumentError(
+                f"dtype: 'bfloat16' has tiles of its own on {' and '.join(needs)}, which this machine lacks; "
+                "allowed: 'float32', whose tiles serve it"
+            )
+        isa = target.require(isa, needs)
+    else:
+        isa = _isa_of(cpu, isa, dtype, measured)
+    if isa == "portable":
+        raise ArgumentError(
+            "isa: 'portable' has fixed sizes; allowed: an instruction set with register tiles"
+        )
+    return isa
+
+
+def _isa_of(cpu: str, isa: str | None, dtype: str, measured: int) -> str:
+    from ..machinecode import codegen, export
+
+    if measured:
+        raise ArgumentError(f"cpu: got {cpu!r}, which is not measured; allowed: with --model")
+    found = codegen.code_generator(codegen.Target.named(cpu))
+    own = [x for x in NEEDS[dtype] if not target.missing(x, NEEDS[dtype], found)]
+    if dtype == "float32":  # vectors of another length than the CPU's are no choice
+        bits = export.LENGTHS.get(cpu, 128)
+        own = [x for x in own if not x.startswith("sve") or x == f"sve{bits}"]
+    if isa not in (None, *own) or not own:
+        raise ArgumentError(
+            f"isa: got {isa!r}; allowed for {cpu!r} and {dtype!r}: {', '.join(map(repr, own))}"
+        )
+    return isa or own[0]
 
 
 def run(
@@ -85,69 +215,67 @@ def run(
     isa: str | None = None,
     measured: int = 4,
     keep: bool = True,
+    dtype: str = "int8",
+    cpu: str | None = None,
 ) -> dict[str, Any]:
     """Print the ranking and return it; the fastest is kept in the file of `tiling.choice.save`.
 
     measured : how many of the ranking are compiled and timed (some 10 s each); 0 for the model
         alone
+    dtype : "int8", "float32" or "bfloat16"
+    cpu : another CPU than this, by LLVM's name; the model alone
 
     Raises
     ------
     ArgumentError, UnsupportedError
-        For an instruction set that this machine lacks, or whose sizes are fixed.
+        For an instruction set that the machine lacks, or whose sizes are fixed.
     ArithmeticError
-        A tiling has other bits than the integer model.
+        A tiling has other bits than the integer model, or float results beyond their budget.
     """
-    isa = target.require(isa)
-    if isa == "portable":
-        raise ArgumentError(
-            "isa: 'portable' has fixed sizes; allowed: an instruction set with register tiles"
-        )
-    caches = Caches.of_this_machine()
-    ranked = sorted(candidates(isa), key=lambda t: modelled(t, head_dim, caches))
-    now = in_use(isa)
-    chosen = [now, *(t for t in ranked if (t.mr, t.nv, t.block_q) != (now.mr, now.nv, now.block_q))]
-    chosen = chosen[:measured]
-    seconds: dict[int, list[float]] = {n: [] for n in range(len(chosen))}
-    if chosen:
-        q, k, v = _arrays(length, head_dim)
-        problem = quantize_problem(validation.problem(q, k, v, Options(precision="int8")))
-        with Progress("tune", len(chosen) + ROUNDS) as progress, limit(1):
-            for t in chosen:
-                progress.step(f"{t.mr} x {t.nv}, block_q {t.block_q}")
-                _checked(t, isa)
-                with using(t):
-                    launch.run(problem, isa)
-            for turn in range(ROUNDS):
-                progress.step(f"round {turn + 1}")
-                for n, t in enumerate(chosen):
-                    with using(t):
-                        begin = time.perf_counter()
-                        launch.run(problem, isa)
-                        seconds[n].append(time.perf_counter() - begin)
+    request = Request(length, head_dim, _isa(isa, dtype, cpu, measured), dtype)
+    isa = request.isa
+    caches = CACHES.get(cpu, CACHES["generic"]) if cpu else Caches.of_this_machine()
+    ranked = sorted(candidates(isa, dtype), key=lambda t: modelled(t, head_dim, caches))
+    now = in_use(isa, dtype) if cpu is None else TILINGS[f"{isa}-{dtype}"]
+    others = [t for t in ranked if sizes(t) != sizes(now)]
+    if dtype != "int8":  # whose own register tile comes first already
+        same = [t for t in others if (t.mr, t.nv) == (now.mr, now.nv)]
+        others = varied([t for t in others if t not in same]) + same
+    chosen = [now, *others][:measured]
+    seconds = _times(chosen, request) if chosen else []
+    rows: list[tuple[Tiling, float | None]] = [(t, None) for t in chosen or ranked[:10]]
+    by_instruction = cpu is not None and dtype == "float32" and isa.startswith(("sve", "neon"))
+    if by_instruction and cpu:
+        rows = _of_instructions([now, *ranked], request, cpu)
     table = Table(
-        f"{target.cpu_name()}, {isa}, L = {length}, D = {head_dim}",
-        ("register tile", "block_q", "modelled cost", "ms", "spread"),
+        f"{cpu or target.cpu_name()}, {isa}, {dtype}, L = {length}, D = {head_dim}",
+        ("register tile", "block_q", "key_block", "modelled cost")
+        + (("llvm-mca, cycles per 64 multiply-adds",) if by_instruction else ("ms", "spread")),
     )
-    for n, t in enumerate(chosen or ranked[:10]):
-        times = seconds.get(n)
+    for n, (t, cycles) in enumerate(rows):
+        times = seconds[n] if seconds else None
+        figures = [f"{1e3 * min(times):.2f}", f"{max(times) / min(times) - 1:.0%}"] if times else []
         table.add(
             f"{t.mr} x {t.nv}",
             str(t.block_q),
+            str(t.key_block),
             f"{modelled(t, head_dim, caches):.2f}",
-            f"{1e3 * min(times):.2f}" if times else "",
-            f"{max(times) / min(times) - 1:.0%}" if times else "",
+            *([f"{cycles:.2f}"] if cycles is not None else figures or ["", ""]),
             mr=t.mr,
             nv=t.nv,
             block_q=t.block_q,
+            key_block=t.key_block,
             seconds=times,
+            cycles=cycles,
         )
     table.show()
-    result: dict[str, Any] = {"isa": isa, "ranking": table.records, "kept": None}
+    result: dict[str, Any] = {"isa": isa, "dtype": dtype, "ranking": table.records, "kept": None}
     if chosen:
-        best = chosen[min(seconds, key=lambda n: min(seconds[n]))]
-        result["best"] = {"mr": best.mr, "nv": best.nv, "block_q": best.block_q}
+        best = chosen[min(range(len(chosen)), key=lambda n: min(seconds[n]))]
+        result["best"] = dict(zip(("mr", "nv", "block_q", "key_block"), sizes(best), strict=True))
         if keep:
             result["kept"] = str(save(best))
-            print(f"{best.mr} x {best.nv}, block_q {best.block_q} is kept in {result['kept']}")
+            print(
+                f"{best.mr} x {best.nv}, block_q {best.block_q}, key_block {best.key_block} is kept in {result['kept']}"
+            )
     return result

@@ -224,7 +224,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     plan = list(_plan(quick))
     seconds = 0.2 if quick else 0.5  # of each timed run: its least is taken
     found = []
-    with Progress("validate", len(plan) + 3) as progress:
+    with Progress("validate", len(plan) + (2 if quick else 3)) as progress:
         for name, check in plan:
             progress.step(name)
             found.append(check())
@@ -238,8 +238,8 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
         progress.step("time of the kernel")
         for head_dim in (128,) if quick else (64, 128):
             found.append(efficiency(head_dim, roofs[0].int8, seconds))
-        progress.step("threads")
         if not quick:
+            progress.step("threads")
             found.append(scaling(seconds))
     result = {
         **_machine(),

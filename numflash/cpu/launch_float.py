@@ -13,7 +13,7 @@ import numpy as np
 from ..interop import Memory, to_float32, widen
 from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
-from ..tiling import TILINGS, in_use, workers
+from ..tiling import chosen_float, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
 from .floats.flash_rows import make_attend_rows
@@ -150,10 +150,9 @@ class FloatPlan:
         nb, nh, nkv, length, s, d, dv = self.shape = problem.shape
         self.problem = replace(problem, query=None, key=None, value=None)
         self.kind = "bfloat16" if isa in ("amx_bf16", "avx512_bf16") else "float32"
+        isa, changed, block_q = chosen_float(isa, self.kind)
         tiles = FLOAT_ISAS[isa]
         self.step, self.operand = tiles.step, np.dtype(np.uint16 if self.kind == "bfloat16" else F)
-        chosen = in_use(isa, self.kind)
-        changed = () if chosen.key_block == TILINGS[chosen.name].key_block else (chosen.key_block,)
         options = semantics(problem)
         stops = np.ascontiguousarray(seen_keys(problem), np.int64)
         n = nb * nh
@@ -191,7 +190,7 @@ class FloatPlan:
             columns,
             value_rows,
             workers(self.kind, n * length * seen * (d + dv)),
-            chosen.block_q,
+            block_q,
             *functions[:4],
             *functions.states.shape,
             *functions.spans.shape,

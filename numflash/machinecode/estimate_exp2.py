@@ -2,7 +2,8 @@
 
 Every kernel, exp2 and broadcast of `study.exp2_values`, compiled for the CPU, run by the emulator
 and held against float64, and its cycles by llvm-mca: per key of a tile of 4 rows x 64 columns, and
-as the share of the FMA peak that the document gives. Where V does not fit the first-level cache, a
+as the share of the FMA peak that the document gives, at M = 4; at M = 16 the product and two passes,
+which the document has there, as calls of their own. Where V does not fit the first-level cache, a
 second figure has its transfer from the next level on top (`machines`).
 """
 
@@ -21,6 +22,7 @@ from .emulator import Emulated
 from .model import LIMITS, Model, bits_of, lanes_a_cycle
 
 ROWS, D = exp2_values.ROWS, 64
+MORE_ROWS = 16  # the document's other M
 LENGTHS = (64, 128, 256, 512)  # Nc
 MATRIX, ROW = "float32[:,::1]", "float32[::1]"
 SCORES = f"int32[:,::1], float32, float32, {MATRIX}"
@@ -47,8 +49,9 @@ DUP = re.compile(r"(?:mov|dup) z\d+\.s, (?:z\d+\.s\[\d+\]|s\d+)$")  # one lane t
 
 
 class Found(NamedTuple):
-    """One kernel: cycles of a call at M = 4 (Nc -> cycles), and what its hot loop consists of."""
+    """One kernel: cycles of a call at M = m (Nc -> cycles), and what its hot loop consists of."""
 
+    m: int
     kernel: str
     exp2: str
     broadcast: str
@@ -91,17 +94,17 @@ def emulated(kernel: str, exp2: str, broadcast: str, cpu: str) -> Emulated:
     return Emulated(function, SIGNATURES[kernel], cpu, vector_bits=max(128, bits_of(cpu)))
 
 
-def checked_trace(run: Emulated, kernel: str, exp2: str, nc: int) -> list[str]:
-    """Instructions of one call at M = 4, whose result is right.
+def checked_trace(run: Emulated, kernel: str, exp2: str, nc: int, m: int = ROWS) -> list[str]:
+    """Instructions of one call at M = m, whose result is right.
 
     Raises
     ------
     ArithmeticError
         If it is off by more than its exp2 explains.
     """
-    s, scale, top, v = exp2_benchmark.draw(ROWS, nc, D)
+    s, scale, top, v = exp2_benchmark.draw(m, nc, D)
     weights = np.exp2(s * np.float64(scale) - np.float64(top))
-    p, o = np.zeros(s.shape, np.float32), np.zeros((ROWS, D), np.float32)
+    p, o = np.zeros(s.shape, np.float32), np.zeros((m, D), np.float32)
     scratch = np.zeros(exp2_values.LANES, np.float32)
     budget = 2 * exp2_benchmark.WORST[exp2 or "accurate"]
     if kernel == "gemm":
@@ -122,10 +125,10 @@ def checked_trace(run: Emulated, kernel: str, exp2: str, nc: int) -> list[str]:
     return lines
 
 
-def measure(model: Model, kernel: str, exp2: str, broadcast: str) -> Found:
+def measure(model: Model, kernel: str, exp2: str, broadcast: str, m: int = ROWS) -> Found:
     """Modelled cycles of one kernel: of two lengths, and so of all, which have the same loops."""
     run = emulated(kernel, exp2, broadcast, model.cpu)
-    lines = {nc: checked_trace(run, kernel, exp2, nc) for nc in LENGTHS[:2]}
+    lines = {nc: checked_trace(run, kernel, exp2, nc, m) for nc in LENGTHS[:2]}
 
     def all_lengths(stores_first: bool) -> dict[int, float]:
         short, long = (model.cycles(lines[nc], stores_first) for nc in LENGTHS[:2])
@@ -140,6 +143,7 @@ def measure(model: Model, kernel: str, exp2: str, broadcast: str) -> Found:
     ]
     through_memory = kernel in ("fused", "fused4") and broadcast == "memory"
     return Found(
+        m,
         kernel,
         exp2,
         broadcast,
@@ -151,37 +155,39 @@ def measure(model: Model, kernel: str, exp2: str, broadcast: str) -> Found:
     )
 
 
-def share(cycles: float, nc: int, bits: int) -> float:
+def share(cycles: float, nc: int, bits: int, m: int = ROWS) -> float:
     """Of the FMA peak of a CPU whose vectors have `bits` bits."""
-    return ROWS * nc * D / lanes_a_cycle(bits) / cycles
+    return m * nc * D / lanes_a_cycle(bits) / cycles
 
 
 def _percents(found: Found, machine: machines.Machine, bits: int) -> list[str]:
     """Shares at every Nc: in the first-level cache, and with the transfer of what it lacks."""
     cells = []
     for nc in LENGTHS:
-        alone = share(found.cycles[nc], nc, bits)
-        waits = machines.transfer(machine, 4 * (nc * D + 2 * ROWS * nc), 4 * nc * D)
-        beyond = share(found.cycles[nc] + waits, nc, bits)
+        alone = share(found.cycles[nc], nc, bits, found.m)
+        tiles = found.m // ROWS  # V comes once for each
+        waits = machines.transfer(machine, 4 * (nc * D + 2 * found.m * nc), tiles * 4 * nc * D)
+        beyond = share(found.cycles[nc] + waits, nc, bits, found.m)
         cells.append(
             f"{100 * alone:.1f}" if not waits else f"{100 * alone:.1f} ({100 * beyond:.1f})"
         )
     return cells
 
 
-def _said(found: Found, m: int) -> list[str]:
-    """What the document has for a kernel at M rows, Nc by Nc."""
+def _said(found: Found) -> list[str]:
+    """What the document has for a kernel, Nc by Nc."""
     exact = DOCUMENT.get(f"{found.kernel} {found.broadcast}", {})
     known = exact if found.broadcast == "register" else DOCUMENT.get(found.kernel, {})
-    return [f"{known[m, nc]:g}" if (m, nc) in known else "" for nc in LENGTHS]
+    return [f"{known[found.m, nc]:g}" if (found.m, nc) in known else "" for nc in LENGTHS]
 
 
 def table_of_products(cpu: str, every: list[Found], bits: int) -> Table:
-    """Shares of the peak beside the document's."""
+    """Shares of the peak beside the document's, for kernels of one M."""
     machine = machines.MACHINES[cpu]
+    m = every[0].m
     lengths = [str(nc) for nc in LENGTHS]
     table = Table(
-        f"{cpu}: exp2 and P.V, M = 4, D = {D}: share of the FMA peak in %, Nc = {', '.join(lengths)}",
+        f"{cpu}: exp2 and P.V, M = {m}, D = {D}: share of the FMA peak in %, Nc = {', '.join(lengths)}",
         (
             "kernel",
             "exp2",
@@ -198,7 +204,7 @@ def table_of_products(cpu: str, every: list[Found], bits: int) -> Table:
         if found.kernel == "exp2":
             continue
         per_key = (found.cycles[512] - found.cycles[64]) / 448
-        said = [x or "-" for x in _said(found, 4)]
+        said = [x or "-" for x in _said(found)]
         waiting = found.waiting
         cells = f"{per_key:.1f}"
         if waiting:
@@ -216,9 +222,8 @@ def table_of_products(cpu: str, every: list[Found], bits: int) -> Table:
             **found._asdict(),
         )
     table.note = (
-        "in brackets: with V from the level behind L1 that it does not fit, nothing hidden; M = 16 is four such tiles\n"
-        "(the document: two_pass 54.6 57.3 48.1, gemm 79.6 83.1 61.9). A range of cycles: LD1RW of a weight that was\n"
-        "just stored, from no wait at all to every load waiting for every store before it"
+        "in brackets: with V from the level behind L1 that it does not fit, nothing hidden. A range of cycles: LD1RW of a\n"
+        "weight that was just stored, from no wait at all to every load waiting for every store before it"
     )
     return table
 
@@ -279,12 +284,16 @@ def run(cpu: str) -> dict[str, Any]:
     model = Model(machines.known(cpu))
     bits = bits_of(cpu)
     todo = combinations(cpu)
-    every = []
-    with Progress("estimate exp2", len(todo)) as progress:
-        for kernel, exp2, broadcast in todo:
-            progress.step(" ".join(filter(None, (kernel, exp2, broadcast))))
-            every.append(measure(model, kernel, exp2, broadcast))
-    tables = table_of_products(cpu, every, bits), table_of_exp2(cpu, every)
+    taller = [x for x in todo if x[0] in ("gemm", "two_pass")]
+    found = []
+    with Progress("estimate exp2", len(todo) + len(taller)) as progress:
+        for m, names in ((ROWS, todo), (MORE_ROWS, taller)):
+            for kernel, exp2, broadcast in names:
+                progress.step(" ".join(filter(None, (f"M = {m}", kernel, exp2, broadcast))))
+                found.append(measure(model, kernel, exp2, broadcast, m))
+    every = found[: len(todo)]
+    tables = [table_of_products(cpu, x, bits) for x in (every, found[len(todo) :]) if x]
+    tables.append(table_of_exp2(cpu, every))
     for table in tables:
         table.show()
     said = broadcasts(every)
@@ -294,7 +303,8 @@ def run(cpu: str) -> dict[str, Any]:
         "cpu": cpu,
         "llvm_mca": model.version,
         "kernels": tables[0].records,
-        "exp2": tables[1].records,
+        "taller": tables[1].records if taller else [],
+        "exp2": tables[-1].records,
         "broadcast": said,
         "limits": LIMITS,
     }

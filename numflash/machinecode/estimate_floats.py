@@ -13,10 +13,12 @@ from numba import njit
 
 from ..cpu.floats import float_rows, float_tiles
 from ..cpu.isa import fexpa
+from ..errors import ArgumentError
 from ..jit import target
 from ..tiling import KEY_BLOCK
 from . import codegen
 from .emulator import Emulated
+from .model import Model, bits_of
 
 ROWS = 24  # query rows of the block, as in `estimate`
 ARRAY = "float32[::1]"
@@ -40,24 +42,44 @@ def _parts(isa_name: str, cpu: str, bits: int, d: int) -> dict[str, tuple[Emulat
         float_tiles.score_tile(isa_name, isa.nv),
         float_tiles.value_tile(isa_name, isa.nv),
     )
-    width = isa.panel
+    width, mr = isa.panel, isa.rows
+    keys = KEY_BLOCK // width * width  # whole tiles, of rows, keys and columns
+    rows, columns = ROWS // mr * mr, d // width * width
 
     @njit(error_model="numpy")
     def scores(q, k, x):
-        for c in range(0, KEY_BLOCK, width):
-            for i in range(0, ROWS, 6):
+        for c in range(0, keys, width):
+            for i in range(0, rows, mr):
                 score(q, i * d, d, k, c * d, d, x, i * KEY_BLOCK + c, KEY_BLOCK)
 
     @njit(error_model="numpy")
     def values(p, v, o):
-        for t in range(0, d, width):
-            for i in range(0, ROWS, 6):
+        for t in range(0, columns, width):
+            for i in range(0, rows, mr):
                 value(p, i * KEY_BLOCK, KEY_BLOCK, v, t, d, KEY_BLOCK, o, i * d + t, d)
 
     q, k, x = (np.zeros(n, np.float32) for n in (ROWS * d, KEY_BLOCK * d, ROWS * KEY_BLOCK))
     signature = f"void({ARRAY}, {ARRAY}, {ARRAY})"
     made = {f: Emulated(f, signature, cpu, vector_bits=bits) for f in (scores, values)}
     return {"score": (made[scores], (q, k, x)), "value": (made[values], (x, k, q))}
+
+
+def tile_cycles(isa_name: str, cpu: str, d: int) -> float:
+    """Cycles per 64 multiply-adds of both products by a float register tile, as llvm-mca has them.
+
+    Tiles that leave a rest of the block of 24 x 128 count by what they compute.
+    """
+    isa, bits = float_tiles.FLOAT_ISAS[isa_name], max(128, bits_of(cpu))
+    model, width = Model(cpu), isa.panel
+    if width > min(KEY_BLOCK, d):
+        raise ArgumentError(f"head_dim: got {d}; allowed: {width} or more for {isa_name!r}")
+    rows = ROWS // isa.rows * isa.rows
+    work = {"score": rows * (KEY_BLOCK // width * width) * d, "value": rows * KEY_BLOCK * (d // width * width)}  # fmt: skip
+    cycles = [
+        64 * model.cycles(run.trace(*arguments)) / work[part]
+        for part, (run, arguments) in _parts(isa_name, cpu, bits, d).items()
+    ]
+    return sum(cycles) / len(cycles)
 
 
 def block_parts(cpu: str, bits: int, d: int) -> dict[str, tuple[Emulated, Any]]:

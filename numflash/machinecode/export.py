@@ -22,8 +22,10 @@ from numba import types
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
-from . import codegen
-from .exported import EXPORTS, Export, Parameter
+from . import codegen, exported, exported_decode
+from .exported import Export, Parameter
+
+EXPORTS = {**exported.EXPORTS, **exported_decode.EXPORTS}
 
 LENGTHS = {"a64fx": 512, "neoverse-v1": 256}  # bits of SVE vectors; 128 elsewhere
 C_TYPES = {
@@ -57,7 +59,7 @@ def isa_of(entry: Export, kernel: str, cpu: str) -> str:
     where = _target(cpu)
     found = codegen.code_generator(where) if cpu != "host" else None
     table = target.FLOAT_ISAS if entry.floats else target.ISAS
-    for isa in table:
+    for isa in entry.isas or table:
         if isa == "portable" or (kernel == "exp2-fexpa" and isa != "sve"):
             continue
         if isa == "amx_int8":  # tiles of matrices: no register tile, and a state of their own
@@ -329,7 +331,7 @@ def run(kernel: str, cpu: str, to: str | Path) -> dict[str, Any]:
     entry = EXPORTS[kernel]
     isa = isa_of(entry, kernel, cpu)
     lanes = _lanes(isa, cpu, entry.floats)
-    facts = _facts(isa, lanes, entry.floats)
+    facts = entry.facts(isa, lanes) if entry.facts else _facts(isa, lanes, entry.floats)
     function = entry.factory(isa, lanes)
     arguments = entry.example(isa, lanes)
     name = _symbol(kernel)

@@ -51,6 +51,8 @@ class Export(NamedTuple):
 
     floats : its instruction set is one of the float tiles
     tolerance : of the example's float32 results; 0 for equal bits
+    facts : f(instruction set, lanes) -> what the contracts name; None for those of the INT8 tiles
+    isas : its instruction sets in order of preference, where that is not the order of all kernels
     """
 
     text: str
@@ -59,6 +61,8 @@ class Export(NamedTuple):
     example: Callable[..., list[Any]]
     floats: bool = False
     tolerance: float = 0.0
+    facts: Callable[[str, int], dict[str, Any]] | None = None
+    isas: tuple[str, ...] = ()
 
 
 def _draw(seed: int, *shape: int) -> np.ndarray:

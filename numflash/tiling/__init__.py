@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ArgumentError
-from .choice import CHOSEN, chosen, in_use, using
+from .choice import CHOSEN, chosen, chosen_float, in_use, using
 from .named import TILINGS
 from .sizes import (
     CACHES,
@@ -48,6 +48,7 @@ __all__ = [
     "Caches",
     "Tiling",
     "chosen",
+    "chosen_float",
     "cuda_tiling",
     "in_use",
     "padded",

@@ -30,6 +30,7 @@ MOST_ROWS = 1024  # of a query tile: a worker has scores of block_q x key_block 
 UNIT_ROWS = (
     2  # rows of INT8 register tiles are a multiple of it: the last rows are computed by twos
 )
+MOST_VECTORS = 4  # of a float register tile: its rows of scores are computed by 1 to 4 vectors
 VECTOR_REGISTERS = {"avx2": 16, "avx_vnni": 16}  # 32 elsewhere
 CHANGEABLE = ("mr", "nv", "block_q", "key_block")
 
@@ -51,6 +52,26 @@ def registers(t: Tiling) -> int:
     return t.accumulators + t.nv + 1
 
 
+def _fixed_matrix_tile(t: Tiling, named: Tiling) -> None:
+    for field in ("mr", "nv"):
+        if getattr(t, field) != getattr(named, field):
+            raise _refuse(
+                t,
+                field,
+                "2 x 2 matrix tiles of 16 x 16 are all that AMX has registers for",
+                f"{getattr(named, field)}",
+            )
+
+
+def _fit_registers(t: Tiling) -> None:
+    most = VECTOR_REGISTERS.get(t.isa, 32)
+    if registers(t) > most:
+        raise ArgumentError(
+            f"tiling {t.name!r}: mr x nv = {t.mr} x {t.nv} breaks a rule: {t.accumulators} accumulators, {t.nv} vectors "
+            f"of B and one of A take {registers(t)} registers of {most}; allowed: mr * nv + nv + 1 <= {most}"
+        )
+
+
 def _legal_int8(t: Tiling, named: Tiling) -> None:
     if t.key_block != KEY_BLOCK:
         raise _refuse(
@@ -60,14 +81,7 @@ def _legal_int8(t: Tiling, named: Tiling) -> None:
             f"{KEY_BLOCK}",
         )
     if t.isa == "amx_int8":
-        for field in ("mr", "nv"):
-            if getattr(t, field) != getattr(named, field):
-                raise _refuse(
-                    t,
-                    field,
-                    "2 x 2 matrix tiles of 16 x 16 are all that AMX has registers for",
-                    f"{getattr(named, field)}",
-                )
+        _fixed_matrix_tile(t, named)
         return
     if t.mr % UNIT_ROWS:
         raise _refuse(t, "mr", "the last rows of a tile are computed by twos", "an even number")
@@ -79,20 +93,16 @@ def _legal_int8(t: Tiling, named: Tiling) -> None:
             f"scores are narrowed two vectors at a time, and panels of nv * {t.lanes} keys fill half a block of 64",
             ", ".join(map(str, panels)),
         )
-    most = VECTOR_REGISTERS.get(t.isa, 32)
-    if registers(t) > most:
-        raise ArgumentError(
-            f"tiling {t.name!r}: mr x nv = {t.mr} x {t.nv} breaks a rule: {t.accumulators} accumulators, {t.nv} vectors "
-            f"of B and one of A take {registers(t)} registers of {most}; allowed: mr * nv + nv + 1 <= {most}"
-        )
+    _fit_registers(t)
 
 
 def _legal_float(t: Tiling, named: Tiling) -> None:
-    for field in ("mr", "nv"):
-        if getattr(t, field) != getattr(named, field):
-            raise _refuse(
-                t, field, "float kernels have one register tile", f"{getattr(named, field)}"
-            )
+    if t.isa == "amx_bf16":
+        _fixed_matrix_tile(t, named)
+    elif t.nv > MOST_VECTORS:
+        raise _refuse(t, "nv", "a panel of keys is a few vectors wide", f"1 to {MOST_VECTORS}")
+    else:
+        _fit_registers(t)
     if t.key_block > MOST_ROWS:
         raise _refuse(t, "key_block", "the scores of a tile stay in cache", f"up to {MOST_ROWS}")
 
@@ -149,6 +159,9 @@ def changed(named: Tiling, changes: dict[str, Any]) -> Tiling:
     if "mr" in changes and "block_q" not in changes:  # as near to the named rows as whole tiles are
         unit = math.lcm(max(1, changes["mr"]), UNIT_ROWS)
         changes = {**changes, "block_q": max(unit, named.block_q // unit * unit)}
+    if named.dtype != "int8" and "nv" in changes and "key_block" not in changes:
+        panel = max(1, changes["nv"]) * named.lanes
+        changes = {**changes, "key_block": max(panel, named.key_block // panel * panel)}
     return legal(replace(named, **changes))
 
 
@@ -163,11 +176,12 @@ def using(isa: str | Tiling | None = None, dtype: str = "int8", **changes: int) 
     dtype : "int8", "float32" or "bfloat16"
         The operands of the kernels that change.
     changes : mr, nv, block_q, key_block
-        New sizes. `mr` x `nv` vectors is the register tile of INT8 kernels, `block_q` the query
-        rows of a tile; `key_block` can change in float kernels only.
+        New sizes. `mr` x `nv` vectors is the register tile, `block_q` the query rows of a tile;
+        `key_block`, the keys of a block, can change in float kernels only. Of a new register tile
+        they follow as near to the named sizes as whole tiles are.
 
     Yields the tiling. Only calls of this thread (and of this `contextvars` context) change, and the
-    first one compiles its kernel. INT8 results keep their bits.
+    first one compiles its kernel. INT8 results keep their bits; float results change by rounding.
 
     Raises
     ------
@@ -269,6 +283,21 @@ def in_use(isa: str, dtype: str = "int8") -> Tiling:
     )
 
 
+def _with_tile(t: Tiling, named: Tiling) -> str:
+    """An instruction set as kernels call it: with the register tile where that is not the named one's."""
+    return t.isa if (t.mr, t.nv) == (named.mr, named.nv) else f"{t.isa}:{t.mr}x{t.nv}"
+
+
+def chosen_float(isa: str, dtype: str) -> tuple[str, tuple[int, ...], int]:
+    """For the float kernels of an instruction set: its name with the register tile in use,
+    (key_block,) where that or the tile is not the named tiling's, and block_q.
+    """
+    t, named = in_use(isa, dtype), TILINGS[f"{isa}-{dtype}"]
+    name = _with_tile(t, named)
+    same = name == isa and t.key_block == named.key_block
+    return name, () if same else (t.key_block,), t.block_q
+
+
 def chosen(isa: str) -> tuple[str, tuple[int, ...]]:
     """For the INT8 kernels of an instruction set: its name with the register tile in use, and
     (block_q,) where that is not the named tiling's.
@@ -278,6 +307,5 @@ def chosen(isa: str) -> tuple[str, tuple[int, ...]]:
     t, named = in_use(isa), TILINGS[f"{isa}-int8"]
     if t is named:
         return isa, ()
-    same = (t.mr, t.nv) == (named.mr, named.nv)
-    name = isa if same else f"{isa}:{t.mr}x{t.nv}"
-    return name, () if same and t.block_q == named.block_q else (t.block_q,)
+    name = _with_tile(t, named)
+    return name, () if name == isa and t.block_q == named.block_q else (t.block_q,)

@@ -5,6 +5,7 @@ bits of the integer model.
 import functools
 
 import numba
+import numpy as np
 import pytest
 
 pytest.importorskip("unicorn")
@@ -14,7 +15,7 @@ from numflash.cpu import decode_layout, launch_decode
 from numflash.cpu.decode import append, append_int4, flash_decode, register_tiles, tiles
 from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
-from numflash.machinecode import assembly
+from numflash.machinecode import assembly, export
 from numflash.machinecode.emulator import Emulated
 from numflash.tiling import KEY_BLOCK
 
@@ -52,6 +53,35 @@ def test_bits_of_the_integer_model(isa, cpu, dtype, monkeypatch):
     make_append_int4 = emulated(append_int4.make_append_int4)
     monkeypatch.setattr(launch_decode, "make_append_int4", make_append_int4)
     decode_and_compare(dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", ["a64fx", "neoverse-v1"])
+@pytest.mark.parametrize("kernel", ["int8-append", "int8-decode"])
+def test_what_is_exported_for_c(kernel, cpu):
+    """The function behind plain pointers: the bytes of the cache by NumPy, the bits of the model."""
+    entry = export.EXPORTS[kernel]
+    isa = export.isa_of(entry, kernel, cpu)
+    assert isa == {"a64fx": "sve", "neoverse-v1": "neon_dot"}[cpu]
+    function, arguments = entry.factory(isa, 4), entry.example(isa, 4)
+    pointers = sum(isinstance(x, np.ndarray) for x in arguments)
+    names = [p.name for p in entry.parameters]
+    given = ", ".join(f"at({n})" if i < pointers else n for i, n in enumerate(names))
+    call = numba.njit(
+        eval(f"lambda {', '.join(names)}: f({given})", {"f": function, "at": address})
+    )
+    results = [
+        np.full_like(x, 77)
+        if p.result and kernel == "int8-decode"
+        else np.zeros_like(x)
+        if p.result
+        else x
+        for p, x in zip(entry.parameters, arguments, strict=True)
+    ]
+    Emulated(call, tuple(map(numba.typeof, results)), cpu)(*results)
+    for p, expected, got in zip(entry.parameters, arguments, results, strict=True):
+        if p.result:
+            np.testing.assert_array_equal(got, expected, err_msg=p.name)
 
 
 @functools.cache

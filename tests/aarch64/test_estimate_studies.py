@@ -225,6 +225,9 @@ def test_the_tables_beside_the_documents(monkeypatch, capsys):
     assert dup["dup"] >= 15 and load["ld1rw"] >= 14
     # a load that waits for its store costs more than DUP by the model of LLVM 22, as much by 14's
     assert load["cycles"]["512"] < dup["cycles"]["512"] < 1.01 * load["waiting"]["512"]
+    (taller,) = found["taller"]  # M = 16: four tiles of 4 rows, the start of a call once
+    assert taller["kernel"] == "gemm" and taller["m"] == 16
+    assert 4 * 8 * 64 <= taller["cycles"]["64"] < 4.02 * product["cycles"]["64"]
     assert found["exp2"][0]["cycles_per_score"] < 1 and "DUP" in found["broadcast"]
     assert cli.main(["estimate", "unfused", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -145,16 +145,30 @@ NO_BFLOAT = llvm.llvm_version_info < (
 )  # the instructions were declared for integers: int32 lanes of pairs, int16 lanes
 
 
-FLOAT_ISAS = {
-    isa.name: isa
-    for isa in (
-        FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
-        FloatIsa("avx512_bf16", 16, 4, 2),
-        FloatIsa("avx512", 16, 4),
-        FloatIsa("avx2", 8, 2),
-        SveFloats("sve512", 16, 4),
-        SveFloats("sve256", 8, 4),
-        SveFloats("sve", 4, 4, length_known=False),
-        FloatIsa("neon", 4, 4),
-    )
-}
+class _Isas(dict[str, FloatIsa]):
+    """The instruction sets, and with another register tile as `tiling.chosen` names them."""
+
+    def __missing__(self, name: str) -> FloatIsa:
+        """`"avx512:8x3"`: tiles of 8 rows and 3 vectors."""
+        isa, _, tile = name.partition(":")
+        if not tile:
+            raise KeyError(name)
+        rows, nv = map(int, tile.split("x"))
+        return replace(self[isa], nv=nv, rows=rows)
+
+
+FLOAT_ISAS: dict[str, FloatIsa] = _Isas(
+    {
+        isa.name: isa
+        for isa in (
+            FloatIsa("amx_bf16", 16, 4, 2, rows=32, step=32, unit=32),
+            FloatIsa("avx512_bf16", 16, 4, 2),
+            FloatIsa("avx512", 16, 4),
+            FloatIsa("avx2", 8, 2),
+            SveFloats("sve512", 16, 4),
+            SveFloats("sve256", 8, 4),
+            SveFloats("sve", 4, 4, length_known=False),
+            FloatIsa("neon", 4, 4),
+        )
+    }
+)
