@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numba import njit
 from oracles import TAILS, draw, qkv
 
 from numflash import reference, validation
 from numflash.cpu import launch_float
+from numflash.cpu.floats.float_isas import FLOAT_ISAS
+from numflash.cpu.floats.float_rows import row_exp
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.interop import to_bfloat16, widen
 from numflash.jit import target
@@ -272,3 +275,33 @@ def test_an_instruction_set_is_refused_by_name():
     lacking = next(isa for isa in target.FLOAT_ISAS if target.missing(isa, target.FLOAT_ISAS))
     with pytest.raises(UnsupportedError, match=f"isa.*{lacking}"):
         launch_float.run(make(*qkv()), lacking)
+
+
+@pytest.mark.parametrize("isa", [x for x in FLOATS if x in FLOAT_ISAS])
+def test_weights_too_faint_for_normal_sums_are_zero(isa):
+    """A product with a value down to 2**-14 is a normal number."""
+    lanes = FLOAT_ISAS[isa].lanes
+    row = row_exp(isa)
+    x = np.linspace(-160, 0, 1600, dtype=F)
+    x[:2] = -np.inf, np.nan
+    p, l = np.empty_like(x), np.zeros(lanes, F)
+
+    @njit
+    def weigh(x, p, l):
+        row(x, 0, x.size // lanes, F(0), p, 0, l, 0)
+
+    weigh(x, p, l)
+    assert np.isnan(p[1])
+    assert p[0] == 0
+    p, x = p[2:], x[2:]
+    assert not p[x < -113].any()
+    assert not ((p > 0) & (p < 2.0**-113)).any()
+    kept = x > -111
+    assert np.abs(p[kept] / np.exp2(x[kept].astype(np.float64)) - 1).max() < 2e-7
+
+
+@pytest.mark.parametrize("isa", FLOATS)
+def test_steep_slopes(isa):
+    """Every block is up to 200 octaves above the one before, and so is every row's last key."""
+    for slope in (0.5, 0.7, 1.1):
+        agrees(make(*qkv(h=1, l=40, s=700, d=16), alibi_slopes=np.full(1, slope)), isa)

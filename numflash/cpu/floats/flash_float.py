@@ -41,6 +41,7 @@ from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_rows
 from . import float_tiles as tiles
+from .float_exp2 import FLOOR
 from .float_isas import FLOAT_ISAS
 from .float_packing import largest
 from .float_state import Group, State, Tile
@@ -205,7 +206,8 @@ def make_attend(name: str, precision: str, key_block: int = 0):
                 if x[j] != x[j]:
                     top = F(np.nan)
         if m[i] != HIDDEN:
-            shrink, row, sums = F(np.exp2(F(m[i] - top))), state.o[i], state.l[i]
+            below, row, sums = F(m[i] - top), state.o[i], state.l[i]
+            shrink = F(0) if below < F(FLOOR) else F(np.exp2(below))
             for t in range(row.size):
                 row[t] = row[t] * shrink
             for t in range(lanes):
