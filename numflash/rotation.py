@@ -22,11 +22,17 @@ LARGEST = F(np.finfo(np.float32).max)
 MAGNITUDE = I(0x7FFFFFFF)
 HUGE = I((127 + 100) << 23)  # bits of 2**100: sums of 576 such numbers still are finite
 DOWN, UP = F(2.0**-32), F(2.0**32)
+WHOLE = 1 << 20  # larger than any row: its Hadamard matrices are not limited
 
 
 def block_of(channels: int) -> int:
     """The largest power of two that divides `channels`: the size of the Hadamard matrices."""
     return channels & -channels
+
+
+def shared_block(channels: int, first: int) -> int:
+    """The largest matrix whose blocks rotate a row and its `first` channels by themselves."""
+    return min(block_of(channels), block_of(first))
 
 
 @bare
@@ -72,9 +78,9 @@ def _rotate_row(row, bits, block, factor, out):
 
 
 @bare
-def rotate_row(row):
+def rotate_row(row, most):
     """One row (D,) float32 as `rotate` gives it, in place."""
-    block = row.size & -row.size
+    block = min(row.size & -row.size, most)
     if block > 1:
         _rotate_row(row, row.view(I), block, F(np.sqrt(1.0 / block)), row)
 
@@ -91,16 +97,18 @@ def _rotate(x, bits, block, factor, out):
     over_tasks(_rotate_chunk, (x.shape[0] + CHUNK - 1) // CHUNK, (x, bits, block, factor, out))
 
 
-def rotate(x: np.ndarray) -> np.ndarray:
+def rotate(x: np.ndarray, most: int = WHOLE) -> np.ndarray:
     """The rows of x (..., D) times a Hadamard matrix, float32.
 
     Twice gives x again, but for rounding.
 
-    Where D is no power of two, one matrix for each `block_of(D)` channels. A row that is not finite
-    stays so, a finite one stays finite.
+    Where D is no power of two, one matrix for each `block_of(D)` channels, and none larger than
+    `most`, a power of two. A row that is not finite stays so, a finite one stays finite.
     """
     rows = np.ascontiguousarray(x, F).reshape(-1, x.shape[-1])
-    block = block_of(rows.shape[1])
+    block = min(block_of(rows.shape[1]), most)
+    if block == 1:
+        return rows.reshape(x.shape).copy()
     out = np.empty_like(rows)
     refuse_after_fork()
     with one_at_a_time():

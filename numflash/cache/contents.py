@@ -15,7 +15,7 @@ from ..errors import ArgumentError, CacheFullError
 from ..interop import widen
 from ..quantization import QuantizedTensor
 from ..rotation import rotate
-from .damage import check_common, check_numbers
+from .damage import check_common, check_numbers, check_rotation
 from .memory import Memory
 from .settings import INTEGERS
 
@@ -35,7 +35,7 @@ def stored(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What sequence b holds as it is stored, in slot order.
 
     Elements (Hkv, slots, D) and (Hkv, slots, Dv), and scales (2, Hkv, slots) for integers, else (1,
-    Hkv, slots). Elements of "int4" are odd numbers from -15 to 15 of rotated rows.
+    Hkv, slots). Elements of "int4" are odd numbers from -15 to 15.
     """
     layout = memory.layout
     store = memory.store
@@ -59,8 +59,8 @@ def quantized(memory: Memory, b: int) -> tuple[QuantizedTensor, QuantizedTensor]
     v_scale = np.where(v_scale == F(fx.ZERO_VALUE_SCALE), F(1), v_scale)  # as `quantize` has it
     bad = np.isnan(k_scale[..., 0])
     offset = memory.offset[b, :, None].copy()
-    if memory.settings.dtype == "int4":
-        offset = rotate(offset)
+    if memory.settings.rotate:
+        offset = rotate(offset, memory.settings.rotation)
     marked = bad if bad.any() else None
     k_scale = np.where(bad[..., None], F(1), k_scale)
     key = QuantizedTensor(keys, k_scale, "row", offset, marked)
@@ -85,7 +85,11 @@ def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
         return unpacked
     if memory.settings.dtype == "int8":
         key, value = quantized(memory, b)
-        return key.dequantize(), value.dequantize()
+        if not memory.settings.rotate:
+            return key.dequantize(), value.dequantize()
+        plain = replace(key, offset=None)
+        k, v = (rotate(x.dequantize(), memory.settings.rotation) for x in (plain, value))
+        return k + memory.offset[b, :, None], v
     *elements, scales = stored(memory, b)
     bad = np.isnan(scales[0, ..., None])
     found = (x.copy().view(STORED[memory.settings.dtype]) for x in elements)
@@ -100,6 +104,7 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
         "lengths": memory.store.lengths.copy(),
         "offset": memory.offset.copy(),
         "oldest": memory.oldest.copy(),
+        "rotate": np.array(memory.settings.rotate),
     }
     for b in range(memory.batch):
         for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
@@ -121,6 +126,7 @@ def restore(memory: Memory, given: dict[str, Any]) -> Memory:
     check_common(memory.settings, memory.batch, given)
     lengths = _lengths(memory, given)
     arrays = [_tokens(memory, given, b, int(lengths[b])) for b in range(memory.batch)]
+    check_rotation(memory.settings, given)
     for b, tokens in enumerate(arrays):
         check_numbers(memory.settings, b, *tokens)
     if memory.settings.paged:

@@ -43,6 +43,18 @@ def check_common(settings: Settings, batch: int, given: Any) -> None:
         raise ArgumentError("state: got channel means; allowed: of a cache with smooth only")
 
 
+def check_rotation(settings: Settings, given: Any) -> None:
+    """Raise unless the rows of a state are rotated where those of the cache are.
+
+    Earlier states do not say it: only 4 bits were rotated then.
+    """
+    rotated = np.asarray(given.get("rotate", settings.dtype == "int4"))
+    if rotated.shape != () or rotated.dtype != np.bool_ or rotated != settings.rotate:
+        raise ArgumentError(
+            f"state: got rotate={rotated}; allowed: rotate={settings.rotate}, as this cache has it"
+        )
+
+
 def check_numbers(
     settings: Settings, b: int, key: np.ndarray, value: np.ndarray, scale: np.ndarray
 ) -> None:

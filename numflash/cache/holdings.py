@@ -24,7 +24,7 @@ class Holdings:
         self.kv_heads = settings.kv_heads
         self.head_dim, self.value_dim = settings.head_dim, settings.value_dim
         self.window, self.sinks, self.smooth = settings.window, settings.sinks, settings.smooth
-        self.value_in_key = settings.value_in_key
+        self.value_in_key, self.rotate = settings.value_in_key, settings.rotate
         self._memory: Memory | None = memory
 
     @property
@@ -92,8 +92,8 @@ class Holdings:
         """Keys and values of one sequence as dtype "int8" or "int4" stores them, (Hkv, slots, D)
         and (Hkv, slots, Dv).
 
-        In slot order; rows of "int4" are rotated, see `numflash.reference.int4`. A token that was
-        not finite has zeros and is marked `nonfinite`.
+        In slot order; rows of a cache that rotates are those after it, `numflash.rotation`. A token
+        that was not finite has zeros and is marked `nonfinite`.
         """
         memory = self._open()
         b = self._sequence(memory, "sequence", sequence)
@@ -175,7 +175,8 @@ class Holdings:
         return contents.state(self._open())
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Fill an empty cache with the `state` of one of the same sizes, dtype, window and sinks.
+        """Fill an empty cache with the `state` of one of the same sizes, dtype, rotation, window and
+        sinks.
 
         Raises
         ------

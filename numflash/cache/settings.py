@@ -7,6 +7,7 @@ from typing import Any
 
 from ..arguments import choice, flag, real
 from ..errors import ArgumentError, UnsupportedError
+from ..rotation import WHOLE, shared_block
 from ..tiling import KEY_BLOCK, MAX_HEAD_DIM
 from .arguments import integer
 from .exact import LOG2E
@@ -34,6 +35,7 @@ class Settings:
     page_size : slots of a page, of all the memory of a sequence where the cache is not `paged`
     pages : of the pool; None for as many as every sequence can need
     unified_max : in octaves
+    rotate : whether rows are rotated, always for INT4
     """
 
     kv_heads: int
@@ -51,6 +53,14 @@ class Settings:
     unified_max: float | None
     paged: bool = False
     value_in_key: bool = False
+    rotate: bool = False
+
+    @property
+    def rotation(self) -> int:
+        """Most channels of the Hadamard matrices that rows are rotated by, 0 for none."""
+        if not self.rotate:
+            return 0
+        return shared_block(self.head_dim, self.value_dim) if self.value_in_key else WHOLE
 
     @property
     def slots(self) -> int:
@@ -87,10 +97,11 @@ def check_settings(given: Settings, backend: Backend) -> Settings:
     head_dim = integer("head_dim", given.head_dim, 1, MAX_HEAD_DIM)
     value_dim = given.value_dim
     value_dim = head_dim if value_dim is None else integer("value_dim", value_dim, 1, MAX_HEAD_DIM)
-    if flag("smooth", given.smooth) and given.dtype not in INTEGERS:
-        raise ArgumentError(
-            f"smooth: got True with dtype {given.dtype!r}; allowed: only with dtype 'int8' or 'int4'"
-        )
+    for name in ("smooth", "rotate"):
+        if flag(name, getattr(given, name)) and given.dtype not in INTEGERS:
+            raise ArgumentError(
+                f"{name}: got True with dtype {given.dtype!r}; allowed: only with dtype 'int8' or 'int4'"
+            )
     if given.dtype == "int4" and given.device != "cpu":
         raise UnsupportedError(
             f"dtype: got 'int4' with device {given.device!r}; allowed: 'int4' with device 'cpu'"
@@ -107,6 +118,7 @@ def check_settings(given: Settings, backend: Backend) -> Settings:
         max_length=integer("max_length", given.max_length, 1, MAX_LENGTH),
         paged=given.page_size is not None,
         smooth=bool(given.smooth),
+        rotate=bool(given.rotate) or given.dtype == "int4",
         unified_max=_unified(given),
         **_window(given),
     )

@@ -322,6 +322,8 @@ def make_layout(settings: Settings) -> Layout:
     isa = target.require(settings.isa)
     found = tile(isa, settings.dtype, settings.value_in_key)
     pairs = found.pairs
+    if settings.rotate:
+        found = replace(found, rotation=settings.rotation)
     return Layout(
         found,
         settings.kv_heads,

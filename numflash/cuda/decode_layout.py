@@ -114,6 +114,7 @@ class Layout:
     sinks: int = 0
     ring: int = UNLIMITED
     unified: float | None = None  # FlashDecoding++'s constant in place of the maximum, in octaves
+    rotate: bool = False  # rows before they are rounded, see `kernels.decode_rotate`
 
     @property
     def exact(self) -> bool:
@@ -190,8 +191,10 @@ class Layout:
     def tokens(self, x: np.ndarray) -> np.ndarray:
         """New tokens as the append kernel takes them, contiguous.
 
-        As they are, float64 as float32.
+        As they are, float64 and rows that are to be rotated as float32.
         """
+        if self.rotate:
+            return to_float32(x)
         return np.ascontiguousarray(x) if x.dtype.name in SOURCES else to_float32(x)
 
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
@@ -356,4 +359,5 @@ def make_layout(settings: Settings) -> Layout:
         settings.paged,
         **ring,
         unified=settings.unified_max,
+        rotate=settings.rotate,
     )

@@ -28,6 +28,7 @@ from .kernels.decode_combine import decode_combine
 from .kernels.decode_float import decode_float
 from .kernels.decode_int8 import decode_int8
 from .kernels.decode_pieces import WARPS
+from .kernels.decode_rotate import decode_rotate
 
 if TYPE_CHECKING:
     from ..cache.decode_options import Changes
@@ -93,13 +94,19 @@ class Append:
         """Enqueue the kernel on buffers (B, Hkv, n, D) and (B, Hkv, n, Dv)."""
         key, value = tokens
         layout, (batch, kv_heads, n, d), dv = self.layout, key.shape, value.shape[3]
+        counts, offset = (small for _, small in self._small)
+        smooth = bool(self.offset.any())
+        if layout.rotate:
+            _rotate(layout.card, key, offset if smooth else None)
+            _rotate(layout.card, value)
+            smooth = False  # it is done
         constants = {
             "d": d,
             "dv": dv,
             "source": SOURCES[key.dtype.name],
             "dtype": layout.dtype,
             "paged": layout.paged,
-            "smooth": bool(self.offset.any()),
+            "smooth": smooth,
             "turing": layout.card.arch == "sm_75",
         }
         sizes = (
@@ -114,7 +121,6 @@ class Append:
             layout.sinks,
             layout.ring,
         )
-        counts, offset = (small for _, small in self._small)
         layout.card.run(
             decode_append,
             constants,
@@ -228,13 +234,15 @@ class Plan:
         return self.spoiled
 
     def launch(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
-        """Enqueue the kernels on buffers."""
+        """Enqueue the kernels on buffers; a query that is to be rotated is changed in place."""
         layout = self.layout
         card = self.layout.card
         queries, (_, kv_heads, rows, d), dv = self.sizes[0], self.shape, layout.value_dim
         exact = layout.exact
         size = np.dtype(layout.bits).itemsize
         results = (out, *self.there) if self.splits == 1 else self.parts
+        if layout.rotate:
+            _rotate(card, query)
         scales = (store.scales,) if exact else ()
         pointers = (
             query,
@@ -280,6 +288,8 @@ class Plan:
                 self.combine_grid,
                 ((*self.parts, out, *self.there), (rows, self.splits, dv)),
             )
+        if layout.rotate:
+            _rotate(card, out)
 
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
         """Decode `query` over the store into `out`; `c` scales the scores to units of log2."""
@@ -298,6 +308,18 @@ class Plan:
         """Note the rows to be done again."""
         if not self.layout.exact:
             self.spoiled = np.argwhere(~np.isfinite(out).all(-1))
+
+
+def _rotate(card: Any, rows: np.ndarray, offset: np.ndarray | None = None) -> None:
+    """Enqueue the rotation of a buffer (B, Hkv, n, D) in place, less an offset (B, Hkv, D)."""
+    *_, n, d = rows.shape
+    count = rows.size // d
+    card.run(
+        decode_rotate,
+        {"d": d, "smooth": offset is not None},
+        (-(-count // WARPS), 1, 1),
+        ((rows, 0 if offset is None else offset), (count, n)),
+    )
 
 
 def _sent(card: Any, x: np.ndarray) -> np.ndarray:

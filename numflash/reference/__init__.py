@@ -22,7 +22,7 @@ from .int8 import (
     transform,
     value_units,
 )
-from .int8_decode import decode_change, decode_query, integer_decode
+from .int8_decode import decode_change, decode_query, integer_decode, rotated_decode
 
 __all__ = [
     "HIDDEN",
@@ -37,6 +37,7 @@ __all__ = [
     "integer_steps",
     "log_sum_exp",
     "oracle",
+    "rotated_decode",
     "row_shift",
     "solve",
     "transform",

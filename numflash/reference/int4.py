@@ -1,9 +1,8 @@
 """Rows in 4 bits: what a `KVCache(dtype="int4")` stores, and the definition of its decoding.
 
 A row is rotated by a Hadamard matrix (`rotation`), then rounded to the odd numbers from -15 to 15
-times one scale. Rotation spreads the few large channels of real keys over all, and a query rotated
-alike has the same scores. From there on decoding is that of INT8, `int8_decode.integer_decode`, with
-other numbers; its output is a sum of rotated values and is rotated back.
+times one scale. Rotation spreads the few large channels of real keys over all. From there on decoding
+is that of INT8 over rotated rows, with other numbers: `int8_decode.rotated_decode`.
 
 The numbers of a row are chosen in integers, so every machine chooses the same: x is rounded to 16
 bits; then, for each of `fixedpoint.CODE_STEPS` step lengths s, c = clip((x * s >> 16) + 8, 0, 15)
@@ -13,14 +12,14 @@ least error, and that factor is its scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .. import fixedpoint as fx
 from ..quantization import QuantizedTensor
 from ..rotation import rotate
-from .int8_decode import decode_query, integer_decode
+from .int8_decode import rotated_decode as decode
+
+__all__ = ["decode", "quantize"]
 
 F = np.float32
 NO_SCALE = F(2.0**-100)  # as in `quantization`
@@ -52,22 +51,3 @@ def quantize(rows: np.ndarray) -> QuantizedTensor:
     scale = np.where(usable, safe / F(fx.CODE_ONE), F(0)) * factor
     bad = nonfinite[..., 0] if nonfinite.any() else None
     return QuantizedTensor(data, np.where(nonfinite, F(1), scale), "row", None, bad)
-
-
-def decode(
-    query: np.ndarray,
-    k: QuantizedTensor,
-    v: QuantizedTensor,
-    scale: float,
-    seen: np.ndarray,
-    splits: int = 1,
-    change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The definition of INT4 decode over one sequence: `int8_decode.integer_decode` of rotated rows.
-
-    query (H, L, D) float32, not rotated; k and v of `quantize`. Out (H, L, Dv) float32, octave m
-    and sum l (H, L).
-    """
-    q = decode_query(rotate(np.asarray(query, F)))
-    out, m, l = integer_decode(q, k, v, scale, seen, splits, change)
-    return rotate(out), m, l

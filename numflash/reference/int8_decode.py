@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import fixedpoint as fx
 from ..quantization import QuantizedTensor
+from ..rotation import WHOLE, rotate
 from ..tiling import KEY_BLOCK
 from .int8 import HIDDEN, F, combined_scale
 
@@ -116,6 +117,27 @@ def integer_decode(
             out[h] = np.where(l[:, None] == 0, F(0), o * (one / l)[:, None])
         ms[h], ls[h] = m, l
     return out, ms, ls
+
+
+def rotated_decode(
+    query: np.ndarray,
+    k: QuantizedTensor,
+    v: QuantizedTensor,
+    scale: float,
+    seen: np.ndarray,
+    splits: int = 1,
+    change: Callable[[int, slice, np.ndarray], np.ndarray] | None = None,
+    most: int = WHOLE,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The definition of decode over a cache that rotates: `integer_decode` of rotated rows.
+
+    query (H, L, D) float32, not rotated; k and v of rotated rows, matrices of at most `most`
+    channels. A query rotated like the keys has the same scores; the output is a sum of rotated
+    values and is rotated back. Out (H, L, Dv) float32, octave m and sum l (H, L).
+    """
+    q = decode_query(rotate(np.asarray(query, F), most))
+    out, m, l = integer_decode(q, k, v, scale, seen, splits, change)
+    return rotate(out, most), m, l
 
 
 def _power(n: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.kvcache import KVCache
+from ..cache.settings import INTEGERS
 from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
 from ..torch.operator import pytorch_threads
 from ..torch.sdpa import attention
@@ -214,19 +215,35 @@ class ResidentLayer(CacheLayerMixin):
 
     def _create(self, key: Tensor, value: Tensor, capped: bool) -> KVCache:
         b, heads, n, d = key.shape
-        return self._store(
-            b, heads, d, value.shape[3], n, self.cache.dtype == "int8" and not capped
-        )
+        rounded = self.cache.dtype in INTEGERS
+        return self._store((b, heads, d, value.shape[3]), n, rounded and not capped, rounded)
 
-    def _store(self, b: int, heads: int, d: int, dv: int, tokens: int, smooth: bool) -> KVCache:
-        """An empty cache; keys of models with biased projections need `smooth`, under a soft cap it
-        costs more than it gives.
+    def _store(
+        self, shape: tuple[int, int, int, int], tokens: int, smooth: bool, rotate: bool
+    ) -> KVCache:
+        """An empty cache.
+
+        `smooth` and `rotate` each take half of the divergence that rounding costs on a real model
+        (docs/precision.md); keys of biased projections need the first, under a soft cap it costs
+        more than it gives.
         """
         most = self.cache.max_length or _capacity(tokens)
         pages = None if self.window is not None else self.cache.page_size
         dtype = self.cache.dtype
         window = self.window
-        return KVCache(b, heads, d, most, dtype, pages, value_dim=dv, window=window, smooth=smooth)
+        b, heads, d, dv = shape
+        return KVCache(
+            b,
+            heads,
+            d,
+            most,
+            dtype,
+            pages,
+            value_dim=dv,
+            window=window,
+            smooth=smooth,
+            rotate=rotate,
+        )
 
     # ---- in a file
     # ---------------------------------------------------------------------------------------------------------
@@ -237,7 +254,7 @@ class ResidentLayer(CacheLayerMixin):
         if store is None:
             return about
         shape = [store.batch, store.kv_heads, store.head_dim, store.value_dim]
-        return {**about, "shape": shape, "smooth": store.smooth}
+        return {**about, "shape": shape, "smooth": store.smooth, "rotate": store.rotate}
 
     def state(self) -> dict[str, np.ndarray]:
         """The arrays of the store."""
@@ -248,7 +265,8 @@ class ResidentLayer(CacheLayerMixin):
         if "shape" in about:
             b, heads, d, dv = about["shape"]
             tokens = int(state["lengths"].max(initial=0))
-            store = self._store(b, heads, d, dv, tokens, about["smooth"])
+            rotate = about.get("rotate", False)  # files of before have none
+            store = self._store((b, heads, d, dv), tokens, about["smooth"], rotate)
             store.load_state(state)
             self.store = store
         self.seen = about["seen"]

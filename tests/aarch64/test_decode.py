@@ -37,9 +37,9 @@ def one_thread(make, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("dtype", "rotate"), [("int8", False), ("int8", True), ("int4", False)])
 @pytest.mark.parametrize(("isa", "cpu"), MACHINES)
-def test_bits_of_the_integer_model(isa, cpu, dtype, monkeypatch):
+def test_bits_of_the_integer_model(isa, cpu, dtype, rotate, monkeypatch):
     def emulated(make):
         def made(*arguments):
             function = one_thread(make, *arguments[:-1])
@@ -52,7 +52,7 @@ def test_bits_of_the_integer_model(isa, cpu, dtype, monkeypatch):
     monkeypatch.setattr(launch_decode, "make_append_int8", emulated(append.make_append_int8))
     make_append_int4 = emulated(append_int4.make_append_int4)
     monkeypatch.setattr(launch_decode, "make_append_int4", make_append_int4)
-    decode_and_compare(dtype)
+    decode_and_compare(dtype, rotate)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from numflash.jit import target
 from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.reference import int4
+from numflash.rotation import rotate as rotated
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "aarch64",
@@ -100,11 +101,11 @@ def test_float_attention():
         np.testing.assert_allclose(got, exact, rtol=0, atol=2e-6, err_msg=name)
 
 
-def decode_and_compare(dtype="int8"):
+def decode_and_compare(dtype="int8", rotate=False):
     """Append to a cache of integers and decode, with padded channels, a partial block and values of
     very different size.
     """
-    cache = KVCache(1, 2, 36, 300, dtype, value_dim=20)
+    cache = KVCache(1, 2, 36, 300, dtype, value_dim=20, rotate=rotate)
     key = draw((1, 2, 150, 36))
     value = draw((1, 2, 150, 20), 1)
     query = draw((1, 12, 1, 36), 2)
@@ -113,11 +114,12 @@ def decode_and_compare(dtype="int8"):
     k, v = cache.quantized(0)
     for stored, x in ((k, key[0]), (v, value[0])):
         quantize = int4.quantize if dtype == "int4" else quantization.quantize
+        x = rotated(x) if rotate else x
         np.testing.assert_array_equal(stored.data, quantize(x).data)
     for splits in (1, 2):
         sizes = k, v, 36**-0.5, np.ones((1, 150), bool), splits
-        if dtype == "int4":
-            exact = int4.decode(query[0], *sizes)[0]
+        if dtype == "int4" or rotate:
+            exact = reference.rotated_decode(query[0], *sizes)[0]
         else:
             exact = reference.integer_decode(reference.decode_query(query[0]), *sizes)[0]
         np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)

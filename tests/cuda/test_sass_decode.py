@@ -13,6 +13,7 @@ from numflash.cuda.kernels.decode_append import decode_append
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.decode_float import decode_float
 from numflash.cuda.kernels.decode_int8 import decode_int8
+from numflash.cuda.kernels.decode_rotate import decode_rotate
 
 pytestmark = pytest.mark.slow
 
@@ -82,5 +83,7 @@ def test_append_and_combine(arch):
         turing=arch == "sm_75",
     )
     assert found.count("ATOMG") >= 1 and found.registers <= 64
+    found = resources(decode_rotate, arch, d=256, smooth=True)
+    assert found.count("SHFL") == 5 * 8 + 5  # turns across lanes, the largest of the row
     found = resources(decode_combine, arch, dv=128, row_tiles=1, exact=arch != "sm_75")
     assert found.count("LDG.E.128") >= 1 and found.registers <= 80

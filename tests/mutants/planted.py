@@ -360,19 +360,19 @@ MUTANTS = [
     ),
     # ---- the KV cache
     Mutant(
-        "cache/kvcache.py",
+        "cache/appending.py",
         "over = held + take > most",
         "over = held + take > most + 1",
         "tests/cpu/test_decode_arguments.py",
     ),
     Mutant(
-        "cache/kvcache.py",
+        "cache/appending.py",
         "        if self.window is None and memory.longest + n > memory.settings.max_length:",
         "        if False:",
         "tests/cpu/test_decode_arguments.py",
     ),
     Mutant(
-        "cache/kvcache.py",
+        "cache/appending.py",
         "_channel_means(key[b, :, : take[b]])",
         "_channel_means(key[b])",
         f"{UNSEEN} tests/cpu/test_decode_smooth.py",

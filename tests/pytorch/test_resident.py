@@ -218,6 +218,8 @@ def test_by_name(llama):
     ):
         found = llama.generate(TOKENS, cache_implementation=name, **options)
         assert found.past_key_values.dtype == dtype
+        store = found.past_key_values.layers[0].store
+        assert store.rotate == store.smooth == (dtype in ("int8", "int4"))
         if dtype == "float32":
             assert torch.equal(found.sequences, wanted)
     # an assistant gets the same configuration, and a cache of its own

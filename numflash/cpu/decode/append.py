@@ -12,6 +12,7 @@ import numpy as np
 from ...fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
+from ...rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .tiles import Tile
 
@@ -168,13 +169,24 @@ def make_append_int8(tile: Tile, parallel: bool):
     counts (B,) int64 are added to the lengths; pages, table, lengths: the arrays of `task_data.Store`,
     one by one, because a named tuple of them costs as much to pass as the append itself; sizes (6,)
     int64: sinks, ring, page size, columns, channels as stored, Dv; offset (B, Hkv, D) float32; work (B * Hkv, 4, max(D in
-    whole groups, Dv)) float32 scratch.
+    whole groups, Dv)) float32 scratch. Rows of a tile with a `rotation` are rotated first.
     """
     write_key, write_value, write_scales = make_writers(tile)
     for_each = over_tasks if parallel else in_turn
     added = I(tile.q_offset)
     v_added = I(tile.v_offset)
     shared = tile.shared
+    rotation = tile.rotation
+
+    @bare
+    def quantize_value(row, line, moved, out):
+        """A row of values, rotated in `line` first where they are; returns its scale."""
+        if rotation == 0:
+            return quantize_row(row, moved, out, NO_VALUE, CODES)
+        for e in range(row.size):
+            line[e] = row[e]
+        rotate_row(line[: row.size], rotation)
+        return quantize_row(line[: row.size], moved, out, NO_VALUE, CODES)
 
     @bare
     def append_head(key, value, count, pages, table, length, sizes, shift, work):
@@ -187,11 +199,13 @@ def make_append_int8(tile: Tile, parallel: bool):
             slot = place(length + i, sinks, ring)
             page, inner = pages[table[slot // page_size]], slot % page_size
             take_offset(key[i], shift, rest)
+            if rotation:
+                rotate_row(rest, rotation)
             k_scale = quantize_row(rest, moved, k_row, F(1), CODES)
             if shared:
                 v_scale = k_scale if np.any(k_row[: sizes[5]]) else NO_VALUE
             else:
-                v_scale = quantize_row(value[i], moved, v_row, NO_VALUE, CODES)
+                v_scale = quantize_value(value[i], work[1], moved, v_row)
             if v_scale != v_scale or k_scale != k_scale:
                 k_scale, v_scale = F(np.nan), NO_VALUE
                 k_row[:], v_row[:] = 0, 0

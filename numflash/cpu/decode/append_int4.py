@@ -12,7 +12,7 @@ import numpy as np
 from ...fixedpoint import CODE_ONE, CODE_STEPS
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
-from ...rotation import rotate_row
+from ...rotation import WHOLE, rotate_row
 from .append import SCALE_LIMIT, in_turn, make_writers, place, quantize_row, take_offset
 from .tiles import Tile
 
@@ -45,7 +45,7 @@ def quantize_codes(x, moved, out):
     Returns its scale, 0 for a row of zeros, NaN (and any codes) where x is not finite. moved (D,)
     float32 is scratch; `out` gets zeros behind the row.
     """
-    rotate_row(x)
+    rotate_row(x, WHOLE)
     unit = quantize_row(x, moved, out, F(0), F(CODE_ONE))
     row = out[: x.size]
     best, gain, scale = I(CODE_STEPS[0]), F(-1), F(0)

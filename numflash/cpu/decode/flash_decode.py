@@ -51,7 +51,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
     decode(q, c, store, scratch, sizes, out, m_out, l_out), see its own words.
     """
     exact = tile.exact
-    rotated = tile.packed == 2
+    rotation = tile.rotation
     span = rows_together(tile, rows) // rows  # tiles of a task
     one = F(fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT if exact else 1)
     begin_tiles, end_tiles = tile_state(
@@ -99,8 +99,8 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                 reciprocal = one / total
                 for e in range(result.size):
                     result[e] = F(sums[e] * reciprocal)
-                if rotated:
-                    rotate_row(result)
+                if rotation:
+                    rotate_row(result, rotation)
                 if not exact and total == total and largest_bits(result) >= INFINITE:
                     top = AGAIN
             if top == AGAIN:

@@ -26,7 +26,7 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
     take(blocks, query) adds key blocks (`task_data.Blocks`) to the sums of the rows.
     """
     exact = tile.exact
-    rotated = tile.packed == 2
+    rotation = tile.rotation
     group = tile.group
     scales = tile.scales
     size = tile.size
@@ -73,11 +73,11 @@ def make_tile_rows(tile: Tile, rows: int, changed: bool):
             start[r], cq[r], work[r] = 0, F(0), 0
         for r in range(real):
             row = q[at.b, at.g, at.row + r]
-            if rotated:
+            if rotation:
                 turned = s.line[w, 2]
                 for e in range(row.size):
                     turned[e] = row[e]
-                rotate_row(turned)
+                rotate_row(turned, rotation)
                 row = turned
             start[r], cq[r] = prepare(row, c, words[r], s.line[w, 0], codes, spoiled, r)
             position = at.length - at.queries + (at.row + r) % at.queries

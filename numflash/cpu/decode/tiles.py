@@ -98,6 +98,8 @@ class Tile:
     ahead : bytes that the products prefetch ahead; 0 for none
     matrix : whether the products take AMX's tiles, see `matrix_tiles` and `matrix_floats`
     shared : whether values are the first channels of the keys, and not stored again
+    rotation : most channels of the Hadamard matrices that rows are multiplied by before they are
+        rounded (`numflash.rotation`); 0 where they are not
     """
 
     isa: str
@@ -110,6 +112,7 @@ class Tile:
     ahead: int = 0
     matrix: bool = False
     shared: bool = False
+    rotation: int = 0
 
     @property
     def pairs(self) -> bool:

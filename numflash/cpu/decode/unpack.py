@@ -28,7 +28,7 @@ def make_unpack(tile: Tile, parallel: bool):
 
     data, pages : of `task_data.Store`, its page numbers for this sequence
     sizes : (4,) int64: page size, columns, tokens, channels of K as stored
-    offset : (Hkv, D) float32, added to the keys of integers, those of INT4 rotated back before
+    offset : (Hkv, D) float32, added to the keys of integers, rotated ones rotated back before
     key, value : (Hkv, tokens or more, D) and (Hkv, ..., Dv) float32, written; NaN where a token was
         not finite
     """
@@ -38,6 +38,7 @@ def make_unpack(tile: Tile, parallel: bool):
     exact = tile.exact
     shared = tile.shared
     four_bits = tile.packed == 2
+    rotation = tile.rotation
     for_each = over_tasks if parallel else in_turn
     packed = tile.packed
     shift = 16 if tile.dtype == "bfloat16" else 0
@@ -72,13 +73,13 @@ def make_unpack(tile: Tile, parallel: bool):
                 out[c + e] = F(F(number(x, step % 2)) * scale)
 
     @bare
-    def read_key(page, lane, scale, offset, out):
+    def read_key(page, lane, scale, out):
         bits = out.view(np.int32)
         for first in range(0, out.size, group):
             for e in range(first, min(first + group, out.size)):
                 x = page[np.uintp(lane + first * panel + e - first)]
                 if exact:
-                    out[e] = F(F(F(code(x, q_wraps)) * scale) + offset[e])
+                    out[e] = F(F(code(x, q_wraps)) * scale)
                 else:
                     bits[e] = I(x) << I(shift)
 
@@ -115,16 +116,18 @@ def make_unpack(tile: Tile, parallel: bool):
             if four_bits:
                 read_key_codes(page, lane, scale, key[g, slot])
                 read_value_codes(page, block, inner, columns, v_scale, value[g, slot])
-                rotate_row(key[g, slot])
+            else:
+                read_key(page, lane, scale, key[g, slot])
+                if shared:
+                    read_key(page, lane, v_scale, value[g, slot])
+                else:
+                    read_value(page, block, inner, columns, v_scale, value[g, slot])
+            if rotation:
+                rotate_row(key[g, slot], rotation)
+                rotate_row(value[g, slot], rotation)
+            if exact:
                 for e in range(key.shape[2]):
                     key[g, slot, e] = F(key[g, slot, e] + offset[g, e])
-                rotate_row(value[g, slot])
-                continue
-            read_key(page, lane, scale, offset[g], key[g, slot])
-            if shared:
-                read_key(page, lane, v_scale, offset[g], value[g, slot])
-            else:
-                read_value(page, block, inner, columns, v_scale, value[g, slot])
 
     @kernel
     def unpack(data, pages, sizes, offset, key, value):

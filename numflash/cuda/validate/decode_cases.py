@@ -28,6 +28,7 @@ CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
         for dtype in ("int8", "float16")
     ),
     ("int8 smoothed", "int8", 64, 100, 1, 1, {"smooth": True}),
+    ("int8 rotated", "int8", 80, 300, 1, 3, {"smooth": True, "rotate": True}),
     *(
         (f"float16 unified maximum {phi}", "float16", 64, 100, 1, 1, {"unified_max": phi})
         for phi in (0.0, 40.0)
