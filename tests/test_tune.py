@@ -158,4 +158,4 @@ def test_float_tiles_of_the_a64fx_are_ranked_by_their_instructions(file):
     cycles = {(r["mr"], r["nv"]): r["cycles"] for r in found["ranking"]}
     assert list(cycles.values()) == sorted(cycles.values())
     # two pipes of 16 lanes: 2 cycles per 64 products of float32 if nothing waits
-    assert 1.99 < cycles[6, 4] < 2.3, cycles
+    assert 1.99 < cycles[6, 4] < 2.5, cycles
