@@ -56,6 +56,7 @@ for fault in range(6):
 SUITE = (
     "tests/cpu",
     "tests/test_quantization.py",
+    "tests/flex/test_int8_functions.py",
     "--ignore-glob=*/test_study_*.py",
     "--ignore=tests/cpu/test_int8_code.py",
 )
