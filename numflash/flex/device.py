@@ -15,10 +15,11 @@ from llvmlite import ir
 
 from ..cuda.kernels import score_functions
 from ..jit.disk_cache import source_digest
-from .emit import PER_VALUE, Form, _element, _size, _Tile
+from .emit import TileWriter
 from .graph import Node, reachable
 from .lanes import F32, I32, I64, LOG2E, Lanes
 from .program import Program, readable
+from .tile_memory import PER_VALUE, Form, element_of, size_of
 
 POINT = Form(double=False, lanes=1)
 # one operand, one result: no LLVM intrinsic of libNVVM, but one instruction
@@ -148,7 +149,7 @@ class _OnDevice(Lanes):
         return self.b.fsub(one, self.b.fdiv(two, self.b.fadd(one, e)))
 
 
-class _Point(_Tile):
+class _Point(TileWriter):
     """The values of a program's nodes at one score."""
 
     def __init__(self, program: Program, builder: Any, values: Any, pointers: Any) -> None:
@@ -178,7 +179,7 @@ class _Point(_Tile):
     def _at(self, address: Any, element: ir.Type) -> Any:
         """Memory that nothing writes while the kernel runs."""
         place = self.b.inttoptr(address, ir.PointerType(element, addrspace=1))
-        found = self.b.load(place, align=_size(element))
+        found = self.b.load(place, align=size_of(element))
         found.set_metadata("invariant.load", self.b.module.add_metadata([]))
         return found
 
@@ -204,10 +205,10 @@ class _Point(_Tile):
                 offset = index
             else:
                 offset = b.add(b.mul(offset, self._offset_type(size, table)), index)
-        element = _element(table.dtype)
+        element = element_of(table.dtype)
         address = self.pointers[self.places[x.data]]
         if offset is not None:
-            address = b.add(address, b.mul(self._signed64(offset), I64(_size(element))))
+            address = b.add(address, b.mul(self._signed64(offset), I64(size_of(element))))
         return self._converted(self.one, table.dtype, self._at(address, element))
 
     def _offset_type(self, index: Any, table: Any) -> Any:

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError
+from .formulas import FORMULAS
 from .graph import Graph, Node, Untraceable
-from .traced import Scalar, Values, apply, flatten, indexed, scalar
+from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 
 LIBRARIES = ("numpy", "torch", "numba", "builtins")
+special(FORMULAS)
 
 
 class Captured(np.ndarray):
