@@ -175,14 +175,7 @@ class FloatPlan:
             self.layout.add("counters", 2 * 8),
             self.layout.add("lse", n * length * 4),
         )
-        functions = options.functions
-        self.options = options
-        self.small = (  # numbers hold their addresses
-            stops,
-            np.ascontiguousarray(functions.states),
-            np.ascontiguousarray(functions.spans),
-            np.ascontiguousarray(functions.batch),
-        )
+        self.options, self.stops = options, stops  # numbers hold their addresses
         numbers = (  # in the order of `Numbers`
             *self.shape,
             words,
@@ -191,14 +184,8 @@ class FloatPlan:
             value_rows,
             workers(self.kind, n * length * seen * (d + dv)),
             block_q,
-            *functions[:4],
-            *functions.states.shape,
-            *functions.spans.shape,
-            functions.rows,
-            functions.keys,
-            functions.batch.size,
             *places,
-            *(x.ctypes.data for x in self.small),
+            stops.ctypes.data,
             *option_numbers(options),
         )
         self.numbers = np.array(numbers, np.int64)

@@ -215,7 +215,7 @@ class Int8Plan:
             keys,
             channels,
             columns,
-            problem.softcap == 0,
+            problem.smooths,
             problem.first_keys,
             workers("int8", n * length * seen * (d + dv)),
             stream_of(problem, isa),
@@ -310,7 +310,7 @@ class Int8Plan:
         p = Numbers(*numbers[:NUMBERS].tolist())
         shift = None
         rows = (nb, nh, length)
-        if self.problem.softcap == 0:  # otherwise nothing was taken off the keys
+        if self.problem.smooths:  # otherwise nothing was taken off the keys
             if ready is None:
                 q = at_address(room + p.q, (*rows, d), "|i1")
                 scale = at_address(room + p.q_scale, (*rows, 1), "=f4")
@@ -353,9 +353,9 @@ def is_plain(problem: Problem, isa: str) -> bool:
     """Whether a plan takes the problem's operands.
 
     Float arrays that the one-pass quantiser takes, or contiguous tensors with a scale for each row
-    and channel, all finite. Without score and mask functions.
+    and channel, all finite.
     """
-    if isa == "portable" or problem.pv == "fp32" or problem.functions is not None:
+    if isa == "portable" or problem.pv == "fp32":
         return False
     q, k, v = problem.query, problem.key, problem.value
     if not isinstance(q, QuantizedTensor):
@@ -363,7 +363,7 @@ def is_plain(problem: Problem, isa: str) -> bool:
         return min(problem.shape[5:]) >= LANES and abs(unit) < LIMIT
     kinds = q.granularity, k.granularity, v.granularity
     finite = q.nonfinite is k.nonfinite is v.nonfinite is None
-    shifted = problem.softcap and k.offset is not None
+    shifted = not problem.smooths and k.offset is not None
     return (
         kinds == ("row", "row", "channel")
         and finite

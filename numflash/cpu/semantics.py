@@ -97,10 +97,7 @@ class Semantics(NamedTuple):
 
 
 class OptionNumbers(NamedTuple):
-    """`Semantics` as a compiled call reads it from an int64 array, in this order.
-
-    Without softcap and functions.
-    """
+    """`Semantics` as a compiled call reads it from an int64 array, in this order, without softcap."""
 
     left: int
     right: int
@@ -119,7 +116,25 @@ class OptionNumbers(NamedTuple):
     slope_batch: int
     slope_heads: int
     batch: int
-    diagonal: int  # from here on addresses
+    unmasked: int  # from here on score and mask functions, see `ScoreTiles`
+    unmasked_frame: int
+    masked: int
+    masked_frame: int
+    states_batch: int
+    states_heads: int
+    states_rows: int
+    states_keys: int
+    spans_batch: int
+    spans_heads: int
+    spans_rows: int
+    spans_ends: int
+    tile_rows: int
+    tile_keys: int
+    mapped: int  # entries of `batch_map`
+    states: int  # from here on addresses
+    spans: int
+    batch_map: int
+    diagonal: int
     key_lengths: int
     mask: int
     bias: int
@@ -132,7 +147,11 @@ OPTION_NUMBERS = len(OptionNumbers._fields)
 
 def option_numbers(options: Semantics) -> OptionNumbers:
     """The numbers of contiguous options, which must outlive them."""
+    functions = options.functions
     arrays = (
+        functions.states,
+        functions.spans,
+        functions.batch,
         options.diagonal,
         options.key_lengths,
         options.mask,
@@ -150,13 +169,37 @@ def option_numbers(options: Semantics) -> OptionNumbers:
             *options.shift.shape,
             *options.slopes.shape,
             options.diagonal.size,
+            *functions[:4],
+            *functions.states.shape,
+            *functions.spans.shape,
+            functions.rows,
+            functions.keys,
+            functions.batch.size,
             *(x.ctypes.data for x in arrays),
         )
     )
 
 
 @bare
-def semantics_at(o, softcap, extreme, functions):
+def functions_at(o):
+    """The `ScoreTiles` of `OptionNumbers`."""
+    states = (o.states_batch, o.states_heads, o.states_rows, o.states_keys)
+    spans = (o.spans_batch, o.spans_heads, o.spans_rows, o.spans_ends)
+    return ScoreTiles(
+        o.unmasked,
+        o.unmasked_frame,
+        o.masked,
+        o.masked_frame,
+        place(o.states, states, np.uint8),
+        place(o.spans, spans, np.int64),
+        o.tile_rows,
+        o.tile_keys,
+        place(o.batch_map, (o.mapped,), np.int64),
+    )
+
+
+@bare
+def semantics_at(o, softcap, extreme):
     """The `Semantics` of `OptionNumbers`."""
     return Semantics(
         o.left,
@@ -172,7 +215,7 @@ def semantics_at(o, softcap, extreme, functions):
         place(o.shift, (o.shift_batch, o.shift_heads, o.shift_rows), np.float32),
         place(o.slopes, (o.slope_batch, o.slope_heads), np.float32),
         extreme,
-        functions,
+        functions_at(o),
     )
 
 

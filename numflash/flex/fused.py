@@ -49,8 +49,9 @@ class Fused:
         block: tuple[int, int] = (128, 128),
         batch: np.ndarray | None = None,
     ) -> None:
-        self.prepared, self.block, self.batch = prepared, block, batch
-        self.states = NO_TILES.states if states is None else states
+        self.prepared, self.block = prepared, block
+        self.batch = None if batch is None else np.ascontiguousarray(batch)
+        self.states = NO_TILES.states if states is None else np.ascontiguousarray(states)
         self.spans = NO_TILES.spans if states is None else spans(states, block[1])
         self._known: dict[tuple[Shape, bool], tuple[ScoreTiles, Pair]] = {}
 

@@ -8,7 +8,12 @@ import pytest
 
 import numflash
 from flex import gallery as g
+from numflash import validation
+from numflash.cpu import launch_int8
 from numflash.errors import UnsupportedError
+from numflash.flex.attention import with_functions
+from numflash.jit import target
+from numflash.options import Options
 
 CLOSE = 0.05  # relative L1 of the output
 IMPLS = ["cpu", "portable"]
@@ -96,3 +101,35 @@ def test_what_integers_do_not_take(options):
     q, k, v = g.operands(5)
     with pytest.raises(UnsupportedError, match=next(iter(options))):
         numflash.flex_attention(q, k, v, g.softcap, precision="int8", **options)
+
+
+BITS = {  # that stay in int16, leave it upwards or downwards, hide whole rows, and give NaN
+    "alibi": g.alibi,
+    "steep": lambda s, b, h, q, k: s - 2.0 * abs(q - k),
+    "high": lambda s, b, h, q, k: s * 300.0,
+    "low": lambda s, b, h, q, k: np.where(q % 3 == 0, s - 1e4, s),
+    "hides": lambda s, b, h, q, k: np.where((q + k // 128) % 3 == 0, -np.inf, s),
+    "nan": lambda s, b, h, q, k: np.where((q == 7) & (k > 200), np.nan, s),
+}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_one_pass_has_the_bits_of_plain_loops(name):
+    bits_of_all(BITS[name], target.available(target.ISAS)[:1])
+
+
+@pytest.mark.slow
+def test_one_pass_has_the_same_bits_on_every_instruction_set():
+    for function in BITS.values():
+        bits_of_all(function, target.available(target.ISAS)[1:])
+
+
+def bits_of_all(function, isas):
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((1, 2, n, 64), dtype=np.float32) for n in (70, 400, 400))
+    options = Options(precision="int8", return_lse=True)
+    problem = with_functions(validation.problem(q, k, v, options), function, None, "cpu")
+    wanted = launch_int8.run(problem, "portable")
+    for isa in isas:
+        found = launch_int8.run(problem, isa)
+        assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(found, wanted, strict=True))

@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
     Mutant(CALL_INT8, "        wide[:] = 0\n", "", PLANNED_INT8),
     Mutant(CALL_INT8, "if max(top_q * abs(f.unit), top_k) >= LIMIT:", "if False:", PLANNED_INT8),
-    Mutant(CALL_INT8, "f.softcap, most >= MOST,", "f.softcap, False,", PLANNED_INT8),
+    Mutant(CALL_INT8, "f.softcap, most >= MOST)", "f.softcap, False)", PLANNED_INT8),
     Mutant(LAUNCH_INT8, "numbers[STRIDES] = [", "_ = [", PLANNED_INT8),
     # ---- what both share
     Mutant(

@@ -19,7 +19,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from ...jit.compiler import bare, kernel
 from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
-from ..semantics import OPTION_NUMBERS, OptionNumbers, ScoreTiles, semantics_at
+from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
 from .float_isas import FLOAT_ISAS
 from .float_packing import make_pack_keys, pack_columns, pack_pairs
@@ -47,21 +47,6 @@ class Numbers(NamedTuple):
     value_rows: int  # of packed V, per head
     workers: int  # at most
     block_q: int  # at most
-    unmasked: int  # score and mask functions, see `ScoreTiles`
-    unmasked_frame: int
-    masked: int
-    masked_frame: int
-    states_batch: int
-    states_heads: int
-    states_rows: int
-    states_keys: int
-    spans_batch: int
-    spans_heads: int
-    spans_rows: int
-    spans_ends: int
-    tile_rows: int
-    tile_keys: int
-    mapped: int  # entries of `batch_map`
     packed_keys: int  # from here on bytes from the start of scratch memory
     magnitudes: int
     limits: int
@@ -69,10 +54,7 @@ class Numbers(NamedTuple):
     redo: int
     counter: int
     lse: int  # where the caller needs none
-    stops: int  # from here on addresses
-    states: int
-    spans: int
-    batch_map: int
+    stops: int  # an address
 
 
 class Factors(NamedTuple):
@@ -163,20 +145,7 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
             v = place(v_at, (p.batch, p.kv_heads, p.keys, p.value_dim), element)
             pack_values(v, stops, rows_of_v)
             values = reinterpret(rows_of_v.reshape(n_kv, p.value_rows * p.columns), operand)
-        states = (p.states_batch, p.states_heads, p.states_rows, p.states_keys)
-        spans = (p.spans_batch, p.spans_heads, p.spans_rows, p.spans_ends)
-        functions = ScoreTiles(
-            p.unmasked,
-            p.unmasked_frame,
-            p.masked,
-            p.masked_frame,
-            place(p.states, states, np.uint8),
-            place(p.spans, spans, np.int64),
-            p.tile_rows,
-            p.tile_keys,
-            place(p.batch_map, (p.mapped,), np.int64),
-        )
-        semantics = semantics_at(o, f.softcap, False, functions)
+        semantics = semantics_at(o, f.softcap, False)
         operands = Operands(
             place(q_at, (n, p.length, p.head_dim), operand),
             reinterpret(packed, operand),

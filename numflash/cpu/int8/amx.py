@@ -263,6 +263,9 @@ def score_rows(changed: bool = False, wide: bool = False):
             where = b.add(args[7], b.mul(args[8], m))
             if change:
                 change(scores, b.add(args[5], m), args[3], px, where)
+            elif wide:
+                for v, x in enumerate(isa.in_order(b, *scores)):
+                    store(b, x, px, b.add(where, I64(v * LANES)), 4)
             else:
                 store(b, isa.to_int16(b, *scores), px, where, 2)
 

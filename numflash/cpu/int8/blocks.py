@@ -33,8 +33,8 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
 
     For keys first to first + columns - 1.
 
-    Scores are int16 Q8.8. `changed`: one more argument, `score_changes.Changes`; with `wide`,
-    float32 before rounding.
+    Scores are int16 Q8.8, with `wide` float32 before rounding. `changed`: one more argument,
+    `score_changes.Changes`.
     """
     if isa_name == "amx_int8":
         return amx.score_block(changed, wide)
@@ -44,7 +44,7 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
     nv = VECTOR_ISAS[isa_name].nv
     lanes = lanes_of(isa_name)
     mr, mr2, _ = VECTOR_ISAS[isa_name].rows
-    tile6, tile4, tile2 = (score_tile(isa_name, m) for m in VECTOR_ISAS[isa_name].rows)
+    tile6, tile4, tile2 = (score_tile(isa_name, m, wide) for m in VECTOR_ISAS[isa_name].rows)
 
     @inline
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x):

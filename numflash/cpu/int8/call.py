@@ -22,7 +22,7 @@ from ...jit.parallel import threads_now, use_threads
 from ...scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
-from ..semantics import OPTION_NUMBERS, OptionNumbers, no_tiles, semantics_at
+from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
@@ -149,7 +149,7 @@ def attend_packed(isa_name: str, *rows: int):
             values,
             first,
             v_scale,
-            semantics_at(o, f.softcap, most >= MOST, no_tiles(room)),
+            semantics_at(o, f.softcap, most >= MOST),
             (p.heads, p.kv_heads, min(p.workers, threads_now()), p.stream),
             p.keys,
             counter,

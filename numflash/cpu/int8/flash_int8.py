@@ -16,7 +16,8 @@ register tiles come from `microkernels`. Per query tile of `block_q` rows:
 
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and
 dense masks change the scores before they are stored as int16 (`score_changes`), from which a row of
-ALiBi subtracts the whole octaves that are a lower bound of its distance. Where int16 does not hold
+ALiBi subtracts the whole octaves that are a lower bound of its distance. Score and mask functions change
+them in float32 (`function_scores`). Where int16 does not hold
 a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
 to the row's own octave; the bits are the same where both apply. On AMX, blocks without options go
 through `amx_stream`, which runs the same steps of many blocks side by side.
@@ -39,13 +40,14 @@ from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_rows
 from ..isa.amx_tiles import BLOCK, tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
-from ..isa.score_calls import all_empty, batch_of, call_tile, must_mask
+from ..isa.score_calls import all_empty, batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import UNSEEN, Dense, row_of, row_range, step_of, transform_row
 from . import amx_stream, wide_rows
 from .amx_stream import Kept, extend_rows, restore_rows, stream_blocks, stream_stop
 from .blocks import score_block, value_block, value_rows
 from .first_keys import FirstKeys, score_row, value_row, weigh_first
+from .function_scores import LN2_Q8, call_rows, drop_rows, function_block, function_for
 from .rows import (
     State,
     Tile,
@@ -68,7 +70,6 @@ from .softmax import HALF, add_sums, grow_rows, octave_rows, weigh_rows
 
 F = np.float32
 I = np.int32
-LN2_Q8 = F(math.log(2) / 256)  # from Q8.8 units to natural ones
 HIDDEN_WIDE = F(-np.inf)  # float32 score of a key that is not seen
 # Octaves for which int16 scores are exact: above, the maximum saturated; below, hidden scores would
 # have a weight.
@@ -118,29 +119,6 @@ def query_rows(isa_name: str, pv: str, block_q: int = 0) -> int:
     return max(unit, rows - rows % unit)
 
 
-class Called(NamedTuple):
-    """The function that changes a block's scores (address 0 for none), and where these belong.
-
-    Batch entry and head are numbered as the function sees them; `row` is the tile's first row.
-    """
-
-    address: int
-    frame: int
-    b: int
-    h: int
-    row: int
-
-
-@bare
-def function_for(functions, b, h, row, last, block):
-    """The function for a block of keys and the rows `row` to `last`."""
-    address, frame = functions.unmasked, functions.unmasked_frame
-    stop = block.first + block.real
-    if functions.masked != 0 and must_mask(functions, b, h, row, last, block.first, stop):
-        address, frame = functions.masked, functions.masked_frame
-    return Called(address, frame, batch_of(functions, b), h, row)
-
-
 @functools.cache
 def make_attend(isa_name: str, pv: str, block_q: int = 0):
     """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16
@@ -151,6 +129,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     plain_scores = score_block(isa_name)
     changed_scores = score_block(isa_name, True)
     float_scores = score_block(isa_name, True, True)
+    function_scores = function_block(isa_name)
     values = value_block(isa_name, pv)
     octaves = octave_rows(isa_name)
     weigh = weigh_rows(isa_name, pv)
@@ -250,7 +229,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     def wide_scores(tile, kv, block, wide, changes, called, x, state):
         """The same by way of float32, as int16 relative to each row's own octave.
 
-        Score and mask functions need it. Returns whether a score left the range of int16.
+        Returns whether a score left the range of int16.
         """
         real, columns = tile.real, block.columns
         float_scores(
@@ -266,11 +245,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             wide,
             changes,
         )
-        if called.address != 0:
-            call_tile(
-                called.address, called.frame, wide.reshape(wide.size), 0, KEY_BLOCK, real,
-                block.real, called.b, called.h, called.row, block.first, LN2_Q8, fx.LOG2E_Q8,
-            )  # fmt: skip
+        call_rows(called, wide.reshape(wide.size), real, block)
         narrow_wide(wide, tile, block, x, state)
         for i in range(real):  # relative to its own octave, a row has octave 0
             state.octave_q8[i] = 0
@@ -545,13 +520,19 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     lower_base(options, block)
                 inside = block.inside
                 is_wide = always_wide or overflowed or kv.wide[first // KEY_BLOCK] != 0
-                is_wide |= called.address != 0
+                dropped = False  # rows of which a function hides the block
                 if not is_wide:
-                    narrow_scores(tile, kv, block, x, changed, changes)
+                    if called.address != 0:
+                        function_scores(tile, kv, block, functions, (b, h, row), wide, x)
+                    else:
+                        narrow_scores(tile, kv, block, x, changed, changes)
                     octaves(x, real, block.columns, octave, state.octave_q8)
                     if not inside:
                         unsee(tile, octave)
                     is_wide = leave_int16(octave, real)
+                    if is_wide and called.address != 0:
+                        dropped = drop_rows(tile, octave, ALL_HIDDEN, I(UNSEEN))
+                        is_wide = leave_int16(octave, real)
                     if (
                         is_wide
                         and semantics.general
@@ -561,7 +542,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                     if options.has_slope:
                         for i in range(real):
                             octave[i] += (base[i] >> 8) if octave[i] != UNSEEN else I(0)
-                blanks = not inside or is_wide
+                blanks = not inside or is_wide or dropped
                 if is_wide:
                     inside = inside and called.address != 0
                     overflowed = wide_scores(tile, kv, block, wide, changes, called, x, state)

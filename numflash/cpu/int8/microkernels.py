@@ -5,7 +5,7 @@
 Contract (A rows, B packed in panels, `groups` steps of `isa.group` products each):
 
 * `score_tile`: x[mr, nv * lanes] = saturate_int16(round(float32(bias[j] + A.B) * ck[j] * cq[i])),
-  Q8.8.
+  Q8.8, or the same before rounding.
 * `waiting_tile`, `finish`: the same in two parts, with softcap, ALiBi, bias and mask between, or as
   float32 for scores that need more range.
 * `value_tile`: o[mr, nv * lanes] += float32(A.B) * scale[i], scale a power of two, so the
@@ -60,9 +60,11 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
 
 
 @functools.cache
-def score_tile(name: str, mr: int):
+def score_tile(name: str, mr: int, wide: bool = False):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, x, x_off, x_stride)
     for one ISA and row count.
+
+    `wide`: x stays float32.
     """
     isa = VECTOR_ISAS[name]
 
@@ -80,7 +82,12 @@ def score_tile(name: str, mr: int):
             for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv)):
                 for v in range(0, isa.nv, 2):
                     where = b.add(b.add(a[12], b.mul(a[13], I64(m))), isa.elements(b, v))
-                    store(b, isa.to_int16(b, *scores[v : v + 2]), px, where, 2)
+                    pair = scores[v : v + 2]
+                    if wide:
+                        for n, y in enumerate(isa.in_order(b, *pair)):
+                            store(b, y, px, b.add(where, isa.elements(b, n)), 4)
+                    else:
+                        store(b, isa.to_int16(b, *pair), px, where, 2)
             return context.get_dummy_value()
 
         return sig, codegen
