@@ -16,11 +16,11 @@ register tiles come from `microkernels`. Per query tile of `block_q` rows:
 
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and
 dense masks change the scores before they are stored as int16 (`score_changes`), from which a row of
-ALiBi subtracts the whole octaves that are a lower bound of its distance. Score and mask functions change
-them in float32 (`function_scores`). Where int16 does not hold
-a row (beyond 127 octaves, keys that are not finite), `wide_scores` rounds float32 scores relative
-to the row's own octave; the bits are the same where both apply. On AMX, blocks without options go
-through `amx_stream`, which runs the same steps of many blocks side by side.
+ALiBi subtracts the whole octaves that are a lower bound of its distance. Score and mask functions
+change them in float32 (`function_scores`). Where int16 does not hold a row (beyond 127 octaves,
+keys that are not finite), `wide_scores` rounds float32 scores relative to the row's own octave; the
+bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
+runs the same steps of many blocks side by side.
 """
 
 from __future__ import annotations
