@@ -87,7 +87,7 @@ class Model:
 
 
 def cache(c: dict) -> None:
-    names = ("page_size", "pages", "window", "sinks", "value_in_key")
+    names = ("page_size", "pages", "window", "sinks", "value_in_key", "rotate")
     given = {n: c[n] for n in names if n in c}
     held = KVCache(
         c["b"],
@@ -188,7 +188,7 @@ def reorder(c: dict, op: dict, held: KVCache, model: Model) -> None:
 
 def restored(c: dict, held: KVCache, model: Model) -> KVCache:
     """Another cache, filled with the state of this one."""
-    given = {n: c[n] for n in ("window", "sinks", "value_in_key") if n in c}
+    given = {n: c[n] for n in ("window", "sinks", "value_in_key", "rotate") if n in c}
     other = KVCache(
         len(model.all), c["g"], c["d"], model.most, c["dtype"], value_dim=c["dv"], smooth=c["smooth"], **given,
     )  # fmt: skip

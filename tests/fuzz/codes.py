@@ -1,4 +1,4 @@
-"""Rows in 4 bits by their definition, in NumPy alone."""
+"""Rotated rows, and rows in 4 bits, by their definitions, in NumPy alone."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ NO_SCALE = F(2.0**-100)  # peaks below count as zero
 HUGE = F(2.0**100)  # sums of larger numbers are made in units of 2**32
 ONE = 32767  # the largest of a row's numbers before they become codes
 STEPS = (15, 16, 17)
+WHOLE = 1 << 20  # larger than any row
 
 
-def hadamard(d: int) -> np.ndarray:
-    """(D, D) float64: blocks of the largest power of two that divides D."""
-    block = d & -d
+def hadamard(d: int, most: int = WHOLE) -> np.ndarray:
+    """(D, D) float64: blocks of the largest power of two that divides D, `most` at most."""
+    block = min(d & -d, most)
     h = np.ones((1, 1))
     while len(h) < block:
         h = np.block([[h, h], [h, -h]])
     return np.kron(np.eye(d // block), h / np.sqrt(block))
 
 
-def rotated(x: np.ndarray) -> np.ndarray:
+def rotated(x: np.ndarray, most: int = WHOLE) -> np.ndarray:
     """Rows times their Hadamard matrices, float64."""
-    return x @ hadamard(x.shape[-1])
+    return x @ hadamard(x.shape[-1], most)
 
 
 @np.errstate(all="ignore")
-def turned(x: np.ndarray) -> np.ndarray:
+def turned(x: np.ndarray, most: int = WHOLE) -> np.ndarray:
     """The same in float32, sum by sum in the order that all machines keep."""
     d = x.shape[-1]
-    block = d & -d
+    block = min(d & -d, most)
     if block == 1:
         return x
     large = np.abs(x).max(-1, keepdims=True) > HUGE

@@ -25,12 +25,21 @@ def visible(c: dict, s: int, length: int) -> np.ndarray:
     return seen
 
 
-def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
-    """(H, N, D) float64 as INT8 with a scale per row, dequantised; the scales.
+def matrices(c: dict) -> int:
+    """Most channels of the Hadamard matrices that the cache's rows are rotated by, 1 for none."""
+    if c["dtype"] != "int4" and not c.get("rotate"):
+        return 1
+    if not c.get("value_in_key"):
+        return codes.WHOLE
+    dv = c["dv"] or c["d"]  # the values are rotated where they are part of the keys, too
+    return min(c["d"] & -c["d"], dv & -dv)
 
-    Rows that are not finite.
+
+def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0, most: int = 1):
+    """(H, N, D) float64 as INT8 with a scale per row, rotated by matrices of at most `most`
+    channels and dequantised; the scales; rows that are not finite.
     """
-    found = oracle.quantized((x - offset).astype(np.float32)[None], -1)
+    found = oracle.quantized(codes.turned((x - offset).astype(np.float32), most)[None], -1)
     bad = ~np.isfinite(x).all(-1)
     return (
         np.where(bad[..., None], 0, found.value[0]),
@@ -39,8 +48,8 @@ def rows_int8(x: np.ndarray, offset: np.ndarray | float = 0.0):
     )
 
 
-def rows_int4(x: np.ndarray, offset: np.ndarray | float = 0.0):
-    """The same in 4 bits, of rotated rows; `rows_int8` says the rest."""
+def rows_int4(x: np.ndarray, offset: np.ndarray | float = 0.0, most: int = codes.WHOLE):
+    """The same in 4 bits, rotated by the largest matrices; `rows_int8` says the rest."""
     with np.errstate(all="ignore"):
         data, scale, _ = codes.quantized((x - offset).astype(np.float32))
     bad = ~np.isfinite(x).all(-1)
@@ -83,30 +92,35 @@ def decoded(
     four_bits = c["dtype"] == "int4"
     tiles = c.get("value_in_key") and c["dtype"] == "bfloat16"  # of AMX, where there are any
     rows = rows_int4 if four_bits else rows_int8
+    most = matrices(c)
+    turns = most > 1
     spoiled = np.zeros((h, length), bool)
     with np.errstate(all="ignore"):
         if int8:
-            key, k_scale, bad_k = rows(s.key, s.offset)
+            key, k_scale, bad_k = rows(s.key, s.offset, most)
             shared = c.get("value_in_key")
             value, v_scale, bad_v = (
-                (key[..., : s.value.shape[2]], k_scale, bad_k) if shared else rows(s.value)
+                (key[..., : s.value.shape[2]], k_scale, bad_k)
+                if shared
+                else rows(s.value, most=most)
             )
             bad_q = ~np.isfinite(query).all(-1)
             q = np.where(bad_q[..., None], 0, query)
-            q = codes.rotated(q) if four_bits else q
+            q = codes.rotated(q, most)
             key, value, v_scale = (
                 oracle.heads(x[None], h)[0] for x in (key, value, v_scale[..., None])
             )
             bad = oracle.heads((bad_k | bad_v)[None, ..., None], h)[0, ..., 0]
             spoiled = (seen & bad[:, None]).any(-1) | (bad_q & seen.any(-1))
             offset = oracle.heads(s.offset[None], h)[0]
-            offset = codes.rotated(offset) if four_bits else offset
-            query = codes.rotated(np.where(bad_q[..., None], np.nan, query)) if four_bits else query
+            offset = codes.rotated(offset, most)
+            if turns:
+                query = codes.rotated(np.where(bad_q[..., None], np.nan, query), most)
             dots = (q @ key.swapaxes(1, 2)) * scale
             x = np.clip(dots, -oracle.INT8_LIMIT, oracle.INT8_LIMIT)
             error = 0.0014 + 12 * EPS * np.abs(x)
             # a query is rounded to 15 bits and a sign
-            top = np.abs(q).max(-1, keepdims=True, initial=0) / (25000 if four_bits else 30000)
+            top = np.abs(q).max(-1, keepdims=True, initial=0) / (25000 if turns else 30000)
             error = error + top * np.abs(key).sum(-1)[:, None] * abs(scale)
             if c["smooth"] and cap:
                 shift = (query @ offset.swapaxes(1, 2)) * scale
@@ -179,8 +193,8 @@ def decoded(
         unsure = (far > 5) | (off > 5) | lost(c, s, length)
         if int8 and o:
             unsure |= clipped.any(-1)
-    if four_bits:  # sums of the errors of rotated values, and the rounding of rotations
-        turn = codes.hadamard(out.shape[-1])
+    if turns:  # sums of the errors of rotated values, and the rounding of rotations
+        turn = codes.hadamard(out.shape[-1], most)
         out_error = (out_error + 20 * EPS * np.abs(out)) @ np.abs(turn) + 1e-37
         out = np.where(np.isfinite(out), out, 0) @ turn
     out_error = np.where(unsure[..., None], np.inf, out_error)

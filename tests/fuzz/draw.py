@@ -309,6 +309,8 @@ def cache(rng: Random) -> dict:
     c["queries"] = c["g"] * rng.choice((1, 1, 2, 4))
     if rng.random() < 0.2:
         latent(rng, c)
+    if c["dtype"] == "int8":
+        c["rotate"] = rng.random() < 0.4
     c["ops"] = [step(rng, c) for _ in range(rng.choice((2, 3, 5, 8, 12)))]
     return c
 

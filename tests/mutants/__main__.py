@@ -23,6 +23,7 @@ from .planted import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900  # seconds for the tests of one fault; a test that hangs has noticed it
+NO_TESTS = "no such tests"
 
 
 def plant(copy: Path, mutant: Mutant) -> str:
@@ -39,24 +40,39 @@ def chosen(word: str, number: int, mutant: Mutant) -> bool:
 
 
 def noticed(copy: Path, mutant: Mutant, cache: Path) -> str:
-    """How the tests end on the changed copy.
+    """How the tests end on the changed copy: first the default ones, then, if they notice nothing,
+    those marked slow.
 
     "killed", "survived", or what went wrong with the tests themselves.
     """
+    found = ended(copy, mutant, cache, "not slow")
+    if found == "survived" or found.startswith(NO_TESTS):
+        slow = ended(copy, mutant, cache, "slow")
+        found = found if slow.startswith(NO_TESTS) else slow
+    return found
+
+
+def ended(copy: Path, mutant: Mutant, cache: Path, marks: str) -> str:
+    """The same for the tests with these marks."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(cache)}
     words = mutant.tests.split(" -k ")
     tests = [*shlex.split(words[0]), *(["-k", words[1]] if len(words) > 1 else [])]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT
+            [*command, "-m", marks, *tests],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
         return "killed (no answer)"
     if done.returncode == 0:
         return "survived"
     if done.returncode in (4, 5):
-        return f"no such tests: {done.stdout.strip().splitlines()[-1:]}"
+        return f"{NO_TESTS}: {done.stdout.strip().splitlines()[-1:]}"
     return "killed" if done.returncode in (1, 2) else f"killed (exit {done.returncode})"
 
 
