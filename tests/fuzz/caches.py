@@ -245,7 +245,7 @@ def functions_of(op: dict, heads: int, sequence: int):
     """score_mod and mask_mod of a decode, and what the oracle makes of them for one sequence."""
     rng = np.random.default_rng(op["seed"] + 4)
     slopes = rng.uniform(-0.1, 1, heads).astype(np.float32)
-    first = rng.integers(0, 60, 8).astype(np.int32)
+    first = rng.integers(0, 60, 16).astype(np.int32)
     given: dict = {}
     made: dict = {}
     if op.get("score") == "slopes":
