@@ -69,8 +69,13 @@ def same_operands(host, card):
     ]
     assert len(pairs) >= 9
     for a, b in pairs:
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert np.array_equal(*(bits(x) if x.dtype == np.float32 else x for x in (a, b)))
+        assert np.array_equal(raw(a), raw(b))
+
+
+def raw(x):
+    """The bytes of each row, those of any NaN alike: a host's float mask comes as bytes."""
+    x = bits(x) if x.dtype == np.float32 else x
+    return np.ascontiguousarray(x).view(np.uint8)
 
 
 def flat(launch):

@@ -523,7 +523,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 dropped = False  # rows of which a function hides the block
                 if not is_wide:
                     if called.address != 0:
-                        function_scores(tile, kv, block, functions, (b, h, row), wide, x)
+                        function_scores(tile, kv, block, called, wide, x)
                     else:
                         narrow_scores(tile, kv, block, x, changed, changes)
                     octaves(x, real, block.columns, octave, state.octave_q8)

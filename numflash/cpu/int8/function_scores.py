@@ -25,7 +25,7 @@ from ...jit import target
 from ...jit.compiler import bare
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
-from ..isa.score_calls import all_empty, batch_of, call_tile, must_mask
+from ..isa.score_calls import batch_of, call_tile, must_mask
 from ..isa.vectors import F32, data, load, store
 from ..semantics import HIDDEN
 from .blocks import score_block
@@ -114,10 +114,9 @@ def round_row(name: str, keys: int):
 
 @functools.cache
 def function_block(name: str):
-    """f(tile, kv, block, functions, place, scores, x): int16 scores x of a block, after the
-    functions. `scores` is float32 scratch.
+    """f(tile, kv, block, called, scores, x): int16 scores x of a block, after the function.
 
-    place : (b, h, row), the first row of the tile
+    `scores` is float32 scratch.
     """
     part = padded(ROWS, VECTOR_ISAS[name].rows[0])
     float_scores = score_block(name, False, True)
@@ -132,22 +131,19 @@ def function_block(name: str):
                 whole(scores, i * KEY_BLOCK, x, (first + i) * KEY_BLOCK)
 
     @bare
-    def run(tile, kv, block, functions, place, scores, x):
-        b, h, row = place
+    def run(tile, kv, block, called, scores, x):
         stride, flat = tile.q.shape[1], scores.reshape(scores.size)
-        end = block.first + block.real
         for i in range(0, tile.real, part):
             stop, seen = min(i + part, tile.rows), min(i + part, tile.real)
-            first, last = row + i, row + seen - 1
-            outside = tile.hi[seen - 1] <= block.first or tile.lo[i] >= block.first + block.columns
-            if outside or all_empty(functions, b, h, first, last, block.first, end):
+            if tile.hi[seen - 1] <= block.first or tile.lo[i] >= block.first + block.columns:
                 x[i:seen, : block.columns] = HIDDEN
                 continue
             float_scores(
                 tile.q[i:stop], stride, kv.keys, block.first, kv.start, kv.scale,
                 tile.scale[i:stop], stop - i, block.columns, scores,
             )  # fmt: skip
-            call_rows(function_for(functions, b, h, first, last, block), flat, seen - i, block)
+            here = Called(called.address, called.frame, called.b, called.h, called.row + i)
+            call_rows(here, flat, seen - i, block)
             round_rows(flat, seen - i, block.columns, x, i)
         if not block.inside:
             hide_edges(x, tile, block)
