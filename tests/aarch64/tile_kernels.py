@@ -49,9 +49,8 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
     finish = microkernels.finish(isa, wide)
 
     @bare
-    def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
-        stride, room = q.shape[1], room_of()
-        changes = Changes(
+    def changes_of(shift, numbers, base, bias, mask):
+        return Changes(
             has_cap,
             has_slope,
             has_bias,
@@ -68,29 +67,18 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
             mask.shape[1],
             mr - 2,
         )
+
+    @bare
+    def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
+        stride, room = q.shape[1], room_of()
+        changes = changes_of(shift, numbers, base, bias, mask)
         tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 0)
         finish(room, 0, x, 0, STRIDE, changes, 0, mr, 0, KEY)
 
     @bare
     def scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
         stride, room = q.shape[1], room_of()
-        changes = Changes(
-            has_cap,
-            has_slope,
-            has_bias,
-            has_mask,
-            shift,
-            numbers,
-            CENTRE,
-            base,
-            bias.reshape(bias.size),
-            -KEY,
-            bias.shape[1],
-            mask.reshape(mask.size),
-            -KEY,
-            mask.shape[1],
-            mr - 2,
-        )
+        changes = changes_of(shift, numbers, base, bias, mask)
         beside = min(mr, (stride // 4 - 1) // BESIDE)
         tile(
             q,

@@ -160,6 +160,41 @@ def make_writers(tile: Tile):
     return write_key, write_value, write_scales
 
 
+def over_heads(append_head, parallel: bool):
+    """append(key, value, counts, pages, table, lengths, sizes, offset, work) of integer storage.
+
+    `append_head` for every sequence and KV head; then the lengths grow.
+    """
+    for_each = over_tasks if parallel else in_turn
+
+    @bare
+    def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
+        b, g = n // key.shape[1], n % key.shape[1]
+        append_head(
+            key[b, g],
+            value[b, g],
+            counts[b],
+            pages[:, g],
+            table[b],
+            lengths[b],
+            sizes,
+            offset[b, g],
+            work[n],
+        )
+
+    @kernel
+    def append(key, value, counts, pages, table, lengths, sizes, offset, work):
+        for_each(
+            append_one,
+            key.shape[0] * key.shape[1],
+            (key, value, counts, pages, table, lengths, sizes, offset, work),
+        )
+        for b in range(counts.size):
+            lengths[b] += counts[b]
+
+    return append
+
+
 @functools.cache
 def make_append_int8(tile: Tile, parallel: bool):
     """append(key, value, counts, pages, table, lengths, sizes, offset, work).
@@ -172,7 +207,6 @@ def make_append_int8(tile: Tile, parallel: bool):
     whole groups, Dv)) float32 scratch. Rows of a tile with a `rotation` are rotated first.
     """
     write_key, write_value, write_scales = make_writers(tile)
-    for_each = over_tasks if parallel else in_turn
     added = I(tile.q_offset)
     v_added = I(tile.v_offset)
     shared = tile.shared
@@ -215,32 +249,7 @@ def make_append_int8(tile: Tile, parallel: bool):
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
             write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
-    @bare
-    def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
-        b, g = n // key.shape[1], n % key.shape[1]
-        append_head(
-            key[b, g],
-            value[b, g],
-            counts[b],
-            pages[:, g],
-            table[b],
-            lengths[b],
-            sizes,
-            offset[b, g],
-            work[n],
-        )
-
-    @kernel
-    def append(key, value, counts, pages, table, lengths, sizes, offset, work):
-        for_each(
-            append_one,
-            key.shape[0] * key.shape[1],
-            (key, value, counts, pages, table, lengths, sizes, offset, work),
-        )
-        for b in range(counts.size):
-            lengths[b] += counts[b]
-
-    return append
+    return over_heads(append_head, parallel)
 
 
 @functools.cache

@@ -10,10 +10,9 @@ import functools
 import numpy as np
 
 from ...fixedpoint import CODE_ONE, CODE_STEPS
-from ...jit.compiler import bare, kernel
-from ...jit.parallel import over_tasks
+from ...jit.compiler import bare
 from ...rotation import WHOLE, rotate_row
-from .append import SCALE_LIMIT, in_turn, make_writers, place, quantize_row, take_offset
+from .append import SCALE_LIMIT, make_writers, over_heads, place, quantize_row, take_offset
 from .tiles import Tile
 
 F = np.float32
@@ -66,7 +65,6 @@ def make_append_int4(tile: Tile, parallel: bool):
     Rows are rotated and rounded to codes.
     """
     write_key, write_value, write_scales = make_writers(tile)
-    for_each = over_tasks if parallel else in_turn
     unit = tile.unit
 
     @bare
@@ -92,29 +90,4 @@ def make_append_int4(tile: Tile, parallel: bool):
             k_scale = min(k_scale, SCALE_LIMIT) if k_scale == k_scale else k_scale
             write_scales(k_scale, v_scale, page, inner, k_row.size, columns)
 
-    @bare
-    def append_one(n, key, value, counts, pages, table, lengths, sizes, offset, work):
-        b, g = n // key.shape[1], n % key.shape[1]
-        append_head(
-            key[b, g],
-            value[b, g],
-            counts[b],
-            pages[:, g],
-            table[b],
-            lengths[b],
-            sizes,
-            offset[b, g],
-            work[n],
-        )
-
-    @kernel
-    def append(key, value, counts, pages, table, lengths, sizes, offset, work):
-        for_each(
-            append_one,
-            key.shape[0] * key.shape[1],
-            (key, value, counts, pages, table, lengths, sizes, offset, work),
-        )
-        for b in range(counts.size):
-            lengths[b] += counts[b]
-
-    return append
+    return over_heads(append_head, parallel)
