@@ -40,10 +40,13 @@ TORCH = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py"
 MPI = "tests/mpi"
 CUDA_FLOAT = "tests/cuda/test_flash_halves.py"
 CUDA_INT8 = "tests/cuda/test_flash_int8.py"
+CUDA_QUANTIZED = "tests/cuda/test_quantized.py"
+INT8_FUNCTIONS = "tests/flex/test_int8_functions.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
 
 FLASH_INT8 = "cpu/int8/flash_int8.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
+FUNCTION_SCORES = "cpu/int8/function_scores.py"
 CALL_INT8 = "cpu/int8/call.py"
 LAUNCH_INT8 = "cpu/launch_int8.py"
 STREAM, STREAM_TESTS = "cpu/int8/amx_stream.py", "tests/cpu/test_amx_stream.py"
@@ -559,5 +562,62 @@ MUTANTS = [
         "return t if seen else i32(MASKED_SCORE)",
         "return t",
         CUDA_INT8,
+    ),
+    # ---- score functions of INT8, rotation, threads, tilings, the resident cache, arrays on a card
+    Mutant(
+        FUNCTION_SCORES,
+        'return isa.choose(b, "==", y, number(-np.inf), y, low)',
+        "return low",
+        INT8_FUNCTIONS,
+    ),
+    Mutant(FUNCTION_SCORES, "called.h, called.row + i)", "called.h, called.row)", INT8_FUNCTIONS),
+    Mutant(
+        "cpu/floats/float_exp2.py",
+        "FLOOR = -112",
+        "FLOOR = -126",
+        "tests/cpu/test_flash_float.py -k faint",
+    ),
+    Mutant(
+        "cpu/decode/append.py",
+        "rotate_row(rest, rotation)",
+        "pass",
+        "tests/cpu/test_decode_rotated.py",
+    ),
+    Mutant(
+        "jit/threads.py",
+        "omp_set_max_active_levels(1)",
+        "omp_set_max_active_levels(9)",
+        "tests/test_threads.py -k openmp",
+    ),
+    Mutant("tiling/choice.py", "if registers(t) > most:", "if False:", "tests/test_tiling.py"),
+    Mutant(
+        "transformers/resident.py",
+        "self._moving = n > 0",
+        "self._moving = True",
+        "tests/pytorch/test_resident.py -k refused",
+    ),
+    Mutant(
+        "transformers/resident.py",
+        'stored.bound("tokens_to_remove", tokens_to_remove, -held, 0)',
+        "int(tokens_to_remove)",
+        "tests/pytorch/test_resident.py -k refused",
+    ),
+    Mutant(
+        "cuda/launch_decode.py",
+        "            _rotate(card, out)",
+        "            pass",
+        "tests/cuda/test_decode_rotated_cuda.py",
+    ),
+    Mutant(
+        "cuda/kernels/int8_quantize.py",
+        "i32(finer(key) - whole * fx.FINER) if good_k else i32(0)",
+        "i32(0)",
+        CUDA_QUANTIZED,
+    ),
+    Mutant(
+        "cuda/kernels/int8_quantize.py",
+        "if ptx.load_shared_s32(tops + u32(4 * r)) < EXPONENT:",
+        "if True:",
+        CUDA_QUANTIZED,
     ),
 ]
