@@ -45,5 +45,9 @@ def test_the_command(capsys):
     assert main(["job", "fugaku", "--nodes", "2"]) == 0
     out = capsys.readouterr().out
     assert "mpiexec -n 8" in out and "demo ring --threads 12" in out
-    assert main(["job", "slurm", "--", "python", "train.py"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("python train.py")
+    assert main(["job", "slurm", "--nodes", "2", "--", "python", "train.py", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "--nodes=2" in out and out.rstrip().endswith("python train.py --json")
+    with pytest.raises(SystemExit):
+        main(["info", "--", "python"])
+    assert "got 'python' after '--'" in capsys.readouterr().err

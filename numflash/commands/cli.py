@@ -177,7 +177,7 @@ def job(args: argparse.Namespace) -> Any:
         args.account,
         args.queue,
         args.environment,
-        [word for word in args.words if word != "--"],
+        args.words,
     )
     return run(args.scheduler, request)
 
@@ -344,7 +344,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
     )
-    sub = command(job, "a batch script for Fugaku or a SLURM cluster, printed")
+    sub = command(
+        job, "a batch script for Fugaku or a SLURM cluster, printed; what it runs follows `--`"
+    )
     sub.add_argument("scheduler", choices=["fugaku", "slurm"])
     sub.add_argument("--nodes", type=positive, default=1, help="default 1")
     sub.add_argument(
@@ -358,7 +360,6 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--account", default="", help="whose budget pays")
     sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
     sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
-    sub.add_argument("words", nargs="*", metavar="command", help="what to run, after `--`")
     sub = command(validate, "bits, accuracy, peaks, efficiency and scaling of this machine's CPU")
     sub.add_argument(
         "--quick", action="store_true", help="the best instruction set only, no scaling"
@@ -408,7 +409,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault(
         "OPENBLAS_NUM_THREADS", "1"
     )  # before NumPy is loaded: its BLAS threads would keep spinning
-    args = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index("--") if "--" in given else len(given)
+    args, words = parser().parse_args(given[:end]), given[end + 1 :]
+    if words and args.function is not job:
+        parser().error(f"got {' '.join(words)!r} after '--'; allowed: of `numflash job` only")
+    args.words = words
     try:
         if args.json:
             with contextlib.redirect_stdout(io.StringIO()):
