@@ -10,8 +10,12 @@ import pytest
 from numba import njit, prange
 from numba.core import types
 
-from numflash.errors import ArgumentError
-from numflash.machinecode import assembly, codegen
+import numflash
+from numflash.cpu import launch_decode
+from numflash.cpu.backward.flash_backward import make_backward
+from numflash.errors import ArgumentError, UnsupportedError
+from numflash.jit import target
+from numflash.machinecode import assembly, codegen, kernel_types
 from numflash.machinecode.codegen import Target, compile_for
 
 BYTES = types.Array(types.int8, 1, "C")
@@ -154,12 +158,52 @@ def test_float_options_are_kept():
     assert any(kind.startswith("vfmadd") and kind.endswith("ps ymm") for kind in free)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, entry in codegen.KERNELS.items() if entry.arguments is not None]
-)
+@pytest.mark.parametrize("name", codegen.KERNELS)
 def test_every_named_kernel_can_be_made(name):
     entry = codegen.KERNELS[name]
-    assert callable(getattr(importlib.import_module(entry.module), entry.name)(*entry.arguments))
+    function = getattr(importlib.import_module(entry.module), entry.name)
+    if entry.arguments is not None:
+        cpu = next(x for x in entry.cpus if x != "host")
+        function = function(*codegen.arguments_of(entry, Target.named(cpu)))
+    assert callable(function)
+    assert isinstance(entry.signature, str) or entry.signature()
+
+
+@pytest.mark.slow  # kernels of the host
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_signatures_of_caches_are_those_of_calls(dtype, monkeypatch):
+    """What a call of a cache compiles, or loads, is what `asm` shows."""
+    made = {}
+
+    def recorded(name, make):
+        return lambda *arguments: (
+            made.setdefault(name, []).append(make(*arguments)) or made[name][-1]
+        )
+
+    for name in ("make_decode", "make_append_int8", "make_append_int4", "make_append_float"):
+        monkeypatch.setattr(launch_decode, name, recorded(name, getattr(launch_decode, name)))
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 4, 16), np.float32)
+    cache = numflash.KVCache(1, 2, 16, 128, dtype=dtype)
+    cache.append(k, v)
+    cache.decode(q)
+    appends = next(x for name, x in made.items() if name != "make_decode")
+    for kernels, expected in (
+        (made["make_decode"], kernel_types.decode(dtype)),
+        (appends, kernel_types.append(dtype)),
+    ):
+        assert {types for kernel in kernels for types in kernel.signatures} == {expected}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    target.available(target.FLOAT_ISAS)[0] == "portable", reason="no register tiles here"
+)
+def test_the_signature_of_the_gradient_is_that_of_calls():
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 16), np.float32)
+    out, lse = numflash.attention(x, x, x, return_lse=True)
+    numflash.attention_backward(out, x, x, x, out, lse)
+    kernel = make_backward(target.available(target.FLOAT_ISAS)[0])
+    assert kernel_types.backward() in kernel.signatures
 
 
 def test_the_host_is_left_as_it_was():
@@ -198,21 +242,41 @@ def test_bad_names_are_refused():
             codegen.histogram("quantize-rows", cpu, features)
     with pytest.raises(ArgumentError, match="kernel: got 'nothing'; allowed: "):
         codegen.histogram("nothing", "a64fx")
+    with pytest.raises(UnsupportedError, match=r"'haswell' has no vectors .* a CPU with sve"):
+        codegen.histogram("exp2-fexpa", "haswell")
     with pytest.raises(ArgumentError, match="no loop"):
         report(without_loop, DOT, "a64fx")
+
+
+# the others take many seconds each
+QUICK = (
+    "quantize",
+    "portable-s",
+    "portable-v",
+    "append-int",
+    "int8-scores",
+    "int8-values",
+    "float32-scores",
+)
+QUICK += ("float32-values", "exp2-fexpa", "study-two-pass", "study-fused4-register")
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "portable" else ())
+        pytest.param(name, marks=() if name.startswith(QUICK) else pytest.mark.slow)
         for name in codegen.KERNELS
-        if not name.startswith("int8-")
+        if name.startswith(QUICK) or name in ("portable", "float32-sve512")
     ],
 )
-def test_every_named_kernel_has_a_histogram(kernel):
+def test_named_kernels_have_a_histogram(kernel):
     found = codegen.histogram(kernel, "a64fx")
     assert found["kernel"] == kernel and found["total"] == sum(found["instructions"].values()) > 0
+    marks = {"int8-scores": "sdot", "float32-values": "fmla"}
+    kind = marks.get(kernel, "")
+    assert any(x.startswith(kind) for x in found["instructions"])
+    if "float32-" in kernel or kernel.startswith("study"):  # scalable, not NEON
+        assert not any(x == "fmla v.4s" for x in found["instructions"])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from numba.core.runtime import nrtdynmod
 from ..errors import ArgumentError
 from ..jit.parallel import share
 from . import assembly
-from .kernels import KERNELS
+from .kernels import KERNELS, Kernel
 
 AARCH64 = "aarch64-unknown-linux-gnu"
 X86_64 = "x86_64-unknown-linux-gnu"
@@ -275,15 +275,25 @@ def compile_kernel(kernel: str, cpu: str = "host", features: str = "") -> Machin
     ------
     ArgumentError
         For an unknown kernel or CPU.
+    UnsupportedError
+        If the CPU lacks the kernel's vectors.
     """
     if kernel not in KERNELS:
         raise ArgumentError(f"kernel: got {kernel!r}; allowed: {', '.join(map(repr, KERNELS))}")
     entry = KERNELS[kernel]
+    where = Target.named(cpu, features)
     function = getattr(importlib.import_module(entry.module), entry.name)
     if entry.arguments is not None:
-        function = function(*entry.arguments)
+        function = function(*arguments_of(entry, where))
     signature = entry.signature if isinstance(entry.signature, str) else entry.signature()
-    return compile_for(function, signature, Target.named(cpu, features))
+    return compile_for(function, signature, where)
+
+
+def arguments_of(entry: Kernel, where: Target) -> tuple[Any, ...]:
+    """What a kernel's factory is given on a CPU."""
+    if not callable(entry.arguments):
+        return entry.arguments or ()
+    return entry.arguments(where.cpu, code_generator(where))
 
 
 def histogram(kernel: str, cpu: str = "host", features: str = "") -> dict[str, Any]:

@@ -99,7 +99,7 @@ def this_machine(clock: float, read: float) -> machines.Machine:
     rates = {"L1": 128.0, "L2": float(L2_RATE), "L3": float(L3_RATE)}
     levels = tuple(machines.Level(n, size, rates.get(n, L3_RATE)) for n, size in found.items())
     return machines.Machine(
-        "this machine", levels, read, 1, 1, {"normal": machines.Mode(clock, 2, 1.0)}
+        "this machine", levels, read, read, 1, 1, {"normal": machines.Mode(clock, 2, 1.0)}
     )
 
 

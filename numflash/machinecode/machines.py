@@ -39,7 +39,8 @@ class Machine(NamedTuple):
     Attributes
     ----------
     levels : caches, the nearest first
-    bandwidth : bytes a second that the cores of a group load from memory, all together
+    bandwidth, alone : bytes a second that the cores of a group load from memory all together, and
+        that one loads by itself; sustained, as others measured, not the peak of the memory
     cores : of a group with memory of its own
     groups : of a node
     modes : by name; the first is the normal one
@@ -50,6 +51,7 @@ class Machine(NamedTuple):
     name: str
     levels: tuple[Level, ...]
     bandwidth: float
+    alone: float
     cores: int
     groups: int
     modes: dict[str, Mode]
@@ -66,7 +68,8 @@ MACHINES = {
     "a64fx": Machine(
         "Fujitsu A64FX (Fugaku)",
         (Level("L1", 64 * KIB, 128), Level("L2", 8192 * KIB, 64, 12)),
-        256e9,
+        227.5e9,
+        35.7e9,
         12,
         4,
         {
@@ -84,7 +87,8 @@ MACHINES = {
             Level("L2", 1024 * KIB, 32),
             Level("L3", 32768 * KIB, 16, 64),
         ),
-        307.2e9,
+        252e9,
+        43e9,
         64,
         1,
         {"normal": Mode(2.6e9, 2, 1.0)},
@@ -93,10 +97,11 @@ MACHINES = {
         "Neoverse V2 (Grace)",
         (
             Level("L1", 64 * KIB, 48),
-            Level("L2", 1024 * KIB, 32),
-            Level("L3", 114 * 1024 * KIB, 16, 72),
+            Level("L2", 1024 * KIB, 34),
+            Level("L3", 114 * 1024 * KIB, 28, 72),
         ),
-        500e9,
+        410e9,
+        37e9,
         72,
         1,
         {"normal": Mode(3.1e9, 4, 1.0)},
@@ -112,23 +117,25 @@ OPERATION = {
 }
 BYTE = {"L1": 8.5 / 8, "L2": 14 / 8, "L3": 14 / 8, "memory": 350 / 8}
 SOURCES = (
-    "Found in print: A64FX, 64 KiB and 8 MiB of cache, 12 cores and 256 GB/s a group (Arm, Introduction to the A64FX,\n"
-    "2019; Fujitsu's data sheet); L1, 230 GB/s for each core at 1.8 GHz, hence 128 bytes a cycle (Fujitsu at Cool Chips 22,\n"
-    "2019, reported by Mynavi); 1.9995 PFLOP/s at 16.876 GFLOP/s a watt on 768 CPUs, hence 154 W a node (Green500, November\n"
-    "2019; Fujitsu's press release); boost, 17 % more power for 10 % more speed (Kodama et al., CLUSTER 2020); Graviton 3,\n"
-    "caches and 8 channels of DDR5-4800, 307 GB/s (WikiChip); Grace, 500 GB/s (announced by NVIDIA; its tuning guide expects\n"
-    "410 GB/s and more of STREAM).\n"
+    "Found in print: A64FX, 64 KiB and 8 MiB of cache, 12 cores and a peak of 256 GB/s a group (Arm, Introduction to the\n"
+    "A64FX, 2019; Fujitsu's data sheet); L1, 230 GB/s for each core at 1.8 GHz, hence 128 bytes a cycle (Fujitsu at Cool\n"
+    "Chips 22, 2019, reported by Mynavi); L2, 64 bytes a cycle and core (Kerncraft's A64FX.yml, after Alappat et al.,\n"
+    "arXiv 2103.03013); sustained loads at 1.8 GHz, 227.5 GB/s for 12 cores and 35.7 for one by itself (measured, Kerncraft's\n"
+    "A64FX_qpace4.yml); 1.9995 PFLOP/s at 16.876 GFLOP/s a watt on 768 CPUs, hence 154 W a node (Green500, November 2019;\n"
+    "Fujitsu's press release); boost, 17 % more power for 10 % more speed (Kodama et al., CLUSTER 2020); Graviton 3, caches and\n"
+    "8 channels of DDR5-4800, a peak of 307 GB/s (WikiChip); Grace, a peak of 500 GB/s (announced by NVIDIA), 410 of STREAM\n"
+    "triad (its tuning guide); Neoverse V2, one core of Graviton 4, 95 GB/s from L2, 78 from L3, 37 from memory (Arm's\n"
+    "learning path on streaming bandwidth), at 2.8 GHz 34 and 28 bytes a cycle.\n"
     "Found as quoted by others: energy in 7 nm (Jouppi et al., Ten lessons from three generations shaped Google's TPUv4i,\n"
     "ISCA 2021, table 2), int8 multiplication 0.07 pJ, int32 addition 0.03, float16 multiplication 0.34, float32 1.31, 8 bytes\n"
     "of a 32 KiB SRAM 8.5, of 1 MiB 14; HBM2, 3.92 pJ a bit, 31 a byte (O'Connor et al., MICRO 2017).\n"
-    "Quoted from memory, check them before you rely on them: A64FX, L2 64 bytes a cycle and core (Yoshida, Hot Chips 30,\n"
-    "2018); additions in float16 0.16 pJ and in float32 0.38, 8 bytes of HBM2 250 to 450 pJ (the same table 2; 350 here, 44 a\n"
-    "byte); Neoverse, cache sizes other than Graviton 3's (Arm's manuals).\n"
-    "Assumptions: rates of Neoverse's caches; larger caches cost as much as 1 MiB (too little); float64 = 4\n"
-    "multiplications and 2 additions of float32; everything else (fetch, rename, registers, leakage, network) is what\n"
-    "remains of a node's watts in HPL, at all times; eco, one of two pipes and 18 % less power.\n"
-    "Measured by others on an A64FX at 1.8 GHz (Kerncraft's machine file A64FX_qpace4.yml), and lower than the model's: 12\n"
-    "cores of a group load 227 GB/s from HBM2 where the model takes 256, one core by itself 36 where it takes 128"
+    "Quoted from memory, check them before you rely on them: additions in float16 0.16 pJ and in float32 0.38, 8 bytes of\n"
+    "HBM2 250 to 450 pJ (the same table 2; 350 here, 44 a byte); Neoverse, cache sizes other than Graviton 3's (Arm's manuals).\n"
+    "Assumptions: memory as fast at 2.0 GHz as at 1.8; Neoverse V1, rates of its caches, 82 % of its memory's peak (as Grace),\n"
+    "43 GB/s for one core (Graviton 4's 37 are 14 % less by STREAM); Grace's L2 and L3 as Graviton 4's; larger caches cost as\n"
+    "much as 1 MiB (too little); float64 = 4 multiplications and 2 additions of float32; everything else (fetch, rename,\n"
+    "registers, leakage, network) is what remains of a node's watts in HPL, at all times; eco, one of two pipes and 18 % less\n"
+    "power"
 )
 
 
@@ -154,8 +161,7 @@ def transfer(machine: Machine, working_set: float, streamed: float, active: int 
         return 0.0
     if level is not None:
         return streamed / level.rate
-    second = min(machine.bandwidth / active, machine.levels[-1].rate * machine.clock)
-    return streamed * machine.clock / second
+    return streamed * machine.clock / min(machine.bandwidth / active, machine.alone)
 
 
 def rest_watts(machine: Machine) -> float:
