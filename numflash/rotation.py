@@ -8,7 +8,10 @@ subtractions in a fixed order and one factor: the same bits on every machine.
 
 from __future__ import annotations
 
+import llvmlite.ir as ir
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from .jit.compiler import bare, kernel
 from .jit.parallel import over_tasks
@@ -16,7 +19,8 @@ from .jit.threads import one_at_a_time, refuse_after_fork
 
 F = np.float32
 I = np.int32
-EIGHT = 8
+LANES = 16  # numbers that are turned in one register, or two or four narrower ones
+SIGN = 0x80000000
 CHUNK = 256  # rows per task
 LARGEST = F(np.finfo(np.float32).max)
 MAGNITUDE = I(0x7FFFFFFF)
@@ -35,17 +39,103 @@ def shared_block(channels: int, first: int) -> int:
     return min(block_of(channels), block_of(first))
 
 
+def _place(context, b, array_type, array, first, lanes):
+    """Pointer to `lanes` numbers of a float32 array, from element `first` on."""
+    base = context.make_array(array_type)(context, b, array).data
+    return b.bitcast(b.gep(base, [first]), ir.VectorType(ir.FloatType(), lanes).as_pointer())
+
+
+def _turn_lanes(b, x, half):
+    """One turn in a register: x[i] + x[i + half] where bit `half` of i is 0, else their difference.
+
+    Each lane adds its partner to itself or, in the second half, to itself with the sign changed.
+    """
+    lanes = x.type.count
+    index = ir.VectorType(ir.IntType(32), lanes)
+    partner = b.shuffle_vector(x, x, ir.Constant(index, [i ^ half for i in range(lanes)]))
+    sign = ir.Constant(index, [SIGN if i & half else 0 for i in range(lanes)])
+    return b.fadd(partner, b.bitcast(b.xor(b.bitcast(x, index), sign), x.type))
+
+
+def _turn_registers(registers):
+    """An intrinsic for all turns of `registers` times `LANES` numbers, which it loads once."""
+
+    @intrinsic
+    def turn(typingctx, out, first):
+        def codegen(context, b, signature, args):
+            array, first = args
+            places = [
+                _place(context, b, signature.args[0], array, at, LANES)
+                for at in (b.add(first, first.type(i * LANES)) for i in range(registers))
+            ]
+            x = [b.load(place, align=4) for place in places]
+            for turn in range(LANES.bit_length() - 1):
+                x = [_turn_lanes(b, lanes, 1 << turn) for lanes in x]
+            half = 1
+            while half < registers:
+                for i in (i for i in range(registers) if not i & half):
+                    x[i], x[i + half] = b.fadd(x[i], x[i + half]), b.fsub(x[i], x[i + half])
+                half *= 2
+            for place, lanes in zip(places, x, strict=True):
+                b.store(lanes, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(out, first), codegen
+
+    return turn
+
+
+@intrinsic
+def _turn_halves(typingctx, out, first, half):
+    """`LANES` numbers of `out` from `first` on plus, and less, those that are `half` behind."""
+
+    def codegen(context, b, signature, args):
+        array, first, half = args
+        places = [
+            _place(context, b, signature.args[0], array, at, LANES)
+            for at in (first, b.add(first, half))
+        ]
+        x, y = (b.load(place, align=4) for place in places)
+        b.store(b.fadd(x, y), places[0], align=4)
+        b.store(b.fsub(x, y), places[1], align=4)
+        return context.get_dummy_value()
+
+    return types.void(out, first, half), codegen
+
+
+_turn_lanes_once = _turn_registers(1)
+_turn_four = _turn_registers(4)
+
+
 @bare
-def _turn_eight(out, first):
-    """The additions of the turns of 1, 2 and 4 for eight numbers from `first` on."""
-    a, b, c, d = out[first], out[first + 1], out[first + 2], out[first + 3]
-    e, f, g, h = out[first + 4], out[first + 5], out[first + 6], out[first + 7]
-    a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
-    a, b, c, d, e, f, g, h = a + c, b + d, a - c, b - d, e + g, f + h, e - g, f - h
-    out[first], out[first + 4] = a + e, a - e
-    out[first + 1], out[first + 5] = b + f, b - f
-    out[first + 2], out[first + 6] = c + g, c - g
-    out[first + 3], out[first + 7] = d + h, d - h
+def _turn_small(out, block):
+    """All turns of blocks that do not fill a register."""
+    half = 1
+    while half < block:
+        for first in range(0, out.size, 2 * half):
+            for e in range(first, first + half):
+                x, y = out[e], out[e + half]
+                out[e] = x + y
+                out[e + half] = x - y
+        half *= 2
+
+
+@bare
+def _turn_large(out, block):
+    """All turns of blocks of `LANES` and more channels."""
+    half = np.int64(LANES)
+    if block >= 4 * LANES:
+        half = np.int64(4 * LANES)
+        for first in range(np.int64(0), out.size, half):
+            _turn_four(out, first)
+    else:
+        for first in range(np.int64(0), out.size, half):
+            _turn_lanes_once(out, first)
+    while half < block:
+        for first in range(np.int64(0), out.size, 2 * half):
+            for e in range(first, first + half, LANES):
+                _turn_halves(out, e, half)
+        half *= 2
 
 
 @bare
@@ -57,20 +147,10 @@ def _rotate_row(row, bits, block, factor, out):
     unit = factor * DOWN if large else factor
     for e in range(row.size):
         out[e] = row[e] * unit
-    half = 1
-    if (
-        block >= EIGHT
-    ):  # the first three turns in registers: loops of 1, 2 and 4 cost four times as much
-        for first in range(0, row.size, EIGHT):
-            _turn_eight(out, first)
-        half = EIGHT
-    while half < block:
-        for first in range(0, row.size, 2 * half):
-            for e in range(first, first + half):
-                x, y = out[e], out[e + half]
-                out[e] = x + y
-                out[e + half] = x - y
-        half *= 2
+    if block < LANES:
+        _turn_small(out, block)
+    else:
+        _turn_large(out, block)
     if large:  # a finite row stays finite
         for e in range(row.size):
             x = out[e] * UP

@@ -157,7 +157,7 @@ def _run(
     return out, lse
 
 
-def _unobserved(*tensors: Tensor) -> bool:
+def unobserved(*tensors: Tensor) -> bool:
     """Whether the operator can be skipped without any difference.
 
     No gradient is asked for; no mode, transform, tracer, compiler or profiler is active.
@@ -181,7 +181,7 @@ def without_operator(
     if torch.compiler.is_compiling():
         return None
     _, runner = _runner(query, key, value, options)
-    if runner is None or not _unobserved(query, key, value):
+    if runner is None or not unobserved(query, key, value):
         return None
     return _run(runner, query, key, value, with_lse)
 

@@ -17,6 +17,7 @@ from transformers.utils import generic
 
 from ..errors import ArgumentError
 from ..torch.flex import blockwise
+from ..torch.rotated import rotated
 from ..torch.sdpa import attention
 from .by_name import register_caches
 from .function_mask import FEWEST_ROWS_INT8, FunctionMask, function_mask
@@ -112,6 +113,9 @@ def attend(
     if dropout or output_attentions or cache is not None:
         _refuse(dropout, output_attentions, cache)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    operands = (query, key, value)
+    if causal and precision == "int8" and not isinstance(key, StandIn):
+        operands = rotated(*operands)
     if isinstance(attention_mask, FunctionMask):
         trained = s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled()
         slower = precision == "int8" and (softcap or query.shape[2] < FEWEST_ROWS_INT8)
@@ -119,7 +123,7 @@ def attend(
             attention_mask = attention_mask.dense()
         else:
             given = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-            out = blockwise(query, key, value, attention_mask.blocks, precision, given)
+            out = blockwise(*operands, attention_mask.blocks, precision, given).to(query.dtype)
             return out.transpose(1, 2).contiguous(), None
     if isinstance(key, StandIn):
         options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
@@ -129,9 +133,7 @@ def attend(
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
     out = attention(
-        query,
-        key,
-        value,
+        *operands,
         attention_mask,
         causal,
         scaling,
@@ -140,7 +142,7 @@ def attend(
         sinks=s_aux,
         precision=precision,
     )
-    return out.transpose(1, 2).contiguous(), None
+    return out.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
 def _refuse(dropout: float, output_attentions: bool, cache: Any) -> None:

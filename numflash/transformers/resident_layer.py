@@ -19,6 +19,7 @@ from ..cache.kvcache import KVCache
 from ..cache.settings import INTEGERS
 from ..errors import ArgumentError, ArgumentTypeError, CacheFullError
 from ..torch.operator import pytorch_threads
+from ..torch.rotated import rotated
 from ..torch.sdpa import attention
 from .masks import PLAIN, Reading, gathered, scattered, to_back, to_front
 from .standin import StandIn
@@ -341,9 +342,12 @@ class ResidentLayer(CacheLayerMixin):
             limits["key_lengths"] = lengths
         if reading.mask is not None:
             limits = {"attn_mask": self.cache.physical_mask(self, reading, keys.shape[2], order)}
+        if precision == "int8":
+            rows, keys, values = rotated(rows, keys, values)
         out = attention(
             rows, keys, values, enable_gqa=True, precision=precision, **limits, **options
         )
+        out = out.to(query.dtype)
         if order is not None:
             out = scattered(out, order)
         with pytorch_threads():
