@@ -27,6 +27,8 @@ from .model import LIMITS, Model, bits_of, isa_of
 
 D, LENGTH, GROUP = 128, 4096, 4  # head dimension; keys and query heads to a KV head of the table
 SCORE = np.float32(256 * np.log2(np.e) / (32 * 32 * D**0.5))  # int8 scores to Q8.8
+CHAINS = (8, 16, 32, KEY_BLOCK)  # products that an FP16 sum takes before it is added to a float32
+SHARP = 4  # times the numbers of Q and K: rows in which one key has nearly all the weight
 VARIANTS = {
     "the summary's": ("plain", "fp32", False),
     "vector exp2": ("vectors", "fp32", False),
@@ -140,6 +142,63 @@ def value_tiles(model: Model, rows: int) -> tuple[float, float, float]:
     return narrow + rows * KEY_BLOCK / lanes, cycles, error
 
 
+def chain_cycles(model: Model, rows: int, chain: int) -> float:
+    """Cycles per 64 multiply-adds of FP16 tiles whose sums go to float32 after `chain` products.
+
+    P.V's tile; Q.K^T's would have the same instructions, Q in place of P.
+    """
+    bits = bits_of(model.cpu)
+    tile, columns = half_tiles.make_value_tile(), 8 * (bits // 32)
+
+    @numba.njit(error_model="numpy")
+    def values(p: Any, v: Any, o: Any) -> None:
+        for t in range(0, D, columns):
+            for i in range(0, rows, half_tiles.ROWS):
+                for n in range(0, KEY_BLOCK, chain):
+                    at, to = i * KEY_BLOCK + n, i * D + t
+                    tile(p, at, KEY_BLOCK, v, n * D + t, D, chain, o, to, D)
+
+    halves = "uint16[:,::1]"
+    run = Emulated(values, f"void({halves}, {halves}, float32[:,::1])", model.cpu, vector_bits=bits)
+    p, v = np.zeros((rows, KEY_BLOCK), np.uint16), np.zeros((KEY_BLOCK, D), np.uint16)
+    cycles = model.cycles(run.trace(p, v, np.zeros((rows, D), np.float32)))
+    return 64 * cycles / (rows * KEY_BLOCK * D)
+
+
+def half_table(model: Model, rows: int, wide: float) -> Table:
+    """What FP16 sums of several lengths gain, and cost in errors."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, D), np.float32) for n in (rows, 1024, 1024))
+    p = rng.random((rows, 1024), np.float32)
+    table = Table(
+        f"{model.cpu}: products in FP16, D = {D}; in float32 {wide:.2f} cycles per 64 multiply-adds",
+        (
+            "sums of",
+            "cycles",
+            "P.V off by",
+            "Q.K^T, attention off by",
+            "of sharp rows",
+            "worst row",
+        ),
+        note=f'relative L1, random numbers, 1024 keys; sharp: Q and K times {SHARP}. precision="float16" may be off by 2e-3',
+    )
+    for chain in CHAINS:
+        cycles, values = chain_cycles(model, rows, chain), half_tiles.relative_error(p, v, chain)
+        scores = half_tiles.score_error(q, k, v, chain)[0]
+        sharp = half_tiles.score_error(SHARP * q, SHARP * k, v, chain)
+        table.add(
+            str(chain),
+            f"{cycles:.2f}",
+            *(f"{x:.1e}" for x in (values, scores, *sharp)),
+            chain=chain,
+            cycles=cycles,
+            values=values,
+            scores=scores,
+            sharp=sharp,
+        )
+    return table
+
+
 def gains(cpu: str, cycles: dict[str, float], half: float, values: float) -> list[Gain]:
     """The table's rows, from the cycles of a block by variant and of both P.V tiles."""
     machine, isa = machines.MACHINES[cpu], isa_of(cpu) or "sve"
@@ -220,12 +279,15 @@ def run(cpu: str) -> dict[str, Any]:
     if isa != "sve":
         raise UnsupportedError(f"estimate: {cpu} has no SVE tiles; allowed: a CPU with SVE")
     cycles, instructions = {}, {}
-    with Progress("estimate improvements", len(VARIANTS) + 1) as progress:
+    with Progress("estimate improvements", len(VARIANTS) + 2) as progress:
         for name, switches in VARIANTS.items():
             progress.step(name)
             cycles[name], instructions[name] = block_cycles(model, isa, *switches)
         progress.step("16-bit P.V")
-        half, values, error = value_tiles(model, tiling(isa).block_q)
+        rows = tiling(isa).block_q
+        half, values, error = value_tiles(model, rows)
+        progress.step("FP16 sums")
+        halves = half_table(model, rows, 64 * values / (rows * KEY_BLOCK * D))
     found = gains(cpu, cycles, half, values)
     table = Table(
         f"{cpu}: the summary's eight improvements, D = {D}, modelled",
@@ -240,6 +302,7 @@ def run(cpu: str) -> dict[str, Any]:
         f"{error:.1e} (relative L1)"
     )
     table.show()
+    halves.show()
     print(LIMITS)
     return {
         "cpu": cpu,
@@ -247,5 +310,6 @@ def run(cpu: str) -> dict[str, Any]:
         "cycles": cycles,
         "instructions": instructions,
         "gains": table.records,
+        "halves": halves.records,
         "limits": LIMITS,
     }

@@ -101,15 +101,37 @@ def make_value_tile() -> Any:
     return tile
 
 
-def relative_error(p: np.ndarray, v: np.ndarray) -> float:
-    """Relative L1 error of P.V with FP16 operands and sums of `KEY_BLOCK` keys, key by key."""
-    p16, v16 = p.astype(np.float16), v.astype(np.float16)
-    o = np.zeros((p.shape[0], v.shape[1]), np.float64)
-    for c in range(0, p.shape[1], KEY_BLOCK):
+def products(a: np.ndarray, b: np.ndarray, chain: int = KEY_BLOCK) -> np.ndarray:
+    """a (M, K) times b (K, N) in float64, of halves: sums of `chain` products in FP16, as FMAs one by
+    one, added up without error.
+    """
+    a16, b16 = (x.astype(np.float16).astype(np.float64) for x in (a, b))
+    o = np.zeros((a.shape[0], b.shape[1]), np.float64)
+    for c in range(0, a.shape[1], chain):
         some = np.zeros(o.shape, np.float16)
-        for key in range(c, min(c + KEY_BLOCK, p.shape[1])):  # an FMA rounds once
-            exact = p16[:, key, None].astype(np.float64) * v16[key].astype(np.float64)
-            some = (some.astype(np.float64) + exact).astype(np.float16)
+        for n in range(c, min(c + chain, a.shape[1])):  # an FMA rounds once
+            some = (some.astype(np.float64) + a16[:, n, None] * b16[n]).astype(np.float16)
         o += some
+    return o
+
+
+def relative_error(p: np.ndarray, v: np.ndarray, chain: int = KEY_BLOCK) -> float:
+    """Relative L1 error of P.V with FP16 operands and sums of `chain` keys."""
     wanted = p.astype(np.float64) @ v.astype(np.float64)
-    return float(np.abs(o - wanted).sum() / np.abs(wanted).sum())
+    return float(np.abs(products(p, v, chain) - wanted).sum() / np.abs(wanted).sum())
+
+
+def score_error(q: np.ndarray, k: np.ndarray, v: np.ndarray, chain: int) -> tuple[float, float]:
+    """Relative L1 error of attention, and of its worst row, where only the sums of Q.K^T are FP16's.
+
+    q, k, v (rows, D) are halves already: storing them costs nothing here.
+    """
+    q, k, v = (x.astype(np.float16).astype(np.float64) for x in (q, k, v))
+
+    def attend(s: np.ndarray) -> np.ndarray:
+        weights = np.exp((s - s.max(1, keepdims=True)) / q.shape[1] ** 0.5)
+        return weights @ v / weights.sum(1, keepdims=True)
+
+    exact = attend(q @ k.T)
+    off, size = np.abs(attend(products(q, k.T, chain)) - exact).sum(1), np.abs(exact).sum(1)
+    return float(off.sum() / size.sum()), float((off / size).max())
