@@ -96,25 +96,35 @@ def test_a_file_that_makes_no_sense_is_named(file, text, message):
 
 @pytest.mark.skipif(require(None) == "portable", reason="no register tiles here")
 def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsys):
-    clock = iter(range(10**6))
-    speed = {}
+    clock, cost = [0.0], {}
 
     def run(problem, isa):
         t = tiling.in_use(isa, problem.precision)
-        speed["now"] = t.block_q
         exact = reference.integer_model if problem.precision == "int8" else reference.oracle
+        clock[0] += cost["of"](t)
         return exact(problem)
 
     monkeypatch.setattr(launch, "run", run)
-    # the taller the query tile, the shorter the time
-    monkeypatch.setattr(tune.time, "perf_counter", lambda: next(clock) + 1.0 / speed.get("now", 1))
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: clock[0])
+    cost["of"] = lambda t: 1 / t.block_q  # the taller the query tile, the shorter the time
     found = tune.run(16, 16, measured=3)
     assert file.exists() and found["kept"] == str(file) and len(found["ranking"]) == 3
+    tallest = max(r["block_q"] for r in found["ranking"])
+    assert found["best"]["block_q"] == tallest == tiling.in_use(found["isa"]).block_q
+    cost["of"] = lambda t: 1 + 1e-6 * t.block_q  # no difference that counts
+    assert tune.run(16, 16, measured=3)["best"]["block_q"] == tallest
+    assert "in use, is the fastest" in capsys.readouterr().out
+    cost["of"] = lambda t: float(t.key_block)
+    found = tune.run(16, 16, measured=4, dtype="float32")
+    best = min(found["ranking"], key=lambda r: r["key_block"])
+    assert len({(r["mr"], r["nv"]) for r in found["ranking"]}) > 2, "other register tiles"
+    assert [found["best"][x] for x in ("mr", "nv", "key_block")] == [
+        best[x] for x in ("mr", "nv", "key_block")
+    ]
+    name, changed, _ = tiling.chosen_float(found["isa"], "float32")
+    assert changed == (best["key_block"],) and name == f"{found['isa']}:{best['mr']}x{best['nv']}"
     assert main(["tune", "16", "16", "--model"]) == 0
     assert "modelled cost" in capsys.readouterr().out
-    found = tune.run(16, 16, measured=2, dtype="float32")
-    assert found["kept"] == str(file) and found["best"]["key_block"] in (64, 128, 240, 256)
-    assert len({(r["mr"], r["nv"]) for r in found["ranking"]}) == 2, "another register tile"
     off = reference.oracle
     monkeypatch.setattr(launch, "run", lambda problem, isa: (off(problem)[0] * 1.00001, None))
     with pytest.raises(ArithmeticError, match=r"key_block .* is off by 1e-05; allowed: 2e-06"):

@@ -3,8 +3,8 @@
 Enumerates what `tiling.using` lets pass, ranks it by a model of a register tile (loads for each dot
 product, and whether a tile's arrays fit the cache), measures the best ones in turns, checks each
 (INT8: the bits of the integer model; floats: their budget against float64), and keeps the fastest
-in the file that `tiling` reads. For another CPU there is the model alone: of float tiles on AArch64
-it is llvm-mca's, which sees the instructions.
+in the file that `tiling` reads: the tiling in use, unless another is faster by 2 %. For another CPU
+there is the model alone: of float tiles on AArch64 it is llvm-mca's, which sees the instructions.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ NV = {"int8": (2, 4, 8), "float": (1, 2, 3, 4)}
 KEY_BLOCKS = (64, 128, 256, 512)  # of float kernels; an INT8 kernel's is fixed
 TALLEST = 256  # rows of the query tiles that are tried
 ROUNDS = 5
+MARGIN = 0.98  # of the least time of the tiling in use: another must be faster by more than noise
 MODELLED = 8  # register tiles that llvm-mca is asked about
 NEEDS = {
     "int8": target.ISAS,
@@ -271,11 +272,15 @@ def run(
     table.show()
     result: dict[str, Any] = {"isa": isa, "dtype": dtype, "ranking": table.records, "kept": None}
     if chosen:
-        best = chosen[min(range(len(chosen)), key=lambda n: min(seconds[n]))]
+        least = [min(x) for x in seconds]
+        fastest = min(range(len(chosen)), key=least.__getitem__)
+        best = chosen[fastest if least[fastest] < MARGIN * least[0] else 0]
+        text = f"{best.mr} x {best.nv}, block_q {best.block_q}, key_block {best.key_block}"
         result["best"] = dict(zip(("mr", "nv", "block_q", "key_block"), sizes(best), strict=True))
+        if best is now:
+            text += f", in use, is the fastest: none of the others takes less than {MARGIN:.0%} of its time"
         if keep:
             result["kept"] = str(save(best))
-            print(
-                f"{best.mr} x {best.nv}, block_q {best.block_q}, key_block {best.key_block} is kept in {result['kept']}"
-            )
+            text += f"; kept in {result['kept']}"
+        print(text)
     return result
