@@ -2,16 +2,18 @@
 bits.
 """
 
+import ctypes
 import platform
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 from numflash.commands.cli import main
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import target
-from numflash.machinecode import export
+from numflash.machinecode import export, exported_decode
 
 needs_gcc = pytest.mark.skipif(
     not (shutil.which("gcc") and shutil.which("make")), reason="needs gcc and make"
@@ -66,6 +68,43 @@ def test_an_exported_kernel_links_and_gives_the_results(kernel, tmp_path):
     at = text.index("= {\n", text.index(" expected_")) + 4
     header.write_text(text[:at] + "    77, " + text[at:].split(",", 1)[1])
     assert check(tmp_path).returncode != 0
+
+
+@needs_gcc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cpu", "isa", "kernels"),
+    [
+        ("haswell", "avx2", ("int8-append", "int8-decode")),
+        ("alderlake", "avx_vnni", ("int8-append",)),
+    ],
+)
+def test_a_cache_in_c_by_narrower_vectors(cpu, isa, kernels, tmp_path):
+    """Appended in three calls, the second beginning inside a block and ending in the next: the bytes
+    of NumPy's cache, and attention over them the model's bits (`make check`).
+    """
+    if isa not in target.available():
+        pytest.skip(f"no {isa} here")
+    for kernel in kernels:
+        assert export.run(kernel, cpu, tmp_path / kernel)["isa"] == isa
+        done = check(tmp_path / kernel)
+        assert done.returncode == 0 and f"{kernel}: 0 results differ" in done.stdout, done.stderr
+    heads, d, dv = exported_decode.HEADS, exported_decode.HEAD_DIM, exported_decode.VALUE_DIM
+    folder, library = tmp_path / "int8-append", tmp_path / "append.so"
+    command = ["gcc", "-shared", "-fPIC", "-o", library, folder / "runtime.c"]
+    subprocess.run([*command, folder / "numflash_int8_append.o"], check=True)
+    append = ctypes.CDLL(str(library)).numflash_int8_append_raw
+    key, value = exported_decode._tokens(256)
+    expected, _, _ = exported_decode._filled(isa, key, value, 256)
+    cache, offset = np.zeros_like(expected), np.zeros((heads, d), np.float32)
+    result, failed = (ctypes.c_int64 * 8)(), ctypes.c_void_p()
+    for first, stop in ((0, 77), (77, 171), (171, 256)):
+        some = [np.ascontiguousarray(x[:, first:stop]) for x in (key, value)]
+        numbers = heads, stop - first, first, 256, d, dv
+        arguments = [ctypes.c_int64(x.ctypes.data) for x in (*some, offset, cache)]
+        arguments += [ctypes.c_int64(x) for x in numbers]
+        assert append(result, ctypes.byref(failed), *arguments) == 0
+    np.testing.assert_array_equal(cache, expected)
 
 
 @pytest.mark.parametrize(
