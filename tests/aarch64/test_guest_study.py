@@ -1,8 +1,7 @@
 """Every study module and the bench scripts that use them, on an AArch64 machine, real or emulated.
 
 Figures of an emulator mean nothing; that the code of the notes about the A64FX (docs/sources.md)
-runs there, and is right, does. `tools/aarch64/test.sh` compiles this job with few optimisations:
-compiling is nearly all of its time.
+runs there, and is right, does.
 """
 
 import importlib.util
@@ -64,7 +63,7 @@ def test_every_study_module_is_here():
 
 
 def test_the_eight_improvements():
-    """The switched kernel with SVE's tiles: bits of the integer model (fp32 P.V: test_guest).
+    """The switched kernel with SVE's tiles: bits of the integer model (fp32 P.V: test_emulated_kernels).
 
     Without prefetching, as the bench script below has it: one kernel for both.
     """

@@ -57,9 +57,10 @@ def quantised(row, pv):
     return problem, *reference.integer_model(problem)
 
 
-def int8_holds(isa, pv, row):
+def int8_holds(isa, pv, row, run=launch.run):
+    """`run(problem, isa)` -> (out, lse), here or on another machine."""
     problem, *want = quantised(tuple(row.items()), pv)
-    got = launch.run(problem, isa)
+    got = run(problem, isa)
     extra = sinks(problem.shape[1])
     for (out, lse), (got_out, got_lse) in (
         (want, got),
@@ -94,9 +95,9 @@ def exact(row, precision):
     return problem, (want, joined)
 
 
-def floats_hold(precision, isa, row):
+def floats_hold(precision, isa, row, run=launch.run):
     problem, wanted = exact(tuple(row.items()), precision)
-    got = launch.run(problem, isa)
+    got = run(problem, isa)
     joined = merge.apply_sinks(*got, sinks(problem.shape[1]))
     for want, (out, lse) in zip(wanted, (got, joined), strict=True):
         try:

@@ -115,21 +115,26 @@ BITS = {  # that stay in int16, leave it upwards or downwards, hide whole rows, 
 
 @pytest.mark.parametrize("name", BITS)
 def test_one_pass_has_the_bits_of_plain_loops(name):
-    bits_of_all(BITS[name], target.available(target.ISAS)[:1])
+    bits_of_all(name, target.available(target.ISAS)[:1])
 
 
 @pytest.mark.slow
 def test_one_pass_has_the_same_bits_on_every_instruction_set():
-    for function in BITS.values():
-        bits_of_all(function, target.available(target.ISAS)[1:])
+    for name in BITS:
+        bits_of_all(name, target.available(target.ISAS)[1:])
 
 
-def bits_of_all(function, isas):
+def bits_of_all(name, isas):
+    wanted = with_bits(name, "portable")
+    for isa in isas:
+        found = with_bits(name, isa)
+        assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(found, wanted, strict=True))
+
+
+def with_bits(name, isa):
+    """out and lse of a function of `BITS` on an instruction set."""
     rng = np.random.default_rng(6)
     q, k, v = (rng.standard_normal((1, 2, n, 64), dtype=np.float32) for n in (70, 400, 400))
     options = Options(precision="int8", return_lse=True)
-    problem = with_functions(validation.problem(q, k, v, options), function, None, "cpu")
-    wanted = launch_int8.run(problem, "portable")
-    for isa in isas:
-        found = launch_int8.run(problem, isa)
-        assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(found, wanted, strict=True))
+    problem = with_functions(validation.problem(q, k, v, options), BITS[name], None, "cpu")
+    return launch_int8.run(problem, isa)

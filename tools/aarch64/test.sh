@@ -1,19 +1,27 @@
 #!/bin/bash
-# CPU tests in the emulated AArch64 Python, two jobs at a time. What runs where, and what is left out and why: tests.txt.
+# CPU tests with the emulated AArch64 Python, two jobs at a time. What runs where, and what is left out and why: tests.txt.
+#
+#   PYTHON     the host's Python with numflash: makes the environment, runs LLVM for the emulated one, and the jobs "host"
+#   TABLE      "whole": all of the option table, where a run has one of 12 parts by the date
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-export ENV_FOLDER=${AARCH64_ENV:-$here/../../.aarch64}
-"$here/setup.sh" "$ENV_FOLDER"
 cd "$here/../.."
-export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$PWD/.aarch64/cache} TESTS=$here/tests.txt
+export PYTHON=${PYTHON:-$PWD/.venv/bin/python} AARCH64_ENV=${AARCH64_ENV:-$PWD/.aarch64}
+"$here/setup.sh" "$AARCH64_ENV"
+export NUMBA_CACHE_DIR=${NUMBA_CACHE_DIR:-$PWD/.aarch64/cache} TESTS=$here/tests.txt NUMBA_NUM_THREADS=2
+export OUTSIDE_PYTHON=$PYTHON
 
 run() {                                              # JOB
     local log status=0 begin=$SECONDS
+    local -a command
     log=$(mktemp)
-    # the study kernels are many, and what counts is that they run: fewer optimisations, and a cache of their own
-    if [ "$1" = a64fx:study ]; then export NUMBA_OPT=1 NUMBA_CACHE_DIR=$NUMBA_CACHE_DIR-study; fi
-    awk -v job="$1" '$1 == job { print $2 }' "$TESTS" | GUEST_CPU=${1%%:*} NUMBA_NUM_THREADS=2 xargs \
-        "$ENV_FOLDER/guest-python" -m pytest -q -p no:cacheprovider -o timeout=1500 > "$log" 2>&1 || status=$?
+    case $1 in
+        host*) command=("$PYTHON" -m pytest -m "slow or not slow") ;;
+        *) command=("$AARCH64_ENV/guest-python" -m pytest -p compile_outside)
+           export GUEST_CPU=${1%%:*} PYTHONPATH=$PWD/tools/aarch64 ;;
+    esac
+    awk -v job="$1" '$1 == job { sub(/^[^ ]+/, ""); print }' "$TESTS" | \
+        xargs "${command[@]}" -q -p no:cacheprovider -o timeout=1500 > "$log" 2>&1 || status=$?
     echo "== $1: $((SECONDS - begin)) s"; cat "$log"; rm "$log"
     return "$status"
 }
