@@ -242,8 +242,15 @@ def test_bad_names_are_refused():
             codegen.histogram("quantize-rows", cpu, features)
     with pytest.raises(ArgumentError, match="kernel: got 'nothing'; allowed: "):
         codegen.histogram("nothing", "a64fx")
-    with pytest.raises(UnsupportedError, match=r"'haswell' has no vectors .* a CPU with sve"):
-        codegen.histogram("exp2-fexpa", "haswell")
+    for kernel, cpu, needs in (
+        ("exp2-fexpa", "haswell", "sve"),
+        ("float32-sve512", "haswell", "sve512"),
+        ("float32-sve512", "neoverse-v1", "sve512"),  # whose vectors are shorter
+        ("bfloat16-amx_bf16", "znver4", "amx_bf16"),
+        ("int8-avx512_vnni", "a64fx", "avx512_vnni"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"'{cpu}' has no vectors .* a CPU with {needs}"):
+            codegen.histogram(kernel, cpu)
     with pytest.raises(ArgumentError, match="no loop"):
         report(without_loop, DOT, "a64fx")
 

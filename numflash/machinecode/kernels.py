@@ -1,6 +1,7 @@
 """The kernels whose machine code `codegen.compile_kernel` makes by name, as data.
 
-Those of an instruction set have it in their names. The others take the best that the CPU has.
+Those of an instruction set have it in their names, and a CPU without it is refused. The others take
+the best that the CPU has.
 """
 
 from __future__ import annotations
@@ -65,19 +66,31 @@ def _types(name: str, *arguments: Any) -> Callable[[], tuple[Any, ...]]:
     return found
 
 
+def _of(isa: str, table: target.Needs, *more: Any) -> Callable[[str, Any], tuple]:
+    """Arguments of a kernel of one instruction set, on a CPU that has it."""
+
+    def arguments(cpu: str, generator: Any) -> tuple:
+        return best((isa,), cpu, generator, table), *more
+
+    return arguments
+
+
 def _fused(isa: str, operand: str, *cpus: str) -> Kernel:
     where = "numflash.cpu.int8.flash_int8", "make_attend"
-    return Kernel(*where, (isa, "int8"), _types("attend_int8", False, operand), cpus)
+    return Kernel(
+        *where, _of(isa, target.ISAS, "int8"), _types("attend_int8", False, operand), cpus
+    )
 
 
 def _floats(isa: str, kind: str, *cpus: str) -> Kernel:
     where = "numflash.cpu.floats.flash_float", "make_attend"
-    return Kernel(*where, (isa, kind), _types("attend_floats", kind), cpus)
+    made = _of(isa, target.BFLOAT16_ISAS, kind)
+    return Kernel(*where, made, _types("attend_floats", kind), cpus)
 
 
 def _backward(isa: str, *cpus: str) -> Kernel:
     where = "numflash.cpu.backward.flash_backward", "make_backward"
-    return Kernel(*where, (isa,), _types("backward"), cpus)
+    return Kernel(*where, _of(isa, target.FLOAT_ISAS), _types("backward"), cpus)
 
 
 def _tile(dtype: str, cpu: str, generator: Any) -> Any:
