@@ -39,7 +39,7 @@ CASES = (
 L2_RATE, L3_RATE = 48, 12
 SIZES = (24 << 10, 512 << 10, 64 << 20, 512 << 20)
 _FMA = re.compile(r"vfn?m\w*add\w*ps\s|fmla\s|fmad\s")
-_STORE = re.compile(r"vmov(?:[au]ps|dq[au]\d*)\s+%[xyz]mm\d+,|st1w\s|st[rp]\s+q")
+_STORE = re.compile(r"vmov(?:[au]ps|dq[au]\d*)\s+%[xyz]mm\d+,\s*-?\w*\(|st1w\s|st[rp]\s+q")
 
 
 def hot_loop(kernel: str, text: str) -> tuple[tuple[str, ...], float]:
