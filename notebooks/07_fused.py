@@ -187,10 +187,10 @@ table(["rung", "name", "change", "ms", "times the previous", "times naive", "sha
 # large step is rung 5: bytes instead of floats, and sums that stay in registers. Fusion keeps what rung 5 won when the scores no longer fit
 # the caches; at L = 1024 they nearly do, at L = 4096 they do not (the table above). The share of rung 8 counts visible work only.
 #
-# On the A64FX, whose SVE registers hold 16 sums, a model says the same (`numflash estimate unfused` and `attention`; nothing was measured
-# there): the unfused product reaches 89 % of the INT8 peak in the first cache, 74 % once S of L = 4096 goes to memory and back, and then
-# softmax takes 65 % of the time. The status note measured 71 and 64 %. Fused, 24 rows and 128 keys at D = 128 take 8,282 cycles: 74 % of the
-# peak with softmax in it, at any L.
+# The same step can be predicted for a machine that is not here. The package has a model of the A64FX, the processor of the Fugaku computer
+# (`numflash estimate unfused` and `numflash estimate attention`; nothing was measured there). Unfused, the model's product Q K^T loses
+# speed as soon as its scores go to memory and back, and softmax, which reads and writes them again, takes most of the time. Fused, scores
+# and weights stay in the first-level cache, so the share of the peak is the same at every L.
 #
 # ## The picture
 
