@@ -1,0 +1,31 @@
+"""The generated float32 functions of whole vectors against float64."""
+
+import ctypes
+
+import numpy as np
+
+from numflash.flex.fused import Fused
+from numflash.flex.prepared import prepare
+
+WHOLE = ctypes.c_int64
+TILE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[WHOLE] * 7, *[ctypes.c_float] * 2)
+
+
+def changed(score_mod, x):
+    """`score_mod` of float32 values (n,), as its tile function computes it."""
+    fused = Fused(prepare(score_mod, None))
+    tiles = fused.tiles((1, 1, 1, x.size))
+    y = x.copy()
+    tile = TILE(tiles.unmasked)
+    tile(tiles.unmasked_frame, y.ctypes.data, None, y.size, 1, y.size, 0, 0, 0, 0, 1.0, 1.0)
+    return y
+
+
+def test_tanh_is_within_its_error_and_never_beyond_one():
+    some = np.concatenate([np.linspace(0, 12, 1_200_007), np.logspace(-37, 1, 100_000)])
+    x = np.concatenate([some, -some, [np.inf, -np.inf, 1e30]]).astype(np.float32)
+    y = changed(lambda score, b, h, q, k: np.tanh(score), x)
+    wanted = np.tanh(x.astype(np.float64))
+    assert (np.abs(y - wanted) <= 3e-7 * np.abs(wanted)).all()
+    assert np.abs(y).max() <= 1
+    assert np.isnan(changed(lambda score, b, h, q, k: np.tanh(score), np.float32([np.nan])))[0]
