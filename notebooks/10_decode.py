@@ -82,7 +82,8 @@ table(["stored", "MB", "operations per byte", "microseconds", "GB/s"], rows)
 assert np.isclose(rows[1][1], 7 * rows[0][1])
 
 # %% [markdown]
-# The work is the same; the bytes are seven times as many, and the time follows the bytes. Grouped heads gain here, in decode.
+# The work is the same; the bytes are seven times as many, and so the time is longer: by more than seven times where the smaller cache stays
+# in the processor's caches and the larger one does not. Grouped heads gain here, in decode.
 # (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
 # tile, so that each vector of K is read once and serves all of them.
 #
@@ -216,8 +217,8 @@ print(f"split {1e3 * t_split:.2f} ms, unified {1e3 * t_unified:.2f} ms: a gain o
 
 # %% [markdown]
 # The paper measured 18.8 % of the time for the synchronisation on a GPU, where a maximum crosses threads. Here it stays in a
-# register and its loop is no longer than the other's: the last line shows that there is nothing to gain, against a test and a
-# second way through the code. So the package's own decode kernel has the split and not the unified maximum.
+# register and its loop is no longer than the other's. The last line above is the ratio of the two times: near 1, it does not pay for a test
+# and a second way through the code. So the package's own decode kernel has the split and not the unified maximum.
 #
 # ## The cache that ships
 #
