@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CacheFullError
-from ..interop import widen
 from .arguments import floats, in_range, token_counts
 from .memory import Memory
 from .sequences import Sequences
 from .settings import INTEGERS, Settings
+from .smoothing import offset_of
 
 F = np.float32
 FLOAT32 = np.dtype(np.float32)
-SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
 
 
 def is_float32(x: Any) -> bool:
@@ -119,22 +118,10 @@ class Appending(Sequences):
             )
 
     def _prepare(self, memory: Memory, key: np.ndarray, take: np.ndarray) -> None:
-        """Pages and channel means for the tokens to come."""
+        """Pages, and what `smooth` takes from the keys, for the tokens to come."""
         if memory.settings.paged:
             memory.grow(take)
         lengths = memory.store.lengths
         if self.smooth and np.count_nonzero(lengths) < lengths.size:
             for b in np.flatnonzero((lengths == 0) & (take > 0)):
-                memory.offset[b] = _channel_means(key[b, :, : take[b]])
-
-
-def _channel_means(key: np.ndarray) -> np.ndarray | np.float32:
-    """(Hkv, D) float32 means of the finite keys of (Hkv, n, D), subtracted from all keys of the
-    sequence.
-    """
-    if key.shape[1] < SMOOTH_TOKENS:
-        return F(0)
-    tokens = widen(key).astype(np.float64)
-    finite = np.isfinite(tokens).all(2, keepdims=True)
-    total = np.where(finite, tokens, 0).sum(1)
-    return (total / np.maximum(finite.sum(1), 1)).astype(F)
+                memory.offset[b] = offset_of(key[b, :, : take[b]], memory.settings)

@@ -25,7 +25,7 @@ class Memory:
     """Keys and values of all sequences.
 
     settings : with the present `max_length`
-    offset : (B, Hkv, D) float32, channel means that `smooth` takes from the keys
+    offset : (B, Hkv, D) float32, what `smooth` takes from the keys (`smoothing`)
     oldest : (B,) int64, the first token behind the sinks that a ring still holds after `truncate`
     pages : of the pool
     calls : decode calls prepared for this layout and number of sequences

@@ -68,3 +68,18 @@ def test_means_are_of_the_tokens_that_are_appended():
     alone.append(key[1:, :, :20].copy(), value[1:, :, :20].copy())
     for x, y in zip(cache.read(1), alone.read(0), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rotate": True}, {"dtype": "int4"}], ids=["int8", "rotated", "int4"]
+)
+def test_the_first_key_is_stored_without_an_error(options):
+    """One that is far from the others, as the sink of a language model (4 bits keep 15 of it)."""
+    key, value = draw((2, 3, 40, 24), 3), draw((2, 3, 40, 24), 4)
+    key[:, :, 0] += 20 * draw((24,), 5)
+    cache = KVCache(2, 3, 24, 100, smooth=True, **options)
+    cache.append(key, value)
+    for b in range(2):
+        error = np.abs(cache.read(b)[0] - key[b]).max(-1)
+        assert (error[:, 0] < 1e-4 * np.abs(key[b, :, 0]).max()).all()
+        assert (error[:, 1:].max(-1) > 1e-3).all()  # the others are rounded

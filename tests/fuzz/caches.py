@@ -69,21 +69,40 @@ class Model:
             s.length + t > self.most for s, t in zip(self.all, take, strict=True)
         )
 
-    def append(self, key: np.ndarray, value: np.ndarray | None, take: list[int]) -> None:
+    def append(
+        self, held: KVCache, key: np.ndarray, value: np.ndarray | None, take: list[int]
+    ) -> None:
         value = key[..., : self.dv] if value is None else value
         for b, n in enumerate(take):
             s = self.all[b]
             stored = "float32" if self.c["dtype"] in INTEGERS else self.c["dtype"]
             if self.c["smooth"] and n and not s.length:
-                s.offset = np.zeros_like(s.offset)
-            if self.c["smooth"] and not s.length and n >= SMOOTH:
-                with np.errstate(all="ignore"):
-                    mean = (
-                        key[b, :, :n].astype(np.float64).mean(1, keepdims=True).astype(np.float32)
-                    )
-                s.offset = np.where(np.isfinite(mean), mean, 0).astype(np.float64)
+                s.offset = offset_taken(self.c, held, b, key[b, :, :n])
             s.key = np.concatenate([s.key, oracle.rounded(key[b, :, :n], stored)], 1)
             s.value = np.concatenate([s.value, oracle.rounded(value[b, :, :n], stored)], 1)
+
+
+def offset_taken(c: dict, held: KVCache, b: int, key: np.ndarray) -> np.ndarray:
+    """(G, 1, D) what the cache takes from all keys of a sequence that began with key (G, n, D).
+
+    Any vector changes no softmax. It must be the mean of the finite tokens but for the rounding of
+    one row.
+    """
+    found = held.state()["offset"][b][:, None].astype(np.float64)
+    tokens = key.astype(np.float64)
+    finite = np.isfinite(tokens).all(2, keepdims=True)
+    mean = np.where(finite, tokens, 0).sum(1, keepdims=True) / np.maximum(
+        finite.sum(1, keepdims=True), 1
+    )
+    if key.shape[1] < SMOOTH:
+        mean = np.zeros_like(mean)
+    length = np.linalg.norm(np.where(finite[:, :1], tokens[:, :1] - mean, 0), axis=2)
+    steps = 1 / 15 if c["dtype"] == "int4" else 0.51 / 127
+    most = np.sqrt(c["d"]) * steps * length * (key.shape[1] >= SMOOTH)
+    away = np.linalg.norm(found - mean, axis=2)
+    if not (away <= most + 1e-5 * np.linalg.norm(np.abs(mean), axis=2) + 1e-5 * length).all():
+        raise WrongError(f"sequence {b}: {away} from the mean of the keys; at most {most}")
+    return found
 
 
 def cache(c: dict) -> None:
@@ -122,7 +141,7 @@ def apply(c: dict, op: dict, held: KVCache, model: Model) -> KVCache:
             take = np.resize(op["counts"], batch).tolist()
             counts = {"counts": np.array(take)}
         if admitted(c, held, model, take, lambda: held.append(key, value, **counts)):
-            model.append(key, value, take)
+            model.append(held, key, value, take)
     elif op["op"] == "reset":
         which = None if op["which"] is None else np.atleast_1d(op["which"]) % batch
         held.reset(which)
@@ -294,7 +313,7 @@ def attend(c: dict, op: dict, held: KVCache, model: Model) -> None:
             lambda: got.append(held.step(query, key, value, out=out, **given)),
         ):
             return
-        model.append(key, value, [op["n"]] * batch)
+        model.append(held, key, value, [op["n"]] * batch)
         found = got[0]
         lse = None
     else:

@@ -376,9 +376,15 @@ MUTANTS = [
     ),
     Mutant(
         "cache/appending.py",
-        "_channel_means(key[b, :, : take[b]])",
-        "_channel_means(key[b])",
+        "offset_of(key[b, :, : take[b]], memory.settings)",
+        "offset_of(key[b], memory.settings)",
         f"{UNSEEN} tests/cpu/test_decode_smooth.py",
+    ),
+    Mutant(
+        "cache/smoothing.py",
+        "moved = means + (first - _storable(first, settings))",
+        "moved = means - (first - _storable(first, settings))",
+        "tests/cpu/test_decode_smooth.py",
     ),
     Mutant("cache/pages.py", "if total > free.size:", "if total > free.size + 1:", CACHE),
     Mutant(

@@ -1,0 +1,53 @@
+"""What `smooth` takes from the keys of a sequence: one vector per KV head, which changes no softmax.
+
+The channel means of the first append leave small keys, which take small scales. In language models
+the first key is far from that mean and gets much of every row's weight (an attention sink): its
+rounding error is the same for all rows, and with a few large channels it is the largest error of
+all. But any vector may be taken away. So the means are moved by what rounding would take from the
+first key, a part of a step in each channel, and the first key less that vector is exactly what is
+stored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..interop import widen
+from ..rotation import rotate
+from .settings import Settings
+
+F = np.float32
+SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
+INT8_TOP, INT4_TOP = F(127), F(15)  # the largest stored numbers; INT4's are odd
+
+
+def offset_of(key: np.ndarray, settings: Settings) -> np.ndarray:
+    """(Hkv, D) float32 to subtract from all keys of a sequence whose first are key (Hkv, n, D).
+
+    Zeros for fewer than `SMOOTH_TOKENS` keys. Keys that are not finite have no say.
+    """
+    heads, n, d = key.shape
+    if n < SMOOTH_TOKENS:
+        return np.zeros((heads, d), F)
+    tokens = widen(key).astype(np.float64)
+    finite = np.isfinite(tokens).all(2, keepdims=True)
+    total = np.where(finite, tokens, 0).sum(1)
+    means = (total / np.maximum(finite.sum(1), 1)).astype(F)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        first = tokens[:, 0].astype(F) - means
+        moved = means + (first - _storable(first, settings))
+    return np.where(np.isfinite(moved).all(1, keepdims=True), moved, means)
+
+
+def _storable(rows: np.ndarray, settings: Settings) -> np.ndarray:
+    """Rows (N, D) near the given ones that the cache stores without an error; NaN for zeros."""
+    turned = rotate(rows, settings.rotation) if settings.rotate else rows
+    top = np.abs(turned).max(1, keepdims=True)
+    if settings.dtype == "int4":
+        step = top / INT4_TOP
+        numbers = np.clip(2 * np.floor(turned / (2 * step)) + 1, -INT4_TOP, INT4_TOP)
+    else:
+        step = top / INT8_TOP
+        numbers = np.rint(turned / step)
+    stored = (numbers * step).astype(F)
+    return rotate(stored, settings.rotation) if settings.rotate else stored
