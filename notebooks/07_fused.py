@@ -84,12 +84,12 @@ shown(ladder_int8.make_unfused, "tiles, blocks = x.shape", "values(p[tile, b]")
 shown(ladder_int8.make_tile, "for c in range", "values(p, v, c")
 
 # %% [markdown]
-# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It has more lines because it takes masks, ALiBi, score functions (`called`),
-# padding, and scores that leave the range of int16 (`is_wide`), but the four parts are the same: `narrow_scores` (1), `octaves` and `weigh` (2), `grow_rows` and `add_sums` (3),
-# `add_values` (4). Look for these six names and skip what is between them: those lines decide which keys a row attends to.
+# And the kernel that ships, `numflash/cpu/int8/flash_int8.py`. It also takes masks, ALiBi, score functions (`called`), padding, and scores that
+# leave the range of int16 (`left`), but the four parts are the same: `block_scores` (1; it finds the `octave` of each row too), `weigh` (2),
+# `grow_rows` and `add_sums` (3), `add_values` (4). Here O grows by whole octaves before the weights are made, so that both know the new maximum.
 
 # %%
-shown(flash_int8.make_attend, "block = block_at", "add_values(p, kv, tile")
+shown(flash_int8.make_attend, "mark_live(tile, block)", "add_values(p, job.kv")
 
 # %% [markdown]
 # ## Write it

@@ -25,7 +25,7 @@ from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row
 from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
 from .floats.call import addresses
-from .int8 import amx_stream, flash_int8, portable
+from .int8 import amx_stream, arguments, flash_int8, portable
 from .int8.call import (
     MOST,
     NUMBERS,
@@ -411,15 +411,17 @@ def run_general(
     out = shaped.reshape(n, length, dv)
     m = fresh((n, length), np.int32)
     l = fresh((n, length), F)
-    sizes = (nh, nkv, numba.get_num_threads())
-    counter = np.zeros(1, np.int64)
-    if isa != "portable":
-        sizes = (*sizes, stream_of(problem, isa))  # type: ignore[assignment]
-    rest = x.values, x.first, x.value_scale, options, sizes, s, counter, out, m, l
     if isa == "portable":
-        portable.make_attend(problem.pv)(x.query, x.query_scale, *x.keys, *rest)
+        attend, stream = portable.make_attend(problem.pv), 0
     else:
-        flash_int8.make_attend(isa, problem.pv, *rows)(x.query, x.query_scale, x.keys, *rest)
+        attend, stream = flash_int8.make_attend(isa, problem.pv, *rows), stream_of(problem, isa)
+    attend(
+        arguments.Operands(x.query, x.query_scale, x.keys, x.values, x.first, x.value_scale),
+        options,
+        arguments.Sizes(nh, nkv, s, numba.get_num_threads(), stream),
+        np.zeros(1, np.int64),
+        arguments.Results(out, m, l),
+    )
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = x.row_shift() if problem.smooths else None

@@ -18,6 +18,7 @@ from .. import reference, validation
 from .. import scores as score_rules
 from ..cpu.floats import float_tiles
 from ..cpu.int8 import flash_int8, microkernels, packing
+from ..cpu.int8.arguments import Operands, Results, Sizes
 from ..cpu.int8.first_keys import FirstKeys, first_keys
 from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
@@ -233,25 +234,29 @@ def _attention(isa_name: str, lanes: int) -> Any:
             False,
             no_tiles(q),
         )
+        first = FirstKeys(
+            place(first_k, (kv_heads, FIRST_KEYS, head_dim), np.int16),
+            place(first_scale, (kv_heads, FIRST_KEYS), np.float32),
+            place(first_v, (kv_heads, FIRST_KEYS, columns), np.float32),
+            np.int64(FIRST_KEYS),
+        )
         attend(
-            place(q, (heads, length, head_dim), np.int8),
-            place(query_scale, (heads, length), np.float32),
-            packed,
-            place(v, (kv_heads, all_keys * columns), operand),
-            FirstKeys(
-                place(first_k, (kv_heads, FIRST_KEYS, head_dim), np.int16),
-                place(first_scale, (kv_heads, FIRST_KEYS), np.float32),
-                place(first_v, (kv_heads, FIRST_KEYS, columns), np.float32),
-                np.int64(FIRST_KEYS),
+            Operands(
+                place(q, (heads, length, head_dim), np.int8),
+                place(query_scale, (heads, length), np.float32),
+                packed,
+                place(v, (kv_heads, all_keys * columns), operand),
+                first,
+                place(value_scale, (kv_heads, value_dim), np.float32),
             ),
-            place(value_scale, (kv_heads, value_dim), np.float32),
             semantics,
-            (heads, kv_heads, 1, 0),
-            keys,
+            Sizes(heads, kv_heads, keys, 1, 0),
             counter,
-            place(out, (heads, length, value_dim), np.float32),
-            place(m, (heads, length), np.int32),
-            place(l, (heads, length), np.float32),
+            Results(
+                place(out, (heads, length, value_dim), np.float32),
+                place(m, (heads, length), np.int32),
+                place(l, (heads, length), np.float32),
+            ),
         )
 
     return attention

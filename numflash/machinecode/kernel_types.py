@@ -10,6 +10,7 @@ from numba.core.types import containers
 from ..cpu.backward import operands as backward_operands
 from ..cpu.decode.task_data import Scratch, Store
 from ..cpu.floats import float_state
+from ..cpu.int8 import arguments as int8_arguments
 from ..cpu.int8.first_keys import FirstKeys
 from ..cpu.int8.packing import PackedKeys
 from ..cpu.semantics import ScoreTiles, Semantics
@@ -48,16 +49,21 @@ def semantics() -> Any:
 def attend_int8(portable: bool, operand: str = "int8") -> tuple[Any, ...]:
     """The fused INT8 kernels: `make_attend` of `cpu.int8.portable` and of `cpu.int8.flash_int8`."""
     if portable:
-        packed: tuple[Any, ...] = array("int8", 3), array("float32", 2), array("int8", 4)
+        keys, values = containers.Tuple((array("int8", 3), array("float32", 2))), array("int8", 4)
     else:
         fields = array(operand, 2), array("int32", 2), array("float32", 2), array("uint8", 2)
-        packed = containers.NamedTuple(fields, PackedKeys), array(operand, 2)
+        keys, values = containers.NamedTuple(fields, PackedKeys), array(operand, 2)
     first = array("int16", 3), array("float32", 2), array("float32", 3), INT
+    f2 = array("float32", 2)
+    x = array("int8", 3), f2, keys, values, containers.NamedTuple(first, FirstKeys), f2
+    results = array("float32", 3), array("int32", 2), f2
     return (
-        array("int8", 3), array("float32", 2), *packed, containers.NamedTuple(first, FirstKeys), array("float32", 2),
-        semantics(), containers.UniTuple(INT, 3 if portable else 4), INT, array("int64", 1), array("float32", 3),
-        array("int32", 2), array("float32", 2),
-    )  # fmt: skip
+        containers.NamedTuple(x, int8_arguments.Operands),
+        semantics(),
+        containers.NamedUniTuple(INT, len(int8_arguments.Sizes._fields), int8_arguments.Sizes),
+        array("int64", 1),
+        containers.NamedTuple(results, int8_arguments.Results),
+    )
 
 
 def attend_floats(kind: str) -> tuple[Any, ...]:

@@ -45,6 +45,8 @@ INT8_FUNCTIONS = "tests/flex/test_int8_functions.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
 
 FLASH_INT8 = "cpu/int8/flash_int8.py"
+BEGIN_ROWS, BLOCK_SCORES = "cpu/int8/begin_rows.py", "cpu/int8/block_scores.py"
+WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
 FUNCTION_SCORES = "cpu/int8/function_scores.py"
 CALL_INT8 = "cpu/int8/call.py"
@@ -58,34 +60,36 @@ MUTANTS = [
     # ---- the INT8 kernel
     Mutant(FLASH_INT8, "min(stop, tile.real) - 1] - block.first", "i] - block.first", INT8),
     Mutant(
-        FLASH_INT8,
+        BEGIN_ROWS,
         "state.l[i], state.m[i] = F(0), I(UNSEEN)",
         "state.l[i], state.m[i] = F(1), I(UNSEEN)",
         INT8,
     ),
-    Mutant(FLASH_INT8, "        state.o[first:stop] = F(0)", "        state.o[:1] = F(0)", INT8),
+    Mutant(BEGIN_ROWS, "    state.o[first:stop] = F(0)", "    state.o[:1] = F(0)", INT8),
     Mutant(
-        FLASH_INT8,
+        WIDE_SCORES,
         "(octave[i] > HIGHEST) |",
         "(octave[i] > HIGHEST + 1) |",
         "tests/cpu/test_int8_bits.py",
     ),
-    Mutant(FLASH_INT8, "seen |= dense.mask[at + j] != 0", "seen |= dense.mask[at + j] == 0", INT8),
-    Mutant(FLASH_INT8, "n_kv = b * h_kv + h * h_kv // h_all", "n_kv = b * h_kv + h % h_kv", INT8),
     Mutant(
-        FLASH_INT8,
+        HIDDEN_BLOCKS, "seen |= dense.mask[at + j] != 0", "seen |= dense.mask[at + j] == 0", INT8
+    ),
+    Mutant(FLASH_INT8, "h * sizes.kv_heads // sizes.heads", "h % sizes.kv_heads", INT8),
+    Mutant(
+        WIDE_SCORES,
         "wide[i, j] = HIDDEN_WIDE\n                for j in range(tile.hi",
         "pass\n                for j in range(tile.hi",
         INT8,
     ),
     Mutant(
-        FLASH_INT8,
-        "changes = options_end",
-        "changes = options",
+        BLOCK_SCORES,
+        "changes = job.options_end",
+        "changes = job.options",
         "tests/cpu/test_combinations.py -k test_int8_by_pairs",
         equivalent="What is read of mask and bias behind the last key is hidden afterwards by the row's bounds.",
     ),
-    Mutant(FLASH_INT8, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
+    Mutant(WIDE_SCORES, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
         'return MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
@@ -116,7 +120,7 @@ MUTANTS = [
         STREAM, "                if sight == EDGE or", "                if False and", STREAM_TESTS
     ),
     Mutant(STREAM, "FIRST_EDGE if c < tile.first_keys else NO_EDGE", "NO_EDGE", STREAM_TESTS),
-    Mutant(FLASH_INT8, "            hide_first(x, tile, block)", "            pass", INT8),
+    Mutant(BLOCK_SCORES, "            hide_first(x, tile, block)", "            pass", INT8),
     Mutant(
         FLASH_INT8,
         "tile.lo[i] = max(tile.start[i], tile.first_keys)",
@@ -133,7 +137,7 @@ MUTANTS = [
     Mutant(STREAM, "    if span.stop > 0:", "    if True:", f"{STREAM_TESTS} -k bounds"),
     Mutant(
         FLASH_INT8,
-        "min(first_keys.number, s)",
+        "min(first_keys.number, sizes.keys)",
         "first_keys.number",
         "tests/flex/test_tracing.py -k beyond and int8",
     ),

@@ -23,10 +23,11 @@ from ...scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
+from .arguments import Operands, Results, Sizes
 from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
-from .quantize import PLAIN_BITS, Operands, Rows, Source, make_quantize
+from .quantize import PLAIN_BITS, Quantized, Rows, Source, make_quantize
 
 F = np.float32
 MOST = 2.0**30  # scores from here on are not rounded to int32 at once
@@ -132,30 +133,24 @@ def operands_at(isa_name: str):
 
 @functools.cache
 def attend_packed(isa_name: str, *rows: int):
-    """f(p, o, f, most, q, cq, keys, values, first, v_scale, out, room): attention of packed
-    operands.
-    """
+    """f(p, o, f, most, operands, out, room): attention of packed operands."""
     attend = make_attend(isa_name, "int8", *rows)
 
     @inline
-    def run(p, o, f, most, q, cq, keys, values, first, v_scale, out, room):
+    def run(p, o, f, most, operands, out, room):
         n = p.batch * p.heads
         counter = place(room + p.counter, (1,), np.int64)
         counter[0] = 0
         attend(
-            q,
-            cq,
-            keys,
-            values,
-            first,
-            v_scale,
+            operands,
             semantics_at(o, f.softcap, most >= MOST),
-            (p.heads, p.kv_heads, min(p.workers, threads_now()), p.stream),
-            p.keys,
+            Sizes(p.heads, p.kv_heads, p.keys, min(p.workers, threads_now()), p.stream),
             counter,
-            place(out, (n, p.length, p.value_dim), np.float32),
-            place(room + p.m, (n, p.length), np.int32),
-            place(room + p.l, (n, p.length), np.float32),
+            Results(
+                place(out, (n, p.length, p.value_dim), np.float32),
+                place(room + p.m, (n, p.length), np.int32),
+                place(room + p.l, (n, p.length), np.float32),
+            ),
         )
 
     return run
@@ -187,7 +182,7 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
     @inline
     def operands(p, room):
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        return Operands(
+        return Quantized(
             place(room + p.q, (n, p.length, p.head_dim), np.int8),
             place(room + p.q_scale, (n, p.length), np.float32),
             place(room + p.scores_scale, (n, p.length), np.float32),
@@ -217,7 +212,8 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
         general = top >= PLAIN_BITS or np.float64(q_scale) * abs(f.unit) >= LIMIT
         if not general:
             most = most_score(f.unit, np.float64(q_scale), np.float64(k_scale), p.head_dim)
-            attend(p, o, f, most, to.q, to.cq, to.keys, to.values, to.first, to.v_scale, out, room)
+            x = Operands(to.q, to.cq, to.keys, to.values, to.first, to.v_scale)
+            attend(p, o, f, most, x, out, room)
         if p.workers < threads:
             use_threads(threads)
         return general
@@ -309,7 +305,7 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         most = most_score(f.unit, top_q, top_k, p.head_dim)
         q = place(q_at, (n, p.length, p.head_dim), np.int8)
         v_scale = place(v_scale_at, (n_kv, p.value_dim), np.float32)
-        attend(p, o, f, most, q, cq, keys, values, first, v_scale, out, room)
+        attend(p, o, f, most, Operands(q, cq, keys, values, first, v_scale), out, room)
         if p.workers < threads:
             use_threads(threads)
         return False

@@ -302,15 +302,15 @@ def make_attend(pv: str):
     )
 
     @inline
-    def work(
-        _, q, cq, k, ck, v, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
-    ):
+    def work(_, operands, semantics, sizes, counter, results):
         """One worker: query tiles, as long as there are any.
 
         One long function: this is the kernel to read first, from top to bottom.
         """
+        q, cq, (k, ck), v, first_keys, v_scale = operands
+        out, m_out, l_out = results
         n_heads, length, d = q.shape
-        h_all, h_kv, _ = heads
+        h_all, h_kv, s = sizes.heads, sizes.kv_heads, sizes.keys
         first_count = first_keys.number
         tiles, width = (length + BLOCK_Q - 1) // BLOCK_Q, (out.shape[2] + NR - 1) // NR * NR
         q_tile = zeros((BLOCK_Q, d), np.int8, "portable query tile")
@@ -416,35 +416,12 @@ def make_attend(pv: str):
                 m_out[n, row + i], l_out[n, row + i] = m[i], l[i]
 
     @kernel
-    def attend(
-        q, cq, k, ck, v, first_keys, v_scale, semantics, heads, s, counter, out, m_out, l_out
-    ):
-        """All query tiles of all heads.
+    def attend(operands, semantics, sizes, counter, results):
+        """All query tiles of all heads: see `arguments`; counter (1,) int64 zero.
 
-        q (N, L, D) int8; cq (N, L) float32; k (Nkv, padded keys, D) int8; ck (Nkv, padded keys)
-        float32, NaN for a key that was not finite; v (Nkv, blocks, ...) from `arrange_values`;
-        first_keys FirstKeys; v_scale (Nkv, Dv) float32; heads = (H, Hkv, workers); s keys; counter (1,) int64 zero; out
-        (N, L, Dv) float32; m_out (N, L) int32 and l_out (N, L) float32: the softmax state.
+        Keys are (Nkv, padded keys, D) int8 and their scales (Nkv, padded keys) float32, NaN for a
+        key that was not finite; values come from `arrange_values`.
         """
-        over_tasks(
-            work,
-            heads[2],
-            (
-                q,
-                cq,
-                k,
-                ck,
-                v,
-                first_keys,
-                v_scale,
-                semantics,
-                heads,
-                s,
-                counter,
-                out,
-                m_out,
-                l_out,
-            ),
-        )
+        over_tasks(work, sizes.workers, (operands, semantics, sizes, counter, results))
 
     return attend

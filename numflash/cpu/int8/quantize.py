@@ -72,7 +72,7 @@ class Source(NamedTuple):
     unit: float
 
 
-class Operands(NamedTuple):
+class Quantized(NamedTuple):
     """What the INT8 kernel works on, of N query heads and Nkv KV heads.
 
     q : (N, L, D) int8;  q_scale, cq : (N, L) float32, the scales, and these times `Source.unit`
@@ -290,7 +290,7 @@ def finer_rows(kind: str):
 def make_quantize(isa_name: str, kind: str):
     """The kernel f(source, workers, to) -> (largest magnitude as bits, largest scale of Q, of K).
 
-    It writes the `Operands` in `to`.
+    It writes the `Quantized` operands in `to`.
 
     kind : "float32" or "bfloat16", what the rows of Q, K and V hold
     """

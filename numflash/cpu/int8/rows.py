@@ -226,17 +226,18 @@ def padded_changes(changes, bias, mask, at):
 
 
 @bare
-def store_rows(tile, state, n, row, v_scale, out, m_out, l_out):
+def store_rows(tile, state, place, v_scale, results):
     """out = O / l * v_scale, and m and l of each row; a row without keys gives 0."""
+    n, row = place.n, place.row
     for i in range(tile.real):
         l = F(np.nan) if state.spoiled[i] else state.l[i]
-        result, unscaled, reciprocal = out[n, row + i], state.o[i], F(1) / l
+        result, unscaled, reciprocal = results.out[n, row + i], state.o[i], F(1) / l
         if l == F(0):
             result[:] = F(0)
         else:
             for t in range(result.size):
                 result[t] = F(F(unscaled[t] * reciprocal) * v_scale[t])
-        m_out[n, row + i], l_out[n, row + i] = state.m[i], l
+        results.m[n, row + i], results.l[n, row + i] = state.m[i], l
 
 
 @bare

@@ -1,0 +1,128 @@
+"""Scores of one block of keys, and the octave of each row: Q.K^T with everything that changes it.
+
+int16 from registers where it holds them; where it does not, once more by `wide_scores`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ... import fixedpoint as fx
+from ...jit.compiler import bare
+from ..isa.isas import VECTOR_ISAS
+from ..semantics import UNSEEN
+from .blocks import score_block
+from .function_scores import drop_rows, function_block
+from .hidden_blocks import make_drop_hidden
+from .rows import copy_end, hide_edges, hide_first, lower_base, unit_range, unsee
+from .score_changes import changes_from
+from .softmax import HALF, octave_rows
+from .wide_scores import leave_int16, make_wide_scores
+
+I = np.int32
+ALL_HIDDEN = I(int(fx.MASKED) >> 8)  # octave of hidden scores
+
+
+@functools.cache
+def make_narrow_scores(isa_name: str):
+    """f(job, block, changes, x): scores of a block as int16, at its edges half a block at a time
+    and only of rows that see some of it.
+    """
+    unit_rows = VECTOR_ISAS[isa_name].rows[-1]
+    plain_scores = score_block(isa_name)
+    changed_scores = score_block(isa_name, True)
+
+    @bare
+    def narrow_scores(job, block, changes, x):
+        tile, kv = job.tile, job.kv
+        stride = tile.q.shape[1]
+        part = block.columns if block.inside else HALF
+        for a in range(0, block.columns, part):
+            first, i, stop = block.first + a, 0, tile.rows
+            if not block.inside:
+                i, stop = unit_range(tile, first, part, unit_rows)
+            if i < stop:
+                q, scale, to = tile.q[i:stop], tile.scale[i:stop], x[i:stop, a:]
+                n = stop - i
+                if job.changed:
+                    here = changes_from(changes, i)
+                    changed_scores(
+                        q, stride, kv.keys, first, kv.start, kv.scale, scale, n, part, to, here
+                    )
+                else:
+                    plain_scores(q, stride, kv.keys, first, kv.start, kv.scale, scale, n, part, to)
+        if not block.inside:
+            hide_edges(x, tile, block)
+        elif block.first < block.begin:
+            hide_first(x, tile, block)
+
+    return narrow_scores
+
+
+@functools.cache
+def make_block_scores(isa_name: str):
+    """f(job, semantics, block, called, wide, scratch): scores x of a block, and `state.octave`.
+
+    wide : whether int16 will not hold them, as far as is known. Returns whether each row uses
+    every key of the block, whether some row uses none, and whether scores left int16.
+    """
+    narrow_scores = make_narrow_scores(isa_name)
+    wide_scores = make_wide_scores(isa_name)
+    function_scores = function_block(isa_name)
+    drop_hidden = make_drop_hidden(isa_name)
+    octaves = octave_rows(isa_name)
+
+    @bare(forceinline=True)
+    def changes_of(job, block):
+        """The options of this block's scores."""
+        changes = job.options
+        if job.has_dense and block.real < block.columns:
+            copy_end(changes, block, job.options_end)
+            changes = job.options_end
+        if changes.has_slope:
+            lower_base(changes, block)
+        return changes
+
+    @bare(forceinline=True)
+    def drop_unseen(job, semantics, block, called):
+        """Rows that look as if they left int16 only because all of the block is hidden from them
+        see nothing of it; whether a function, and whether mask or bias, hides it from some.
+        """
+        by_function, by_mask = False, False
+        if called.address != 0:
+            by_function = drop_rows(job.tile, job.state.octave, ALL_HIDDEN, I(UNSEEN))
+        if semantics.general and leave_int16(job.state.octave, job.tile.real):
+            by_mask = drop_hidden(job, semantics, block, ALL_HIDDEN)
+        return by_function, by_mask
+
+    @bare(forceinline=True)
+    def block_scores(job, semantics, block, called, wide, scratch):
+        tile, state, x = job.tile, job.state, scratch.x
+        octave, real = state.octave, tile.real
+        changes = changes_of(job, block)
+        inside, dropped, left = block.inside, False, False
+        if not wide:
+            if called.address != 0:
+                function_scores(tile, job.kv, block, called, scratch.wide, x)
+            else:
+                narrow_scores(job, block, changes, x)
+            octaves(x, real, block.columns, octave, state.octave_q8)
+            if not inside:
+                unsee(tile, octave)
+            wide = leave_int16(octave, real)
+            if wide:
+                dropped, masked = drop_unseen(job, semantics, block, called)
+                inside = inside and not masked
+                wide = leave_int16(octave, real)
+            if changes.has_slope:
+                for i in range(real):
+                    octave[i] += (state.base[i] >> 8) if octave[i] != UNSEEN else I(0)
+        unused = not inside or wide or dropped
+        if wide:
+            inside = inside and called.address != 0
+            left = wide_scores(job, block, changes, called, scratch)
+        return inside, unused, left
+
+    return block_scores

@@ -1,0 +1,103 @@
+"""The memory that a worker of `flash_int8` needs for one query tile."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from ...fixedpoint import FIRST_KEYS
+from ...jit.compiler import bare, inline
+from ...jit.memory import reinterpret, uncleared, zeros
+from ...tiling import KEY_BLOCK
+from ..isa.amx_tiles import BLOCK
+from ..isa.isas import VECTOR_ISAS, lanes_of
+from . import amx_stream
+from .amx_stream import Kept
+from .rows import State, Tile
+
+
+class Scratch(NamedTuple):
+    """One allocation for arrays of one dtype: `state_of` and `tile_of` give their rows names."""
+
+    q: np.ndarray  # (block_q, channels) operands of Q.K^T
+    x: np.ndarray  # (block_q, KEY_BLOCK) int16 scores, Q8.8
+    p: np.ndarray  # (block_q, KEY_BLOCK) weights
+    wide: np.ndarray  # (block_q, KEY_BLOCK) float32 scores where int16 does not hold them
+    o: np.ndarray  # (block_q, columns) float32
+    sums: np.ndarray  # (block_q * lanes,) int32 partial sums of the weights
+    octave_q8: np.ndarray  # (block_q,) int16
+    # (5, block_q) float32: scale of the scores, l, scale of the weights, shift of softcap, numbers
+    floats: np.ndarray
+    ints: np.ndarray  # (5, block_q) int32: m, octave, total, base, own
+    flags: np.ndarray  # (2, block_q) uint8: live, spoiled
+    bounds: np.ndarray  # (3, block_q) int64: lo, hi, start
+    mask_end: np.ndarray  # (block_q * KEY_BLOCK,) uint8, for the last part of a mask's rows
+    turns: np.ndarray  # int64, what `amx_stream` does one after the other
+    stream: np.ndarray  # uint8, its scratch
+    kept: Kept
+
+
+@bare
+def state_of(scratch):
+    """The online softmax of a tile."""
+    floats, ints = scratch.floats, scratch.ints
+    scale = floats[2]
+    return State(
+        ints[0], floats[1], scratch.o, ints[1], scratch.octave_q8, ints[3], ints[4], ints[2],
+        scale, reinterpret(scale, np.int32), scratch.flags[1],
+    )  # fmt: skip
+
+
+@bare
+def tile_of(scratch, rows, real, first_keys):
+    """`real` query rows, padded to `rows`; `load_rows` fills them in."""
+    lo, hi, start = scratch.bounds[0], scratch.bounds[1], scratch.bounds[2]
+    live = scratch.flags[0]
+    return Tile(scratch.q, scratch.floats[0], lo, hi, start, live, rows, real, first_keys)
+
+
+@functools.cache
+def make_scratch(isa_name: str, pv: str, block_q: int):
+    """f(d, dv): the scratch for head sizes d and dv."""
+    isa = VECTOR_ISAS[isa_name]
+    step, columns_unit = isa.step, isa.unit
+    vector_lanes = lanes_of(isa_name)
+    operand = np.uint8 if isa.group == 4 else np.int16
+    weight: type[np.generic] = operand if pv == "int8" else np.float32
+    streams = isa.tiled and pv == "int8"
+    turns_shape = amx_stream.table_shape() if streams else (1, 1)
+    stream_size = amx_stream.scratch_size() if streams else 0
+    stream_row = 4 * BLOCK if streams else 0  # and bytes for each column of O
+
+    @inline
+    def scratch(d, dv):
+        lanes = vector_lanes()
+        stride, unit_columns = (d + step - 1) // step * step, columns_unit * lanes
+        width = (dv + unit_columns - 1) // unit_columns * unit_columns
+        return Scratch(
+            zeros((block_q, stride), operand, "INT8 query tile"),
+            uncleared((block_q, KEY_BLOCK), np.int16, "INT8 scores"),
+            uncleared((block_q, KEY_BLOCK), weight, "INT8 weights"),
+            uncleared((block_q, KEY_BLOCK), np.float32, "INT8 wide scores"),
+            uncleared((block_q, width), np.float32, "INT8 output tile"),
+            uncleared((block_q * lanes,), np.int32, "INT8 sums of weights"),
+            uncleared((block_q,), np.int16, "INT8 octaves"),
+            uncleared((5, block_q), np.float32, "INT8 float state of rows"),
+            uncleared((5, block_q), np.int32, "INT8 integer state of rows"),
+            uncleared((2, block_q), np.uint8, "INT8 flags of rows"),
+            uncleared((3, block_q), np.int64, "INT8 bounds of rows"),
+            uncleared((block_q * KEY_BLOCK,), np.uint8, "INT8 last part of the mask"),
+            uncleared(turns_shape, np.int64, "INT8 turns of the AMX stream"),
+            uncleared((stream_size + stream_row * width,), np.uint8, "INT8 scratch of the stream"),
+            Kept(
+                uncleared((FIRST_KEYS,), np.int32, "INT8 kept octaves"),
+                uncleared((FIRST_KEYS,), np.float32, "INT8 kept sums"),
+                uncleared((FIRST_KEYS,), np.int64, "INT8 kept bounds"),
+                uncleared((FIRST_KEYS,), np.uint8, "INT8 kept flags"),
+                uncleared((FIRST_KEYS, width if streams else 0), np.float32, "INT8 kept rows"),
+            ),
+        )
+
+    return scratch
