@@ -120,8 +120,8 @@ class QuantizedTensor:
         scale = self.scale if self.granularity == "channel" else self.row_scale()[..., None]
         with np.errstate(over="ignore"):  # the largest float32 may round up to infinity
             x = self.data.astype(np.float32) * scale
-        if self.offset is not None:
-            x += self.offset
+            if self.offset is not None:
+                x += self.offset
         if self.nonfinite is not None:
             x[self.nonfinite] = np.nan
         return x
