@@ -1,5 +1,10 @@
 import os
 
+import hypothesis
+
+# The same examples in every run: a change is judged by what it does; `make fuzz` draws new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile("same")
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # BLAS threads keep spinning and take the cores from the kernels
