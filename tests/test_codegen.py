@@ -308,7 +308,9 @@ def test_product_loops_of_the_fused_kernel(kernel, cpu, dots):
         for loop in assembly.loops(code.assembly)
         if sum(map(assembly.is_dot, loop.instructions)) in (dots, 2 * dots)
     ]
-    dense = [loop for loop in found if len(loop) <= 3.5 * sum(map(assembly.is_dot, loop))]
+    # a product of tiles takes 16 cycles: some more instructions for addresses cost nothing beside it
+    most = 4.25 if kernel == "int8-amx_int8" else 3.5  # instructions a product
+    dense = [loop for loop in found if len(loop) <= most * sum(map(assembly.is_dot, loop))]
     assert len(dense) >= 2, [len(loop) for loop in found]
     for loop in dense:
         unwanted = (
