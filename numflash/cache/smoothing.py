@@ -5,7 +5,7 @@ the first key is far from that mean and gets much of every row's weight (an atte
 rounding error is the same for all rows, and with a few large channels it is the largest error of
 all. But any vector may be taken away. So the means are moved by what rounding would take from the
 first key, a part of a step in each channel, and the first key less that vector is exactly what is
-stored.
+stored. A first key so large that this would cost the other keys their digits is left as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .settings import Settings
 
 F = np.float32
 SMOOTH_TOKENS = 16  # fewer first tokens say too little about the channel means
+MOST = 1.5  # by which the move may multiply the sum of squares of the other keys
 INT8_TOP, INT4_TOP = F(127), F(15)  # the largest stored numbers; INT4's are odd
 
 
@@ -30,13 +31,23 @@ def offset_of(key: np.ndarray, settings: Settings) -> np.ndarray:
     if n < SMOOTH_TOKENS:
         return np.zeros((heads, d), F)
     tokens = widen(key).astype(np.float64)
-    finite = np.isfinite(tokens).all(2, keepdims=True)
-    total = np.where(finite, tokens, 0).sum(1)
-    means = (total / np.maximum(finite.sum(1), 1)).astype(F)
+    finite = np.asarray(np.isfinite(tokens).all(2, keepdims=True))
+    tokens = np.where(finite, tokens, 0)
+    means = (tokens.sum(1) / np.maximum(finite.sum(1), 1)).astype(F)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         first = tokens[:, 0].astype(F) - means
         moved = means + (first - _storable(first, settings))
-    return np.where(np.isfinite(moved).all(1, keepdims=True), moved, means)
+        before, after = (_size(tokens[:, 1:], finite[:, 1:].sum(1), x) for x in (means, moved))
+    taken = finite[:, 0] & (after <= MOST * before)[:, None]  # NaN is not
+    return np.where(taken, moved, means)
+
+
+def _size(tokens: np.ndarray, count: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """(Hkv,) sums of squares of tokens (Hkv, n, D) less offset (Hkv, D), (Hkv, 1) of them count."""
+    squares = np.einsum("hnd,hnd->h", tokens, tokens)
+    x = offset.astype(np.float64)
+    found: np.ndarray = squares + (x * (count * x - 2 * tokens.sum(1))).sum(1)
+    return found
 
 
 def _storable(rows: np.ndarray, settings: Settings) -> np.ndarray:

@@ -71,15 +71,29 @@ def test_means_are_of_the_tokens_that_are_appended():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"rotate": True}, {"dtype": "int4"}], ids=["int8", "rotated", "int4"]
+    ("far", "options"),
+    [(20, {}), (20, {"rotate": True}), (3, {"dtype": "int4"})],
+    ids=["int8", "rotated", "int4"],
 )
-def test_the_first_key_is_stored_without_an_error(options):
+def test_the_first_key_is_stored_without_an_error(far, options):
     """One that is far from the others, as the sink of a language model (4 bits keep 15 of it)."""
     key, value = draw((2, 3, 40, 24), 3), draw((2, 3, 40, 24), 4)
-    key[:, :, 0] += 20 * draw((24,), 5)
+    key[:, :, 0] += far * draw((24,), 5)
     cache = KVCache(2, 3, 24, 100, smooth=True, **options)
     cache.append(key, value)
     for b in range(2):
         error = np.abs(cache.read(b)[0] - key[b]).max(-1)
         assert (error[:, 0] < 1e-4 * np.abs(key[b, :, 0]).max()).all()
         assert (error[:, 1:].max(-1) > 1e-3).all()  # the others are rounded
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 300), ("int4", 30)])
+def test_a_large_first_key_costs_the_others_nothing(dtype, largest):
+    key, value = draw((1, 2, 600, 24), 3), draw((1, 2, 600, 24), 4)
+    key[:, :, 0] *= largest
+    errors = []
+    for smooth in (True, False):
+        cache = KVCache(1, 2, 24, 640, dtype, smooth=smooth)
+        cache.append(key, value)
+        errors.append(np.abs(cache.read(0)[0] - key[0])[:, 1:].mean())
+    assert errors[0] < 1.15 * errors[1]
