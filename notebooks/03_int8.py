@@ -31,14 +31,14 @@ machine()
 import numpy as np
 
 import numflash
-from numflash import fixedpoint as fx
 from numflash import reference, validation
 from numflash.course import answer_of, bars, check, figure, roof, table
-from numflash.data import minilm
+from numflash.measure.data import minilm
 from numflash.measure.metrics import errors
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics import fixedpoint as fx
+from numflash.numerics.quantization import quantize_problem
 from numflash.validation import describe
+from numflash.validation.options import Options
 
 query, key, value = (x.astype(np.float32)[None] for x in minilm())
 

@@ -31,14 +31,14 @@ import inspect
 import numpy as np
 
 import numflash
-from numflash import fixedpoint as fx
 from numflash.course import COLOURS, DASHES, answer_of, bars, check, figure, table
 from numflash.cpu.study import exp2_benchmark, unfused
 from numflash.measure.timing import best_time
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics import fixedpoint as fx
+from numflash.numerics.quantization import quantize_problem
 from numflash.reference import integer_model, integer_steps
 from numflash.validation import describe
+from numflash.validation.options import Options
 
 # %% [markdown]
 # ## Fixed point: an integer that counts fractions

@@ -37,8 +37,8 @@ from numflash import reference
 from numflash.cache.engine import DecodeEngine
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.study import split_decode
-from numflash.data import minilm
 from numflash.jit.threads import limit, most
+from numflash.measure.data import minilm
 from numflash.tiling import Caches, split_count
 
 rng = np.random.default_rng(0)

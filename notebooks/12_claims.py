@@ -35,10 +35,10 @@ import numpy as np
 from numba import njit
 
 import numflash
-from numflash import fixedpoint as fx
 from numflash.course import answer_of, bars, check, figure, roof, rounds, table
 from numflash.cpu.study import improvements
 from numflash.jit.threads import limit, most
+from numflash.numerics import fixedpoint as fx
 from numflash.tiling import TILINGS, split_count
 
 rng = np.random.default_rng(0)

@@ -37,7 +37,7 @@ from numflash.cuda.emulator import tensor
 from numflash.cuda.validate import attention as validate
 from numflash.cuda.validate import peers
 from numflash.cuda.validate.results import shown
-from numflash.options import Options
+from numflash.validation.options import Options
 
 rng = np.random.default_rng(0)
 device = card()

@@ -37,9 +37,9 @@ from numflash.course import answer_of, check, figure, roof, rounds, table
 from numflash.cpu import launch
 from numflash.cpu.study import ladder
 from numflash.jit.threads import limit
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
 from numflash.validation import describe
+from numflash.validation.options import Options
 
 isa = ladder.vector_isa()
 named = tiling.tiling(isa)

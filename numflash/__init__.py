@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from .flex.masks import BlockMask, and_masks, create_block_mask, or_masks
     from .jit.threads import get_num_threads, num_threads, set_num_threads
     from .measure.metrics import accuracy
-    from .merge import merge_states
-    from .quantization import QuantizedTensor, quantize, quantize_qkv
+    from .numerics.merge import merge_states
+    from .numerics.quantization import QuantizedTensor, quantize, quantize_qkv
 
     __version__: str
 
@@ -49,10 +49,10 @@ _PUBLIC = {
     "attention_varlen": "api",
     "explain": "api",
     "accuracy": "measure.metrics",
-    "merge_states": "merge",
-    "quantize": "quantization",
-    "quantize_qkv": "quantization",
-    "QuantizedTensor": "quantization",
+    "merge_states": "numerics.merge",
+    "quantize": "numerics.quantization",
+    "quantize_qkv": "numerics.quantization",
+    "QuantizedTensor": "numerics.quantization",
     "KVCache": "cache.kvcache",
     "flex_attention": "flex.attention",
     "create_block_mask": "flex.masks",

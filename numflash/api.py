@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from . import plans, validation
-from .arguments import choice, known
-from .backends import solve, solve_backward
+from . import validation
+from .dispatch import plans
+from .dispatch.backends import solve, solve_backward
 from .errors import ArgumentError, UnsupportedError
-from .interop import convert, deliver, on_device, restore
-from .options import COMMON, IMPLS, Options
+from .interop.arguments import choice, known
+from .interop.arrays import convert, deliver, on_device, restore
+from .validation.options import COMMON, IMPLS, Options
 
 
 def attention(
@@ -417,6 +418,6 @@ def explain(query: Any, key: Any = None, value: Any = None, **options: Any) -> A
     Explanation
         `print` it, or read its fields.
     """
-    from .explanation import explain_problem
+    from .dispatch.explanation import explain_problem
 
     return explain_problem(query, key, value, **options)

@@ -12,11 +12,12 @@ from oracles import TAILS, draw, naive, qkv
 from test_reference import OPTIONS
 
 import numflash
-from numflash import backends, validation
-from numflash.data import minilm
+from numflash import validation
+from numflash.dispatch import backends
 from numflash.errors import UnsupportedError
+from numflash.measure.data import minilm
 from numflash.measure.metrics import errors
-from numflash.options import Options
+from numflash.validation.options import Options
 
 LIMIT = {"float32": 1e-5, "int8": 0.03}
 IMPLS = [("reference", "float32"), ("reference", "int8"), ("cpu", "float32"), ("cpu", "int8")]

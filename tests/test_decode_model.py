@@ -5,9 +5,10 @@ activations: that of its storage in 8 bits, and little more.
 import numpy as np
 import pytest
 
-from numflash import fixedpoint as fx
-from numflash import quantization, reference
-from numflash.data import minilm
+from numflash import reference
+from numflash.measure.data import minilm
+from numflash.numerics import fixedpoint as fx
+from numflash.numerics import quantization
 
 
 def exact(query, key, value):

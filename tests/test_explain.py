@@ -7,9 +7,9 @@ from oracles import qkv
 
 import numflash
 from numflash import reference, validation
+from numflash.dispatch.explanation import visible_share
 from numflash.errors import ArgumentError
-from numflash.explanation import visible_share
-from numflash.options import Options
+from numflash.validation.options import Options
 
 OPTIONS = [
     {},

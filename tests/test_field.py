@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracles import naive, qkv
 
 import numflash
-from numflash.interop import convert, widen
+from numflash.interop.arrays import convert, widen
 
 PRECISIONS = {
     "float32": 2e-5,

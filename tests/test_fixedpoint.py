@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from numflash import fixedpoint as fx
+from numflash.numerics import fixedpoint as fx
 
 ALL = np.arange(65536)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from oracles import naive, qkv
 
 import numflash
-from numflash import interop
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.interop import arrays as interop
 
 Q, K, V = qkv(b=2, h=4, l=5, s=7, d=8)
 EXACT, LSE = naive(Q, K, V)

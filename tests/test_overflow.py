@@ -7,7 +7,7 @@ import pytest
 from oracles import draw
 
 import numflash
-from numflash import merge
+from numflash.numerics import merge
 
 F = np.float32
 LARGEST = np.finfo(F).max

@@ -12,12 +12,12 @@ import pytest
 from oracles import naive, qkv
 
 import numflash
-from numflash import plans
 from numflash.cpu import launch
+from numflash.dispatch import plans
 from numflash.errors import ArgumentError, NumflashError
 from numflash.jit import memory
-from numflash.options import Options
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 Q, K, V = qkv(b=2, h=4, l=37, s=53, d=24, hkv=2)
 

@@ -7,8 +7,8 @@ from oracles import draw, qkv
 
 import numflash
 from numflash import validation
-from numflash.options import Options
-from numflash.quantization import GRANULARITIES, quantize_problem
+from numflash.numerics.quantization import GRANULARITIES, quantize_problem
+from numflash.validation.options import Options
 
 
 def plain(x, axes):

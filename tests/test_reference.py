@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from oracles import TAILS, draw, naive, qkv
 
 import numflash
-from numflash import fixedpoint as fx
 from numflash import reference, validation
 from numflash.measure.metrics import errors
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics import fixedpoint as fx
+from numflash.numerics.quantization import quantize_problem
+from numflash.validation.options import Options
 
 INF = np.float32(np.inf)
 

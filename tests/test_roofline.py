@@ -9,7 +9,7 @@ from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import target, threads
 from numflash.machinecode import codegen
 from numflash.measure import phases, roofline
-from numflash.options import Options
+from numflash.validation.options import Options
 
 
 def test_roof_is_plausible():
@@ -57,7 +57,7 @@ def test_phases_compute_the_attention(isa):
 
     Else its parts mean nothing.
     """
-    from numflash.quantization import quantize_problem
+    from numflash.numerics.quantization import quantize_problem
     from numflash.reference import combined_scale, integer_steps
     from numflash.tiling import tiling
 

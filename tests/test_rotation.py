@@ -6,7 +6,7 @@ from oracles import draw, naive
 
 import numflash
 from numflash.errors import ArgumentTypeError
-from numflash.rotation import block_of, rotate
+from numflash.numerics.rotation import block_of, rotate
 
 
 def hadamard(n):

@@ -1,4 +1,4 @@
-"""`numflash.scores` against float64, written out here.
+"""`numflash.numerics.scores` against float64, written out here.
 
 Neither the kernels' functions nor the oracle's are used to check them.
 """
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numflash import scores
-from numflash.quantization import QuantizedTensor, quantize
+from numflash.numerics import scores
+from numflash.numerics.quantization import QuantizedTensor, quantize
 
 RNG = np.random.default_rng(7)
 

@@ -85,7 +85,7 @@ def test_aarch64_tilings_fit_the_first_cache(cpu, isa, lanes, kib):
 
 
 def test_the_tiling_of_this_cpu_is_explained(monkeypatch):
-    from numflash.explanation import select
+    from numflash.dispatch.explanation import select
 
     monkeypatch.setattr("numflash.jit.target.cpu_name", lambda: "neoverse-v1")
     assert (
@@ -250,8 +250,8 @@ def test_using_changes_the_kernel_and_no_bit():
     from numflash import reference, validation
     from numflash.cpu import launch
     from numflash.jit import target
-    from numflash.options import Options
-    from numflash.quantization import quantize_problem
+    from numflash.numerics.quantization import quantize_problem
+    from numflash.validation.options import Options
 
     isa = next(x for x in target.available() if x not in ("amx_int8", "portable"))
     options = Options(precision="int8", is_causal=True, return_lse=True)
@@ -274,7 +274,7 @@ def test_float_kernels_of_other_tiles(dtype, sizes):
     from numflash import reference, validation
     from numflash.cpu import launch
     from numflash.jit import target
-    from numflash.options import Options
+    from numflash.validation.options import Options
 
     needs = target.FLOAT_ISAS if dtype == "float32" else {"avx512_bf16": target._BF16}
     isa = next((x for x in target.available(needs) if x != "portable"), None)

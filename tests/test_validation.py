@@ -9,10 +9,10 @@ from oracles import draw, naive, naive_gradients, qkv
 
 import numflash
 from numflash import validation
-from numflash.arguments import real
 from numflash.errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
-from numflash.options import DEFAULT, NAMES, Options
-from numflash.quantization import QuantizedTensor
+from numflash.interop.arguments import real
+from numflash.numerics.quantization import QuantizedTensor
+from numflash.validation.options import DEFAULT, NAMES, Options
 
 Q, K, V = qkv(b=2, h=4, l=5, s=7, d=8, hkv=4)
 

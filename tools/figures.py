@@ -152,9 +152,9 @@ def ready_calls(case: Any) -> dict[str, Callable[[], Any]]:
     import numflash
     from numflash.cpu import launch
     from numflash.jit import target
-    from numflash.options import Options
-    from numflash.quantization import quantize_problem
+    from numflash.numerics.quantization import quantize_problem
     from numflash.validation import problem
+    from numflash.validation.options import Options
 
     calls = checked(case)
     operands = numflash.quantize_qkv(*case.arrays)
@@ -219,8 +219,8 @@ def machine() -> dict[str, str]:
 
 def measure(what: str = "all") -> None:
     """Time everything, or only "accuracy" or "ready", or "warm": compile what the others call."""
-    from numflash.data import minilm
     from numflash.measure.contenders import Case, on_threads
+    from numflash.measure.data import minilm
     from numflash.measure.metrics import accuracy
 
     found = json.loads(DATA.read_text()) if DATA.exists() else {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop import Imported, dtype_name, import_array, widen
+from ..interop.arrays import Imported, dtype_name, import_array, widen
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 # What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16":

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from ..arguments import factor
 from ..errors import ArgumentError
+from ..interop.arguments import factor
+from ..numerics import fixedpoint as fx
 from .arguments import integer
 from .exact import LOG2E
 from .protocols import Backend, Layout, Plan

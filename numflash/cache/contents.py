@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import fixedpoint as fx
 from ..errors import ArgumentError, CacheFullError
-from ..interop import widen
-from ..quantization import QuantizedTensor
-from ..rotation import rotate
+from ..interop.arrays import widen
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import QuantizedTensor
+from ..numerics.rotation import rotate
 from .damage import check_common, check_numbers, check_rotation
 from .memory import Memory
 from .settings import INTEGERS

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arguments import real
 from ..errors import ArgumentError, ArgumentTypeError
-from ..merge import apply_sinks
+from ..interop.arguments import real
+from ..numerics.merge import apply_sinks
 from .arguments import floats
 
 if TYPE_CHECKING:

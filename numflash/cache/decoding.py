@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import fixedpoint as fx
+from ..numerics import fixedpoint as fx
 from .contents import read
 from .decode_options import Changes
 from .exact import attend, natural_lse, positions

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..scores import log_sum_exp
+from ..numerics.scores import log_sum_exp
 
 LOG2E = float(np.log2(np.e))
 LOWEST = float(np.finfo(np.float32).min)

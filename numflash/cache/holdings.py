@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arguments import emulated_arch
 from ..errors import ArgumentError, NumflashError, UnsupportedError
-from ..quantization import QuantizedTensor
+from ..interop.arguments import emulated_arch
+from ..numerics.quantization import QuantizedTensor
 from . import contents
 from .arguments import integer
 from .exact import positions
@@ -92,7 +92,7 @@ class Holdings:
         """Keys and values of one sequence as dtype "int8" or "int4" stores them, (Hkv, slots, D)
         and (Hkv, slots, Dv).
 
-        In slot order; rows of a cache that rotates are those after it, `numflash.rotation`. A token
+        In slot order; rows of a cache that rotates are those after it, `numflash.numerics.rotation`. A token
         that was not finite has zeros and is marked `nonfinite`.
         """
         memory = self._open()

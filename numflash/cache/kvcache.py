@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..arguments import choice, flag
 from ..errors import UnsupportedError
-from ..interop import convert, to_float32
+from ..interop.arguments import choice, flag
+from ..interop.arrays import convert, to_float32
 from .appending import Appending, is_float32
 from .arguments import floats, integer, output
 from .calls import EqualSteps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arguments import choice, flag, real
 from ..errors import ArgumentError, UnsupportedError
-from ..rotation import WHOLE, shared_block
+from ..interop.arguments import choice, flag, real
+from ..numerics.rotation import WHOLE, shared_block
 from ..tiling import KEY_BLOCK, MAX_HEAD_DIM
 from .arguments import integer
 from .exact import LOG2E

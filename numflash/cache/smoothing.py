@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..interop import widen
-from ..rotation import rotate
+from ..interop.arrays import widen
+from ..numerics.rotation import rotate
 from .settings import Settings
 
 F = np.float32

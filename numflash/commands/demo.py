@@ -8,13 +8,13 @@ from typing import Any
 
 from .. import tiling
 from ..cpu.isa.isas import VECTOR_ISAS
-from ..data import minilm
 from ..errors import UnsupportedError
 from ..jit import target
 from ..jit.threads import limit, most
 from ..measure import metrics, phases, roofline
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import PEER, Case, compete, contenders
+from ..measure.data import minilm
 from ..measure.timing import DISTURBED, explain_marks, percent, ratio
 
 LENGTHS = (1024, 4096)

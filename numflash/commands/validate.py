@@ -28,8 +28,8 @@ from ..jit.threads import limit, most
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
 from ..measure.timing import best_time
-from ..options import Options
-from ..quantization import quantize_problem
+from ..numerics.quantization import quantize_problem
+from ..validation.options import Options
 
 F = np.float32
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

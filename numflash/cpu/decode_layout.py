@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..interop import convert, to_float32, writable
+from ..interop.arrays import convert, to_float32, writable
 from ..jit import guard, target
 from ..jit.memory import LINE
 from ..jit.threads import count, one_at_a_time, refuse_after_fork

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from ..interop import widen
+from ..interop.arrays import widen
 from ..jit import guard, target
 from ..jit.compiler import bare, inline, kernel
 from ..jit.memory import fresh

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..fixedpoint import LOG2E_Q8
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..numerics.fixedpoint import LOG2E_Q8
 from ..tiling import KEY_BLOCK
 from .decode import matrix_floats
 from .decode.append import make_append_float, make_append_int8

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from ..interop import Memory, to_float32, widen
+from ..interop.arrays import Memory, to_float32, widen
 from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
 from ..tiling import chosen_float, workers

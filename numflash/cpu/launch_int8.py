@@ -15,13 +15,21 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from .. import fixedpoint as fx
-from ..fixedpoint import FIRST_KEYS
-from ..interop import Memory
+from ..interop.arrays import Memory
 from ..jit import guard
 from ..jit.memory import Layout, fresh, scratch
-from ..quantization import QuantizedTensor, float_values, quantize_problem
-from ..scores import LIMIT, cap_shift, combined_scale, largest, log_sum_exp, row_shift, score_unit
+from ..numerics import fixedpoint as fx
+from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.quantization import QuantizedTensor, float_values, quantize_problem
+from ..numerics.scores import (
+    LIMIT,
+    cap_shift,
+    combined_scale,
+    largest,
+    log_sum_exp,
+    row_shift,
+    score_unit,
+)
 from ..tiling import KEY_BLOCK, chosen, workers
 from ..validation import Problem
 from .floats.call import addresses

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import fixedpoint as fx
 from ..jit.compiler import bare, inline
 from ..jit.memory import place
+from ..numerics import fixedpoint as fx
 
 F = np.float32
 I = np.int32

@@ -18,8 +18,8 @@ import numpy as np
 
 from .. import validation
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import Memory, import_array, on_device
-from ..options import Options
+from ..interop.arrays import Memory, import_array, on_device
+from ..validation.options import Options
 from .device import device_at
 from .driver import device_of, open_driver
 

@@ -22,7 +22,13 @@ from ..errors import UnsupportedError
 
 MANIFEST = "manifest.json"
 VARIABLE = "NUMFLASH_CUBINS"
-SOURCES = ("cuda/kernels/*.py", "cuda/ptx.py", "cuda/_target.py", "tiling/*.py", "fixedpoint.py")
+SOURCES = (
+    "cuda/kernels/*.py",
+    "cuda/ptx.py",
+    "cuda/_target.py",
+    "tiling/*.py",
+    "numerics/fixedpoint.py",
+)
 
 
 @functools.cache

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arguments import emulated_arch
 from ..errors import UnsupportedError
-from ..interop import to_float32
+from ..interop.arguments import emulated_arch
+from ..interop.arrays import to_float32
 from ..tiling import KEY_BLOCK, split_count
 from .kernels.decode_append import BLOCK
 from .kernels.decode_pieces import LANE_KEYS

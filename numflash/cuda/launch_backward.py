@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..interop import convert
+from ..interop.arrays import convert
 from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CacheFullError, UnsupportedError
-from ..fixedpoint import LOG2E_Q8
-from ..interop import to_float32
+from ..interop.arrays import to_float32
+from ..numerics.fixedpoint import LOG2E_Q8
 from .decode_layout import (
     MAX_BATCH,
     MIN_PAGE,

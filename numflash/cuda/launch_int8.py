@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import fixedpoint as fx
 from ..errors import UnsupportedError
-from ..quantization import float_values
-from ..scores import cap_shift, combined_scale, log_sum_exp, row_shift
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import float_values
+from ..numerics.scores import cap_shift, combined_scale, log_sum_exp, row_shift
 from ..tiling import KEY_BLOCK, Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem

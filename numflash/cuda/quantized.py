@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..fixedpoint import FIRST_KEYS
-from ..quantization import CHUNK
-from ..scores import score_unit
+from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.quantization import CHUNK
+from ..numerics.scores import score_unit
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
 from .launch_int8 import Chosen, Operands, choose, launch_of, sizes_of

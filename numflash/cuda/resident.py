@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import EMULATED_DEFAULT
 from ..errors import UnsupportedError
-from ..interop import Memory
+from ..interop.arguments import EMULATED_DEFAULT
+from ..interop.arrays import Memory
 from .compile import compiled
 from .device import Device, current_device
 from .driver import Uncaptured, check

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from . import merge
-from .arguments import emulated_arch
-from .errors import UnsupportedError
-from .interop import convert
-from .jit.threads import refuse_after_fork
-from .scores import lse_as_float32
-from .validation import Problem
+from ..errors import UnsupportedError
+from ..interop.arguments import emulated_arch
+from ..interop.arrays import convert
+from ..jit.threads import refuse_after_fork
+from ..numerics import merge
+from ..numerics.scores import lse_as_float32
+from ..validation import Problem
 
 BACKENDS = {"portable": "cpu", "cpu": "cpu", "cuda": "cuda", "cuda-emulator": "cuda"}
 
@@ -37,7 +37,7 @@ def solve(
     else:
         on_cpu = impl == "auto" or BACKENDS.get(impl) == "cpu"  # whose launcher quantises by itself
         if problem.precision == "int8" and isinstance(problem.query, np.ndarray) and not on_cpu:
-            from .quantization import quantize_problem
+            from ..numerics.quantization import quantize_problem
 
             problem = quantize_problem(problem)
         out, lse = _run(problem, impl, results)
@@ -63,7 +63,7 @@ def _launch(device: str) -> Any:
 
 def _run(problem: Problem, impl: str, results: Any) -> tuple[np.ndarray, Any]:
     if impl == "reference":
-        from . import reference
+        from .. import reference
 
         out, lse = reference.solve(replace(problem, sinks=None))
         return out.astype(np.float32), lse_as_float32(lse)
@@ -102,17 +102,17 @@ def solve_backward(
         )
     if impl in ("cpu", "portable", "auto"):
         refuse_after_fork()
-        from .cpu import launch_backward
+        from ..cpu import launch_backward
 
         return launch_backward.run(
             problem, *operands, isa="portable" if impl == "portable" else None, results=results
         )
     if impl == "reference":
-        from . import reference
+        from .. import reference
 
         found = reference.gradients(problem, *operands)
     else:
-        from .cuda.launch_backward import run
+        from ..cuda.launch_backward import run
 
         found = run(problem, *operands, emulator=emulated_arch(impl))
     return found if results is None else _written(found, results)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from . import validation
-from .arguments import choice, emulated_arch, known
-from .errors import ArgumentError
-from .jit import target
-from .options import IMPLS, NAMES, Options
-from .tiling import CHOSEN, TILINGS, Caches, Tiling, cuda_tiling
-from .validation import Problem
+from .. import validation
+from ..errors import ArgumentError
+from ..interop.arguments import choice, emulated_arch, known
+from ..jit import target
+from ..tiling import CHOSEN, TILINGS, Caches, Tiling, cuda_tiling
+from ..validation import Problem
+from ..validation.options import IMPLS, NAMES, Options
 
 LARGEST_SIZE = 1 << 31
 LARGEST_BATCH = 1 << 20
@@ -167,7 +167,7 @@ def explain_problem(
     isa = emulated_arch(impl)
     if impl == "cuda" or isa:
         if isa is None:
-            from .cuda.device import current_device
+            from ..cuda.device import current_device
 
             isa = current_device().arch
         tiling = cuda_tiling(

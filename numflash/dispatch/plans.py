@@ -20,13 +20,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .interop import Imported, convert, deliver, import_array, restore
-from .jit import guard
-from .jit.threads import one_at_a_time, refuse_after_fork
-from .options import NAMES, Options
-from .quantization import GRANULARITIES, QuantizedTensor
-from .tiling import CHOSEN
-from .validation import Problem, gathered, quantized, scattered, tensor
+from ..interop.arrays import Imported, convert, deliver, import_array, restore
+from ..jit import guard
+from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..numerics.quantization import GRANULARITIES, QuantizedTensor
+from ..tiling import CHOSEN
+from ..validation import Problem, gathered, quantized, scattered, tensor
+from ..validation.options import NAMES, Options
 
 MOST = 256  # plans kept; the oldest goes first
 F = np.float32
@@ -300,7 +300,7 @@ def runner_of(problem: Problem, impl: str) -> Any:
     """
     if impl not in ("auto", "cpu") or 0 in problem.shape or guard.ON:
         return None
-    from .cpu import launch
+    from ..cpu import launch
 
     return launch.runner(problem)
 

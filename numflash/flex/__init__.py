@@ -2,7 +2,7 @@
 
 `tracing` records a function as a `graph`; `intervals` bounds its values, which gives block masks
 and proves indices; `program` and `emit` make LLVM IR of it, `machine` keeps the machine code.
-Imports the public API, validation and the JIT; of the kernels only how they call a tile function.
+Imports dispatch, validation and the JIT; of the kernels only how they call a tile function.
 """
 
 from .attention import captured, flex_attention

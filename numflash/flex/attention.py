@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import api, validation
-from ..arguments import choice, known
+from .. import validation
+from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop import deliver, on_device, restore
-from ..options import IMPLS, NAMES, Options
+from ..interop.arguments import choice, known
+from ..interop.arrays import deliver, on_device, restore
 from ..validation import Problem
+from ..validation.options import IMPLS, NAMES, Options
 from .fused import Fused, fused_of
 from .masks import BlockMask
 from .prepared import prepare
@@ -176,5 +177,5 @@ def flex_attention(
     problem = validation.problem_of(taken, asked)
     problem = with_functions(problem, score_mod, block_mask, impl)
     ndim = taken[0].array.ndim
-    out, lse = (restore(x, ndim, asked.layout) for x in api.solve(problem, impl))
+    out, lse = (restore(x, ndim, asked.layout) for x in solve(problem, impl))
     return deliver(out, lse, taken[0], return_lse)

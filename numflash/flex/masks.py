@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop import import_array
+from ..interop.arrays import import_array
 from .fused import Fused
 from .prepared import EMPTY, FULL, PARTIAL, Prepared, prepare
 

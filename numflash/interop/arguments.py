@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 
 # scale and softcap: their products with units and reciprocals stay in float32
 SMALLEST_FACTOR = 1e-30

@@ -15,7 +15,6 @@ import numpy as np
 from numba import njit
 
 from .. import reference, validation
-from .. import scores as score_rules
 from ..cpu.floats import float_tiles
 from ..cpu.int8 import flash_int8, microkernels, packing
 from ..cpu.int8.arguments import Operands, Results, Sizes
@@ -25,11 +24,12 @@ from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..cpu.launch_float import NO_LIMIT
 from ..cpu.semantics import Semantics, no_tiles
-from ..fixedpoint import FIRST_KEYS
 from ..jit.memory import place
-from ..options import Options
-from ..quantization import quantize_problem
+from ..numerics import scores as score_rules
+from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.quantization import quantize_problem
 from ..tiling import KEY_BLOCK
+from ..validation.options import Options
 
 F = np.float32
 ROWS = 6

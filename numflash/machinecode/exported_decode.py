@@ -20,9 +20,9 @@ from ..cpu.decode.flash_decode import make_decode
 from ..cpu.decode.matrix_tiles import SCRATCH_ROWS
 from ..cpu.decode.task_data import Scratch, Store, sums_rows
 from ..cpu.decode_layout import UNLIMITED, Layout
-from ..fixedpoint import LOG2E_Q8
 from ..jit.memory import place, uncleared, zeros
-from ..quantization import quantize
+from ..numerics.fixedpoint import LOG2E_Q8
+from ..numerics.quantization import quantize
 from ..tiling import KEY_BLOCK
 from .exported import Export, Parameter
 

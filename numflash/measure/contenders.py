@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import quantization, reference, validation
-from ..backends import solve
+from .. import reference, validation
 from ..cpu.study import reference_float32
+from ..dispatch.backends import solve
 from ..errors import UnsupportedError
 from ..jit import target
 from ..jit.threads import limit
-from ..options import Options
+from ..numerics import quantization
+from ..validation.options import Options
 from .metrics import Errors, errors
 from .timing import Timing, timed
 

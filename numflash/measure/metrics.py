@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from .. import validation
-from ..arguments import choice, known
-from ..backends import solve
+from ..dispatch.backends import solve
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop import import_array, widen
-from ..options import COMMON, IMPLS, Options
+from ..interop.arguments import choice, known
+from ..interop.arrays import import_array, widen
+from ..validation.options import COMMON, IMPLS, Options
 
 # name of a row of the table -> the options of `attention`
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import fixedpoint as fx
 from ..cpu.int8.blocks import score_block, value_block
 from ..cpu.int8.packing import pack_keys, pack_values
 from ..cpu.int8.softmax import add_sums, grow_rows, octave_rows, weigh_rows
@@ -26,11 +25,12 @@ from ..errors import ArgumentError
 from ..jit.compiler import kernel
 from ..jit.memory import empty, reinterpret, zeros
 from ..jit.threads import limit
-from ..options import Options
-from ..quantization import quantize_problem
-from ..scores import combined_scale
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import quantize_problem
+from ..numerics.scores import combined_scale
 from ..tiling import KEY_BLOCK, tiling
 from ..validation import describe
+from ..validation.options import Options
 from .timing import timed
 
 PARTS = ("scores", "softmax", "rescaling", "values")

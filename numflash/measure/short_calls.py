@@ -17,9 +17,9 @@ from ..api import attention, attention_int8
 from ..cpu import launch
 from ..cpu.floats.call import addresses
 from ..jit.memory import scratch
-from ..options import Options
-from ..quantization import quantize_qkv
+from ..numerics.quantization import quantize_qkv
 from ..validation import problem
+from ..validation.options import Options
 
 SHAPES = (  # (B, H, L, D)
     (1, 1, 1, 16),

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import known
-from ..backends import solve
-from ..interop import convert, deliver, import_array, restore, widen
-from ..merge import apply_sinks, join, weights
-from ..quantization import QuantizedTensor, quantize_heads
+from ..dispatch.backends import solve
+from ..interop.arguments import known
+from ..interop.arrays import convert, deliver, import_array, restore, widen
+from ..numerics.merge import apply_sinks, join, weights
+from ..numerics.quantization import QuantizedTensor, quantize_heads
 from .agreement import agree, communicator
 from .plan import Plan, make_plan
 from .ring import Report, rotate

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError
-from ..interop import convert, import_array
-from ..merge import join, weights
+from ..interop.arrays import convert, import_array
+from ..numerics.merge import join, weights
 from .agreement import agree, communicator, same
 
 F = np.float32

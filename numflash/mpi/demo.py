@@ -15,7 +15,7 @@ from .. import api, reference, validation
 from ..jit.threads import limit
 from ..measure.console import Progress, Table, count
 from ..measure.metrics import errors
-from ..options import Options
+from ..validation.options import Options
 from .agreement import mpi
 from .attention import all_gather_attention, prepare, ring_attention
 from .model import LINKS, Ring

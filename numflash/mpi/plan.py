@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from .. import validation
-from ..arguments import choice
 from ..errors import ArgumentError
-from ..fixedpoint import FIRST_KEYS
-from ..options import IMPLS, Options
-from ..quantization import QuantizedTensor
+from ..interop.arguments import choice
+from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
+from ..validation.options import IMPLS, Options
 from .agreement import agree, same
 from .splits import Range, Split, named_split
 

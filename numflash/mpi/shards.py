@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..fixedpoint import FIRST_KEYS
-from ..quantization import QuantizedTensor, quantize_heads
+from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.quantization import QuantizedTensor, quantize_heads
 from ..validation import Problem
 from .splits import Range
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError
-from .interop import convert, import_array, widen
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop.arrays import convert, import_array, widen
 
 
 def weights(lse_a: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

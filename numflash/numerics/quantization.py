@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError, ArgumentTypeError
+from ..interop.arguments import flag
+from ..interop.arrays import import_array, widen
+from ..jit import guard
+from ..jit.compiler import bare, inline, kernel
+from ..jit.memory import reinterpret, uncleared
+from ..jit.parallel import over_tasks
+from ..jit.threads import one_at_a_time, refuse_after_fork
+from ..tiling import KEY_BLOCK
 from . import fixedpoint as fx
-from .arguments import flag
-from .errors import ArgumentError, ArgumentTypeError
-from .interop import import_array, widen
-from .jit import guard
-from .jit.compiler import bare, inline, kernel
-from .jit.memory import reinterpret, uncleared
-from .jit.parallel import over_tasks
-from .jit.threads import one_at_a_time, refuse_after_fork
 from .rotation import rotate as rotated
-from .tiling import KEY_BLOCK
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
 CHUNK = 1024  # rows per task: fixed, so that sums do not depend on the thread count

@@ -13,9 +13,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from .jit.compiler import bare, kernel
-from .jit.parallel import over_tasks
-from .jit.threads import one_at_a_time, refuse_after_fork
+from ..jit.compiler import bare, kernel
+from ..jit.parallel import over_tasks
+from ..jit.threads import one_at_a_time, refuse_after_fork
 
 F = np.float32
 I = np.int32

@@ -9,12 +9,15 @@ function in `reference`.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import fixedpoint as fx
 from .quantization import QuantizedTensor
-from .validation import Problem
+
+if TYPE_CHECKING:
+    from ..validation import Problem
 
 F = np.float32
 LN2 = np.log(2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..interop import widen
+from ..interop.arrays import widen
 from ..validation import LARGEST_LSE, Problem
 
 LN2 = np.log(2.0)

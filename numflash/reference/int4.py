@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from ..quantization import QuantizedTensor
-from ..rotation import rotate
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import QuantizedTensor
+from ..numerics.rotation import rotate
 from .int8_decode import rotated_decode as decode
 
 __all__ = ["decode", "quantize"]

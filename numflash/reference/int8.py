@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from ..quantization import QuantizedTensor
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
 from ..validation import Problem
 from .float64 import LN2, visible

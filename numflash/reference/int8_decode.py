@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import fixedpoint as fx
-from ..quantization import QuantizedTensor
-from ..rotation import WHOLE, rotate
+from ..numerics import fixedpoint as fx
+from ..numerics.quantization import QuantizedTensor
+from ..numerics.rotation import WHOLE, rotate
 from ..tiling import KEY_BLOCK
 from .int8 import HIDDEN, F, combined_scale
 

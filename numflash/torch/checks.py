@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..arguments import mask_array
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..interop.arguments import mask_array
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .. import api, plans, validation
-from ..arguments import choice
+from .. import api, validation
+from ..dispatch import plans
 from ..errors import UnsupportedError
-from ..interop import Memory
+from ..interop.arguments import choice
+from ..interop.arrays import Memory
 from ..jit import threads
 from ..jit.threads import one_at_a_time, refuse_after_fork
-from ..options import IMPLS, Options
+from ..validation.options import IMPLS, Options
 
 OPTIONS = {
     "attn_mask": "Tensor?",

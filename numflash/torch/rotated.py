@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rotation import rotate
+from ..numerics.rotation import rotate
 from .operator import pytorch_threads, unobserved
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """The rows of x (..., D), on the CPU, as `numflash.rotation.rotate` gives them: float32."""
+    """The rows of x (..., D), on the CPU, as `numflash.numerics.rotation.rotate` gives them: float32."""
     with pytorch_threads():
         return torch.from_numpy(rotate(x.detach().float().numpy()))
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from ..arguments import choice
 from ..cache.settings import DTYPES, MAX_LENGTH
 from ..errors import ArgumentError, ArgumentTypeError, NumflashError, UnsupportedError
+from ..interop.arguments import choice
 from . import stored
 from .masks import Reading, read_mask
 from .resident_layer import ResidentLayer

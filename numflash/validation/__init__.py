@@ -1,6 +1,7 @@
 """Arguments of the public functions, checked and described by one frozen `Problem`.
 
-May import `options`, `arguments`, `interop`, `quantization`, `tiling`; computes nothing.
+`Options` is what a call asks for, `Problem` that and its arrays. May import `numerics`, `interop`,
+`tiling`; computes nothing.
 """
 
 from .description import Problem

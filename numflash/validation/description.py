@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..fixedpoint import FIRST_KEYS
+from ..numerics.fixedpoint import FIRST_KEYS
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import choice
 from ..errors import ArgumentError, ArgumentTypeError
-from ..fixedpoint import FINER, FIRST_KEYS
-from ..options import DEFAULT, Options
-from ..quantization import QuantizedTensor
+from ..interop.arguments import choice
+from ..numerics.fixedpoint import FINER, FIRST_KEYS
+from ..numerics.quantization import QuantizedTensor
 from .description import Problem
 from .operands import check_shapes, describe
+from .options import DEFAULT, Options
 
 
 def _is_plain(x: Any, dtype: type) -> bool:

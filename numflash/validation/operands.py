@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop import Imported, convert, import_array, widen, writable
-from ..options import DEFAULT, Options
+from ..interop.arrays import Imported, convert, import_array, widen, writable
 from ..tiling import MAX_HEAD_DIM
 from .description import Problem
+from .options import DEFAULT, Options
 
 LARGEST_PER_HEAD = 1e20
 LARGEST_INT8_CAP = 1e4

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .arguments import Window, choice, factor, flag, mask_array, real, sides
-from .errors import ArgumentError
+from ..errors import ArgumentError
+from ..interop.arguments import Window, choice, factor, flag, mask_array, real, sides
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 PV = ("int8", "fp32")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..interop import import_array, writable
+from ..interop.arrays import import_array, writable
 from .description import Problem
 
 

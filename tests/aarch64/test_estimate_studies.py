@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
-from numflash import fixedpoint
 from numflash.commands import cli
 from numflash.cpu.study import half_tiles, unfused
 from numflash.errors import ArgumentError
@@ -28,6 +27,7 @@ from numflash.machinecode import (
     model,
 )
 from numflash.machinecode.emulator import Emulated
+from numflash.numerics import fixedpoint
 
 needs_mca = pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-mca")
 

@@ -12,7 +12,7 @@ import pytest
 from oracles import draw, naive, qkv
 
 import numflash
-from numflash import quantization, reference, validation
+from numflash import reference, validation
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
 from numflash.cpu.int8 import softmax_vectors
@@ -20,11 +20,12 @@ from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
 from numflash.jit import target
 from numflash.machinecode.codegen import Target, code_generator
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics import quantization
+from numflash.numerics.quantization import quantize_problem
+from numflash.numerics.rotation import rotate as rotated
 from numflash.reference import int4
-from numflash.rotation import rotate as rotated
 from numflash.tiling import KEY_BLOCK
+from numflash.validation.options import Options
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "aarch64",

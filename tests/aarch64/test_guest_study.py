@@ -25,8 +25,8 @@ from numflash.cpu.study import (
     unfused_times,
 )
 from numflash.jit import target
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
+from numflash.validation.options import Options
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "aarch64",

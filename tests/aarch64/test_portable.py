@@ -6,9 +6,9 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from numflash import fixedpoint
 from numflash.cpu.int8 import portable
 from numflash.machinecode import assembly, codegen
+from numflash.numerics import fixedpoint
 from numflash.tiling import KEY_BLOCK
 
 CPUS = [

@@ -22,13 +22,13 @@ from aarch64.tile_kernels import (
     softmax_function,
     value_function,
 )
-from numflash import fixedpoint
 from numflash.cpu.int8 import microkernels, packing
 from numflash.cpu.isa.isas import VECTOR_ISAS, lanes_of
 from numflash.errors import UnsupportedError
 from numflash.machinecode import assembly
 from numflash.machinecode.codegen import TRIPLES
 from numflash.machinecode.emulator import Emulated
+from numflash.numerics import fixedpoint
 from numflash.tiling import KEY_BLOCK
 
 # Both instruction sets at every vector length by default; what another scheduler makes of the same

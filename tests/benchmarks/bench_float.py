@@ -12,9 +12,10 @@ import time
 import numpy as np
 import pytest
 
-from numflash import attention, interop, reference, validation
+from numflash import attention, reference, validation
+from numflash.interop import arrays as interop
 from numflash.measure.contenders import on_threads
-from numflash.options import Options
+from numflash.validation.options import Options
 
 CASES = {
     f"L={l} D={d} H={h}{' causal' if causal else ''}": (h, l, d, causal)

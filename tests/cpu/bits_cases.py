@@ -11,8 +11,8 @@ import numpy as np
 from oracles import TAILS, draw, qkv
 
 from numflash import quantize, validation
-from numflash.options import Options
-from numflash.quantization import QuantizedTensor, quantize_problem
+from numflash.numerics.quantization import QuantizedTensor, quantize_problem
+from numflash.validation.options import Options
 
 DIMS = (1, 3, 16, 33, 64, 80, 128, 72, 40, 100, 24, 256)
 # some rows see nothing of a key block, some nothing at all

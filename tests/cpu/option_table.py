@@ -12,8 +12,8 @@ from random import Random
 
 import numpy as np
 
-from numflash.options import Options
 from numflash.validation import Problem, problem
+from numflash.validation.options import Options
 
 # (B, H, Hkv, L, S, D, Dv): rows and keys that cut register, query and key tiles; channels that are
 # no multiple of anything

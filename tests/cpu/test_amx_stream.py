@@ -12,9 +12,9 @@ from numflash.cpu import launch
 from numflash.cpu.int8 import amx_stream
 from numflash.cpu.int8.rows import Tile, key_span
 from numflash.jit import target
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 pytestmark = pytest.mark.skipif(
     "amx_int8" not in target.available(), reason="the machine has no AMX"

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from gradient_checks import ISAS, F, close, drawn, solve
 
-from numflash import attention, attention_backward, interop
+from numflash import attention, attention_backward
 from numflash.cpu.backward.flash_backward import make_backward
 from numflash.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from numflash.interop import arrays as interop
 
 ULP = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 

@@ -17,11 +17,12 @@ from fuzz import oracle
 from fuzz.compare import close
 from option_table import make, pairs, rows
 
-from numflash import merge, reference
+from numflash import reference
 from numflash.cpu import launch
-from numflash.interop import widen
+from numflash.interop.arrays import widen
 from numflash.jit import target
-from numflash.quantization import quantize_problem
+from numflash.numerics import merge
+from numflash.numerics.quantization import quantize_problem
 
 INT8 = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
 FLOATS = [

@@ -7,10 +7,11 @@ import pytest
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
-from numflash import fixedpoint, quantization, reference
+from numflash import reference
 from numflash.cache.kvcache import KVCache
 from numflash.jit import target
 from numflash.jit.threads import limit, most
+from numflash.numerics import fixedpoint, quantization
 
 
 def model(cache, b, query, splits, seen=None):

@@ -7,13 +7,14 @@ import pytest
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
-from numflash import fixedpoint, reference
+from numflash import reference
 from numflash.cache.kvcache import KVCache
-from numflash.data import minilm
 from numflash.errors import UnsupportedError
 from numflash.jit import target
+from numflash.measure.data import minilm
+from numflash.numerics import fixedpoint
+from numflash.numerics.rotation import rotate
 from numflash.reference import int4
-from numflash.rotation import rotate
 
 ISAS = target.available()
 

@@ -7,12 +7,13 @@ import pytest
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
-from numflash import fixedpoint, quantization, reference
+from numflash import reference
 from numflash.cache.kvcache import KVCache
-from numflash.data import minilm
 from numflash.errors import ArgumentError, ArgumentTypeError
 from numflash.jit import target
-from numflash.rotation import WHOLE, rotate, shared_block
+from numflash.measure.data import minilm
+from numflash.numerics import fixedpoint, quantization
+from numflash.numerics.rotation import WHOLE, rotate, shared_block
 
 ISAS = target.available()
 SLOW = pytest.mark.slow

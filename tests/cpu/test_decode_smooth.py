@@ -19,7 +19,7 @@ from decode_cases import expected
 from oracles import draw
 
 from numflash.cache.kvcache import KVCache
-from numflash.data import minilm
+from numflash.measure.data import minilm
 from numflash.measure.metrics import errors
 
 ROWS = 64  # the last tokens are asked, causally

@@ -16,9 +16,9 @@ from numflash.cpu import launch_float
 from numflash.cpu.floats.float_isas import FLOAT_ISAS
 from numflash.cpu.floats.float_rows import row_exp
 from numflash.errors import ArgumentError, UnsupportedError
-from numflash.interop import to_bfloat16, widen
+from numflash.interop.arrays import to_bfloat16, widen
 from numflash.jit import target
-from numflash.options import Options
+from numflash.validation.options import Options
 
 F = np.float32
 FLOATS = target.available(target.FLOAT_ISAS)

@@ -12,8 +12,8 @@ from numflash.cpu.int8 import flash_int8
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
+from numflash.validation.options import Options
 
 DOT = {
     "avx512_vnni": "vpdpbusd",

@@ -13,9 +13,9 @@ from numflash.cpu.int8.blocks import value_rows
 from numflash.cpu.int8.flash_int8 import query_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import target
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 ISAS = target.available()
 # queries around the heights of register tiles (6, 32) and query tiles (24, 48, 96), keys that are

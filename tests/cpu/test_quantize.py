@@ -14,9 +14,9 @@ from numflash.cpu import launch_int8
 from numflash.cpu.int8 import call, quantize_rows
 from numflash.cpu.isa.isas import VECTOR_ISAS
 from numflash.jit import guard, memory, target, threads
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 ISAS = [isa for isa in target.available() if isa in VECTOR_ISAS]
 SHAPES = {

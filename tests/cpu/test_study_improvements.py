@@ -11,8 +11,8 @@ from numflash import quantize, reference, validation
 from numflash.cpu.study import improvements
 from numflash.errors import UnsupportedError
 from numflash.jit import target
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
+from numflash.validation.options import Options
 
 pytestmark = pytest.mark.slow  # kernels that only the course runs
 

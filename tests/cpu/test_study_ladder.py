@@ -8,10 +8,10 @@ from numflash.cpu.study import ladder
 from numflash.errors import ArgumentError
 from numflash.jit import target
 from numflash.jit.threads import most
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
 from numflash.reference import integer_model
 from numflash.validation import describe
+from numflash.validation.options import Options
 
 pytestmark = pytest.mark.slow  # kernels that only the course runs
 

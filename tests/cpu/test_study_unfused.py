@@ -6,10 +6,10 @@ Scores and weights for equality with integers in NumPy, probabilities against fl
 import numpy as np
 import pytest
 
-from numflash import fixedpoint as fx
 from numflash.cpu.study import unfused, unfused_times
 from numflash.errors import ArgumentError, UnsupportedError
 from numflash.jit import target
+from numflash.numerics import fixedpoint as fx
 
 ISAS = [isa for isa in target.available() if isa in unfused.ISAS]
 SHAPES = [(1, 1, 1), (5, 127, 3), (7, 128, 64), (50, 129, 4), (97, 200, 40)]

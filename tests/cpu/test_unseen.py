@@ -11,8 +11,8 @@ import numflash
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
 from numflash.jit import target
-from numflash.options import Options
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 F = np.float32
 FLOATS = [("float32", isa) for isa in target.available(target.FLOAT_ISAS)]

@@ -6,7 +6,7 @@ import oracles
 
 from numflash import validation
 from numflash.cuda import launch_backward
-from numflash.options import Options
+from numflash.validation.options import Options
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 PLAIN = {

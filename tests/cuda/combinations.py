@@ -30,7 +30,7 @@ import oracles
 import pytest
 
 from numflash.cuda import launch_forward, launch_int8, operands
-from numflash.quantization import quantize
+from numflash.numerics.quantization import quantize
 
 Combination = dict[str, Any]
 Case = dict[str, Any]

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 
 from numflash import validation
-from numflash.options import Options
+from numflash.validation.options import Options
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 OPTIONS = {

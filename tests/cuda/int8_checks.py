@@ -4,8 +4,8 @@ import numpy as np
 
 from numflash import reference, validation
 from numflash.cuda import launch_int8, operands
-from numflash.options import Options
-from numflash.quantization import quantize_problem
+from numflash.numerics.quantization import quantize_problem
+from numflash.validation.options import Options
 
 OPTIONS = {
     "window": None,

@@ -12,13 +12,14 @@ from oracles import draw, naive
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash import fixedpoint, quantization, reference
+from numflash import reference
 from numflash.cache.engine import DecodeEngine, State
 from numflash.cache.kvcache import KVCache
 from numflash.cuda import decode_layout, resident
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError
+from numflash.numerics import fixedpoint, quantization
 
 B = 2
 H = 4

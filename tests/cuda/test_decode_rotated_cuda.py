@@ -10,7 +10,7 @@ from numflash.cache.kvcache import KVCache
 from numflash.cuda.compile import compiled
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_rotate import decode_rotate
-from numflash.rotation import rotate
+from numflash.numerics.rotation import rotate
 
 DEVICES = ("cpu", "cuda-emulator")
 

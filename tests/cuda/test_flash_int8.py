@@ -12,7 +12,6 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numflash import fixedpoint as fx
 from numflash import tiling, validation
 from numflash.cuda import emulate, launch_int8
 from numflash.cuda._target import cuda, types
@@ -20,8 +19,9 @@ from numflash.cuda.compile import Source
 from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.scores import softcap_exact
 from numflash.errors import UnsupportedError
-from numflash.options import Options
-from numflash.quantization import QuantizedTensor
+from numflash.numerics import fixedpoint as fx
+from numflash.numerics.quantization import QuantizedTensor
+from numflash.validation.options import Options
 
 
 @pytest.mark.parametrize(

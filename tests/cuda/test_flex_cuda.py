@@ -24,9 +24,9 @@ from numflash.errors import UnsupportedError
 from numflash.flex.attention import with_functions
 from numflash.flex.fused import Fused
 from numflash.flex.prepared import prepare
-from numflash.options import Options
 from numflash.tiling import cuda_tiling
 from numflash.validation import problem
+from numflash.validation.options import Options
 
 CLOSE = {"float32": 4e-6, "bfloat16": 3e-2, "float16": 4e-3}
 

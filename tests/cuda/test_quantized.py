@@ -12,11 +12,12 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from combinations import in_memory
 from int8_checks import OPTIONS
 
-from numflash import merge, quantization, reference, validation
+from numflash import reference, validation
 from numflash.cuda import operands, quantized
 from numflash.cuda.launch_int8 import int8_forward
-from numflash.interop import Imported, convert, widen
-from numflash.options import Options
+from numflash.interop.arrays import Imported, convert, widen
+from numflash.numerics import merge, quantization
+from numflash.validation.options import Options
 
 
 def problem_of(q, k, v, dtype="float32", attn_mask=None, is_causal=False, scale=None, **options):

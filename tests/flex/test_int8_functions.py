@@ -13,7 +13,7 @@ from numflash.cpu import launch_int8
 from numflash.errors import UnsupportedError
 from numflash.flex.attention import with_functions
 from numflash.jit import target
-from numflash.options import Options
+from numflash.validation.options import Options
 
 CLOSE = 0.05  # relative L1 of the output
 IMPLS = ["cpu", "portable"]

@@ -154,7 +154,7 @@ MUTANTS = [
         "False",
         QUANTISER_TESTS,
     ),
-    Mutant("quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
+    Mutant("numerics/quantization.py", "HUGE = F(2.0**96)", "HUGE = F(np.inf)", FLOAT_VALUES),
     # ---- planned INT8 calls
     Mutant(CALL_INT8, "general = top >= PLAIN_BITS or", "general =", PLANNED_INT8),
     Mutant(CALL_INT8, "        counter[0] = 0\n", "", PLANNED_INT8),
@@ -240,81 +240,88 @@ MUTANTS = [
     ),
     # ---- quantisation and scales
     Mutant(
-        "quantization.py",
+        "numerics/quantization.py",
         "NO_SCALE = F(2.0**-100)",
         "NO_SCALE = F(0)",
         f"{QUANTIZATION} tests/cpu/test_quantize.py",
     ),
     Mutant(
-        "quantization.py",
+        "numerics/quantization.py",
         "CHUNK = 1024",
         "CHUNK = 512",
         QUANTIZATION,
         equivalent="Statistics are per chunk: sums of another order, within the tests' and the definition's freedom.",
     ),
     Mutant(
-        "quantization.py",
+        "numerics/quantization.py",
         "if top < INFINITE:\n            for d in range(row.size):\n                total[d]",
         "if top <= INFINITE:\n            for d in range(row.size):\n                total[d]",
         QUANTIZATION,
     ),
     Mutant(
-        "quantization.py",
+        "numerics/quantization.py",
         "np.repeat(per_row, self.block, -1)[..., :length]",
         "np.repeat(per_row, KEY_BLOCK, -1)[..., :length]",
         f"{QUANTIZATION} tests/test_api.py",
     ),
     Mutant(
-        "quantization.py", "x[self.nonfinite] = np.nan", "pass", f"{QUANTIZATION} tests/test_api.py"
+        "numerics/quantization.py",
+        "x[self.nonfinite] = np.nan",
+        "pass",
+        f"{QUANTIZATION} tests/test_api.py",
     ),
     Mutant(
-        "quantization.py",
+        "numerics/quantization.py",
         "(low is None or low.flags.carray)",
         "True",
         "tests/test_plans.py -k strided",
     ),
-    Mutant("scores.py", "cq = np.where(q.nonfinite, F(np.nan), cq)", "pass", SCORES),
-    Mutant("scores.py", "np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))", "cq * F(unit)", SCORES),
+    Mutant("numerics/scores.py", "cq = np.where(q.nonfinite, F(np.nan), cq)", "pass", SCORES),
     Mutant(
-        "scores.py",
+        "numerics/scores.py", "np.clip(cq * F(unit), F(-LIMIT), F(LIMIT))", "cq * F(unit)", SCORES
+    ),
+    Mutant(
+        "numerics/scores.py",
         "return scale / softcap if softcap else",
         "return scale if softcap else",
         SCORES,
     ),
-    Mutant("scores.py", "return dots * q.row_scale() * scale", "return dots * scale", SCORES),
     Mutant(
-        "scores.py",
+        "numerics/scores.py", "return dots * q.row_scale() * scale", "return dots * scale", SCORES
+    ),
+    Mutant(
+        "numerics/scores.py",
         "np.where(lse == -np.inf, lse, np.maximum(lse, LOWEST))",
         "np.maximum(lse, LOWEST)",
         SCORES,
     ),
     Mutant(
-        "fixedpoint.py",
+        "numerics/fixedpoint.py",
         "P_ONE = 255",
         "P_ONE = 256",
         "tests/test_fixedpoint.py tests/test_scores.py",
     ),
     # ---- merging
     Mutant(
-        "merge.py",
+        "numerics/merge.py",
         "shift = np.where(top == -np.inf, 0, top)",
         "shift = np.where(top == np.inf, 0, top)",
         MERGE,
     ),
     Mutant(
-        "merge.py",
+        "numerics/merge.py",
         "np.where(total == 0, 0, b / total)",
         "np.where(total == 0, 0, a / total)",
         MERGE,
     ),
     Mutant(
-        "merge.py",
+        "numerics/merge.py",
         "np.where(share[..., None] == 0, 0, weighted)",
         "weighted",
         f"{MERGE} {OVERFLOW}",
     ),
     Mutant(
-        "merge.py",
+        "numerics/merge.py",
         "np.where((x == top) & (top == np.inf), 1, np.exp(x - shift))",
         "np.exp(x - shift)",
         OVERFLOW,
@@ -348,19 +355,19 @@ MUTANTS = [
         ARGUMENTS,
     ),
     Mutant(
-        "arguments.py",
+        "interop/arguments.py",
         "if not isinstance(value, (bool, np.bool_)):",
         "if not isinstance(value, (bool, np.bool_, int)):",
         ARGUMENTS,
     ),
     Mutant(
-        "arguments.py",
+        "interop/arguments.py",
         "if not (np.isfinite(number) and number >= low):",
         "if not number >= low:",
         ARGUMENTS,
     ),
     Mutant(
-        "arguments.py",
+        "interop/arguments.py",
         "if isinstance(value, (bool, int, float, np.generic)):",
         "if isinstance(value, (int, float)) and not isinstance(value, bool):",
         f"{ARGUMENTS} tests/test_api.py",

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import numflash  # noqa: E402
 import numflash.torch as nt  # noqa: E402
-from numflash import plans  # noqa: E402
+from numflash.dispatch import plans  # noqa: E402
 from numflash.errors import ArgumentError, NumflashError  # noqa: E402
 from numflash.torch import sdpa  # noqa: E402
 

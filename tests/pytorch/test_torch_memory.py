@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 from torch_cases import KEEP, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
-from numflash import plans  # noqa: E402
 from numflash.cpu import launch, launch_backward  # noqa: E402
+from numflash.dispatch import plans  # noqa: E402
 from numflash.jit import threads  # noqa: E402
 
 

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 
 from torch_cases import BIAS, DEFAULTS, KEEP, SDPA, K, Q, V  # noqa: E402
 
 import numflash.torch as nt  # noqa: E402
-from numflash import plans  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
+from numflash.dispatch import plans  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
 from numflash.torch import operator, sdpa  # noqa: E402
 

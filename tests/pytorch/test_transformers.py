@@ -14,8 +14,8 @@ transformers = pytest.importorskip(
 )
 
 import numflash.transformers as nt  # noqa: E402
-from numflash import plans  # noqa: E402
 from numflash.cpu import launch  # noqa: E402
+from numflash.dispatch import plans  # noqa: E402
 from numflash.errors import ArgumentError  # noqa: E402
 from numflash.transformers.attention import attend  # noqa: E402
 

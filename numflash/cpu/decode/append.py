@@ -9,10 +9,10 @@ import functools
 
 import numpy as np
 
-from ...fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
-from ...rotation import rotate_row
+from ...numerics.fixedpoint import KEY_SCALE_LIMIT, ZERO_VALUE_SCALE
+from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .tiles import Tile
 

@@ -9,9 +9,9 @@ import functools
 
 import numpy as np
 
-from ...fixedpoint import CODE_ONE, CODE_STEPS
 from ...jit.compiler import bare
-from ...rotation import WHOLE, rotate_row
+from ...numerics.fixedpoint import CODE_ONE, CODE_STEPS
+from ...numerics.rotation import WHOLE, rotate_row
 from .append import SCALE_LIMIT, make_writers, over_heads, place, quantize_row, take_offset
 from .tiles import Tile
 

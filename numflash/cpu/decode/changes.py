@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from .append import place
 from .slots import coverage
 

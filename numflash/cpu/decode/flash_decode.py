@@ -28,10 +28,10 @@ import functools
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare, inline, kernel
 from ...jit.parallel import over_tasks
-from ...rotation import rotate_row
+from ...numerics import fixedpoint as fx
+from ...numerics.rotation import rotate_row
 from ..isa.amx_tiles import ROWS as MATRIX_ROWS
 from ..isa.amx_tiles import tile_state
 from ..isa.vectors import next_task

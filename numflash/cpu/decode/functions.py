@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...fixedpoint import LOG2E_Q8, T_LIMIT
 from ...jit.compiler import bare
+from ...numerics.fixedpoint import LOG2E_Q8, T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.score_calls import call_tile
 from .append import place

@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address, apart
 from .append import quantize_row

@@ -12,8 +12,8 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...fixedpoint import T_LIMIT
 from ...jit import target
+from ...numerics.fixedpoint import T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import (
     F32,

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE
+from ...numerics.fixedpoint import MIN_OCTAVE, P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import (
     F32,

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from . import matrix_floats
 from .changes import Rows

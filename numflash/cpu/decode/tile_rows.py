@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from ...jit.compiler import bare
-from ...rotation import rotate_row
+from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address
 from .float_blocks import make_floats

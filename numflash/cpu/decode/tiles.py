@@ -99,7 +99,7 @@ class Tile:
     matrix : whether the products take AMX's tiles, see `matrix_tiles` and `matrix_floats`
     shared : whether values are the first channels of the keys, and not stored again
     rotation : most channels of the Hadamard matrices that rows are multiplied by before they are
-        rounded (`numflash.rotation`); 0 where they are not
+        rounded (`numflash.numerics.rotation`); 0 where they are not
     """
 
     isa: str

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...jit.compiler import bare, kernel
 from ...jit.parallel import over_tasks
-from ...rotation import rotate_row
+from ...numerics.rotation import rotate_row
 from ...tiling import KEY_BLOCK
 from .append import in_turn
 from .tiles import Tile

@@ -23,9 +23,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...fixedpoint import FIRST_KEYS
 from ...jit import target
 from ...jit.compiler import bare, kernel
+from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, WIDTH
 from ..isa.vectors import I8, I64, address, pointer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import llvmlite.ir as ir
 
-from ...fixedpoint import P_A, P_B, P_WIDE
+from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH
 from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, splat, vector
 from ..isa.vectors_x86 import AMX_INT8

@@ -35,7 +35,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from ...fixedpoint import FIRST_KEYS, MASKED
+from ...numerics.fixedpoint import FIRST_KEYS, MASKED
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, SIDE, VOID, WIDTH
 from ..isa.vectors import I8, I16, I64, call, constant, pointer, splat, vector

@@ -10,9 +10,9 @@ import functools
 
 import numpy as np
 
-from ... import fixedpoint as fx
-from ...fixedpoint import FIRST_KEYS
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
+from ...numerics.fixedpoint import FIRST_KEYS
 from ..isa.score_calls import batch_of, call_tile
 from ..semantics import UNSEEN, transform_row
 from .first_keys import score_row, value_row, weigh_first

@@ -9,8 +9,8 @@ import functools
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from ..isa.isas import VECTOR_ISAS
 from ..semantics import UNSEEN
 from .blocks import score_block

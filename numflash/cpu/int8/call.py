@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from ...fixedpoint import FINER, FIRST_KEYS
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import place
 from ...jit.parallel import threads_now, use_threads
-from ...scores import LIMIT
+from ...numerics.fixedpoint import FINER, FIRST_KEYS
+from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at

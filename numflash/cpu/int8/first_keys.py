@@ -24,8 +24,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ... import fixedpoint as fx
-from ...fixedpoint import FINER, FIRST_KEYS
+from ...numerics import fixedpoint as fx
+from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import (
     F32,

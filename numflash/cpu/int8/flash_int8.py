@@ -32,10 +32,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ... import fixedpoint as fx
-from ...fixedpoint import ONE_Q16
 from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
+from ...numerics import fixedpoint as fx
+from ...numerics.fixedpoint import ONE_Q16
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded

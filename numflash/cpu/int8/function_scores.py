@@ -20,9 +20,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ... import fixedpoint as fx
 from ...jit import target
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import batch_of, call_tile, must_mask

@@ -21,10 +21,10 @@ import functools
 
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare, inline, kernel
 from ...jit.memory import fresh, uncleared, zeros
 from ...jit.parallel import over_tasks
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded, shares_operands
 from ..isa.score_calls import all_empty, batch_of, call_tile

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...fixedpoint import FINER, FIRST_KEYS
-from ...interop import to_float32, writable
+from ...interop.arrays import to_float32, writable
 from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
-from ...quantization import CHUNK, NO_SCALE
+from ...numerics.fixedpoint import FINER, FIRST_KEYS
+from ...numerics.quantization import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address

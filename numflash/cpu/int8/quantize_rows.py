@@ -2,7 +2,7 @@
 needs: one source for every CPU.
 
 Intrinsics on addresses, for input whose magnitudes stay below `PLAIN`: there nothing overflows,
-nothing has to be clipped, and the results are those of `numflash.quantization` to the bit. A vector
+nothing has to be clipped, and the results are those of `numflash.numerics.quantization` to the bit. A vector
 at the end of a row begins `LANES` before it, where it overlaps the one before: all that is done
 here comes to the same when it is done twice. So rows have `LANES` elements at least.
 """
@@ -15,7 +15,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...quantization import MAGNITUDE, NO_SCALE, ROUND
+from ...numerics.quantization import MAGNITUDE, NO_SCALE, ROUND
 from ..isa.vectors import (
     F32,
     I16,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import llvmlite.ir as ir
 import numpy as np
 
-from ... import fixedpoint as fx
 from ...jit.compiler import bare
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import F32, I8, I32, I64, data, load, prefetch, store
 

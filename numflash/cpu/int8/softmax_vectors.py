@@ -11,8 +11,8 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from ...fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
 from ...jit import target
+from ...numerics.fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...fixedpoint import FIRST_KEYS
 from ...jit.compiler import bare, inline
 from ...jit.memory import reinterpret, uncleared, zeros
+from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
 from ..isa.isas import VECTOR_ISAS, lanes_of

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from ..floats.float_exp2 import whole
 from ..floats.float_isas import FLOAT_ISAS, fold, larger
 from ..floats.float_rows import for_vectors

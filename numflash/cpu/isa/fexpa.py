@@ -1,6 +1,6 @@
 """exp2 by FEXPA, SVE's table instruction.
 
-Float variants beside the fixed-point ones of `numflash.fixedpoint`.
+Float variants beside the fixed-point ones of `numflash.numerics.fixedpoint`.
 
 FEXPA puts bits 13:6 of a word into the exponent of a float32 and looks bits 5:0 up in a table of
 the 64 fractions of 2**(i/64): 2**x from x in steps of 1/64 and nothing more. `exp2 + FMLA

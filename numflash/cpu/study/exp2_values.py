@@ -24,9 +24,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...fixedpoint import QUADRATIC_A, QUADRATIC_B
 from ...jit import target
 from ...jit.compiler import inline, kernel
+from ...numerics.fixedpoint import QUADRATIC_A, QUADRATIC_B
 from ..floats.float_exp2 import EXP2 as POLYNOMIAL
 from .registers import (
     at_least,

@@ -22,8 +22,8 @@ import numpy as np
 from numba import prange, types
 from numba.extending import intrinsic
 
-from ... import fixedpoint as fx
 from ...jit.compiler import inline, kernel
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_rows, float_tiles
 from ..floats.float_isas import FLOAT_ISAS

@@ -25,11 +25,11 @@ from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import Timing, median_time
 from ...measure.timing import timed as time_calls
-from ...options import Options
-from ...quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
-from ...scores import combined_scale
+from ...numerics.quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
+from ...numerics.scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import Problem, problem
+from ...validation.options import Options
 from ..floats.float_isas import FLOAT_ISAS
 from ..floats.float_packing import pack_values as pack_pairs
 from ..floats.float_tiles import value_tile

@@ -19,7 +19,7 @@ from ...jit import target
 from ...jit.threads import limit, one_at_a_time
 from ...measure.metrics import errors
 from ...measure.timing import median_time
-from ...options import Options
+from ...validation.options import Options
 from . import ladder_float, ladder_int8
 
 F = np.float32

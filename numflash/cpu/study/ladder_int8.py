@@ -18,11 +18,11 @@ from numba import prange
 from ...errors import ArgumentError
 from ...jit.compiler import inline, kernel
 from ...jit.memory import empty, zeros
-from ...options import Options
-from ...quantization import quantize_problem
-from ...scores import combined_scale
+from ...numerics.quantization import quantize_problem
+from ...numerics.scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import describe
+from ...validation.options import Options
 from ..int8 import blocks, softmax_vectors
 from ..int8.packing import PackedKeys, pack_keys, pack_values
 from ..isa.amx_tiles import tile_state

@@ -27,10 +27,10 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ... import fixedpoint as fx
 from ...errors import ArgumentError, UnsupportedError
 from ...jit import target
 from ...jit.compiler import inline, kernel
+from ...numerics import fixedpoint as fx
 from ...tiling import TILINGS
 from ..int8.packing import PackedKeys, pack_keys
 from ..isa.dot_loop import dot_loop

@@ -7,7 +7,7 @@ large.
 
 from __future__ import annotations
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source

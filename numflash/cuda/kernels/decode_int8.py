@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, types

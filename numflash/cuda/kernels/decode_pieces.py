@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
+from ...numerics.fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types

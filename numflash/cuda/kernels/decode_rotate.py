@@ -1,4 +1,4 @@
-"""Rotating rows on the card by a Hadamard matrix, as `numflash.rotation` does it, with its bits.
+"""Rotating rows on the card by a Hadamard matrix, as `numflash.numerics.rotation` does it, with its bits.
 
 Before tokens are rounded and appended, before a query is rounded, and back again for the outputs: a
 kernel of its own, because the decode kernels have no registers left for it. A warp takes a row, a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...rotation import DOWN, HUGE, UP, block_of
+from ...numerics.rotation import DOWN, HUGE, UP, block_of
 from .. import ptx
 from .._target import cuda, types
 from ..compile import Source

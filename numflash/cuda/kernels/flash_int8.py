@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...fixedpoint import FIRST_KEYS
+from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, types

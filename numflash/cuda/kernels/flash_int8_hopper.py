@@ -19,7 +19,7 @@ of rank 5 brings them so.
 
 from __future__ import annotations
 
-from ...fixedpoint import FIRST_KEYS
+from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK, tiling
 from .. import ptx
 from .._target import cuda, device_function, types

@@ -17,9 +17,9 @@ import functools
 import math
 from typing import Any
 
-from ... import fixedpoint as fx
-from ...quantization import CHUNK, LARGEST, NO_SCALE
-from ...scores import LIMIT
+from ...numerics import fixedpoint as fx
+from ...numerics.quantization import CHUNK, LARGEST, NO_SCALE
+from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
 from .. import ptx
 from .._target import cuda, device_function, types

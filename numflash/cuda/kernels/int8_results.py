@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
 from ..compile import Source

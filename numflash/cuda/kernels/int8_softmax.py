@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
 from .int8_rows import PART

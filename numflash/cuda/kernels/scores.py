@@ -9,7 +9,7 @@ import functools
 import math
 from typing import Any
 
-from ... import fixedpoint as fx
+from ...numerics import fixedpoint as fx
 from .. import ptx
 from .._target import cuda, device_function, types
 from .pieces import NEG_INF

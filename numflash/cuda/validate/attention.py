@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import reference, validation
 from ...errors import UnsupportedError
-from ...interop import widen
+from ...interop.arrays import widen
 from .. import launch, launch_backward
 from ..device import Device, median_seconds
 from ..launch_forward import float_forward, hopper_forward

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ... import reference, validation
-from ...interop import convert, widen
-from ...options import Options
-from ...quantization import quantize_problem
+from ...interop.arrays import convert, widen
+from ...numerics.quantization import quantize_problem
+from ...validation.options import Options
 
 Case = tuple[str, tuple[int, ...], str, dict[str, Any]]  # name, shape, precision, options
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...arguments import EMULATED
+from ...interop.arguments import EMULATED
 from .. import launch, launch_backward
 from ..compile import cache_directory
 from ..cubins import source_digest

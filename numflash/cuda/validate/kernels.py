@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arguments import EMULATED
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
+from ...interop.arguments import EMULATED
 from .. import launch, launch_backward, study
 from ..compile import Key
 from ..launch_forward import float_forward
