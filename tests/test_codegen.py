@@ -287,6 +287,13 @@ def test_named_kernels_have_a_histogram(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("cpu", "vectors"), [("a64fx", "z"), ("neoverse-n1", "v")])
+def test_float_caches_are_decoded_with_the_longest_vectors(cpu, vectors):
+    code = codegen.compile_kernel("decode-float32", cpu).assembly
+    assert set(re.findall(r"\tfm(?:la|ad)\t([vz])\d+\.4?s", code)) == {vectors}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "cpu", "dots"),
     [

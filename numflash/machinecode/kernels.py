@@ -96,7 +96,8 @@ def _backward(isa: str, *cpus: str) -> Kernel:
 def _tile(dtype: str, cpu: str, generator: Any) -> Any:
     from ..cpu.decode import tiles
 
-    return tiles.tile(best((*INT8_ISAS, "portable"), cpu, generator), dtype)
+    isa = best((*INT8_ISAS, "portable"), cpu, generator)
+    return tiles.tile(isa, dtype, codegen=generator)
 
 
 def _decode(dtype: str) -> Kernel:

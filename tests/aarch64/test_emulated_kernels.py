@@ -111,6 +111,11 @@ def test_decode_has_the_bits_of_the_integer_model(cpu, guests):
     guests[cpu].call(test_guest.decode_and_compare)
 
 
+@pytest.mark.parametrize(("dtype", "latents"), test_guest.FLOAT_CACHES[: 5 if WHOLE else 3])
+def test_decode_over_floats(dtype, latents, guests):
+    guests[A64FX].call(test_guest.decode_floats, dtype, latents)
+
+
 @pytest.mark.parametrize(("cpu", "isa"), INT8)
 def test_functions_of_int8_have_the_bits_of_plain_loops(cpu, isa, guests):
     for name in integers.BITS:

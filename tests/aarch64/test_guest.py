@@ -15,9 +15,11 @@ import numflash
 from numflash import reference, validation
 from numflash.cache.kvcache import KVCache
 from numflash.cpu import launch
+from numflash.cpu.decode import tiles
 from numflash.cpu.int8 import softmax_vectors
 from numflash.cpu.isa.isas import running_lanes
 from numflash.errors import UnsupportedError
+from numflash.interop.arrays import convert, widen
 from numflash.jit import target
 from numflash.machinecode.codegen import Target, code_generator
 from numflash.numerics import quantization
@@ -33,12 +35,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 EMULATED = os.environ.get("GUEST_CPU")
-# GUEST_CPU -> (instruction sets, best first; int32 lanes of the best)
+# GUEST_CPU -> (instruction sets, best first; int32 lanes of the best; vectors of float caches)
 EXPECTED = {
-    "a64fx": (["sve", "portable"], 16),
-    "neoverse-v1": (["sve", "neon_dot", "portable"], 8),
-    "neoverse-v2": (["sve", "neon_dot", "portable"], 4),
-    "neoverse-n1": (["neon_dot", "portable"], 4),
+    "a64fx": (["sve", "portable"], 16, "sve512"),
+    "neoverse-v1": (["sve", "neon_dot", "portable"], 8, "sve256"),
+    "neoverse-v2": (["sve", "neon_dot", "portable"], 4, "portable"),
+    "neoverse-n1": (["neon_dot", "portable"], 4, "portable"),
 }
 CASES = {
     "full": ({"l": 30, "s": 140, "d": 64}, {}),
@@ -51,9 +53,10 @@ CASES = {
 
 @pytest.mark.skipif(not EMULATED, reason="the emulated machine is known by this variable")
 def test_the_machine_is_detected():
-    isas, lanes = EXPECTED[EMULATED]
+    isas, lanes, floats = EXPECTED[EMULATED]
     assert target.cpu_name() == EMULATED
     assert target.available() == isas and running_lanes(isas[0]) == lanes
+    assert tiles.tile(isas[0], "float32").isa == floats
 
 
 def test_what_the_machine_lacks_is_refused():
@@ -143,5 +146,44 @@ def decode_and_compare(dtype="int8", rotate=False):
         np.testing.assert_array_equal(cache.decode(query, splits=splits)[0], exact)
 
 
+def decode_floats(dtype, latents=False):
+    """Append to a cache of floats and decode: against float64 on the numbers that are stored.
+
+    `latents`: values are the first channels of the keys.
+    """
+    shared = {"value_in_key": True} if latents else {}
+    cache = KVCache(1, 2, 70, 300, dtype, value_dim=36, **shared)
+    key, value, query = draw((1, 2, 150, 70)), draw((1, 2, 150, 36), 1), draw((1, 12, 2, 70), 2)
+    if latents:
+        value = key[..., :36]
+    for first, last in ((0, 149), (149, 150)):  # many tokens at a time, and one
+        some = key[:, :, first:last], value[:, :, first:last]
+        cache.append(*some[: 1 if latents else 2])
+    k, v = (convert(x[0], dtype) for x in (key, value))
+    k, v = (np.repeat(widen(x).astype(np.float64), 6, 0) for x in (k, v))
+    scores = query[0] @ k.transpose(0, 2, 1) * 70**-0.5
+    scores[:, 0, 149] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = weights / weights.sum(-1, keepdims=True) @ v
+    for splits in (1, 2):
+        got = cache.decode(query, splits=splits)[0]
+        np.testing.assert_allclose(got, exact, rtol=0, atol=3e-6)
+
+
 def test_decode_has_the_bits_of_the_integer_model():
     decode_and_compare()
+
+
+# (dtype, latents)
+FLOAT_CACHES = [
+    ("float32", False),
+    ("float16", False),
+    ("bfloat16", True),
+    ("bfloat16", False),
+    ("float32", True),
+]
+
+
+@pytest.mark.parametrize(("dtype", "latents"), FLOAT_CACHES)
+def test_decode_over_floats(dtype, latents):
+    decode_floats(dtype, latents)

@@ -23,7 +23,6 @@ I = np.int32
 HUGE = I(0x7C000000)  # bits of 2**121: float32 does not hold sums of such scores
 LOWEST = F(-(2.0**121))
 GROWTH = F(8)  # octaves that a float maximum may grow before O is rescaled
-FLOAT_VECTORS = {16: "avx512", 8: "avx2", 4: "neon"}
 
 
 @functools.cache
@@ -32,7 +31,7 @@ def make_floats(tile: Tile, rows: int, changed: bool):
     block_scores, block_values = (
         matrix_floats.make_matrix_block(tile) if matrix else make_block(tile, rows)
     )
-    vectors = FLOAT_VECTORS[tile.lanes]
+    vectors = tile.float_vectors
     top_of = row_max(vectors)
     weights = row_exp(matrix_floats.NAME if matrix else vectors)
     multiply, leaves = row_scale(vectors), row_leaves(vectors)

@@ -12,7 +12,6 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit import target
 from ...numerics.fixedpoint import T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import (
@@ -25,7 +24,6 @@ from ..isa.vectors import (
     prefetch,
     splat,
     store,
-    vector,
 )
 from .tiles import CQ, LOW_BITS, LOW_PLANE, SCALE, START, V_START, Tile, state
 
@@ -140,11 +138,11 @@ def score_tile(tile: Tile, rows: int):
         sig = types.void(*[types.intp] * 6)
 
         def codegen(context, b, sig, a):
-            target.guard(tile.isa, context.codegen())
+            tile.guard(context.codegen())
             pq, pk, pck, pw = (pointer(b, a[i]) for i in (0, 2, 3, 5))
-            floats = vector(F32, tile.lanes)
+            floats = tile.vectors.vector(F32)
             exact = tile.exact
-            first = [constant(tile.sums, 0.0)] * rows
+            first = [tile.vectors.fill(b, tile.sums, 0)] * rows
             if exact:
                 first = [
                     splat(b, load(b, pw, state(rows, START + m), I32, 4), tile.sums)
@@ -158,7 +156,7 @@ def score_tile(tile: Tile, rows: int):
                     load(b, pck, b.add(a[4], I64(tile.lanes * v)), floats, 4) for v in range(nv)
                 ]
             for m in range(rows):
-                row_scale = splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
+                row_scale = tile.vectors.splat(b, load(b, pw, state(rows, CQ + m), F32, 4), floats)
                 for v in range(nv):
                     x = sums[m * nv + v]
                     if exact:
@@ -203,9 +201,9 @@ def value_tile(tile: Tile, rows: int, nv: int):
         sig = types.void(*[types.intp] * 7)
 
         def codegen(context, b, sig, a):
-            target.guard(tile.isa, context.codegen())
+            tile.guard(context.codegen())
             pw, pv, po = (pointer(b, a[i]) for i in (0, 1, 4))
-            floats = vector(F32, tile.lanes)
+            floats = tile.vectors.vector(F32)
             exact = tile.exact
             where = [
                 b.add(b.add(a[5], b.mul(a[6], I64(m))), I64(tile.lanes * n))

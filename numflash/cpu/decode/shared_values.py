@@ -20,7 +20,6 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit import target
 from ...jit.compiler import bare
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import I8, I64, constant, load, pointer, prefetch, shuffle, store, vector
@@ -59,11 +58,11 @@ def _transpose(b, rows: list, unit: int) -> list:
 
 @functools.cache
 def _square(tile: Tile):
-    """Intrinsic f(k, k_step, v, v_step): `lanes` keys x `lanes` channels of K, as V.
+    """Intrinsic f(k, k_step, v, v_step): `square` keys x `square` channels of K, as V.
 
     Addresses of the first word of either; bytes between two steps of channels, of keys.
     """
-    lanes, group = tile.lanes, tile.group
+    lanes, group = tile.square, tile.group
     element = ir.IntType(8 * tile.size)
     word = ir.IntType(8 * tile.size * group)
 
@@ -72,7 +71,7 @@ def _square(tile: Tile):
         sig = types.void(*[types.intp] * 4)
 
         def codegen(context, b, sig, a):
-            target.guard(tile.isa, context.codegen())
+            tile.guard(context.codegen())
             pk, pv = pointer(b, a[0]), pointer(b, a[2])
             steps = range(lanes // group)
             rows = []
@@ -102,12 +101,13 @@ def make_shared_values(tile: Tile):
     vectors, channels at least as many. Keys are taken in pairs of whole vectors.
     """
     square = _square(tile)
-    lanes, panel, group, size, scales = tile.lanes, tile.panel, tile.group, tile.size, tile.scales
+    lanes, panel, group, size, scales = tile.square, tile.panel, tile.group, tile.size, tile.scales
+    pair = 2 * tile.lanes
 
     @bare(forceinline=False)
     def values(place, n, channels, out, columns):
         keys = place + scales * size
-        stop = (n + 2 * lanes - 1) // (2 * lanes) * (2 * lanes)
+        stop = (n + pair - 1) // pair * pair
         for first in range(0, stop, panel):  # in the order of the memory
             for c in range(0, columns, lanes):
                 chunk = c // panel * panel

@@ -37,6 +37,7 @@ import llvmlite.ir as ir
 
 from ...jit import target
 from ...tiling import KEY_BLOCK
+from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import (
     F32,
@@ -56,6 +57,7 @@ from ..isa.vectors_arm import SVE_128
 from ..isa.vectors_x86 import X86
 
 PORTABLE = Isa("portable", 4, 1, 4, 0)
+SCALABLE = ("sve512", "sve256")  # float storage is laid out for vectors of this length
 # The scratch of a tile: `work` (rows + 1, 128) int32, scores or weights of its rows and, in the
 # last row, the state, one 32-bit number for each of up to 8 rows from these columns on; in front of
 # them the ratios of the values, for float storage a row's sum.
@@ -87,7 +89,7 @@ class Tile:
 
     Attributes
     ----------
-    isa : a name of `target.ISAS`
+    isa : a name of `target.ISAS`; of float storage on SVE one of `target.FLOAT_ISAS`
     dtype : "int8", "int4", "float32", "bfloat16" or "float16": the storage
     lanes, nv : lanes of a 32-bit vector; vectors side by side in a panel of keys or a chunk of
         columns
@@ -153,8 +155,8 @@ class Tile:
         return KEY_BLOCK * (channels + columns) // self.packed + self.scales
 
     @property
-    def sums(self) -> ir.VectorType:
-        return vector(I32 if self.exact else F32, self.lanes)
+    def sums(self) -> Any:
+        return self.vectors.vector(I32 if self.exact else F32)
 
     @property
     def planes(self) -> int:
@@ -172,7 +174,7 @@ class Tile:
 
         16 sums with 32 registers, else 8.
         """
-        most = 16 if self.lanes == 16 else 8
+        most = 16 if self.lanes == 16 or self.isa in SCALABLE else 8
         return max(n for n in (1, 2, 4) if n <= self.nv and (n == 1 or n * rows <= most))
 
     def many(self, b: ir.IRBuilder, base, index):
@@ -182,11 +184,12 @@ class Tile:
         if self.dtype == "int8":
             x = in_order(load(b, base, index, vector(I8, self.lanes * self.group), 1, 1))
             return x if self.group == 4 else b.sext(x, self._widened)
-        x = in_order(load(b, base, index, vector(I16, self.lanes), 2))
+        of = self.vectors
+        x = in_order(load(b, base, index, of.vector(I16), 2))
         if self.dtype == "bfloat16":
-            ints = vector(I32, self.lanes)
-            return b.bitcast(b.shl(b.zext(x, ints), constant(ints, 16)), self.sums)
-        return b.fpext(b.bitcast(x, vector(ir.HalfType(), self.lanes)), self.sums)
+            ints = of.vector(I32)
+            return b.bitcast(b.shl(b.zext(x, ints), of.fill(b, ints, 16)), self.sums)
+        return b.fpext(b.bitcast(x, of.vector(ir.HalfType())), self.sums)
 
     @property
     def _widened(self) -> ir.VectorType:
@@ -199,9 +202,10 @@ class Tile:
         INT4 is split into the halves of its bytes, a pair of bfloat16 into those of its word.
         """
         if self.pairs:
-            ints = vector(I32, self.lanes)
+            ints = self.vectors.vector(I32)
             x = in_order(load(b, base, index, ints, 2, 2))
-            both = [b.shl(x, constant(ints, 16)), b.and_(x, constant(ints, -65536))]
+            fill = self.vectors.fill
+            both = [b.shl(x, fill(b, ints, 16)), b.and_(x, fill(b, ints, -65536))]
             return [b.bitcast(y, self.sums) for y in both]
         x = in_order(load(b, base, index, vector(I8, self.lanes * self.group), 1, 1))
         words = vector(I32, x.type.count // 4)
@@ -214,7 +218,7 @@ class Tile:
     def one(self, b: ir.IRBuilder, base, index):
         """The 32-bit word `index` of a row, in every lane."""
         if not self.exact:
-            return splat(b, load(b, base, index, F32, 4), self.sums)
+            return self.vectors.splat(b, load(b, base, index, F32, 4), self.sums)
         x = splat(b, load(b, base, index, I32, 4, 1), self.sums)
         return (
             x
@@ -225,7 +229,7 @@ class Tile:
     def dot(self, b: ir.IRBuilder, acc, many, one, keys: bool):
         """acc + the products; `keys`: `many` is the unsigned operand, else `one` is."""
         if not self.exact:
-            return call(b, f"llvm.fma.v{self.lanes}f32", self.sums, many, one, acc)
+            return self.vectors.generic(b, "fma", many, one, acc)
         if self.group == 1:
             return b.add(acc, b.mul(many, one))
         return (
@@ -235,8 +239,26 @@ class Tile:
         )
 
     @property
-    def vectors(self) -> Isa:
+    def vectors(self) -> Any:
+        if self.isa in SCALABLE:
+            return FLOAT_ISAS[self.isa]
         return SVE_128 if self.isa == "sve" else VECTOR_ISAS.get(self.isa, PORTABLE)
+
+    @property
+    def float_vectors(self) -> str:
+        """The name in `FLOAT_ISAS` of vectors as long as these: what softmax takes."""
+        return (
+            self.isa if self.isa in SCALABLE else {16: "avx512", 8: "avx2", 4: "neon"}[self.lanes]
+        )
+
+    @property
+    def square(self) -> int:
+        """Rows and columns that are transposed at a time: a fixed vector's lanes."""
+        return 4 if self.isa in SCALABLE else self.lanes
+
+    def guard(self, codegen: Any) -> None:
+        """Raise where the target lacks the tile's instructions."""
+        target.guard(self.isa, codegen, target.FLOAT_ISAS if self.isa in SCALABLE else target.ISAS)
 
     @property
     def x86(self) -> bool:
@@ -265,24 +287,28 @@ class Tile:
         )
 
 
-def tile(isa: str, dtype: str, shared: bool = False) -> Tile:
+def tile(isa: str, dtype: str, shared: bool = False, codegen: Any = None) -> Tile:
     """The tile of an INT8 instruction set; float storage takes its vector length.
 
-    AArch64 takes 128-bit vectors.
+    On AArch64 that is the machine's for float storage, where SVE's vectors have more than 128 bits,
+    and 128 bits else. `codegen`: of the machine that the tile is for, where it is not this one.
     """
     if shared:
-        own = tile(isa, dtype)
+        own = tile(isa, dtype, codegen=codegen)
         return replace(own, shared=True, group=2 if dtype == "bfloat16" else own.group)
     isa = "avx512_vnni" if isa == "amx_int8" else isa  # the layout of the vectors: `matrix_tiles`
-    if isa == "sve" and not target.missing("neon_dot"):
+    scalable = f"sve{target.vector_bits(codegen)}" if isa in ("sve", "neon_dot") else ""
+    if isa == "sve" and not target.missing("neon_dot", codegen=codegen):
         isa = "neon_dot"
     zen = target.cpu_name().startswith("znver")
     reading: dict[str, Any] = {"ahead": 0 if zen else AHEAD}
     if dtype == "int4":  # the same vectors; codes suit dot products of every kind
-        like = tile(isa, "int8")
+        like = tile(isa, "int8", codegen=codegen)
         return replace(like, dtype=dtype, q_offset=15, v_offset=15)
     if isa in ("sve", "neon_dot") and dtype == "int8":
         return Tile(isa, dtype, 4, 4, 4, v_offset=128, **reading)
+    if scalable in SCALABLE:
+        return Tile(scalable, dtype, FLOAT_ISAS[scalable].lanes, 4, 1, **reading)
     found = VECTOR_ISAS.get(isa)
     if not isinstance(found, X86):
         return Tile("portable", dtype, 4, 4, 1, **reading)
