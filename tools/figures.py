@@ -200,13 +200,9 @@ def machine() -> dict[str, str]:
     import numba
     import torch
 
-    from numflash.jit import target
+    from numflash.jit import system, target
 
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"model name\s*:\s*(.*)", info.read_text())
-        cpu = found.group(1) if found else cpu
+    cpu = system.cpu_model() or platform.processor() or platform.machine()
     return {
         "cpu": cpu,
         "isa": target.available()[0],

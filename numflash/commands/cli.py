@@ -220,172 +220,6 @@ def cache(args: argparse.Namespace) -> Any:
     }
 
 
-# Long because it is a table: every command with its arguments.
-def parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--json", action="store_true", help="print one JSON document instead of text"
-    )
-    top = argparse.ArgumentParser(
-        prog="numflash", description="FlashAttention in pure Python, at hardware speed."
-    )
-    top.add_argument("--version", action="version", version=f"numflash {__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
-
-    def command(function: Callable, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
-        sub.set_defaults(function=function)
-        return sub
-
-    def shape(sub: argparse.ArgumentParser, kind: Callable = positive, more: str = "") -> None:
-        sub.add_argument(
-            "length",
-            nargs="?",
-            type=kind,
-            default=1024,
-            metavar="L",
-            help=f"queries and keys (default 1024){more}",
-        )
-        sub.add_argument("head_dim", nargs="?", type=positive, default=128, help="default 128")
-
-    def case(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--causal", action="store_true", help="row i sees keys 0 to i")
-        sub.add_argument("--heads", type=positive, default=1, help="default 1")
-        sub.add_argument("--batch", type=positive, default=1, help="default 1")
-
-    sub = command(demo, "real attention end to end: errors, speed, where the time goes, caches")
-    sub.add_argument(
-        "what",
-        nargs="?",
-        choices=["ring", "decode", "generate"],
-        help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; decode: generation with a cache; "
-        "generate: text from a model inside transformers",
-    )
-    sub.add_argument(
-        "--dtype",
-        default="int8",
-        help="storage of the KV cache of `demo decode` and `demo generate`",
-    )
-    sub.add_argument("--threads", type=positive, default=1, help="default 1")
-    sub = command(info, "versions, instruction sets, caches")
-    sub.add_argument("--roof", action="store_true", help="also measure the peaks of this machine")
-    command(warmup, "compile every kernel ahead of its first call")
-    sub = command(bench, "a benchmark: every contender checked against float64, then timed")
-    shape(sub, positive_or_decode, '; "decode": one token over a KV cache, by each storage')
-    sub.add_argument("iterations", nargs="?", type=positive, default=5, help="at least; default 5")
-    sub.add_argument("threads", nargs="?", type=positive, default=1, help="default 1")
-    case(sub)
-    sub.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
-    )
-    sub.add_argument(
-        "--short",
-        action="store_true",
-        help="what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
-    )
-    sub.add_argument(
-        "--study",
-        choices=["exp2", "unfused", "improvements"],
-        help="a benchmark of the A64FX notes, one thread, with its own shapes; nothing else is used",
-    )
-    sub.add_argument(
-        "--reference-threads",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="also the float32 reference on N threads, and the estimated speed-up over one of them",
-    )
-    sub = command(explain, "the tiling of a problem: blocks, bytes in each cache, operations")
-    shape(sub)
-    case(sub)
-    sub.add_argument(
-        "--precision", default="int8", help="float32, bfloat16, float16 or int8 (default)"
-    )
-    sub.add_argument(
-        "--roof",
-        action="store_true",
-        help="also measure the peaks of this machine, and say which one limits",
-    )
-    sub = command(asm, "instructions in the hot loop of a kernel, for this CPU or another")
-    sub.add_argument("kernel", nargs="?", default="quantize-rows", help="a name from --list")
-    sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
-    sub.add_argument(
-        "--features", default="", help="LLVM's feature list for a named --cpu, as +sve,-sve2"
-    )
-    sub.add_argument("--list", action="store_true", help="names of the kernels")
-    sub.add_argument("--listing", action="store_true", help="the whole assembly text")
-    sub = command(export, "a kernel for C: assembly, object, header, and a program that checks it")
-    sub.add_argument("kernel", nargs="?", help="a name from --list")
-    sub.add_argument("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
-    sub.add_argument("--to", metavar="FOLDER", help="where the files go")
-    sub.add_argument("--list", action="store_true", help="names of the kernels")
-    sub = command(
-        estimate,
-        "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
-    )
-    sub.add_argument(
-        "what",
-        nargs="?",
-        choices=["exp2", "unfused", "improvements", "attention", "check"],
-        help="exp2, unfused, improvements: the A64FX notes' kernels beside their figures; attention: "
-        "with caches, memory and energy; check: the model of this machine against measured times "
-        "(default: the register tiles and softmax)",
-    )
-    sub.add_argument(
-        "--cpu",
-        default="",
-        help="LLVM's name of an AArch64 CPU (default a64fx); of check, whose pipes to model",
-    )
-    sub.add_argument(
-        "--head-dim", type=positive, default=128, help="of the instruction counts (default 128)"
-    )
-    sub.add_argument(
-        "--instructions", action="store_true", help="only the emulator's counts, without llvm-mca"
-    )
-    sub = command(
-        job, "a batch script for Fugaku or a SLURM cluster, printed; what it runs follows `--`"
-    )
-    sub.add_argument("scheduler", choices=["fugaku", "slurm"])
-    sub.add_argument("--nodes", type=positive, default=1, help="default 1")
-    sub.add_argument(
-        "--groups",
-        type=positive,
-        default=4,
-        help="processes of a node, one per memory group (default 4)",
-    )
-    sub.add_argument("--threads", type=positive, default=12, help="of a process (default 12)")
-    sub.add_argument("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)")
-    sub.add_argument("--account", default="", help="whose budget pays")
-    sub.add_argument("--queue", default="", help="partition, or Fugaku's resource group")
-    sub.add_argument("--environment", default=".venv", help="folder of the Python environment")
-    sub = command(validate, "bits, accuracy, peaks, efficiency and scaling of this machine's CPU")
-    sub.add_argument(
-        "--quick", action="store_true", help="the best instruction set only, no scaling"
-    )
-    sub.add_argument("--to", metavar="FILE", help="also write everything as one JSON document")
-    sub = command(tune, "the fastest tiling of a kernel here, kept for later calls")
-    shape(sub)
-    sub.add_argument(
-        "--dtype",
-        choices=["int8", "float32", "bfloat16"],
-        default="int8",
-        help="of the kernel's operands (default int8)",
-    )
-    sub.add_argument("--cpu", help="with --model: LLVM's name of another CPU")
-    sub.add_argument("--isa", help="instruction set (default: the best here)")
-    sub.add_argument("--model", action="store_true", help="rank by the model only, measure nothing")
-    sub.add_argument(
-        "--measure", type=positive, default=4, metavar="N", help="measure N (default 4)"
-    )
-    sub.add_argument("--dry-run", action="store_true", help="keep nothing")
-    sub = command(cache, "compiled kernels on disk")
-    sub.add_argument("action", choices=["clear"], help="remove those in the folder that is in use")
-    sub.add_argument("--dry-run", action="store_true", help="only list what would be removed")
-    return top
-
-
 def positive(text: str) -> int:
     try:
         number = int(text)
@@ -399,6 +233,226 @@ def positive(text: str) -> int:
 def positive_or_decode(text: str) -> int | str:
     """A number of tokens, or the word that asks for decoding's tables."""
     return text if text == "decode" else positive(text)
+
+
+def option(*names: str, **given: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """One argument of a command, as `argparse` takes it."""
+    return names, given
+
+
+def flag(name: str, text: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return option(name, action="store_true", help=text)
+
+
+def count(name: str, default: int, text: str = "", **more: Any) -> Any:
+    """A whole number, 1 or more."""
+    said = f"{text} (default {default})" if text else f"default {default}"
+    return option(name, type=positive, default=default, help=said, **more)
+
+
+def length(kind: Callable = positive, more: str = "") -> Any:
+    text = f"queries and keys (default 1024){more}"
+    return option("length", nargs="?", type=kind, default=1024, metavar="L", help=text)
+
+
+HEAD_DIM = count("head_dim", 128, nargs="?")
+CASE = (
+    flag("--causal", "row i sees keys 0 to i"),
+    count("--heads", 1),
+    count("--batch", 1),
+)
+CPU = option("--cpu", default="host", help="LLVM's name of a CPU; compiled, not run")
+NAMES = flag("--list", "names of the kernels")
+
+# (function, what it does, its arguments), in the order of the help
+COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
+    (
+        demo,
+        "real attention end to end: errors, speed, where the time goes, caches",
+        (
+            option(
+                "what",
+                nargs="?",
+                choices=["ring", "decode", "generate"],
+                help="ring: one sequence over the ranks of `mpiexec -n 2 numflash demo ring`; "
+                "decode: generation with a cache; generate: text from a model inside transformers",
+            ),
+            option(
+                "--dtype",
+                default="int8",
+                help="storage of the KV cache of `demo decode` and `demo generate`",
+            ),
+            count("--threads", 1),
+        ),
+    ),
+    (
+        info,
+        "versions, instruction sets, caches",
+        (flag("--roof", "also measure the peaks of this machine"),),
+    ),
+    (warmup, "compile every kernel ahead of its first call", ()),
+    (
+        bench,
+        "a benchmark: every contender checked against float64, then timed",
+        (
+            length(positive_or_decode, '; "decode": one token over a KV cache, by each storage'),
+            HEAD_DIM,
+            option("iterations", nargs="?", type=positive, default=5, help="at least; default 5"),
+            count("threads", 1, nargs="?"),
+            *CASE,
+            option(
+                "--plot",
+                metavar="FILE",
+                help="draw the sweep over L and the roofline (needs matplotlib); L is not used",
+            ),
+            flag(
+                "--short",
+                "what short calls cost, by arrays, tensors and numflash.torch, beside PyTorch",
+            ),
+            option(
+                "--study",
+                choices=["exp2", "unfused", "improvements"],
+                help="a benchmark of the A64FX notes, one thread, with its own shapes; "
+                "nothing else is used",
+            ),
+            option(
+                "--reference-threads",
+                type=positive,
+                default=0,
+                metavar="N",
+                help="also the float32 reference on N threads, and the estimated speed-up over one "
+                "of them",
+            ),
+        ),
+    ),
+    (
+        explain,
+        "the tiling of a problem: blocks, bytes in each cache, operations",
+        (
+            length(),
+            HEAD_DIM,
+            *CASE,
+            option(
+                "--precision",
+                default="int8",
+                help="float32, bfloat16, float16 or int8 (default)",
+            ),
+            flag("--roof", "also measure the peaks of this machine, and say which one limits"),
+        ),
+    ),
+    (
+        asm,
+        "instructions in the hot loop of a kernel, for this CPU or another",
+        (
+            option("kernel", nargs="?", default="quantize-rows", help="a name from --list"),
+            CPU,
+            option(
+                "--features",
+                default="",
+                help="LLVM's feature list for a named --cpu, as +sve,-sve2",
+            ),
+            NAMES,
+            flag("--listing", "the whole assembly text"),
+        ),
+    ),
+    (
+        export,
+        "a kernel for C: assembly, object, header, and a program that checks it",
+        (
+            option("kernel", nargs="?", help="a name from --list"),
+            CPU,
+            option("--to", metavar="FOLDER", help="where the files go"),
+            NAMES,
+        ),
+    ),
+    (
+        estimate,
+        "instructions and modelled cycles of the INT8 kernels on an AArch64 CPU (needs llvm-mca)",
+        (
+            option(
+                "what",
+                nargs="?",
+                choices=["exp2", "unfused", "improvements", "attention", "check"],
+                help="exp2, unfused, improvements: the A64FX notes' kernels beside their figures; "
+                "attention: with caches, memory and energy; check: the model of this machine "
+                "against measured times (default: the register tiles and softmax)",
+            ),
+            option(
+                "--cpu",
+                default="",
+                help="LLVM's name of an AArch64 CPU (default a64fx); of check, whose pipes to model",
+            ),
+            count("--head-dim", 128, "of the instruction counts"),
+            flag("--instructions", "only the emulator's counts, without llvm-mca"),
+        ),
+    ),
+    (
+        job,
+        "a batch script for Fugaku or a SLURM cluster, printed; what it runs follows `--`",
+        (
+            option("scheduler", choices=["fugaku", "slurm"]),
+            count("--nodes", 1),
+            count("--groups", 4, "processes of a node, one per memory group"),
+            count("--threads", 12, "of a process"),
+            option("--time", default="00:30:00", help="hours:minutes:seconds (default 00:30:00)"),
+            option("--account", default="", help="whose budget pays"),
+            option("--queue", default="", help="partition, or Fugaku's resource group"),
+            option("--environment", default=".venv", help="folder of the Python environment"),
+        ),
+    ),
+    (
+        validate,
+        "bits, accuracy, peaks, efficiency and scaling of this machine's CPU",
+        (
+            flag("--quick", "the best instruction set only, no scaling"),
+            option("--to", metavar="FILE", help="also write everything as one JSON document"),
+        ),
+    ),
+    (
+        tune,
+        "the fastest tiling of a kernel here, kept for later calls",
+        (
+            length(),
+            HEAD_DIM,
+            option(
+                "--dtype",
+                choices=["int8", "float32", "bfloat16"],
+                default="int8",
+                help="of the kernel's operands (default int8)",
+            ),
+            option("--cpu", help="with --model: LLVM's name of another CPU"),
+            option("--isa", help="instruction set (default: the best here)"),
+            flag("--model", "rank by the model only, measure nothing"),
+            option(
+                "--measure", type=positive, default=4, metavar="N", help="measure N (default 4)"
+            ),
+            flag("--dry-run", "keep nothing"),
+        ),
+    ),
+    (
+        cache,
+        "compiled kernels on disk",
+        (
+            option("action", choices=["clear"], help="remove those in the folder that is in use"),
+            flag("--dry-run", "only list what would be removed"),
+        ),
+    ),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="numflash", description="FlashAttention in pure Python, at hardware speed."
+    )
+    top.add_argument("--version", action="version", version=f"numflash {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    json_too = flag("--json", "print one JSON document instead of text")
+    for function, text, arguments in COMMANDS:
+        sub = commands.add_parser(function.__name__, help=text, description=text)
+        sub.set_defaults(function=function)
+        for names, given in (json_too, *arguments):
+            sub.add_argument(*names, **given)
+    return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from .. import reference, validation
 from ..cpu import launch
 from ..errors import ArgumentError
 from ..jit import target
-from ..jit.system import scalable_bits
+from ..jit.system import memory_groups, scalable_bits
 from ..jit.threads import limit, most
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
@@ -136,12 +136,6 @@ def scaling(budget: float) -> dict[str, Any]:
     seconds = {n: _attention_seconds(128, n, budget) for n in counts}
     gain = {n: seconds[1] / s for n, s in seconds.items()}
     return {"check": "scaling", "seconds": seconds, "speedup": gain, "ok": True}
-
-
-def memory_groups() -> list[str]:
-    """CPUs of each NUMA node (core memory group), as Linux lists them; none elsewhere."""
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
-    return [file.read_text().strip() for file in nodes]
 
 
 def _plan(quick: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -141,16 +141,9 @@ def machine() -> None:
 
 def _cpu() -> str:
     """The CPU's name as the system gives it, else LLVM's."""
-    from ..jit import target
+    from ..jit import system, target
 
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            for line in info:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return str(target.cpu_name())
+    return system.cpu_model() or str(target.cpu_name())
 
 
 # --- ceilings

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..numerics.fixedpoint import FIRST_KEYS
-from ..numerics.quantization import CHUNK
+from ..numerics.quantize_kernels import CHUNK
 from ..numerics.scores import score_unit
 from ..tiling import KEY_BLOCK
 from ..validation import Problem

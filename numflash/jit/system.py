@@ -63,6 +63,24 @@ def _sysctl(libc: Any, name: str) -> int:
     return 0 if failed else value.value
 
 
+def cpu_model() -> str:
+    """The CPU's name in words, "" where the system does not say (Linux on x86 does)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return next(
+                (line.partition(":")[2].strip() for line in info if line.startswith("model name")),
+                "",
+            )
+    except OSError:
+        return ""
+
+
+def memory_groups() -> list[str]:
+    """CPUs of each NUMA node (core memory group), as Linux lists them; none elsewhere."""
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    return [file.read_text().strip() for file in nodes]
+
+
 @functools.cache
 def tiles_permitted() -> bool:
     """Request permission from Linux to use AMX tiles in this process.

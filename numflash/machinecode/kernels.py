@@ -147,8 +147,8 @@ _TILES = "avx512_vnni", "avx_vnni", "avx2", "sve", "neon_dot"
 _FLOAT_TILES = tuple(x for x in target.FLOAT_ISAS if x != "portable")
 KERNELS = {
     "quantize-rows": Kernel(
-        "numflash.numerics.quantization",
-        "_quantize_rows",
+        "numflash.numerics.quantize_kernels",
+        "quantize_rows",
         None,
         "void(float32[:,:,::1], float32[:,::1], int64[::1], int64, int8[:,:,::1], float32[:,::1], "
         "uint8[:,::1], int8[:,:,::1])",

@@ -21,23 +21,21 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import flag
 from ..interop.arrays import import_array, widen
 from ..jit import guard
-from ..jit.compiler import bare, inline, kernel
-from ..jit.memory import reinterpret, uncleared
-from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK
 from . import fixedpoint as fx
+from .quantize_kernels import (
+    CHUNK,
+    LARGEST,
+    NO_SCALE,
+    F,
+    channel_statistics,
+    quantize_channels,
+    quantize_rows,
+)
 from .rotation import rotate as rotated
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
-CHUNK = 1024  # rows per task: fixed, so that sums do not depend on the thread count
-F = np.float32
-I = np.int32
-LARGEST = F(np.finfo(np.float32).max)
-INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
-MAGNITUDE = I(0x7FFFFFFF)
-NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
-ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
 # pv "fp32" adds float32 values before it divides by the sum of weights: channels with a value of
 # HUGE or more are computed in units of HUGE_UNIT, so that their sums do not overflow
 HUGE = F(2.0**96)
@@ -127,138 +125,12 @@ class QuantizedTensor:
         return x
 
 
-@bare
-def _chunk_statistics(task, x, lengths, sums, peaks):
-    chunks = sums.shape[1]
-    n, c = task // chunks, task % chunks
-    bits = reinterpret(x[n], np.int32)
-    total, peak = sums[n, c], peaks[n, c]
-    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
-        row, row_bits = x[n, i], bits[i]
-        top = I(0)
-        for d in range(row.size):
-            top = max(top, I(row_bits[d] & MAGNITUDE))
-        if top < INFINITE:
-            for d in range(row.size):
-                total[d] = F(total[d] + row[d])
-                peak[d] = max(peak[d], I(row_bits[d] & MAGNITUDE))
-
-
-@kernel
-def _channel_statistics(x, lengths, sums, peaks):
-    """The sum and the largest |x| of every channel over finite rows, per head and chunk of rows.
-
-    x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N,
-    chunks, D) int32, both zero.
-    """
-    over_tasks(_chunk_statistics, x.shape[0] * sums.shape[1], (x, lengths, sums, peaks))
-
-
-@bare
-def finer(t, whole):
-    """What rounding the value t to `whole` took, in 1 / FINER of a step, rounded to even."""
-    return np.int8(I((t * F(fx.FINER) + ROUND) - ROUND) - I(I(whole) * I(fx.FINER)))
-
-
-@bare
-def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low):
-    """Rows of one block of head n; moved (D,) float32: scratch."""
-    raw, shift, moved_bits = reinterpret(x[n], np.int32), offset[n], reinterpret(moved, np.int32)
-    i0, i1 = b * block, min((b + 1) * block, lengths[n])
-    peak = I(0)
-    for i in range(i0, i1):
-        row, row_bits = x[n, i], raw[i]
-        top = I(0)
-        for d in range(row.size):
-            top = max(top, I(row_bits[d] & MAGNITUDE))
-            moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
-        if top < INFINITE:
-            for d in range(row.size):
-                peak = max(peak, I(moved_bits[d] & MAGNITUDE))
-        else:
-            nonfinite[n, i] = 1
-    if i1 > i0 and peak > I(0):
-        moved_bits[0] = peak
-    else:
-        moved[0] = F(0)
-    largest = moved[0]
-    usable = largest > NO_SCALE
-    scale[n, b] = largest / F(127) if usable else F(1)
-    factor = F(127) / largest if usable else F(0)
-    for i in range(i0, i1):
-        if nonfinite[n, i] == 0:
-            row, out = x[n, i], data[n, i]
-            for d in range(row.size):
-                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
-                out[d] = np.int8(I((t + ROUND) - ROUND))
-            if i < low.shape[1]:
-                for d in range(row.size):
-                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
-                    low[n, i, d] = finer(t, out[d])
-
-
-@inline
-def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low):
-    n, first = task // tasks, task % tasks * per_task
-    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
-    for b in range(first, min(first + per_task, scale.shape[1])):
-        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low)
-
-
-@kernel
-def _quantize_rows(x, offset, lengths, block, data, scale, nonfinite, low):
-    """One scale per `block` rows.
-
-    x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8, low
-    (N, first rows, D) int8.
-    """
-    per_task = max(1, CHUNK // block)
-    tasks = (scale.shape[1] + per_task - 1) // per_task
-    over_tasks(
-        _quantize_blocks,
-        x.shape[0] * tasks,
-        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low),
-    )
-
-
-@bare
-def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite, low):
-    n, c = task // chunks, task % chunks
-    bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
-    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
-        row, row_bits, out = x[n, i], bits[i], data[n, i]
-        top = I(0)
-        for d in range(row.size):
-            top = max(top, I(row_bits[d] & MAGNITUDE))
-        if top < INFINITE:
-            for d in range(row.size):
-                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
-                out[d] = np.int8(I((t + ROUND) - ROUND))
-            if i < low.shape[1]:
-                for d in range(row.size):
-                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
-                    low[n, i, d] = finer(t, out[d])
-        else:
-            nonfinite[n, i] = 1
-
-
-@kernel
-def _quantize_channels(x, offset, factor, lengths, data, nonfinite, low):
-    """One scale per channel, given as factor (N, D) = 127 / peak."""
-    chunks = (x.shape[1] + CHUNK - 1) // CHUNK
-    over_tasks(
-        _quantize_chunk,
-        x.shape[0] * chunks,
-        (x, offset, factor, lengths, chunks, data, nonfinite, low),
-    )
-
-
 def _statistics(x: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum and largest magnitude of every channel: two (N, D) float32."""
     shape = (x.shape[0], max(1, -(-x.shape[1] // CHUNK)), x.shape[2])
     sums = np.zeros(shape, np.float32)
     peaks = np.zeros(shape, np.int32)
-    _channel_statistics(x, lengths, sums, peaks)
+    channel_statistics(x, lengths, sums, peaks)
     return sums.sum(1, dtype=np.float64).astype(np.float32), peaks.max(1).view(np.float32)
 
 
@@ -300,12 +172,12 @@ def quantize_heads(
         usable = peak > NO_SCALE
         scale = np.where(usable, peak / F(127), F(1))[:, None]
         factor = np.where(usable, F(127) / np.where(usable, peak, F(1)), F(0))
-        _quantize_channels(x, offset, factor, lengths, data, bad, low)
+        quantize_channels(x, offset, factor, lengths, data, bad, low)
     else:
         block = {"row": 1, "block": KEY_BLOCK, "tensor": max(1, length)}[granularity]
         blocks = max(1, -(-length // block)) if granularity == "tensor" else -(-length // block)
         scale = np.ones((n, blocks), np.float32)
-        _quantize_rows(x, offset, lengths, block, data, scale, bad, low)
+        quantize_rows(x, offset, lengths, block, data, scale, bad, low)
         scale = scale[:, :, None]
     return QuantizedTensor(
         data,

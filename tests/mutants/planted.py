@@ -240,20 +240,20 @@ MUTANTS = [
     ),
     # ---- quantisation and scales
     Mutant(
-        "numerics/quantization.py",
+        "numerics/quantize_kernels.py",
         "NO_SCALE = F(2.0**-100)",
         "NO_SCALE = F(0)",
         f"{QUANTIZATION} tests/cpu/test_quantize.py",
     ),
     Mutant(
-        "numerics/quantization.py",
+        "numerics/quantize_kernels.py",
         "CHUNK = 1024",
         "CHUNK = 512",
         QUANTIZATION,
         equivalent="Statistics are per chunk: sums of another order, within the tests' and the definition's freedom.",
     ),
     Mutant(
-        "numerics/quantization.py",
+        "numerics/quantize_kernels.py",
         "if top < INFINITE:\n            for d in range(row.size):\n                total[d]",
         "if top <= INFINITE:\n            for d in range(row.size):\n                total[d]",
         QUANTIZATION,

@@ -28,7 +28,7 @@ from ...jit.compiler import bare, inline, separate
 from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
-from ...numerics.quantization import CHUNK, NO_SCALE
+from ...numerics.quantize_kernels import CHUNK, NO_SCALE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address

@@ -15,7 +15,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...numerics.quantization import MAGNITUDE, NO_SCALE, ROUND
+from ...numerics.quantize_kernels import MAGNITUDE, NO_SCALE, ROUND
 from ..isa.vectors import (
     F32,
     I16,

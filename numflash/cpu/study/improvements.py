@@ -25,7 +25,8 @@ from ...jit.compiler import kernel
 from ...jit.threads import limit, most
 from ...measure.timing import Timing, median_time
 from ...measure.timing import timed as time_calls
-from ...numerics.quantization import MAGNITUDE, NO_SCALE, ROUND, quantize_heads, quantize_problem
+from ...numerics.quantization import quantize_heads, quantize_problem
+from ...numerics.quantize_kernels import MAGNITUDE, NO_SCALE, ROUND
 from ...numerics.scores import combined_scale
 from ...tiling import KEY_BLOCK, tiling
 from ...validation import Problem, problem

@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 from ...numerics import fixedpoint as fx
-from ...numerics.quantization import CHUNK, LARGEST, NO_SCALE
+from ...numerics.quantize_kernels import CHUNK, LARGEST, NO_SCALE
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
 from .. import ptx

@@ -1,0 +1,148 @@
+"""The kernels that quantise: sums and peaks of channels, and rows of floats rounded to INT8.
+
+`quantization` says what is computed; several devices take its constants from here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..jit.compiler import bare, inline, kernel
+from ..jit.memory import reinterpret, uncleared
+from ..jit.parallel import over_tasks
+from . import fixedpoint as fx
+
+CHUNK = 1024  # rows per task: fixed, so that sums do not depend on the thread count
+F = np.float32
+I = np.int32
+LARGEST = F(np.finfo(np.float32).max)
+INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
+MAGNITUDE = I(0x7FFFFFFF)
+NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
+ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
+
+
+@bare
+def _chunk_statistics(task, x, lengths, sums, peaks):
+    chunks = sums.shape[1]
+    n, c = task // chunks, task % chunks
+    bits = reinterpret(x[n], np.int32)
+    total, peak = sums[n, c], peaks[n, c]
+    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+        row, row_bits = x[n, i], bits[i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+        if top < INFINITE:
+            for d in range(row.size):
+                total[d] = F(total[d] + row[d])
+                peak[d] = max(peak[d], I(row_bits[d] & MAGNITUDE))
+
+
+@kernel
+def channel_statistics(x, lengths, sums, peaks):
+    """The sum and the largest |x| of every channel over finite rows, per head and chunk of rows.
+
+    x (N, L, D) float32; lengths (N,) rows that count; sums (N, chunks, D) float32, peaks (N,
+    chunks, D) int32, both zero.
+    """
+    over_tasks(_chunk_statistics, x.shape[0] * sums.shape[1], (x, lengths, sums, peaks))
+
+
+@bare
+def finer(t, whole):
+    """What rounding the value t to `whole` took, in 1 / FINER of a step, rounded to even."""
+    return np.int8(I((t * F(fx.FINER) + ROUND) - ROUND) - I(I(whole) * I(fx.FINER)))
+
+
+@bare
+def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low):
+    """Rows of one block of head n; moved (D,) float32: scratch."""
+    raw, shift, moved_bits = reinterpret(x[n], np.int32), offset[n], reinterpret(moved, np.int32)
+    i0, i1 = b * block, min((b + 1) * block, lengths[n])
+    peak = I(0)
+    for i in range(i0, i1):
+        row, row_bits = x[n, i], raw[i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+            moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
+        if top < INFINITE:
+            for d in range(row.size):
+                peak = max(peak, I(moved_bits[d] & MAGNITUDE))
+        else:
+            nonfinite[n, i] = 1
+    if i1 > i0 and peak > I(0):
+        moved_bits[0] = peak
+    else:
+        moved[0] = F(0)
+    largest = moved[0]
+    usable = largest > NO_SCALE
+    scale[n, b] = largest / F(127) if usable else F(1)
+    factor = F(127) / largest if usable else F(0)
+    for i in range(i0, i1):
+        if nonfinite[n, i] == 0:
+            row, out = x[n, i], data[n, i]
+            for d in range(row.size):
+                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                out[d] = np.int8(I((t + ROUND) - ROUND))
+            if i < low.shape[1]:
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
+                    low[n, i, d] = finer(t, out[d])
+
+
+@inline
+def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low):
+    n, first = task // tasks, task % tasks * per_task
+    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
+    for b in range(first, min(first + per_task, scale.shape[1])):
+        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low)
+
+
+@kernel
+def quantize_rows(x, offset, lengths, block, data, scale, nonfinite, low):
+    """One scale per `block` rows.
+
+    x (N, L, D), offset (N, D), data (N, L, D) int8, scale (N, blocks), nonfinite (N, L) uint8, low
+    (N, first rows, D) int8.
+    """
+    per_task = max(1, CHUNK // block)
+    tasks = (scale.shape[1] + per_task - 1) // per_task
+    over_tasks(
+        _quantize_blocks,
+        x.shape[0] * tasks,
+        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low),
+    )
+
+
+@bare
+def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite, low):
+    n, c = task // chunks, task % chunks
+    bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
+    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
+        row, row_bits, out = x[n, i], bits[i], data[n, i]
+        top = I(0)
+        for d in range(row.size):
+            top = max(top, I(row_bits[d] & MAGNITUDE))
+        if top < INFINITE:
+            for d in range(row.size):
+                t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
+                out[d] = np.int8(I((t + ROUND) - ROUND))
+            if i < low.shape[1]:
+                for d in range(row.size):
+                    t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
+                    low[n, i, d] = finer(t, out[d])
+        else:
+            nonfinite[n, i] = 1
+
+
+@kernel
+def quantize_channels(x, offset, factor, lengths, data, nonfinite, low):
+    """One scale per channel, given as factor (N, D) = 127 / peak."""
+    chunks = (x.shape[1] + CHUNK - 1) // CHUNK
+    over_tasks(
+        _quantize_chunk,
+        x.shape[0] * chunks,
+        (x, offset, factor, lengths, chunks, data, nonfinite, low),
+    )
