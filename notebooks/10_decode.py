@@ -33,8 +33,7 @@ import inspect
 import numpy as np
 
 import numflash
-from numflash import reference
-from numflash.cache.engine import DecodeEngine
+from numflash import DecodeEngine, reference
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.study import split_decode
 from numflash.jit.threads import limit, most

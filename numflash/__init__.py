@@ -9,6 +9,7 @@
 attention, attention_int8, attention_varlen, attention_backward : on arrays (B, H, L, D)
 flex_attention, create_block_mask, and_masks, or_masks, BlockMask : your own score and mask functions
 KVCache : keys and values of a model that generates tokens
+DecodeEngine : a KVCache behind a state machine, a token at a time
 quantize, quantize_qkv, QuantizedTensor, merge_states : INT8 operands, partial results
 accuracy, explain : the error of each precision on your arrays; how a problem is split into blocks
 num_threads, set_num_threads, get_num_threads : threads of the kernels
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
         attention_varlen,
         explain,
     )
+    from .cache.engine import DecodeEngine
     from .cache.kvcache import KVCache
     from .flex.attention import flex_attention
     from .flex.masks import BlockMask, and_masks, create_block_mask, or_masks
@@ -54,6 +56,7 @@ _PUBLIC = {
     "quantize_qkv": "numerics.quantization",
     "QuantizedTensor": "numerics.quantization",
     "KVCache": "cache.kvcache",
+    "DecodeEngine": "cache.engine",
     "flex_attention": "flex.attention",
     "create_block_mask": "flex.masks",
     "BlockMask": "flex.masks",
@@ -65,6 +68,7 @@ _PUBLIC = {
 }
 __all__ = [
     "BlockMask",
+    "DecodeEngine",
     "KVCache",
     "QuantizedTensor",
     "__version__",
