@@ -33,8 +33,8 @@ from numba import cuda
 from numflash.course import answer_of, bars, card, check, figure, table
 from numflash.cuda import emulate, study
 from numflash.cuda.compile import ARCHITECTURES
+from numflash.cuda.device.operands import emulated
 from numflash.cuda.emulator import EmulatorError
-from numflash.cuda.operands import emulated
 
 rng = np.random.default_rng(0)
 device = card()

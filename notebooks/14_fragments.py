@@ -30,9 +30,10 @@ from matplotlib.colors import ListedColormap
 from numba import cuda
 
 from numflash.course import bars, card, check, figure, table
-from numflash.cuda import emulate, ptx, study
+from numflash.cuda import emulate, study
+from numflash.cuda.device.operands import emulated
 from numflash.cuda.emulator import tensor
-from numflash.cuda.operands import emulated
+from numflash.cuda.instructions import ptx
 
 rng = np.random.default_rng(0)
 u32, f32, i32 = np.uint32, np.float32, np.int32
@@ -48,7 +49,7 @@ device = card()
 # matrices. Each lane holds a *fragment*: of A four registers with two halves, of B two, of C four floats.
 # Which lane holds what is written in the PTX manual (9.7.14.5.8). With group = lane / 4 and t = lane % 4:
 #
-# (`numflash.cuda.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays'
+# (`numflash.cuda.instructions.ptx` gives PTX instructions that Numba lacks a name in Python; `mma(fc, 0, fa, 0, fb, 0)` is the product of the arrays'
 # elements from 0 on. `x.view(u32)` shows an array of halves as pairs.)
 
 # %%

@@ -29,9 +29,10 @@ import numpy as np
 from numba import cuda
 
 from numflash.course import answer_of, bars, card, check, figure, table
-from numflash.cuda import emulate, ptx, study
+from numflash.cuda import emulate, study
+from numflash.cuda.device.operands import emulated
+from numflash.cuda.instructions import ptx
 from numflash.cuda.kernels.pieces import swizzle_of
-from numflash.cuda.operands import emulated
 from numflash.cuda.study.pieces import layout_of
 
 u32, i32 = np.uint32, np.int32

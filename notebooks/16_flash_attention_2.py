@@ -29,7 +29,7 @@ import inspect
 
 from numflash.course import answer_of, card, check, figure, table
 from numflash.cuda import study
-from numflash.cuda.operands import emulated
+from numflash.cuda.device.operands import emulated
 from numflash.cuda.study import pieces
 from numflash.cuda.study.tensor_cores import both_products
 

@@ -33,9 +33,10 @@ from numba import cuda
 from numba.cuda import types
 
 from numflash.course import bars, card, check, drawings, figure, table
-from numflash.cuda import emulate, ptx, study
+from numflash.cuda import emulate, study
 from numflash.cuda.compile import Source
 from numflash.cuda.emulator import EmulatorError, TensorMap
+from numflash.cuda.instructions import ptx
 from numflash.cuda.kernels.flash_hopper import DESCRIPTOR, descriptor
 
 u32, u64, i32, f32 = types.uint32, types.uint64, types.int32, types.float32

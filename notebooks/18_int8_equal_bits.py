@@ -30,10 +30,11 @@ from numba import cuda
 
 import numflash
 from numflash.course import answer_of, bars, card, check, figure, table
-from numflash.cuda import emulate, launch, ptx
+from numflash.cuda import emulate, launch
 from numflash.cuda.device import median_seconds
+from numflash.cuda.device.operands import emulated
 from numflash.cuda.emulator import tensor
-from numflash.cuda.operands import emulated
+from numflash.cuda.instructions import ptx
 from numflash.cuda.validate.cases import problem_of
 from numflash.tiling import KEY_BLOCK
 

@@ -32,7 +32,8 @@ import numpy as np
 import numflash
 from numflash import validation
 from numflash.course import answer_of, bars, card, check, figure, table
-from numflash.cuda import launch, launch_backward, operands
+from numflash.cuda import launch, launch_backward
+from numflash.cuda.device import operands
 from numflash.cuda.emulator import tensor
 from numflash.cuda.validate import attention as validate
 from numflash.cuda.validate import peers
@@ -239,8 +240,7 @@ assert [len(launch_backward.passes(x, x)) for x in (128, 256)] == [2, 3]
 # %%
 machine = {}
 try:
-    from numflash.cuda import sass
-    from numflash.cuda.compile import compiled
+    from numflash.cuda.compile import compiled, sass
     from numflash.cuda.kernels.backward import flash_backward
     for name in ("kv", "q"):
         made = sass.resources(compiled(flash_backward, "sm_80", "cubin", gradients=name, d=d, dv=d,

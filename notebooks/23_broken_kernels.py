@@ -37,7 +37,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numflash.course import check, drawings
-from numflash.cuda import ptx
+from numflash.cuda.instructions import ptx
 from numflash.cuda.kernels.flash_hopper import DESCRIPTOR, descriptor
 
 u32, u64, i32, f32 = types.uint32, types.uint64, types.int32, types.float32

@@ -65,7 +65,7 @@ class Holdings:
 
     @property
     def emulator(self) -> Any:
-        """With device "cuda-emulator" its counters, `cuda.resident.Emulated`.
+        """With device "cuda-emulator" its counters, `cuda.device.resident.Emulated`.
 
         Raises
         ------

@@ -1,6 +1,9 @@
-"""CUDA kernels written in Python.
+"""CUDA kernels written in Python, and one launcher for each job.
 
-Compiled offline, launched through cuda-bindings, or run in the PTX emulator.
+`launch_float`, `launch_int8`, `launch_decode`, `launch_backward`.
+
+Kernels are compiled offline (`compile`) and launched through cuda-bindings (`device`) or run in the
+PTX emulator. May import: `validation`, `numerics`, `tiling`, `jit`; never `cpu` or the oracle.
 """
 
 from __future__ import annotations

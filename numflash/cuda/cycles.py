@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..tiling import KEY_BLOCK, cuda_tiling
-from . import launch_backward, sass
-from .compile import Key, compiled
+from . import launch_backward
+from .compile import Key, compiled, sass
 
 QUARTERS = 4  # of a multiprocessor, each with a scheduler and a tensor core
 MUFU_CYCLES = 8

@@ -16,9 +16,9 @@ from ..errors import UnsupportedError
 from ..interop.arguments import emulated_arch
 from ..interop.arrays import to_float32
 from ..tiling import KEY_BLOCK, split_count
+from .device.resident import Card, Emulated
 from .kernels.decode_append import BLOCK
 from .kernels.decode_pieces import LANE_KEYS
-from .resident import Card, Emulated
 
 if TYPE_CHECKING:
     from ..cache.settings import Settings

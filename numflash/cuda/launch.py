@@ -6,9 +6,9 @@ import numpy as np
 
 from ..validation import Problem
 from .device import current_device
-from .launch_forward import float32_forward, float_forward, hopper_forward
+from .device.operands import MMA_ROWS, Launch, Results, emulated, mappable, packed_heads
+from .launch_float import float32_forward, float_forward, hopper_forward
 from .launch_int8 import int8_forward
-from .operands import MMA_ROWS, Launch, Results, emulated, mappable, packed_heads
 
 
 def plan(problem: Problem, arch: str, results: Results = None) -> Launch:

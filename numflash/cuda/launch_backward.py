@@ -15,11 +15,7 @@ from ..interop.arrays import convert
 from ..validation import LARGEST_LSE, Problem
 from .compile import ARCHITECTURES
 from .device import current_device
-from .kernels.backward import flash_backward
-from .kernels.backward_float32 import backward_float32
-from .kernels.backward_rows import ROWS, backward_rows
-from .kernels.flash_float32 import WARPS
-from .operands import (
+from .device.operands import (
     LOG2E,
     Launch,
     aligned,
@@ -31,6 +27,10 @@ from .operands import (
     storage,
     strides_of,
 )
+from .kernels.backward import flash_backward
+from .kernels.backward_float32 import backward_float32
+from .kernels.backward_rows import ROWS, backward_rows
+from .kernels.flash_float32 import WARPS
 
 BLOCK = 64  # rows of statistics come in whole blocks, of the largest pass
 # rows that a block owns and columns per tile, the best first: what fits into shared memory is taken

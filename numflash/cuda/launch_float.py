@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..tiling import cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
-from .operands import (
+from .device.operands import (
     LOG2E,
     Launch,
     Results,
@@ -29,8 +29,8 @@ from .operands import (
     storage,
     strides_of,
 )
-from .tensormap import TensorMap
-from .tile_list import tile_list
+from .device.tile_list import tile_list
+from .instructions.tensormap import TensorMap
 
 
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from ..numerics.scores import cap_shift, combined_scale, log_sum_exp, row_shift
 from ..tiling import KEY_BLOCK, Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
-from .operands import (
+from .device.operands import (
     MMA_ROWS,
     Launch,
     Results,
@@ -32,7 +32,7 @@ from .operands import (
     storage,
     strides_of,
 )
-from .tensormap import TensorMap
+from .instructions.tensormap import TensorMap
 
 
 class Operands(NamedTuple):

@@ -29,7 +29,8 @@ import numpy as np
 import oracles
 import pytest
 
-from numflash.cuda import launch_forward, launch_int8, operands
+from numflash.cuda import launch_float, launch_int8
+from numflash.cuda.device import operands
 from numflash.numerics.quantization import quantize
 
 Combination = dict[str, Any]
@@ -353,11 +354,11 @@ def plan(family: Family, problem: Any, case: Case) -> operands.Launch:
     single = problem.precision == "float32"
     arch = {} if family.arch == "sm_90a" else {"arch": family.arch}
     make = (
-        launch_forward.hopper_forward
+        launch_float.hopper_forward
         if not arch
-        else launch_forward.float32_forward
+        else launch_float.float32_forward
         if single
-        else launch_forward.float_forward
+        else launch_float.float_forward
     )
     if place_of(case) == "host":
         return make(problem, **arch)

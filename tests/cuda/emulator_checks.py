@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 from numflash.cuda import emulate
-from numflash.cuda._target import types
 from numflash.cuda.compile import Source, compile_source
+from numflash.cuda.compile.target import types
 from numflash.cuda.emulator import EmulatorError
 
 WORDS = types.Array(types.uint32, 1, "C")

@@ -3,7 +3,8 @@
 import numpy as np
 
 from numflash import reference, validation
-from numflash.cuda import launch_int8, operands
+from numflash.cuda import launch_int8
+from numflash.cuda.device import operands
 from numflash.numerics.quantization import quantize_problem
 from numflash.validation.options import Options
 

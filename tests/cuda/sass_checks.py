@@ -5,8 +5,7 @@ It fits, no fragment is in memory, nothing is spilled.
 
 import pytest
 
-from numflash.cuda import sass
-from numflash.cuda.compile import ARCHITECTURES, compiled
+from numflash.cuda.compile import ARCHITECTURES, compiled, sass
 from numflash.errors import UnsupportedError
 
 

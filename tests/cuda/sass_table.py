@@ -9,8 +9,8 @@ the tests go through.
 import itertools
 import sys
 
-from numflash.cuda import launch_backward, sass
-from numflash.cuda.compile import ARCHITECTURES, compiled
+from numflash.cuda import launch_backward
+from numflash.cuda.compile import ARCHITECTURES, compiled, sass
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_float32 import backward_float32
 from numflash.cuda.kernels.backward_rows import backward_rows

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash.cuda import _target, compile
-from numflash.cuda._target import cuda, types
-from numflash.cuda.compile import ARCHITECTURES, Source, compiled
+from numflash.cuda.compile import ARCHITECTURES, Source, compiled, compiler, target
+from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.errors import ArgumentError
 
@@ -33,7 +32,7 @@ def scale_kernel(factor=2.0):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMFLASH_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compiler, "_loaded", {})
     return tmp_path
 
 
@@ -62,9 +61,9 @@ def test_a_label_that_nvvm_leaves_out():
     Neither ptxas, for Blackwell, nor the emulator could go there.
     """
     source = flash_float(32, 32, 64, 64, group=4, band=True, mask="float")
-    text = _target.to_ptx(source.function, source.signature, (8, 0), (source.threads, 1), False)
+    text = target.to_ptx(source.function, source.signature, (8, 0), (source.threads, 1), False)
     label = re.search(r"^\$\w+:", text, re.M)[0]
-    assert not _target.missing_labels(text) and _target.missing_labels(text.replace(label, "")) == {
+    assert not target.missing_labels(text) and target.missing_labels(text.replace(label, "")) == {
         label[:-1]
     }
 
@@ -72,15 +71,15 @@ def test_a_label_that_nvvm_leaves_out():
 @pytest.mark.slow
 def test_a_kernel_that_nvvm_refuses_with_line_numbers():
     source = flash_float(32, 32, 64, 64, mask="float", softcap=True, sinks=True, turing=True)
-    assert ".target sm_75" in _target.to_ptx(
+    assert ".target sm_75" in target.to_ptx(
         source.function, source.signature, (7, 5), (source.threads, 1), False
     )
 
 
 def test_second_process_reads_the_disk(cache, monkeypatch):
     first = compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
-    monkeypatch.setattr(compile, "_loaded", {})
-    monkeypatch.setattr(compile, "compile_source", lambda *a: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "compile_source", lambda *a: pytest.fail("compiled again"))
     assert compiled(scale_kernel, "sm_80", "ptx", factor=3.0) == first
 
 
@@ -92,9 +91,9 @@ def test_damaged_entries_are_compiled_again(cache, monkeypatch, damage):
     compiled(scale_kernel, "sm_80", "ptx", factor=3.0)
     (path,) = (cache / "cuda").iterdir()
     path.write_bytes(damage(path.read_bytes()))
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compiler, "_loaded", {})
     assert "mul.f32" in compiled(scale_kernel, "sm_80", "ptx", factor=3.0).ptx
-    assert compile._read(path) is not None
+    assert compiler._read(path) is not None
 
 
 def test_constants_are_part_of_the_key(cache):
@@ -105,7 +104,7 @@ def test_constants_are_part_of_the_key(cache):
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
     monkeypatch.setenv("NUMFLASH_CACHE_DIR", "/proc/none")
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compiler, "_loaded", {})
     assert ".entry" in compiled(scale_kernel, "sm_80", "ptx").ptx
 
 
@@ -118,7 +117,7 @@ def test_tuples_are_flattened():
     signature = types.void(
         types.UniTuple(types.uint64, 2), types.Array(types.int8, 2, "C"), types.float32
     )
-    assert compile.flat_parameters(signature) == ("uint64", "uint64", "array2", "float32")
+    assert compiler.flat_parameters(signature) == ("uint64", "uint64", "array2", "float32")
 
 
 def test_device_functions_compile_offline():
@@ -130,13 +129,13 @@ def test_device_functions_compile_offline():
         x[cuda.grid(1)] = double(x[cuda.grid(1)])
 
     assert (
-        compile.compile_source(Source(kernel, types.void(VECTOR), 32), "sm_80", "cubin").code[:4]
+        compiler.compile_source(Source(kernel, types.void(VECTOR), 32), "sm_80", "cubin").code[:4]
         == b"\x7fELF"
     )
 
 
 def test_canary_of_private_names():
-    """What `_target` uses of numba-cuda beyond its documentation.
+    """What `target` uses of numba-cuda beyond its documentation.
 
     A release that drops one fails here, with its name.
     """
@@ -146,7 +145,7 @@ def test_canary_of_private_names():
 
     assert callable(compile_cuda) and callable(kernel_fixup) and callable(nvvm.set_launch_bounds)
     assert callable(numba.cuda.dispatcher.get_current_device)
-    assert tuple(int(x) for x in _target.numba_cuda_version.split(".")[:2]) in {
+    assert tuple(int(x) for x in target.numba_cuda_version.split(".")[:2]) in {
         (0, 28),
         (0, 29),
         (0, 30),
@@ -157,7 +156,7 @@ def test_a_numpy_without_row_stack(monkeypatch):
     """NumPy 2.5 has dropped a name that numba-cuda uses: it is added during a compilation only."""
     monkeypatch.delattr(np, "row_stack", raising=False)
     before = set(vars(np))
-    assert ".entry" in compile.compile_source(scale_kernel(), "sm_80", "ptx").ptx
+    assert ".entry" in compiler.compile_source(scale_kernel(), "sm_80", "ptx").ptx
     assert set(vars(np)) - {"row_stack"} == before - {"row_stack"} and not hasattr(np, "row_stack")
 
 

@@ -14,8 +14,7 @@ from test_driver_rules import START
 from test_stub_driver import driver, run  # noqa: F401
 from test_stub_driver import pytestmark as needs_compiler
 
-from numflash.cuda import compile, cubins
-from numflash.cuda.compile import compiled
+from numflash.cuda.compile import compiled, compiler, cubins
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.launch import plan
@@ -35,13 +34,13 @@ def folder(tmp_path, monkeypatch):
     """One kernel, made without further processes."""
     build.write({key_of(decode_combine, "sm_80", SMALL)}, str(tmp_path), 1)
     monkeypatch.setenv("NUMFLASH_CUBINS", str(tmp_path))
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(compiler, "_loaded", {})
     yield tmp_path
     cubins.manifest.cache_clear()
 
 
 def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
-    monkeypatch.setattr(compile, "compile_source", None)
+    monkeypatch.setattr(compiler, "compile_source", None)
     made = compiled(decode_combine, "sm_80", "cubin", **SMALL)
     (file,) = folder.glob("*.cubin")
     assert made.code == file.read_bytes() and made.threads == 128 and made.parameters[0] == "uint64"
@@ -53,7 +52,7 @@ def test_a_kernel_comes_from_the_folder(folder, monkeypatch):
 def test_folders_that_cannot_be_used(folder, monkeypatch):
     def said():
         cubins.manifest.cache_clear()
-        compile._loaded.clear()
+        compiler._loaded.clear()
         with pytest.raises(UnsupportedError, match="NUMFLASH_CUBINS") as found:
             compiled(decode_combine, "sm_80", "cubin", **SMALL)
         return str(found.value)
@@ -120,12 +119,12 @@ def test_a_toolkit_without_the_wheel_of_nvvm(monkeypatch, tmp_path):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setenv("NUMFLASH_CACHE_DIR", str(tmp_path))
-    compile.tool_versions.cache_clear()
+    compiler.tool_versions.cache_clear()
     try:
-        assert compile.tool_versions()["nvidia-nvvm"].startswith("toolkit ")
-        assert compile._key(decode_combine, "sm_80", "cubin", SMALL)
+        assert compiler.tool_versions()["nvidia-nvvm"].startswith("toolkit ")
+        assert compiler._key(decode_combine, "sm_80", "cubin", SMALL)
     finally:
-        compile.tool_versions.cache_clear()
+        compiler.tool_versions.cache_clear()
 
 
 def test_what_a_validation_needs():

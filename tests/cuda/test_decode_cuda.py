@@ -15,7 +15,8 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from numflash import reference
 from numflash.cache.engine import DecodeEngine, State
 from numflash.cache.kvcache import KVCache
-from numflash.cuda import decode_layout, resident
+from numflash.cuda import decode_layout
+from numflash.cuda.device import resident
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels.decode_pieces import THREADS
 from numflash.errors import ArgumentError, CacheFullError, UnsupportedError

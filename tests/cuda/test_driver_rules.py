@@ -19,8 +19,9 @@ import ctypes, sys, types
 import numpy as np
 from cuda.bindings import driver as d
 import numflash
-from numflash.cuda import compile as compiler, device as card
-from numflash.cuda.driver import DriverError
+from numflash.cuda.compile import compiler
+from numflash.cuda.device import device as card
+from numflash.cuda.device.driver import DriverError
 
 def uncompiled(factory, arch, kind, **constants):
     source = factory(**constants)
@@ -185,7 +186,7 @@ _, other = d.cuDevicePrimaryCtxRetain(1)
 d.cuCtxPushCurrent(other)
 print(card.current_device().ordinal, numflash.attention(*(np.zeros((1, 1, 9, 64), np.float16),) * 3, impl="cuda").shape)
 d.cuCtxPopCurrent()
-from numflash.cuda import resident
+from numflash.cuda.device import resident
 resident.compiled = uncompiled
 cache = numflash.KVCache(1, 2, 64, 100, "float16", device="cuda")
 d.cuCtxPushCurrent(other)
@@ -283,6 +284,6 @@ numflash.attention(q, k, k, alibi_slopes=np.array([2.0, 2]))
 @pytest.mark.parametrize("fault", BROKEN)
 def test_the_stub_sees_broken_rules(driver, fault):  # noqa: F811
     change, wanted = BROKEN[fault]
-    code = "from numflash.cuda import constants as con, driver as drv\n" + change
+    code = "from numflash.cuda.device import constants as con, driver as drv\n" + change
     _, said = lines(driver, code + f"print(refused(lambda: exec({PLAIN!r}, globals())))")
     assert wanted in said, said

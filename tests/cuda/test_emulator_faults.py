@@ -10,9 +10,10 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 from emulator_checks import fails, run, run_ptx, words
 
-from numflash.cuda import emulate, ptx
-from numflash.cuda._target import cuda, types
+from numflash.cuda import emulate
+from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.emulator import EmulatorError
+from numflash.cuda.instructions import ptx
 
 u32 = types.uint32
 u64 = types.uint64

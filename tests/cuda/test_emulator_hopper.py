@@ -11,9 +11,10 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 from emulator_checks import FLOATS, fails, run, run_ptx
 
-from numflash.cuda import emulate, ptx
-from numflash.cuda._target import cuda, types
+from numflash.cuda import emulate
+from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.emulator import EmulatorError, TensorMap
+from numflash.cuda.instructions import ptx
 
 u32 = types.uint32
 i32 = types.int32

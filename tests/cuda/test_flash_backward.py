@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import numflash
-from numflash.cuda import arrays, launch_backward
+from numflash.cuda import launch_backward
+from numflash.cuda.arrays.calls import dense
 from numflash.cuda.validate import attention as validate
 from numflash.cuda.validate.cases import problem_of
 from numflash.errors import UnsupportedError
@@ -339,8 +340,8 @@ def test_an_expanded_gradient_gets_memory():
     torch = pytest.importorskip("torch")
     expanded = torch.ones(()).expand(1, 2, 5, 8)
     heads_last = torch.ones(1, 5, 2, 8).transpose(1, 2)
-    assert arrays.dense(expanded).is_contiguous() and torch.equal(arrays.dense(expanded), expanded)
-    assert arrays.dense(heads_last) is heads_last
+    assert dense(expanded).is_contiguous() and torch.equal(dense(expanded), expanded)
+    assert dense(heads_last) is heads_last
 
 
 def test_validation_compares_with_float64_and_sees_a_wrong_card(monkeypatch):

@@ -14,13 +14,14 @@ from float_checks import DTYPES, compare, problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numflash.cuda import launch, launch_forward, operands
+from numflash.cuda import launch, launch_float
+from numflash.cuda.device import operands
 from numflash.errors import UnsupportedError
 
 
 def solve(q, k, v, arch="sm_80", seed=0, **options):
     out, lse, report = operands.emulated(
-        launch_forward.float_forward(problem_of(q, k, v, **options), arch), seed=seed
+        launch_float.float_forward(problem_of(q, k, v, **options), arch), seed=seed
     )
     return (
         (out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out).astype(np.float64),
@@ -32,7 +33,7 @@ def solve(q, k, v, arch="sm_80", seed=0, **options):
 def check(shape, dtype="float16", arch="sm_80", seed=0, **options):
     q, k, v = (x.astype(DTYPES[dtype]) for x in oracles.qkv(**shape, seed=seed))
     out, lse, report = operands.emulated(
-        launch_forward.float_forward(problem_of(q, k, v, **options), arch), seed=seed
+        launch_float.float_forward(problem_of(q, k, v, **options), arch), seed=seed
     )
     compare(out, lse, q, k, v, **options)
     return report
@@ -162,13 +163,13 @@ def test_turing():
     )
     q = np.zeros((1, 1, 4, 8), ml_dtypes.bfloat16)
     with pytest.raises(UnsupportedError, match="sm_75 has float16"):
-        launch_forward.float_forward(problem_of(q, q, q), "sm_75")
+        launch_float.float_forward(problem_of(q, q, q), "sm_75")
 
 
 def test_wide_heads_are_refused():
     q = np.zeros((1, 1, 4, 257), np.float16)
     with pytest.raises(UnsupportedError, match="head_dim: got 257"):
-        launch_forward.float_forward(problem_of(q, q, q), "sm_80")
+        launch_float.float_forward(problem_of(q, q, q), "sm_80")
 
 
 def test_an_l4_tile_in_a_second():

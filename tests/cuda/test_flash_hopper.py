@@ -11,13 +11,14 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 
 from float_checks import compare, problem_of
 
-from numflash.cuda import launch, launch_forward, operands
+from numflash.cuda import launch, launch_float
+from numflash.cuda.device import operands
 
 
 def check(shape, overlap=True, dtype=np.float16, seed=0, **options):
     q, k, v = (x.astype(dtype) for x in oracles.qkv(**shape, seed=seed))
     out, lse, report = operands.emulated(
-        launch_forward.hopper_forward(problem_of(q, k, v, **options), overlap), seed=seed
+        launch_float.hopper_forward(problem_of(q, k, v, **options), overlap), seed=seed
     )
     compare(out, lse, q, k, v, **options)
     return report
@@ -132,7 +133,7 @@ def test_taking_turns_changes_no_bit(causal, seed):
     problem = problem_of(q, k, v, is_causal=causal)
     found = []
     for turns in (False, True):
-        plan = launch_forward.hopper_forward(problem)
+        plan = launch_float.hopper_forward(problem)
         out, lse, _ = operands.emulated(
             dataclasses.replace(plan, constants=plan.constants | {"ping_pong": turns}), seed=seed
         )
@@ -173,7 +174,7 @@ def test_sinks_join_on_the_card(dtype, d, options):
     q, k, v = (x.astype(dtype) for x in oracles.qkv(b=1, h=4, hkv=2, l=60, s=170, d=d))
     options = {"sinks": np.array([-3.0, 0.5, 4.0, 60.0], np.float32), **options}
     problem = problem_of(q, k, v, **options)
-    launched = launch_forward.hopper_forward(
+    launched = launch_float.hopper_forward(
         problem, results=(np.zeros(q.shape, problem.query.dtype), np.zeros(q.shape[:3], np.float32))
     )
     assert launched.constants["sinks"] and launched.constants["packed"] == 2

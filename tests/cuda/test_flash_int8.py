@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from numflash import tiling, validation
 from numflash.cuda import emulate, launch_int8
-from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source
+from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.kernels import int8_softmax
 from numflash.cuda.kernels.scores import softcap_exact
 from numflash.errors import UnsupportedError

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from int8_checks import problem_of, same_bits
 
-from numflash.cuda import launch, operands
+from numflash.cuda import launch
+from numflash.cuda.device import operands
 
 
 def check(q, k, v, **options):

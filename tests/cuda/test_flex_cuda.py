@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from sass_checks import resources
 
 import numflash
-from numflash.cuda._target import cuda, types
 from numflash.cuda.compile import Source, compile_source
+from numflash.cuda.compile.target import cuda, types
+from numflash.cuda.device.operands import emulated
+from numflash.cuda.device.tile_list import tile_list
 from numflash.cuda.emulator import emulate
 from numflash.cuda.kernels import score_functions
 from numflash.cuda.kernels.flash_float import flash_float
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 from numflash.cuda.launch import plan
-from numflash.cuda.operands import emulated
-from numflash.cuda.tile_list import tile_list
 from numflash.errors import UnsupportedError
 from numflash.flex.attention import with_functions
 from numflash.flex.fused import Fused

@@ -11,9 +11,10 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash.cuda import emulate, ptx
-from numflash.cuda._target import cuda, types
+from numflash.cuda import emulate
 from numflash.cuda.compile import Source
+from numflash.cuda.compile.target import cuda, types
+from numflash.cuda.instructions import ptx
 
 u32 = types.uint32
 i32 = types.int32

@@ -13,7 +13,8 @@ from combinations import in_memory
 from int8_checks import OPTIONS
 
 from numflash import reference, validation
-from numflash.cuda import operands, quantized
+from numflash.cuda.arrays import quantized
+from numflash.cuda.device import operands
 from numflash.cuda.launch_int8 import int8_forward
 from numflash.interop.arrays import Imported, convert, widen
 from numflash.numerics import merge, quantization

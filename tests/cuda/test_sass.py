@@ -10,8 +10,8 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED
 
-from numflash.cuda import launch_backward, sass
-from numflash.cuda.compile import compiled
+from numflash.cuda import launch_backward
+from numflash.cuda.compile import compiled, sass
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.backward_rows import backward_rows
 from numflash.cuda.kernels.flash_float import flash_float

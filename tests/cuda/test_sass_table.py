@@ -10,9 +10,10 @@ pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'num
 from sass_checks import resources
 from sass_table import ALL, MASKED, variants
 
-from numflash.cuda import launch_backward, ptx
-from numflash.cuda._target import cuda, types
+from numflash.cuda import launch_backward
 from numflash.cuda.compile import Source, compile_source
+from numflash.cuda.compile.target import cuda, types
+from numflash.cuda.instructions import ptx
 from numflash.cuda.kernels.backward import flash_backward
 from numflash.cuda.kernels.flash_hopper import flash_hopper
 

@@ -86,8 +86,8 @@ def test_launch_with_much_shared_memory(driver):
 CLUSTER = """
 import numpy as np
 from numflash.cuda import emulate
-from numflash.cuda.device import Kernel, current_device
-from numflash.cuda._target import cuda, types
+from numflash.cuda.device.device import Kernel, current_device
+from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.compile import Source, compile_source
 from numflash.errors import ArgumentError
 
@@ -405,7 +405,8 @@ def test_launch_on_hopper_encodes_tensor_maps(driver):
 
 
 REFUSED = """
-from numflash.cuda.device import DriverError, current_device
+from numflash.cuda.device import current_device
+from numflash.cuda.device.driver import DriverError
 from numflash.cuda.validate import attention as validate, cases
 def run(problem):
     raise (DriverError("refused") if problem.precision == "float16" else validate.UnsupportedError("no kernel"))

@@ -12,8 +12,8 @@ import fake_torch
 
 fake_torch.install()
 
-from numflash.cuda import compile as compiler  # noqa: E402
-from numflash.cuda import device, resident  # noqa: E402
+from numflash.cuda.compile import compiler  # noqa: E402
+from numflash.cuda.device import device, resident  # noqa: E402
 from numflash.cuda.validate import (  # noqa: E402
     attention,
     cases,

@@ -55,8 +55,8 @@ def _judge(
 
 def pipeline(kernel: Any) -> str:
     """A ring of two stages: 64 consumers add up 5 tiles that one producer thread brings."""
-    from ...cuda._target import types
     from ...cuda.compile import Source
+    from ...cuda.compile.target import types
     from ...cuda.emulator import TensorMap
 
     tiles = 5
@@ -78,8 +78,8 @@ def pipeline(kernel: Any) -> str:
 
 def _warpgroup(kernel: Any) -> str:
     """Scores of 64 queries and 64 keys by wgmma, from tensor maps of both."""
-    from ...cuda._target import types
     from ...cuda.compile import Source
+    from ...cuda.compile.target import types
     from ...cuda.emulator import TensorMap
 
     rng = np.random.default_rng(4)

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import validation
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..interop.arrays import Memory, import_array, on_device
-from ..validation.options import Options
-from .device import device_at
-from .driver import device_of, open_driver
+from ... import validation
+from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ...interop.arrays import Memory, import_array, on_device
+from ...validation.options import Options
+from ..device import device_at
+from ..device.driver import device_of, open_driver
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -79,7 +79,7 @@ def take(name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> Remote:
 
         return _remote(name, dtypes, described["data"][0], shape, strides, dtype.name, like, stream)
     if type(x).__module__.startswith(("numba.cuda", "numba_cuda")):
-        from ._target import cuda
+        from ..compile.target import cuda
 
         def another(shape: tuple[int, ...], wanted: str) -> Any:
             with cuda.gpus[device_of(open_driver(), described["data"][0])]:
@@ -138,7 +138,8 @@ def attention(
     A mask must be on the card (bool or float32). Sinks may be on the card (float32) or on the host,
     like all small arguments (lengths, slopes).
     """
-    from . import launch, quantized
+    from .. import launch
+    from . import quantized
 
     sinks = options.sinks
     there = None
@@ -205,7 +206,7 @@ def attention_backward(
 
     Sinks are in the LSE already.
     """
-    from . import launch_backward
+    from .. import launch_backward
 
     taken, problem = _described(query, key, value, replace(options, sinks=None))
     layout = options.layout

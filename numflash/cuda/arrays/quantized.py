@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from ..numerics.fixedpoint import FIRST_KEYS
-from ..numerics.quantize_kernels import CHUNK
-from ..numerics.scores import score_unit
-from ..tiling import KEY_BLOCK
-from ..validation import Problem
-from .launch_int8 import Chosen, Operands, choose, launch_of, sizes_of
-from .operands import Launch, key_places, padded, resident_ids
+from ...errors import UnsupportedError
+from ...numerics.fixedpoint import FIRST_KEYS
+from ...numerics.quantize_kernels import CHUNK
+from ...numerics.scores import score_unit
+from ...tiling import KEY_BLOCK
+from ...validation import Problem
+from ..device.operands import Launch, key_places, padded, resident_ids
+from ..launch_int8 import Chosen, Operands, choose, launch_of, sizes_of
 
 ALIGNMENT = 256  # bytes, of each array in the scratch memory
 
@@ -105,7 +105,7 @@ def _quantise(
     problem: Problem, arch: str, dtype: str, chosen: Chosen, memory: dict[str, np.ndarray]
 ) -> list[Launch]:
     """The launches that fill `Operands`."""
-    from .kernels.int8_quantize import int8_quantize, int8_statistics
+    from ..kernels.int8_quantize import int8_quantize, int8_statistics
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v = problem.query, problem.key, problem.value
@@ -162,7 +162,7 @@ def _write(
     memory: dict[str, np.ndarray],
 ) -> Launch:
     """The launch that writes out and lse."""
-    from .kernels.int8_results import WARPS, int8_results
+    from ..kernels.int8_results import WARPS, int8_results
 
     nb, nh, nkv, length, _, d, dv = problem.shape
     out, lse = results

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, UnsupportedError
-from ..jit.disk_cache import source_digest
-from ..jit.interrupts import uninterrupted
-from ..jit.trust import read
-from ..tiling import SHARED_MEMORY
+from ...errors import ArgumentError, UnsupportedError
+from ...jit.disk_cache import source_digest
+from ...jit.interrupts import uninterrupted
+from ...jit.trust import read
+from ...tiling import SHARED_MEMORY
 from .cubins import ready
 
 logger = logging.getLogger("numflash")
@@ -123,7 +123,7 @@ def flat_parameters(signature: Any) -> tuple[str, ...]:
 
     A tuple is its items.
     """
-    from ._target import types
+    from .target import types
 
     found: list[str] = []
     for t in signature.args:
@@ -138,19 +138,19 @@ def flat_parameters(signature: Any) -> tuple[str, ...]:
 
 def compile_source(source: Source, arch: str, kind: str) -> Compiled:
     """Compile without the cache; `kind` is "ptx" or "cubin"."""
-    from . import _target
+    from . import target
 
     cc = capability(arch)
     bounds = (source.threads, source.blocks)
     with _lock:
         if kind == "ptx":
             name = source.function.__name__
-            code = _target.to_ptx(
+            code = target.to_ptx(
                 source.function, source.signature, cc, bounds, source.fastmath
             ).encode()
             remarks: tuple[str, ...] = ()
         else:
-            name, code, remarks = _target.to_cubin(
+            name, code, remarks = target.to_cubin(
                 source.function, source.signature, cc, bounds, source.fastmath, source.max_registers
             )
     return Compiled(
@@ -171,14 +171,14 @@ def tool_versions() -> dict[str, str]:
 
     Of the wheels, or of a CUDA toolkit's libraries where their wheels are not installed.
     """
-    from . import _target
+    from . import target
 
     found = {}
     for wheel in ("numba", "llvmlite", "numba-cuda", "nvidia-nvvm", "nvidia-nvjitlink"):
         try:
             found[wheel] = importlib.metadata.version(wheel)
         except importlib.metadata.PackageNotFoundError:
-            found[wheel] = _target.library_version(wheel)
+            found[wheel] = target.library_version(wheel)
     return found
 
 
@@ -271,10 +271,3 @@ def _write(path: Path, item: Compiled) -> None:
         os.replace(name, path)  # readers see the old file or the whole new one
     except OSError as error:
         logger.info("cannot cache compiled CUDA code: %s", error)
-
-
-if __name__ == "__main__":
-    import importlib
-    import sys
-
-    sys.exit(importlib.import_module("numflash.cuda.validate.build").main())

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from ..errors import UnsupportedError
+from ... import __version__
+from ...errors import UnsupportedError
 
 MANIFEST = "manifest.json"
 VARIABLE = "NUMFLASH_CUBINS"
 SOURCES = (
     "cuda/kernels/*.py",
-    "cuda/ptx.py",
-    "cuda/_target.py",
+    "cuda/instructions/*.py",
+    "cuda/compile/target.py",
     "tiling/*.py",
     "numerics/fixedpoint.py",
 )
@@ -34,7 +34,7 @@ SOURCES = (
 @functools.cache
 def source_digest() -> str:
     """Hash of the sources that kernels are made of."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(file for pattern in SOURCES for file in root.glob(pattern)):
         digest.update(f"{file.name}\n{file.read_text()}\0".encode())

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 
 @dataclass(frozen=True)

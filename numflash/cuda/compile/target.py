@@ -1,7 +1,7 @@
 """The only import of numba-cuda, and every private name of it that numflash uses
 (tests/cuda/test_compile.py is the canary).
 
-A second front end should be a matter of this file and `ptx.py`: docs/pitfalls.md, "The future of
+A second front end should be a matter of this file and `instructions`: docs/pitfalls.md, "The future of
 numba.cuda".
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 _absent: ImportError | None = None
 try:

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, UnsupportedError
-from .compile import ARCHITECTURES, Compiled, compiled
+from ...errors import ArgumentError, UnsupportedError
+from ..compile import ARCHITECTURES, Compiled, compiled
+from ..instructions.tensormap import TensorMap
 from .constants import Constants
 from .driver import (
     MAP_BYTES,
@@ -31,7 +32,6 @@ from .driver import (
     open_driver,
 )
 from .operands import Launch
-from .tensormap import TensorMap
 
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,

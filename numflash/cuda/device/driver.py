@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from .tensormap import TensorMap
+from ...errors import UnsupportedError
+from ..instructions.tensormap import TensorMap
 
 # of an encoded tensor map; the alignment is the driver's rule
 MAP_BYTES = 128

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from ..tiling import CUDA_HEAD_DIMS, Tiling
-from ..tiling import padded as smallest
-from ..validation import Problem
+from ...errors import UnsupportedError
+from ...tiling import CUDA_HEAD_DIMS, Tiling
+from ...tiling import padded as smallest
+from ...validation import Problem
 
 NO_LIMIT = 1 << 29
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
@@ -140,8 +140,8 @@ def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:
 
 def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """Run a launch in the emulator: out, lse and the report."""
-    from .compile import compiled
-    from .emulator import emulate
+    from ..compile import compiled
+    from ..emulator import emulate
 
     kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
     report = emulate(kernel, launch.grid, None, list(launch.args), **options)

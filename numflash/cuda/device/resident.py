@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from ..interop.arguments import EMULATED_DEFAULT
-from ..interop.arrays import Memory
-from .compile import compiled
+from ...errors import UnsupportedError
+from ...interop.arguments import EMULATED_DEFAULT
+from ...interop.arrays import Memory
+from ..compile import compiled
+from ..emulator import Report, emulate
 from .device import Device, current_device
 from .driver import Uncaptured, check
-from .emulator import Report, emulate
 
 
 class Emulated:

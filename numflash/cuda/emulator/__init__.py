@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from ..tensormap import TensorMap
+from ..instructions.tensormap import TensorMap
 from .errors import EmulatorError
 from .machine import Machine
 from .memory import Global
@@ -135,7 +135,7 @@ def _resolve(
 
 
 def _signature(args: Sequence[Any]) -> Any:
-    from .._target import types
+    from ..compile.target import types
 
     found = []
     for a in args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..tensormap import TensorMap
+from ..instructions.tensormap import TensorMap
 from .alu import Run, binds
 from .errors import Fault
 from .memory import NO_LANE, PENDING, VALID, sectors, wavefronts

@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ._target import intrinsic, signature, types
+from ..compile.target import intrinsic, signature, types
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ._target import intrinsic, signature, types
+from ..compile.target import intrinsic, signature, types
 from .inline_ptx import Fragment, Immediate, inout, op, out
 
 i32 = types.int32

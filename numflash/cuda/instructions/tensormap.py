@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ seven products where one pass with atomic additions to dQ needs five.
 
 from __future__ import annotations
 
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .flash_float import LOG2E
 from .pieces import (
     NEG_INF,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .flash_float import LOG2E
 from .flash_float32 import WARPS, warp_sum
 from .pieces import NEG_INF

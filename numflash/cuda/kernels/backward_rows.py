@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .flash_float import LOG2E
 from .pieces import NEG_INF
 

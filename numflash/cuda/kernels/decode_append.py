@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .decode_pieces import (
     EXPONENT,
     KEY_LIMIT,

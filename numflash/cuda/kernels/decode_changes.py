@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import ptx
-from .._target import device_function, types
+from ..compile.target import device_function, types
+from ..instructions import ptx
 from .scores import softcap_exact
 
 i32, u64, f32 = types.int32, types.uint64, types.float32

@@ -8,9 +8,9 @@ large.
 from __future__ import annotations
 
 from ...numerics import fixedpoint as fx
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .decode_pieces import THREADS, WARPS, divided
 from .int8_softmax import power
 

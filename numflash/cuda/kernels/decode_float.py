@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .decode_changes import extended, make_changes
 from .decode_pieces import (
     NOTHING,

@@ -16,9 +16,9 @@ import math
 
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .decode_changes import extended, make_changes
 from .decode_pieces import (
     THREADS,

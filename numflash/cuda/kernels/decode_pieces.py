@@ -16,8 +16,8 @@ from typing import Any
 
 from ...numerics.fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

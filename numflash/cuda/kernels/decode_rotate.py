@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...numerics.rotation import DOWN, HUGE, UP, block_of
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .decode_pieces import EXPONENT, THREADS, WARPS, divided, warp_max_i32
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .pieces import (
     NEG_INF,
     make_load_rows,

@@ -9,9 +9,9 @@ their values cannot matter.
 from __future__ import annotations
 
 from ...tiling import tiling
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .flash_float import LN2, LOG2E
 from .pieces import NEG_INF
 from .score_functions import BATCHES, known, make_root, pointers_of

@@ -23,9 +23,9 @@ import numpy as np
 
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows

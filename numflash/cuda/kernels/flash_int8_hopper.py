@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK, tiling
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
 from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import ptx
-from .._target import device_function, types
+from ..compile.target import device_function, types
+from ..instructions import ptx
 
 i32, u32, u64 = types.int32, types.uint32, types.uint64
 # a producer and two consumer warpgroups; a panel's rows are the span of the swizzle

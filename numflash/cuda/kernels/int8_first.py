@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...numerics import fixedpoint as fx
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .int8_rows import PART
 from .int8_softmax import (
     MASKED_SCORE,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .int8_rows import PART
 
 i32, u32 = types.int32, types.uint32

@@ -21,9 +21,9 @@ from ...numerics import fixedpoint as fx
 from ...numerics.quantize_kernels import CHUNK, LARGEST, NO_SCALE
 from ...numerics.scores import LIMIT
 from ...tiling import KEY_BLOCK
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .decode_pieces import EXPONENT, warp_max_i32
 
 i32, i64, u32, u64, f32, f64 = (

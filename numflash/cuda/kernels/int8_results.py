@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from ...numerics import fixedpoint as fx
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .flash_float import LN2
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 UNROLLED = 16  # tiles: a loop over more would be left as one, and the fragment in memory

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ...numerics import fixedpoint as fx
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .int8_rows import PART
 from .pieces import NEG_INF
 from .scores import softcap_exact

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from ...tiling import KEY_BLOCK
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .int8_pairs import make_take
 from .int8_softmax import ONE_Q16
 from .pieces import make_copy

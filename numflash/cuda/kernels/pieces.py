@@ -12,8 +12,8 @@ import functools
 import math
 from typing import Any
 
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)

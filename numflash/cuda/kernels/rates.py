@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 from .hopper import DESCRIPTOR, ahead, descriptor
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32

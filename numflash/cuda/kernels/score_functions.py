@@ -11,8 +11,8 @@ import functools
 from collections import OrderedDict
 from typing import Any, Protocol
 
-from .. import ptx
-from .._target import cuda, device_function, intrinsic, signature, types
+from ..compile.target import cuda, device_function, intrinsic, signature, types
+from ..instructions import ptx
 from .pieces import NEG_INF
 from .scores import LOG2E
 

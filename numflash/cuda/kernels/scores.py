@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 from ...numerics import fixedpoint as fx
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from .pieces import NEG_INF
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import NumflashError, UnsupportedError
-from ..operands import LOG2E, Launch
+from ..device.operands import LOG2E, Launch
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def launch(
     scale = np.float32(LOG2E / np.sqrt(d))
     out = np.zeros_like(query)
     if rung.arch == "sm_90a":
-        from ..tensormap import TensorMap
+        from ..instructions.tensormap import TensorMap
 
         lse, place = np.zeros(length, np.float32), np.array([0, key.shape[0]], np.int32)
         maps = [
@@ -224,8 +224,8 @@ def climb(
     access touches, before any cache.
     """
     from ..compile import compiled
-    from ..operands import emulated
-    from ..sass import resources
+    from ..compile.sass import resources
+    from ..device.operands import emulated
 
     q, k, v, expected = problem(length, d, seed)
     rows = []

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import ptx
-from .._target import cuda, device_function, types
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from ..kernels.pieces import quad_max, quad_sum
 from .scalar import LOWEST
 

@@ -5,9 +5,9 @@ Attention without tensor cores, for one head of float16 (L, D) arrays, L a multi
 
 from __future__ import annotations
 
-from .. import ptx
-from .._target import cuda, types
 from ..compile import Source
+from ..compile.target import cuda, types
+from ..instructions import ptx
 
 u32, u64, f32, i32 = types.uint32, types.uint64, types.float32, types.int32
 HALVES = types.Array(types.float16, 2, "C")

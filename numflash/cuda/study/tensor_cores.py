@@ -8,9 +8,9 @@ A block of four warps owns 64 queries, a warp 16 of them; 64 keys at a time. The
 
 from __future__ import annotations
 
-from .. import ptx
-from .._target import cuda, device_function, types
 from ..compile import Source
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
 from ..kernels.pieces import quad_sum
 from .pieces import (
     BLOCK,

@@ -14,8 +14,8 @@ from ...errors import UnsupportedError
 from ...interop.arrays import widen
 from .. import launch, launch_backward
 from ..device import Device, median_seconds
-from ..launch_forward import float_forward, hopper_forward
-from ..operands import Launch
+from ..device.operands import Launch
+from ..launch_float import float_forward, hopper_forward
 from . import decode, expected, from_floats
 from .cases import CHANNELS, ROWS, Case, floats_of, gradient_operands, problem_of
 

@@ -1,6 +1,6 @@
 """Fills a folder with ready cubins.
 
-`python -m numflash.cuda.compile` (see `numflash.cuda.cubins`).
+`python -m numflash.cuda.compile` (see `numflash.cuda.compile.cubins`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ... import __version__
 from ...errors import UnsupportedError
 from ..compile import ARCHITECTURES, Key, compiled, tool_versions
-from ..cubins import MANIFEST, kernel_name, manifest, source_digest
+from ..compile.cubins import MANIFEST, kernel_name, manifest, source_digest
 from . import expected
 from .families import families
 from .kernels import needed

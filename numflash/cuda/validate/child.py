@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ...errors import UnsupportedError
 from ..device import Device, current_device
-from ..driver import DriverError
+from ..device.driver import DriverError
 from . import attention, decode, ladder, peers, rates
 from .families import Family, families
 

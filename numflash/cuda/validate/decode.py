@@ -20,7 +20,7 @@ import numpy as np
 from ...cache.kvcache import KVCache
 from ...errors import UnsupportedError
 from ..device import Device, median_seconds
-from ..driver import DriverError
+from ..device.driver import DriverError
 from . import expected
 from .decode_cases import CASES, draw, results
 

@@ -18,8 +18,8 @@ import numpy as np
 from ...interop.arguments import EMULATED
 from .. import launch, launch_backward
 from ..compile import cache_directory
-from ..cubins import source_digest
-from ..operands import emulated
+from ..compile.cubins import source_digest
+from ..device.operands import emulated
 from . import decode_cases
 from .cases import gradient_operands, problem_of
 

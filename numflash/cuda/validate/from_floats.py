@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...validation import Problem
-from .. import quantized
-from ..operands import Launch
-from ..resident import Card
+from ..arrays import quantized
+from ..device.operands import Launch
+from ..device.resident import Card
 
 
 def launches(

@@ -13,8 +13,8 @@ from ...errors import UnsupportedError
 from ...interop.arguments import EMULATED
 from .. import launch, launch_backward, study
 from ..compile import Key
-from ..launch_forward import float_forward
-from ..operands import Launch
+from ..device.operands import Launch
+from ..launch_float import float_forward
 from . import attention, decode, decode_cases, from_floats, ladder, rates
 from .cases import floats_of, gradient_operands, problem_of
 from .families import Family, families

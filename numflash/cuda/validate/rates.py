@@ -15,9 +15,9 @@ import numpy as np
 
 from ..compile import Key, compiled
 from ..device import Device, median_seconds
-from ..driver import check
+from ..device.driver import check
+from ..device.operands import Launch
 from ..kernels.rates import BLOCKS, operations, product_rate
-from ..operands import Launch
 from .attention import median_of
 
 COPY_BYTES = 1 << 29

@@ -1,0 +1,8 @@
+"""Calls with arrays that are on a card (PyTorch, CuPy, Numba): nothing is copied to the host.
+
+May import the launchers, kernels and `device`.
+"""
+
+from .calls import attention, attention_backward
+
+__all__ = ["attention", "attention_backward"]
