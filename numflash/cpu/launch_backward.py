@@ -18,7 +18,7 @@ from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time
 from ..validation import LARGEST_LSE, Problem
 from .backward import flash_backward
-from .backward.backward_rows import make_backward_rows
+from .backward.backward_rows import Given, make_backward_rows
 from .launch_float import LOG2E, heads, semantics, slope_functions
 
 F = np.float32
@@ -190,7 +190,8 @@ def _rows(
     limit = np.inf if double else flash_backward.FINITE  # 0 * infinity is no number
     scales = tuple(float(np.clip(x, -limit, limit)) for x in (problem.scale * LOG2E, problem.scale))
     options = semantics(problem)._replace(functions=slope_functions(problem, double))
-    arguments = (*rest, todo, scales, options, (nh, nkv, numba.get_num_threads()), s)
+    threads = numba.get_num_threads()
+    given = Given._make((*rest, todo, *scales, options, nh, nkv, s, threads))
     starts = np.searchsorted(todo, np.arange(rest[0].shape[0] + 1) * length)
-    query_pass(*arguments, sinks.astype(np.float64), np.zeros(1, np.int64), gradients[0])
-    key_pass(*arguments, starts, np.zeros(1, np.int64), *gradients[1:])
+    query_pass(given, sinks.astype(np.float64), np.zeros(1, np.int64), gradients[0])
+    key_pass(given, starts, np.zeros(1, np.int64), *gradients[1:])

@@ -11,6 +11,7 @@ NaN and infinity in hidden keys and values stay where they are.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,38 @@ ROWS = 8  # rows of dQ that a worker takes at a time
 F = np.float32
 
 
+class Given(NamedTuple):
+    """What both passes read, float32 unless said."""
+
+    q: np.ndarray  # (N, L, D)
+    k: np.ndarray  # (Nkv, S, D)
+    v: np.ndarray  # (Nkv, S, Dv)
+    do: np.ndarray  # (N, L, Dv)
+    lse: np.ndarray  # (N, L) float64, in units of log2
+    share: np.ndarray  # (N, L) float64 ones: weights are 2**(s - lse) * share
+    delta: np.ndarray  # (N, L) float64
+    todo: np.ndarray  # int64, the rows to be done as n * L + i, rising
+    factor: Any  # of the scores, in units of log2
+    scale: Any  # of dQ and dK
+    semantics: Any
+    heads: int
+    kv_heads: int
+    keys: int
+    workers: int
+
+
+class Row(NamedTuple):
+    """A row of queries: its place, and its operands."""
+
+    b: int
+    h: int
+    i: int
+    query: np.ndarray  # (D,)
+    grad: np.ndarray  # (Dv,)
+    keys: np.ndarray  # (S, D)
+    values: np.ndarray  # (S, Dv)
+
+
 @functools.cache
 def make_backward_rows(double: bool):
     """The kernels in float64 or float32.
@@ -37,15 +70,16 @@ def make_backward_rows(double: bool):
     dot, soften, change, nothing_seen = row_functions(double)
 
     @inline
-    def score(semantics, b, h, i, first, row, keys, scale, s, slope):
+    def score(given, row, first, s, slope):
         """Scores s of one row for keys from `first` on, and softcap's slope; False if all are hidden.
 
         There are s.size of them; a hidden one is -inf.
         """
+        semantics, b, h, i = given.semantics, row.b, row.h, row.i
         if semantics.general and nothing_seen(semantics, b, h, i, first, first + s.size):
             return False
         for j in range(s.size):
-            s[j], slope[j] = dot(row, keys[first + j]) * R(scale), R(1)
+            s[j], slope[j] = dot(row.query, row.keys[first + j]) * R(given.factor), R(1)
         functions = semantics.functions
         if functions.masked != 0:
             user, frame = functions.masked, functions.masked_frame
@@ -72,18 +106,20 @@ def make_backward_rows(double: bool):
             p[j] = R(0) if p[j] == R(-np.inf) else R(np.exp2(R(0) if x > R(0) else x)) * share
 
     @inline
-    def differentiate(p, do, values, first, delta, slope):
+    def differentiate(p, row, first, delta, slope):
         """slope = slope * p * (do . v - delta), the gradient of the scores.
 
         0 where the weight is 0.
         """
         for j in range(p.size):
             slope[j] = (
-                slope[j] * p[j] * (dot(do, values[first + j]) - delta) if p[j] != R(0) else R(0)
+                slope[j] * p[j] * (dot(row.grad, row.values[first + j]) - delta)
+                if p[j] != R(0)
+                else R(0)
             )
 
     @inline
-    def normalise(semantics, b, h, i, lo, hi, row, keys, scale, room, slope, sink):
+    def normalise(given, row, lo, hi, room, slope, sink):
         """(m, share) of a row whose LSE float64 may not hold.
 
         Its weights are 2**(s - m) * share.
@@ -91,7 +127,7 @@ def make_backward_rows(double: bool):
         m = R(-np.inf)
         for first in range(lo, hi, KEYS):
             s = room[: min(KEYS, hi - first)]
-            if score(semantics, b, h, i, first, row, keys, scale, s, slope):
+            if score(given, row, first, s, slope):
                 for j in range(s.size):
                     m = m if s[j] <= m else s[j]  # a NaN becomes the maximum
         if sink > m:
@@ -101,20 +137,39 @@ def make_backward_rows(double: bool):
         l = R(np.exp2(sink - m))
         for first in range(lo, hi, KEYS):
             s = room[: min(KEYS, hi - first)]
-            if score(semantics, b, h, i, first, row, keys, scale, s, slope):
+            if score(given, row, first, s, slope):
                 for j in range(s.size):
                     l += R(np.exp2(s[j] - m))
         return m, R(1) / l
 
+    @inline
+    def gradients(given, row, n, first, p, ds):
+        """Weights p of a row of head n and gradients of its scores; False if it sees none."""
+        if not score(given, row, first, p, ds):
+            return False
+        weigh(p, R(given.lse[n, row.i]), R(given.share[n, row.i]))
+        differentiate(p, row, first, R(given.delta[n, row.i]), ds)
+        return True
+
+    @inline
+    def add_keys(p, ds, keys, first, sums):
+        """sums += the score gradients times the keys."""
+        for j in range(p.size):
+            if p[j] != R(0):
+                x, key = ds[j], keys[first + j]
+                for e in range(sums.size):
+                    sums[e] += x * R(key[e])
+
     @inline(float_math=True)
-    def query_work(
-        _, q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq
-    ):
+    def query_work(_, given, sinks, counter, dq):
         """One worker of `query_pass`."""
-        length, d = q.shape[1], q.shape[2]
-        h_all, h_kv, _ = heads
-        row, sums = uncleared((d,), R, "query of a row"), uncleared((d,), R, "gradient of a query")
-        grad = uncleared((v.shape[2],), R, "output gradient of a row")
+        length, d = given.q.shape[1], given.q.shape[2]
+        todo, lse, share = given.todo, given.lse, given.share
+        query, sums = (
+            uncleared((d,), R, "query of a row"),
+            uncleared((d,), R, "gradient of a query"),
+        )
+        grad = uncleared((given.v.shape[2],), R, "output gradient of a row")
         weights = uncleared((KEYS,), R, "weights of a row")
         slopes = uncleared((KEYS,), R, "slopes of a row")
         while True:
@@ -123,86 +178,51 @@ def make_backward_rows(double: bool):
                 break
             for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
                 n, i = todo[place] // length, todo[place] % length
-                b, h = n // h_all, n % h_all
-                keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
-                lo, hi = row_range(semantics, b, i, s)
-                row[:], grad[:], sums[:] = q[n, i], do[n, i], R(0)
+                b, h = n // given.heads, n % given.heads
+                n_kv = b * given.kv_heads + h * given.kv_heads // given.heads
+                row = Row(b, h, i, query, grad, given.k[n_kv], given.v[n_kv])
+                lo, hi = row_range(given.semantics, b, i, given.keys)
+                query[:], grad[:], sums[:] = given.q[n, i], given.do[n, i], R(0)
                 if lse[n, i] == np.inf:
                     lse[n, i], share[n, i] = normalise(
-                        semantics,
-                        b,
-                        h,
-                        i,
-                        lo,
-                        hi,
-                        row,
-                        keys,
-                        scales[0],
-                        weights,
-                        slopes,
-                        R(sinks[h]),
+                        given, row, lo, hi, weights, slopes, R(sinks[h])
                     )
                 if lse[n, i] == -np.inf:
                     hi = lo
                 for first in range(lo, hi, KEYS):
                     p, ds = weights[: min(KEYS, hi - first)], slopes[: min(KEYS, hi - first)]
-                    if score(semantics, b, h, i, first, row, keys, scales[0], p, ds):
-                        weigh(p, R(lse[n, i]), R(share[n, i]))
-                        differentiate(p, grad, values, first, R(delta[n, i]), ds)
-                        for j in range(p.size):
-                            if p[j] != R(0):
-                                x, key = ds[j], keys[first + j]
-                                for e in range(d):
-                                    sums[e] += x * R(key[e])
-                result = dq[n, i]
+                    if gradients(given, row, n, first, p, ds):
+                        add_keys(p, ds, row.keys, first, sums)
                 for e in range(d):
-                    result[e] = F(sums[e] * R(scales[1]))
+                    dq[n, i, e] = F(sums[e] * R(given.scale))
 
     @kernel
-    def query_pass(
-        q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq
-    ):
-        """dQ of the rows `todo` (int64, n * L + i, rising).
+    def query_pass(given, sinks, counter, dq):
+        """dQ (N, L, D) float32 of the rows that are to be done; an LSE of infinity is computed
+        anew, in place.
 
-        An LSE of infinity is computed anew, in place.
-
-        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv), do (N, L, Dv) float32; lse (N, L) float64 in
-        units of log2 and share (N, L) float64 ones: weights are 2**(s - lse) * share; delta (N, L)
-        float64; scales = (factor of the scores in units of log2, factor of dQ and dK); heads = (H,
-        Hkv, workers); sinks (H,) float64 in units of log2; counter (1,) int64 zero; dq (N, L, D)
-        float32.
+        sinks (H,) float64 in units of log2; counter (1,) int64 zero.
         """
-        over_tasks(
-            query_work,
-            heads[2],
-            (q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, sinks, counter, dq),
-        )
+        over_tasks(query_work, given.workers, (given, sinks, counter, dq))
+
+    @inline
+    def add_rows(p, ds, row, at, dk_sums, dv_sums):
+        """What a row adds to the sums of its keys, from row `at` on."""
+        for j in range(p.size):
+            if p[j] != R(0):
+                x, y, dk_row, dv_row = ds[j], p[j], dk_sums[at + j], dv_sums[at + j]
+                for e in range(dk_row.size):
+                    dk_row[e] += x * row.query[e]
+                for e in range(dv_row.size):
+                    dv_row[e] += y * row.grad[e]
 
     @inline(float_math=True)
-    def key_work(
-        _,
-        q,
-        k,
-        v,
-        do,
-        lse,
-        share,
-        delta,
-        todo,
-        scales,
-        semantics,
-        heads,
-        s,
-        starts,
-        counter,
-        dk,
-        dv,
-    ):
+    def key_work(_, given, starts, counter, dk, dv):
         """One worker of `key_pass`."""
-        length, d, columns = q.shape[1], q.shape[2], v.shape[2]
-        h_all, h_kv, _ = heads
-        group, blocks = h_all // h_kv, (s + KEYS - 1) // KEYS
-        row = uncleared((d,), R, "query of a row")
+        length, d, columns = given.q.shape[1], given.q.shape[2], given.v.shape[2]
+        s, group = given.keys, given.heads // given.kv_heads
+        blocks = (s + KEYS - 1) // KEYS
+        query = uncleared((d,), R, "query of a row")
         grad = uncleared((columns,), R, "output gradient of a row")
         weights = uncleared((KEYS,), R, "weights of a row")
         slopes = uncleared((KEYS,), R, "slopes of a row")
@@ -210,70 +230,37 @@ def make_backward_rows(double: bool):
         dv_sums = uncleared((KEYS, columns), R, "gradients of values")
         while True:
             task = next_task(counter)
-            if task >= k.shape[0] * blocks:
+            if task >= given.k.shape[0] * blocks:
                 break
             n_key, block = task // blocks, task % blocks * KEYS
             stop = min(block + KEYS, s)
             dk_sums[:], dv_sums[:] = R(0), R(0)
             for n in range(n_key * group, (n_key + 1) * group):
-                b, h = n // h_all, n % h_all
+                b, h = n // given.heads, n % given.heads
                 for place in range(starts[n], starts[n + 1]):
-                    i = todo[place] % length
-                    lo, hi = row_range(semantics, b, i, s)
+                    i = given.todo[place] % length
+                    lo, hi = row_range(given.semantics, b, i, s)
                     first, end = max(lo, block), min(hi, stop)
-                    if first >= end or lse[n, i] == -np.inf:
+                    if first >= end or given.lse[n, i] == -np.inf:
                         continue
-                    row[:], grad[:] = q[n, i], do[n, i]
+                    query[:], grad[:] = given.q[n, i], given.do[n, i]
+                    row = Row(b, h, i, query, grad, given.k[n_key], given.v[n_key])
                     p, ds = weights[: end - first], slopes[: end - first]
-                    if score(semantics, b, h, i, first, row, k[n_key], scales[0], p, ds):
-                        weigh(p, R(lse[n, i]), R(share[n, i]))
-                        differentiate(p, grad, v[n_key], first, R(delta[n, i]), ds)
-                        for j in range(p.size):
-                            if p[j] != R(0):
-                                x, y = ds[j], p[j]
-                                dk_row = dk_sums[first - block + j]
-                                dv_row = dv_sums[first - block + j]
-                                for e in range(d):
-                                    dk_row[e] += x * row[e]
-                                for e in range(columns):
-                                    dv_row[e] += y * grad[e]
+                    if gradients(given, row, n, first, p, ds):
+                        add_rows(p, ds, row, first - block, dk_sums, dv_sums)
             for j in range(stop - block):
                 dk_row, dv_row = dk[n_key, block + j], dv[n_key, block + j]
                 for e in range(d):
-                    dk_row[e] = F(R(dk_row[e]) + dk_sums[j, e] * R(scales[1]))
+                    dk_row[e] = F(R(dk_row[e]) + dk_sums[j, e] * R(given.scale))
                 for e in range(columns):
                     dv_row[e] = F(R(dv_row[e]) + dv_sums[j, e])
 
     @kernel
-    def key_pass(
-        q, k, v, do, lse, share, delta, todo, scales, semantics, heads, s, starts, counter, dk, dv
-    ):
-        """What the rows `todo` add to dK and dV. Arguments as in `query_pass`, which comes first.
+    def key_pass(given, starts, counter, dk, dv):
+        """What the rows add to dK (Nkv, S, D) and dV (Nkv, S, Dv), float32; after `query_pass`.
 
-        starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n; dk (Nkv, S, D),
-        dv (Nkv, S, Dv) float32.
+        starts (N + 1,) int64: todo[starts[n]:starts[n + 1]] are the rows of head n.
         """
-        over_tasks(
-            key_work,
-            heads[2],
-            (
-                q,
-                k,
-                v,
-                do,
-                lse,
-                share,
-                delta,
-                todo,
-                scales,
-                semantics,
-                heads,
-                s,
-                starts,
-                counter,
-                dk,
-                dv,
-            ),
-        )
+        over_tasks(key_work, given.workers, (given, starts, counter, dk, dv))
 
     return query_pass, key_pass
