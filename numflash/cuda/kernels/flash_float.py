@@ -13,12 +13,14 @@ group.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .pieces import (
     NEG_INF,
+    State,
     make_load_rows,
     make_load_tile,
     make_rescale,
@@ -31,7 +33,17 @@ from .pieces import (
 )
 from .products import make_add, make_scores, make_stage
 from .score_functions import known, make_apply, make_tile_list, pointers_of
-from .scores import LOG2E, join_sink, load_slopes, make_adjust, make_hide
+from .scores import (
+    LOG2E,
+    Mask,
+    Place,
+    Rows,
+    ScoreOptions,
+    join_sink,
+    load_slopes,
+    make_adjust,
+    make_hide,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
@@ -48,6 +60,32 @@ SIGNATURE = types.void(
 )
 
 
+class Operands(NamedTuple):
+    """Keys and values of one batch entry and key head."""
+
+    k: Any  # addresses
+    v: Any
+    k_step: Any  # bytes from row to row
+    v_step: Any
+    d_left: Any  # bytes of a row that exist
+    dv_left: Any
+
+
+class Lane(NamedTuple):
+    """Where a lane reads its part of fragments with ldmatrix.
+
+    A row's place in bytes and the place of its first chunk of 16; the column enters by XOR with an
+    even chunk number, which leaves the lane's bit alone.
+    """
+
+    q: Any
+    q_chunk: Any
+    k: Any
+    k_chunk: Any
+    v: Any
+    v_chunk: Any
+
+
 def flash_float(
     d: int,
     dv: int,
@@ -55,15 +93,8 @@ def flash_float(
     block_k: int,
     dtype: str = "float16",
     group: int = 1,
-    band: bool = False,
-    mask: str = "",
-    softcap: bool = False,
-    alibi: bool = False,
-    transform: bool = False,
     turing: bool = False,
-    sinks: bool = False,
-    functions: str = "",
-    listed: bool = False,
+    **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
 
@@ -71,16 +102,11 @@ def flash_float(
     ----------
     block_q : query rows per block, 16 per warp;  block_k : keys per tile, a multiple of 16
     group : query heads per key head
-    band : a causal or windowed problem; tiles outside are skipped
-    mask : "", "bool" (uint8) or "float" (float32, added)
-    transform : scores are scaled before the maximum is taken (implied by softcap, alibi, mask
-        "float"; needed for scale <= 0)
     turing : sm_75
-    sinks : exp(sink) of the head joins each row's sum
-    functions : name of the code of score and mask functions (`score_functions`), called before
-        every other option
-    listed : only the tiles of keys of a list are visited
+    options : those of `ScoreOptions`
     """
+    chosen = ScoreOptions(**options)
+    band, mask, softcap, alibi, _, sinks, functions, listed = chosen
     code = known(functions)
     changes, masks = code.changes, code.masks
     threads = block_q * 2
@@ -95,10 +121,10 @@ def flash_float(
     shift_v, xor_v = swizzle_of(dv_bytes)
     stages = 1 if turing else 2
     q_size, k_size, v_size = block_q * max(d_bytes, dv_bytes), block_k * d_bytes, block_k * dv_bytes
-    transform = transform or softcap or alibi or mask == "float"
-    options = (transform and not changes) or softcap or alibi or bool(mask)
-    adjust = make_adjust(key_tiles, transform and not changes, softcap, alibi, mask)
-    transform = transform or changes
+    scaled = chosen.transforms and not changes  # by `adjust`
+    adjusted = scaled or softcap or alibi or bool(mask)
+    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask)
+    transform = chosen.transforms or changes
     find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
     change = make_apply(OWN, functions, "score", key_tiles)
     hide_by_mask = make_apply(OWN, functions, "mask", key_tiles)
@@ -117,17 +143,18 @@ def flash_float(
     wait_all = ptx.cp_async_wait[0]
 
     @device_function
-    def load_tile(sk, sv, k, v, steps, left, stage, start, keys, thread):
+    def load_tile(sk, sv, operands, stage, start, keys, thread):
         """Copy keys and values `start` to `start + block_k` into buffer `stage` of shared memory."""
-        k_step, v_step = steps
-        d_left, dv_left = left
+        k, v, k_step, v_step, d_left, dv_left = operands
         k_tile, v_tile = k + u64(start) * u64(k_step), v + u64(start) * u64(v_step)
         load_k(sk + u32(stage * k_size), k_tile, k_step, keys - start, d_left, thread)
         load_v(sv + u32(stage * v_size), v_tile, v_step, keys - start, dv_left, thread)
 
     @device_function
-    def find_rows(query, head, low, high, row, kv_head, keys, diagonal, left, right):
+    def find_rows(rows, low, high, row, kv_head, place, sides):
         """Query, head and visible keys [low, high) of the two rows that this thread holds."""
+        query, head, (left, right) = rows.query, rows.head, sides
+        diagonal, keys = place.diagonal, place.keys
         for r in range(2):
             query[r] = i32((row + 8 * r) // group)
             head[r] = i32(kv_head * group + (row + 8 * r - query[r] * group))
@@ -137,11 +164,25 @@ def flash_float(
                 high[r] = i32(min(keys, query[r] + diagonal + right + 1))
 
     @device_function
-    def finish_rows(m, l, alpha, factor, sinks_at, lse_at, query, head, first, queries, lane):
+    def find_lane(sq, lane, warp):
+        """Where this lane reads its warp's rows of Q, and rows of any tile of keys and values."""
+        q_row = warp * 16 + (lane & 15)
+        q_at = sq + u32(q_row * d_bytes)
+        q_chunk = u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
+        k_row = ((lane >> 4) << 3) + (lane & 7)
+        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
+        v_row = lane & 15
+        v_chunk = u32((lane >> 4) ^ ((v_row >> shift_v) & xor_v))
+        return Lane(q_at, q_chunk, u32(k_row * d_bytes), k_chunk, u32(v_row * dv_bytes), v_chunk)
+
+    @device_function
+    def finish_rows(state, factor, rows, sinks_at, lse_at, first, queries, lane):
         """alpha = 1 / l of each row, and its LSE to memory.
 
         A row without keys is 0, its LSE -inf (or the sink).
         """
+        m, l, alpha = state
+        query, head = rows.query, rows.head
         for r in range(2):
             total = quad_sum(l[r])
             top = NEG_INF if total == f32(0) else m[r] * factor
@@ -154,8 +195,8 @@ def flash_float(
                 at = lse_at + u64(((first + head[r]) * queries + query[r]) * 4)
                 ptx.store_global_f32(at, (top + ptx.lg2(total)) * LN2)
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
+    # One long function: its steps share fragments, addresses and sizes, which functions of their own
+    # would all take as arguments.
     def flash(pointers, strides, sizes, factors):
         q, k, v, o_out, lse_at, diagonals, lengths, mask_at, slopes, sinks_at = pointers[:OWN]
         q_batch, q_head, q_step, k_batch, k_head, k_step = strides[:6]
@@ -172,61 +213,52 @@ def flash_float(
         q = q + u64(batch * q_batch + kv_head * group * q_head)
         k = k + u64(batch * k_batch + kv_head * k_head)
         v = v + u64(batch * v_batch + kv_head * v_head)
-        steps, bytes_left = (k_step, v_step), (d_left, dv_left)
+        operands = Operands(k, v, k_step, v_step, d_left, dv_left)
 
         # rows of this block, the tiles of keys that any of them attends to, and the keys that all
         # of them attend to
-        rows, first = i32(queries * group), i32(row_block() * block_q)
+        total, first = i32(queries * group), i32(row_block() * block_q)
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles, whole_low, whole_high = tile_range(first, rows, keys, diagonal, left, right)
+        place = Place(batch, diagonal, queries, keys)
+        tile, tiles, whole_low, whole_high = tile_range(first, total, keys, diagonal, left, right)
         listed_at, tile, tiles = find_tiles(pointers, batch, kv_head, first // block_q, tile, tiles)
 
-        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
+        rows = Rows(cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, f32))
         low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
         row = i32(first + warp * 16 + (lane >> 2))
-        find_rows(query, head, low, high, row, kv_head, keys, diagonal, left, right)
-        slope = cuda.local.array(2, f32)
-        slope[0], slope[1] = f32(0), f32(0)
+        find_rows(rows, low, high, row, kv_head, place, (left, right))
+        rows.slope[0], rows.slope[1] = f32(0), f32(0)
         if alibi and not wide:
-            load_slopes(slope, slopes, batch * heads, head)
+            load_slopes(rows.slope, slopes, batch * heads, rows.head)
 
-        load_q(sq, q, q_head, q_step, first, rows, d_left, thread)
+        load_q(sq, q, q_head, q_step, first, total, d_left, thread)
         if not turing:
             if tile < tiles:
                 start = start_of(listed_at, tile)
-                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), start, keys, thread)
+                load_tile(sk, sv, operands, i32(0), start, keys, thread)
             ptx.cp_async_commit()
             wait_all()
         cuda.syncthreads()
 
-        # the state of the two rows: running maximum, running sum, and the output so far
-        m, l, alpha = cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
-        o = cuda.local.array(n_o, f32)  # 16 x dv per warp
+        state = State(cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32))
+        o = cuda.local.array(n_o, f32)  # the output so far: 16 x dv per warp
         for r in range(2):
-            m[r], l[r] = NEG_INF, f32(0)
+            state.m[r], state.l[r] = NEG_INF, f32(0)
         for i in range(n_o):
             o[i] = f32(0)
         qf = cuda.local.array(n_qf, u32)  # A fragments of Q
         s = cuda.local.array(n_s, f32)  # scores, then weights: 16 x block_k per warp
-        # ldmatrix addresses of this lane; the column enters by XOR with an even chunk number, which
-        # leaves the lane's bit alone
-        q_row = warp * 16 + (lane & 15)
-        q_at = sq + u32(q_row * d_bytes)
-        q_chunk = u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
-        k_row = ((lane >> 4) << 3) + (lane & 7)
-        k_chunk = u32(((lane >> 3) & 1) ^ ((k_row >> shift_k) & xor_k))
-        v_row = lane & 15
-        v_chunk = u32((lane >> 4) ^ ((v_row >> shift_v) & xor_v))
+        at = find_lane(sq, lane, warp)
         if keep_q:
             for step in range(k_steps):
-                ptx.ldmatrix(qf, step * 4, q_at + ((q_chunk ^ u32(2 * step)) << u32(4)))
+                ptx.ldmatrix(qf, step * 4, at.q + ((at.q_chunk ^ u32(2 * step)) << u32(4)))
 
         stage = i32(0)
         while tile < tiles:
             start = start_of(listed_at, tile)
             if turing:
-                load_tile(sk, sv, k, v, steps, bytes_left, i32(0), start, keys, thread)
+                load_tile(sk, sv, operands, i32(0), start, keys, thread)
                 cuda.syncthreads()
             else:
                 wait_all()
@@ -234,24 +266,23 @@ def flash_float(
                 cuda.syncthreads()
                 if tile + 1 < tiles:
                     ahead = start_of(listed_at, tile + 1)
-                    load_tile(sk, sv, k, v, steps, bytes_left, stage ^ 1, ahead, keys, thread)
+                    load_tile(sk, sv, operands, stage ^ 1, ahead, keys, thread)
                 ptx.cp_async_commit()
 
-            scores(s, qf, q_at, q_chunk, sk + u32(stage * k_size) + u32(k_row * d_bytes), k_chunk)
+            scores(s, qf, at.q, at.q_chunk, sk + u32(stage * k_size) + at.k, at.k_chunk)
             key = i32(start + 2 * (lane & 3))  # of this thread's first score
             if alibi and wide:
-                load_slopes(slope, slopes, batch * heads, head)
-            place, ends = (batch, diagonal), (queries, keys)
-            change(s, key, query, head, batch, ends, factors[0] * LN2, pointers)
-            if options:
-                adjust(s, key, query, head, slope, place, ends, factors, mask_at, strides[12:])
+                load_slopes(rows.slope, slopes, batch * heads, rows.head)
+            change(s, key, rows, place, factors[0] * LN2, pointers)
+            if adjusted:
+                adjust(s, key, rows, place, factors, Mask(mask_at, strides[12:]))
             if masks and not is_full(listed_at, tile):
-                hide_by_mask(s, key, query, head, batch, ends, f32(1), pointers)
+                hide_by_mask(s, key, rows, place, f32(1), pointers)
             if start < whole_low or start + block_k > whole_high:
                 hide(s, key, low, high)
-            softmax(s, m, l, alpha, factor)
-            rescale(o, alpha)
-            add_values(o, s, sv + u32(stage * v_size) + u32(v_row * dv_bytes), v_chunk)
+            softmax(s, state.m, state.l, state.alpha, factor)
+            rescale(o, state.alpha)
+            add_values(o, s, sv + u32(stage * v_size) + at.v, at.v_chunk)
 
             if turing:
                 cuda.syncthreads()
@@ -259,19 +290,17 @@ def flash_float(
                 stage ^= 1
             tile += 1
 
-        finish_rows(
-            m, l, alpha, factor, sinks_at, lse_at, query, head, batch * heads, queries, lane
-        )
+        finish_rows(state, factor, rows, sinks_at, lse_at, batch * heads, queries, lane)
         # through this warp's own part of Q's tile, so that memory is written 16 bytes at a time
         if dv > d:
             cuda.syncthreads()
         else:
             cuda.syncwarp()
         mine = sq + u32(warp * 16 * max(d_bytes, dv_bytes))
-        stage_rows(o, mine, alpha[0], alpha[1], lane)
+        stage_rows(o, mine, state.alpha[0], state.alpha[1], lane)
         cuda.syncwarp()
         to = o_out + u64(batch * o_batch + kv_head * group * o_head)
-        store_o(mine, to, o_head, o_step, first + warp * 16, rows, dv_left, lane)
+        store_o(mine, to, o_head, o_step, first + warp * 16, total, dv_left, lane)
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
     return Source(flash, own, threads, q_size + stages * (k_size + v_size))

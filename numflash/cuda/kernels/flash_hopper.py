@@ -12,6 +12,7 @@ products in turns (section 3.1).
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 from ...tiling import tiling
 from ..compile import Source
@@ -27,9 +28,19 @@ from .hopper import (
     descriptor,
     make_issue_scores,
 )
-from .pieces import NEG_INF, make_row_block, make_softmax, make_tile_range, quad_sum
+from .pieces import NEG_INF, State, make_row_block, make_softmax, make_tile_range, quad_sum
 from .score_functions import known, make_apply, make_tile_list, pointers_of
-from .scores import LOG2E, join_sink, load_slopes, make_adjust, make_hide
+from .scores import (
+    LOG2E,
+    Mask,
+    Place,
+    Rows,
+    ScoreOptions,
+    join_sink,
+    load_slopes,
+    make_adjust,
+    make_hide,
+)
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 LN2 = f32(math.log(2))
@@ -45,6 +56,24 @@ SIGNATURE = types.void(
 )
 
 
+class Block(NamedTuple):
+    """What a thread's scores need to know of its rows and of their block, for every tile."""
+
+    lane: Any
+    row: Any  # the first of the thread's two
+    first_head: Any  # of those that are packed together
+    heads: Any
+    slope: Any  # ALiBi's, of the two rows
+    listed_at: Any
+    whole_low: Any  # the keys [whole_low, whole_high) are visible to all rows
+    whole_high: Any
+    diagonal: Any
+    queries: Any
+    keys: Any
+    left: Any
+    right: Any
+
+
 def flash_hopper(
     d: int,
     dv: int,
@@ -52,23 +81,18 @@ def flash_hopper(
     dtype: str = "float16",
     group: int = 1,
     packed: int = 1,
-    band: bool = False,
-    mask: str = "",
-    softcap: bool = False,
-    alibi: bool = False,
-    transform: bool = False,
-    sinks: bool = False,
     overlap: bool = True,
     ping_pong: bool = False,
-    functions: str = "",
-    listed: bool = False,
+    **options: Any,
 ) -> Source:
     """The kernel for head sizes d and dv, multiples of 64.
 
-    `packed`, a power of two, divides `group`; options as for `flash_float`.
+    `packed`, a power of two, divides `group`; `options` are those of `ScoreOptions`.
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
+    chosen = ScoreOptions(**options)
+    band, mask, softcap, alibi, _, sinks, functions, listed = chosen
     key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
@@ -86,10 +110,9 @@ def flash_hopper(
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
     code = known(functions)
     changes, masks = code.changes, code.masks
-    transform = transform or softcap or alibi or mask == "float"
-    scaled = transform and not changes  # by `adjust`
-    options = scaled or softcap or alibi or bool(mask)
-    transform = transform or changes
+    scaled = chosen.transforms and not changes  # by `adjust`
+    adjusted = scaled or softcap or alibi or bool(mask)
+    transform = chosen.transforms or changes
     find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
     softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
     wide = dv > 128  # registers are short: fewer scores at a time, slopes read again for every tile
@@ -150,46 +173,35 @@ def flash_hopper(
             head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
 
     @device_function
-    def soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides):
+    def soften(s, state, t, block, factors, pointers, strides):
         """Functions, options and the online softmax on the scores of tile number t."""
-        row, first_head, slope, listed_at, heads = rows
-        whole_low, whole_high, diagonal, queries, keys = limits
+        diagonal, queries, keys = block.diagonal, block.queries, block.keys
         mask_at, slopes = pointers[MASK], pointers[SLOPES]
-        start = start_of(listed_at, t)
-        here = i32(start + 2 * (lane & 3))
+        start = start_of(block.listed_at, t)
+        here = i32(start + 2 * (block.lane & 3))
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        describe(query, head, ptx.fresh(row), first_head)  # not in registers from tile to tile
+        # not in registers from tile to tile
+        describe(query, head, ptx.fresh(block.row), block.first_head)
         if alibi and wide:
-            load_slopes(slope, slopes, ptx.block_z() * heads, head)
-        ends = (queries, keys)
-        change(s, here, query, head, ptx.block_z(), ends, factors[0] * LN2, pointers)
-        if options:
-            adjust(
-                s,
-                here,
-                query,
-                head,
-                slope,
-                (ptx.block_z(), diagonal),
-                ends,
-                factors,
-                mask_at,
-                strides[3:],
-            )
-        if masks and not is_full(listed_at, t):
-            hide_by_mask(s, here, query, head, ptx.block_z(), ends, f32(1), pointers)
-        if start < whole_low or start + block_k > whole_high:
+            load_slopes(block.slope, slopes, ptx.block_z() * block.heads, head)
+        held, place = Rows(query, head, block.slope), Place(ptx.block_z(), diagonal, queries, keys)
+        change(s, here, held, place, factors[0] * LN2, pointers)
+        if adjusted:
+            adjust(s, here, held, place, factors, Mask(mask_at, strides[3:]))
+        if masks and not is_full(block.listed_at, t):
+            hide_by_mask(s, here, held, place, f32(1), pointers)
+        if start < block.whole_low or start + block_k > block.whole_high:
             low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
             for r in range(2):
                 low[r], high[r] = i32(0), keys
                 if band:
                     middle = i32(query[r] + diagonal)
                     low[r], high[r] = (
-                        i32(middle - sides[0]),
-                        i32(min(keys, i32(middle + sides[1] + 1))),
+                        i32(middle - block.left),
+                        i32(min(keys, i32(middle + block.right + 1))),
                     )
             hide(s, here, low, high)
-        softmax(s, m, l, alpha, f32(1) if transform else factors[0])
+        softmax(s, state.m, state.l, state.alpha, f32(1) if transform else factors[0])
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.
@@ -274,9 +286,9 @@ def flash_hopper(
             s = cuda.local.array(n_s, f32)
             o = cuda.local.array(n_o, f32)
             p = cuda.local.array(n_p, u32)
-            m = cuda.local.array(2, f32)
-            l = cuda.local.array(2, f32)
-            alpha = cuda.local.array(2, f32)
+            m, l, alpha = state = State(
+                cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
+            )
             query = cuda.local.array(2, i32)
             head = cuda.local.array(2, i32)
             slope = cuda.local.array(2, f32)
@@ -297,8 +309,10 @@ def flash_hopper(
                 ptx.barrier_arrive(other, u32(256))  # the first turn is warpgroup 1's
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
             ptx.mbarrier_wait(full_q, u32(0))
-            rows, sides = (row, first_head, slope, listed_at, heads), (left, right)
-            limits = whole_low, whole_high, diagonal, queries, keys
+            block = Block(
+                lane, row, first_head, heads, slope, listed_at, whole_low, whole_high,
+                diagonal, queries, keys, left, right,
+            )  # fmt: skip
             n = i32(0)
             sums = base + u32(sums_at) + u32((thread - 128) * 4)
             if overlap:
@@ -311,9 +325,7 @@ def flash_hopper(
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty)
-                    soften(
-                        s, m, l, alpha, tile, lane, rows, limits, sides, factors, pointers, strides
-                    )
+                    soften(s, state, tile, block, factors, pointers, strides)
                     weights(p, s)
                 for t in range(
                     tile + 1, tiles
@@ -333,7 +345,7 @@ def flash_hopper(
                     wait_one()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides)
+                    soften(s, state, t, block, factors, pointers, strides)
                     # a store that the wait cannot pass: without it ptxas moves the wait ahead of
                     # every exponential
                     ptx.store_shared_f32(sums, l[0] + l[1])
@@ -352,7 +364,7 @@ def flash_hopper(
                     wait_none()
                     fence_s(s, 0)
                     ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, m, l, alpha, t, lane, rows, limits, sides, factors, pointers, strides)
+                    soften(s, state, t, block, factors, pointers, strides)
                     shrink(o, alpha)
                     weights(p, s)
                     finish(o, p, n, full, ring)

@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 NEG_INF = f32(-math.inf)
+
+
+class State(NamedTuple):
+    """The online softmax of a thread's two rows: local arrays of two."""
+
+    m: Any  # running maximum
+    l: Any  # running sum
+    alpha: Any  # what the output so far is multiplied by
 
 
 def swizzle_of(row_bytes: int) -> tuple[int, int]:

@@ -84,18 +84,18 @@ def make_root(own: int, name: str, root: str) -> Any:
 
 @functools.cache
 def make_apply(own: int, name: str, root: str, key_tiles: int, part: int = 4) -> Any:
-    """apply(s, first, query, head, batch, ends, scale, pointers).
+    """apply(s, first, rows: Rows, place: Place, scale, pointers).
 
     A function on a fragment of scores, as `make_adjust`. Root "score": scores times `scale` (natural
     units) become new ones in units of log2. Root "mask": hidden scores become -inf. Rows and keys
-    beyond the `ends` (queries, keys) count as the last ones: no index leaves an array.
+    beyond those of the problem count as its last ones: no index leaves an array.
     """
     part = min(part, key_tiles)
     turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
     code, changes = known(name), root == "score"
 
     @device_function
-    def nothing(s, first, query, head, batch, ends, scale, pointers):
+    def nothing(s, first, rows, place, scale, pointers):
         pass
 
     if not (code.changes if changes else code.masks):
@@ -103,12 +103,12 @@ def make_apply(own: int, name: str, root: str, key_tiles: int, part: int = 4) ->
     value = make_root(own, name, root)
 
     @device_function
-    def apply(s, first, query, head, batch, ends, scale, pointers):
-        queries, keys = ends
+    def apply(s, first, rows, place, scale, pointers):
+        head, keys = rows.head, place.keys
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
-        b = ptx.load_global_s32(pointers[own + BATCHES] + u64(batch * 4))
+        b = ptx.load_global_s32(pointers[own + BATCHES] + u64(place.batch * 4))
         for r in range(2):
-            q[r] = ptx.imin(ptx.fresh(query[r]), i32(queries - 1))
+            q[r] = ptx.imin(ptx.fresh(rows.query[r]), i32(place.queries - 1))
         for turn in range(turns):
             for n in range(part):
                 for e in range(4):

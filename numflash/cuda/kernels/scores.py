@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
@@ -22,6 +22,60 @@ CAP_P0, CAP_P1, CAP_Q0, CAP_Q1, CAP_Q2 = (
     f32(c) for c in (fx.CAP_P0, fx.CAP_P1, fx.CAP_Q0, fx.CAP_Q1, fx.CAP_Q2)
 )
 CAP_UNIT, CAP_LIMIT = f32(fx.CAP_UNIT), f32(fx.CAP_LIMIT)
+
+
+class ScoreOptions(NamedTuple):
+    """What a 16-bit forward kernel has code for besides plain attention: constants of its factory.
+
+    Attributes
+    ----------
+    band : a causal or windowed problem; tiles outside are skipped
+    mask : "", "bool" (uint8) or "float" (float32, added)
+    transform : scores are scaled before the maximum is taken (implied by softcap, alibi, mask
+        "float"; needed for scale <= 0)
+    sinks : exp(sink) of the head joins each row's sum
+    functions : name of the code of score and mask functions (`score_functions`), called before
+        every other option
+    listed : only the tiles of keys of a list are visited
+    """
+
+    band: bool = False
+    mask: str = ""
+    softcap: bool = False
+    alibi: bool = False
+    transform: bool = False
+    sinks: bool = False
+    functions: str = ""
+    listed: bool = False
+
+    @property
+    def transforms(self) -> bool:
+        """Whether scores leave the products' units before their maximum is taken."""
+        return self.transform or self.softcap or self.alibi or self.mask == "float"
+
+
+class Rows(NamedTuple):
+    """The two rows of a tile that a thread holds: local arrays of two."""
+
+    query: Any  # int32
+    head: Any  # int32
+    slope: Any  # float32, ALiBi's times log2 e
+
+
+class Place(NamedTuple):
+    """Where a tile's scores are in the problem, int32."""
+
+    batch: Any
+    diagonal: Any  # query i's own key is i + diagonal
+    queries: Any
+    keys: Any
+
+
+class Mask(NamedTuple):
+    """A mask in global memory."""
+
+    address: Any
+    strides: Any  # bytes along batch, head, query and key, 0 along broadcast axes
 
 
 @device_function
@@ -63,29 +117,29 @@ def add_bias(x, bias):
 
 @functools.cache
 def make_adjust(
-    key_tiles: int, transform: bool, softcap: bool, alibi: bool, mask: str, part: int = 4
+    key_tiles: int, transform: bool, softcap: bool, alibi: bool, kind: str, part: int = 4
 ) -> Any:
-    """adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides).
+    """adjust(s, first, rows: Rows, place: Place, factors, mask: Mask).
 
     Options on a fragment of float scores.
 
-    `first` is the key of the thread's first score, `query`, `head` and `slope` (times log2 e) hold
-    one value for each of its two rows, `place` = (batch, diagonal), `ends` = (queries, keys),
-    `factors` = (scale * log2 e, softcap). With `transform` scores are turned into units of log2, on
-    which softcap and ALiBi act; `mask` is "", "bool" (uint8) or "float" (float32, added). With more
-    than a boolean mask `part` tiles of 8 keys are unrolled.
+    `first` is the key of the thread's first score, `factors` = (scale * log2 e, softcap). With
+    `transform` scores are turned into units of log2, on which softcap and ALiBi act; the kind of
+    mask is "", "bool" (uint8) or "float" (float32, added). With more than a boolean mask `part`
+    tiles of 8 keys are unrolled.
     """
-    has_mask, float_mask = bool(mask), mask == "float"
+    has_mask, float_mask = bool(kind), kind == "float"
     # more code than that is not unrolled: the fragment turns, a part at a time, and is never
     # indexed
     part = min(part, key_tiles) if softcap or alibi or float_mask else key_tiles
     turns, n_s, n_part = key_tiles // part, 4 * key_tiles, 4 * part
 
     @device_function
-    def adjust(s, first, query, head, slope, place, ends, factors, mask_at, strides):
-        batch, diagonal = place
-        queries, keys = ends
+    def adjust(s, first, rows, place, factors, mask):
+        query, head, slope = rows
+        batch, diagonal, queries, keys = place
         scale, cap = factors
+        mask_at, strides = mask
         done, q = cuda.local.array(n_part, f32), cuda.local.array(2, i32)
         row_at = cuda.local.array(2, u64)
         for r in range(2):
