@@ -35,7 +35,14 @@ from ...numerics.rotation import rotate_row
 from ..isa.amx_tiles import ROWS as MATRIX_ROWS
 from ..isa.amx_tiles import tile_state
 from ..isa.vectors import next_task
-from .task_data import AGAIN, INFINITE, largest_bits, rows_together
+from .task_data import (
+    AGAIN,
+    INFINITE,
+    Results,
+    Sizes,
+    largest_bits,
+    rows_together,
+)
 from .tasks import make_attend, make_attend_together
 from .tiles import Tile
 
@@ -83,16 +90,17 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         return top, total
 
     @bare
-    def finish(unit, q, store, s, sizes, out, m_out, l_out):
+    def finish(unit, q, store, s, sizes, results):
         """Merge the splits of one tile, and divide by the sum of the weights."""
         n_kv, all_rows = store.data.shape[1], q.shape[2]
         tiles = (all_rows + rows - 1) // rows
         row, n_head = unit % tiles * rows, unit // tiles
         b, g = n_head // n_kv, n_head % n_kv
-        base = unit * sizes[1]
+        splits = sizes.splits
+        base = unit * splits
         for r in range(min(rows, all_rows - row)):
-            top, total = merge_splits(s, base, sizes[1], r)
-            result, sums = out[b, g, row + r], s.o[base, r]
+            top, total = merge_splits(s, base, splits, r)
+            result, sums = results.out[b, g, row + r], s.o[base, r]
             if total == F(0):
                 result[:] = F(0)
             else:
@@ -105,12 +113,12 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                     top = AGAIN
             if top == AGAIN:
                 s.counter[1] = 1
-            m_out[b, g, row + r], l_out[b, g, row + r] = top, total
+            results.m[b, g, row + r], results.l[b, g, row + r] = top, total
 
     @inline
-    def take_tasks(worker, q, c, store, s, sizes, out, m_out, l_out):
+    def take_tasks(worker, q, c, store, s, sizes, results):
         """Tasks of one worker, as long as there are any."""
-        splits = sizes[1]
+        splits = sizes.splits
         begin_tiles()
         tiles, together = (q.shape[2] + rows - 1) // rows, rows * span
         chunks = (q.shape[2] + together - 1) // together
@@ -124,7 +132,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                 first = task // chunks * tiles + task % chunks * span
                 stop = min(first + span, (task // chunks + 1) * tiles)
                 for unit in range(first, stop):
-                    finish(unit, q, store, s, sizes, out, m_out, l_out)
+                    finish(unit, q, store, s, sizes, results)
         end_tiles()
 
     @kernel
@@ -138,15 +146,18 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
         token that was not finite, m AGAIN where float32 does not hold the row's scores or sums.
         """
         units = q.shape[0] * q.shape[1] * ((q.shape[2] + rows - 1) // rows)
+        queries, splits, window, sinks, ring, page_size, workers = sizes
+        named = Sizes(queries, splits, window, sinks, ring, page_size, workers)
+        results = Results(out, m_out, l_out)
         scratch.counter[0], scratch.counter[1] = 0, 0
         if parallel:
-            over_tasks(take_tasks, sizes[6], (q, c, store, scratch, sizes, out, m_out, l_out))
-            if sizes[1] > 1:
-                over_tasks(finish, units, (q, store, scratch, sizes, out, m_out, l_out))
+            over_tasks(take_tasks, workers, (q, c, store, scratch, named, results))
+            if splits > 1:
+                over_tasks(finish, units, (q, store, scratch, named, results))
         else:
-            take_tasks(0, q, c, store, scratch, sizes, out, m_out, l_out)
-            if sizes[1] > 1:
+            take_tasks(0, q, c, store, scratch, named, results)
+            if splits > 1:
                 for unit in range(units):
-                    finish(unit, q, store, scratch, sizes, out, m_out, l_out)
+                    finish(unit, q, store, scratch, named, results)
 
     return decode

@@ -25,6 +25,18 @@ AGAIN = F(np.inf)  # maximum of a float row that is to be done again in float64
 SHARED_ROWS = 128  # query rows that share the values made from a block's keys
 
 
+class Sizes(NamedTuple):
+    """Numbers of a decode call. A plain tuple from Python, which is passed in less time."""
+
+    queries: int  # new tokens
+    splits: int
+    window: int
+    sinks: int
+    ring: int
+    page_size: int
+    workers: int
+
+
 class Store(NamedTuple):
     """The cache: pages of keys and values, see `tiles` for the layout inside a page of a head.
 
@@ -42,6 +54,14 @@ class Store(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of keys, values and scales."""
         return self.data.nbytes
+
+
+class Results(NamedTuple):
+    """What a call writes, for the rows of each KV head: see `flash_decode`."""
+
+    out: np.ndarray
+    m: np.ndarray
+    l: np.ndarray
 
 
 class Scratch(NamedTuple):
