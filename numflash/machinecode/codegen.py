@@ -18,6 +18,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
@@ -82,15 +83,30 @@ class Target(NamedTuple):
         return cls(TRIPLES[name], name, features)
 
 
-class MachineCode(NamedTuple):
-    """Compiled code: assembly text, ELF object (not for the host's own run), and the entry's symbol
-    name.
+@dataclass(frozen=True)
+class MachineCode:
+    """Compiled code: optimised LLVM bitcode, and the entry's symbol name.
+
+    Text and object are made from it when they are asked for: a large kernel's take seconds each.
     """
 
     target: Target
     entry: str
-    assembly: str
-    object: bytes
+    bitcode: bytes
+
+    @functools.cached_property
+    def assembly(self) -> str:
+        """The assembly text."""
+        return self._machine.emit_assembly(llvm.parse_bitcode(self.bitcode))
+
+    @functools.cached_property
+    def object(self) -> bytes:
+        """The ELF object; not for the host's own run."""
+        return self._machine.emit_object(llvm.parse_bitcode(self.bitcode))
+
+    @property
+    def _machine(self) -> Any:
+        return _contexts(self.target)[1].codegen()._tm
 
 
 class _Codegen(codegen.AOTCPUCodegen):
@@ -252,19 +268,7 @@ def compile_for(function: Callable, signature: Any, target: Target) -> MachineCo
         lacks.
     """
     optimised, entry = bitcode_for(function, signature, target)
-    machine = _contexts(target)[1].codegen()._tm
-
-    def fresh() -> (
-        Any
-    ):  # making code changes the module: text and object must come from the same one
-        return llvm.parse_bitcode(optimised)
-
-    return MachineCode(
-        target,
-        entry,
-        machine.emit_assembly(fresh()),
-        machine.emit_object(fresh()),
-    )
+    return MachineCode(target, entry, optimised)
 
 
 @functools.cache
