@@ -5,7 +5,8 @@ tile(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit), the C funct
     frame   what `Program.frame` gives
     x       scores in the caller's units, `rows` rows of `count`, `stride` apart; becomes
             score_mod(x * scale) * unit, -inf where the mask hides
-    slope   the same for d score_mod / d score, only of gradient tiles
+    slope   the same for d score_mod / d score of gradient tiles; else null, or int16 with the same
+            stride: the changed scores rounded, while x stays as it is
     b, h    batch entry and head
     q, k    the first query and key
 
@@ -16,6 +17,7 @@ and written under a mask: nothing outside of a row or an array is touched.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -24,12 +26,13 @@ from numba.core import cgutils
 
 from ..cpu.isa.score_calls import function_type
 from .graph import Node
-from .lanes import F32, F64, I1, I32, I64, Lanes
+from .lanes import F32, F64, I1, I16, I32, I64, MAGIC, Lanes
 from .operations import cast, operation
 from .program import Program
 from .tile_memory import ONCE, PER_ROW, PER_VALUE, Form, Memory
 
 __all__ = ["Form", "TileWriter", "emit"]
+LOWEST = -32768
 
 
 def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
@@ -75,6 +78,17 @@ class TileWriter(Memory):
         self.values: dict[int, Any] = {}
         self.pieces: dict[int, tuple[Any, list[Any]]] = {}
         self.mask: Any = None  # of the lanes that exist, in the last vector of a row
+        self.integers = self.b.bitcast(self.args["slope"], I16.as_pointer())
+        self.rounds = self.b.icmp_unsigned(
+            "!=", self.integers, ir.Constant(self.integers.type, None)
+        )
+        self.hides = any(self._may_hide(x) for x in program.nodes)
+
+    def _may_hide(self, x: Node) -> bool:
+        """Whether a node is written to hide scores: -inf, or an array's elements, which may be."""
+        if x.op == "load":
+            return x.kind == "f" and self.level(x) == PER_VALUE
+        return x.op == "const" and x.kind == "f" and math.isinf(x.data)
 
     def write(self) -> None:
         b = self.b
@@ -116,17 +130,45 @@ class TileWriter(Memory):
         self.raw = self._read(pointer)
         self._compute(PER_VALUE)
         score, slope, seen = self.program.roots_by_name
-        unit = many.splat(self.args["unit"])
-        x = many.mul(self.raw, many.splat(self.args["scale"])) if score is None else self.get(score)
-        x = b.fmul(x, unit)
-        if seen is not None:
-            x = b.select(self.get(seen), x, many.number(-math.inf))
-        self._store(x, pointer)
+        unit = self.args["unit"]
+        if score is None:
+            scaled = many.mul(self.raw, many.splat(self.args["scale"]))
+            x = b.fmul(scaled, many.splat(unit))
+        else:
+            x = self._times(score, unit)
         if self.form.gradient:
+            self._store(self._unless_hidden(x, many.number(-math.inf)), pointer)
             d = many.number(1.0) if slope is None else self.get(slope)
-            if seen is not None:
-                d = b.select(self.get(seen), d, many.number(0.0))
-            self._store(d, b.gep(self.args["slope"], [at]))
+            self._store(self._unless_hidden(d, many.number(0.0)), b.gep(self.args["slope"], [at]))
+        elif self.form.double:
+            self._store(self._unless_hidden(x, many.number(-math.inf)), pointer)
+        else:
+            with b.if_else(self.rounds) as (rounded, unrounded):
+                with rounded:
+                    hidden = many.fill(I16, LOWEST)
+                    found = self._unless_hidden(self._rounded(x), hidden)
+                    self._store(found, b.gep(self.integers, [at]))
+                with unrounded:
+                    self._store(self._unless_hidden(x, many.number(-math.inf)), pointer)
+
+    def _unless_hidden(self, x: Any, hidden: Any) -> Any:
+        seen = self.program.roots_by_name[2]
+        return x if seen is None else self.b.select(self.get(seen), x, hidden)
+
+    def _rounded(self, x: Any) -> Any:
+        """int16, the lowest of which is kept for -inf; NaN, like what is too large, is the highest.
+
+        Only where -inf is likely is it looked for: a row of it alone is done again in float32 then.
+        """
+        b, many = self.b, self.many
+        limit = many.number(-1.0 - LOWEST)
+        y = b.select(b.fcmp_ordered("<", x, limit), x, limit)
+        y = many.at_least(y, 1.0 + LOWEST)
+        n = b.trunc(many.bits(b.fadd(y, many.number(MAGIC))), many.of(I16))
+        if not self.hides:
+            return n
+        hidden = b.fcmp_ordered("==", x, many.number(-math.inf))
+        return b.select(hidden, many.fill(I16, LOWEST), n)
 
     def _value(self, x: Node) -> Any:
         scalar = self.level(x) < PER_VALUE
@@ -152,10 +194,45 @@ class TileWriter(Memory):
             return self.b.select(*args)
         if x.op == "cast":
             return cast(lanes, x.kind, x.args[0].kind, args[0])
-        if x.op == "div" and not scalar and self.level(x.args[1]) < PER_VALUE and "score" in x.uses:
-            divisor = self.values[x.args[1].number]
-            return lanes.mul(args[0], lanes.splat(self.b.fdiv(self.one.number(1.0), divisor)))
+        if not scalar and self._multiplied(x) is not None:
+            return self._times(x)
         return operation(lanes, x, args)
+
+    def _multiplied(self, x: Node) -> Node | None:
+        """The operand of a product of a score and what is no vector, or of such a quotient."""
+        if x.kind != "f" or x.op not in ("mul", "div") or "score" not in x.uses:
+            return None
+        if self.level(x.args[1]) < PER_VALUE:
+            return x.args[0]
+        return x.args[1] if x.op == "mul" and self.level(x.args[0]) < PER_VALUE else None
+
+    def _times(self, x: Node, *factors: Any) -> Any:
+        """A node's value times scalars, with as few products of vectors as possible.
+
+        Scalars are multiplied with each other first (of `scale` and `unit`, about 1 together, no
+        other factor makes an infinity), and go into a sum with one operand that takes them for
+        nothing.
+        """
+        b, one, many = self.b, self.one, self.many
+        if self.level(x) < PER_VALUE:
+            return many.splat(functools.reduce(one.mul, factors, self.values[x.number]))
+        operand = self._multiplied(x)
+        if operand is not None:
+            other = self.values[x.args[1 if operand is x.args[0] else 0].number]
+            other = other if x.op == "mul" else b.fdiv(one.number(1.0), other)
+            return self._times(operand, *factors, other)
+        if x.op in ("add", "sub") and x.kind == "f" and any(map(self._takes_factor, x.args)):
+            return getattr(many, x.op)(*(self._times(y, *factors) for y in x.args))
+        if x.op == "score":
+            return many.mul(
+                self.raw, many.splat(functools.reduce(one.mul, factors, self.args["scale"]))
+            )
+        return many.mul(self.values[x.number], many.splat(functools.reduce(one.mul, factors)))
+
+    def _takes_factor(self, x: Node) -> bool:
+        """Whether a scalar factor of a node costs no product of vectors."""
+        free = self.level(x) < PER_VALUE or x.op == "score" or self._multiplied(x) is not None
+        return free or (x.op in ("add", "sub") and all(map(self._takes_factor, x.args)))
 
     def _constant(self, x: Node) -> Any:
         at = self.program.parameters.get(x.number)

@@ -17,21 +17,15 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from ...jit import target
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
-from ..isa.score_calls import batch_of, call_tile, must_mask
-from ..isa.vectors import F32, data, load, store
+from ..isa.score_calls import batch_of, call_slopes, call_tile, must_mask
 from ..semantics import HIDDEN
 from .blocks import score_block
 from .rows import hide_edges, hide_first
-from .softmax import HALF
-from .softmax_vectors import over_keys
 
 F = np.float32
 LN2_Q8 = F(math.log(2) / 256)  # from Q8.8 units to natural ones
@@ -71,45 +65,13 @@ def call_rows(called, scores, rows, block):
         )  # fmt: skip
 
 
-@functools.cache
-def round_row(name: str, keys: int):
-    """Intrinsic f(scores, at, x, x_at): `keys` float32 scores of a row to int16.
-
-    -inf alone becomes -32768; NaN, like what is too large, 32767.
-    """
-    isa = VECTOR_ISAS[name]
-
-    @intrinsic
-    def run(typingctx, scores, at, x, x_at):
-        def codegen(context, b, sig, a):
-            target.guard(name, context.codegen())
-            ps, px = (data(context, b, sig.args[n], a[n]) for n in (0, 2))
-            floats = isa.vector(F32)
-
-            def number(value):
-                return isa.fill(b, floats, float(value))
-
-            def limited(y):
-                y = isa.choose(b, "<", y, number(32767), y, number(32767))
-                low = isa.choose(b, ">", y, number(-32767), y, number(-32767))
-                return isa.choose(b, "==", y, number(-np.inf), y, low)
-
-            def body(offsets, state):
-                for offset in offsets:
-                    first = b.add(a[1], offset)
-                    pair = (
-                        load(b, ps, b.add(first, isa.elements(b, v)), floats, 4) for v in range(2)
-                    )
-                    y = isa.to_int16_in_order(b, *map(limited, pair))
-                    store(b, y, px, b.add(a[3], offset), 2)
-                return state
-
-            over_keys(b, isa, keys, [], body)
-            return context.get_dummy_value()
-
-        return types.void(scores, at, x, x_at), codegen
-
-    return run
+@bare
+def round_rows(called, scores, rows, block, x, at):
+    """Changed scores as int16 in flat x from element `at` on; these float32 stay as they are."""
+    call_slopes(
+        called.address, called.frame, scores, 0, x, at, KEY_BLOCK, rows, block.real, called.b,
+        called.h, called.row, block.first, LN2_Q8, fx.LOG2E_Q8,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -120,15 +82,6 @@ def function_block(name: str):
     """
     part = padded(ROWS, VECTOR_ISAS[name].rows[0])
     float_scores = score_block(name, False, True)
-    half, whole = round_row(name, HALF), round_row(name, KEY_BLOCK)
-
-    @bare
-    def round_rows(scores, rows, columns, x, first):
-        for i in range(rows):
-            if columns == HALF:
-                half(scores, i * KEY_BLOCK, x, (first + i) * KEY_BLOCK)
-            else:
-                whole(scores, i * KEY_BLOCK, x, (first + i) * KEY_BLOCK)
 
     @bare
     def run(tile, kv, block, called, scores, x):
@@ -143,8 +96,7 @@ def function_block(name: str):
                 tile.scale[i:stop], stop - i, block.columns, scores,
             )  # fmt: skip
             here = Called(called.address, called.frame, called.b, called.h, called.row + i)
-            call_rows(here, flat, seen - i, block)
-            round_rows(flat, seen - i, block.columns, x, i)
+            round_rows(here, flat, seen - i, block, x.reshape(x.size), i * KEY_BLOCK)
         if not block.inside:
             hide_edges(x, tile, block)
         elif block.first < block.begin:

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare
-from .vectors import F32, I8, I64, data
+from .vectors import F32, I8, I16, I64, data
 
 FULL = np.uint8(2)
 
@@ -35,8 +35,9 @@ def _call(context, b, sig, address, frame, x, slope, rest):
         if array is None:
             pointers.append(ir.Constant(real.as_pointer(), None))
         else:
-            first = b.bitcast(data(context, b, sig.args[place], array), real.as_pointer())
-            pointers.append(b.gep(first, [offset]))
+            element = I16 if sig.args[place].dtype == types.int16 else real
+            first = b.bitcast(data(context, b, sig.args[place], array), element.as_pointer())
+            pointers.append(b.bitcast(b.gep(first, [offset]), real.as_pointer()))
     function = b.inttoptr(address, function_type(real).as_pointer())
     b.call(function, [b.inttoptr(frame, I8.as_pointer()), *pointers, *rest])
     return context.get_dummy_value()
@@ -60,7 +61,11 @@ def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k,
 def call_slopes(
     typingctx, address, frame, x, at, slope, slope_at, stride, rows, count, b, h, q, k, scale, unit
 ):
-    """The same of a gradient tile: slope[slope_at ...] becomes d score_mod / d score."""
+    """The same with a second array, as far apart as x: slope[slope_at ...].
+
+    Of a gradient tile it becomes d score_mod / d score, else (int16) the changed scores rounded, and
+    x stays as it is.
+    """
     sig = types.void(
         types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype
     )
