@@ -160,7 +160,8 @@ def stream_of(problem: Problem, isa: str) -> int:
     """The address of the woven stream for these head sizes, or 0 where there is none."""
     if not VECTOR_ISAS[isa].tiled or problem.pv == "fp32":
         return 0
-    return amx_stream.address_of(problem.shape[5], problem.shape[6])
+    changed = problem.functions is not None and problem.functions.changes_scores
+    return amx_stream.address_of(problem.shape[5], problem.shape[6], changed)
 
 
 class Int8Plan:

@@ -175,6 +175,7 @@ EXP2 = {
 # --- options of scores, in float32 by exactly rounded operations only, so that every device agrees
 # ------------------------------
 LOG2E_Q8 = f32(256 * 1.4426950408889634)  # natural units -> Q8.8
+LN2_Q8 = f32(0.6931471805599453 / 256)  # and back
 T_LIMIT = f32(2.0**30)  # scores beyond +-4 million octaves stop here
 LOWEST = f32(
     np.finfo(np.float32).min

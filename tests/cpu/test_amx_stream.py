@@ -30,8 +30,8 @@ def runs(monkeypatch):
     found = []
     real = amx_stream.address_of
 
-    def counted(d, dv):
-        found.append(real(d, dv))
+    def counted(*sizes):
+        found.append(real(*sizes))
         return found[-1]
 
     monkeypatch.setattr(amx_stream, "address_of", counted)

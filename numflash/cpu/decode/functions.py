@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...jit.compiler import bare
-from ...numerics.fixedpoint import LOG2E_Q8, T_LIMIT
+from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.score_calls import call_tile
 from .append import place
@@ -23,7 +23,6 @@ INFINITE = I(0x7F800000)
 HIDDEN = F(-np.inf)
 LOG2E = F(LOG2E_Q8 / 256)
 LN2 = F(np.log(2))
-LN2_Q8 = F(np.log(2) / 256)
 
 
 @bare

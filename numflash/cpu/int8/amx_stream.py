@@ -28,6 +28,7 @@ from ...jit.compiler import bare, kernel
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, WIDTH
+from ..isa.score_calls import batch_of, must_mask
 from ..isa.vectors import I8, I64, address, pointer
 from .amx_stream_data import (
     AFTER,
@@ -45,7 +46,7 @@ FUNCTION = ir.FunctionType(I64, [I8.as_pointer(), I64, I8.as_pointer()])
 
 
 @functools.cache
-def _address(steps: int, values: int):
+def _address(steps: int, values: int, changed: bool):
     @intrinsic
     def address(typingctx):
         def codegen(context, b, sig, args):
@@ -53,7 +54,7 @@ def _address(steps: int, values: int):
             function = ir.Function(b.module, FUNCTION, b.module.get_unique_name("amx.stream"))
             function.linkage = "internal"
             inner = ir.IRBuilder(function.append_basic_block("entry"))
-            emit_stream(inner, *function.args, steps, values)
+            emit_stream(inner, *function.args, steps, values, changed)
             return b.ptrtoint(function, I64)
 
         return types.intp(), codegen
@@ -62,16 +63,17 @@ def _address(steps: int, values: int):
 
 
 @functools.cache
-def address_of(d: int, dv: int) -> int:
+def address_of(d: int, dv: int, changed: bool = False) -> int:
     """The address of the stream for head sizes d and dv, compiled where it is not yet.
 
-    0 if there is none.
+    Of the one that calls a function for each block of scores if they are `changed`. 0 if there is
+    none.
     """
     steps = -(-d // WIDTH)
     values = -(-dv // (2 * BLOCK)) * 2
     if steps > MOST_STEPS or values > MOST_VALUES:
         return 0
-    address = _address(steps, values)
+    address = _address(steps, values, changed)
 
     @kernel
     def stream():
@@ -137,13 +139,18 @@ def seen(tile, i, first):
 
 
 @bare
-def stream_stop(tile, kv, first, stop):
+def stream_stop(tile, kv, place, functions, first, stop):
     """The end of the blocks from key `first` on that the stream can take.
 
-    Of finite keys, seen by all rows of a turn or by none.
+    Of finite keys, seen by all rows of a turn or by none, and no mask function to ask.
     """
+    masks, last = functions.masked != functions.unmasked, place.row + tile.real - 1
     for c in range(first, stop, KEY_BLOCK):
         if kv.wide[c // KEY_BLOCK] != 0:
+            return c
+        if masks and must_mask(
+            functions, place.b, place.h, place.row, last, c, min(c + KEY_BLOCK, stop)
+        ):
             return c
         for i in range(0, tile.real, BLOCK):
             if seen(tile, i, c) == PART:
@@ -152,10 +159,10 @@ def stream_stop(tile, kv, first, stop):
 
 
 @bare
-def fill_turns(table, scratch, tile, kv, state, first, stop):
+def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, stop):
     """The turns of all rows of a tile and the key blocks first .. stop; returns their number.
 
-    tile, kv, state : as in `flash_int8`
+    tile, kv, place, state : as in `flash_int8`;  keys : of the sequence
     """
     stride, width, n = tile.q.shape[1], state.o.shape[1], BEFORE
     for near in range(first, stop, NEAR * KEY_BLOCK):
@@ -172,7 +179,10 @@ def fill_turns(table, scratch, tile, kv, state, first, stop):
                 turn[8] = FIRST_EDGE if c < tile.first_keys else NO_EDGE
                 if sight == EDGE or 0 < tile.first_keys - c < FIRST_KEYS:
                     turn[8] = address(tile.lo) + 8 * i
-                turn[9], turn[10] = address(tile.hi) + 8 * i, c
+                turn[9], turn[10], turn[11] = address(tile.hi) + 8 * i, c, min(KEY_BLOCK, keys - c)
+                turn[12], turn[13] = functions.unmasked, functions.unmasked_frame
+                turn[14], turn[15] = batch_of(functions, place.b), place.h
+                turn[16], turn[17] = place.row + i, min(BLOCK, tile.real - i)
                 n += 1
     padding = address(scratch) + AT.size
     for at, like in ((0, BEFORE), (1, BEFORE), (n, n - 1), (n + 1, n - 1)):
@@ -184,15 +194,16 @@ def fill_turns(table, scratch, tile, kv, state, first, stop):
 
 
 @bare
-def stream_blocks(stream, table, scratch, tile, kv, state, first, stop):
+def stream_blocks(sizes, table, scratch, tile, kv, place, functions, state, first, stop):
     """Key blocks first .. stop into the state (m, l, O) of a tile.
 
     False if scores left int16, and the state is void.
     """
     most = TURNS // (tile.rows // BLOCK) * KEY_BLOCK
     for c in range(first, stop, most):
-        n = fill_turns(table, scratch, tile, kv, state, c, min(stop, c + most))
-        if n > 0 and run(stream, address(table), n, address(scratch)) < n:
+        end = min(stop, c + most)
+        n = fill_turns(table, scratch, tile, kv, place, functions, sizes.keys, state, c, end)
+        if n > 0 and run(sizes.stream, address(table), n, address(scratch)) < n:
             return False
     return True
 

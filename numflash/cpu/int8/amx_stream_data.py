@@ -38,13 +38,23 @@ class Turn(NamedTuple):
     # the whole block; `FIRST_EDGE`: but for the sequence's first keys
     lo: int = 64
     hi: int = 72  # and the key after the last one
-    first: int = 80  # the first key of the block: a number
+    first: int = 80  # the first key of the block, and how many keys it has: numbers
+    keys: int = 88
+    # the function that changes the scores, its frame (`score_calls`), batch entry and head as it
+    # sees them, the first query, and how many there are
+    function: int = 96
+    frame: int = 104
+    batch: int = 112
+    head: int = 120
+    query: int = 128
+    queries: int = 136
 
 
 TURN = Turn()
 BEFORE = 2
 AFTER = 2
 FIELDS = len(TURN)
+ADDRESSES = 8  # the first fields of a turn
 NO_EDGE, FIRST_EDGE = 0, 1
 TURNS = 128  # real ones in a table
 # key blocks that every row of a query tile attends to before the next ones are read: they stay in
@@ -60,7 +70,8 @@ class Scratch(NamedTuple):
 
     sums: int = 0  # two blocks of sums, `other_sums` apart
     other_sums: int = 4096 + 2048
-    scores: int = 12288  # (4, 32, 32) int16: key blocks of 32, rows, keys
+    # (4, 32, 32) int16: key blocks of 32, rows, keys; a function leaves (32, 128)
+    scores: int = 12288
     weights: int = 24576  # two blocks of (2, 32, 64) uint8: halves, rows, keys
     other_weights: int = 4096
     octave_words: int = 36864  # (32,) int16 pairs: octaves in Q8.8, twice
@@ -72,7 +83,8 @@ class Scratch(NamedTuple):
     partial: int = (
         36864 + 512
     )  # (32, 16) int32: partial sums of the weights, then (32,) float32 factors of O
-    size: int = 36864 + 512 + 2048
+    floats: int = 36864 + 512 + 2048  # (32, 128) float32 scores that a function changes
+    size: int = 36864 + 512 + 2048 + 16384
 
 
 AT = Scratch()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import llvmlite.ir as ir
 
 from ...numerics.fixedpoint import P_A, P_B, P_WIDE
+from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH
 from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, splat, vector
 from ..isa.vectors_x86 import AMX_INT8
@@ -57,8 +58,11 @@ class Stream:
     Vector work comes as lists of functions, each of which emits a row or so.
     """
 
-    def __init__(self, b, scratch, steps: int, values: int) -> None:
+    def __init__(self, b, scratch, steps: int, values: int, changed: bool) -> None:
         self.b, self.scratch, self.steps, self.values = b, scratch, steps, values
+        self.changed = changed  # whether a function changes the scores
+        # bytes from row to row of scores, and from 32 keys to the next
+        self.score_row, self.score_step = (256, 64) if changed else (64, 2048)
         self.row_bytes = values * BLOCK * 4  # of O
 
     # ---- tile products
@@ -137,7 +141,7 @@ class Stream:
     # -------------------------------------------------------------------------------
 
     def score_rows(self, block, ck, cq, x) -> list:
-        """A block of sums to int16 scores x.
+        """A block of sums to int16 scores x, or to float32 ones in the order of the keys.
 
         The product with the scales of key and query, rounded.
         """
@@ -150,7 +154,11 @@ class Stream:
                 b.fmul(b.fmul(self.sums(block, m, v), key_scale), scale)
                 for v, key_scale in enumerate(key_scales)
             ]
-            store_at(b, AMX_INT8.to_int16(b, *scores), x, m * 64, 64)
+            if self.changed:
+                for v, y in enumerate(AMX_INT8.in_order(b, *scores)):
+                    store_at(b, y, x, m * 4 * KEY_BLOCK + v * 64, 64)
+            else:
+                store_at(b, AMX_INT8.to_int16(b, *scores), x, m * 64, 64)
 
         return [functools.partial(row, m) for m in range(BLOCK)]
 
@@ -173,7 +181,7 @@ class Stream:
         at a time.
         """
         b = self.b
-        x = pointer_at(b, self.scratch, b.add(I64(AT.scores), b.mul(first, I64(64))))
+        x = pointer_at(b, self.scratch, b.add(I64(AT.scores), b.mul(first, I64(self.score_row))))
         p = pointer_at(b, weights, b.mul(first, I64(64)))
         per_row = pointer_at(b, self.scratch, b.mul(first, I64(4)))
         partial = pointer_at(b, self.scratch, b.add(I64(AT.partial), b.mul(first, I64(64))))
@@ -189,11 +197,15 @@ class Stream:
             work.append(functools.partial(self._totals, per_row, partial, g))
         return work
 
+    def _scores(self, x, r: int, v: int):
+        """int16 scores of row r and the 32 keys from 32 * v on."""
+        return load_at(self.b, x, WORDS, r * self.score_row + v * self.score_step, 64)
+
     def _tops(self, x, rows, tops) -> None:
         """The largest scores of two rows, in every lane."""
         b = self.b
         for r in rows:
-            y = [load_at(b, x, WORDS, r * 64 + 2048 * v, 64) for v in range(4)]
+            y = [self._scores(x, r, v) for v in range(4)]
             y = [AMX_INT8.generic(b, "smax", y[n], y[n + 1]) for n in (0, 2)]
             tops.append(AMX_INT8.generic(b, "smax", *y))
 
@@ -214,7 +226,7 @@ class Stream:
         octave = b.bitcast(splat(b, load_at(b, per_row, I32, AT.octave_words + 4 * r), INTS), WORDS)
 
         def weigh(v):
-            y = b.sub(octave, load_at(b, x, WORDS, r * 64 + 2048 * v, 64))
+            y = b.sub(octave, self._scores(x, r, v))
             f = b.shl(y, word(8))
             g = b.sub(word(P_A), AMX_INT8.multiply_high(b, f, word(P_B)))
             h = b.sub(word(P_WIDE), AMX_INT8.multiply_high(b, f, g))

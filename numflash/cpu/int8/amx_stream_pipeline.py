@@ -11,6 +11,7 @@ spread over two turns and interleaved in one stream of instructions:
                                                 the stream ends if int16 did not hold them
     QK 2, 3  scores of keys 64..127 of block u  scores of keys 0..63 of block u to int16
     PV 0, 1  values 0, 1 of block u-1           scores of keys 64..127 of block u to int16
+    change                                      where there is one, calls the score function
     hide                                        at an edge, masks scores row by row
     PV 2...  the other values of block u-1      first weights of block u, then
                                                 O += values of block u-1
@@ -35,11 +36,13 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils
 
-from ...numerics.fixedpoint import FIRST_KEYS, MASKED
+from ...numerics.fixedpoint import FIRST_KEYS, LN2_Q8, LOG2E_Q8, MASKED
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, SIDE, VOID, WIDTH
-from ..isa.vectors import I8, I16, I64, call, constant, pointer, splat, vector
+from ..isa.score_calls import function_type
+from ..isa.vectors import F32, I8, I16, I64, call, constant, pointer, splat, vector
 from .amx_stream_data import (
+    ADDRESSES,
     AT,
     BEFORE,
     FIELDS,
@@ -56,8 +59,10 @@ from .amx_stream_data import (
 from .amx_stream_pieces import Operands, Stream, spread
 
 
-def hide(module) -> ir.Function:
+def hide(module, row_bytes: int, step: int) -> ir.Function:
     """f(x, lo, hi, first): scores x of keys that a row does not see become those of weight 0.
+
+    row_bytes, step : from row to row, and from 32 keys to the next
 
     A function of its own, that the turns call at edges only: its constants would take registers
     from them.
@@ -77,12 +82,12 @@ def hide(module) -> ir.Function:
     with cgutils.for_range(b, I64(BLOCK)) as loop:
         start = bound(lo, loop.index)
         stop = bound(hi, loop.index)
-        row = pointer_at(b, x, b.mul(loop.index, I64(64)))
+        row = pointer_at(b, x, b.mul(loop.index, I64(row_bytes)))
         for v in range(KEY_BLOCK // BLOCK):
             keys = ir.Constant(WORDS, list(range(v * BLOCK, (v + 1) * BLOCK)))
             seen = b.and_(b.icmp_signed(">=", keys, start), b.icmp_signed("<", keys, stop))
-            y = load_at(b, row, WORDS, v * 2048, 64)
-            store_at(b, b.select(seen, y, constant(WORDS, MASKED)), row, v * 2048, 64)
+            y = load_at(b, row, WORDS, v * step, 64)
+            store_at(b, b.select(seen, y, constant(WORDS, MASKED)), row, v * step, 64)
     b.ret_void()
     return function
 
@@ -90,10 +95,10 @@ def hide(module) -> ir.Function:
 class Pipeline:
     """Emits one turn from the rows of the table: u-2 to u+1."""
 
-    def __init__(self, b, table, scratch, turn, steps: int, values: int) -> None:
+    def __init__(self, b, table, scratch, turn, steps: int, values: int, changed: bool) -> None:
         self.b, self.stream, self.steps, self.values = (
             b,
-            Stream(b, scratch, steps, values),
+            Stream(b, scratch, steps, values, changed),
             steps,
             values,
         )
@@ -112,10 +117,30 @@ class Pipeline:
         self.late = (BLOCK // GROUP - self.early) // 2 * GROUP
 
     def _turn(self, row, n: int) -> Turn:
-        """Row n of the table from `row` on: pointers, but for the last three."""
+        """Row n of the table from `row` on: pointers, but for the last fields."""
         b = self.b
         numbers = Turn(*(load_at(b, row, I64, 8 * FIELDS * n + place, 8) for place in TURN))
-        return Turn._make([*(pointer(b, x) for x in numbers[:-3]), *numbers[-3:]])
+        addresses = (pointer(b, x) for x in numbers[:ADDRESSES])
+        return Turn._make([*addresses, *numbers[ADDRESSES:]])
+
+    def change_scores(self) -> None:
+        """The function takes float32 scores of block u to int16; rows that do not exist get 0."""
+        b, now = self.b, self.now
+        floats = b.bitcast(pointer_at(b, self.scratch, AT.floats), F32.as_pointer())
+        scores = pointer_at(b, self.scratch, AT.scores)
+        function = b.inttoptr(now.function, function_type(F32).as_pointer())
+        b.call(
+            function,
+            [
+                pointer(b, now.frame), floats, b.bitcast(scores, F32.as_pointer()), I64(KEY_BLOCK),
+                now.queries, now.keys, now.batch, now.head, now.query, now.first,
+                ir.Constant(F32, float(LN2_Q8)), ir.Constant(F32, float(LOG2E_Q8)),
+            ],
+        )  # fmt: skip
+        with cgutils.for_range_slice(b, now.queries, I64(BLOCK), I64(1), I64) as (row, _):
+            to = pointer_at(b, scores, b.mul(row, I64(self.stream.score_row)))
+            for v in range(KEY_BLOCK // BLOCK):
+                store_at(b, constant(WORDS, 0), to, v * self.stream.score_step, 64)
 
     def hide_edges(self) -> None:
         """Whether some row attends only to a part of block u."""
@@ -126,7 +151,8 @@ class Pipeline:
             now = self.now
             x = pointer_at(self.b, self.scratch, AT.scores)
             bounds = (pointer(self.b, keys) for keys in (now.lo, now.hi))
-            self.b.call(hide(self.b.module), [x, *bounds, now.first])
+            places = self.stream.score_row, self.stream.score_step
+            self.b.call(hide(self.b.module, *places), [x, *bounds, now.first])
 
     def hide_first(self) -> None:
         """Scores of the sequence's first keys become those of weight 0."""
@@ -134,7 +160,7 @@ class Pipeline:
         x = pointer_at(b, self.scratch, AT.scores)
         seen = ir.Constant(vector(ir.IntType(1), BLOCK), [j >= FIRST_KEYS for j in range(BLOCK)])
         with cgutils.for_range(b, I64(BLOCK)) as loop:
-            row = pointer_at(b, x, b.mul(loop.index, I64(64)))
+            row = pointer_at(b, x, b.mul(loop.index, I64(self.stream.score_row)))
             y = load_at(b, row, WORDS, 0, 64)
             store_at(b, b.select(seen, y, constant(WORDS, MASKED)), row, 0, 64)
 
@@ -189,7 +215,8 @@ class Pipeline:
         b = self.b
         now = self.now
         ck = pointer_at(b, now.ck, b.mul(n, I64(BLOCK * 4)))
-        x = pointer_at(b, self.scratch, b.add(I64(AT.scores), b.mul(n, I64(BLOCK * 64))))
+        at, step = (AT.floats, 4 * BLOCK) if self.stream.changed else (AT.scores, BLOCK * 64)
+        x = pointer_at(b, self.scratch, b.add(I64(at), b.mul(n, I64(step))))
         return self.stream.score_rows(self.sums_of(t), ck, now.cq, x)
 
     def last_scores(self) -> None:
@@ -279,11 +306,14 @@ class Pipeline:
         self.pair(emit)
 
 
-def emit_stream(b, table, count, scratch, steps: int, values: int) -> None:
-    """The body of f(table, count, scratch) -> turns that are finished, from 0 to count."""
+def emit_stream(b, table, count, scratch, steps: int, values: int, changed: bool) -> None:
+    """The body of f(table, count, scratch) -> turns that are finished, from 0 to count.
+
+    changed : whether a function changes the scores
+    """
 
     def pipeline(turn):
-        return Pipeline(b, table, scratch, turn, steps, values)
+        return Pipeline(b, table, scratch, turn, steps, values, changed)
 
     def merge(p, turn):
         """The state takes in block u-1, whose softmax is complete now.
@@ -310,6 +340,8 @@ def emit_stream(b, table, count, scratch, steps: int, values: int) -> None:
     merge(p, turn)
     p.last_scores()
     p.first_values()
+    if changed:
+        p.change_scores()
     p.hide_edges()
     for n in range(2, values, 2):
         p.other_values(n)

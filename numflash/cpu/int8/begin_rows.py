@@ -16,7 +16,6 @@ from ...numerics.fixedpoint import FIRST_KEYS
 from ..isa.score_calls import batch_of, call_tile
 from ..semantics import UNSEEN, transform_row
 from .first_keys import score_row, value_row, weigh_first
-from .function_scores import LN2_Q8
 
 F = np.float32
 I = np.int32
@@ -50,7 +49,7 @@ def make_begin_rows(isa_name: str):
         if functions.masked != 0:
             call_tile(
                 functions.masked, functions.masked_frame, x, 0, FIRST_KEYS, tile.real,
-                tile.first_keys, batch_of(functions, b), h, row, 0, LN2_Q8, fx.LOG2E_Q8,
+                tile.first_keys, batch_of(functions, b), h, row, 0, fx.LN2_Q8, fx.LOG2E_Q8,
             )  # fmt: skip
         for i in range(tile.real):
             start, stop = min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)

@@ -248,8 +248,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         span, last = key_span(tile, sizes.keys), place.row + tile.real - 1
         always_wide = semantics.extreme or query_nonfinite(tile)
         left = False  # whether the last block's scores left int16: those of this one are likely to
-        plain = functions.masked == 0 and not (job.changed or always_wide)
-        streaming = streams and sizes.stream != 0 and plain
+        streaming = streams and sizes.stream != 0 and not (job.changed or always_wide)
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
         following, starting, extended, extended_stop = begin_at, True, 0, 0
         while starting or following < span.stop:
@@ -262,12 +261,15 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 starting = False
                 continue
             first = following
-            stop = stream_stop(tile, kv, first, span.stop) if streaming else first
+            stop = first
+            if streaming:
+                stop = stream_stop(tile, kv, place, functions, first, span.stop)
             if stop > first:
                 following = stop
                 streaming = stream_blocks(
-                    sizes.stream, scratch.turns, scratch.stream, tile, kv, state, first, stop
-                )
+                    sizes, scratch.turns, scratch.stream, tile, kv, place, functions, state, first,
+                    stop,
+                )  # fmt: skip
                 if not streaming:  # scores left int16: again from the start, block by block
                     restore_rows(tile, state, scratch.kept, extended, extended_stop)
                     extended_stop = extended

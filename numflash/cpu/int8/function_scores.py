@@ -13,7 +13,6 @@ with a NaN, which becomes the highest.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ from .blocks import score_block
 from .rows import hide_edges, hide_first
 
 F = np.float32
-LN2_Q8 = F(math.log(2) / 256)  # from Q8.8 units to natural ones
 ROWS = 24  # float32 scores of so many rows and a block of keys, 12 KB, stay in L1
 
 
@@ -61,7 +59,7 @@ def call_rows(called, scores, rows, block):
     if called.address != 0:
         call_tile(
             called.address, called.frame, scores, 0, KEY_BLOCK, rows, block.real, called.b,
-            called.h, called.row, block.first, LN2_Q8, fx.LOG2E_Q8,
+            called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
         )  # fmt: skip
 
 
@@ -70,7 +68,7 @@ def round_rows(called, scores, rows, block, x, at):
     """Changed scores as int16 in flat x from element `at` on; these float32 stay as they are."""
     call_slopes(
         called.address, called.frame, scores, 0, x, at, KEY_BLOCK, rows, block.real, called.b,
-        called.h, called.row, block.first, LN2_Q8, fx.LOG2E_Q8,
+        called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
     )  # fmt: skip
 
 

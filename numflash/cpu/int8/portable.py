@@ -351,7 +351,7 @@ def make_attend(pv: str):
                     call_tile(
                         functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
                         rows, min(first_count, s), batch_of(functions, b), h, row, 0,
-                        F(np.log(2) / 256), fx.LOG2E_Q8,
+                        fx.LN2_Q8, fx.LOG2E_Q8,
                     )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
@@ -383,7 +383,7 @@ def make_attend(pv: str):
                     call_tile(
                         functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
                         rows, min(KEY_BLOCK, s - c), batch_of(functions, b), h, row, c,
-                        F(np.log(2) / 256), fx.LOG2E_Q8,
+                        fx.LN2_Q8, fx.LOG2E_Q8,
                     )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
