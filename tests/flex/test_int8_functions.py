@@ -103,6 +103,7 @@ def test_what_integers_do_not_take(options):
         numflash.flex_attention(q, k, v, g.softcap, precision="int8", **options)
 
 
+TABLE = np.linspace(0, 0.05, 1300, dtype=np.float32).reshape(2, 650)
 BITS = {  # that stay in int16, leave it upwards or downwards, hide whole rows, and give NaN
     "alibi": g.alibi,
     "steep": lambda s, b, h, q, k: s - 2.0 * abs(q - k),
@@ -116,6 +117,23 @@ BITS = {  # that stay in int16, leave it upwards or downwards, hide whole rows, 
 @pytest.mark.parametrize("name", BITS)
 def test_one_pass_has_the_bits_of_plain_loops(name):
     bits_of_all(name, target.available(target.ISAS)[:1])
+
+
+@pytest.mark.parametrize("mask_mod", [None, g.causal, lambda b, h, q, k: abs(q - k) < 150])
+@pytest.mark.parametrize("options", [{}, {"window": (200, 90)}], ids=["", "window"])
+def test_blocks_that_need_no_mask_have_the_bits_of_plain_loops(mask_mod, options):
+    """On AMX they go through the stream, the others one by one; the last block is not whole."""
+    q, k, v = (np.random.default_rng(7).standard_normal((1, 2, 700, 32), np.float32),) * 3
+    mask = mask_mod and numflash.create_block_mask(mask_mod, None, None, 650, 700)
+    options = Options(precision="int8", return_lse=True, **options)
+    problem = validation.problem(q[:, :, :650], k, v, options)
+    problem = with_functions(
+        problem, lambda s, b, h, q, k: s - TABLE[h, q] * abs(q - k), mask, "cpu"
+    )
+    best = target.available(target.ISAS)[0]
+    (out, lse), wanted = (launch_int8.run(problem, isa) for isa in (best, "portable"))
+    assert np.array_equal(out, wanted[0])
+    assert np.array_equal(lse, wanted[1])
 
 
 @pytest.mark.slow
