@@ -21,7 +21,7 @@ ALiBi subtracts the whole octaves that are a lower bound of its distance. Score 
 change them in float32 (`function_scores`). Where int16 does not hold a row (beyond 127 octaves,
 keys that are not finite), `wide_scores` rounds float32 scores relative to the row's own octave; the
 bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
-runs the same steps of many blocks side by side.
+runs the same steps of many blocks side by side; it calls score functions, but asks no mask.
 """
 
 from __future__ import annotations
