@@ -93,7 +93,7 @@ def kernel(
     return cached(_KernelDispatcher(named(function), {}, targets, _KernelCompiler), options)
 
 
-class _InlineLibrary(codegen.JITCodeLibrary):
+class InlineLibrary(codegen.JITCodeLibrary):
     """LLVM IR for callers to link.
 
     Numba makes machine code of every function; of this one it does not.
@@ -107,22 +107,24 @@ class _InlineLibrary(codegen.JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
+        """None: nothing calls it."""
         return 0
 
     @property
     def codegen(self) -> Any:
+        """Itself, as what takes an environment."""
         return self
 
     def set_env(self, name: str, env: Any) -> None:
         """Its environment belongs to machine code."""
 
 
-class _TwiceOptimizedLibrary(_InlineLibrary):
+class _TwiceOptimizedLibrary(InlineLibrary):
     _optimize_final_module = codegen.JITCodeLibrary._optimize_final_module
 
 
 class _InlineCompiler(compiler.Compiler):
-    _library = _InlineLibrary
+    _library = InlineLibrary
 
     def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
         super().__init__(typingctx, targetctx, self._library(targetctx.codegen(), "inline"), *rest)

@@ -28,6 +28,7 @@ from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import nrtdynmod
 
 from ..errors import ArgumentError
+from ..jit.compiler import InlineLibrary
 from ..jit.parallel import share
 from . import assembly
 from .kernels import KERNELS, Kernel
@@ -164,7 +165,10 @@ class _TypingContext(typing.Context):
                 function is share
             ):  # Numba's threads are not what is read or emulated: one task after the other
                 options = {**options, "parallel": False}
-            self._twins[function] = CPUDispatcher(function.py_func, function.locals, options)
+            compiler: Any = function._compiler
+            self._twins[function] = CPUDispatcher(
+                function.py_func, function.locals, options, compiler.pipeline_class
+            )
         return self._twins[function]
 
     def resolve_value_type(self, val: Any) -> Any:
@@ -192,7 +196,8 @@ class _TargetContext(cpu.CPUContext):
         if self.fastmath:
             fastmathpass.rewrite_module(mod, self.fastmath)
         # not the host's runtime library: that one is IR already lowered for the host (llvm.x86.*)
-        library.add_linking_library(self._runtime)
+        if not isinstance(library, InlineLibrary):
+            library.add_linking_library(self._runtime)
 
     def create_cpython_wrapper(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is called from Python."""
