@@ -44,7 +44,7 @@ PRANGE_ONLY = {
 FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
-class _KernelCompiler(compiler.Compiler):
+class KernelCompiler(compiler.Compiler):
     """Numba's compiler with the garbage collector switched off.
 
     The objects that a compilation makes stay alive; walking over them again and again takes a sixth
@@ -52,6 +52,7 @@ class _KernelCompiler(compiler.Compiler):
     """
 
     def compile_extra(self, func: Callable) -> Any:
+        """What makes Numba's compilation of a function."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -90,7 +91,7 @@ def kernel(
         **options,
     }
     targets = {"nopython": True, "boundscheck": None, **options}
-    return cached(_KernelDispatcher(named(function), {}, targets, _KernelCompiler), options)
+    return cached(_KernelDispatcher(named(function), {}, targets, KernelCompiler), options)
 
 
 class InlineLibrary(codegen.JITCodeLibrary):
@@ -218,6 +219,6 @@ def separate(function: Callable | None = None, **options: Any) -> Any:
         "no_cpython_wrapper": True,
         **options,
     }
-    dispatcher = cached(_SeparateDispatcher(named(function), {}, options, _KernelCompiler), options)
+    dispatcher = cached(_SeparateDispatcher(named(function), {}, options, KernelCompiler), options)
     separate_functions[salt(dispatcher)] = dispatcher
     return dispatcher

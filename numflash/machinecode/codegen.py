@@ -28,7 +28,7 @@ from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import nrtdynmod
 
 from ..errors import ArgumentError
-from ..jit.compiler import InlineLibrary
+from ..jit.compiler import InlineLibrary, KernelCompiler
 from ..jit.parallel import share
 from . import assembly
 from .kernels import KERNELS, Kernel
@@ -155,21 +155,26 @@ class _TypingContext(typing.Context):
     """
 
     def __init__(self) -> None:
-        self._twins: dict[CPUDispatcher, CPUDispatcher] = {}
+        self._twins: dict[tuple[CPUDispatcher, bool], CPUDispatcher] = {}
         super().__init__()
 
-    def twin(self, function: CPUDispatcher) -> CPUDispatcher:
-        if function not in self._twins:
+    def twin(self, function: CPUDispatcher, called: bool = True) -> CPUDispatcher:
+        """`called`: from compiled code. Else it is optimised by itself whatever it is."""
+        key = function, called
+        if key not in self._twins:
             options = function.targetoptions
             if (
                 function is share
             ):  # Numba's threads are not what is read or emulated: one task after the other
                 options = {**options, "parallel": False}
             compiler: Any = function._compiler
-            self._twins[function] = CPUDispatcher(
-                function.py_func, function.locals, options, compiler.pipeline_class
+            self._twins[key] = CPUDispatcher(
+                function.py_func,
+                function.locals,
+                options,
+                compiler.pipeline_class if called else KernelCompiler,
             )
-        return self._twins[function]
+        return self._twins[key]
 
     def resolve_value_type(self, val: Any) -> Any:
         return super().resolve_value_type(self.twin(val) if isinstance(val, CPUDispatcher) else val)
@@ -246,7 +251,8 @@ def bitcode_for(function: Callable, signature: Any, target: Target) -> tuple[byt
     args, _ = sigutils.normalize_signature(signature)
     with _as_cpu_target(typingctx, targetctx):
         twin = typingctx.twin(
-            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function)
+            function if isinstance(function, CPUDispatcher) else CPUDispatcher(function),
+            called=False,
         )
         twin.compile(args)
     overload: Any = twin.overloads[args]
