@@ -19,6 +19,8 @@ k.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ...numerics.fixedpoint import FIRST_KEYS
@@ -28,7 +30,16 @@ from ..compile.target import cuda, types
 from ..instructions import ptx
 from .int8_first import make_begin_rows
 from .int8_pairs import join_maxima, make_give, make_sum_given, make_take
-from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
+from .int8_rows import (
+    ROW_BYTES,
+    Block,
+    Int8Options,
+    OptionData,
+    Outputs,
+    Sums,
+    make_describe_rows,
+    make_write_rows,
+)
 from .int8_softmax import (
     MIN_OCTAVE,
     find_shares,
@@ -37,7 +48,7 @@ from .int8_softmax import (
     make_sum_weights,
     make_weigh,
 )
-from .int8_values import FLOAT_KEYS, PADDING, make_byte_values, make_float_values
+from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
 from .pieces import (
     make_copy,
     make_load_rows,
@@ -75,15 +86,11 @@ def flash_int8(
     dv: int,
     block_q: int,
     group: int = 1,
-    band: bool = False,
-    mask: bool = False,
-    bias: bool = False,
-    softcap: bool = False,
-    alibi: bool = False,
     wide: bool = False,
     turing: bool = False,
     halves: int = 1,
     first_keys: int = FIRST_KEYS,
+    **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv.
 
@@ -92,8 +99,9 @@ def flash_int8(
     wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V
         takes K's place;  halves : warps that share 16 rows, 1 or 2 (`int8_pairs`)
 
-    first_keys : `Problem.first_keys`
+    first_keys : `Problem.first_keys`;  options : those of `Int8Options`
     """
+    chosen = Int8Options(**options)
     block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
     own_keys, own_channels = block_k // halves, dv // halves
     k_steps = d // 32
@@ -115,14 +123,14 @@ def flash_int8(
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    log2_scores = make_log2_scores(own_tiles, mask, bias, softcap, alibi)
+    log2_scores = make_log2_scores(own_tiles, chosen)
     weigh = make_weigh(own_tiles, wide)
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
-    describe_rows = make_describe_rows(group, band, softcap, alibi, 0 if wide else first_keys)
-    options = mask, bias, softcap, alibi
-    begin_rows = make_begin_rows(d, dv, value_tiles, band, options, turing, first_keys)
+    describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)
+    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys)
     write_rows = make_write_rows(value_tiles)
+    band = chosen.band
     tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
     add_bytes = make_byte_values(value_tiles, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
@@ -131,27 +139,10 @@ def flash_int8(
     # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
         (
-            q,
-            k,
-            v,
-            out,
-            m_out,
-            l_out,
-            cq_at,
-            ck,
-            v_scale,
-            diagonals,
-            lengths,
-            mask_at,
-            bias_at,
-            slopes,
-            shifts,
-            first_k,
-            first_scale,
-            first_v,
-        ) = pointers
+            q, k, v, out, m_out, l_out, cq_at, ck, v_scale, diagonals, lengths, mask_at, bias_at,
+            slopes, shifts, first_k, first_scale, first_v,
+        ) = pointers  # fmt: skip
         queries, key_count, d_left, stored, channels, heads, left, right = sizes
-        cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         # cast to i32 each time: an int64 takes two registers
@@ -171,6 +162,10 @@ def flash_int8(
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
+        block = Block(
+            batch, kv_head, i32(heads // group), heads, queries, keys, diagonal, left, right
+        )
+        given = OptionData(factors[0], mask_at, bias_at, strides)
         top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
         l = cuda.local.array(2, f32)
         alpha = cuda.local.array(2, f32)
@@ -183,10 +178,8 @@ def flash_int8(
         describe_rows(
             sq + u32(table_at + warp * (16 * ROW_BYTES)),
             i32(first + rows_of * 16),
-            (batch, i32(kv_head * group)),
-            (queries, heads, left, right),
-            keys,
-            diagonal,
+            i32(kv_head * group),
+            block,
             (cq_at, slopes, shifts),
             lane,
         )
@@ -198,18 +191,8 @@ def flash_int8(
             for i in range(n_o):
                 o[i] = f32(0)
         else:
-            begin_rows(
-                o,
-                m,
-                l,
-                table,
-                (batch, kv_head, i32(heads // group)),
-                (queries, heads, d_left),
-                (keys, diagonal, left, right),
-                (all_q, first_k, first_scale, first_v + u64(half * own_channels * 4)),
-                (cap, mask_at, bias_at, strides),
-                lane,
-            )
+            sources = all_q, first_k, first_scale, first_v + u64(half * own_channels * 4)
+            begin_rows(Sums(o, m, l), table, block, d_left, sources, given, lane)
         q_row = i32(rows_of * 16 + (lane & 15))
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
         k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))
@@ -271,26 +254,16 @@ def flash_int8(
                 )
 
             ahead = i32(half * own_keys + 2 * (lane & 3))  # the thread's first key in the block
-            log2_scores(
-                s,
-                top,
-                table,
-                i32(start + ahead),
-                sc + u32(4 * ahead),
-                cap,
-                (batch, diagonal),
-                mask_at,
-                bias_at,
-                strides,
-            )
+            first_key = i32(start + ahead)
+            log2_scores(s, top, table, first_key, sc + u32(4 * ahead), block, given)
             if paired:
                 join_maxima(top, table, beside, lane)
             weigh(s, p, top)
-            given = sk
+            crossed = sk
             if paired:
-                given = give(s if wide else p, sk, thread)
+                crossed = give(s if wide else p, sk, thread)
                 if not wide:
-                    take(p, given)
+                    take(p, crossed)
                 if turing:
                     cuda.syncthreads()
                     load_v(
@@ -303,42 +276,33 @@ def flash_int8(
                     )
             find_shares(top, m, alpha, share)
             if wide and paired:
-                sum_given(given, total)
+                sum_given(crossed, total)
             else:
                 sum_weights(s if wide else p, total)
             add_weights(total, top, l, alpha, share)
             if turing:
                 cuda.syncthreads()
             if wide:
-                add_floats(
-                    o,
-                    s,
-                    given,
-                    alpha,
-                    share,
-                    sv,
-                    v_of_heads,
-                    start,
-                    keys,
-                    channels,
-                    i32(half * own_channels),
-                    thread,
-                )
+                values = Values(v_of_heads, keys, channels)
+                begin = i32(half * own_channels)
+                add_floats(o, (s, crossed), (alpha, share), sv, values, start, begin, thread)
             else:
                 add_bytes(o, p, alpha, share, sv + u32(half * (own_channels * block_k)), lane)
             cuda.syncthreads()
             start = i32(start + block_k)
 
-        write_rows(
-            o,
-            m,
-            l,
-            table,
-            (batch, kv_head),
-            (queries, heads, i32(heads // group), channels),
-            (out, m_out, l_out, v_scale),
-            i32(half * own_channels),
-            lane,
+        outputs = Outputs(
+            batch,
+            kv_head,
+            queries,
+            heads,
+            i32(heads // group),
+            channels,
+            out,
+            m_out,
+            l_out,
+            v_scale,
         )
+        write_rows(Sums(o, m, l), table, outputs, i32(half * own_channels), lane)
 
     return Source(flash, SIGNATURE, threads, table_at + halves * block_q * ROW_BYTES)

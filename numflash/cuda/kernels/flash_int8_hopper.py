@@ -19,6 +19,8 @@ of rank 5 brings them so.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK, tiling
 from ..compile import Source
@@ -26,7 +28,16 @@ from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, THREADS, descriptor, make_issue_scores
 from .int8_first import make_begin_rows
-from .int8_rows import ROW_BYTES, make_describe_rows, make_write_rows
+from .int8_rows import (
+    ROW_BYTES,
+    Block,
+    Int8Options,
+    OptionData,
+    Outputs,
+    Sums,
+    make_describe_rows,
+    make_write_rows,
+)
 from .int8_softmax import (
     find_shares,
     make_add_weights,
@@ -56,17 +67,15 @@ def flash_int8_hopper(
     dv: int,
     group: int = 1,
     packed: int = 1,
-    band: bool = False,
-    mask: bool = False,
-    bias: bool = False,
-    softcap: bool = False,
-    alibi: bool = False,
     first_keys: int = FIRST_KEYS,
+    **options: Any,
 ) -> Source:
     """The kernel for padded head sizes d and dv (multiples of 32).
 
-    `packed`, a power of two, divides `group`; `first_keys` is `Problem.first_keys`.
+    `packed`, a power of two, divides `group`; `first_keys` is `Problem.first_keys`, `options` are
+    those of `Int8Options`.
     """
+    chosen = Int8Options(**options)
     block_k = KEY_BLOCK
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
     columns = (
@@ -88,12 +97,12 @@ def flash_int8_hopper(
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_acc = ptx.register_fence(n_s, i32), ptx.register_fence(n_acc, i32)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
+    band = chosen.band
     tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
-    describe_rows = make_describe_rows(packed, band, softcap, alibi, first_keys)
-    options = mask, bias, softcap, alibi
-    begin_rows = make_begin_rows(d, dv, value_tiles, band, options, False, first_keys)
+    describe_rows = make_describe_rows(packed, chosen, first_keys)
+    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)
     write_rows = make_write_rows(value_tiles)
-    log2_scores = make_log2_scores(key_tiles, mask, bias, softcap, alibi)
+    log2_scores = make_log2_scores(key_tiles, chosen)
     weigh = make_weigh(key_tiles, False)
     sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
 
@@ -110,25 +119,10 @@ def flash_int8_hopper(
     # their own would all take as arguments.
     def flash(pointers, strides, sizes, factors):
         (
-            maps,
-            out,
-            m_out,
-            l_out,
-            cq_at,
-            v_scale,
-            diagonals,
-            lengths,
-            mask_at,
-            bias_at,
-            slopes,
-            shifts,
-            q,
-            first_k,
-            first_scale,
-            first_v,
-        ) = pointers
+            maps, out, m_out, l_out, cq_at, v_scale, diagonals, lengths, mask_at, bias_at, slopes,
+            shifts, q, first_k, first_scale, first_v,
+        ) = pointers  # fmt: skip
         queries, channels, heads, left, right, q_bytes = sizes
-        cap = factors[0]
         shared = cuda.shared.array(0, u32)
         thread = i32(cuda.threadIdx.x)
         lane, warpgroup = i32(thread & 31), ptx.uniform(i32(thread >> 7))
@@ -216,29 +210,17 @@ def flash_int8_hopper(
                 (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
             )  # the warp's first row in the tile
             table = base + u32(table_at) + u32(mine * ROW_BYTES)
+            block = Block(
+                batch, kv_head, i32(heads // group), heads, queries, keys, diagonal, left, right
+            )
+            given = OptionData(factors[0], mask_at, bias_at, strides)
+            first_head = i32(pack * packed)
             describe_rows(
-                table,
-                i32(first + mine),
-                (batch, i32(pack * packed)),
-                (queries, heads, left, right),
-                keys,
-                diagonal,
-                (cq_at, slopes, shifts),
-                lane,
+                table, i32(first + mine), first_head, block, (cq_at, slopes, shifts), lane
             )
             table += u32((lane >> 2) * 16)
-            begin_rows(
-                o,
-                m,
-                l,
-                table,
-                (batch, kv_head, i32(heads // group)),
-                (queries, heads, q_bytes),
-                (keys, diagonal, left, right),
-                (q, first_k, first_scale, first_v),
-                (cap, mask_at, bias_at, strides),
-                lane,
-            )
+            sources = q, first_k, first_scale, first_v
+            begin_rows(Sums(o, m, l), table, block, q_bytes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
             n = i32(0)
@@ -252,18 +234,9 @@ def flash_int8_hopper(
             ):  # no product is under way from one turn to the next: ptxas would wait for it
                 stage = u32(n & (stages - 1))
                 start = i32(tile * block_k)
-                log2_scores(
-                    s,
-                    top,
-                    table,
-                    i32(start + 2 * (lane & 3)),
-                    sc + stage * u32(scale_size) + u32(8 * (lane & 3)),
-                    cap,
-                    (batch, diagonal),
-                    mask_at,
-                    bias_at,
-                    strides,
-                )
+                key = i32(start + 2 * (lane & 3))  # the thread's first in the block
+                scales = sc + stage * u32(scale_size) + u32(8 * (lane & 3))
+                log2_scores(s, top, table, key, scales, block, given)
                 weigh(s, p, top)
                 find_shares(top, m, alpha, share)
                 sum_weights(p, total)
@@ -305,16 +278,18 @@ def flash_int8_hopper(
                 fence_s(s, 0)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
-            write_rows(
-                o,
-                m,
-                l,
-                table,
-                (batch, kv_head),
-                (queries, heads, i32(heads // group), channels),
-                (out, m_out, l_out, v_scale),
-                i32(0),
-                lane,
+            outputs = Outputs(
+                batch,
+                kv_head,
+                queries,
+                heads,
+                i32(heads // group),
+                channels,
+                out,
+                m_out,
+                l_out,
+                v_scale,
             )
+            write_rows(Sums(o, m, l), table, outputs, i32(0), lane)
 
     return Source(flash, SIGNATURE, THREADS, table_at + BLOCK_Q * ROW_BYTES + 1024)

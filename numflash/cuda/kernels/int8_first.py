@@ -16,7 +16,7 @@ import numpy as np
 from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .int8_rows import PART
+from .int8_rows import PART, Int8Options
 from .int8_softmax import (
     MASKED_SCORE,
     SPOILED,
@@ -71,23 +71,21 @@ def make_begin_rows(
     d: int,
     width: int,
     value_tiles: int,
-    band: bool,
-    options: tuple[bool, ...],
+    options: Int8Options,
     turing: bool,
     count: int,
 ) -> Any:
-    """begin_rows(o, m, l, mine, place, rows, numbers, sources, operands, options, lane): m, l and O
-    of the thread's two rows after the first keys.
+    """begin_rows(sums: Sums, mine, block: Block, rest, sources, given: OptionData, lane).
 
-    `mine` is the first row's place in the table, `place` = (batch, kv head, kv heads), `rows` =
-    (queries, query heads, bytes of a query), `numbers` = (keys, diagonal, left, right), `sources` =
-    (q, first keys, their scales, first values at the first of `o`'s channels), `extras` = (cap,
-    mask, bias, strides). Padded head size `d`, `width` channels of the values, `options` as for
-    `make_log2_scores`; the first `count` keys count, the blocks have the rest.
+    m, l and O of the thread's two rows after the first keys.
+
+    `mine` is the first row's place in the table, `rest` the bytes of a query, `sources` = (q, first
+    keys, their scales, first values at the first of `o`'s channels). Padded head size `d`, `width`
+    channels of the values; the first `count` keys count, the blocks have the rest.
     """
     steps = d // 32
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    finish = make_finish_score(*options)
+    band, finish = options.band, make_finish_score(options)
     add_values = make_first_values(0, value_tiles, width)
     unit = f32(fx.P_ONE / fx.FIRST_ONE)
 
@@ -108,12 +106,10 @@ def make_begin_rows(
             product(s, 0, a, 0, b, 0)
 
     @device_function
-    def begin_rows(o, m, l, mine, place, rows, numbers, sources, extras, lane):
-        batch, kv_head, kv_heads = place
-        queries, heads, rest = rows
-        keys, diagonal, left, right = numbers
+    def begin_rows(sums, mine, block, rest, sources, given, lane):
+        o, m, l = sums
+        batch, heads, queries = block.batch, block.heads, block.queries
         q, first, scales, values = sources
-        cap, mask_at, bias_at, strides = extras
         four, s = cuda.local.array(4, u32), cuda.local.array(4, i32)
         w = cuda.local.array(N_WEIGHTS, f32)
         query, head, exists = (
@@ -135,15 +131,15 @@ def make_begin_rows(
             exists[r] = query[r] < queries
             number = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r])))
             at[r] = q + number * u64(rest)
-        kv = i32(batch * kv_heads + kv_head)
+        kv = i32(batch * block.kv_heads + block.kv_head)
         multiply(s, at, exists, first + u64(kv * (PLANES * d)), rest, lane)
         pair = i32(2 * (lane & 1))  # the thread's keys
         for r in range(2):
             top, total = i32(MASKED_SCORE), i32(0)
-            low, high = i32(0), i32(keys)
+            low, high = i32(0), i32(block.keys)
             if band:
-                low = i32(query[r] + diagonal - left)
-                high = i32(min(keys, query[r] + diagonal + right + 1))
+                low = i32(query[r] + block.diagonal - block.left)
+                high = i32(min(block.keys, query[r] + block.diagonal + block.right + 1))
             if count < FIRST_KEYS:
                 high = i32(min(high, count))
             for e in range(2):
@@ -154,16 +150,8 @@ def make_begin_rows(
                 j = i32(pair + e)
                 scale = ptx.load_global_f32(scales + u64((kv * FIRST_KEYS + j) * 4))
                 x = ptx.mul(ptx.mul(ptx.to_float(i32(mine_s * FINER + other)), scale), cq[r])
-                t = finish(
-                    x,
-                    exists[r] & (j >= low) & (j < high),
-                    j,
-                    (query[r], head[r], slope[r], shift[r]),
-                    (batch, diagonal, cap),
-                    mask_at,
-                    bias_at,
-                    strides,
-                )
+                seen = exists[r] & (j >= low) & (j < high)
+                t = finish(x, seen, j, (query[r], head[r], slope[r], shift[r]), block, given)
                 s[2 * r + e] = t
                 top = ptx.imax(top, t)
             top = quad_imax(top)

@@ -11,7 +11,7 @@ together (`pieces.make_load_rows`); a thread holds two rows, 8 apart.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
@@ -23,24 +23,85 @@ ROW_BYTES = 32
 PART = 256
 
 
+class Int8Options(NamedTuple):
+    """What an INT8 kernel has code for besides plain attention: constants of its factory."""
+
+    band: bool = False  # a causal or windowed problem; blocks of keys outside are skipped
+    mask: bool = False  # uint8
+    bias: bool = False  # float32, added
+    softcap: bool = False
+    alibi: bool = False
+
+
+class Block(NamedTuple):
+    """The problem, and this block's batch entry and key head in it, int32."""
+
+    batch: Any
+    kv_head: Any
+    kv_heads: Any
+    heads: Any  # of queries
+    queries: Any
+    keys: Any
+    diagonal: Any  # query i's own key is i + diagonal
+    left: Any
+    right: Any
+
+
+class Outputs(NamedTuple):
+    """Where results go."""
+
+    batch: Any
+    kv_head: Any
+    queries: Any
+    heads: Any  # of queries
+    kv_heads: Any
+    channels: Any  # a multiple of 4
+    out: Any  # addresses
+    m: Any
+    l: Any
+    scales: Any  # of the values
+
+
+class OptionData(NamedTuple):
+    """What the options of a call read."""
+
+    cap: Any  # in Q8.8
+    mask: Any  # addresses
+    bias: Any
+    strides: Any  # bytes, of the mask, then of the bias: batch, head, query, key
+
+
+class Sums(NamedTuple):
+    """The state of a thread's two rows: local arrays."""
+
+    o: Any  # the output so far
+    m: Any  # octaves of the maxima
+    l: Any  # sums of the weights
+
+
+class Columns(NamedTuple):
+    """The channels of a fragment of outputs."""
+
+    scales: Any  # address of the values' scales of this key head
+    channels: Any
+    begin: Any  # the fragment's first channel
+
+
 @functools.cache
-def make_describe_rows(
-    group: int, band: bool, softcap: bool, alibi: bool, first_key: int = 0
-) -> Any:
-    """describe_rows(table, row, place, sizes, keys, diagonal, tables, lane).
+def make_describe_rows(group: int, options: Int8Options, first_key: int = 0) -> Any:
+    """describe_rows(table, row, first_head, block: Block, tables, lane).
 
     A warp stores what it needs of its 16 rows, from `row` on.
 
-    `table` is where they go in shared memory, `place` = (batch, first head), `sizes` = (queries,
-    query heads, left, right), `tables` the addresses of cq, slopes and shifts. A row attends to the
-    keys low <= j < high, in the blocks those from `first_key` on; one that does not exist attends
-    to none.
+    `table` is where they go in shared memory, `tables` the addresses of cq, slopes and shifts. A row
+    attends to the keys low <= j < high, in the blocks those from `first_key` on; one that does not
+    exist attends to none.
     """
+    band, _, _, softcap, alibi = options
 
     @device_function
-    def describe_rows(table, row, place, sizes, keys, diagonal, tables, lane):
-        batch, first_head = place
-        queries, heads, left, right = sizes
+    def describe_rows(table, row, first_head, block, tables, lane):
+        batch, queries, heads, keys = block.batch, block.queries, block.heads, block.keys
         cq_at, slopes, shifts = tables
         four = cuda.local.array(4, u32)
         if lane < 16:
@@ -52,8 +113,8 @@ def make_describe_rows(
                 at = u64(u32(i32(i32(batch * heads + head) * queries + query))) * u64(4)
                 high = i32(keys)
                 if band:
-                    low = i32(query + diagonal - left)
-                    high = i32(min(keys, query + diagonal + right + 1))
+                    low = i32(query + block.diagonal - block.left)
+                    high = i32(min(keys, query + block.diagonal + block.right + 1))
                 cq = ptx.load_global_f32(cq_at + at)
                 if alibi:
                     slope = ptx.load_global_f32(slopes + u64((batch * heads + head) * 4))
@@ -71,10 +132,16 @@ def make_describe_rows(
 
 @functools.cache
 def make_write_tiles(first: int, stop: int) -> Any:
-    """The part of `write_rows` for the tiles of 8 channels from `first` to `stop`."""
+    """write_tiles(sums: Sums, inverse, columns: Columns, to, exists, odd, lane).
+
+    The part of `write_rows` for the tiles of 8 channels from `first` to `stop`.
+
+    The lane writes to one row, at `to` if it exists: an odd one to the second.
+    """
 
     @device_function
-    def write_tiles(o, l, inverse, scales, to, channels, exists, odd, begin, lane):
+    def write_tiles(sums, inverse, columns, to, exists, odd, lane):
+        o, l, (scales, channels, begin) = sums.o, sums.l, columns
         scale, four = cuda.local.array(2, f32), cuda.local.array(4, u32)
         for n in range(first, stop):
             c = i32(begin + 8 * n + 2 * (lane & 3))
@@ -104,23 +171,20 @@ def make_write_tiles(first: int, stop: int) -> Any:
 
 @functools.cache
 def make_write_rows(value_tiles: int) -> Any:
-    """write_rows(o, m, l, mine, place, sizes, outputs, begin, lane).
+    """write_rows(sums: Sums, mine, outputs: Outputs, begin, lane).
 
     Writes out = o / l * value scale, and m and l, of the thread's two rows.
 
-    `mine` is the first one's place in the table, `place` = (batch, key head), `sizes` = (queries,
-    query heads, key heads, channels: a multiple of 4), `outputs` the addresses of out, m, l and the
-    value scales, `begin` the first channel of `o`. Lanes in pairs swap halves, the even one keeps
-    the first row: 16 bytes are written at a time.
+    `mine` is the first one's place in the table, `begin` the first channel of `o`. Lanes in pairs
+    swap halves, the even one keeps the first row: 16 bytes are written at a time.
     """
     write_tiles = make_write_tiles(0, min(value_tiles, UNROLLED))
     write_more = make_write_tiles(UNROLLED, value_tiles)
 
     @device_function
-    def write_rows(o, m, l, mine, place, sizes, outputs, begin, lane):
-        batch, kv_head = place
-        queries, heads, kv_heads, channels = sizes
-        out, m_out, l_out, scales = outputs
+    def write_rows(sums, mine, outputs, begin, lane):
+        m, l = sums.m, sums.l
+        batch, kv_head, queries, heads, kv_heads, channels, out, m_out, l_out, scales = outputs
         scales = scales + u64(u32(batch * kv_heads + kv_head)) * u64(channels * 4)
         odd = (lane & 1) != 0
         four, inverse = cuda.local.array(4, u32), cuda.local.array(2, f32)
@@ -137,12 +201,9 @@ def make_write_rows(value_tiles: int) -> Any:
                 ptx.store_global(m_out + number[r] * u64(4), u32(m[r]))
                 ptx.store_global_f32(l_out + number[r] * u64(4), l[r])
         to = out + (number[1] if odd else number[0]) * u64(channels * 4)
-        write_tiles(
-            o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane
-        )
+        columns = Columns(scales, channels, begin)
+        write_tiles(sums, inverse, columns, to, there[1] if odd else there[0], odd, lane)
         if value_tiles > UNROLLED:
-            write_more(
-                o, l, inverse, scales, to, channels, there[1] if odd else there[0], odd, begin, lane
-            )
+            write_more(sums, inverse, columns, to, there[1] if odd else there[0], odd, lane)
 
     return write_rows

@@ -18,7 +18,7 @@ import numpy as np
 from ...numerics import fixedpoint as fx
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .int8_rows import PART
+from .int8_rows import PART, Int8Options
 from .pieces import NEG_INF
 from .scores import softcap_exact
 
@@ -108,32 +108,33 @@ def quad_isum(x):
 
 
 @functools.cache
-def make_finish_score(mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
-    """finish(x, seen, j, row, place, mask_at, bias_at, strides): the score x of key j to Q8.8.
+def make_finish_score(options: Int8Options) -> Any:
+    """finish(x, seen, j, row, block: Block, given: OptionData): the score x of key j to Q8.8.
 
-    `row` = (query, head, slope, shift), `place` = (batch, diagonal, cap).
+    `row` = (query, head, slope, shift).
     """
+    _, mask, bias, softcap, alibi = options
     general = softcap or alibi or bias
 
     @device_function
-    def finish(x, seen, j, row, place, mask_at, bias_at, strides):
+    def finish(x, seen, j, row, block, given):
         query, head, slope, shift = row
-        batch, diagonal, cap = place
+        batch, strides = block.batch, given.strides
         number = x == x
         if general:  # beyond the limit nothing changes, but infinities would make NaN
             x = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
         if softcap:
-            x = softcap_exact(ptx.add(x, shift), cap)
+            x = softcap_exact(ptx.add(x, shift), given.cap)
         if alibi:
-            x = ptx.sub(x, ptx.mul(slope, ptx.to_float(i32(abs(query + diagonal - j)))))
+            x = ptx.sub(x, ptx.mul(slope, ptx.to_float(i32(abs(query + block.diagonal - j)))))
         if mask and seen:
             seen = ptx.load_global_u8(
-                mask_at
+                given.mask
                 + u64(batch * strides[0] + head * strides[1] + query * strides[2] + j * strides[3])
             ) != u32(0)
         if bias and seen:
             y = ptx.load_global_f32(
-                bias_at
+                given.bias
                 + u64(batch * strides[4] + head * strides[5] + query * strides[6] + j * strides[7])
             )
             x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
@@ -146,27 +147,25 @@ def make_finish_score(mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any
 
 
 @functools.cache
-def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alibi: bool) -> Any:
-    """Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order,
-    masked keys `MASKED_SCORE`.
+def make_log2_scores(key_tiles: int, options: Int8Options) -> Any:
+    """log2_scores(s, top, table, first, scales_at, block: Block, given: OptionData).
 
-    With softcap, cq makes scores in units of the cap, to which the row's shift belongs; `cap` is in
-    Q8.8.
+    Scores to Q8.8: t = round((float32(S) * ck) * cq), options applied in the field's order, masked
+    keys `MASKED_SCORE`. With softcap, cq makes scores in units of the cap, to which the row's shift
+    belongs.
 
-    log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides): `s` becomes
-    t, `top` the largest of each row. `table` is the place of the thread's first row (`int8_rows`),
-    `first` the key of its first element, `scales_at` the shared address of that key's ck, `place` =
-    (batch, diagonal).
+    `s` becomes t, `top` the largest of each row. `table` is the place of the thread's first row
+    (`int8_rows`), `first` the key of its first element, `scales_at` the shared address of that key's
+    ck.
     """
-    general, n_s = softcap or alibi or bias, 4 * key_tiles
-    options = (
-        general or mask
-    )  # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
-    finish = make_finish_score(mask, bias, softcap, alibi)
+    n_s = 4 * key_tiles
+    # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
+    turns = options.softcap or options.alibi or options.bias or options.mask
+    described = options.alibi or options.mask or options.bias
+    finish = make_finish_score(options)
 
     @device_function
-    def log2_scores(s, top, table, first, scales_at, cap, place, mask_at, bias_at, strides):
-        batch, diagonal = place
+    def log2_scores(s, top, table, first, scales_at, block, given):
         scales = cuda.local.array(2, f32)
         done = cuda.local.array(4, i32)
         four = cuda.local.array(4, u32)
@@ -183,11 +182,11 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                 ptx.from_bits(four[3]),
                 i32(MASKED_SCORE),
             )
-            if alibi or mask or bias:
+            if described:
                 ptx.load_shared_v4(four, 0, table + u32(PART + 128 * r))
                 query[r], head[r], slope[r] = i32(four[0]), i32(four[1]), ptx.from_bits(four[2])
         for n in range(key_tiles):
-            at = 0 if options else 4 * n
+            at = 0 if turns else 4 * n
             ptx.load_shared_f32_v2(scales, 0, scales_at + u32(32 * n))
             for e in range(2):
                 ahead = i32(8 * n + e)
@@ -195,19 +194,10 @@ def make_log2_scores(key_tiles: int, mask: bool, bias: bool, softcap: bool, alib
                     x = ptx.mul(ptx.mul(ptx.to_float(s[at + 2 * r + e]), scales[e]), cq[r])
                     seen = (ahead >= start[r]) & (ahead < stop[r])
                     j = i32(first + ahead)
-                    t = finish(
-                        x,
-                        seen,
-                        j,
-                        (query[r], head[r], slope[r], shift[r]),
-                        (batch, diagonal, cap),
-                        mask_at,
-                        bias_at,
-                        strides,
-                    )
+                    t = finish(x, seen, j, (query[r], head[r], slope[r], shift[r]), block, given)
                     s[at + 2 * r + e] = t
                     top[r] = ptx.imax(top[r], t)
-            if options:
+            if turns:
                 for i in range(4):
                     done[i] = s[i]
                 for i in range(n_s - 4):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
@@ -18,6 +18,14 @@ renew = ptx.register_fence(1, i32)
 # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
 FLOAT_KEYS = 32
 PADDING = 16
+
+
+class Values(NamedTuple):
+    """Float32 values of one batch entry and key head in global memory."""
+
+    address: Any
+    keys: Any
+    channels: Any
 
 
 @functools.cache
@@ -53,12 +61,13 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
 
 @functools.cache
 def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> Any:
-    """O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values.
+    """add_values(o, weights, factors, sv, values: Values, first, begin, thread).
 
-    `FLOAT_KEYS` keys at a time.
+    O = O * alpha + (P . V) * share for weights in Q16.16 and float32 values from key `first` on,
+    `FLOAT_KEYS` keys at a time in shared memory at `sv`.
 
-    `begin` is the first of the warp's channels, `value_tiles` times 8. The weights are in `s`, or
-    of a pair of warps at `given` in shared memory.
+    `factors` = (alpha, share); `begin` is the first of the warp's channels, `value_tiles` times 8.
+    `weights` = (s, given): they are in `s`, or of a pair of warps at `given` in shared memory.
     """
     row_bytes, key_tiles, n_a = dv * 4 + PADDING, FLOAT_KEYS // 8, FLOAT_KEYS // 2
     pieces, chunks, n_rest = FLOAT_KEYS * dv // 4, dv // 4, (KEY_BLOCK - FLOAT_KEYS) // 2
@@ -70,7 +79,8 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
     take = make_take(n_a)
 
     @device_function
-    def add_values(o, s, given, alpha, share, sv, v, first, keys, channels, begin, thread):
+    def add_values(o, weights, factors, sv, values, first, begin, thread):
+        (s, given), (alpha, share), (v, keys, channels) = weights, factors, values
         acc = cuda.local.array(4, f32)
         a_high, a_low = cuda.local.array(n_a, u32), cuda.local.array(n_a, u32)
         b_high, b_low = cuda.local.array(2, u32), cuda.local.array(2, u32)
