@@ -173,9 +173,14 @@ def flash_hopper(
             head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
 
     @device_function
+    def place_of(block):
+        """Where the block's scores are; its batch entry is read anew: no register keeps it."""
+        return Place(ptx.block_z(), block.diagonal, block.queries, block.keys)
+
+    @device_function
     def soften(s, state, t, block, factors, pointers, strides):
         """Functions, options and the online softmax on the scores of tile number t."""
-        diagonal, queries, keys = block.diagonal, block.queries, block.keys
+        diagonal, keys = block.diagonal, block.keys
         mask_at, slopes = pointers[MASK], pointers[SLOPES]
         start = start_of(block.listed_at, t)
         here = i32(start + 2 * (block.lane & 3))
@@ -184,12 +189,12 @@ def flash_hopper(
         describe(query, head, ptx.fresh(block.row), block.first_head)
         if alibi and wide:
             load_slopes(block.slope, slopes, ptx.block_z() * block.heads, head)
-        held, place = Rows(query, head, block.slope), Place(ptx.block_z(), diagonal, queries, keys)
-        change(s, here, held, place, factors[0] * LN2, pointers)
+        held = Rows(query, head, block.slope)
+        change(s, here, held, place_of(block), factors[0] * LN2, pointers)
         if adjusted:
-            adjust(s, here, held, place, factors, Mask(mask_at, strides[3:]))
+            adjust(s, here, held, place_of(block), factors, Mask(mask_at, strides[3:]))
         if masks and not is_full(block.listed_at, t):
-            hide_by_mask(s, here, held, place, f32(1), pointers)
+            hide_by_mask(s, here, held, place_of(block), f32(1), pointers)
         if start < block.whole_low or start + block_k > block.whole_high:
             low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
             for r in range(2):

@@ -162,9 +162,7 @@ def flash_int8(
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, _, _ = tile_range(first, rows, keys, diagonal, left, right)
-        block = Block(
-            batch, kv_head, i32(heads // group), heads, queries, keys, diagonal, left, right
-        )
+        block = Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
         given = OptionData(factors[0], mask_at, bias_at, strides)
         top, m, total = cuda.local.array(2, i32), cuda.local.array(2, i32), cuda.local.array(2, i32)
         l = cuda.local.array(2, f32)
@@ -192,7 +190,8 @@ def flash_int8(
                 o[i] = f32(0)
         else:
             sources = all_q, first_k, first_scale, first_v + u64(half * own_channels * 4)
-            begin_rows(Sums(o, m, l), table, block, d_left, sources, given, lane)
+            first_sizes = i32(heads // group), d_left
+            begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
         q_row = i32(rows_of * 16 + (lane & 15))
         q_at, q_chunk = sq + u32(q_row * d), u32((lane >> 4) ^ ((q_row >> shift_k) & xor_k))
         k_row = i32(half * own_keys + ((lane >> 4) << 3) + (lane & 7))

@@ -210,9 +210,7 @@ def flash_int8_hopper(
                 (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
             )  # the warp's first row in the tile
             table = base + u32(table_at) + u32(mine * ROW_BYTES)
-            block = Block(
-                batch, kv_head, i32(heads // group), heads, queries, keys, diagonal, left, right
-            )
+            block = Block(batch, kv_head, heads, queries, keys, diagonal, left, right)
             given = OptionData(factors[0], mask_at, bias_at, strides)
             first_head = i32(pack * packed)
             describe_rows(
@@ -220,7 +218,8 @@ def flash_int8_hopper(
             )
             table += u32((lane >> 2) * 16)
             sources = q, first_k, first_scale, first_v
-            begin_rows(Sums(o, m, l), table, block, q_bytes, sources, given, lane)
+            first_sizes = i32(heads // group), q_bytes
+            begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
             n = i32(0)

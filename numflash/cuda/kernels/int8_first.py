@@ -75,13 +75,13 @@ def make_begin_rows(
     turing: bool,
     count: int,
 ) -> Any:
-    """begin_rows(sums: Sums, mine, block: Block, rest, sources, given: OptionData, lane).
+    """begin_rows(sums: Sums, mine, block: Block, sizes, sources, given: OptionData, lane).
 
     m, l and O of the thread's two rows after the first keys.
 
-    `mine` is the first row's place in the table, `rest` the bytes of a query, `sources` = (q, first
-    keys, their scales, first values at the first of `o`'s channels). Padded head size `d`, `width`
-    channels of the values; the first `count` keys count, the blocks have the rest.
+    `mine` is the first row's place in the table, `sizes` = (key heads, bytes of a query), `sources`
+    = (q, first keys, their scales, first values at the first of `o`'s channels). Padded head size
+    `d`, `width` channels of the values; the first `count` keys count, the blocks have the rest.
     """
     steps = d // 32
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
@@ -106,8 +106,8 @@ def make_begin_rows(
             product(s, 0, a, 0, b, 0)
 
     @device_function
-    def begin_rows(sums, mine, block, rest, sources, given, lane):
-        o, m, l = sums
+    def begin_rows(sums, mine, block, sizes, sources, given, lane):
+        (o, m, l), (kv_heads, rest) = sums, sizes
         batch, heads, queries = block.batch, block.heads, block.queries
         q, first, scales, values = sources
         four, s = cuda.local.array(4, u32), cuda.local.array(4, i32)
@@ -131,7 +131,7 @@ def make_begin_rows(
             exists[r] = query[r] < queries
             number = u64(u32(i32(i32(batch * heads + head[r]) * queries + query[r])))
             at[r] = q + number * u64(rest)
-        kv = i32(batch * block.kv_heads + block.kv_head)
+        kv = i32(batch * kv_heads + block.kv_head)
         multiply(s, at, exists, first + u64(kv * (PLANES * d)), rest, lane)
         pair = i32(2 * (lane & 1))  # the thread's keys
         for r in range(2):

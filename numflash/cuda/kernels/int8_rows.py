@@ -38,7 +38,6 @@ class Block(NamedTuple):
 
     batch: Any
     kv_head: Any
-    kv_heads: Any
     heads: Any  # of queries
     queries: Any
     keys: Any
