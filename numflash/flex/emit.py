@@ -1,12 +1,13 @@
 """LLVM IR of a tile function: rows of scores changed and masked in place, a vector at a time.
 
-tile(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit), the C function:
+tile(frame, x, slope, base, stride, rows, count, b, h, q, k, scale, unit), the C function:
 
     frame   what `Program.frame` gives
     x       scores in the caller's units, `rows` rows of `count`, `stride` apart; becomes
             score_mod(x * scale) * unit, -inf where the mask hides
     slope   the same for d score_mod / d score of gradient tiles; else null, or int16 with the same
             stride: the changed scores rounded, while x stays as it is
+    base    null, or int32 for each row, up to 2**23, a multiple of 256: taken off before int16
     b, h    batch entry and head
     q, k    the first query and key
 
@@ -41,7 +42,7 @@ def emit(module: ir.Module, name: str, program: Program, form: Form) -> None:
     Roots of the program: score, slope, mask, or None for what it does not have.
     """
     function = ir.Function(module, function_type(F64 if form.double else F32), name)
-    for pointer in function.args[:3]:
+    for pointer in function.args[:4]:
         pointer.add_attribute("noalias")
     function.attributes.add("nounwind")
     TileWriter(program, form, function).write()
@@ -57,6 +58,7 @@ class TileWriter(Memory):
             "frame",
             "x",
             "slope",
+            "base",
             "stride",
             "rows",
             "count",
@@ -95,10 +97,16 @@ class TileWriter(Memory):
         args = self.args
         self._tables()
         self._compute(ONCE)
+        zero = cgutils.alloca_once_value(b, I32(0))
+        none = b.icmp_unsigned("==", args["base"], ir.Constant(zero.type, None))
+        self.bases = b.select(none, zero, args["base"])
+        self.base_step = b.select(none, I64(0), I64(1))
         with cgutils.for_range(b, args["rows"], intp=I64) as row:
             first = b.add(args[self.row_index], row.index)
             self.row = self._index(first)
             self._compute(PER_ROW)
+            if not (self.form.double or self.form.gradient):
+                self._begin_row(row.index)
             start = b.mul(row.index, args["stride"])
             whole = b.sdiv(args["count"], I64(self.form.lanes))
             with cgutils.for_range(b, whole, intp=I64) as turn:
@@ -155,16 +163,27 @@ class TileWriter(Memory):
         seen = self.program.roots_by_name[2]
         return x if seen is None else self.b.select(self.get(seen), x, hidden)
 
+    def _begin_row(self, row: Any) -> None:
+        """What int16 holds of this row, and the number whose sum has the integer in its last bits."""
+        b, one = self.b, self.one
+        found = b.load(b.gep(self.bases, [b.mul(row, self.base_step)]))
+        base = b.sitofp(found, F32)
+        self.range = (
+            b.fadd(base, one.number(-1.0 - LOWEST)),
+            b.fadd(base, one.number(1.0 + LOWEST)),
+            b.fsub(one.number(MAGIC), base),
+        )
+
     def _rounded(self, x: Any) -> Any:
         """int16, the lowest of which is kept for -inf; NaN, like what is too large, is the highest.
 
         Only where -inf is likely is it looked for: a row of it alone is done again in float32 then.
         """
         b, many = self.b, self.many
-        limit = many.number(-1.0 - LOWEST)
-        y = b.select(b.fcmp_ordered("<", x, limit), x, limit)
-        y = many.at_least(y, 1.0 + LOWEST)
-        n = b.trunc(many.bits(b.fadd(y, many.number(MAGIC))), many.of(I16))
+        top, bottom, magic = map(many.splat, self.range)
+        y = b.select(b.fcmp_ordered("<", x, top), x, top)
+        y = b.select(b.fcmp_ordered("<", y, bottom), bottom, y)
+        n = b.trunc(many.bits(b.fadd(y, magic)), many.of(I16))
         if not self.hides:
             return n
         hidden = b.fcmp_ordered("==", x, many.number(-math.inf))

@@ -8,7 +8,7 @@ from numflash.flex.fused import Fused
 from numflash.flex.prepared import prepare
 
 WHOLE = ctypes.c_int64
-TILE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[WHOLE] * 7, *[ctypes.c_float] * 2)
+TILE = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[WHOLE] * 7, *[ctypes.c_float] * 2)
 
 
 def changed(score_mod, x):
@@ -17,7 +17,7 @@ def changed(score_mod, x):
     tiles = fused.tiles((1, 1, 1, x.size))
     y = x.copy()
     tile = TILE(tiles.unmasked)
-    tile(tiles.unmasked_frame, y.ctypes.data, None, y.size, 1, y.size, 0, 0, 0, 0, 1.0, 1.0)
+    tile(tiles.unmasked_frame, y.ctypes.data, None, None, y.size, 1, y.size, 0, 0, 0, 0, 1.0, 1.0)
     return y
 
 

@@ -164,7 +164,7 @@ def traced(tree):
 def call(program, x, double, gradient=False, rounded=False):
     """Change a tile x (rows, count) of batch entry 1, head 2, from query 3 and key 0 on.
 
-    With the slopes for `gradient`; `rounded`: the changed tile as int16.
+    With the slopes for `gradient`; `rounded`: the changed tile as int16, less BASE.
     """
     tile = machine.tile(program, double, gradient)
     pointer = ctypes.c_void_p
@@ -173,11 +173,14 @@ def call(program, x, double, gradient=False, rounded=False):
     x = np.array(x, np.float64 if double else np.float32, order="C")
     slope = np.zeros_like(x, np.int16 if rounded else x.dtype)
     second = slope.ctypes.data if gradient or rounded else None
-    function = ctypes.CFUNCTYPE(None, *[pointer] * 3, *[size] * 7, real, real)(tile.address)
-    function(tile.data, x.ctypes.data, second, x.shape[1], *x.shape, 1, 2, 3, 0, 1.0, 1.0)
+    base = BASE.ctypes.data if rounded else None
+    function = ctypes.CFUNCTYPE(None, *[pointer] * 4, *[size] * 7, real, real)(tile.address)
+    function(tile.data, x.ctypes.data, second, base, x.shape[1], *x.shape, 1, 2, 3, 0, 1.0, 1.0)
     return (x, slope) if gradient else slope if rounded else x
 
 
+BASE = rng.integers(-(2**15), 2**15, L - 3).astype(np.int32) * 256
+BASE[::3] = 0
 Q = np.arange(3, L)[:, None]
 K = np.arange(S)
 SCORES = rng.standard_normal((L - 3, S)).astype(np.float32).astype(np.float64) * 2
@@ -204,7 +207,8 @@ def test_tiles_give_what_numpy_gives(tree):
     assert share_close(call(program, SCORES, True), wanted, 1e-9) > 0.995  # rounding at steps
     found = call(program, SCORES, False)
     assert share_close(found, wanted, 1e-3) > 0.85
-    whole = np.rint(np.clip(np.where(np.isnan(found), np.inf, found), -32767, 32767))
+    whole = np.rint(np.where(np.isnan(found), np.inf, found).astype(float)) - BASE[:, None]
+    whole = np.clip(whole, -32767, 32767)
     rounded = call(program, SCORES, False, rounded=True)
     assert ((rounded == whole) | ((rounded == -32768) & (found == -np.inf))).all()
 

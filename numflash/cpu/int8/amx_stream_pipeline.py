@@ -40,7 +40,7 @@ from ...numerics.fixedpoint import FIRST_KEYS, LN2_Q8, LOG2E_Q8, MASKED
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, SIDE, VOID, WIDTH
 from ..isa.score_calls import function_type
-from ..isa.vectors import F32, I8, I16, I64, call, constant, pointer, splat, vector
+from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, pointer, splat, vector
 from .amx_stream_data import (
     ADDRESSES,
     AT,
@@ -132,7 +132,8 @@ class Pipeline:
         b.call(
             function,
             [
-                pointer(b, now.frame), floats, b.bitcast(scores, F32.as_pointer()), I64(KEY_BLOCK),
+                pointer(b, now.frame), floats, b.bitcast(scores, F32.as_pointer()),
+                ir.Constant(I32.as_pointer(), None), I64(KEY_BLOCK),
                 now.queries, now.keys, now.batch, now.head, now.query, now.first,
                 ir.Constant(F32, float(LN2_Q8)), ir.Constant(F32, float(LOG2E_Q8)),
             ],

@@ -14,7 +14,7 @@ from ...numerics import fixedpoint as fx
 from ..isa.isas import VECTOR_ISAS
 from ..semantics import UNSEEN
 from .blocks import score_block
-from .function_scores import drop_rows, function_block
+from .function_scores import drop_rows, follow_base, function_block
 from .hidden_blocks import make_drop_hidden
 from .rows import copy_end, hide_edges, hide_first, lower_base, unit_range, unsee
 from .score_changes import changes_from
@@ -105,7 +105,7 @@ def make_block_scores(isa_name: str):
         inside, dropped, left = block.inside, False, False
         if not wide:
             if called.address != 0:
-                function_scores(tile, job.kv, block, called, scratch.wide, x)
+                function_scores(tile, job.kv, block, called, scratch.wide, x, state.base)
             else:
                 narrow_scores(job, block, changes, x)
             octaves(x, real, block.columns, octave, state.octave_q8)
@@ -116,13 +116,15 @@ def make_block_scores(isa_name: str):
                 dropped, masked = drop_unseen(job, semantics, block, called)
                 inside = inside and not masked
                 wide = leave_int16(octave, real)
-            if changes.has_slope:
+            if changes.has_slope or called.address != 0:
                 for i in range(real):
                     octave[i] += (state.base[i] >> 8) if octave[i] != UNSEEN else I(0)
         unused = not inside or wide or dropped
         if wide:
             inside = inside and called.address != 0
             left = wide_scores(job, block, changes, called, scratch)
+        if called.address != 0:
+            follow_base(octave, real, state.base)
         return inside, unused, left
 
     return block_scores

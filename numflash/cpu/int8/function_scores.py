@@ -21,12 +21,14 @@ from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
-from ..isa.score_calls import batch_of, call_slopes, call_tile, must_mask
-from ..semantics import HIDDEN
+from ..isa.score_calls import batch_of, call_rounded, call_tile, must_mask
+from ..semantics import HIDDEN, UNSEEN
 from .blocks import score_block
 from .rows import hide_edges, hide_first
 
 F = np.float32
+I = np.int32
+MOST_OCTAVES = I(2**15)  # octaves of a base: the tile functions take 2**23
 ROWS = 24  # float32 scores of so many rows and a block of keys, 12 KB, stay in L1
 
 
@@ -64,17 +66,26 @@ def call_rows(called, scores, rows, block):
 
 
 @bare
-def round_rows(called, scores, rows, block, x, at):
-    """Changed scores as int16 in flat x from element `at` on; these float32 stay as they are."""
-    call_slopes(
-        called.address, called.frame, scores, 0, x, at, KEY_BLOCK, rows, block.real, called.b,
-        called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
+def round_rows(called, scores, rows, block, x, base, i):
+    """Changed scores less `base` as int16, in flat x from row i on; these float32 stay as they are."""
+    call_rounded(
+        called.address, called.frame, scores, 0, x, i * KEY_BLOCK, base, i, KEY_BLOCK, rows,
+        block.real, called.b, called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
     )  # fmt: skip
+
+
+@bare
+def follow_base(octave, rows, base):
+    """The base of the next block's scores: each row's octave in this one."""
+    for i in range(rows):
+        if octave[i] != UNSEEN:
+            base[i] = max(min(octave[i], MOST_OCTAVES), I(-MOST_OCTAVES)) << I(8)
 
 
 @functools.cache
 def function_block(name: str):
-    """f(tile, kv, block, called, scores, x): int16 scores x of a block, after the function.
+    """f(tile, kv, block, called, scores, x, base): int16 scores x of a block, after the function,
+    less each row's `base`.
 
     `scores` is float32 scratch.
     """
@@ -82,7 +93,7 @@ def function_block(name: str):
     float_scores = score_block(name, False, True)
 
     @bare
-    def run(tile, kv, block, called, scores, x):
+    def run(tile, kv, block, called, scores, x, base):
         stride, flat = tile.q.shape[1], scores.reshape(scores.size)
         for i in range(0, tile.real, part):
             stop, seen = min(i + part, tile.rows), min(i + part, tile.real)
@@ -94,7 +105,7 @@ def function_block(name: str):
                 tile.scale[i:stop], stop - i, block.columns, scores,
             )  # fmt: skip
             here = Called(called.address, called.frame, called.b, called.h, called.row + i)
-            round_rows(here, flat, seen - i, block, x.reshape(x.size), i * KEY_BLOCK)
+            round_rows(here, flat, seen - i, block, x.reshape(x.size), base, i)
         if not block.inside:
             hide_edges(x, tile, block)
         elif block.first < block.begin:

@@ -53,7 +53,9 @@ class State(NamedTuple):
     o: np.ndarray  # (block_q, columns) float32 running output
     octave: np.ndarray  # (block_q,) int32 the block's own maximum, or UNSEEN
     octave_q8: np.ndarray  # (block_q,) int16 the same in Q8.8, relative to `base`
-    base: np.ndarray  # (block_q,) int32 Q8.8, what ALiBi takes off a whole block of scores
+    # (block_q,) int32 Q8.8, whole octaves: what is taken off a block's scores, so that int16 holds
+    # them: of ALiBi a bound, of functions the octave of the block before
+    base: np.ndarray
     own: np.ndarray  # (block_q,) int32 octave of wide scores
     total: np.ndarray  # (block_q,) int32 sum of the block's weights
     scale: np.ndarray  # (block_q,) float32 2**(octave - m)

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare
-from .vectors import F32, I8, I16, I64, data
+from .vectors import F32, I8, I32, I64, data, pointer
 
 FULL = np.uint8(2)
 
@@ -21,25 +21,29 @@ FULL = np.uint8(2)
 def function_type(real: ir.Type) -> ir.FunctionType:
     """The LLVM type of all tile functions.
 
-    void(frame, x, slope, stride, rows, count, b, h, q, k, scale, unit).
+    void(frame, x, slope, base, stride, rows, count, b, h, q, k, scale, unit).
     """
-    pointers = [I8.as_pointer(), real.as_pointer(), real.as_pointer()]
+    pointers = [I8.as_pointer(), real.as_pointer(), real.as_pointer(), I32.as_pointer()]
     return ir.FunctionType(ir.VoidType(), [*pointers, *[I64] * 7, real, real])
 
 
-def _call(context, b, sig, address, frame, x, slope, rest):
-    """Call a tile function; x and slope are (position in sig, array, offset)."""
-    real = F32 if sig.args[x[0]].dtype == types.float32 else ir.DoubleType()
+def _call(context, b, sig, address, frame, arrays, rest):
+    """Call a tile function.
+
+    arrays : x, slope and base, as (position in sig, array, offset) or None
+    """
+    real = F32 if sig.args[arrays[0][0]].dtype == types.float32 else ir.DoubleType()
+    kind = function_type(real)
     pointers = []
-    for place, array, offset in (x, slope):
-        if array is None:
-            pointers.append(ir.Constant(real.as_pointer(), None))
+    for found, target in zip(arrays, kind.args[1:4], strict=True):
+        if found is None:
+            pointers.append(ir.Constant(target, None))
         else:
-            element = I16 if sig.args[place].dtype == types.int16 else real
+            place, array, offset = found
+            element = context.get_data_type(sig.args[place].dtype)
             first = b.bitcast(data(context, b, sig.args[place], array), element.as_pointer())
-            pointers.append(b.bitcast(b.gep(first, [offset]), real.as_pointer()))
-    function = b.inttoptr(address, function_type(real).as_pointer())
-    b.call(function, [b.inttoptr(frame, I8.as_pointer()), *pointers, *rest])
+            pointers.append(b.bitcast(b.gep(first, [offset]), target))
+    b.call(b.inttoptr(address, kind.as_pointer()), [pointer(b, frame), *pointers, *rest])
     return context.get_dummy_value()
 
 
@@ -52,7 +56,7 @@ def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k,
     sig = types.void(types.intp, types.intp, x, *[types.int64] * 8, x.dtype, x.dtype)
 
     def codegen(context, builder, sig, a):
-        return _call(context, builder, sig, a[0], a[1], (2, a[2], a[3]), (2, None, None), a[4:])
+        return _call(context, builder, sig, a[0], a[1], ((2, a[2], a[3]), None, None), a[4:])
 
     return sig, codegen
 
@@ -61,17 +65,34 @@ def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k,
 def call_slopes(
     typingctx, address, frame, x, at, slope, slope_at, stride, rows, count, b, h, q, k, scale, unit
 ):
-    """The same with a second array, as far apart as x: slope[slope_at ...].
-
-    Of a gradient tile it becomes d score_mod / d score, else (int16) the changed scores rounded, and
-    x stays as it is.
-    """
+    """The same of a gradient tile: slope[slope_at ...] becomes d score_mod / d score."""
     sig = types.void(
         types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype
     )
 
     def codegen(context, builder, sig, a):
-        return _call(context, builder, sig, a[0], a[1], (2, a[2], a[3]), (4, a[4], a[5]), a[6:])
+        arrays = (2, a[2], a[3]), (4, a[4], a[5]), None
+        return _call(context, builder, sig, a[0], a[1], arrays, a[6:])
+
+    return sig, codegen
+
+
+@intrinsic
+def call_rounded(
+    typingctx, address, frame, x, at, to, to_at, base, base_at, stride, rows, count, b, h, q, k,
+    scale, unit,
+):  # fmt: skip
+    """The same of scores that stay as they are: int16 to[to_at ...] becomes the changed ones rounded,
+    less int32 base[base_at ...] of their row.
+    """
+    sig = types.void(
+        types.intp, types.intp, x, types.int64, to, types.int64, base, *[types.int64] * 8,
+        x.dtype, x.dtype,
+    )  # fmt: skip
+
+    def codegen(context, builder, sig, a):
+        arrays = tuple((n, a[n], a[n + 1]) for n in (2, 4, 6))
+        return _call(context, builder, sig, a[0], a[1], arrays, a[8:])
 
     return sig, codegen
 
