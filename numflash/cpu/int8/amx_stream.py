@@ -107,11 +107,11 @@ def table_shape() -> tuple[int, int]:
 
 
 def scratch_size() -> int:
-    """Bytes of scratch; behind them, m, l and O of the tile that padding turns write to.
+    """Bytes of scratch; behind them, m, l, base and O of the tile that padding turns write to.
 
     BLOCK float32 for each column of O.
     """
-    return AT.size + 2 * BLOCK * 4
+    return AT.size + 3 * BLOCK * 4
 
 
 PART, NONE, EDGE, WHOLE = range(4)
@@ -183,13 +183,14 @@ def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, s
                 turn[12], turn[13] = functions.unmasked, functions.unmasked_frame
                 turn[14], turn[15] = batch_of(functions, place.b), place.h
                 turn[16], turn[17] = place.row + i, min(BLOCK, tile.real - i)
+                turn[18] = address(state.base) + 4 * i
                 n += 1
     padding = address(scratch) + AT.size
     for at, like in ((0, BEFORE), (1, BEFORE), (n, n - 1), (n + 1, n - 1)):
         for field in range(FIELDS):
             table[at, field] = table[like, field]
-        table[at, 5], table[at, 6] = padding + 2 * BLOCK * 4, padding
-        table[at, 7] = padding + BLOCK * 4
+        table[at, 5], table[at, 6] = padding + 3 * BLOCK * 4, padding
+        table[at, 7], table[at, 18] = padding + BLOCK * 4, padding + 2 * BLOCK * 4
     return n - BEFORE
 
 
@@ -197,15 +198,16 @@ def fill_turns(table, scratch, tile, kv, place, functions, keys, state, first, s
 def stream_blocks(sizes, table, scratch, tile, kv, place, functions, state, first, stop):
     """Key blocks first .. stop into the state (m, l, O) of a tile.
 
-    False if scores left int16, and the state is void.
+    The key at which the table of turns begins where scores left int16, and the state is void; else
+    `stop`.
     """
     most = TURNS // (tile.rows // BLOCK) * KEY_BLOCK
     for c in range(first, stop, most):
         end = min(stop, c + most)
         n = fill_turns(table, scratch, tile, kv, place, functions, sizes.keys, state, c, end)
         if n > 0 and run(sizes.stream, address(table), n, address(scratch)) < n:
-            return False
-    return True
+            return c
+    return stop
 
 
 class Kept(NamedTuple):

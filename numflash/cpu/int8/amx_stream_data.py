@@ -15,6 +15,7 @@ GROUP = 8  # rows whose octaves are found together
 # octaves for which int16 scores are exact: as in `flash_int8`
 LOWEST = -110
 HIGHEST = 127
+MOST_OCTAVES = 2**15  # of a base
 INTS, FLOATS, WORDS, BYTES = (
     vector(t, 64 // n) for t, n in ((I32, 4), (F32, 4), (I16, 2), (I8, 1))
 )
@@ -48,6 +49,7 @@ class Turn(NamedTuple):
     head: int = 120
     query: int = 128
     queries: int = 136
+    base: int = 144  # what is taken off these scores, int32 of each row (`rows.State`)
 
 
 TURN = Turn()

@@ -24,6 +24,7 @@ from .amx_stream_data import (
     HIGHEST,
     INTS,
     LOWEST,
+    MOST_OCTAVES,
     TILE,
     WORDS,
     amx_call,
@@ -255,7 +256,21 @@ class Stream:
             found = out if found is None else b.or_(found, out)
         return b.icmp_unsigned("!=", b.bitcast(found, I16), I16(0))
 
-    def merge(self, o, m_rows, l_rows) -> None:
+    def block_octaves(self, h: int, base):
+        """Octaves of the block, rows 16 * h and on; what a function changed is relative to `base`,
+        which becomes these octaves for the next block.
+        """
+        b = self.b
+        octave = load_at(b, self.scratch, INTS, AT.octaves + 64 * h)
+        if not self.changed:
+            return octave
+        octave = b.add(octave, b.ashr(load_at(b, base, INTS, 64 * h), constant(INTS, 8)))
+        bound = AMX_INT8.generic(b, "smin", octave, constant(INTS, MOST_OCTAVES))
+        bound = AMX_INT8.generic(b, "smax", bound, constant(INTS, -MOST_OCTAVES))
+        store_at(b, b.shl(bound, constant(INTS, 8)), base, 64 * h)
+        return octave
+
+    def merge(self, o, m_rows, l_rows, base) -> None:
         """Running octaves m and sums l of a tile take in a block's.
 
         Rows of O whose octave grows shift by the difference.
@@ -269,7 +284,7 @@ class Stream:
             return b.bitcast(b.shl(b.sub(constant(INTS, 127), n), constant(INTS, 23)), FLOATS)
 
         for h in range(SIDE):
-            octave = load_at(b, self.scratch, INTS, AT.octaves + 64 * h)
+            octave = self.block_octaves(h, base)
             total = b.sitofp(load_at(b, self.scratch, INTS, AT.totals + 64 * h), FLOATS)
             m = load_at(b, m_rows, INTS, 64 * h)
             l = load_at(b, l_rows, FLOATS, 64 * h)

@@ -133,7 +133,7 @@ class Pipeline:
             function,
             [
                 pointer(b, now.frame), floats, b.bitcast(scores, F32.as_pointer()),
-                ir.Constant(I32.as_pointer(), None), I64(KEY_BLOCK),
+                b.bitcast(pointer(b, now.base), I32.as_pointer()), I64(KEY_BLOCK),
                 now.queries, now.keys, now.batch, now.head, now.query, now.first,
                 ir.Constant(F32, float(LN2_Q8)), ir.Constant(F32, float(LOG2E_Q8)),
             ],
@@ -324,7 +324,7 @@ def emit_stream(b, table, count, scratch, steps: int, values: int, changed: bool
         left = b.and_(p.stream.left_int16(), b.icmp_signed(">", turn, I64(0)))  # turn 0 fills
         with b.if_then(left, likely=False):
             b.ret(b.sub(turn, I64(1)))
-        p.stream.merge(p.last.o, p.last.m, p.last.l)
+        p.stream.merge(p.last.o, p.last.m, p.last.l, pointer(b, p.last.base))
 
     entry = b.block
     body = b.append_basic_block("turn")

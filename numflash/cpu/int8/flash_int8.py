@@ -18,7 +18,8 @@ register tiles come from `microkernels`. Per query tile of `block_q` rows (`atte
 Blocks at the edge of what is visible get hidden scores before the softmax. Softcap, ALiBi, bias and
 dense masks change the scores before they are stored as int16 (`score_changes`), from which a row of
 ALiBi subtracts the whole octaves that are a lower bound of its distance. Score and mask functions
-change them in float32 (`function_scores`). Where int16 does not hold a row (beyond 127 octaves,
+change them in float32 (`function_scores`); what is taken off a row there is its octave in the block
+before. Where int16 does not hold a row (beyond 127 octaves,
 keys that are not finite), `wide_scores` rounds float32 scores relative to the row's own octave; the
 bits are the same where both apply. On AMX, blocks without options go through `amx_stream`, which
 runs the same steps of many blocks side by side; it calls score functions, but asks no mask.
@@ -66,6 +67,7 @@ from .tile_scratch import make_scratch, state_of, tile_of
 
 F = np.float32
 I = np.int32
+NEVER, FROM_FIRST, FROM_SECOND = range(3)  # which blocks of a tile go through the stream
 EDGE_ROWS = 12  # rows of P.V that stop at the same key where a block is cut off
 
 
@@ -167,7 +169,7 @@ def make_load_rows(operand: Any, q_offset: int):
             state.spoiled[i] = 0
             state.base[i] = I(0)
         for i in range(tile.real, tile.rows):  # computed by the stream, stored by nobody
-            tile.scale[i] = F(0)
+            tile.scale[i], state.base[i] = F(0), I(0)
             tile.lo[i], tile.hi[i] = tile.lo[tile.real - 1], tile.hi[tile.real - 1]
 
     return load_rows
@@ -248,7 +250,9 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         span, last = key_span(tile, sizes.keys), place.row + tile.real - 1
         always_wide = semantics.extreme or query_nonfinite(tile)
         left = False  # whether the last block's scores left int16: those of this one are likely to
-        streaming = streams and sizes.stream != 0 and not (job.changed or always_wide)
+        streaming = NEVER
+        if streams and sizes.stream != 0 and not (job.changed or always_wide):
+            streaming = FROM_FIRST
         begin_at = span.first // KEY_BLOCK * KEY_BLOCK
         following, starting, extended, extended_stop = begin_at, True, 0, 0
         while starting or following < span.stop:
@@ -256,21 +260,26 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
             # one call of `begin_rows`, whose code is inlined, serves both.
             if starting:
                 begin_rows(operands.q, job, semantics, scratch.wide.reshape(scratch.wide.size))
-                if streams and streaming:
+                if streams and streaming != NEVER:
                     extended, extended_stop = extend_rows(tile, span, state, scratch.kept)
                 starting = False
                 continue
             first = following
             stop = first
-            if streaming:
+            if streaming == FROM_FIRST or (streaming == FROM_SECOND and first > begin_at):
                 stop = stream_stop(tile, kv, place, functions, first, span.stop)
             if stop > first:
                 following = stop
-                streaming = stream_blocks(
+                reached = stream_blocks(
                     sizes, scratch.turns, scratch.stream, tile, kv, place, functions, state, first,
                     stop,
                 )  # fmt: skip
-                if not streaming:  # scores left int16: again from the start, block by block
+                if reached < stop:
+                    # scores left int16: again from the start, block by block; those of a function,
+                    # which are relative to the block before, may need that for the first one only
+                    again = functions.unmasked != 0 and reached == begin_at
+                    again = again and streaming == FROM_FIRST
+                    streaming = FROM_SECOND if again else NEVER
                     restore_rows(tile, state, scratch.kept, extended, extended_stop)
                     extended_stop = extended
                     following, starting = begin_at, True

@@ -23,12 +23,12 @@ from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
 from ..isa.score_calls import batch_of, call_rounded, call_tile, must_mask
 from ..semantics import HIDDEN, UNSEEN
+from .amx_stream_data import MOST_OCTAVES
 from .blocks import score_block
 from .rows import hide_edges, hide_first
 
 F = np.float32
 I = np.int32
-MOST_OCTAVES = I(2**15)  # octaves of a base: the tile functions take 2**23
 ROWS = 24  # float32 scores of so many rows and a block of keys, 12 KB, stay in L1
 
 
@@ -79,7 +79,7 @@ def follow_base(octave, rows, base):
     """The base of the next block's scores: each row's octave in this one."""
     for i in range(rows):
         if octave[i] != UNSEEN:
-            base[i] = max(min(octave[i], MOST_OCTAVES), I(-MOST_OCTAVES)) << I(8)
+            base[i] = max(min(octave[i], I(MOST_OCTAVES)), I(-MOST_OCTAVES)) << I(8)
 
 
 @functools.cache
