@@ -59,44 +59,30 @@ def sums_tile(isa_name: str, mr: int = 6, nv: int = 0) -> Any:
     return tile
 
 
-def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
-    """Emulated functions of one key block and ROWS query rows, as the fused kernel calls its tiles,
-    and their arguments.
-    """
-    score = microkernels.score_tile(isa, 6)
-    value = microkernels.value_tile(isa, 6, VECTOR_ISAS[isa].nv)
-    octaves = softmax_vectors.block_octaves(isa, KEY_BLOCK)
-    weights = softmax_vectors.row_weights(isa, KEY_BLOCK)
-    totals = softmax_vectors.block_totals(isa)
-    vector_lanes = lanes_of(isa)
-    sums_only = sums_tile(isa)
-    nv = VECTOR_ISAS[isa].nv
+def _scores(isa: str) -> Any:
+    """Score tiles of one key block and ROWS query rows, as the fused kernel calls them."""
+    score, lanes_here, nv = microkernels.score_tile(isa, 6), lanes_of(isa), VECTOR_ISAS[isa].nv
 
     @njit(error_model="numpy")
     def scores(q, k, start, ck, cq, x):
-        panel, width = nv * vector_lanes(), q.shape[1]
+        panel, width = nv * lanes_here(), q.shape[1]
         for c in range(0, KEY_BLOCK, panel):
             for i in range(0, ROWS, 6):
-                score(
-                    q,
-                    i * width,
-                    width,
-                    k,
-                    c * width,
-                    width // 4,
-                    start,
-                    ck,
-                    c,
-                    cq,
-                    i,
-                    x,
-                    i * KEY_BLOCK + c,
-                    KEY_BLOCK,
-                )
+                row, key, to = i * width, c * width, i * KEY_BLOCK + c
+                score(q, row, width, k, key, width // 4, start, ck, c, cq, i, x, to, KEY_BLOCK)
+
+    return scores
+
+
+def _softmax(isa: str) -> Any:
+    """Octaves, weights and sums of the same."""
+    octaves = softmax_vectors.block_octaves(isa, KEY_BLOCK)
+    weights = softmax_vectors.row_weights(isa, KEY_BLOCK)
+    totals, lanes_here = softmax_vectors.block_totals(isa), lanes_of(isa)
 
     @njit(error_model="numpy")
     def softmax(x, octave, octave_q8, p, sums, total):
-        lanes = vector_lanes()
+        lanes = lanes_here()
         for i in range(0, ROWS, 8):
             octaves(x, i * KEY_BLOCK, KEY_BLOCK, octave, octave_q8, i)
         for i in range(ROWS):
@@ -104,29 +90,48 @@ def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
         for i in range(0, ROWS, 8):
             totals(sums, total, i)
 
+    return softmax
+
+
+def _values(isa: str) -> Any:
+    """Value tiles of the same."""
+    nv = VECTOR_ISAS[isa].nv
+    value, lanes_here = microkernels.value_tile(isa, 6, nv), lanes_of(isa)
+
     @njit(error_model="numpy")
     def values(p, v, scale, total, o):
-        panel, width = nv * vector_lanes(), o.shape[1]
+        panel, width = nv * lanes_here(), o.shape[1]
+        steps = KEY_BLOCK // 4
         for t in range(0, width, panel):
             for i in range(0, ROWS, 6):
-                value(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    t * KEY_BLOCK,
-                    KEY_BLOCK // 4,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, key, to = i * KEY_BLOCK, t * KEY_BLOCK, i * width + t
+                value(p, row, KEY_BLOCK, v, key, steps, scale, total, i, o, to, width)
+
+    return values
+
+
+def _only_sums(isa: str) -> Any:
+    """One tile of int32 sums."""
+    sums_only = sums_tile(isa)
 
     @njit(error_model="numpy")
     def only_sums(q, k, out):
         sums_only(q, q.shape[1], k, q.shape[1] // 4, out)
+
+    return only_sums
+
+
+# the arguments of these, in their order
+SCORES = "int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:,::1]"
+SOFTMAX = "int16[:,::1], int32[::1], int16[::1], uint8[:,::1], int32[::1], int32[::1]"
+VALUES = "uint8[:,::1], int8[::1], float32[::1], int32[::1], float32[:,::1]"
+SUMS = "int8[:,::1], int8[::1], int32[::1]"
+
+
+def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
+    """Emulated functions of one key block and ROWS query rows, as the fused kernel calls its tiles,
+    and their arguments.
+    """
 
     def emulated(function: Any, signature: str, *arguments: Any) -> Part:
         return Emulated(function, f"void({signature})", cpu, vector_bits=bits), arguments
@@ -137,47 +142,20 @@ def tile_parts(isa: str, cpu: str, bits: int, d: int) -> dict[str, Part]:
         rng.integers(-127, 128, (n, d)).astype(np.int8) for n in (ROWS, KEY_BLOCK, KEY_BLOCK)
     )
     keys = packing.pack_keys(isa, k[None], np.ones((1, KEY_BLOCK), np.float32), lanes)
-    floats = np.zeros(ROWS, np.float32)
-    ints = np.zeros(ROWS, np.int32)
+    packed_k, start, scale = keys.data[0], keys.start[0], keys.scale[0]
+    packed_v = packing.pack_values(isa, v[None], lanes)[0]
+    ints, floats = (np.zeros(ROWS, dtype) for dtype in (np.int32, np.float32))
     x = rng.integers(-3000, 0, (ROWS, KEY_BLOCK)).astype(np.int16)
-    p = np.zeros((ROWS, KEY_BLOCK), np.uint8)
+    p, out = np.zeros((ROWS, KEY_BLOCK), np.uint8), np.zeros((ROWS, d), np.float32)
+    lane_sums, octave_q8 = np.zeros(ROWS * lanes, np.int32), np.zeros(ROWS, np.int16)
+    sums = np.zeros(6 * VECTOR_ISAS[isa].nv * lanes, np.int32)
     return {
-        "scores": emulated(
-            scores,
-            "int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], int16[:,::1]",
-            q,
-            keys.data[0],
-            keys.start[0],
-            keys.scale[0],
-            floats,
-            x.copy(),
-        ),
+        "scores": emulated(_scores(isa), SCORES, q, packed_k, start, scale, floats, x.copy()),
         "softmax": emulated(
-            softmax,
-            "int16[:,::1], int32[::1], int16[::1], uint8[:,::1], int32[::1], int32[::1]",
-            x,
-            ints.copy(),
-            np.zeros(ROWS, np.int16),
-            p,
-            np.zeros(ROWS * lanes, np.int32),
-            ints.copy(),
+            _softmax(isa), SOFTMAX, x, ints.copy(), octave_q8, p, lane_sums, ints.copy()
         ),
-        "values": emulated(
-            values,
-            "uint8[:,::1], int8[::1], float32[::1], int32[::1], float32[:,::1]",
-            p,
-            packing.pack_values(isa, v[None], lanes)[0],
-            floats,
-            ints,
-            np.zeros((ROWS, d), np.float32),
-        ),
-        "sums": emulated(
-            only_sums,
-            "int8[:,::1], int8[::1], int32[::1]",
-            q,
-            keys.data[0],
-            np.zeros(6 * nv * lanes, np.int32),
-        ),
+        "values": emulated(_values(isa), VALUES, p, packed_v, floats, ints, out),
+        "sums": emulated(_only_sums(isa), SUMS, q, packed_k, sums),
     }
 
 
