@@ -26,6 +26,9 @@ from .decode_pieces import (
     NOTHING,
     THREADS,
     WARPS,
+    Pages,
+    Results,
+    Tokens,
     make_load_keys,
     make_part_of,
     make_query_rows,
@@ -137,8 +140,11 @@ def decode_float(
         k = k + u64(g) * u64(k_head)
         v = v + u64(g) * u64(v_head)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
+        keys = Pages(k, u64(k_page), table, shift, k_row)
+        values = Pages(v, u64(v_page), table, shift, v_row)
+        tokens = Tokens(length, newest, window, sinks, ring_slots)
         if begin < stop:
-            load_k(sk, k, u64(k_page), table, shift, begin, stop, k_row, thread)
+            load_k(sk, keys, begin, stop, thread)
             if not turing:
                 ptx.cp_async_commit()
         query_rows(
@@ -202,7 +208,7 @@ def decode_float(
                     wait_all()
                 # the keys are there, and everyone is done with the last values and weights
                 cuda.syncthreads()
-                load_v(sv, v, u64(v_page), table, shift, start, stop, v_row, thread)
+                load_v(sv, values, start, stop, thread)
                 if not turing:
                     ptx.cp_async_commit()
 
@@ -247,9 +253,7 @@ def decode_float(
                             if not fits:
                                 x = NAN
                             if not whole and not (
-                                visible(
-                                    j, stop, at[i], length, newest, window, sinks, ring_slots, ring
-                                )
+                                visible(j, stop, at[i], tokens, ring)
                                 and allowed(mask_at, b, queries, token[i], position - low)
                             ):
                                 x = NEG_INF
@@ -265,7 +269,7 @@ def decode_float(
                             )
                 cuda.syncthreads()  # everyone is done with these keys
                 if start + block_k < stop:
-                    load_k(sk, k, u64(k_page), table, shift, start + block_k, stop, k_row, thread)
+                    load_k(sk, keys, start + block_k, stop, thread)
                 if not turing:
                     ptx.cp_async_commit()
 
@@ -383,11 +387,12 @@ def decode_float(
                     again = again or ptx.load_shared_f32(s_max + u32(w * 4)) != f32(0)
                 constant = False
                 if again:
-                    load_k(sk, k, u64(k_page), table, shift, begin, stop, k_row, thread)
+                    load_k(sk, keys, begin, stop, thread)
                     if not turing:
                         ptx.cp_async_commit()
 
-        store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane)
+        results = Results(out, m_out, l_out, task, head, first_row, rows, columns)
+        store(results, o, m, l, warp, lane)
 
     # three blocks to a multiprocessor keep more bytes on their way; with wider heads the registers
     # would spill

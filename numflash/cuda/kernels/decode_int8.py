@@ -23,6 +23,9 @@ from .decode_changes import extended, make_changes
 from .decode_pieces import (
     THREADS,
     WARPS,
+    Pages,
+    Results,
+    Tokens,
     make_load_channels,
     make_load_keys,
     make_load_scales,
@@ -135,11 +138,13 @@ def decode_int8(
         scale_at = scale_at + u64(g) * u64(s_head)
         values_at = u64(s_head) >> u64(1)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
+        keys = Pages(k, u64(k_page), table, shift, k_row)
+        values = Pages(v, u64(v_page), table, shift, columns)
+        both_scales = Pages(scale_at, u64(s_page), table, shift, values_at)
+        tokens = Tokens(length, newest, window, sinks, ring_slots)
         if start < stop:
-            load_k(sk, k, u64(k_page), table, shift, start, stop, k_row, thread)
-            load_scales(
-                s_scales, scale_at, values_at, u64(s_page), table, shift, start, stop, thread
-            )
+            load_k(sk, keys, start, stop, thread)
+            load_scales(s_scales, both_scales, start, stop, thread)
             ptx.cp_async_commit()
         query_rows(
             sq,
@@ -197,7 +202,7 @@ def decode_int8(
             wait_all()
             # the keys are there, and everyone is done with the last values and weights
             cuda.syncthreads()
-            load_v(sv, v, u64(v_page), table, shift, start, stop, columns, thread)
+            load_v(sv, values, start, stop, thread)
             ptx.cp_async_commit()
             scales = s_scales + u32(stage * (block_k * 8))
 
@@ -236,7 +241,7 @@ def decode_int8(
                         j = start + 32 * warp + 8 * n + 2 * (lane & 3) + e
                         position = position_of(j, length, newest, sinks, ring_slots)
                         seen = whole or (
-                            visible(j, stop, at[i], length, newest, window, sinks, ring_slots, ring)
+                            visible(j, stop, at[i], tokens, ring)
                             and allowed(mask_at, b, queries, token[i], position - low)
                         )
                         x = ptx.mul(ptx.mul(ptx.to_float(s[at_s]), two[e]), cq[i])
@@ -263,18 +268,9 @@ def decode_int8(
             cuda.syncthreads()  # everyone is done with these keys, and the maxima are there
             stage ^= 1
             if start + block_k < stop:
-                load_k(sk, k, u64(k_page), table, shift, start + block_k, stop, k_row, thread)
-                load_scales(
-                    s_scales + u32(stage * (block_k * 8)),
-                    scale_at,
-                    values_at,
-                    u64(s_page),
-                    table,
-                    shift,
-                    start + block_k,
-                    stop,
-                    thread,
-                )
+                load_k(sk, keys, start + block_k, stop, thread)
+                ahead = s_scales + u32(stage * (block_k * 8))
+                load_scales(ahead, both_scales, start + block_k, stop, thread)
             ptx.cp_async_commit()
 
             # the largest scale of a value in the block, and this thread's keys' shares of it
@@ -384,7 +380,8 @@ def decode_int8(
 
         for i in range(n_rows):
             top[i] = ptx.to_float(m[i])
-        store(out, m_out, l_out, o, top, l, task, head, first_row, rows, columns, warp, lane)
+        results = Results(out, m_out, l_out, task, head, first_row, rows, columns)
+        store(results, o, top, l, warp, lane)
 
     return Source(
         decode,

@@ -12,7 +12,7 @@ warps through shared memory.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...numerics.fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
@@ -94,14 +94,46 @@ def make_page_of(paged: bool) -> Any:
     return page_of
 
 
+class Pages(NamedTuple):
+    """One head's keys, values or scales in the pages of a cache."""
+
+    data: Any  # address of this head in page 0
+    page_bytes: Any  # over all heads, uint64
+    table: Any  # address of the sequence's page numbers, or its one page
+    shift: Any  # log2 of the slots of a page
+    left: Any  # bytes of a stored key; channels of a value; of scales, bytes from K's to V's
+
+
+class Results(NamedTuple):
+    """Where a block's results go."""
+
+    out: Any  # addresses
+    m: Any
+    l: Any
+    task: Any
+    head: Any
+    first_row: Any
+    rows: Any
+    columns: Any
+
+
+class Tokens(NamedTuple):
+    """A sequence's tokens in a cache, int32."""
+
+    length: Any
+    newest: Any  # the slot of the last one
+    window: Any  # of a ring
+    sinks: Any
+    ring_slots: Any
+
+
 def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = True) -> Any:
     """Copy `rows` slots of K, or of V as it is stored for floats, to a swizzled tile.
 
     Zeros beyond `stop` and `bytes_left`.
 
-    load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread): slots first ..
-    stop; pages of 2**shift slots of `page_bytes` bytes over all heads, `data` being this head of
-    page 0; a slot has `bytes_left` bytes, a multiple of 16.
+    load_keys(to, pages: Pages, first, stop, thread): slots first .. stop, of `pages.left` bytes
+    each, a multiple of 16.
     """
     page_of, chunks = make_page_of(paged), row_bytes // 16
     pieces = rows * chunks
@@ -110,7 +142,8 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
     even = pieces % THREADS == 0
 
     @device_function
-    def load_keys(to, data, page_bytes, table, shift, first, stop, bytes_left, thread):
+    def load_keys(to, pages, first, stop, thread):
+        data, page_bytes, table, shift, bytes_left = pages
         four = cuda.local.array(4, u32)
         for i in range(turns):
             piece = thread + i * THREADS
@@ -145,8 +178,8 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
     """Copy a tile of V^T, as it is stored for INT8, to a swizzled tile of `channels` rows of
     `block_k` bytes.
 
-    load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread): within a
-    page the values are stored in blocks of min(page, block_k) slots, channel after channel.
+    load_channels(to, pages: Pages, first, stop, thread): within a page the values are stored in
+    blocks of min(page, block_k) slots, channel after channel, `pages.left` of them.
     """
     page_of, chunks = make_page_of(paged), block_k // LANE_KEYS
     pieces = channels * chunks
@@ -154,7 +187,8 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
     turns = (pieces + THREADS - 1) // THREADS
 
     @device_function
-    def load_channels(to, data, page_bytes, table, shift, first, stop, channels_left, thread):
+    def load_channels(to, pages, first, stop, thread):
+        data, page_bytes, table, shift, channels_left = pages
         span = min(i32(1) << shift, i32(block_k))
         for i in range(turns):
             piece = thread + i * THREADS
@@ -181,13 +215,14 @@ def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
 def make_load_scales(block_k: int, paged: bool) -> Any:
     """Copy the float32 scales of `block_k` slots: of the keys, and behind them of the values.
 
-    load_scales(to, data, values_at, ...): in a page and head those of the values begin `values_at`
-    bytes behind those of the keys.
+    load_scales(to, pages: Pages, first, stop, thread): in a page and head those of the values begin
+    `pages.left` bytes behind those of the keys.
     """
     page_of = make_page_of(paged)
 
     @device_function
-    def load_scales(to, data, values_at, page_bytes, table, shift, first, stop, thread):
+    def load_scales(to, pages, first, stop, thread):
+        data, page_bytes, table, shift, values_at = pages
         if thread < block_k // 2:
             slot = first + 4 * (thread & (block_k // 4 - 1))
             there = slot < stop
@@ -213,12 +248,12 @@ def warp_max_i32(x):
 
 
 @device_function
-def visible(j, slots, at, length, newest, window, sinks, ring_slots, ring):
-    """Whether a row at position `at` attends to slot j of a sequence that holds `length` tokens.
+def visible(j, slots, at, tokens, ring):
+    """Whether a row at position `at` attends to slot j of a sequence with these `Tokens`.
 
-    `newest` is the slot of the last token. In a ring the token in slot j follows from how far it
-    lies behind that one.
+    In a ring the token in slot j follows from how far it lies behind the newest.
     """
+    length, newest, window, sinks, ring_slots = tokens
     position = j
     if ring and j >= sinks:
         behind = newest - j
@@ -306,7 +341,9 @@ def make_query_rows(d: int, exact: bool, pack: Any) -> Any:
 
 
 def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> Any:
-    """Write a block's results: o, m and l as the threads hold them.
+    """store(to: Results, o, m, l, warp, lane).
+
+    Write a block's results: o, m and l as the threads hold them.
 
     direct: rows of out (B, Hkv, rows, Dv) as o * (one / l), zeros where l is 0, and m_out, l_out
     (B, Hkv, rows). Else the partial result of a task, for `decode_combine`: out (task, row tile,
@@ -315,7 +352,8 @@ def make_store(row_tiles: int, value_tiles: int, direct: bool, one: float) -> An
     n_rows, tile_rows, numerator = 2 * row_tiles, 16 * row_tiles, f32(one)
 
     @device_function
-    def store(out, m_out, l_out, o, m, l, task, head, first_row, rows, columns, warp, lane):
+    def store(to, o, m, l, warp, lane):
+        out, m_out, l_out, task, head, first_row, rows, columns = to
         four = cuda.local.array(4, u32)
         for i in range(n_rows):
             r = (lane >> 2) + 8 * i
