@@ -1,1 +1,4 @@
-"""The forward kernels that ship, as factories over head size, blocks and options."""
+"""The kernels that ship: forward, backward, decode and quantisation, as factories over constants.
+
+May import `compile`, `instructions`, `numerics` and `tiling`; launchers fill in the arguments.
+"""
