@@ -16,7 +16,7 @@ import numpy as np
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import place
+from ...jit.memory import place, reinterpret
 from ...jit.parallel import threads_now, use_threads
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
@@ -27,7 +27,7 @@ from .arguments import Operands, Results, Sizes
 from .first_keys import FirstKeys
 from .flash_int8 import make_attend
 from .packing import PackedKeys, key_packer, value_packer
-from .quantize import PLAIN_BITS, Quantized, Rows, Source, make_quantize
+from .quantize import PLAIN_BITS, Quantized, Rows, Source, largest_of, make_quantize
 
 F = np.float32
 MOST = 2.0**30  # scores from here on are not rounded to int32 at once
@@ -94,6 +94,12 @@ FACTORS = len(Factors._fields)
 def most_score(unit, q_scale, k_scale, d):
     """A bound of all scores, from the largest scales."""
     return abs(unit) * q_scale * k_scale * 128 * 128 * d
+
+
+@bare
+def largest_scale(scale):
+    """The largest of positive float32 numbers, by their bits: a loop that LLVM makes vectors of."""
+    return np.float64(np.int32(largest_of(reinterpret(scale, np.int32))).view(np.float32))
 
 
 @functools.cache
@@ -237,13 +243,6 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
     step = VECTOR_ISAS[isa_name].step
 
     @bare
-    def largest(x):
-        top = F(0)
-        for i in range(x.size):
-            top = max(top, x[i])
-        return np.float64(top)
-
-    @bare
     def finer(x, low, i, n, j, t):
         """Value t of first row j of head n, in 1 / FINER of its step; low has i rows, or none."""
         rest = np.int16(low[n, j, t]) if i > 0 else np.int16(0)
@@ -289,8 +288,8 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         q_scale = place(q_scale_at, (n * p.length,), np.float32)
         k_scale = place(k_scale_at, (n_kv * p.keys,), np.float32)
-        top_q, top_k = largest(q_scale), largest(k_scale)
-        if max(top_q * abs(f.unit), top_k) >= LIMIT:
+        top_q, top_k = largest_scale(q_scale), largest_scale(k_scale)
+        if not (top_q * abs(f.unit) < LIMIT and top_k < LIMIT):  # NaN is not below it either
             return True
         threads = limit_threads(p.workers)
         cq = place(room + p.scores_scale, (n, p.length), np.float32)

@@ -157,12 +157,29 @@ def make_load_rows(operand: Any, q_offset: int):
     """
 
     @bare
+    def copy(source, target):
+        for e in range(source.size):
+            target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
+
+    @bare
+    def copy_rows(q, place, tile):
+        """Whole tiles at once where their rows are not padded: one row alone is too short for the
+        loop that LLVM makes of it.
+        """
+        _, length, d = q.shape
+        if d == tile.q.shape[1]:
+            first = (place.n * length + place.row) * d
+            flat = q.reshape(q.size)[first : first + tile.real * d]
+            copy(flat, tile.q.reshape(tile.q.size))
+        else:
+            for i in range(tile.real):
+                copy(q[place.n, place.row + i], tile.q[i])
+
+    @bare
     def load_rows(operands, semantics, place, s, tile, state):
         b, _, n, row = place
+        copy_rows(operands.q, place, tile)
         for i in range(tile.real):
-            source, target = operands.q[n, row + i], tile.q[i]
-            for e in range(source.size):
-                target[e] = operand(np.int16(source[e]) + np.int16(q_offset))
             tile.scale[i] = operands.cq[n, row + i]
             tile.start[i], tile.hi[i] = row_range(semantics, b, row + i, s)
             tile.lo[i] = max(tile.start[i], tile.first_keys)
