@@ -289,7 +289,7 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         q_scale = place(q_scale_at, (n * p.length,), np.float32)
         k_scale = place(k_scale_at, (n_kv * p.keys,), np.float32)
         top_q, top_k = largest_scale(q_scale), largest_scale(k_scale)
-        if not (top_q * abs(f.unit) < LIMIT and top_k < LIMIT):  # NaN is not below it either
+        if max(top_q * abs(f.unit), top_k) >= LIMIT:
             return True
         threads = limit_threads(p.workers)
         cq = place(room + p.scores_scale, (n, p.length), np.float32)
