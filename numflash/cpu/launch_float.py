@@ -16,7 +16,7 @@ from ..jit.memory import Layout, fresh, scratch
 from ..tiling import chosen_float, workers
 from ..validation import Problem
 from .floats.call import LARGEST, LSE, PLACES, REDO, addresses, make_call
-from .floats.flash_rows import make_attend_rows
+from .floats.flash_rows import Given, make_attend_rows
 from .floats.float_isas import FLOAT_ISAS
 from .floats.float_packing import MANY_ROWS, on_lines
 from .isa.isas import padded
@@ -108,19 +108,9 @@ def run_rows(
     """Rows `todo` one at a time, in plain loops."""
     q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
     _, nh, nkv, _, s, _, _ = problem.shape
-    make_attend_rows(double)(
-        q,
-        k,
-        v,
-        todo,
-        problem.scale * LOG2E,
-        options,
-        (nh, nkv, numba.get_num_threads()),
-        s,
-        np.zeros(1, np.int64),
-        out,
-        lse,
-    )
+    threads = numba.get_num_threads()
+    given = Given(q, k, v, todo, problem.scale * LOG2E, options, nh, nkv, s, threads)
+    make_attend_rows(double)(given, np.zeros(1, np.int64), out, lse)
 
 
 class FloatPlan:

@@ -9,7 +9,7 @@ from numba.core.types import containers
 
 from ..cpu.backward import operands as backward_operands
 from ..cpu.decode.task_data import Scratch, Store
-from ..cpu.floats import float_state
+from ..cpu.floats import flash_rows, float_state
 from ..cpu.int8 import arguments as int8_arguments
 from ..cpu.int8.first_keys import FirstKeys
 from ..cpu.int8.packing import PackedKeys
@@ -85,10 +85,9 @@ def attend_floats(kind: str) -> tuple[Any, ...]:
 def attend_rows() -> tuple[Any, ...]:
     """Float attention in plain loops: `make_attend_rows` of `cpu.floats.flash_rows`."""
     rows = array("float32", 3)
-    return (
-        rows, rows, rows, array("int64", 1), types.float64, semantics(), containers.UniTuple(INT, 3), INT,
-        array("int64", 1), rows, array("float32", 2),
-    )  # fmt: skip
+    given = (rows, rows, rows, array("int64", 1), types.float64, semantics(), INT, INT, INT, INT)
+    kind = containers.NamedTuple(given, flash_rows.Given)
+    return kind, array("int64", 1), rows, array("float32", 2)
 
 
 def backward() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ values stay where they are.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..isa.score_calls import batch_of, call_tile
 from ..isa.vectors import next_task
-from ..semantics import seen_range
+from ..semantics import Semantics, seen_range
 
 KEYS = 256  # scores of a row kept at a time
 ROWS = 8  # rows that a worker takes at a time
@@ -26,6 +27,32 @@ F = np.float32
 LN2 = np.log(2.0)
 LARGEST = np.finfo(np.float32).max
 LOG2E = 1 / LN2
+
+
+class Given(NamedTuple):
+    """What the kernel reads, float32 unless said."""
+
+    q: np.ndarray  # (N, L, D)
+    k: np.ndarray  # (Nkv, S, D)
+    v: np.ndarray  # (Nkv, S, Dv)
+    todo: np.ndarray  # int64, the rows to be done as n * L + i
+    scale: float  # of the scores, in units of log2
+    semantics: Semantics
+    heads: int
+    kv_heads: int
+    keys: int
+    workers: int
+
+
+class Row(NamedTuple):
+    """A row of queries: its place, and its operands."""
+
+    b: int
+    h: int
+    i: int
+    query: np.ndarray  # (D,) in the kernel's precision
+    keys: np.ndarray  # (S, D)
+    values: np.ndarray  # (S, Dv)
 
 
 @functools.cache
@@ -105,22 +132,69 @@ def row_functions(double: bool):
 
 @functools.cache
 def make_attend_rows(double: bool):
-    """The kernel in float64 or float32.
-
-    attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse).
-    """
+    """attend_rows(given, counter, out, lse): the kernel in float64 or float32."""
     R = np.float64 if double else np.float32
     dot, soften, change, nothing_seen = row_functions(double)
 
-    @inline(float_math=True)
-    def work(_, q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
-        """One worker: some rows at a time, as long as there are any.
+    @inline
+    def score(given, row, first, p):
+        """Scores p of one row for keys from `first` on; False if all of them are hidden."""
+        semantics, b, h, i = given.semantics, row.b, row.h, row.i
+        if semantics.general and nothing_seen(semantics, b, h, i, first, first + p.size):
+            return False
+        for j in range(p.size):
+            p[j] = dot(row.query, row.keys[first + j]) * R(given.scale)
+        functions = semantics.functions
+        if functions.masked != 0:
+            user, frame = functions.masked, functions.masked_frame
+            seen_as = batch_of(functions, b)
+            call_tile(user, frame, p, 0, 0, 1, p.size, seen_as, h, i, first, R(LN2), R(LOG2E))
+        if semantics.softcap > F(0):
+            soften(semantics, p)
+        if semantics.general:
+            change(semantics, b, h, i, first, p)
+        return True
 
-        One long function: the plain form of the algorithm, from top to bottom.
+    @inline
+    def largest(p):
+        """The largest score, NaN if any score is NaN."""
+        top, spoiled = R(-np.inf), False
+        for j in range(p.size):
+            top = max(top, p[j])
+            spoiled |= p[j] != p[j]
+        return R(np.nan) if spoiled else top
+
+    @inline
+    def add_block(p, first, values, m, l, o):
+        """Online softmax: add the keys from `first` on, of scores p, to the sum l and the output o.
+
+        Returns the new maximum and sum.
         """
-        length, dv = q.shape[1], v.shape[2]
-        h_all, h_kv, _ = heads
-        row = uncleared((q.shape[2],), R, "query of a row")
+        top = largest(p)
+        if top == R(-np.inf):
+            return m, l
+        if not top <= m:
+            shrink = R(np.exp2(m - top))
+            l = l * shrink
+            for t in range(o.size):
+                o[t] = o[t] * shrink
+            m = top
+        for j in range(p.size):
+            p[j] = R(np.exp2(p[j] - m))
+            l = l + p[j]
+        for j in range(p.size):
+            weight, value = p[j], values[first + j]
+            if weight != R(0):
+                for t in range(o.size):
+                    o[t] = o[t] + weight * R(value[t])
+        return m, l
+
+    @inline(float_math=True)
+    def work(_, given, counter, out, lse):
+        """One worker: some rows at a time, as long as there are any."""
+        q, todo, heads, kv_heads = given.q, given.todo, given.heads, given.kv_heads
+        length, dv = q.shape[1], given.v.shape[2]
+        query = uncleared((q.shape[2],), R, "query of a row")
         scores, o = uncleared((KEYS,), R, "scores of a row"), uncleared((dv,), R, "output of a row")
         while True:
             task = next_task(counter)
@@ -128,63 +202,17 @@ def make_attend_rows(double: bool):
                 break
             for place in range(task * ROWS, min(todo.size, (task + 1) * ROWS)):
                 n, i = todo[place] // length, todo[place] % length
-                b, h = n // h_all, n % h_all
-                keys, values = k[b * h_kv + h * h_kv // h_all], v[b * h_kv + h * h_kv // h_all]
-                lo, hi = seen_range(semantics, b, h, i, s)
+                b, h = n // heads, n % heads
+                kv = b * kv_heads + h * kv_heads // heads
+                row = Row(b, h, i, query, given.k[kv], given.v[kv])
+                lo, hi = seen_range(given.semantics, b, h, i, given.keys)
                 m, l = R(-np.inf), R(0)
                 o[:] = R(0)
-                row[:] = q[n, i]
+                query[:] = q[n, i]
                 for first in range(lo, hi, KEYS):
                     p = scores[: min(KEYS, hi - first)]
-                    if semantics.general and nothing_seen(
-                        semantics, b, h, i, first, first + p.size
-                    ):
-                        continue
-                    for j in range(p.size):
-                        p[j] = dot(row, keys[first + j]) * R(scale)
-                    functions = semantics.functions
-                    if functions.masked != 0:
-                        call_tile(
-                            functions.masked,
-                            functions.masked_frame,
-                            p,
-                            0,
-                            0,
-                            1,
-                            p.size,
-                            batch_of(functions, b),
-                            h,
-                            i,
-                            first,
-                            R(LN2),
-                            R(LOG2E),
-                        )
-                    if semantics.softcap > F(0):
-                        soften(semantics, p)
-                    if semantics.general:
-                        change(semantics, b, h, i, first, p)
-                    top, spoiled = R(-np.inf), False
-                    for j in range(p.size):
-                        top = max(top, p[j])
-                        spoiled |= p[j] != p[j]
-                    if spoiled:
-                        top = R(np.nan)
-                    if top == R(-np.inf):
-                        continue
-                    if not top <= m:
-                        shrink = R(np.exp2(m - top))
-                        l = l * shrink
-                        for t in range(dv):
-                            o[t] = o[t] * shrink
-                        m = top
-                    for j in range(p.size):
-                        p[j] = R(np.exp2(p[j] - m))
-                        l = l + p[j]
-                    for j in range(p.size):
-                        weight, value = p[j], values[first + j]
-                        if weight != R(0):
-                            for t in range(dv):
-                                o[t] = o[t] + weight * R(value[t])
+                    if score(given, row, first, p):
+                        m, l = add_block(p, first, row.values, m, l, o)
                 result = out[n, i]
                 for t in range(dv):
                     result[t] = F(0) if l == R(0) else F(o[t] / l)
@@ -192,12 +220,11 @@ def make_attend_rows(double: bool):
                 lse[n, i] = F(max((m + np.log2(l)) * LN2, R(-LARGEST))) if l != R(0) else F(-np.inf)
 
     @kernel
-    def attend_rows(q, k, v, todo, scale, semantics, heads, s, counter, out, lse):
-        """Rows `todo` (int64, n * L + i) of all heads.
+    def attend_rows(given, counter, out, lse):
+        """The rows `given.todo` of all heads: out (N, L, Dv), lse (N, L) float32.
 
-        q (N, L, D), k (Nkv, S, D), v (Nkv, S, Dv) float32; scale in units of log2; out (N, L, Dv),
-        lse (N, L) float32.
+        counter (1,) int64 zero.
         """
-        over_tasks(work, heads[2], (q, k, v, todo, scale, semantics, heads, s, counter, out, lse))
+        over_tasks(work, given.workers, (given, counter, out, lse))
 
     return attend_rows
