@@ -204,12 +204,14 @@ class Intervals:
         may = ((x.low <= y.high) & (y.low <= x.high)) * 1.0
         return Interval(sure, may) if op == "eq" else Interval(1 - may, 1 - sure)
 
-    # booleans
-    def _b_and(self, x: Interval, y: Interval) -> Interval:
+    def _min(self, x: Interval, y: Interval) -> Interval:
         return Interval(np.minimum(x.low, y.low), np.minimum(x.high, y.high))
 
-    def _b_or(self, x: Interval, y: Interval) -> Interval:
+    def _max(self, x: Interval, y: Interval) -> Interval:
         return Interval(np.maximum(x.low, y.low), np.maximum(x.high, y.high))
+
+    # booleans are the numbers 0 and 1
+    _b_and, _b_or = _min, _max
 
     def _b_not(self, x: Interval) -> Interval:
         return Interval(1 - x.high, 1 - x.low)
@@ -235,12 +237,6 @@ class Intervals:
         high = np.abs(x.high)
         inside = (x.low <= 0) & (x.high >= 0)
         return Interval(np.where(inside, 0, np.minimum(low, high)), np.maximum(low, high))
-
-    def _min(self, x: Interval, y: Interval) -> Interval:
-        return Interval(np.minimum(x.low, y.low), np.minimum(x.high, y.high))
-
-    def _max(self, x: Interval, y: Interval) -> Interval:
-        return Interval(np.maximum(x.low, y.low), np.maximum(x.high, y.high))
 
     _i_add = _f_add = _add
     _i_sub = _f_sub = _sub
