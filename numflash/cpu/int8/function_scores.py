@@ -95,6 +95,7 @@ def function_block(name: str):
     @bare
     def run(tile, kv, block, called, scores, x, base):
         stride, flat = tile.q.shape[1], scores.reshape(scores.size)
+        narrow = x.reshape(x.size)
         for i in range(0, tile.real, part):
             stop, seen = min(i + part, tile.rows), min(i + part, tile.real)
             if tile.hi[seen - 1] <= block.first or tile.lo[i] >= block.first + block.columns:
@@ -105,7 +106,7 @@ def function_block(name: str):
                 tile.scale[i:stop], stop - i, block.columns, scores,
             )  # fmt: skip
             here = Called(called.address, called.frame, called.b, called.h, called.row + i)
-            round_rows(here, flat, seen - i, block, x.reshape(x.size), base, i)
+            round_rows(here, flat, seen - i, block, narrow, base, i)
         if not block.inside:
             hide_edges(x, tile, block)
         elif block.first < block.begin:
