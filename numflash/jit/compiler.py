@@ -101,7 +101,7 @@ class InlineLibrary(codegen.JITCodeLibrary):
     """
 
     def _optimize_final_module(self) -> None:
-        """Callers do."""
+        """Not here: it is optimised with the code of each caller."""
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
