@@ -287,9 +287,17 @@ def test_named_kernels_have_a_histogram(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cpu", "vectors"), [("a64fx", "z"), ("neoverse-n1", "v")])
-def test_float_caches_are_decoded_with_the_longest_vectors(cpu, vectors):
-    code = codegen.compile_kernel("decode-float32", cpu).assembly
+@pytest.mark.parametrize(
+    ("dtype", "cpu", "vectors"),
+    [
+        ("float32", "a64fx", "z"),
+        ("float16", "a64fx", "z"),
+        ("bfloat16", "a64fx", "z"),
+        ("float32", "neoverse-n1", "v"),
+    ],
+)
+def test_float_caches_are_decoded_with_the_longest_vectors(dtype, cpu, vectors):
+    code = codegen.compile_kernel(f"decode-{dtype}", cpu).assembly
     assert set(re.findall(r"\tfm(?:la|ad)\t([vz])\d+\.4?s", code)) == {vectors}
 
 

@@ -4,13 +4,16 @@ The JSON holds everything.
 """
 
 import json
+import os
+import subprocess
 
 import numpy as np
 import pytest
 
-from numflash.commands import validate
+from numflash.commands import validate, validate_groups
 from numflash.commands.cli import main
 from numflash.cpu import launch
+from numflash.jit.system import cpus_of
 from numflash.measure import roofline
 
 GOOD = {"check": "accuracy", "precision": "int8", "error": 0.01, "allowed": 0.03, "ok": True}
@@ -23,7 +26,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(
         roofline, "measure", lambda n: roofline.Roof("avx2", n, 1e12, 1e11, 1e10, 1e10)
     )
-    monkeypatch.setattr(validate, "_attention_seconds", lambda d, threads, repeats: 1e-2 / threads)
+    monkeypatch.setattr(validate, "attention_seconds", lambda d, threads, repeats: 1e-2 / threads)
 
 
 def test_the_report_and_its_json(quick, tmp_path, capsys):
@@ -66,6 +69,45 @@ def test_one_wrong_bit_is_noticed(monkeypatch):
     monkeypatch.setattr(launch, "run", wrong)
     found = validate.bits("avx2", "int8")
     assert not found["ok"] and found["wrong"] == list(validate.CASES)
+
+
+def test_cpu_lists_as_linux_writes_them():
+    assert cpus_of("0-2,8,10-11\n".strip()) == {0, 1, 2, 8, 10, 11} and cpus_of("") == set()
+
+
+def test_memory_groups_are_measured_one_after_the_other(quick, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(validate_groups, "memory_groups", lambda: ["0", "1", "4096"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    seen = []
+
+    def child(command, **options):
+        seen.append((json.loads(command[3]), "NUMBA_NUM_THREADS" in options["env"]))
+        if len(seen) == 2:
+            raise subprocess.CalledProcessError(1, command, stderr="first\nno such CPU")
+        rates = {"threads": 1, "read": 2e10, "copy": 3e10, "int8_attention": 4e11}
+        return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(rates)}\n", "")
+
+    monkeypatch.setattr(subprocess, "run", child)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
+    file = tmp_path / "found.json"
+    assert main(["validate", "--to", str(file)]) == 0
+    assert seen == [([0], False), ([0, 1], False)]  # the CPU that is not there makes no group
+    first, second = [
+        x for x in json.loads(file.read_text())["checks"] if x["check"] == "memory groups"
+    ]
+    assert first["int8_attention"] == 4e11 and second["failed"] == "no such CPU"
+    said = capsys.readouterr().out
+    assert "on 1 memory group(s), 1 CPUs" in said and "400 GOP/s" in said
+    assert "not measured: no such CPU" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes")
+def test_a_process_is_bound_to_its_group(monkeypatch):
+    cpu = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(validate_groups, "usable", lambda: [{cpu}])
+    found = validate_groups.groups(1, 0.01)
+    assert found["cpus"] == [cpu] and found["threads"] == 1 and found["int8_attention"] > 0
 
 
 @pytest.mark.slow  # compiles the best instruction set's kernels

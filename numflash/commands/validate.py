@@ -1,8 +1,8 @@
 """`numflash validate`: everything to check on a new machine, in one run and one JSON.
 
 Bits of every instruction set against the integer model, accuracy against float64, measured peaks,
-the INT8 kernel's share of its peak beside the modelled one, and how it scales over threads. Every
-check is a record with "ok"; the command fails where one does not hold. Times never fail it.
+the INT8 kernel's share of its peak beside the modelled one, and how it scales over threads and memory
+groups. Every check is a record with "ok"; the command fails where one does not hold. Times never fail it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..measure.metrics import errors
 from ..measure.timing import best_time
 from ..numerics.quantization import quantize_problem
 from ..validation.options import Options
+from . import validate_groups
 
 F = np.float32
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -107,7 +108,13 @@ def accuracy(precision: str) -> dict[str, Any]:
     }
 
 
-def _attention_seconds(head_dim: int, threads: int, seconds: float) -> float:
+def operations(head_dim: int) -> int:
+    """Multiplications and additions of the timed call."""
+    return 2 * 4 * LENGTH**2 * head_dim
+
+
+def attention_seconds(head_dim: int, threads: int, seconds: float) -> float:
+    """Time of INT8 attention, two heads of LENGTH queries and keys: the least of `seconds` seconds."""
     q, k, v = _draw(LENGTH, head_dim, heads=2)
     quantised = numflash.quantize_qkv(q, k, v)
     with limit(threads):
@@ -116,8 +123,8 @@ def _attention_seconds(head_dim: int, threads: int, seconds: float) -> float:
 
 def efficiency(head_dim: int, peak: float, budget: float) -> dict[str, Any]:
     """The INT8 kernel's operations per second on one thread, as a share of the measured peak."""
-    seconds = _attention_seconds(head_dim, 1, budget)
-    rate = 2 * 4 * LENGTH**2 * head_dim / seconds
+    seconds = attention_seconds(head_dim, 1, budget)
+    rate = operations(head_dim) / seconds
     modelled = MODELLED.get(target.cpu_name())
     return {
         "check": "efficiency",
@@ -133,7 +140,7 @@ def efficiency(head_dim: int, peak: float, budget: float) -> dict[str, Any]:
 def scaling(budget: float) -> dict[str, Any]:
     """Speed-up of the INT8 kernel over one thread, at powers of two and at all threads."""
     counts = sorted({n for n in (1, 2, 4, 6, 8, 12, 24, 48) if n < most()} | {1, most()})
-    seconds = {n: _attention_seconds(128, n, budget) for n in counts}
+    seconds = {n: attention_seconds(128, n, budget) for n in counts}
     gain = {n: seconds[1] / s for n, s in seconds.items()}
     return {"check": "scaling", "seconds": seconds, "speedup": gain, "ok": True}
 
@@ -184,6 +191,8 @@ def _row(x: dict[str, Any]) -> tuple[str, str]:
         model = f", modelled {x['modelled_share']:.0%}" if x["modelled_share"] else ""
         text = f"{x['operations_per_second'] / 1e9:.0f} GOP/s, {x['share_of_peak']:.0%} of the peak{model}"
         return f"INT8 attention, one thread, D = {x['head_dim']}", text
+    if kind == "memory groups":
+        return validate_groups.row(x)
     if kind == "scaling":
         return "speed-up over threads", ", ".join(f"{n}: {g:.2f}" for n, g in x["speedup"].items())
     return f"peaks on {x['threads']} thread(s)", (
@@ -218,7 +227,9 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     plan = list(_plan(quick))
     seconds = 0.2 if quick else 0.5  # of each timed run: its least is taken
     found = []
-    with Progress("validate", len(plan) + (2 if quick else 3)) as progress:
+    counts = [] if quick else list(range(1, len(validate_groups.usable()) + 1))
+    counts = counts if len(counts) > 1 else []  # one group is the whole machine, measured above
+    with Progress("validate", len(plan) + len(counts) + (2 if quick else 3)) as progress:
         for name, check in plan:
             progress.step(name)
             found.append(check())
@@ -235,6 +246,9 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
         if not quick:
             progress.step("threads")
             found.append(scaling(seconds))
+        for count in counts:
+            progress.step(f"memory groups: {count}")
+            found.append(validate_groups.groups(count, seconds))
     result = {
         **_machine(),
         "quick": quick,

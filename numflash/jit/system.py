@@ -81,6 +81,12 @@ def memory_groups() -> list[str]:
     return [file.read_text().strip() for file in nodes]
 
 
+def cpus_of(listed: str) -> set[int]:
+    """The CPUs of a list as Linux writes it: "0-3,8"."""
+    ranges = (part.partition("-") for part in listed.split(",") if part)
+    return {n for low, _, high in ranges for n in range(int(low), int(high or low) + 1)}
+
+
 @functools.cache
 def tiles_permitted() -> bool:
     """Request permission from Linux to use AMX tiles in this process.
