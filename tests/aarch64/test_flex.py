@@ -33,10 +33,10 @@ def caller(program, form):
                 builder.inttoptr(y, kind.type)
                 for y, kind in zip(a[:2], function.args[:2], strict=True)
             )
-            none = ir.Constant(function.args[2].type, None)
+            none = [ir.Constant(x.type, None) for x in function.args[2:4]]
             unit = ir.Constant(ir.FloatType(), 1.0)
             rows, count, stride, *at = a[2:]
-            builder.call(function, [frame, x, none, stride, rows, count, *at, unit, unit])
+            builder.call(function, [frame, x, *none, stride, rows, count, *at, unit, unit])
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 9), codegen
