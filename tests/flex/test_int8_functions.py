@@ -9,7 +9,7 @@ import pytest
 import numflash
 from flex import gallery as g
 from numflash import validation
-from numflash.cpu import launch_int8
+from numflash.cpu import launch
 from numflash.errors import UnsupportedError
 from numflash.flex.attention import with_functions
 from numflash.jit import target
@@ -131,7 +131,7 @@ def test_blocks_that_need_no_mask_have_the_bits_of_plain_loops(mask_mod, options
         problem, lambda s, b, h, q, k: s - TABLE[h, q] * abs(q - k), mask, "cpu"
     )
     best = target.available(target.ISAS)[0]
-    (out, lse), wanted = (launch_int8.run(problem, isa) for isa in (best, "portable"))
+    (out, lse), wanted = (launch.run(problem, isa) for isa in (best, "portable"))
     assert np.array_equal(out, wanted[0])
     assert np.array_equal(lse, wanted[1])
 
@@ -155,4 +155,4 @@ def with_bits(name, isa):
     q, k, v = (rng.standard_normal((1, 2, n, 64), dtype=np.float32) for n in (70, 400, 400))
     options = Options(precision="int8", return_lse=True)
     problem = with_functions(validation.problem(q, k, v, options), BITS[name], None, "cpu")
-    return launch_int8.run(problem, isa)
+    return launch.run(problem, isa)
