@@ -582,11 +582,10 @@ MUTANTS = [
     ),
     # ---- score functions of INT8, rotation, threads, tilings, the resident cache, arrays on a card
     Mutant(
-        FUNCTION_SCORES,
-        'return isa.choose(b, "==", y, number(-np.inf), y, low)',
-        "return low",
-        INT8_FUNCTIONS,
-        equivalent="Rows of a hidden block leave int16, and are computed from floats: slower, same bits.",
+        "flex/emit.py",
+        "b.fsub(one.number(MAGIC), base),",
+        "one.number(MAGIC),",
+        "tests/flex/test_int8_functions.py",
     ),
     Mutant(FUNCTION_SCORES, "called.h, called.row + i)", "called.h, called.row)", INT8_FUNCTIONS),
     Mutant(
