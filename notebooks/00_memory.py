@@ -42,7 +42,8 @@ from numflash.cpu.study import ladder, ladder_float
 # * **L** is the number of queries, **S** the number of keys (often the same tokens, so L = S). **D** is the length of the vectors,
 #   typically 64 or 128.
 # * **Q** (L x D), **K** (S x D) and **V** (S x D) hold these vectors as rows.
-# * The **score** S[i, j] is the dot product of query i and key j, divided by sqrt(D): how well the two fit.
+# * The **score** S[i, j] is the dot product of query i and key j, divided by sqrt(D): how well the two fit. (By custom S is the name of
+#   two things: of this matrix, and of the number of keys. "L x S" is a size, "softmax(S)" the matrix. In code the matrix is a small `s`.)
 # * **P** = softmax(S), row by row: each score becomes a weight exp(score), and the weights of a row are divided by their sum.
 # * The output **O** (L x D) is P V: row i is the mean of all values, with the weights of row i.
 #
@@ -123,7 +124,9 @@ assert np.abs(out - exact).max() < 1e-6
 
 # %% [markdown]
 # Each row reads every key. When the next row starts, the first keys have left the cache again. So K and V come from memory once *per
-# row*: 96 times. The matrix of scores (`s`) does not fit either: it is written, read back, and written again.
+# row*: 96 times. The matrix of scores (`s`) does not fit either. Each of its lines comes into the cache three times: to receive the scores,
+# for the softmax, and for P V. (Also a line that is only written must come first, because a store changes a part of it.) Twice it goes
+# back to memory changed: with the scores, then with the weights. That is five trips of the matrix.
 #
 # ## The tiled loop
 #
@@ -186,7 +189,7 @@ check("00.2", bytes_of_k_and_v, online, tiled)
 # %% [markdown]
 # ## The picture
 #
-# Each dot is a line of K that comes from memory, in the same stretch of time. Naive: a sweep through all of K for every row.
+# Each dot is a line of K that comes from memory, in the same stretch of time. (A row of K is one line here: 16 numbers of 4 bytes.) Naive: a sweep through all of K for every row.
 # Tiled: a block of 16 lines comes, and is used for 16 rows before the next one.
 
 # %%
@@ -207,12 +210,13 @@ bars(axes[2], {name: r.moved / 1e3 for name, r in runs.items()} | {"each once": 
 #
 # No order of work moves less than Q, K, V and O once each. Two times bound a kernel from below: the bytes that it moves divided by what
 # the memory delivers per second, and its operations divided by what the processor computes per second. The larger one is the limit. The
-# naive kernel moves its score matrix about five times. A kernel like `tiled`, which does all steps for one tile before the next, is called
+# naive kernel moves its score matrix five times, as counted above. A kernel like `tiled`, which does all steps for one tile before the next, is called
 # *fused*; with a tile that fits the cache it does not move the matrix at all. For one core of this machine with measured
 # figures, and for an H100 GPU with those of its data sheet (989 TFLOP/s of float16 products, 3.35 TB/s; 2 bytes a number):
 #
 # (`roof()` measures the most that this machine can do, its *peaks*, with loops that do nothing else. 1 GFLOP/s is 10^9 operations on
-# floats per second, 1 TFLOP/s a thousand times that. The peak of INT8, operations on integers of 8 bits, is used from chapter 06 on.)
+# floats per second, 1 TFLOP/s a thousand times that; GOP/s counts operations on integers in the same way. The peak of INT8, integers of
+# 8 bits, is used from chapter 06 on.)
 
 # %%
 peak = roof()
@@ -229,7 +233,8 @@ table(["one head", "arithmetic, ms", "scores to memory, ms", "Q, K, V, O once, m
 # %% [markdown]
 # On the H100 the trips of the scores take many times as long as the arithmetic: a naive kernel leaves the chip idle most of the time, and
 # that is why FlashAttention was invented. On this one core the two are of the same order: arithmetic is slow enough that memory nearly
-# keeps up, and large caches catch part of the traffic (the 1 MiB of scores at L = 512 never leave the second-level cache here). So on a
+# keeps up, and large caches catch part of the traffic. (A processor has caches of several sizes, one behind the other; the 1 MiB of
+# scores at L = 512 never leave the second of them here.) So on a
 # CPU core tiling alone brings little; chapter 02 measures it. What it brings is the freedom to make the arithmetic itself fast (chapters
 # 05 to 07): then memory would be the limit again.
 #

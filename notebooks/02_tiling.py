@@ -36,7 +36,8 @@ print({level: f"{size / 1024:.0f} KiB" for level, size in caches.levels()}, f"li
 #
 # The inner loop of fused attention touches a tile of Q, a block of K and one of V, the scores between them, and the rows of O
 # that they go into. All of it must stay in a cache that the loads can keep up with: that sum is the *working set*. Tilings
-# are data in this package, and add themselves up.
+# are data in this package, and add themselves up. The example is one for the A64FX, the processor of the supercomputer Fugaku; the names
+# of its parts are those of chapter 00.
 
 # %%
 example = TILINGS["a64fx-fused-48x64"]               # 48 query rows x 64 keys, on Fugaku's processor
@@ -163,8 +164,9 @@ ridge = ...
 check("02.3", ridge, peak)
 
 # %% [markdown]
-# Now the rungs of the ladder under this roof. `packed` is `tiled` with K stored in another order, so that one vector instruction works
-# on 16 keys (chapter 06). `fused` is the integer kernel that chapters 06 and 07 build; it is drawn here to show how far there is to go.
+# Now the rungs of the ladder under this roof. `packed` is `tiled` with K stored in another order, so that one instruction works on 16
+# keys at once (chapter 06). `fused` is the integer kernel that chapters 06 and 07 build; it is drawn here to show how far there is to go.
+# (Its error is larger because it rounds all numbers to bytes; chapter 03 says what that costs.)
 #
 # Bytes from memory, by chapter 00: naive moves its L x L scores five times (4 bytes each); `online` reads K and V once per
 # row, `tiled` and `packed` once per 48 rows, if they do not fit a cache at all; the integer kernel the same with a byte per

@@ -50,7 +50,8 @@ print(isa, f"{running_lanes(isa)} int32 lanes, {registers} vector registers;", p
 #   floats work alike with one product per lane.
 # * The **latency** of an instruction is how many cycles pass until its result can be used. An instruction with a latency of 4 cycles can
 #   still start every cycle, if it does not need the result of the one before.
-# * The **peak** is what the core reaches if it starts dot instructions every cycle, with nothing else to do.
+# * The **peak** is what the core reaches if it starts as many dot instructions as it can in every cycle, with nothing else to do. Large
+#   cores can start two a cycle.
 #
 # ## One product, three ways
 #
@@ -193,8 +194,8 @@ check("06.3", enough)
 # `m` below is a machine with vector registers of 16 lanes. It has four instructions, and counts:
 #
 # * `m.zero()`: a vector of 16 zeros,
-# * `m.load(k, e, n)`: the keys 16 n to 16 n + 15 of channel e of k (channels, keys),
-# * `m.broadcast(q, i, e)`: the number q[i, e] in all 16 lanes,
+# * `m.load(k, e, n)`: the keys 16 n to 16 n + 15 of channel e of `k`, an array (channels, keys),
+# * `m.broadcast(q, i, e)`: the number q[i, e] of `q` (rows, channels) in all 16 lanes,
 # * `m.dot(total, x, y)`: total + x * y, lane by lane.
 #
 # **Exercise 4.** Write a tile of 2 query rows x 2 vectors (32 keys). Return the sums `[[s00, s01], [s10, s11]]`, where the first
@@ -271,7 +272,8 @@ ax.set_title("Q.K^T of bytes in the caches, one core")
 bars(ax, climb, "GOP/s", (f"measured INT8 peak ({isa})", peak.int8 / 1e9), digits=0)
 
 # %% [markdown]
-# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers.
+# What ships is 6 x 4 (6 x 2 with 16 registers): the largest tile whose sums, operands and broadcast word fit the registers. Where 4 x 4 is
+# as fast as 6 x 4 in this table, the table does not decide between them; chapter 24 compares the two in the whole kernel.
 # The bars of the last two rows are medians of five turns in which the places of K alternate, so that the place is the only
 # difference between them. What keeps the tile from the peak? With four times as many channels the loop is four times as long,
 # and the start and end of a tile (setting the sums to 0, storing them) weigh a quarter:

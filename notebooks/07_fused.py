@@ -135,7 +135,9 @@ print(f"unfused takes {seconds['unfused'] / seconds['fused']:.2f} times as long 
 # ## Where the time goes now
 #
 # A clock inside the inner loop would disturb what it measures. So the fused kernel is built four times, with one part more each time; what a
-# part adds is its time (`numflash/measure/phases.py`). One thread.
+# part adds is its time (`numflash/measure/phases.py`). One thread. (The sum can be less than the time of `fused` above: that was the median of
+# complete calls of the course's own loop, which also allocate the output and divide it by l at the end. This is packing and
+# the shipped kernel's loop alone, each the fastest of some calls.)
 
 # %%
 parts = {name: float(np.nan_to_num(t)) for name, t in phases.measure(isa, length, d).items()}
@@ -162,7 +164,7 @@ check("07.3", gain_of_half_a_softmax)
 # %% [markdown]
 # ## The ladder as one table
 #
-# Eight rungs, one change each. `climb` runs every rung on the same numbers, compares it with float64 first, then times it. The float rungs are
+# Eight rungs, one change each, but for rung 5, which makes two: numbers become bytes, and sums stay in registers. `climb` runs every rung on the same numbers, compares it with float64 first, then times it. The float rungs are
 # held against the float32 peak, the integer rungs against the INT8 peak of as many threads. The table is for L = 1024, so that the slow rungs
 # are done quickly; longer sequences favour the later rungs further.
 

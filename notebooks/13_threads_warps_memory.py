@@ -45,7 +45,8 @@ device = card()
 # A kernel is a function that thousands of threads run at once; each asks for its number and does its own share. Threads are grouped into
 # *blocks* of, say, 128; all blocks together are the *grid*. `cuda.threadIdx.x` is the number of a thread within its block,
 # `cuda.blockIdx.x` that of its block, and `cuda.grid(1)` its number in the whole grid. Numba compiles the function to PTX, the assembly
-# language of NVIDIA's GPUs, and needs no GPU for that. The emulator then executes this PTX, every thread and every byte, checks the rules of
+# language of NVIDIA's GPUs, and needs no GPU for that. (A kernel computes with single numbers. NumPy's habits do not work in it:
+# no `x[1:3] = y`, no `a @ b`; give every index, and loop.) The emulator then executes this PTX, every thread and every byte, checks the rules of
 # the machine and counts. `emulate(kernel, grid, block, arguments)` runs `grid` blocks of `block` threads and returns the counts.
 
 # %%
@@ -185,7 +186,8 @@ assert second.global_loaded == answer_of("13.2")(length, d, 64) + length * d * 2
 # %% [markdown]
 # ## Barriers
 #
-# Threads that share memory must agree on *when*. `cuda.syncthreads()` waits until every thread of the block has come. Here each
+# `cuda.shared.array(128, np.float32)` is an array in shared memory, one for each block. Threads that share memory must agree on *when*.
+# `cuda.syncthreads()` waits until every thread of the block has come. Here each
 # thread writes a number and reads that of its mirror image, which another warp wrote. `mirror` forgets the barrier, and its read
 # may come before anything was written: the emulator says "uninitialised". `mirror_over_zeros` has zeros there from before, so the
 # read may find either the old zero or the new number: that is a "race".

@@ -215,7 +215,7 @@ print("passes of one ldmatrix.x4:", one)
 # %% [markdown]
 # **Exercise 3.** Write a transpose: `y` = `x`^T of 32 x 32 float32 numbers by one warp through shared memory, reading and writing
 # global memory in rows, without a single bank conflict. Do it by an XOR and without padding: store number (r, t) at a place of row r that
-# depends on both, so that a column of x is in 32 banks. (`cuda.syncwarp()` makes the warp's stores visible to all its lanes. The check counts
+# depends on both, so that a column of x is in 32 banks. (`cuda.syncwarp()` makes the warp's stores visible to all its lanes; PTX, and so a report, calls it `bar.warp.sync`. The check counts
 # conflicts and sectors of global memory; padding it does not notice.)
 
 # %% tags=["exercise"]

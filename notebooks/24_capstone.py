@@ -156,8 +156,10 @@ assert all(np.array_equal(out, first) for _, out in tiles.values())
 # %% [markdown]
 # ## Plot it, and explain
 #
-# The model of chapter 02: the arithmetic at the speed of the best size, plus the time to read K and V from the second-level cache at 32 bytes
-# a nanosecond, where a small tile reads them more often. What the model leaves out is what a small tile wastes beside traffic: packing a
+# The two times of chapter 02, with the cache in the memory's place: the arithmetic at the speed of the best size, and the time to read K and V
+# from the second-level cache at 32 bytes a nanosecond, more often for a small tile. The roofline takes the larger of the two, as if they ran
+# side by side completely. The model here adds them, as if they never did. The truth is between: a core fetches the next lines while it
+# computes. What the model leaves out is what a small tile wastes beside traffic: packing a
 # tile of queries, starting a loop over the keys, filling the last register tile.
 
 # %%
@@ -173,7 +175,8 @@ ax.set(xlabel="block_q", ylabel="ms, one thread", ylim=(0, None), title=f"{isa},
 _ = ax.legend(fontsize=9)
 
 # %% [markdown]
-# Compare with what you wrote down. Where the measured curve is above the model, the tile loses time to something other than traffic. Where it
+# Compare with what you wrote down. Where the measured curve is below the model, the reads ran beside the arithmetic; with a tile of 12 rows most
+# of them did when these figures were made. Where the measured curve is above the model, the tile loses time to something other than traffic. Where it
 # is flat, neither traffic nor room decides: that is the range from which the shipped size was chosen.
 #
 # ## Invent a score

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from numflash.course import drawings, exercises, lessons, moving, widgets
-from numflash.course.answers import c10, c15
+from numflash.course.answers import c10, c13, c15
 from numflash.course.exercises import Exercise, answers, check, difference, hint, solution
 from numflash.errors import ArgumentError
 
@@ -117,6 +117,7 @@ def test_judges(posed, capsys):
 def test_a_transpose_is_judged_by_sectors_and_conflicts(sectors, conflicts, said, monkeypatch):
     """Right numbers are not enough: columns of global memory would do without shared memory."""
     report = SimpleNamespace(
+        global_stored=4096,
         global_load_sectors=128,
         global_store_sectors=sectors,
         shared_conflicts=conflicts,
@@ -174,6 +175,28 @@ def test_the_report_of_a_race_names_both_warps(capsys):
     check("23.2", running_sums)
     said = re.search(r"overwritten by warp (\d) while warp (\d)", capsys.readouterr().out)
     assert said and int(said[1]) + int(said[2]) == 3
+
+
+def test_a_kernel_written_like_numpy_is_told_so():
+    """The compiler's own words for a row that is assigned are "NRT required but not enabled"."""
+    pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
+    from numba import cuda
+
+    def rows(q, k, out):
+        shared = cuda.shared.array((64, 32), np.float32)
+        shared[cuda.threadIdx.x] = k[cuda.threadIdx.x]
+
+    def zeros(q, k, out):
+        out[cuda.threadIdx.x, 0] = np.float32(0)
+
+    def nothing(q, k, out):
+        cuda.syncthreads()
+
+    said = c13._scores(rows)
+    assert "does not compile" in said and "shared[cuda.threadIdx.x] = k" in said
+    assert "give every index" in said and "\x1b" not in said
+    assert "numbers of out are wrong" in c13._scores(zeros)  # stored something: not open
+    assert c13._scores(nothing) == "open"
 
 
 def test_a_solution_is_printed_only_when_asked(capsys):

@@ -31,16 +31,16 @@ def _tile(kernel: Any) -> str:
     came = kernel(machine, q, k)
     if came is ...:
         return "open"
-    if not isinstance(came, (list, tuple)) or len(came) != 2 or any(len(row) != 2 for row in came):
+    if np.shape(came) != (2, 2, 16):
         return f"got {show(came)}; return the sums as [[s00, s01], [s10, s11]]"
+    if machine.dots != 256:
+        return f"{machine.dots} dots were used; 64 channels x 2 rows x 2 vectors are 256"
     exact = q @ k
     for i in range(2):
         for n in range(2):
             part = exact[i, 16 * n : 16 * n + 16]
             if not np.array_equal(np.asarray(came[i][n]), part):
                 return f"sum [{i}][{n}] is wrong: got {show(np.asarray(came[i][n]))}"
-    if machine.dots != 256:
-        return f"{machine.dots} dots were used; 64 channels x 2 rows x 2 vectors are 256"
     if machine.loads > 256:
         return (
             f"the numbers are right, but it loads {machine.loads} times for 256 dots; "

@@ -32,6 +32,9 @@ EXERCISES = {
     "17.2": Exercise(
         "an mbarrier pipeline",
         (
+            "A deadlock: somebody waits for a phase that never ends. Does the producer's first wait "
+            "return at once (parity 1)? Does every consumer arrive at `empty` after its last load of "
+            "a tile?",
             "Producer, for each n: wait for empty with parity ((n >> 1) & 1) ^ 1; "
             "ptx.mbarrier_expect(full, u32(1024)); then ptx.tma_load_4d(stage, maps, i32(0), "
             "i32(8 * n), i32(0), i32(0), full).",
