@@ -22,6 +22,7 @@ LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-112  # float weights below may be 0, and so may what bfloat16 has below 2**-126
 NO_SCALE = 2.0**-100  # peaks below count as zero in the integer pipeline
 EPS = 2.0**-24
+SUBNORMAL = 2.0**-149  # float32's smallest step
 EPS_OF = {"float32": 2.0**-24, "float64": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -323,12 +324,12 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         cap = o.get("softcap", 0.0)
         limit = 2.0**30 * cap if cap else INT8_LIMIT
         near = np.clip(dots, -limit, limit)
-        shift = (
-            qv
-            @ np.broadcast_to(
-                heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)
-            ).swapaxes(2, 3)
-        ) * scale
+        means = np.broadcast_to(
+            heads(k.offset * np.ones((1, k.data.shape[1], 1, 1)), h), (b, h, 1, d)
+        ).swapaxes(2, 3)
+        shift = (qv @ means) * scale
+        # terms that cancel leave what float64 rounded, here and in the kernel
+        cancelled = d * 2.0**-52 * (np.abs(qv) @ np.abs(means)) * abs(scale)
         step = (
             heads(k.step * np.ones((1, 1, 1, 1)), h)[..., 0][..., None, :]
             if np.ndim(k.step)
@@ -338,7 +339,7 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             -1, keepdims=True, initial=0
         ) * abs(scale)
         if cap:
-            error = error + 8 * EPS * np.abs(shift)
+            error = error + 8 * EPS * np.abs(shift) + cancelled
         s = near + shift if cap else near
         if "functions" in o:
             s, error, seen = o["functions"](s, error, seen)
@@ -367,6 +368,7 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
             + 20 * EPS * np.abs(own_lse)
             + 1e-5
             + 8 * EPS * np.abs(shift[..., 0])
+            + cancelled[..., 0]
         )
         unsure = (far > 5) | k.loose | lost.any(-1)
         out_error = np.where(
@@ -420,8 +422,8 @@ def gradients(q, k, v, do, o: dict, out_given: np.ndarray, lse_given: np.ndarray
         e_p = p * factor
         e_ds = (p * size * factor + p * size * (8e-6 if o.get("softcap") else 0)) * abs(scale)
         largest = sum(np.abs(x).max(initial=0) for x in (q, k, v, do))
-        # products below float32's normal numbers
-        e_ds = e_ds + terms * TINY * largest
+        # products below float32's normal numbers; a large scale makes their steps larger, too
+        e_ds = e_ds + terms * TINY * largest + terms * SUBNORMAL * max(largest, 1.0) * abs(scale)
         e_p = e_p + terms * TINY
         e_dq = e_ds @ np.abs(kh)
         e_dk = e_ds.swapaxes(2, 3) @ np.abs(q)

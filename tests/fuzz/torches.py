@@ -10,6 +10,28 @@ from .checks import expected, held, make_options
 from .compare import WrongError, close
 
 
+def padding_as_lengths(o: dict, sizes: tuple[int, int]) -> dict:
+    """Options with a mask that is one row for all queries and hides only the last keys as
+    `key_lengths`, as docs/pytorch.md promises: INT8's scales then do not see what is hidden.
+
+    sizes (batch, keys).
+    """
+    mask = o.get("attn_mask")
+    if (
+        mask is None
+        or mask.dtype != np.bool_
+        or mask.shape != (sizes[0], 1, 1, sizes[1])
+        or 0 in sizes
+        or "key_lengths" in o
+        or "alignment" in o
+    ):
+        return o
+    lengths = mask.sum(-1).reshape(-1)
+    if not np.array_equal(mask[:, 0, 0], np.arange(sizes[1]) < lengths[:, None]):
+        return o
+    return {n: x for n, x in o.items() if n != "attn_mask"} | {"key_lengths": lengths}
+
+
 def torch(c: dict) -> None:
     import torch as t
 
@@ -33,6 +55,7 @@ def torch(c: dict) -> None:
     if "attn_mask" in call and call["attn_mask"].is_floating_point():
         call["attn_mask"] = call["attn_mask"].float()
         o["attn_mask"] = call["attn_mask"].numpy()
+    o = padding_as_lengths(o, (c["b"], c["s"]))
     q, k, v = (made[n].requires_grad_(c["grad"]) for n in "qkv")
     precision = {"precision": c["precision"]} if c["precision"] else {}
     lse = None
