@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from .gradient import derivative
 from .graph import INDICES, Graph, Node, Untraceable, reachable
+from .identity import identity
 from .intervals import Axis, Interval, Intervals
 from .tracing import Capture, record
 
@@ -35,7 +36,6 @@ class Prepared:
 
     def __init__(self, score_mod: Callable | None, mask_mod: Callable | None) -> None:
         self.graph = Graph()
-        self.functions = score_mod, mask_mod
         capture = Capture(self.graph)
         self.score: Node | None = None
         self.mask: Node | None = None
@@ -137,18 +137,24 @@ class Prepared:
 
 
 _lock = threading.Lock()
-_known: OrderedDict[tuple[int, int], Prepared] = OrderedDict()
+_known: OrderedDict[Any, tuple[Prepared, list[Any]]] = OrderedDict()
 
 
 def prepare(score_mod: Callable | None, mask_mod: Callable | None) -> Prepared:
-    """The traced functions; traced again where an array or number that they name is another one."""
-    key = (id(score_mod), id(mask_mod))
+    """The traced functions; functions that are the same (`identity`) are traced once.
+
+    They are traced again where a name that they use has another value.
+    """
+    held: list[Any] = []
+    key = identity(score_mod, held), identity(mask_mod, held)
     known = _known.get(key)
-    if known is not None and known.functions == (score_mod, mask_mod) and known.capture.current():
-        return known
+    if known is not None and known[0].capture.current():
+        return known[0]
     made = Prepared(score_mod, mask_mod)
+    if not made.capture.steady:
+        return made
     with _lock:
-        _known[key] = made
+        _known[key] = made, held
         _known.move_to_end(key)
         while len(_known) > KEPT:
             _known.popitem(last=False)

@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import ArgumentTypeError
 from .formulas import FORMULAS
 from .graph import Graph, Node, Untraceable
+from .identity import same
 from .traced import Scalar, Values, apply, flatten, indexed, scalar, special
 
 LIBRARIES = ("numpy", "torch", "numba", "builtins")
@@ -45,7 +46,7 @@ class Captured(np.ndarray):
 class Capture:
     """The functions and arrays that a traced function names, and whether they are still the same.
 
-    names : (place, key, value) of all that was looked at: a cell, a dictionary and its key, ...
+    names : (how to read it, what was there) of each cell and global that was looked at
     steady : all that the function can reach was looked at: if `names` hold, so does the graph
     """
 
@@ -60,7 +61,11 @@ class Capture:
         if not self.steady:
             return False
         try:
-            return all(_same(read(), value) for read, value in self.names)
+            for read, value in self.names:
+                found = read()
+                if found is not value and not same(found, value):
+                    return False
+            return True
         except (KeyError, ValueError):  # a name was deleted
             return False
 
@@ -92,18 +97,8 @@ class Capture:
         if _is_tensor(value):
             self.arrays.add(id(value))
             return value
-        if (
-            isinstance(
-                value, (bool, int, float, complex, str, bytes, type, np.generic, types.ModuleType)
-            )
-            or value is None
-        ):
-            return value
-        if isinstance(value, types.BuiltinFunctionType) or type(value).__module__.startswith(
-            LIBRARIES
-        ):
-            return value
-        self.steady = False  # an object whose attributes may change
+        if not _constant(value):
+            self.steady = False  # an object, a class or a module whose attributes may change
         return value
 
     def array(self, value: np.ndarray) -> Captured:
@@ -135,8 +130,11 @@ class Capture:
         names = dict(f.__globals__)
         new = types.FunctionType(f.__code__, names, f.__name__, None, cells)
         self.done[id(f)] = new
-        new.__kwdefaults__ = {k: self.swap(v) for k, v in (f.__kwdefaults__ or {}).items()} or None
-        new.__defaults__ = tuple(map(self.swap, f.__defaults__ or ())) or None
+        if f.__defaults__:
+            self.names.append((functools.partial(getattr, f, "__defaults__"), f.__defaults__))
+            new.__defaults__ = tuple(map(self.swap, f.__defaults__))
+        if named := f.__kwdefaults__:
+            new.__kwdefaults__ = {k: self.look(functools.partial(named.get, k)) for k in named}
         for mine, cell in zip(cells, f.__closure__ or (), strict=True):
             mine.cell_contents = self.look(functools.partial(getattr, cell, "cell_contents"))
         for name in _names(f.__code__):
@@ -151,8 +149,14 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _same(x: Any, y: Any) -> bool:
-    return x is y or (type(x) is type(y) and isinstance(x, (bool, int, float)) and x == y)
+def _constant(x: Any) -> bool:
+    """Whether nothing that a function reads of a value, but its elements, can change."""
+    if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
+        return True
+    if isinstance(x, types.ModuleType):
+        return x.__name__.startswith((*LIBRARIES, "math"))
+    owner = x if isinstance(x, type) else type(x)
+    return isinstance(x, types.BuiltinFunctionType) or owner.__module__.startswith(LIBRARIES)
 
 
 def _is_tensor(x: Any) -> bool:

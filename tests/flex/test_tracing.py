@@ -5,6 +5,7 @@ import functools
 import mmap
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentTypeError
 from numflash.flex.graph import expression
-from numflash.flex.prepared import prepare
+from numflash.flex.prepared import Prepared, prepare
 
 TABLE = np.arange(300.0)
 
@@ -122,6 +123,88 @@ def test_a_known_function_costs_microseconds():
     prepare(g.t5_bias, g.documents)
     best = min(timed(lambda: prepare(g.t5_bias, g.documents)) for _ in range(20))
     assert best < 20e-6  # 1 us on a quiet machine
+
+
+def fresh(c, table, scale=1.0, *, shift=0.0):
+    """A new function of the same code at every call, and a helper that is new, too."""
+
+    def biased(score, k):
+        return score * c + table[k]
+
+    def function(score, b, h, q, k, scale=scale, *, shift=shift):
+        return biased(score, k) * scale + shift
+
+    return function
+
+
+def test_a_new_function_of_the_same_code_and_values_is_known():
+    first = prepare(fresh(0.5, TABLE), None)
+    assert prepare(fresh(0.5, TABLE), None) is first
+    assert prepare(fresh(np.float32(3), TABLE), None) is prepare(fresh(np.float32(3), TABLE), None)
+
+
+@pytest.mark.parametrize(
+    ("c", "table", "scale", "shift"),
+    [
+        (0.25, TABLE, 1.0, 0.0),
+        (1, TABLE, 1.0, 0.0),
+        (True, TABLE, 1.0, 0.0),
+        (np.float32(0.5), TABLE, 1.0, 0.0),
+        (0.5, TABLE.copy(), 1.0, 0.0),
+        (0.5, TABLE, 2.0, 0.0),
+        (0.5, TABLE, 1.0, -0.0),
+        (0.5, TABLE, 1.0, 3.0),
+    ],
+)
+def test_a_new_function_with_another_value_is_traced_again(c, table, scale, shift):
+    first = prepare(fresh(0.5, TABLE), None)
+    function = fresh(c, table, scale, shift=shift)
+    second = prepare(function, None)
+    assert second is not first
+    assert expression(second.score) == expression(Prepared(function, None).score)
+    assert second.graph.owners[0] is table
+    assert prepare(fresh(0.5, TABLE), None) is first
+
+
+def changed_in_place(change):
+    """What prepare() gives of one function before and after something that it names has changed."""
+    held = types.SimpleNamespace(c=2.0)
+    c, table = 2.0, TABLE
+
+    def helper(k, d=2.0):
+        return table[k] * d
+
+    def function(score, b, h, q, k, *, e=2.0):
+        return score * c + helper(k) + e + g.WIDTH + held.c
+
+    def cell(value):
+        nonlocal c, table
+        c, table = value, table * 1
+
+    before = prepare(function, None)
+    change(cell, helper, function, held)
+    return before, prepare(function, None)
+
+
+def test_what_changes_in_a_known_function_is_seen(monkeypatch):
+    changes = {
+        "cell": lambda cell, helper, function, held: cell(3.0),
+        "default": lambda cell, helper, function, held: setattr(helper, "__defaults__", (3.0,)),
+        "option": lambda cell, helper, function, held: function.__kwdefaults__.update(e=3.0),
+        "module": lambda cell, helper, function, held: monkeypatch.setattr(g, "WIDTH", 11),
+        "attribute": lambda cell, helper, function, held: setattr(held, "c", 3.0),
+    }
+    for name, change in changes.items():
+        before, after = changed_in_place(change)
+        wanted = {
+            "cell": "3.0)",
+            "default": "3.0)",
+            "option": "3.0",
+            "module": "11",
+            "attribute": "3.0",
+        }
+        assert wanted[name] in expression(after.score), name
+        assert wanted[name] not in expression(before.score), name
 
 
 def timed(f):
