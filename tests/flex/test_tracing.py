@@ -140,6 +140,7 @@ def fresh(c, table, scale=1.0, *, shift=0.0):
 def test_a_new_function_of_the_same_code_and_values_is_known():
     first = prepare(fresh(0.5, TABLE), None)
     assert prepare(fresh(0.5, TABLE), None) is first
+    assert prepare(fresh(1, TABLE), None) is not prepare(fresh(True, TABLE), None)
     assert prepare(fresh(np.float32(3), TABLE), None) is prepare(fresh(np.float32(3), TABLE), None)
 
 
