@@ -5,12 +5,11 @@ TABLE=whole all of it, on plain loops and in half precisions, too: the integer m
 run here (`tests/cpu/test_combinations.py`), the kernels there. Score functions, and decoding.
 """
 
-import datetime
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from daily import WHOLE, of_today
 from flex import gallery as g
 from flex import test_flex_attention as floats
 from flex import test_int8_functions as integers
@@ -35,7 +34,6 @@ FLOATS = [(A64FX, "sve512"), (N1, "neon")]
 PORTABLE = [(A64FX, "portable"), (N1, "portable")]
 # of the whole table, which a day has one of
 PARTS = 12
-WHOLE = os.environ.get("TABLE") == "whole"
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +74,17 @@ def test_floats_by_pairs(cpu, isa, guests):
     hold_floats("float32", [(cpu, isa)], pairs(), guests)
 
 
-def part():
-    """The day's part of the table; all of it with TABLE=whole."""
-    return rows() if WHOLE else rows()[datetime.date.today().toordinal() % PARTS :: PARTS]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pv", ["int8", "fp32"])
 def test_int8_in_the_table(pv, guests):
-    hold_int8(pv, INT8 + PORTABLE * WHOLE, part(), guests)
+    hold_int8(pv, INT8 + PORTABLE * WHOLE, of_today(rows(), PARTS), guests)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"] if WHOLE else ["float32"])
 def test_floats_in_the_table(precision, guests):
     portable = PORTABLE * (WHOLE and precision == "float32")
-    hold_floats(precision, FLOATS + portable, part(), guests)
+    hold_floats(precision, FLOATS + portable, of_today(rows(), PARTS), guests)
 
 
 @pytest.mark.parametrize(("cpu", "isa"), INT8)

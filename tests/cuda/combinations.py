@@ -28,6 +28,7 @@ import int8_checks
 import numpy as np
 import oracles
 import pytest
+from daily import of_today
 
 from numflash.cuda import launch_float, launch_int8
 from numflash.cuda.device import operands
@@ -409,14 +410,14 @@ def check_all(family: Family, one: Combination, dealt: list[Case]) -> None:
 def parameters(*names: str) -> list[Any]:
     """What `check_all` takes, as parameters of a test.
 
-    By default the kernels that have every option.
+    By default the kernels that have every option; in the slow tests half of the others a day.
     """
     chosen = []
     for name in names:
         family = FAMILIES[name]
-        last = combinations(FAMILIES[name])[-1]
-        for one, dealt in cases(family, tested(name)):
-            marks = () if name in WHOLE and one == last else pytest.mark.slow
+        found = list(cases(family, tested(name)))
+        for one, dealt in of_today(found[:-1], 2 if name in WHOLE else 1) + found[-1:]:
+            marks = () if name in WHOLE and one == found[-1][0] else pytest.mark.slow
             chosen.append(
                 pytest.param(family, one, dealt, id=f"{family.arch} {name_of(one)}", marks=marks)
             )

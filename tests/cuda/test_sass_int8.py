@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
+from daily import WHOLE
 from sass_checks import resources
 
 from numflash.cuda.kernels.flash_int8 import flash_int8
@@ -24,13 +25,14 @@ OPTIONS = {
     "alibi": {"alibi": True},
     "all": {"band": True, "mask": True, "bias": True, "softcap": True, "alibi": True, "group": 4},
 }
-# every option where registers are shortest, none and all of them elsewhere on the same machine, all of
-# them on others: a kernel takes ptxas some ten seconds
+SINGLE = list(OPTIONS) if WHOLE else ["none", "band", "all"]  # where registers are shortest
+# none and all of the options elsewhere on the same machine, all of them on others: a kernel takes
+# ptxas some ten seconds
 TABLE = [
     (arch, d, name)
     for arch in ("sm_75", "sm_80", "sm_120")
     for d in CUDA_HEAD_DIMS
-    for name in OPTIONS
+    for name in SINGLE
     if (arch == "sm_80" and (name in ("none", "all") or d == 128)) or (name == "all" and d >= 128)
 ]
 OTHERS = [
@@ -118,7 +120,7 @@ def test_head_sizes_that_differ(arch, d, dv):
     ("arch", "d", "name"),
     [
         ("sm_80", 64, "all"),
-        *(("sm_80", 128, n) for n in OPTIONS),
+        *(("sm_80", 128, n) for n in SINGLE),
         ("sm_80", 256, "none"),
         ("sm_80", 256, "all"),
         ("sm_120", 128, "none"),
@@ -132,7 +134,7 @@ def test_float_values(arch, d, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "name"),
-    [(d, n) for d in (64, 128, 256) for n in OPTIONS if d == 128 or n in ("none", "all")],
+    [(d, n) for d in (64, 128, 256) for n in SINGLE if d == 128 or n in ("none", "all")],
 )
 def test_hopper(d, name):
     """Scores are multiplied in two places (the first block's, the next one's), weights and values

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
@@ -185,13 +186,15 @@ def tool_versions() -> dict[str, str]:
 def _key(factory: Callable, arch: str, kind: str, constants: dict) -> str:
     versions = list(tool_versions().values())
     source = source_digest(factory.__code__.co_filename)
+    complete = inspect.signature(factory).bind(**constants)
+    complete.apply_defaults()  # a constant left out is its default's kernel
     what = [
         source,
         factory.__module__,
         factory.__qualname__,
         arch,
         kind,
-        sorted(constants.items()),
+        sorted(complete.arguments.items()),
         versions,
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
