@@ -20,11 +20,10 @@ inlined = inline(forceinline=True)  # where options go in: a call would copy the
 
 
 class Dense(NamedTuple):
-    """Mask and bias of `Options`, flat, and the slopes of the present key's scores."""
+    """Mask and bias of `Options`, flat."""
 
     mask: np.ndarray
     bias: np.ndarray
-    slope: np.ndarray
 
 
 class EdgeRows(NamedTuple):
@@ -33,12 +32,16 @@ class EdgeRows(NamedTuple):
     visible(options, b, key, s) : the first query that attends to a key, and the one after the last
     keys_seen(options, mask, head, key, tile) : near .. far of a tile without the keys at either
         end that the mask hides from all queries
-    change(options, dense, head, key, tile, bounds, x, at) : scores x[at:] of one key changed in the
-        field's order, -inf beyond `bounds`; dense.slope = the slope of softcap and score functions
+    call_functions(options, head, key, tile, x, slope) : scores x of all keys of a tile as the
+        functions leave them, and their slopes; only of keys and queries that exist
+    change(options, dense, head, key, tile, bounds, x, slope, at, called) : scores x[at:] of one key
+        changed in the field's order, after functions if `called`, -inf beyond `bounds`; slope[at:]
+        takes up that of softcap
     """
 
     visible: Any
     keys_seen: Any
+    call_functions: Any
     change: Any
 
 
@@ -86,36 +89,31 @@ def make_edge_rows(name: str) -> EdgeRows:
         return near, far
 
     @inlined
-    def call_user(options, slope, head, key, tile, x, at):
-        """The user's functions on the scores of one key.
-
-        A key or query that does not exist keeps slope 0.
-        """
+    def call_functions(options, head, key, tile, x, slope):
         functions = options.functions
-        slope[: tile.columns] = F(0)
         length, s = options.sizes
-        if key < s and tile.query < length:
-            count = min(tile.columns, length - tile.query)
-            user, frame = functions.masked, functions.masked_frame
-            b, h, i = batch_of(functions, head.b), head.h, tile.query
-            call_slopes(user, frame, x, at, slope, 0, 0, 1, count, b, h, i, key, F(LN2), F(LOG2E))
+        first, i = key + tile.near, tile.query
+        rows, count = min(s, key + tile.far) - first, min(tile.columns, length - i)
+        if rows > 0 and count > 0:
+            user, frame, at = functions.masked, functions.masked_frame, tile.near * QUERIES
+            b, h = batch_of(functions, head.b), head.h
+            call_slopes(
+                user, frame, x, at, slope, at, QUERIES, rows, count, b, h, i, first, F(LN2), F(LOG2E)
+            )  # fmt: skip
 
     @inlined
-    def change(options, dense, head, key, tile, bounds, x, at):
+    def change(options, dense, head, key, tile, bounds, x, slope, at, called):
         b, h, i = head.b, head.h, tile.query
         count, cap = tile.columns // lanes, options.softcap
-        called = options.functions.masked != 0
-        if called:
-            call_user(options, dense.slope, head, key, tile, x, at)
         if cap > F(0):
             if called:
                 softcap_seen(x, at, count, cap)
             else:
                 softcap(x, at, count, cap)
-            for c in range(tile.columns):
-                t = F(x[at + c] / cap)
+            for c in range(at, at + tile.columns):
+                t = F(x[c] / cap)
                 factor = F(1) - t * t
-                dense.slope[c] = dense.slope[c] * factor if called else factor
+                slope[c] = slope[c] * factor if called else factor
         if options.slopes.size > 0:
             alibi(x, at, count, options.slopes[b, h], key - options.diagonal[b] - i)
         if dense.bias.size > 0:
@@ -127,4 +125,4 @@ def make_edge_rows(name: str) -> EdgeRows:
         for c in range(at + bounds[1], at + tile.columns):
             x[c] = HIDDEN
 
-    return EdgeRows(visible, keys_seen, change)
+    return EdgeRows(visible, keys_seen, call_functions, change)

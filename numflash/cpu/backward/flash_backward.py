@@ -89,7 +89,7 @@ class Tile(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of one worker: P^T, dS^T, dS, flat."""
+    """The tiles of one worker: P^T, dS^T, dS, flat; until dS is there, slopes are in `turned`."""
 
     p: np.ndarray
     ds: np.ndarray
@@ -114,11 +114,11 @@ def make_backward(name: str):
     nv = isa.nv
     half = max(1, nv // 2) * lanes
     score = score_tile(name, nv, scaled=True)
-    gradients = row_gradients(name)
+    gradients, sloped_gradients = row_gradients(name), row_gradients(name, sloped=True)
     side = isa.square
     square = transpose(side)
     value1, value2, value4 = (value_tile(name, n) for n in (1, max(1, nv // 2), nv))
-    visible, keys_seen, change = make_edge_rows(name)
+    visible, keys_seen, call_functions, change = make_edge_rows(name)
 
     @inline
     def add_product(left, b, at, steps, out, to):
@@ -185,10 +185,12 @@ def make_backward(name: str):
         return Tile(query, columns, near, far), called
 
     @inlined
-    def weigh(options, dense, head, key, tile, s, always, work):
-        """Scores and dP to weights and score gradients, row by row."""
-        p, ds, columns = work.p, work.ds, tile.columns
-        has_slope = options.softcap > F(0) or options.functions.masked != 0
+    def weigh(options, dense, head, key, tile, s, built_in, called, work):
+        """Scores and dP to weights and score gradients, row by row; slopes are in `turned`."""
+        p, ds, slope, columns = work.p, work.ds, work.turned, tile.columns
+        always, sloped = built_in or called, called or options.softcap > F(0)
+        if called:
+            call_functions(options, head, key, tile, p, slope)
         for r in range(tile.near, tile.far):
             lo, hi = visible(options, head.b, key + r, s)
             lo = min(max(lo - tile.query, 0), columns)
@@ -199,11 +201,12 @@ def make_backward(name: str):
             changed = always or lo > 0 or hi < columns
             at = r * QUERIES
             if changed:
-                change(options, dense, head, key + r, tile, (lo, hi), p, at)
-            gradients(p, ds, at, columns // lanes, head.lse, head.delta, tile.query)
-            if has_slope and changed:
-                for c in range(columns):  # the slope of a hidden key may be anything
-                    ds[at + c] = ds[at + c] * dense.slope[c] if p[at + c] != F(0) else F(0)
+                change(options, dense, head, key + r, tile, (lo, hi), p, slope, at, called)
+            count, i = columns // lanes, tile.query
+            if sloped:
+                sloped_gradients(p, ds, at, count, head.lse, head.delta, i, slope)
+            else:
+                gradients(p, ds, at, count, head.lse, head.delta, i, slope)
 
     @inlined
     def add_gradients(head, key, tile, work):
@@ -241,7 +244,6 @@ def make_backward(name: str):
         dense = Dense(
             options.mask.reshape(options.mask.size),
             options.bias.reshape(options.bias.size),
-            scratch.slope[worker],
         )
         built_in = (
             dense.mask.size > 0
@@ -267,7 +269,7 @@ def make_backward(name: str):
                         continue
                     products(head.k, key, head.q_packed, factor, tile, work.p)
                     products(head.v, key, head.do_packed, F(1), tile, work.ds)
-                    weigh(options, dense, head, key, tile, s, built_in or called, work)
+                    weigh(options, dense, head, key, tile, s, built_in, called, work)
                     add_gradients(head, key, tile, work)
 
     @kernel
@@ -304,7 +306,6 @@ def run(
         empty((workers, KEYS * QUERIES), F, "backward weights"),
         empty((workers, KEYS * QUERIES), F, "backward gradients of scores"),
         empty((workers, (QUERIES + MR) * KEYS), F, "backward gradients turned round"),
-        empty((workers, QUERIES), F, "backward sums"),
     )
     high = x.k.shape[1]
     splits = max(1, min(-(-TASKS // n), -(-high // KEYS)))

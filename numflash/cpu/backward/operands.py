@@ -76,13 +76,12 @@ class Sizes(NamedTuple):
 class Scratch(NamedTuple):
     """Tiles of W workers, on cache lines.
 
-    P, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS), slope (W, QUERIES).
+    P, ds (W, KEYS * QUERIES), turned (W, (QUERIES + MR) * KEYS).
     """
 
     p: np.ndarray
     ds: np.ndarray
     turned: np.ndarray
-    slope: np.ndarray
 
 
 class Options(NamedTuple):

@@ -14,17 +14,18 @@ from ..isa.vectors import data, load, store
 
 
 @functools.cache
-def row_gradients(name: str):
-    """Intrinsic f(x, dp, off, count, lse, delta, at).
+def row_gradients(name: str, sloped: bool = False):
+    """Intrinsic f(x, dp, off, count, lse, delta, at, slope).
 
-    x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:]).
+    x = 2**(x - lse[at:]), at most 1, dp = x * (dp - delta[at:]), if `sloped` times slope[off:],
+    which may be anything where x becomes 0.
     """
     isa = FLOAT_ISAS[name]
 
     @intrinsic
-    def gradients(typingctx, x, dp, off, count, lse, delta, at):
+    def gradients(typingctx, x, dp, off, count, lse, delta, at, slope):
         def codegen(context, b, sig, a):
-            px, pd, pl, pm = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5))
+            px, pd, pl, pm, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 1, 4, 5, 7))
 
             def body(n, state):
                 here = b.add(a[2], n)
@@ -35,6 +36,9 @@ def row_gradients(name: str):
                 ds = b.fmul(
                     p, b.fsub(load(b, pd, here, isa.floats, 4), load(b, pm, there, isa.floats, 4))
                 )
+                if sloped:
+                    ds = b.fmul(ds, load(b, ps, here, isa.floats, 4))
+                    ds = isa.choose(b, "==", p, zero, zero, ds)
                 store(b, p, px, here, 4)
                 store(b, ds, pd, here, 4)
                 return []
@@ -42,6 +46,6 @@ def row_gradients(name: str):
             for_vectors(b, a[3], isa.lanes, [], body)
             return context.get_dummy_value()
 
-        return types.void(x, dp, off, count, lse, delta, at), codegen
+        return types.void(x, dp, off, count, lse, delta, at, slope), codegen
 
     return gradients
