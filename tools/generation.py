@@ -2,9 +2,9 @@
 
 Decoding and prefill inside transformers, with its caches and with ResidentCache.
 
-    python tools/generation.py decode smollm2 7900          # one token after 7900, all caches in
-    turns python tools/generation.py decode qwen2 16384 --threads 2 python tools/generation.py
-    prefill smollm2 8192 --layers 6
+    python tools/generation.py decode smollm2 7900          # a token after 7900, caches in turns
+    python tools/generation.py decode qwen2 16384 --threads 2
+    python tools/generation.py prefill smollm2 8192 --layers 6 --rounds 3
 
 Shapes have random weights, so that nothing is downloaded: a step's time does not depend on them.
 Medians of runs in turns; attention and the cache's update are timed inside the step. `--json FILE`
