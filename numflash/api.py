@@ -89,6 +89,8 @@ def attention(
     out : (B, H, L, Dv) in the layout, kind and dtype of query (float32 for float64)
     lse : (B, H, L) float32 in the layout of query, natural log; only with `return_lse`
 
+    Notes
+    -----
     Rows that attend to no key give 0 and -inf. NaN or infinity in a key or value reaches only the
     rows that attend to it.
 
@@ -200,6 +202,8 @@ def attention_backward(
     -------
     dq, dk, dv : as query, key and value: shape, layout, kind and dtype (float32 for float64)
 
+    Notes
+    -----
     Rows that attend to no key, and keys that no row attends to, have gradient 0. NaN or infinity in
     a key or value reaches only the gradients of rows that attend to it, and of the keys that these
     rows attend to.

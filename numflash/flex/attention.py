@@ -150,6 +150,8 @@ def flex_attention(
     out : (B, H, L, Dv) in the kind and dtype of query (float32 for float64)
     lse : (B, H, L) float32, natural log; only with `return_lse`
 
+    Notes
+    -----
     With precision "int8" the functions get scores in float32 of the integer products, and give
     scores that are rounded to 1/256 octave; keys are not smoothed if there is a `score_mod`.
 

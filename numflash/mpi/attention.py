@@ -216,6 +216,8 @@ def ring_attention(
     out : (B, H, L_r, Dv), the rank's rows, of the kind and dtype of query
     lse : (B, H, L_r) float32; only with `return_lse`
 
+    Notes
+    -----
     Equal calls give equal bits. Over another number of ranks or another split, partial results are
     rounded and merged in another order: float32 differs in its last bits; int8 by its own rounding,
     and by float32's where chunks start on a key block of 128.

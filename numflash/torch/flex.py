@@ -114,6 +114,8 @@ def flex_attention(
     -------
     out : (B, H, L, Dv), or (out, lse), or (out, AuxOutput) with `return_aux`
 
+    Notes
+    -----
     Inside `torch.compile` the call is a graph break; `torch.vmap` is refused.
 
     Raises
