@@ -106,7 +106,9 @@ def make_floats(tile: Tile, rows: int, changed: bool):
         if n < KEY_BLOCK:
             row[n:] = F(-np.inf)
         if changed and s.function != 0:
-            largest = apply_functions(t, r, n, first, k_scale, some_bad, query, LN2, LOG2E)
+            largest = apply_functions(
+                t, r, n, first, k_scale, some_bad, query, blocks.inside, LN2, LOG2E
+            )
             if largest > INFINITE:
                 query.spoiled[r] = 1
             elif largest > HUGE:

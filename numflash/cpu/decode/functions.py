@@ -6,15 +6,36 @@ see positions: a ring's slots are taken in runs of consecutive tokens.
 
 from __future__ import annotations
 
+import functools
+import math
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from ...jit.compiler import bare
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.score_calls import call_tile
+from ..isa.vectors import (
+    F32,
+    I32,
+    I64,
+    address,
+    call,
+    constant,
+    load,
+    pointer,
+    splat,
+    store,
+    vector,
+)
+from . import tiles
 from .append import place
 from .changes import change_floats, hide_masked, position_of, row_options, token_in
 from .slots import hide
+from .tiles import Tile
 
 F = np.float32
 I = np.int32
@@ -25,7 +46,7 @@ LOG2E = F(LOG2E_Q8 / 256)
 LN2 = F(np.log(2))
 
 
-@bare
+@bare(forceinline=True)
 def _call(scores, r, n, first, s, at, scale, unit):
     """Call the functions on scores[r, :n] of slots from `first` on, run by run of tokens."""
     row = at.row + r
@@ -61,43 +82,115 @@ def _largest(x):
     return top
 
 
-@bare
-def apply_functions(scores, r, n, first, k_scale, some_bad, query, scale, unit):
+@bare(forceinline=True)
+def _change(scores, r, n, first, k_scale, some_bad, query, inside, scale, unit):
     """Scores of row r as functions and masks leave them, -inf where hidden.
 
-    scores (rows, 128) float32; k_scale (n,) is NaN where a token was not finite. Returns the bits
-    of the largest magnitude; above INFINITE the row attends to such a token or the function gave
-    NaN, which is 0 then.
+    scores (rows, 128) float32; k_scale (n,) is NaN where a token was not finite; inside : the row
+    attends to every slot.
     """
-    s, at, edges, x = query.options, query.rows, query.edges[r], scores[r, :n]
+    s, at, x = query.options, query.rows, scores[r, :n]
     if position_of(at, r) < 0:
         x[:] = HIDDEN
-        return I(0)
+        return
     if some_bad:
         for j in range(n):
             x[j] = F(np.nan) if k_scale[j] != k_scale[j] else x[j]
     _call(scores, r, n, first, s, at, scale, unit)
-    hide(edges, first, n, x, HIDDEN)
+    if not inside:
+        hide(query.edges[r], first, n, x, HIDDEN)
     hide_masked(x, HIDDEN, first, s, at, r)
-    top = _largest(x)
-    if top > INFINITE:
-        for j in range(n):
-            x[j] = F(0) if x[j] != x[j] else x[j]
-    if s.cap[0] > F(0) or s.slopes.size > 0:
-        change_floats(x, first, at, row_options(s, at, r))
-    return top
 
 
 @bare
-def apply_to_integers(work, r, n, first, k_scale, some_bad, query, hidden):
-    """The same of int32 Q8.8 scores, rounded again: whether the row has met NaN."""
-    s, at = query.options, query.rows
-    scores, t = work.view(np.float32), work[r]
-    x, shift = scores[r], s.shift[at.b, at.g, at.row + r]
-    for j in range(n):
-        x[j] = F(F(t[j]) + shift)
-    top = apply_functions(scores, r, n, first, k_scale, some_bad, query, LN2_Q8, LOG2E_Q8)
-    for j in range(n):
-        y = x[j]
-        t[j] = I(hidden) if y == HIDDEN else I(np.rint(min(max(y, -T_LIMIT), T_LIMIT)))
-    return top > INFINITE
+def _change_further(x, first, query, r):
+    """Soft cap and ALiBi of scores that functions have changed; NaN is 0."""
+    for j in range(x.size):
+        x[j] = F(0) if x[j] != x[j] else x[j]
+    change_floats(x, first, query.rows, row_options(query.options, query.rows, r))
+
+
+@bare(forceinline=True)
+def apply_functions(scores, r, n, first, k_scale, some_bad, query, inside, scale, unit):
+    """`_change`, and the options after it.
+
+    Returns the bits of the largest magnitude; above INFINITE the row attends to a token that was
+    not finite or the function gave NaN, which is 0 then.
+    """
+    _change(scores, r, n, first, k_scale, some_bad, query, inside, scale, unit)
+    x = scores[r, :n]
+    top = _largest(x)
+    s = query.options
+    if top > INFINITE or s.cap[0] > F(0) or s.slopes.size > 0:
+        _change_further(x, first, query, r)
+    return top
+
+
+@functools.cache
+def row_conversions(tile: Tile):
+    """Intrinsics on row r of the scratch memory at address `work`, 128 scores.
+
+    to_floats(work, r, shift): int32 to float32, plus a float32.
+    to_integers(work, r): float32 to the next int32, -inf to HIDDEN; whether there is NaN, which
+        becomes any number.
+    """
+    lanes = tile.lanes
+    floats, ints = vector(F32, lanes), vector(I32, lanes)
+
+    def places(b, r):
+        first = b.mul(r, I64(KEY_BLOCK))
+        return [b.add(first, I64(n)) for n in range(0, KEY_BLOCK, lanes)]
+
+    @intrinsic
+    def to_floats(typingctx, work, r, shift):
+        def codegen(context, b, sig, a):
+            p, added = pointer(b, a[0]), splat(b, a[2], floats)
+            for at in places(b, a[1]):
+                x = b.fadd(b.sitofp(load(b, p, at, ints, 4), floats), added)
+                store(b, x, p, at, 4)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.int64, types.float32), codegen
+
+    @intrinsic
+    def to_integers(typingctx, work, r):
+        def codegen(context, b, sig, a):
+            p = pointer(b, a[0])
+            top, bottom = (constant(floats, x) for x in (float(T_LIMIT), -float(T_LIMIT)))
+            bad = ir.Constant(vector(ir.IntType(1), lanes), None)
+            for at in places(b, a[1]):
+                x = load(b, p, at, floats, 4)
+                bad = b.or_(bad, b.fcmp_unordered("uno", x, x))
+                near = b.select(b.fcmp_ordered("<", x, top), x, top)
+                near = b.select(b.fcmp_ordered(">", near, bottom), near, bottom)
+                hidden = b.fcmp_ordered("==", x, constant(floats, -math.inf))
+                n = b.select(hidden, constant(ints, tiles.HIDDEN), tile.to_int(b, near))
+                store(b, n, p, at, 4)
+            return call(b, f"llvm.vector.reduce.or.v{lanes}i1", ir.IntType(1), bad)
+
+        return types.boolean(types.intp, types.int64), codegen
+
+    return to_floats, to_integers
+
+
+@functools.cache
+def make_apply_to_integers(tile: Tile):
+    """apply_to_integers(r, n, first, k_scale, some_bad, query, inside): int32 Q8.8 scores as
+    functions and all else leave them, rounded again; whether the row has met NaN.
+    """
+    to_floats, to_integers = row_conversions(tile)
+
+    @bare(forceinline=True)
+    def apply_to_integers(r, n, first, k_scale, some_bad, query, inside):
+        s, at, place = query.options, query.rows, address(query.work)
+        scores = query.work.view(np.float32)
+        to_floats(place, r, s.shift[at.b, at.g, at.row + r])
+        _change(scores, r, n, first, k_scale, some_bad, query, inside, LN2_Q8, LOG2E_Q8)
+        scores[r, n:] = HIDDEN
+        if s.cap[0] > F(0) or s.slopes.size > 0:
+            bad = _largest(scores[r]) > INFINITE
+            _change_further(scores[r, :n], first, query, r)
+            return to_integers(place, r) or bad
+        return to_integers(place, r)
+
+    return apply_to_integers

@@ -12,7 +12,7 @@ from ...tiling import KEY_BLOCK
 from ..isa.vectors import address, apart
 from .append import quantize_row
 from .changes import attends_to_bad, change_ints, hide_masked, row_options
-from .functions import apply_to_integers
+from .functions import make_apply_to_integers
 from .products import make_block, make_matrix_block
 from .slots import hide, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
@@ -29,6 +29,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
+    apply_to_integers = make_apply_to_integers(tile)
     q_offset = tile.q_offset
     two_planes = tile.planes == 2
     shared = tile.shared
@@ -124,11 +125,12 @@ def make_integers(tile: Tile, rows: int, changed: bool):
             k_scale = blocks.data[base : base + n * 4].view(np.float32)
             for r in range(query.real):
                 edges, row = query.edges[r], query.work[r]
-                row[n:] = HIDDEN
                 if s.function != 0:
-                    if apply_to_integers(query.work, r, n, first, k_scale, some_bad, query, HIDDEN):
+                    inside = blocks.inside
+                    if apply_to_integers(r, n, first, k_scale, some_bad, query, inside):
                         query.spoiled[r] = 1
                     continue
+                row[n:] = HIDDEN
                 if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
                     query.spoiled[r] = 1
                 change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
