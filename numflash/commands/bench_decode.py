@@ -1,4 +1,4 @@
-"""`numflash bench decode`: one token over a KV cache, by each storage, beside PyTorch."""
+"""`numflash bench decode`: one token over a KV cache, by each storage, beside PyTorch and OpenVINO."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ from typing import Any
 from ..measure import decode_calls
 from ..measure.console import Progress, Table, count
 from ..measure.contenders import on_threads
-from ..measure.decode_calls import DTYPES, PEER, PEER_BFLOAT16
+from ..measure.decode_calls import DTYPES, PEER, PEER_BFLOAT16, PEER_U8
 
-COLUMNS = (*DTYPES, PEER, PEER_BFLOAT16)
-RATIOS = (("float32", PEER), ("int8", PEER), ("int4", PEER), ("bfloat16", PEER_BFLOAT16))
+COLUMNS = (*DTYPES, PEER, PEER_BFLOAT16, PEER_U8)
+RATIOS = (
+    ("float32", PEER),
+    ("int8", PEER),
+    ("int4", PEER),
+    ("bfloat16", PEER_BFLOAT16),
+    ("int8", PEER_U8),
+)
 SHAPE = "(H, Hkv, tokens, D)"
 
 
 def run(threads: int) -> list[dict[str, Any]]:
-    """Print microseconds a token, how many times as long PyTorch takes, and the errors."""
+    """Print microseconds a token, how many times as long the peers take, and the errors."""
     times = Table(
         f"microseconds a token, {count(threads, 'thread')}, medians of calls in turns",
         (SHAPE, *COLUMNS),
-        note="PyTorch: scaled_dot_product_attention with the query heads of a group folded into rows",
+        note="PyTorch: scaled_dot_product_attention with the query heads of a group folded into rows; OpenVINO: "
+        "a stateful model, which appends the token, too (each where it is installed)",
     )
     ratios = Table(
-        "how many times as long PyTorch takes",
+        "how many times as long the peer takes",
         (SHAPE, *(f"{name} / {peer}" for name, peer in RATIOS)),
     )
     accuracy = Table(

@@ -1,7 +1,8 @@
-"""What decoding one token costs, by each storage of a `KVCache`, beside PyTorch.
+"""What decoding one token costs, by each storage of a `KVCache`, beside PyTorch and OpenVINO.
 
 PyTorch's rival is the call that folds the query heads of a group into rows, (B, Hkv, G, D): one
-reading of each key for all of them. It is up to three times as fast as `enable_gqa=True`.
+reading of each key for all of them. It is up to three times as fast as `enable_gqa=True`. OpenVINO
+keeps keys and values in 8 bits, and its call appends the token, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 import numpy as np
 
 from ..cache.kvcache import KVCache
+from ..jit import threads
 from .short_calls import in_turns
 
 SHAPES = (  # (query heads, KV heads, tokens, D)
@@ -27,6 +29,7 @@ SHAPES = (  # (query heads, KV heads, tokens, D)
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 PEER = "PyTorch"
 PEER_BFLOAT16 = "PyTorch bfloat16"
+PEER_U8 = "OpenVINO u8"
 CHECKED = 2  # query heads that are held against float64
 ROUNDS = 15
 PIECE = 4096  # tokens of an append
@@ -72,6 +75,10 @@ def calls(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Calls:
 
         found[PEER] = functools.partial(attend, tensors)
         found[PEER_BFLOAT16] = functools.partial(attend, short)
+    if find_spec("openvino"):
+        from .openvino_decode import token_call
+
+        found[PEER_U8] = token_call(query, key, value, threads.count())
     return found
 
 
