@@ -85,6 +85,17 @@ def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
     call(b, "llvm.prefetch.p0", ir.VoidType(), address, I32(0), I32(locality), I32(1))
 
 
+@intrinsic
+def ask_for(typingctx, place):
+    """f(address): prefetch the cache line there into all levels."""
+
+    def codegen(context, b, sig, a):
+        prefetch(b, pointer(b, a[0]), 3)
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
 def prefetch_once(b: ir.IRBuilder, address) -> None:
     """Prefetch the cache line at `address` into the second level, for reading once.
 
