@@ -17,7 +17,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..cpu.int8 import microkernels, packing, portable, softmax_vectors
-from ..cpu.isa.dot_loop import dot_loop
+from ..cpu.isa.dot_loop import Panel, Rows, dot_loop
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
 from ..cpu.isa.vectors import I32, I64, data, store
 from ..jit import target
@@ -48,7 +48,7 @@ def sums_tile(isa_name: str, mr: int = 6, nv: int = 0) -> Any:
             pq, pk, po = (data(context, b, sig.args[i], a[i]) for i in (0, 2, 4))
             start = [isa.fill(b, isa.vector(I32), 0)] * mr * nv
             rows = dot_loop(
-                b, isa, isa.score_dot, pq, I64(0), a[1], pk, I64(0), a[3], start, mr, nv
+                b, isa, isa.score_dot, Rows(pq, I64(0), a[1]), Panel(pk, I64(0)), a[3], start, nv
             )
             for n, x in enumerate(x for row in rows for x in row):
                 store(b, x, po, isa.elements(b, n), 4)

@@ -17,7 +17,7 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from ..isa.dot_loop import dot_loop
+from ..isa.dot_loop import Panel, Rows, dot_loop
 from ..isa.vectors import (
     I64,
     data,
@@ -45,21 +45,8 @@ def score_tile(name: str, nv: int, scaled: bool = False):
         pq, pk, px = (data(context, b, sig.args[n], a[n]) for n in (0, 3, end - 3))
         zero = [isa.fill(b, isa.floats, 0.0)] * (isa.rows * nv)
         c = isa.splat(b, a[6], isa.floats) if scaled else None
-        rows = dot_loop(
-            b,
-            isa,
-            isa.dot,
-            pq,
-            a[1],
-            a[2],
-            pk,
-            a[4],
-            a[5],
-            zero,
-            isa.rows,
-            nv,
-            isa.elements(b, isa.nv * isa.group),
-        )
+        panel = Panel(pk, a[4], isa.elements(b, isa.nv * isa.group))
+        rows = dot_loop(b, isa, isa.dot, Rows(pq, a[1], a[2]), panel, a[5], zero, nv)
         for m, acc in enumerate(rows):
             for n in range(nv):
                 where = b.add(b.add(a[end - 2], b.mul(a[end - 1], I64(m))), isa.elements(b, n))
@@ -97,7 +84,9 @@ def value_tile(name: str, nv: int):
             ]
             first = [load(b, po, w, isa.floats, 4) for w in where]
             for m, acc in enumerate(
-                dot_loop(b, isa, isa.dot, pp, a[1], a[2], pv, a[4], a[6], first, isa.rows, nv, a[5])
+                dot_loop(
+                    b, isa, isa.dot, Rows(pp, a[1], a[2]), Panel(pv, a[4], a[5]), a[6], first, nv
+                )
             ):
                 for n in range(nv):
                     store(b, acc[n], po, where[m * nv + n], 4)

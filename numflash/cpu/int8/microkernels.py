@@ -27,7 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
-from ..isa.dot_loop import dot_loop
+from ..isa.dot_loop import Panel, Rows, dot_loop
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I8, I32, I64, data, load, store
 from . import score_changes
@@ -45,7 +45,7 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
     start = [load(b, pbias, col[v], i32s, 4) for v in range(nv)]
     key_scale = [load(b, pck, col[v], f32s, 4) for v in range(nv)]
     rows = dot_loop(
-        b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], start * mr, mr, nv, beside=beside
+        b, isa, isa.score_dot, Rows(pq, a[1], a[2]), Panel(pk, a[4]), a[5], start * mr, nv, beside
     )
     if (
         isa.scalable
@@ -268,7 +268,9 @@ def value_tile(name: str, mr: int, nv: int):
                 else:
                     start += [isa.fill(b, i32s, 0)] * nv
             for m, acc in enumerate(
-                dot_loop(b, isa, isa.value_dot, pp, a[1], a[2], pv, a[4], a[5], start, mr, nv)
+                dot_loop(
+                    b, isa, isa.value_dot, Rows(pp, a[1], a[2]), Panel(pv, a[4]), a[5], start, nv
+                )
             ):
                 s = isa.splat(b, load(b, ps, b.add(a[8], I64(m)), F32, 4), f32s)
                 for n in range(nv):

@@ -5,27 +5,42 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from .vectors import I32, I64, load
 
 BESIDE = 3  # steps of dot products for each piece of other work between them
 
 
-def dot_loop(
-    b, isa, dot, pa, a_off, a_stride, pb, b_off, groups, init, mr, nv, b_stride=None, beside=None
-):
-    """mr x nv register accumulators over `groups` >= 1 steps.
+class Rows(NamedTuple):
+    """A: `stride` elements from row to row. Elements are operands, 4 / group bytes each."""
+
+    base: Any
+    first: Any
+    stride: Any
+
+
+class Panel(NamedTuple):
+    """B, packed: `stride` elements from step to step, or as many as the tile is wide."""
+
+    base: Any
+    first: Any
+    stride: Any = None
+
+
+def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=None):
+    """Sums of a tile, nv registers a row, over `groups` >= 1 steps; they begin with the list `init`.
 
     Yields the nv final values of each row.
 
     The last step is outside the loop, row by row, so that what the caller does with a row runs
-    beside the dot products of the next rows. A is addressed in elements of one operand (4 / group
-    bytes: 1 for group 4, 2 for group 2); rows of B are `b_stride` elements apart, or as wide as the
-    tile.
+    beside the dot products of the next rows.
 
     beside : (count, emit); emit(n) for every n below `count` runs beside `BESIDE` steps, of which
         there must be enough
     """
-    width = 4 // isa.group  # bytes of an element
+    pb, b_off, b_stride = panel
+    mr, width = len(init) // nv, 4 // isa.group  # rows, and bytes of an element
 
     def step(g, sums):
         row = b.add(
@@ -35,9 +50,9 @@ def dot_loop(
             load(b, pb, b.add(row, isa.elements(b, isa.group * v)), isa.operand, width, 1)
             for v in range(nv)
         ]
-        column = b.add(a_off, b.mul(g, I64(isa.group)))
+        column = b.add(rows.first, b.mul(g, I64(isa.group)))
         for m in range(mr):
-            word = load(b, pa, b.add(column, b.mul(a_stride, I64(m))), I32, width, 1)
+            word = load(b, rows.base, b.add(column, b.mul(rows.stride, I64(m))), I32, width, 1)
             x = b.bitcast(isa.splat(b, word, isa.vector(I32)), isa.operand)
             yield [dot(b, sums[m * nv + v], x, columns[v]) for v in range(nv)]
 

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 from ...jit import target
 from ...jit.compiler import kernel
-from ..isa.dot_loop import dot_loop
+from ..isa.dot_loop import Panel, Rows, dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
 from ..isa.vectors import I32, I64, data, store
 
@@ -38,14 +38,10 @@ def make_tile(isa_name: str, mr: int, nv: int):
                 builder,
                 isa,
                 isa.score_dot,
-                pa,
-                args[1],
-                args[2],
-                pb,
-                args[4],
+                Rows(pa, args[1], args[2]),
+                Panel(pb, args[4]),
                 args[5],
                 start,
-                mr,
                 nv,
             )
             for m, sums in enumerate(rows):

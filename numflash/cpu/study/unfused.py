@@ -33,7 +33,7 @@ from ...jit.compiler import inline, kernel
 from ...numerics import fixedpoint as fx
 from ...tiling import TILINGS
 from ..int8.packing import PackedKeys, pack_keys
-from ..isa.dot_loop import dot_loop
+from ..isa.dot_loop import Panel, Rows, dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
 from ..isa.vectors import I32, data, load, prefetch_once, store
 
@@ -120,7 +120,16 @@ def make_tile(name: str):
                 for v in range(isa.nv)
             ] * MR
             for m, sums in enumerate(
-                dot_loop(b, isa, isa.score_dot, pq, a[1], a[2], pk, a[4], a[5], first, MR, isa.nv)
+                dot_loop(
+                    b,
+                    isa,
+                    isa.score_dot,
+                    Rows(pq, a[1], a[2]),
+                    Panel(pk, a[4]),
+                    a[5],
+                    first,
+                    isa.nv,
+                )
             ):
                 where = b.add(a[9], b.mul(a[10], a[10].type(m)))
                 for v in range(0, isa.nv, 2):
