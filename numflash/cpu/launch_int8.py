@@ -157,7 +157,7 @@ def from_integers(problem: Problem, isa: str) -> Operands:
 
 
 def stream_of(problem: Problem, isa: str) -> int:
-    """The address of the woven stream for these head sizes, or 0 where there is none."""
+    """The address of the software-pipelined stream for these head sizes, or 0 where there is none."""
     if not VECTOR_ISAS[isa].tiled or problem.pv == "fp32":
         return 0
     changed = problem.functions is not None and problem.functions.changes_scores

@@ -1,4 +1,4 @@
-"""The woven stream of AMX.
+"""The software-pipelined stream of AMX.
 
 The bits of the integer model where it runs, and that it stops where scores leave int16.
 """

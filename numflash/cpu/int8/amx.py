@@ -9,7 +9,7 @@ column. Two by two tiles of sums share their operands: 4 loads for 4 products.
 
 The sums can only leave through memory, so a block has two steps: `multiply` and `save` put the sums
 of 32 x 32 into a scratch block in L1, `finish` does with vectors what `microkernels` do in
-registers. The two run on different units: where a next block follows, `multiply_beside` weaves its
+registers. The two run on different units: where a next block follows, `multiply_beside` interleaves its
 products into the `finish` of the last one.
 
 A process must request the tiles from Linux once (`jit.system.tiles_permitted`), a thread must

@@ -1,4 +1,4 @@
-"""The woven stream of AMX, as `flash_int8` calls it.
+"""The software-pipelined stream of AMX, as `flash_int8` calls it.
 
 One software-pipelined run over the key blocks that all rows of a query tile attend to and that have
 no options but a score function. This module lists those blocks in the table of turns, compiles the stream and calls it:

@@ -1,4 +1,4 @@
-"""What AMX's woven stream reads and writes.
+"""What AMX's software-pipelined stream reads and writes.
 
 The table of turns, the stream's scratch, and loads and stores of both as LLVM instructions.
 """

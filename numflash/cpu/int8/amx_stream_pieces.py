@@ -1,4 +1,4 @@
-"""The pieces of a turn of AMX's woven stream.
+"""The pieces of a turn of AMX's software-pipelined stream.
 
 Blocks of tile products, and the vector work beside them as lists of functions that each emit about
 one row.

@@ -1,4 +1,4 @@
-"""The software pipeline of AMX's woven stream.
+"""The schedule of AMX's software-pipelined stream.
 
 A matrix unit and the vector units work side by side only if each always finds work in the window of
 instructions that the core looks ahead. So the steps of one block (scores, softmax, values) are

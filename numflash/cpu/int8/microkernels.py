@@ -138,12 +138,12 @@ def _change(context, b, isa, types_, args, tile, wide):
 
 
 @functools.cache
-def waiting_tile(name: str, mr: int, woven: bool):
+def waiting_tile(name: str, mr: int, overlapped: bool):
     """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn).
 
     Computes a tile of float32 scores and keeps it in `room` for `finish`.
 
-    `woven`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows
+    `overlapped`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows
     of the tile of the turn before beside the dot products, which use two of Zen 4's four vector
     pipes. rows <= (groups - 1) // BESIDE.
     """
@@ -153,7 +153,7 @@ def waiting_tile(name: str, mr: int, woven: bool):
         target.guard(name, context.codegen())
         tile = _waiting(b, isa, a[11], a[12])
         beside = None
-        if woven:
+        if overlapped:
             before = _waiting(b, isa, a[11], b.add(a[12], I64(1)))
             beside = a[17], _change(context, b, isa, sig.args[13:], a[13:], before, False)
         for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv, beside)):
@@ -214,7 +214,7 @@ def waiting_tile(name: str, mr: int, woven: bool):
             j_before,
         ), codegen
 
-    return beside if woven else alone
+    return beside if overlapped else alone
 
 
 @functools.cache

@@ -12,7 +12,7 @@ columns][step][2][16 groups][16 columns][4]. The keys of a group of V are `Isa.v
 so that weights are packed without a shuffle.
 
 Here K and V are int8 already. `quantize` packs them from floats, with the same two functions:
-`panel_packer` and `block_weaver`.
+`panel_packer` and `block_interleaver`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
-from ..isa.transpose import first_values, transpose, weave
+from ..isa.transpose import first_values, interleave, transpose
 
 SQUARE = 8  # words transposed at a time; every panel is a multiple of it
 # columns, and groups, of a matrix tile; columns of two of them
@@ -101,7 +101,7 @@ def panel_packer(name: str, lanes: int):
 
 
 @functools.cache
-def block_weaver(name: str, lanes: int):
+def block_interleaver(name: str, lanes: int):
     """f(v, base, stride, columns, data, n, block).
 
     One key block of head n, from int8 rows `stride` apart, the first at `base`.
@@ -110,7 +110,7 @@ def block_weaver(name: str, lanes: int):
     group = isa.group
     tiled = isa.tiled
     chunk = SIDE if tiled else isa.nv * lanes
-    woven = weave(lanes, group, isa.v_offset, isa.value_order)
+    interleaved = interleave(lanes, group, isa.v_offset, isa.value_order)
 
     @bare
     def chunk_width(left):
@@ -132,7 +132,7 @@ def block_weaver(name: str, lanes: int):
         return (g * width + c) * group
 
     @bare
-    def weave_block(v, base, stride, columns, data, n, block):
+    def interleave_block(v, base, stride, columns, data, n, block):
         out = n * data.shape[1] + block * KEY_BLOCK * columns
         for g in range(KEY_BLOCK // group):
             t, row = 0, base + first_key(g) * stride
@@ -140,10 +140,10 @@ def block_weaver(name: str, lanes: int):
                 width = chunk_width(columns - t)
                 for c in range(0, width, lanes):
                     to = out + t * KEY_BLOCK + place(g, c, width)
-                    woven(v, row + t + c, stride, data, to)
+                    interleaved(v, row + t + c, stride, data, to)
                 t += width
 
-    return weave_block
+    return interleave_block
 
 
 @functools.cache
@@ -205,7 +205,7 @@ def key_packer(name: str, lanes: int):
 @functools.cache
 def value_packer(name: str, lanes: int):
     """f(v, data, columns): `pack_values` into `data`."""
-    weave_block = block_weaver(name, lanes)
+    interleave_block = block_interleaver(name, lanes)
 
     @bare
     def copy_rows(v, n, first, columns, rows):
@@ -222,10 +222,10 @@ def value_packer(name: str, lanes: int):
         first = block * KEY_BLOCK
         if dv == columns and first + KEY_BLOCK <= length:
             flat = v.reshape(v.size)
-            weave_block(flat, (n * length + first) * dv, dv, columns, data, n, block)
+            interleave_block(flat, (n * length + first) * dv, dv, columns, data, n, block)
         else:
             copy_rows(v, n, first, columns, rows)
-            weave_block(rows, 0, columns, columns, data, n, block)
+            interleave_block(rows, 0, columns, columns, data, n, block)
 
     @inline
     def task(number, v, tasks, columns, data):

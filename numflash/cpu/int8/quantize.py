@@ -33,7 +33,7 @@ from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, running_lanes
 from ..isa.vectors import address
 from .first_keys import FirstKeys
-from .packing import PackedKeys, block_weaver, panel_packer
+from .packing import PackedKeys, block_interleaver, panel_packer
 from .quantize_rows import PLAIN, ROWS, down_channels, quantize_rows, row_scales
 
 F = np.float32
@@ -231,7 +231,7 @@ def value_blocks(isa_name: str, kind: str):
     Those from `length` on are zeros.
     """
     to_int8 = quantize_rows(kind, True)
-    weave_block = block_weaver(isa_name, running_lanes(isa_name))
+    interleave_block = block_interleaver(isa_name, running_lanes(isa_name))
 
     @bare
     def run(x, n, first, stop, length, values, room):
@@ -244,7 +244,7 @@ def value_blocks(isa_name: str, kind: str):
                 count, here = min(ROWS, real - i), row_at(x, n, j + i)
                 out = address(room.block) + i * columns
                 to_int8(here, x.row, count, x.d, 0, address(room.v_factor), out, columns)
-            weave_block(room.block, 0, columns, columns, values, n, j // KEY_BLOCK)
+            interleave_block(room.block, 0, columns, columns, values, n, j // KEY_BLOCK)
 
     return run
 

@@ -1,6 +1,6 @@
 """The pieces of packing, all in registers.
 
-Squares of words are transposed, rows are woven together, packed keys are summed.
+Squares of words are transposed, rows are interleaved, packed keys are summed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def transpose(lanes: int, order: tuple[int, ...] = ()):
 
 
 @functools.cache
-def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
-    """Intrinsic f(x, x_off, x_stride, out, out_off): `group` rows of int8 woven together.
+def interleave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
+    """Intrinsic f(x, x_off, x_stride, out, out_off): `group` rows of int8 interleaved.
 
     Of `lanes` columns, the values of the rows side by side.
 
@@ -65,7 +65,7 @@ def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
     """
 
     @intrinsic
-    def woven(typingctx, x, x_off, x_stride, out, out_off):
+    def interleaved(typingctx, x, x_off, x_stride, out, out_off):
         def codegen(context, b, sig, a):
             px = data(context, b, sig.args[0], a[0])
             po = data(context, b, sig.args[3], a[3])
@@ -90,7 +90,7 @@ def weave(lanes: int, group: int, offset: int, order: tuple[int, ...] = ()):
 
         return types.void(x, x_off, x_stride, out, out_off), codegen
 
-    return woven
+    return interleaved
 
 
 @functools.cache
