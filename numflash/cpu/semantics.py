@@ -29,8 +29,8 @@ class ScoreTiles(NamedTuple):
     unmasked, masked : address and frame of the functions for blocks that all rows see, and for
         others
     states : (B or 1, H or 1, blocks of L, blocks of S) uint8, empty where every block is masked
-    spans : (B or 1, H or 1, blocks of L, 2) int64 first key and end of the blocks that are not
-        empty
+    spans : (B or 1, H or 1, blocks of L, 5) int64 first key and end of the blocks that are not
+        empty, then of the longest run of full ones, and whether there are empty ones between
     rows, keys : of a block
     batch : (B,) int64 the batch entry that functions see for each of the problem's; empty if the
         same

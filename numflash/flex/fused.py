@@ -9,7 +9,7 @@ import numpy as np
 from ..cpu.semantics import NO_TILES, ScoreTiles
 from .evaluate import evaluate
 from .machine import Tile, tile
-from .prepared import EMPTY, Prepared, prepare
+from .prepared import EMPTY, FULL, Prepared, prepare
 from .program import Program
 
 if TYPE_CHECKING:
@@ -163,16 +163,24 @@ class Fused:
 
 
 def spans(states: np.ndarray, keys: int) -> np.ndarray:
-    """(..., blocks of L, 2) int64.
+    """(..., blocks of L, 5) int64.
 
-    The first key of blocks that are not empty, and where they end.
+    The first key of blocks that are not empty, and where they end; the same of the longest run of
+    full blocks, 0 and 0 if there is none; whether there are empty blocks between.
     """
     seen = states != EMPTY
     count = seen.shape[-1]
     some = seen.any(-1)
     first = np.where(some, seen.argmax(-1), 0)
     end = np.where(some, count - seen[..., ::-1].argmax(-1), 0)
-    return np.stack([first * keys, end * keys], -1).astype(np.int64)
+    number = np.arange(count, dtype=np.int32)
+    before = np.maximum.accumulate(np.where(states == FULL, np.int32(-1), number), -1)
+    run = number - before  # full blocks up to this one
+    full_end = np.where(run.max(-1, initial=0) > 0, run.argmax(-1) + 1, 0)
+    full_first = full_end - run.max(-1, initial=0)
+    holes = seen.sum(-1) < end - first
+    ends = keys * np.stack([first, end, full_first, full_end], -1).astype(np.int64)
+    return np.concatenate([ends, holes[..., None]], -1)
 
 
 def _place(name: str, found: Tile | None) -> dict[str, int]:

@@ -6,6 +6,7 @@ import pytest
 import numflash
 from flex import gallery as g
 from numflash.errors import ArgumentError, ArgumentTypeError
+from numflash.flex.fused import spans
 
 EXACT = [g.causal, g.sliding_window, g.prefix_lm, g.documents, g.padded, g.local_and_sinks]
 
@@ -96,3 +97,17 @@ def test_bad_sizes():
         numflash.BlockMask.from_dense(np.zeros((4, 4)))
     with pytest.raises(ArgumentError, match="is indexed by q"):
         numflash.create_block_mask(g.documents, None, None, 151, 150)
+
+
+def test_spans_of_rows_of_blocks():
+    """First and end of what is seen, the longest full run, empty blocks between."""
+    states = np.random.default_rng(5).integers(0, 3, (1, 2, 200, 7)).astype(np.uint8)
+    states[0, 0, :4] = [[0] * 7, [2] * 7, [1] * 7, [0, 0, 2, 2, 1, 0, 0]]
+    for row, found in zip(states.reshape(-1, 7), spans(states, 32).reshape(-1, 5), strict=True):
+        seen = np.flatnonzero(row)
+        first, end = (seen[0], seen[-1] + 1) if seen.size else (0, 0)
+        runs = [(b - a, -a) for a in range(7) for b in range(a + 1, 8) if (row[a:b] == 2).all()]
+        length, start = max(runs, default=(0, 0))
+        assert list(found[:2]) == [32 * first, 32 * end]
+        assert found[3] - found[2] == 32 * length and (not length or found[2] == -32 * start)
+        assert found[4] == (0 in row[first:end])

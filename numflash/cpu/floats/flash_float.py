@@ -36,7 +36,7 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.score_calls import batch_of, call_tile, must_mask, trimmed
+from ..isa.score_calls import batch_of, call_tile, full_run, has_holes, trimmed
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_rows
@@ -161,8 +161,9 @@ def make_attend(name: str, precision: str, key_block: int = 0):
             left, right = union(state, g, rows, s)
             a, z = max(left // unit * unit, block), min(right, block + key_block)
             if functions.states.size > 0 and a < z:
-                row, last = tile.row + g, tile.row + g + rows - 1
-                a, z = trimmed(functions, tile.b, tile.h, row, last, a, z, unit)
+                b, h, row, last = tile.b, tile.h, tile.row + g, tile.row + g + rows - 1
+                if has_holes(functions, b, h, row, last):
+                    a, z = trimmed(functions, b, h, row, last, a, z, unit)
             if semantics.has_mask:
                 a, z = panels_seen(semantics, dense, tile, g, rows, a, z)
             state.start[g // mr] = a
@@ -288,22 +289,32 @@ def make_attend(name: str, precision: str, key_block: int = 0):
 
     @inlined
     def call_functions(semantics, tile, group, c, x):
-        """The user's functions on a group's scores; the factor that they leave the scores with."""
+        """The user's functions on a group's scores; the factor that they leave the scores with.
+
+        A run of keys that all rows see is left to the function without the mask, if there is one.
+        """
         functions, b, h = semantics.functions, tile.b, tile.h
-        row, rows, a, z = tile.row + group.g, group.rows, group.first, group.stop
-        address, frame = functions.masked, functions.masked_frame
-        if not must_mask(functions, b, h, row, row + rows - 1, a, z):
-            address, frame = functions.unmasked, functions.unmasked_frame
-        if address == 0:
-            return c
-        at, batch, unit = (
-            group.g * key_block + a - group.block,
-            batch_of(functions, b),
-            F(c * F(LN2)),
-        )
-        keys = z - a
-        call_tile(address, frame, x, at, key_block, rows, keys, batch, h, row, a, unit, F(LOG2E))
-        return F(1)
+        row, rows = tile.row + group.g, group.rows
+        masked, frame, unmasked = functions.masked, functions.masked_frame, functions.unmasked
+        batch, at = batch_of(functions, b), group.g * key_block - group.block
+        a, z = full_run(functions, b, h, row, row + rows - 1, group.first, group.stop)
+        scale, unit, factor = F(c * F(LN2)), F(LOG2E), F(1)
+        if unmasked == 0 and c > F(0):  # the mask leaves the units of the scores as they are
+            scale, unit, factor = F(1), F(1), c
+        elif unmasked == 0:
+            a = z = group.first
+        elif a < z:
+            own = functions.unmasked_frame
+            call_tile(
+                unmasked, own, x, at + a, key_block, rows, z - a, batch, h, row, a, scale, unit
+            )
+        for key, stop in ((group.first, a), (z, group.stop)):
+            if key < stop:
+                call_tile(
+                    masked, frame, x, at + key, key_block, rows, stop - key, batch, h, row, key,
+                    scale, unit,
+                )  # fmt: skip
+        return factor
 
     @inlined
     def soften(semantics, dense, tile, group, c, state):

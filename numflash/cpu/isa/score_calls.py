@@ -153,6 +153,31 @@ def all_empty(tiles, b, h, first_row, last_row, first, stop):
 
 
 @bare
+def has_holes(tiles, b, h, first_row, last_row):
+    """Whether there are empty blocks between those that some of these rows attend to."""
+    nb, nh, _, _ = tiles.spans.shape
+    b, h = min(b, nb - 1), min(h, nh - 1)
+    found = False
+    for block in range(first_row // tiles.rows, last_row // tiles.rows + 1):
+        found = found or tiles.spans[b, h, block, 4] != 0
+    return found
+
+
+@bare
+def full_run(tiles, b, h, first_row, last_row, first, stop):
+    """Keys of first .. stop that all these rows see, by the longest runs of their full blocks."""
+    nb, nh, blocks, _ = tiles.spans.shape
+    if blocks == 0:
+        return first, first
+    b, h = min(b, nb - 1), min(h, nh - 1)
+    start, end = first, stop
+    for block in range(first_row // tiles.rows, last_row // tiles.rows + 1):
+        start = max(start, tiles.spans[b, h, block, 2])
+        end = min(end, tiles.spans[b, h, block, 3])
+    return (start, end) if start < end else (first, first)
+
+
+@bare
 def must_mask(tiles, b, h, first_row, last_row, first, stop):
     """Whether some block of these rows and keys is not full."""
     known = tiles.states.size > 0
