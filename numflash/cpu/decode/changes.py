@@ -96,28 +96,18 @@ class RowOptions(NamedTuple):
 @bare
 def change_floats(x, first, at, row):
     """Soft cap and ALiBi of one row's float scores x of slots from `first` on; -inf stays."""
+    wrapped = at.length > at.sinks + at.ring
     if row.cap > F(0):
         for j in range(x.size):
             capped = softcap(F(F(x[j] * row.inverse) + row.shift), row.cap)
             x[j] = x[j] if x[j] == F(-np.inf) else capped
-    if row.slope != F(0):
+    if row.slope != F(0) and wrapped:
         for j in range(x.size):
             away = abs(row.position - token_in(first + j, at.length, at.sinks, at.ring))
             x[j] = F(x[j] - F(row.slope * F(away)))
-
-
-@bare
-def change_ints(t, hidden, first, at, row):
-    """The same of int32 Q8.8 scores, rounded again; `hidden` stays."""
-    for j in range(t.size):
-        x = F(t[j])
-        if row.cap > F(0):
-            x = softcap(F(F(x * row.inverse) + row.shift), row.cap)
-        if row.slope != F(0):
-            away = abs(row.position - token_in(first + j, at.length, at.sinks, at.ring))
-            x = F(x - F(row.slope * F(away)))
-        x = min(max(x, -fx.T_LIMIT), fx.T_LIMIT)
-        t[j] = t[j] if t[j] == hidden else I(np.rint(x))
+    elif row.slope != F(0):  # without divisions, in vectors
+        for j in range(x.size):
+            x[j] = F(x[j] - F(row.slope * F(abs(row.position - first - j))))
 
 
 @bare

@@ -11,8 +11,8 @@ from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.vectors import address, apart, ask_for
 from .append import quantize_row
-from .changes import attends_to_bad, change_ints, hide_masked, row_options
-from .functions import make_apply_to_integers
+from .changes import attends_to_bad, change_floats, hide_masked, row_options
+from .functions import make_apply_to_integers, row_conversions
 from .products import make_block, make_matrix_block
 from .slots import hide, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
@@ -35,6 +35,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
     apply_to_integers = make_apply_to_integers(tile)
+    to_floats, to_integers = row_conversions(tile)
     ahead = tile.ahead
     scales, packed, size, group = tile.scales, tile.packed, tile.size, tile.group
     q_offset = tile.q_offset
@@ -141,10 +142,13 @@ def make_integers(tile: Tile, rows: int, changed: bool):
                     if apply_to_integers(r, n, first, k_scale, some_bad, query, inside):
                         query.spoiled[r] = 1
                     continue
-                row[n:] = HIDDEN
                 if some_bad and attends_to_bad(edges, first, k_scale, s, at, r):
                     query.spoiled[r] = 1
-                change_ints(row[:n], HIDDEN, first, at, row_options(s, at, r))
+                if s.cap[0] > F(0) or s.slopes.size > 0:
+                    to_floats(work_at, r, F(0))
+                    change_floats(row.view(np.float32)[:n], first, at, row_options(s, at, r))
+                    to_integers(work_at, r)
+                row[n:] = HIDDEN
                 hide(edges, first, n, row, I(HIDDEN))
                 hide_masked(row[:n], I(HIDDEN), first, s, at, r)
             of_values = query.values if shared else place
