@@ -17,8 +17,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..cpu.int8 import microkernels, packing, portable, softmax_vectors
-from ..cpu.isa.dot_loop import Panel, Rows, dot_loop
+from ..cpu.isa.dot_loop import Panel, dot_loop
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of
+from ..cpu.isa.operands import Packed, Rows, Scales
 from ..cpu.isa.vectors import I32, I64, data, store
 from ..jit import target
 from ..measure.console import Progress, Table
@@ -68,8 +69,8 @@ def _scores(isa: str) -> Any:
         panel, width = nv * lanes_here(), q.shape[1]
         for c in range(0, KEY_BLOCK, panel):
             for i in range(0, ROWS, 6):
-                row, key, to = i * width, c * width, i * KEY_BLOCK + c
-                score(q, row, width, k, key, width // 4, start, ck, c, cq, i, x, to, KEY_BLOCK)
+                row, to = Rows(q, i * width, width), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+                score(row, Packed(k, c * width), width // 4, Scales(start, ck, c, cq, i), to)
 
     return scores
 
@@ -104,8 +105,8 @@ def _values(isa: str) -> Any:
         steps = KEY_BLOCK // 4
         for t in range(0, width, panel):
             for i in range(0, ROWS, 6):
-                row, key, to = i * KEY_BLOCK, t * KEY_BLOCK, i * width + t
-                value(p, row, KEY_BLOCK, v, key, steps, scale, total, i, o, to, width)
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                value(row, Packed(v, t * KEY_BLOCK), steps, scale, total, i, to)
 
     return values
 

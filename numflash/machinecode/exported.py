@@ -22,6 +22,7 @@ from ..cpu.int8.first_keys import FirstKeys, first_keys
 from ..cpu.int8.packing import PackedKeys
 from ..cpu.isa import fexpa
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, padded
+from ..cpu.isa.operands import Packed, Rows, Scales
 from ..cpu.launch_float import NO_LIMIT
 from ..cpu.semantics import Semantics, no_tiles
 from ..jit.memory import place
@@ -82,7 +83,8 @@ def _scores(isa_name: str, lanes: int) -> Any:
         qs, ks = place(q, (ROWS * channels,), operand), place(k, (panel * channels,), operand)
         starts, ck = place(start, (panel,), np.int32), place(key_scale, (panel,), np.float32)
         cq, xs = place(query_scale, (ROWS,), np.float32), place(x, (ROWS * x_stride,), np.int16)
-        tile(qs, 0, channels, ks, 0, channels // group, starts, ck, 0, cq, 0, xs, 0, x_stride)
+        rows, scales = Rows(qs, 0, channels), Scales(starts, ck, 0, cq, 0)
+        tile(rows, Packed(ks, 0), channels // group, scales, Rows(xs, 0, x_stride))
 
     return scores
 
@@ -123,7 +125,8 @@ def _values(isa_name: str, lanes: int) -> Any:
         ps, vs = place(p, (ROWS * KEY_BLOCK,), weight), place(v, (KEY_BLOCK * width,), operand)
         s, t = place(scale, (ROWS,), np.float32), place(total, (ROWS,), np.int32)
         os = place(o, (ROWS * o_stride,), np.float32)
-        tile(ps, 0, KEY_BLOCK, vs, 0, KEY_BLOCK // group, s, t, 0, os, 0, o_stride)
+        rows, to = Rows(ps, 0, KEY_BLOCK), Rows(os, 0, o_stride)
+        tile(rows, Packed(vs, 0), KEY_BLOCK // group, s, t, 0, to)
 
     return values
 

@@ -11,6 +11,7 @@ from numflash.cpu.int8 import microkernels, packing, softmax_vectors
 from numflash.cpu.int8.score_changes import Changes
 from numflash.cpu.isa.dot_loop import BESIDE
 from numflash.cpu.isa.isas import lanes_of
+from numflash.cpu.isa.operands import Packed, Rows, Scales
 from numflash.jit.compiler import bare
 from numflash.tiling import KEY_BLOCK
 
@@ -27,7 +28,8 @@ def score_function(isa, mr):
     @njit
     def scores(q, k, start, ck, cq, x):
         stride = q.shape[1]
-        tile(q, 0, stride, k, 0, stride // 4, start, ck, 0, cq, 0, x, 0, STRIDE)
+        scales = Scales(start, ck, 0, cq, 0)
+        tile(Rows(q, 0, stride), Packed(k, 0), stride // 4, scales, Rows(x, 0, STRIDE))
 
     return (
         scores,
@@ -72,59 +74,20 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
     def wide_scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
         stride, room = q.shape[1], room_of()
         changes = changes_of(shift, numbers, base, bias, mask)
-        tile(q, 0, stride, k, 0, stride // 4, start, ck, KEY, cq, 0, room, 0)
-        finish(room, 0, x, 0, STRIDE, changes, 0, mr, 0, KEY)
+        scales = Scales(start, ck, KEY, cq, 0)
+        tile(Rows(q, 0, stride), Packed(k, 0), stride // 4, scales, room, 0)
+        finish(room, 0, Rows(x, 0, STRIDE), changes, 0, mr, 0, KEY)
 
     @bare
     def scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
         stride, room = q.shape[1], room_of()
         changes = changes_of(shift, numbers, base, bias, mask)
         beside = min(mr, (stride // 4 - 1) // BESIDE)
-        tile(
-            q,
-            0,
-            stride,
-            k,
-            0,
-            stride // 4,
-            start,
-            ck,
-            KEY,
-            cq,
-            0,
-            room,
-            0,
-            x,
-            0,
-            STRIDE,
-            changes,
-            0,
-            0,
-            KEY,
-        )
-        tile(
-            q,
-            0,
-            stride,
-            k,
-            0,
-            stride // 4,
-            start,
-            ck,
-            KEY,
-            cq,
-            0,
-            room,
-            1,
-            x,
-            0,
-            STRIDE,
-            changes,
-            beside,
-            0,
-            KEY,
-        )
-        finish(room, 0, x, 0, STRIDE, changes, beside, mr, 0, KEY)
+        row, keys, groups = Rows(q, 0, stride), Packed(k, 0), stride // 4
+        scales, to = Scales(start, ck, KEY, cq, 0), Rows(x, 0, STRIDE)
+        tile(row, keys, groups, scales, room, 0, to, changes, 0, 0, KEY)
+        tile(row, keys, groups, scales, room, 1, to, changes, beside, 0, KEY)
+        finish(room, 0, to, changes, beside, mr, 0, KEY)
 
     return wide_scores if wide else scores, (
         f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], {'float32' if wide else 'int16'}[:,::1], "
@@ -138,7 +101,8 @@ def value_function(isa, mr, nv):
 
     @njit
     def values(p, v, scale, total, o):
-        tile(p, 0, STRIDE, v, 0, p.shape[1] // 4, scale, total, 0, o, 0, o.shape[1])
+        row, to = Rows(p, 0, STRIDE), Rows(o, 0, o.shape[1])
+        tile(row, Packed(v, 0), p.shape[1] // 4, scale, total, 0, to)
 
     return values, "void(uint8[:,::1], int8[::1], float32[::1], int32[::1], float32[:,::1])"
 

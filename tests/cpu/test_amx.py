@@ -8,6 +8,7 @@ import pytest
 
 from numflash.cpu.int8 import amx
 from numflash.cpu.isa.amx_tiles import configure, release
+from numflash.cpu.isa.operands import Packed, Rows
 from numflash.errors import UnsupportedError
 from numflash.jit import target
 from numflash.machinecode import assembly, codegen
@@ -30,10 +31,11 @@ def code():
     def blocks(n, steps, q, k, ck, cq, x):
         configure()
         room = scratch()
-        multiply(q, 0, 128, k, 0, steps)
+        rows, keys = Rows(q, 0, 128), Packed(k, 0)
+        multiply(rows, keys, steps)
         save(room, 0)
         for i in range(1, n):
-            both(q, 0, 128, k, 0, steps, room, i - 1, ck, 0, cq, 0, x, 0, 128, ())
+            both(rows, keys, steps, room, i - 1, Packed(ck, 0), Packed(cq, 0), Rows(x, 0, 128), ())
             save(room, i)
         release()
 
@@ -109,9 +111,9 @@ def test_products_are_the_integer_products(steps, instruction, dtype):
     def run(a, b, s, t, o):
         configure()
         room = scratch()
-        multiply(a, 0, 64 * steps, b, 0, steps)
+        multiply(Rows(a, 0, 64 * steps), Packed(b, 0), steps)
         save(room, 0)
-        finish(room, 0, s, 0, t, 0, o, 0, 32, ())
+        finish(room, 0, Packed(s, 0), Packed(t, 0), Rows(o, 0, 32), ())
         release()
 
     out[:] = 0

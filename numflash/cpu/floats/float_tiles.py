@@ -17,7 +17,8 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from ..isa.dot_loop import Panel, Rows, dot_loop
+from ..isa.dot_loop import Panel, dot_loop
+from ..isa.operands import Rows
 from ..isa.vectors import (
     I64,
     data,

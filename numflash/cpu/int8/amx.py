@@ -31,6 +31,7 @@ from ...jit import target
 from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, VOID, WIDTH
+from ..isa.operands import Packed, Rows, flat
 from ..isa.vectors import F32, I8, I32, I64, call, data, load, store
 from ..isa.vectors_x86 import AMX_INT8
 from . import score_changes
@@ -93,24 +94,25 @@ def _clear(b):
 
 @functools.cache
 def multiply(instruction: str):
-    """Intrinsic f(a, a_off, a_stride, b, b_off, steps).
+    """Intrinsic f(a: Rows, b: Packed, steps).
 
     The tiles of sums become A.B, over 64 * steps products each.
 
-    a: rows of bytes, `a_stride` apart; b: packed tiles (`packing`), SIDE for every step;
-    instruction "tdpbssd" or "tdpbusd".
+    a: rows of bytes; b: packed tiles (`packing`), SIDE for every step; instruction "tdpbssd" or
+    "tdpbusd".
     """
 
     @intrinsic
-    def run(typingctx, a, a_off, a_stride, b, b_off, steps):
+    def run(typingctx, a, b, steps):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
+            types_, args = flat(b, sig, args)
             _clear(b)
             with cgutils.for_range(b, args[5]) as step:
-                _multiply(context, b, instruction, sig.args, args, step.index)
+                _multiply(context, b, instruction, types_, args, step.index)
             return context.get_dummy_value()
 
-        return types.void(a, a_off, a_stride, b, b_off, steps), codegen
+        return types.void(a, b, steps), codegen
 
     return run
 
@@ -126,28 +128,11 @@ def multiply_beside(instruction: str, rows):
     """
 
     @intrinsic
-    def run(
-        typingctx,
-        a,
-        a_off,
-        a_stride,
-        b,
-        b_off,
-        steps,
-        scratch,
-        number,
-        s,
-        s_off,
-        t,
-        t_off,
-        x,
-        x_off,
-        x_stride,
-        changes,
-    ):
+    def run(typingctx, a, b, steps, scratch, number, s, t, x, changes):
         def codegen(context, b, sig, args):
             target.guard("amx_int8", context.codegen())
-            row = rows(context, b, sig.args[6:], args[6:])
+            types_, args = flat(b, sig, args)
+            row = rows(context, b, types_[6:], args[6:])
             _clear(b)
             mixed = b.select(b.icmp_signed("<", args[5], I64(BLOCK // 8)), args[5], I64(BLOCK // 8))
             with cgutils.for_range(b, mixed) as step:
@@ -157,9 +142,9 @@ def multiply_beside(instruction: str, rows):
                     for m in (2 * part, 2 * part + 1):
                         row(b, b.add(first, I64(m)))
 
-                _multiply(context, b, instruction, sig.args, args, step.index, two_rows)
+                _multiply(context, b, instruction, types_, args, step.index, two_rows)
             with cgutils.for_range_slice(b, mixed, args[5], I64(1), I64) as (step, _):
-                _multiply(context, b, instruction, sig.args, args, step)
+                _multiply(context, b, instruction, types_, args, step)
             with cgutils.for_range_slice(b, b.mul(mixed, I64(8)), I64(BLOCK), I64(1), I64) as (
                 m,
                 _,
@@ -167,24 +152,7 @@ def multiply_beside(instruction: str, rows):
                 row(b, m)
             return context.get_dummy_value()
 
-        return types.void(
-            a,
-            a_off,
-            a_stride,
-            b,
-            b_off,
-            steps,
-            scratch,
-            number,
-            s,
-            s_off,
-            t,
-            t_off,
-            x,
-            x_off,
-            x_stride,
-            changes,
-        ), codegen
+        return types.void(a, b, steps, scratch, number, s, t, x, changes), codegen
 
     return run
 
@@ -206,20 +174,20 @@ def save(typingctx, scratch, number):
 
 @functools.cache
 def finish(rows):
-    """Intrinsic f(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes).
+    """Intrinsic f(scratch, number, s: Packed, t: Packed, x: Rows, changes).
 
     The 32 rows of a saved block, by `rows`.
     """
 
     @intrinsic
-    def run(typingctx, scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes):
+    def run(typingctx, scratch, number, s, t, x, changes):
         def codegen(context, b, sig, args):
-            row = rows(context, b, sig.args, args)
+            row = rows(context, b, *flat(b, sig, args))
             with cgutils.for_range(b, I64(BLOCK)) as m:
                 row(b, m.index)
             return context.get_dummy_value()
 
-        return types.void(scratch, number, s, s_off, t, t_off, x, x_off, x_stride, changes), codegen
+        return types.void(scratch, number, s, t, x, changes), codegen
 
     return run
 
@@ -308,45 +276,21 @@ def score_block(changed: bool, wide: bool):
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
         scratch, side, steps = scratch_blocks(), columns // BLOCK, stride // WIDTH
         blocks = (rows + BLOCK - 1) // BLOCK * side
-        first_block(q, 0, stride, k, first * stride, steps)
+        first_block(Rows(q, 0, stride), Packed(k, first * stride), steps)
         save(scratch, 0)
         for n in range(1, blocks):
             i = n // side * BLOCK
             c = n % side * BLOCK
             at = (n - 1) // side * BLOCK
             old = (n - 1) % side * BLOCK
-            both(
-                q,
-                i * stride,
-                stride,
-                k,
-                (first + c) * stride,
-                steps,
-                scratch,
-                n - 1,
-                ck,
-                first + old,
-                cq,
-                at,
-                x,
-                at * KEY_BLOCK + old,
-                KEY_BLOCK,
-                changes,
-            )
+            row, keys = Rows(q, i * stride, stride), Packed(k, (first + c) * stride)
+            to = Rows(x, at * KEY_BLOCK + old, KEY_BLOCK)
+            key_scales, row_scales = Packed(ck, first + old), Packed(cq, at)
+            both(row, keys, steps, scratch, n - 1, key_scales, row_scales, to, changes)
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
-        last_block(
-            scratch,
-            blocks - 1,
-            ck,
-            first + old,
-            cq,
-            at,
-            x,
-            at * KEY_BLOCK + old,
-            KEY_BLOCK,
-            changes,
-        )
+        to = Rows(x, at * KEY_BLOCK + old, KEY_BLOCK)
+        last_block(scratch, blocks - 1, Packed(ck, first + old), Packed(cq, at), to, changes)
 
     return scores
 
@@ -366,33 +310,22 @@ def value_block():
         scratch, width, steps = scratch_blocks(), o.shape[1], columns // WIDTH
         side = width // BLOCK
         blocks = (rows + BLOCK - 1) // BLOCK * side
-        first_block(p, 0, KEY_BLOCK, v, first * width, steps)
+        first_block(Rows(p, 0, KEY_BLOCK), Packed(v, first * width), steps)
         save(scratch, 0)
         for n in range(1, blocks):
             i = n // side * BLOCK
             c = n % side * BLOCK
             at = (n - 1) // side * BLOCK
             old = (n - 1) % side * BLOCK
-            both(
-                p,
-                i * KEY_BLOCK,
-                KEY_BLOCK,
-                v,
-                first * width + c * KEY_BLOCK,
-                steps,
-                scratch,
-                n - 1,
-                scale,
-                0,
-                scale,
-                at,
-                o,
-                at * width + old,
-                width,
-                (),
+            row, column = (
+                Rows(p, i * KEY_BLOCK, KEY_BLOCK),
+                Packed(v, first * width + c * KEY_BLOCK),
             )
+            to, scales = Rows(o, at * width + old, width), Packed(scale, at)
+            both(row, column, steps, scratch, n - 1, Packed(scale, 0), scales, to, ())
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
-        last_block(scratch, blocks - 1, scale, 0, scale, at, o, at * width + old, width, ())
+        to, scales = Rows(o, at * width + old, width), Packed(scale, at)
+        last_block(scratch, blocks - 1, Packed(scale, 0), scales, to, ())
 
     return values

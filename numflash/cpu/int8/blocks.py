@@ -16,6 +16,7 @@ from ..floats import float_tiles
 from ..floats.float_isas import MR
 from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.operands import Packed, Rows, Scales
 from . import amx, wide_rows
 from .microkernels import (
     WAITING_ROWS,
@@ -51,59 +52,18 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
         groups, panel = stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
+            keys = Packed(k, key * stride)
             while i + mr <= rows:
-                tile6(
-                    q,
-                    i * stride,
-                    stride,
-                    k,
-                    key * stride,
-                    groups,
-                    start,
-                    ck,
-                    key,
-                    cq,
-                    i,
-                    x,
-                    i * KEY_BLOCK + c,
-                    KEY_BLOCK,
-                )
+                row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile6(row, keys, groups, Scales(start, ck, key, cq, i), to)
                 i += mr
             while rows - i >= mr2:
-                tile4(
-                    q,
-                    i * stride,
-                    stride,
-                    k,
-                    key * stride,
-                    groups,
-                    start,
-                    ck,
-                    key,
-                    cq,
-                    i,
-                    x,
-                    i * KEY_BLOCK + c,
-                    KEY_BLOCK,
-                )
+                row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile4(row, keys, groups, Scales(start, ck, key, cq, i), to)
                 i += mr2
             if rows - i == 2:
-                tile2(
-                    q,
-                    i * stride,
-                    stride,
-                    k,
-                    key * stride,
-                    groups,
-                    start,
-                    ck,
-                    key,
-                    cq,
-                    i,
-                    x,
-                    i * KEY_BLOCK + c,
-                    KEY_BLOCK,
-                )
+                row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+                tile2(row, keys, groups, Scales(start, ck, key, cq, i), to)
 
     return scores
 
@@ -123,7 +83,8 @@ def _changed_score_block(isa_name: str, wide: bool):
 
     @bare
     def finish_rows(room, turn, x, changes, done, rows, i, c, first):
-        change(room, turn, x, i * KEY_BLOCK + c, KEY_BLOCK, changes, done, rows, i, first + c)
+        to = Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+        change(room, turn, to, changes, done, rows, i, first + c)
 
     @inline
     def scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
@@ -131,54 +92,18 @@ def _changed_score_block(isa_name: str, wide: bool):
         waiting, i_old, c_old = 0, 0, 0  # rows of the tile that waits, and where it belongs
         for c in range(0, columns, panel):
             key, i = first + c, 0
+            keys = Packed(k, key * stride)
             while i < rows:
-                beside, where = min(waiting, (groups - 1) // BESIDE), i_old * KEY_BLOCK + c_old
-                new = min(4, rows - i)
+                row, scales = Rows(q, i * stride, stride), Scales(start, ck, key, cq, i)
+                old, key_old = Rows(x, i_old * KEY_BLOCK + c_old, KEY_BLOCK), first + c_old
+                beside, new = min(waiting, (groups - 1) // BESIDE), min(4, rows - i)
                 if new == 4:
                     tile4(
-                        q,
-                        i * stride,
-                        stride,
-                        k,
-                        key * stride,
-                        groups,
-                        start,
-                        ck,
-                        key,
-                        cq,
-                        i,
-                        room,
-                        turn,
-                        x,
-                        where,
-                        KEY_BLOCK,
-                        changes,
-                        beside,
-                        i_old,
-                        first + c_old,
+                        row, keys, groups, scales, room, turn, old, changes, beside, i_old, key_old
                     )
                 else:
                     tile2(
-                        q,
-                        i * stride,
-                        stride,
-                        k,
-                        key * stride,
-                        groups,
-                        start,
-                        ck,
-                        key,
-                        cq,
-                        i,
-                        room,
-                        turn,
-                        x,
-                        where,
-                        KEY_BLOCK,
-                        changes,
-                        beside,
-                        i_old,
-                        first + c_old,
+                        row, keys, groups, scales, room, turn, old, changes, beside, i_old, key_old
                     )
                 if beside < waiting:
                     finish_rows(room, turn + 1, x, changes, beside, waiting, i_old, c_old, first)
@@ -190,40 +115,14 @@ def _changed_score_block(isa_name: str, wide: bool):
         room, groups, panel = room_of(), stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
+            keys = Packed(k, key * stride)
             while i < rows:
+                row, scales = Rows(q, i * stride, stride), Scales(start, ck, key, cq, i)
                 new = min(4, rows - i)
                 if new == 4:
-                    tile4(
-                        q,
-                        i * stride,
-                        stride,
-                        k,
-                        key * stride,
-                        groups,
-                        start,
-                        ck,
-                        key,
-                        cq,
-                        i,
-                        room,
-                        0,
-                    )
+                    tile4(row, keys, groups, scales, room, 0)
                 else:
-                    tile2(
-                        q,
-                        i * stride,
-                        stride,
-                        k,
-                        key * stride,
-                        groups,
-                        start,
-                        ck,
-                        key,
-                        cq,
-                        i,
-                        room,
-                        0,
-                    )
+                    tile2(row, keys, groups, scales, room, 0)
                 finish_rows(room, 0, x, changes, 0, new, i, c, first)
                 i += new
 
@@ -266,90 +165,30 @@ def value_block(isa_name: str, pv: str):
         width, lanes, groups = o.shape[1], vector_lanes(), columns // group
         t = 0
         while t + nv * lanes <= width:
-            place, i = (first * width + t * KEY_BLOCK), 0
+            values_at, i = Packed(v, first * width + t * KEY_BLOCK), 0
             while i + mr <= rows:
-                tile6(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    place,
-                    groups,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                tile6(row, values_at, groups, scale, total, i, to)
                 i += mr
             while rows - i >= mr2:
-                tile4(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    place,
-                    groups,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                tile4(row, values_at, groups, scale, total, i, to)
                 i += mr2
             if rows - i == 2:
-                tile2(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    place,
-                    groups,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                tile2(row, values_at, groups, scale, total, i, to)
             t += nv * lanes
         if nv_half > 1 and t + nv_half * lanes <= width:
-            place = first * width + t * KEY_BLOCK
+            values_at = Packed(v, first * width + t * KEY_BLOCK)
             for i in range(0, rows, mr):
-                half6(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    place,
-                    groups,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                half6(row, values_at, groups, scale, total, i, to)
             t += nv_half * lanes
         if t < width:
-            place = first * width + t * KEY_BLOCK
+            values_at = Packed(v, first * width + t * KEY_BLOCK)
             for i in range(0, rows, mr):
-                one6(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    place,
-                    groups,
-                    scale,
-                    total,
-                    i,
-                    o,
-                    i * width + t,
-                    width,
-                )
+                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                one6(row, values_at, groups, scale, total, i, to)
 
     return values
 

@@ -27,8 +27,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
-from ..isa.dot_loop import Panel, Rows, dot_loop
+from ..isa.dot_loop import Panel, dot_loop
 from ..isa.isas import VECTOR_ISAS
+from ..isa.operands import Rows, flat
 from ..isa.vectors import F32, I8, I32, I64, data, load, store
 from . import score_changes
 
@@ -36,9 +37,10 @@ ROWS = (6, 4, 2)
 WAITING_ROWS = (4, 2)
 
 
-def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
-    """Scaled float32 scores of one tile, as mr lists of nv vectors in packed key order."""
-    pq, pk, pbias, pck, pcq = (data(context, b, sig.args[i], a[i]) for i in (0, 3, 6, 7, 9))
+def _score_epilogue(context, b, isa, types_, a, mr, beside=None):
+    """Scaled float32 scores of one tile, as mr lists of vectors in packed key order."""
+    nv = isa.nv
+    pq, pk, pbias, pck, pcq = (data(context, b, types_[i], a[i]) for i in (0, 3, 6, 7, 9))
     col = [b.add(a[8], isa.elements(b, v)) for v in range(nv)]
     i32s = isa.vector(I32)
     f32s = isa.vector(F32)
@@ -61,25 +63,21 @@ def _score_epilogue(context, b, isa, sig, a, mr, nv, beside=None):
 
 @functools.cache
 def score_tile(name: str, mr: int, wide: bool = False):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, x, x_off, x_stride)
-    for one ISA and row count.
+    """Intrinsic f(q: Rows, k: Packed, groups, scales, x: Rows) for one ISA and row count.
 
     `wide`: x stays float32.
     """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def tile(
-        typingctx, q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride
-    ):
-        sig = types.void(
-            q, q_off, q_stride, k, k_off, groups, bias, ck, j, cq, i, x, x_off, x_stride
-        )
+    def tile(typingctx, q, k, groups, scales, x):
+        sig = types.void(q, k, groups, scales, x)
 
-        def codegen(context, b, sig, a):
+        def codegen(context, b, sig, args):
             target.guard(name, context.codegen())
-            px = data(context, b, sig.args[11], a[11])
-            for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv)):
+            types_, a = flat(b, sig, args)
+            px = data(context, b, types_[11], a[11])
+            for m, scores in enumerate(_score_epilogue(context, b, isa, types_, a, mr)):
                 for v in range(0, isa.nv, 2):
                     where = b.add(b.add(a[12], b.mul(a[13], I64(m))), isa.elements(b, v))
                     pair = scores[v : v + 2]
@@ -139,87 +137,44 @@ def _change(context, b, isa, types_, args, tile, wide):
 
 @functools.cache
 def waiting_tile(name: str, mr: int, overlapped: bool):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn).
+    """Intrinsic f(q: Rows, k: Packed, groups, scales, room, turn).
 
     Computes a tile of float32 scores and keeps it in `room` for `finish`.
 
-    `overlapped`: f(..., x, x_off, x_stride, changes, rows, i_before, j_before) finishes the first rows
-    of the tile of the turn before beside the dot products, which use two of Zen 4's four vector
-    pipes. rows <= (groups - 1) // BESIDE.
+    `overlapped`: f(..., x: Rows, changes, rows, row_before, key_before) finishes the first rows of
+    the tile of the turn before beside the dot products, which use two of Zen 4's four vector pipes.
+    rows <= (groups - 1) // BESIDE.
     """
     isa = VECTOR_ISAS[name]
 
-    def codegen(context, b, sig, a):
+    def codegen(context, b, sig, args):
         target.guard(name, context.codegen())
+        types_, a = flat(b, sig, args)
         tile = _waiting(b, isa, a[11], a[12])
         beside = None
         if overlapped:
             before = _waiting(b, isa, a[11], b.add(a[12], I64(1)))
-            beside = a[17], _change(context, b, isa, sig.args[13:], a[13:], before, False)
-        for m, scores in enumerate(_score_epilogue(context, b, isa, sig, a, mr, isa.nv, beside)):
+            beside = a[17], _change(context, b, isa, types_[13:], a[13:], before, False)
+        for m, scores in enumerate(_score_epilogue(context, b, isa, types_, a, mr, beside)):
             for v, y in enumerate(scores):
                 store(b, y, tile, isa.elements(b, m * isa.nv + v), 4)
         return context.get_dummy_value()
 
     @intrinsic
-    def alone(typingctx, q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn):
-        return types.void(
-            q, q_off, q_stride, k, k_off, groups, start, ck, j, cq, i, room, turn
-        ), codegen
+    def alone(typingctx, q, k, groups, scales, room, turn):
+        return types.void(q, k, groups, scales, room, turn), codegen
 
     @intrinsic
-    def beside(
-        typingctx,
-        q,
-        q_off,
-        q_stride,
-        k,
-        k_off,
-        groups,
-        start,
-        ck,
-        j,
-        cq,
-        i,
-        room,
-        turn,
-        x,
-        x_off,
-        x_stride,
-        changes,
-        rows,
-        i_before,
-        j_before,
-    ):
-        return types.void(
-            q,
-            q_off,
-            q_stride,
-            k,
-            k_off,
-            groups,
-            start,
-            ck,
-            j,
-            cq,
-            i,
-            room,
-            turn,
-            x,
-            x_off,
-            x_stride,
-            changes,
-            rows,
-            i_before,
-            j_before,
-        ), codegen
+    def beside(typingctx, q, k, groups, scales, room, turn, x, changes, rows, row, key):
+        sig = types.void(q, k, groups, scales, room, turn, x, changes, rows, row, key)
+        return sig, codegen
 
     return beside if overlapped else alone
 
 
 @functools.cache
 def finish(name: str, wide: bool):
-    """Intrinsic f(room, turn, x, x_off, x_stride, changes, done, rows, i, j).
+    """Intrinsic f(room, turn, x: Rows, changes, done, rows, i, j).
 
     Writes rows i + done to i + rows of a kept tile, for the keys from j on, to x.
 
@@ -229,12 +184,13 @@ def finish(name: str, wide: bool):
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def rest(typingctx, room, turn, x, x_off, x_stride, changes, done, rows, i, j):
-        sig = types.void(room, turn, x, x_off, x_stride, changes, done, rows, i, j)
+    def rest(typingctx, room, turn, x, changes, done, rows, i, j):
+        sig = types.void(room, turn, x, changes, done, rows, i, j)
 
-        def codegen(context, b, sig, a):
+        def codegen(context, b, sig, args):
             target.guard(name, context.codegen())
-            emit = _change(context, b, isa, sig.args[2:], a[2:], _waiting(b, isa, a[0], a[1]), wide)
+            types_, a = flat(b, sig, args)
+            emit = _change(context, b, isa, types_[2:], a[2:], _waiting(b, isa, a[0], a[1]), wide)
             with cgutils.for_range_slice(b, a[6], a[7], I64(1), I64) as (n, _):
                 emit(n)
             return context.get_dummy_value()
@@ -246,18 +202,19 @@ def finish(name: str, wide: bool):
 
 @functools.cache
 def value_tile(name: str, mr: int, nv: int):
-    """Intrinsic f(p, p_off, p_stride, v, v_off, groups, scale, total, i, o, o_off, o_stride) for
-    one ISA, row count and width.
+    """Intrinsic f(p: Rows, v: Packed, groups, scale, total, i, o: Rows) for one ISA, row count and
+    width.
     """
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def tile(typingctx, p, p_off, p_stride, v, v_off, groups, scale, total, i, o, o_off, o_stride):
-        sig = types.void(p, p_off, p_stride, v, v_off, groups, scale, total, i, o, o_off, o_stride)
+    def tile(typingctx, p, v, groups, scale, total, i, o):
+        sig = types.void(p, v, groups, scale, total, i, o)
 
-        def codegen(context, b, sig, a):
+        def codegen(context, b, sig, args):
             target.guard(name, context.codegen())
-            pp, pv, ps, pt, po = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6, 7, 9))
+            types_, a = flat(b, sig, args)
+            pp, pv, ps, pt, po = (data(context, b, types_[n], a[n]) for n in (0, 3, 6, 7, 9))
             i32s = isa.vector(I32)
             f32s = isa.vector(F32)
             start = []  # takes the offset of V back out

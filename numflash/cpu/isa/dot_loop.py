@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .operands import Rows
 from .vectors import I32, I64, load
 
 BESIDE = 3  # steps of dot products for each piece of other work between them
-
-
-class Rows(NamedTuple):
-    """A: `stride` elements from row to row. Elements are operands, 4 / group bytes each."""
-
-    base: Any
-    first: Any
-    stride: Any
 
 
 class Panel(NamedTuple):
@@ -31,7 +24,7 @@ class Panel(NamedTuple):
 def dot_loop(b, isa, dot, rows: Rows, panel: Panel, groups, init, nv, beside=None):
     """Sums of a tile, nv registers a row, over `groups` >= 1 steps; they begin with the list `init`.
 
-    Yields the nv final values of each row.
+    Yields the nv final values of each row. Elements of both are operands, 4 / group bytes each.
 
     The last step is outside the loop, row by row, so that what the caller does with a row runs
     beside the dot products of the next rows.

@@ -32,6 +32,7 @@ from ..int8.microkernels import score_tile, value_tile
 from ..int8.softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
 from ..isa import vectors
 from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.operands import Packed, Rows, Scales
 from ..isa.vectors import F32, data, load, next_task, store, vector
 from ..semantics import HIDDEN, UNSEEN
 
@@ -186,21 +187,11 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                         fetch(k, v, c + KEY_BLOCK, stride, columns)
                     for j in range(0, KEY_BLOCK, panel):
                         for i in range(0, block_q, 6):
+                            keys_at = Packed(k, (c + j) * stride)
+                            scales = Scales(start, ck, c + j, factor, i)
+                            to = Rows(x, i * KEY_BLOCK + j, KEY_BLOCK)
                             score(
-                                tile,
-                                i * stride,
-                                stride,
-                                k,
-                                (c + j) * stride,
-                                stride // group,
-                                start,
-                                ck,
-                                c + j,
-                                factor,
-                                i,
-                                x,
-                                i * KEY_BLOCK + j,
-                                KEY_BLOCK,
+                                Rows(tile, i * stride, stride), keys_at, stride // group, scales, to
                             )
                     for i in range(block_q):
                         seen = min(s, row + i + 1) if causal else s
@@ -267,52 +258,15 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
                         for i in range(0, block_q, 6):
                             at, to = i * KEY_BLOCK, i * columns + t
                             if integer:
-                                place = c * columns + t * KEY_BLOCK
+                                rows, steps = Rows(p, at, KEY_BLOCK), KEY_BLOCK // group
+                                column = Packed(v, c * columns + t * KEY_BLOCK)
+                                sums_at = Rows(o, to, columns)
                                 if wide == panel:
-                                    value(
-                                        p,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        KEY_BLOCK // group,
-                                        scale,
-                                        total,
-                                        i,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
+                                    value(rows, column, steps, scale, total, i, sums_at)
                                 elif wide == half:
-                                    value_half(
-                                        p,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        KEY_BLOCK // group,
-                                        scale,
-                                        total,
-                                        i,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
+                                    value_half(rows, column, steps, scale, total, i, sums_at)
                                 else:
-                                    value_one(
-                                        p,
-                                        at,
-                                        KEY_BLOCK,
-                                        v,
-                                        place,
-                                        KEY_BLOCK // group,
-                                        scale,
-                                        total,
-                                        i,
-                                        o,
-                                        to,
-                                        columns,
-                                    )
+                                    value_one(rows, column, steps, scale, total, i, sums_at)
                             else:
                                 place, step = c * columns + t * pair, columns * pair
                                 if wide == panel:

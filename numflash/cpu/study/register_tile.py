@@ -13,8 +13,9 @@ from numba.extending import intrinsic
 
 from ...jit import target
 from ...jit.compiler import kernel
-from ..isa.dot_loop import Panel, Rows, dot_loop
+from ..isa.dot_loop import Panel, dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..isa.operands import Rows
 from ..isa.vectors import I32, I64, data, store
 
 

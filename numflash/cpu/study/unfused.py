@@ -33,8 +33,9 @@ from ...jit.compiler import inline, kernel
 from ...numerics import fixedpoint as fx
 from ...tiling import TILINGS
 from ..int8.packing import PackedKeys, pack_keys
-from ..isa.dot_loop import Panel, Rows, dot_loop
+from ..isa.dot_loop import Panel, dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
+from ..isa.operands import Rows
 from ..isa.vectors import I32, data, load, prefetch_once, store
 
 F, I, U = np.float32, np.int32, np.uint32
