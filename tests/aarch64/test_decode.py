@@ -12,7 +12,7 @@ pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
 
 from numflash.cpu import decode_layout, launch_decode
-from numflash.cpu.decode import append, append_int4, flash_decode, register_tiles, tiles
+from numflash.cpu.decode import append, append_int4, flash_decode, functions, register_tiles, tiles
 from numflash.cpu.isa.vectors import address
 from numflash.errors import UnsupportedError
 from numflash.machinecode import assembly, export
@@ -34,6 +34,30 @@ def tile(isa, dtype="int8"):
 def one_thread(make, *arguments):
     """A kernel that is called with its arguments, compiled for the emulator."""
     return numba.njit(make(*arguments, False).py_func, error_model="numpy")
+
+
+@pytest.mark.parametrize(("isa", "cpu"), MACHINES)
+def test_scores_of_a_row_become_floats_and_integers_again(isa, cpu):
+    to_floats, to_integers = functions.row_conversions(tile(isa))
+
+    @numba.njit
+    def run(whole, real, met):
+        to_floats(address(whole), 1, np.float32(0.25))
+        met[0], met[1] = to_integers(address(real), 0), to_integers(address(real), 1)
+
+    whole = np.random.default_rng(0).integers(-(2**20), 2**20, (2, KEY_BLOCK)).astype(np.int32)
+    real = np.random.default_rng(1).normal(0, 1e5, (2, KEY_BLOCK)).astype(np.float32)
+    real[0, :8] = -np.inf, np.inf, 3e38, -3e38, 0.5, 1.5, -2.5, -0.0
+    real[1, 100] = np.nan
+    wanted = np.rint(np.clip(real, -(2.0**30), 2.0**30).astype(np.float64))
+    wanted[real == -np.inf] = tiles.HIDDEN
+    floats, met = whole.copy(), np.zeros(2, np.int64)
+    Emulated(run, "void(int32[:, ::1], float32[:, ::1], int64[::1])", cpu)(floats, real, met)
+    assert np.array_equal(floats[0], whole[0])
+    assert np.array_equal(floats[1].view(np.float32), whole[1].astype(np.float32) + 0.25)
+    assert list(met) == [0, 1]
+    seen = np.arange(2 * KEY_BLOCK) != KEY_BLOCK + 100  # NaN becomes any number
+    assert np.array_equal(real.view(np.int32).ravel()[seen], wanted.ravel()[seen])
 
 
 @pytest.mark.slow

@@ -587,6 +587,24 @@ MUTANTS = [
         "one.number(MAGIC),",
         "tests/flex/test_int8_functions.py",
     ),
+    Mutant(
+        "flex/identity.py",
+        "return known, tuple(captured), ",
+        "return known, ",
+        "tests/flex/test_tracing.py -k new_function",
+    ),
+    Mutant(
+        FLASH_FLOAT,
+        "for key, stop in ((group.first, a), (z, group.stop)):",
+        "for key, stop in ((group.first, a),):",
+        "tests/flex/test_flex_attention.py",
+    ),
+    Mutant(
+        "cpu/backward/row_gradients.py",
+        'isa.choose(b, "==", p, zero, zero, ds)',
+        "ds",
+        "tests/flex/test_gradients.py",
+    ),
     Mutant(FUNCTION_SCORES, "called.h, called.row + i)", "called.h, called.row)", INT8_FUNCTIONS),
     Mutant(
         "cpu/floats/float_exp2.py",
