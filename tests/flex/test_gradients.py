@@ -43,6 +43,16 @@ def test_the_portable_kernel_and_built_in_options():
         assert_close(gradients(g.relative_bias, g.dilated, impl, **options), wanted)
 
 
+def test_an_infinite_slope_of_a_hidden_score_is_not_met():
+    def steep(score, b, h, q, k):
+        return score / (q - k + 1.0)  # infinite at the first key that is_causal hides
+
+    def guarded(score, b, h, q, k):
+        return score / np.where(q >= k, q - k + 1.0, 1.0)
+
+    assert_close(gradients(steep, None, is_causal=True), gradients(guarded, None, is_causal=True))
+
+
 def test_gradients_are_those_of_torch():
     torch = pytest.importorskip("torch")
     q, k, v = g.operands(21)
