@@ -123,7 +123,7 @@ def test_the_fastest_is_kept_and_wrong_bits_are_refused(file, monkeypatch, capsy
     ]
     name, changed, _ = tiling.chosen_float(found["isa"], "float32")
     assert changed == (best["key_block"],) and name == f"{found['isa']}:{best['mr']}x{best['nv']}"
-    assert main(["tune", "16", "16", "--model"]) == 0
+    assert main(["tune", "--shape", "16", "16", "--model"]) == 0
     assert "modelled cost" in capsys.readouterr().out
     off = reference.oracle
     monkeypatch.setattr(launch, "run", lambda problem, isa: (off(problem)[0] * 1.00001, None))
@@ -153,8 +153,13 @@ def test_what_cannot_be_tuned(options, message):
         tune.run(**options)
 
 
+def test_the_model_alone_measures_nothing(capsys):
+    assert main(["tune", "--model", "--measure", "2"]) == 1
+    assert "--measure: got 2 together with --model" in capsys.readouterr().err
+
+
 def test_other_cpus_are_modelled(file, capsys):
-    assert main(["tune", "256", "64", "--model", "--cpu", "a64fx"]) == 0
+    assert main(["tune", "--shape", "256", "64", "--model", "--cpu", "a64fx"]) == 0
     assert "a64fx, sve, int8" in capsys.readouterr().out and not file.exists()
 
 

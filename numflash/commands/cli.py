@@ -191,9 +191,13 @@ def validate(args: argparse.Namespace) -> Any:
 def tune(args: argparse.Namespace) -> Any:
     from .tune import run
 
-    measured = 0 if args.model else args.measure
-    keep = not args.dry_run
-    return run(args.length, args.head_dim, args.isa, measured, keep, args.dtype, args.cpu)
+    if args.model and args.measure:
+        raise ArgumentError(
+            f"--measure: got {args.measure} together with --model; allowed: one of the two"
+        )
+    measured = 0 if args.model else args.measure or 4
+    length, head_dim = args.shape
+    return run(length, head_dim, args.isa, measured, not args.dry_run, args.dtype, args.cpu)
 
 
 def estimate(args: argparse.Namespace) -> Any:
@@ -412,8 +416,14 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
         tune,
         "the fastest tiling of a kernel here, kept for later calls",
         (
-            length(),
-            HEAD_DIM,
+            option(
+                "--shape",
+                nargs=2,
+                type=positive,
+                default=(2048, 128),
+                metavar=("L", "D"),
+                help="queries and keys, head size (default 2048 128)",
+            ),
             option(
                 "--dtype",
                 choices=["int8", "float32", "bfloat16"],
@@ -423,9 +433,7 @@ COMMANDS: tuple[tuple[Callable, str, tuple], ...] = (
             option("--cpu", help="with --model: LLVM's name of another CPU"),
             option("--isa", help="instruction set (default: the best here)"),
             flag("--model", "rank by the model only, measure nothing"),
-            option(
-                "--measure", type=positive, default=4, metavar="N", help="measure N (default 4)"
-            ),
+            option("--measure", type=positive, metavar="N", help="measure N (default 4)"),
             flag("--dry-run", "keep nothing"),
         ),
     ),
