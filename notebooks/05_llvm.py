@@ -29,6 +29,7 @@ import numpy as np
 from numflash.course import bars, check, figure, roof, rounds, table
 from numflash.cpu.floats import float_tiles
 from numflash.cpu.int8 import microkernels
+from numflash.cpu.isa.operands import Packed, Rows, Scales
 from numflash.cpu.study import ladder
 from numflash.jit.compiler import kernel
 from numflash.machinecode import assembly, codegen
@@ -258,7 +259,8 @@ def register_tile(isa):
 
     @kernel
     def tile(q, k, start, key_scale, row_scale, x):        # 6 rows of 128 channels against one panel of packed keys
-        score(q, 0, 128, k, 0, 32, start, key_scale, 0, row_scale, 0, x, 0, 128)
+        scales = Scales(start, key_scale, 0, row_scale, 0)
+        score(Rows(q, 0, 128), Packed(k, 0), 32, scales, Rows(x, 0, 128))
     return tile
 
 

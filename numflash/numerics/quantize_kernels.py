@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from ..jit.compiler import bare, inline, kernel
@@ -20,6 +22,22 @@ INFINITE = I(0x7F800000)  # bits of +inf: |x| orders like its bits
 MAGNITUDE = I(0x7FFFFFFF)
 NO_SCALE = F(2.0**-100)  # peaks below this count as zero: their scale would leave float32
 ROUND = F(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded to even
+
+
+class Source(NamedTuple):
+    """x (N, L, D) float32 less offset (N, D); lengths (N,) rows that count."""
+
+    x: np.ndarray
+    offset: np.ndarray
+    lengths: np.ndarray
+
+
+class Rounded(NamedTuple):
+    """data (N, L, D) int8, nonfinite (N, L) uint8, low (N, first rows, D) int8."""
+
+    data: np.ndarray
+    nonfinite: np.ndarray
+    low: np.ndarray
 
 
 @bare
@@ -56,13 +74,14 @@ def finer(t, whole):
 
 
 @bare
-def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low):
+def _quantize_block(n, b, source, block, moved, scale, to):
     """Rows of one block of head n; moved (D,) float32: scratch."""
-    raw, shift, moved_bits = reinterpret(x[n], np.int32), offset[n], reinterpret(moved, np.int32)
-    i0, i1 = b * block, min((b + 1) * block, lengths[n])
+    x, shift, moved_bits = source.x[n], source.offset[n], reinterpret(moved, np.int32)
+    raw, nonfinite, low = reinterpret(x, np.int32), to.nonfinite[n], to.low[n]
+    i0, i1 = b * block, min((b + 1) * block, source.lengths[n])
     peak = I(0)
     for i in range(i0, i1):
-        row, row_bits = x[n, i], raw[i]
+        row, row_bits = x[i], raw[i]
         top = I(0)
         for d in range(row.size):
             top = max(top, I(row_bits[d] & MAGNITUDE))
@@ -71,7 +90,7 @@ def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfini
             for d in range(row.size):
                 peak = max(peak, I(moved_bits[d] & MAGNITUDE))
         else:
-            nonfinite[n, i] = 1
+            nonfinite[i] = 1
     if i1 > i0 and peak > I(0):
         moved_bits[0] = peak
     else:
@@ -81,23 +100,23 @@ def _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfini
     scale[n, b] = largest / F(127) if usable else F(1)
     factor = F(127) / largest if usable else F(0)
     for i in range(i0, i1):
-        if nonfinite[n, i] == 0:
-            row, out = x[n, i], data[n, i]
+        if nonfinite[i] == 0:
+            row, out = x[i], to.data[n, i]
             for d in range(row.size):
                 t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
                 out[d] = np.int8(I((t + ROUND) - ROUND))
-            if i < low.shape[1]:
+            if i < low.shape[0]:
                 for d in range(row.size):
                     t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * factor
-                    low[n, i, d] = finer(t, out[d])
+                    low[i, d] = finer(t, out[d])
 
 
 @inline
-def _quantize_blocks(task, x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low):
+def _quantize_blocks(task, source, block, per_task, tasks, scale, to):
     n, first = task // tasks, task % tasks * per_task
-    moved = uncleared((x.shape[2],), np.float32, "a row without its offset")
+    moved = uncleared((source.x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
-        _quantize_block(n, b, x, offset, lengths, block, moved, data, scale, nonfinite, low)
+        _quantize_block(n, b, source, block, moved, scale, to)
 
 
 @kernel
@@ -109,19 +128,17 @@ def quantize_rows(x, offset, lengths, block, data, scale, nonfinite, low):
     """
     per_task = max(1, CHUNK // block)
     tasks = (scale.shape[1] + per_task - 1) // per_task
-    over_tasks(
-        _quantize_blocks,
-        x.shape[0] * tasks,
-        (x, offset, lengths, block, per_task, tasks, data, scale, nonfinite, low),
-    )
+    source, to = Source(x, offset, lengths), Rounded(data, nonfinite, low)
+    over_tasks(_quantize_blocks, x.shape[0] * tasks, (source, block, per_task, tasks, scale, to))
 
 
 @bare
-def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite, low):
+def _quantize_chunk(task, source, factor, chunks, to):
     n, c = task // chunks, task % chunks
-    bits, shift, f = reinterpret(x[n], np.int32), offset[n], factor[n]
-    for i in range(c * CHUNK, min((c + 1) * CHUNK, lengths[n])):
-        row, row_bits, out = x[n, i], bits[i], data[n, i]
+    x, shift, f, low = source.x[n], source.offset[n], factor[n], to.low[n]
+    bits = reinterpret(x, np.int32)
+    for i in range(c * CHUNK, min((c + 1) * CHUNK, source.lengths[n])):
+        row, row_bits, out = x[i], bits[i], to.data[n, i]
         top = I(0)
         for d in range(row.size):
             top = max(top, I(row_bits[d] & MAGNITUDE))
@@ -129,20 +146,17 @@ def _quantize_chunk(task, x, offset, factor, lengths, chunks, data, nonfinite, l
             for d in range(row.size):
                 t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
                 out[d] = np.int8(I((t + ROUND) - ROUND))
-            if i < low.shape[1]:
+            if i < low.shape[0]:
                 for d in range(row.size):
                     t = min(max(row[d] - shift[d], -LARGEST), LARGEST) * f[d]
-                    low[n, i, d] = finer(t, out[d])
+                    low[i, d] = finer(t, out[d])
         else:
-            nonfinite[n, i] = 1
+            to.nonfinite[n, i] = 1
 
 
 @kernel
 def quantize_channels(x, offset, factor, lengths, data, nonfinite, low):
     """One scale per channel, given as factor (N, D) = 127 / peak."""
     chunks = (x.shape[1] + CHUNK - 1) // CHUNK
-    over_tasks(
-        _quantize_chunk,
-        x.shape[0] * chunks,
-        (x, offset, factor, lengths, chunks, data, nonfinite, low),
-    )
+    source, to = Source(x, offset, lengths), Rounded(data, nonfinite, low)
+    over_tasks(_quantize_chunk, x.shape[0] * chunks, (source, factor, chunks, to))

@@ -19,7 +19,8 @@ from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
 from ..floats.flash_rows import LN2, LOG2E, row_functions
-from ..isa.score_calls import batch_of, call_slopes
+from ..isa.operands import Packed, Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from ..isa.vectors import next_task
 from ..semantics import row_range
 
@@ -82,11 +83,10 @@ def make_backward_rows(double: bool):
             s[j], slope[j] = dot(row.query, row.keys[first + j]) * R(given.factor), R(1)
         functions = semantics.functions
         if functions.masked != 0:
-            user, frame = functions.masked, functions.masked_frame
-            seen_as = batch_of(functions, b)
-            call_slopes(
-                user, frame, s, 0, slope, 0, 1, s.size, 1, seen_as, h, i, first, R(LN2), R(LOG2E)
-            )  # rows are keys
+            function = Function(functions.masked, functions.masked_frame)
+            corner = Corner(batch_of(functions, b), h, i, first)
+            x = Rows(s, 0, 1)  # rows are keys
+            call_slopes(function, x, Packed(slope, 0), s.size, 1, corner, R(LN2), R(LOG2E))
         if semantics.softcap > F(0):
             soften(semantics, s)
             for j in range(s.size):

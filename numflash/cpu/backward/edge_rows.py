@@ -10,7 +10,8 @@ import numpy as np
 from ...jit.compiler import inline
 from ..floats import float_rows
 from ..floats.float_isas import FLOAT_ISAS, MR
-from ..isa.score_calls import batch_of, call_slopes
+from ..isa.operands import Packed, Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_slopes
 from .operands import HIDDEN, QUERIES
 
 F = np.float32
@@ -95,11 +96,10 @@ def make_edge_rows(name: str) -> EdgeRows:
         first, i = key + tile.near, tile.query
         rows, count = min(s, key + tile.far) - first, min(tile.columns, length - i)
         if rows > 0 and count > 0:
-            user, frame, at = functions.masked, functions.masked_frame, tile.near * QUERIES
-            b, h = batch_of(functions, head.b), head.h
-            call_slopes(
-                user, frame, x, at, slope, at, QUERIES, rows, count, b, h, i, first, F(LN2), F(LOG2E)
-            )  # fmt: skip
+            function, at = Function(functions.masked, functions.masked_frame), tile.near * QUERIES
+            corner = Corner(batch_of(functions, head.b), head.h, i, first)
+            scores, slopes = Rows(x, at, QUERIES), Packed(slope, at)
+            call_slopes(function, scores, slopes, rows, count, corner, F(LN2), F(LOG2E))
 
     @inlined
     def change(options, dense, head, key, tile, bounds, x, slope, at, called):

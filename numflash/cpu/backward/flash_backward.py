@@ -96,7 +96,7 @@ class Work(NamedTuple):
     turned: np.ndarray
 
 
-class Rows(NamedTuple):
+class Left(NamedTuple):
     """The left operand of a product: `rows` rows of a flat array, `stride` elements apart."""
 
     data: np.ndarray
@@ -213,15 +213,15 @@ def make_backward(name: str):
         """What the weights and score gradients of a tile add to dV, dK and dQ."""
         i, near, rows, columns = tile.query, tile.near, tile.far - tile.near, tile.columns
         first = near * QUERIES
-        add_product(Rows(work.p, first, QUERIES, rows), head.do, i, columns, head.dv, key + near)
-        add_product(Rows(work.ds, first, QUERIES, rows), head.q, i, columns, head.dk, key + near)
+        add_product(Left(work.p, first, QUERIES, rows), head.do, i, columns, head.dv, key + near)
+        add_product(Left(work.ds, first, QUERIES, rows), head.q, i, columns, head.dk, key + near)
         turned = work.turned
         for r in range(near // side * side, tile.far, side):
             for at in range(0, columns, side):
                 square(work.ds, r * QUERIES + at, QUERIES, turned, at * KEYS + r, KEYS)
         for x in range(columns * KEYS, (columns + MR) * KEYS):
             turned[x] = F(0)  # the last tile of rows may exceed the length
-        add_product(Rows(turned, near, KEYS, columns), head.k, key + near, rows, head.dq, i)
+        add_product(Left(turned, near, KEYS, columns), head.k, key + near, rows, head.dq, i)
 
     @inlined
     def head_of(x, sizes, out, n, split):

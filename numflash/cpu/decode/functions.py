@@ -17,7 +17,8 @@ from numba.extending import intrinsic
 from ...jit.compiler import bare
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
 from ...tiling import KEY_BLOCK
-from ..isa.score_calls import call_tile
+from ..isa.operands import Rows
+from ..isa.score_calls import Corner, Function, call_tile
 from ..isa.vectors import (
     F32,
     I32,
@@ -65,11 +66,9 @@ def _call(scores, r, n, first, s, at, scale, unit):
         if wrapped:
             end = min(stop, at.sinks if slot < at.sinks else turn if slot < turn else stop)
         token = token_in(slot, at.length, at.sinks, at.ring)
-        offset = r * KEY_BLOCK + slot - first
-        call_tile(
-            s.function, s.frame, flat, offset, KEY_BLOCK, 1, end - slot, at.b, head, position,
-            token, scale, unit,
-        )  # fmt: skip
+        x = Rows(flat, r * KEY_BLOCK + slot - first, KEY_BLOCK)
+        corner = Corner(at.b, head, position, token)
+        call_tile(Function(s.function, s.frame), x, 1, end - slot, corner, scale, unit)
         slot = end
 
 

@@ -36,7 +36,8 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import tiling
 from ..isa.amx_tiles import tile_state
-from ..isa.score_calls import batch_of, call_tile, full_run, has_holes, trimmed
+from ..isa.operands import Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_tile, full_run, has_holes, trimmed
 from ..isa.vectors import next_task
 from ..semantics import Dense, row_of, seen_range, step_of
 from . import float_rows
@@ -295,7 +296,7 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         """
         functions, b, h = semantics.functions, tile.b, tile.h
         row, rows = tile.row + group.g, group.rows
-        masked, frame, unmasked = functions.masked, functions.masked_frame, functions.unmasked
+        masked, unmasked = Function(functions.masked, functions.masked_frame), functions.unmasked
         batch, at = batch_of(functions, b), group.g * key_block - group.block
         a, z = full_run(functions, b, h, row, row + rows - 1, group.first, group.stop)
         scale, unit, factor = F(c * F(LN2)), F(LOG2E), F(1)
@@ -304,16 +305,14 @@ def make_attend(name: str, precision: str, key_block: int = 0):
         elif unmasked == 0:
             a = z = group.first
         elif a < z:
-            own = functions.unmasked_frame
-            call_tile(
-                unmasked, own, x, at + a, key_block, rows, z - a, batch, h, row, a, scale, unit
-            )
+            alone, corner = Function(unmasked, functions.unmasked_frame), Corner(batch, h, row, a)
+            call_tile(alone, Rows(x, at + a, key_block), rows, z - a, corner, scale, unit)
         for key, stop in ((group.first, a), (z, group.stop)):
             if key < stop:
+                corner = Corner(batch, h, row, key)
                 call_tile(
-                    masked, frame, x, at + key, key_block, rows, stop - key, batch, h, row, key,
-                    scale, unit,
-                )  # fmt: skip
+                    masked, Rows(x, at + key, key_block), rows, stop - key, corner, scale, unit
+                )
         return factor
 
     @inlined

@@ -17,7 +17,8 @@ import numpy as np
 from ...jit.compiler import inline, kernel
 from ...jit.memory import uncleared
 from ...jit.parallel import over_tasks
-from ..isa.score_calls import batch_of, call_tile
+from ..isa.operands import Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import Semantics, seen_range
 
@@ -146,9 +147,9 @@ def make_attend_rows(double: bool):
             p[j] = dot(row.query, row.keys[first + j]) * R(given.scale)
         functions = semantics.functions
         if functions.masked != 0:
-            user, frame = functions.masked, functions.masked_frame
-            seen_as = batch_of(functions, b)
-            call_tile(user, frame, p, 0, 0, 1, p.size, seen_as, h, i, first, R(LN2), R(LOG2E))
+            function = Function(functions.masked, functions.masked_frame)
+            corner = Corner(batch_of(functions, b), h, i, first)
+            call_tile(function, Rows(p, 0, 0), 1, p.size, corner, R(LN2), R(LOG2E))
         if semantics.softcap > F(0):
             soften(semantics, p)
         if semantics.general:

@@ -13,7 +13,8 @@ import numpy as np
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...numerics.fixedpoint import FIRST_KEYS
-from ..isa.score_calls import batch_of, call_tile
+from ..isa.operands import Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_tile
 from ..semantics import UNSEEN, transform_row
 from .first_keys import score_row, value_row, weigh_first
 
@@ -47,10 +48,9 @@ def make_begin_rows(isa_name: str):
                 tile.scale[i], x, i * FIRST_KEYS,
             )  # fmt: skip
         if functions.masked != 0:
-            call_tile(
-                functions.masked, functions.masked_frame, x, 0, FIRST_KEYS, tile.real,
-                tile.first_keys, batch_of(functions, b), h, row, 0, fx.LN2_Q8, fx.LOG2E_Q8,
-            )  # fmt: skip
+            function = Function(functions.masked, functions.masked_frame)
+            scores, corner = Rows(x, 0, FIRST_KEYS), Corner(batch_of(functions, b), h, row, 0)
+            call_tile(function, scores, tile.real, tile.first_keys, corner, fx.LN2_Q8, fx.LOG2E_Q8)
         for i in range(tile.real):
             start, stop = min(tile.start[i], tile.first_keys), min(tile.hi[i], tile.first_keys)
             seen = x[i * FIRST_KEYS : (i + 1) * FIRST_KEYS]

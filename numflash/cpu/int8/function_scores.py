@@ -21,7 +21,8 @@ from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
-from ..isa.score_calls import batch_of, call_rounded, call_tile, must_mask
+from ..isa.operands import Packed, Rows
+from ..isa.score_calls import Corner, Function, batch_of, call_rounded, call_tile, must_mask
 from ..semantics import HIDDEN, UNSEEN
 from .amx_stream_data import MOST_OCTAVES
 from .blocks import score_block
@@ -59,19 +60,18 @@ def function_for(functions, b, h, row, last, block):
 def call_rows(called, scores, rows, block):
     """Change the first `rows` rows of flat float32 scores in Q8.8 units."""
     if called.address != 0:
-        call_tile(
-            called.address, called.frame, scores, 0, KEY_BLOCK, rows, block.real, called.b,
-            called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
-        )  # fmt: skip
+        function, x = Function(called.address, called.frame), Rows(scores, 0, KEY_BLOCK)
+        corner = Corner(called.b, called.h, called.row, block.first)
+        call_tile(function, x, rows, block.real, corner, fx.LN2_Q8, fx.LOG2E_Q8)
 
 
 @bare
 def round_rows(called, scores, rows, block, x, base, i):
     """Changed scores less `base` as int16, in flat x from row i on; these float32 stay as they are."""
-    call_rounded(
-        called.address, called.frame, scores, 0, x, i * KEY_BLOCK, base, i, KEY_BLOCK, rows,
-        block.real, called.b, called.h, called.row, block.first, fx.LN2_Q8, fx.LOG2E_Q8,
-    )  # fmt: skip
+    function, source = Function(called.address, called.frame), Rows(scores, 0, KEY_BLOCK)
+    to, bases = Packed(x, i * KEY_BLOCK), Packed(base, i)
+    corner = Corner(called.b, called.h, called.row, block.first)
+    call_rounded(function, source, to, bases, rows, block.real, corner, fx.LN2_Q8, fx.LOG2E_Q8)
 
 
 @bare

@@ -27,7 +27,8 @@ from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.isas import padded, shares_operands
-from ..isa.score_calls import all_empty, batch_of, call_tile
+from ..isa.operands import Rows
+from ..isa.score_calls import Corner, Function, all_empty, batch_of, call_tile
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN, narrow_row, row_range, transform_row
 
@@ -348,10 +349,11 @@ def make_attend(pv: str):
                     q_tile[:rows], first_keys.keys[n_kv], first_keys.scale[n_kv], cq_tile, x
                 )
                 if functions.masked != 0:
+                    corner = Corner(batch_of(functions, b), h, row, 0)
                     call_tile(
-                        functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
-                        rows, min(first_count, s), batch_of(functions, b), h, row, 0,
-                        fx.LN2_Q8, fx.LOG2E_Q8,
+                        Function(functions.masked, functions.masked_frame),
+                        Rows(x.reshape(x.size), 0, KEY_BLOCK),
+                        rows, min(first_count, s), corner, fx.LN2_Q8, fx.LOG2E_Q8,
                     )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)
@@ -380,10 +382,11 @@ def make_attend(pv: str):
                     x,
                 )
                 if functions.masked != 0:
+                    corner = Corner(batch_of(functions, b), h, row, c)
                     call_tile(
-                        functions.masked, functions.masked_frame, x.reshape(x.size), 0, KEY_BLOCK,
-                        rows, min(KEY_BLOCK, s - c), batch_of(functions, b), h, row, c,
-                        fx.LN2_Q8, fx.LOG2E_Q8,
+                        Function(functions.masked, functions.masked_frame),
+                        Rows(x.reshape(x.size), 0, KEY_BLOCK),
+                        rows, min(KEY_BLOCK, s - c), corner, fx.LN2_Q8, fx.LOG2E_Q8,
                     )  # fmt: skip
                 for i in range(rows):
                     lo, hi = row_range(semantics, b, row + i, s)

@@ -7,6 +7,8 @@ states say which blocks no row attends to (0), where the mask has to be asked
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -27,74 +29,102 @@ def function_type(real: ir.Type) -> ir.FunctionType:
     return ir.FunctionType(ir.VoidType(), [*pointers, *[I64] * 7, real, real])
 
 
-def _call(context, b, sig, address, frame, arrays, rest):
-    """Call a tile function.
+class Function(NamedTuple):
+    """A compiled function and what it captured, as addresses."""
 
-    arrays : x, slope and base, as (position in sig, array, offset) or None
+    address: Any
+    frame: Any
+
+
+class Corner(NamedTuple):
+    """The first score of a tile: batch entry as the function sees it, query head, row and key."""
+
+    b: Any
+    h: Any
+    row: Any
+    key: Any
+
+
+def _call(context, b, sig, args, arrays):
+    """Call a tile function: the intrinsics below.
+
+    sig, args : function, x: Rows, `arrays` more of Packed, rows, count, corner, scale, unit
     """
-    real = F32 if sig.args[arrays[0][0]].dtype == types.float32 else ir.DoubleType()
+
+    def field(n, name):
+        """(Numba type, value) of a field of a named tuple."""
+        place = sig.args[n].fields.index(name)
+        return sig.args[n].types[place], b.extract_value(args[n], place)
+
+    def whole(n, name):
+        return context.cast(b, field(n, name)[1], field(n, name)[0], types.int64)
+
+    def first_of(n, target):
+        """Where an operand begins; null if there is none."""
+        if n > 1 + arrays:
+            return ir.Constant(target, None)
+        kind, array = field(n, "base")
+        element = context.get_data_type(kind.dtype).as_pointer()
+        first = b.bitcast(data(context, b, kind, array), element)
+        return b.bitcast(b.gep(first, [whole(n, "first")]), target)
+
+    real = F32 if field(1, "base")[0].dtype == types.float32 else ir.DoubleType()
     kind = function_type(real)
-    pointers = []
-    for found, target in zip(arrays, kind.args[1:4], strict=True):
-        if found is None:
-            pointers.append(ir.Constant(target, None))
-        else:
-            place, array, offset = found
-            element = context.get_data_type(sig.args[place].dtype)
-            first = b.bitcast(data(context, b, sig.args[place], array), element.as_pointer())
-            pointers.append(b.bitcast(b.gep(first, [offset]), target))
-    b.call(b.inttoptr(address, kind.as_pointer()), [pointer(b, frame), *pointers, *rest])
+    rows, count, corner, scale, unit = range(2 + arrays, 7 + arrays)
+    b.call(
+        b.inttoptr(whole(0, "address"), kind.as_pointer()),
+        [
+            pointer(b, whole(0, "frame")),
+            *(first_of(n, target) for n, target in enumerate(kind.args[1:4], 1)),
+            whole(1, "stride"),
+            args[rows],
+            args[count],
+            *(whole(corner, name) for name in Corner._fields),
+            args[scale],
+            args[unit],
+        ],
+    )
     return context.get_dummy_value()
 
 
-@intrinsic
-def call_tile(typingctx, address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit):
-    """f(address, frame, x, at, stride, rows, count, b, h, q, k, scale, unit).
+def _signature(function, x, more, corner):
+    real = x.types[0].dtype
+    return types.void(function, x, *more, types.int64, types.int64, corner, real, real)
 
-    Change scores x[at ...] in place.
+
+@intrinsic
+def call_tile(typingctx, function, x, rows, count, corner, scale, unit):
+    """f(function, x: Rows, rows, count, corner, scale, unit): change rows x count scores in place.
+
+    A score times `scale` is in natural units, one of these in units of `unit`.
     """
-    sig = types.void(types.intp, types.intp, x, *[types.int64] * 8, x.dtype, x.dtype)
 
-    def codegen(context, builder, sig, a):
-        return _call(context, builder, sig, a[0], a[1], ((2, a[2], a[3]), None, None), a[4:])
+    def codegen(context, builder, sig, args):
+        return _call(context, builder, sig, args, 0)
 
-    return sig, codegen
-
-
-@intrinsic
-def call_slopes(
-    typingctx, address, frame, x, at, slope, slope_at, stride, rows, count, b, h, q, k, scale, unit
-):
-    """The same of a gradient tile: slope[slope_at ...] becomes d score_mod / d score."""
-    sig = types.void(
-        types.intp, types.intp, x, types.int64, slope, *[types.int64] * 8, x.dtype, x.dtype
-    )
-
-    def codegen(context, builder, sig, a):
-        arrays = (2, a[2], a[3]), (4, a[4], a[5]), None
-        return _call(context, builder, sig, a[0], a[1], arrays, a[6:])
-
-    return sig, codegen
+    return _signature(function, x, (), corner), codegen
 
 
 @intrinsic
-def call_rounded(
-    typingctx, address, frame, x, at, to, to_at, base, base_at, stride, rows, count, b, h, q, k,
-    scale, unit,
-):  # fmt: skip
-    """The same of scores that stay as they are: int16 to[to_at ...] becomes the changed ones rounded,
-    less int32 base[base_at ...] of their row.
+def call_slopes(typingctx, function, x, slope, rows, count, corner, scale, unit):
+    """The same of a gradient tile: slope, Packed, becomes d score_mod / d score."""
+
+    def codegen(context, builder, sig, args):
+        return _call(context, builder, sig, args, 1)
+
+    return _signature(function, x, (slope,), corner), codegen
+
+
+@intrinsic
+def call_rounded(typingctx, function, x, to, base, rows, count, corner, scale, unit):
+    """The same of scores that stay as they are: int16 `to`, Packed, becomes the changed ones rounded,
+    less int32 `base`, Packed, of their row.
     """
-    sig = types.void(
-        types.intp, types.intp, x, types.int64, to, types.int64, base, *[types.int64] * 8,
-        x.dtype, x.dtype,
-    )  # fmt: skip
 
-    def codegen(context, builder, sig, a):
-        arrays = tuple((n, a[n], a[n + 1]) for n in (2, 4, 6))
-        return _call(context, builder, sig, a[0], a[1], arrays, a[8:])
+    def codegen(context, builder, sig, args):
+        return _call(context, builder, sig, args, 2)
 
-    return sig, codegen
+    return _signature(function, x, (to, base), corner), codegen
 
 
 @bare
