@@ -100,7 +100,8 @@ def backward() -> tuple[Any, ...]:
     )  # fmt: skip
     return (
         x, FLOAT, containers.NamedTuple(options, b.Options), containers.NamedUniTuple(INT, 5, b.Sizes), array("int64", 1),
-        containers.NamedUniTuple(f2, len(b.Scratch._fields), b.Scratch), containers.NamedTuple((array("float32", 4), f3, f3), b.Gradients),
+        containers.NamedUniTuple(f2, len(b.Scratch._fields), b.Scratch),
+        containers.NamedTuple((array("float32", 4), f3, f3), b.Gradients),
     )  # fmt: skip
 
 
