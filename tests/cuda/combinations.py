@@ -410,13 +410,13 @@ def check_all(family: Family, one: Combination, dealt: list[Case]) -> None:
 def parameters(*names: str) -> list[Any]:
     """What `check_all` takes, as parameters of a test.
 
-    By default the kernels that have every option; in the slow tests half of the others a day.
+    By default the kernels that have every option; in the slow tests a third of the others a day.
     """
     chosen = []
     for name in names:
         family = FAMILIES[name]
         found = list(cases(family, tested(name)))
-        for one, dealt in of_today(found[:-1], 2 if name in WHOLE else 1) + found[-1:]:
+        for one, dealt in of_today(found[:-1], 3 if name in WHOLE else 1) + found[-1:]:
             marks = () if name in WHOLE and one == found[-1][0] else pytest.mark.slow
             chosen.append(
                 pytest.param(family, one, dealt, id=f"{family.arch} {name_of(one)}", marks=marks)

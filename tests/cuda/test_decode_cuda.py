@@ -208,10 +208,15 @@ def test_groups_of_heads_in_floats():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("d", "dv"),
-    [(5, 7), (128, 64), (80, 96), (256, 256)],
+    ("d", "dv", "dtype"),
+    [
+        (5, 7, "int8"),
+        (80, 96, "int8"),
+        (256, 256, "int8"),
+        (5, 7, "float16"),
+        (128, 64, "float16"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_channels(d, dv, dtype):
     cache = KVCache(B, G, d, 300, dtype, device="cuda-emulator", value_dim=dv)
     key = draw((B, G, 131, d))

@@ -93,7 +93,7 @@ def test_the_widest_kernels(arch):
 @pytest.mark.parametrize(
     ("arch", "mask"),
     [
-        *((arch, "bool") for arch in ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")),
+        *((arch, "bool") for arch in ("sm_75", "sm_80", "sm_90a", "sm_120")),
         ("sm_80", "float"),
         ("sm_90a", "float"),
     ],
