@@ -33,7 +33,7 @@ FLOATS = [(A64FX, "sve512"), (N1, "neon")]
 # LLVM makes other code of plain loops on each machine
 PORTABLE = [(A64FX, "portable"), (N1, "portable")]
 # of the whole table, which a day has one of
-PARTS = 12
+PARTS = 20
 
 
 @pytest.fixture(scope="module")
