@@ -176,8 +176,9 @@ def decoded(
             out_error = coarse.sum(-1)[..., None]
         else:
             out_error = 0.0
-        if tiles:  # and weights, which are 0 where bfloat16 has them below 2**-126
-            delta = delta + p * 2 * oracle.EPS_OF["bfloat16"] + oracle.TINY
+            delta = delta + oracle.TINY  # weights below may be 0
+        if tiles:
+            delta = delta + p * 2 * oracle.EPS_OF["bfloat16"]
         delta = np.where(seen, delta, 0)
         total = delta.sum(-1)
         out_error = out_error + delta @ np.abs(value) + total[..., None] * np.abs(out)

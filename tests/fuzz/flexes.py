@@ -98,10 +98,13 @@ def flex(c: dict) -> None:
             s = np.broadcast_to(score(s, *at), s.shape)
             error = error + 8 * EPS * (1 + np.abs(np.where(np.isfinite(s), s, 0)))
             error = error + (8 * EPS * max(c["l"], c["s"]) if c["score"] == "slopes" else 0)
-            seen = seen & (s != -np.inf)
         if mask is not None:
             seen = seen & mask(*at)
-        return s, error, seen
+        return (
+            s,
+            error,
+            seen & (s != -np.inf),
+        )  # a score of -inf is hidden, a soft cap after it or not
 
     q, k, v = (as_bhld(x, c["layout"]) for x in (q, k, v))
     o = {**o, "functions": functions, "changes scores": score is not None}
