@@ -59,7 +59,7 @@ print("query, key, value", query.shape, "largest magnitudes", [round(float(np.ab
 # ## Why
 #
 # An int8 is a quarter of a float32 to store and to move, and a core multiplies more of them per second. On this machine, in
-# loops of nothing but the instruction:
+# loops of nothing but the instruction (`amx_int8`, where a core has it, multiplies tiles of 16 x 64 bytes at once: chapter 06):
 
 # %%
 peak = roof()
@@ -92,12 +92,13 @@ print(f"largest error {np.abs(stored * step - row).max():.5f}, half a step is {s
 assert np.abs(stored * step - row).max() <= step / 2 * 1.001
 
 # %% [markdown]
-# So the error is known beforehand: at most half a step, on average step / sqrt(12), and the step is set by the *largest* entry.
+# So the error is known beforehand: at most half a step, its root mean square about step / sqrt(12) (that of errors spread evenly over a
+# step), and the step is set by the *largest* entry.
 #
 # ## Which entries share a scale?
 #
-# The fewer entries share one, the smaller the steps. `numflash.quantize` knows four ways. Error of the tensors read back, as a
-# share of their own RMS:
+# The fewer entries share one, the smaller the steps. `numflash.quantize` knows four ways: in each head, one scale for all entries
+# ("tensor"), for 128 rows ("block"), for a row, for a channel. Error of the tensors read back, as a share of their own RMS:
 
 # %%
 WAYS = ("tensor", "block", "row", "channel")
@@ -135,9 +136,10 @@ assert relative_l1(restored, real) < 0.02
 #
 # `k.offset`, just subtracted, is the mean of each channel over all keys (SageAttention, section 4.2). Channels of K often have a mean
 # far from zero; then most of the steps are spent on a part that all keys have in common. May one take it away? A vector m taken
-# from every key changes the scores of row i by the same number for all keys.
+# from every key lowers the scores of row i by the same number for all keys.
 #
-# **Exercise 3.** By what number, per row? (scale is 1 / sqrt(D).)
+# **Exercise 3.** By what number, per row? Given are `q` (rows, D) and `m` (D,); return what each row's scores lose. (The scale of a score is
+# 1 / sqrt(D).)
 
 # %% tags=["exercise"]
 def shift_of_scores(q, m):
@@ -204,8 +206,8 @@ floor = error["Q, K, V rounded: the floor"]
 assert error["weights in 8 bits"] >= floor
 
 # %% [markdown]
-# Errors of different sources add up like the sides of right-angled triangles, so the difference between the total and these
-# parts is what the rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
+# Independent errors add by their squares: the total's square is the sum of the parts' squares. So what the total has beyond these
+# parts, in squares, is what the rest costs, which is nearly all rounding P to 8 bits. ("kernel, pv fp32" may be below the floor: it keeps V in float, and the
 # floor counts V rounded to 8 bits as well. Its own floor is Q and K rounded.)
 
 # %%

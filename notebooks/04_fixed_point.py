@@ -87,7 +87,9 @@ assert (65536 * 65536) % (1 << 32) == 0
 #
 # exp(x) = 2**(x log2 e), so softmax can count in octaves. 2**x = 2**whole * 2**fraction: the whole part is a shift, and only
 # the fraction, between 0 and 1, needs a formula. The scores are taken relative to the row's maximum, so we need 2**-y for y >=
-# 0. What ships:
+# 0. Here is what ships. `f` is the fraction of y, moved from 8 to 16 fraction bits. Two multiplications, each shifted back by 16, make `h` =
+# f * (A - B * f) with two constants, and 1 - h is nearly 2**-f. The last line shifts that right by the whole part of y. A is B + 1/2, so f = 1
+# would give exactly 1/2: the formula does not jump from one octave to the next.
 
 # %%
 print(inspect.getsource(fx.exp2_quadratic))

@@ -72,8 +72,11 @@ FLOATS = "float32(float32[::1], float32[::1])"
 # 256-bit registers, four of them, so that four chains of additions run side by side. (`ymm` is 256 bits; LLVM prefers those
 # on Intel servers, where 512-bit code once slowed the clock.)
 #
-# **Exercise 1.** Write a function that says whether a histogram has vector multiply-adds (names that begin with "vfmadd" or
-# "fmla", on vector registers).
+# `strict` and `free` are histograms of these loops: dictionaries from an instruction and its registers, as "vaddss xmm", to how often it
+# occurs.
+#
+# **Exercise 1.** Write a function that says whether a histogram has vector multiply-adds: names that begin with "vfmadd" (x86) or "fmla"
+# (Arm), but not the scalar ones of x86, whose first word ends in "ss".
 
 # %% tags=["exercise"]
 def has_vector_fma(histogram):

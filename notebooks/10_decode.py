@@ -81,8 +81,8 @@ table(["stored", "MB", "operations per byte", "microseconds", "GB/s"], rows)
 assert np.isclose(rows[1][1], 7 * rows[0][1])
 
 # %% [markdown]
-# The work is the same; the bytes are seven times as many, and so the time is longer: by more than seven times where the smaller cache stays
-# in the processor's caches and the larger one does not. Grouped heads gain here, in decode.
+# The work is the same; the bytes are seven times as many, and the time grows with them: by more than seven times where the larger cache is also
+# read more slowly, as the last column says. Grouped heads gain here, in decode.
 # (In prefill they gain next to nothing: chapter 09.) It takes a kernel that packs the 7 query heads of a group as rows of one
 # tile, so that each vector of K is read once and serves all of them.
 #
@@ -125,8 +125,8 @@ print(f"divided by the sum of the shares, the error is {np.abs(divided - exact).
 assert np.abs(divided - exact).max() < 1e-6 and np.abs(undivided).sum() > 2 * np.abs(exact).sum()
 
 # %% [markdown]
-# **Exercise 2.** Write `merge` for two parts (o, m, l), with maxima in octaves (powers of two). It returns a part of the same
-# kind, so that parts can be merged in any grouping; nothing is divided yet. A part without keys has m = -inf and l = 0.
+# **Exercise 2.** Write `merge` for two parts: `o` (D,), and the numbers `m` and `l`, with maxima in octaves (powers of two). It returns a
+# part (o, m, l) of the same kind, so that parts can be merged in any grouping; nothing is divided yet. A part without keys has m = -inf and l = 0.
 
 # %% tags=["exercise"]
 def merge(o_a, m_a, l_a, o_b, m_b, l_b):
@@ -151,9 +151,9 @@ check("10.3", decode)
 # ## How many?
 #
 # Enough that every worker has something, and that the last round is not half empty; no more, because each part costs a merge.
-# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. For
-# 14 heads, each with 4 blocks of 256 keys, on a T4 with 80 places for blocks it gives 4 splits. With the group packed there
-# are 2 jobs, not 14:
+# FlashAttention 2's rule takes the smallest number whose rounds are filled at least 85 % as well as the best number's. (A round: as many
+# jobs as there are places. A T4 has 40 multiprocessors, each with room for 2 blocks of threads: 80 places.) For 14 heads, each with 4 blocks
+# of 256 keys, it gives 4 splits. With the group packed there are 2 jobs, not 14:
 
 # %%
 cases = [("a T4: 14 jobs, 80 places, 4 blocks", 14, 4, 80),
@@ -172,7 +172,8 @@ table(["splits", "microseconds", "parts computed by"], [[n, 1e6 * t, min(n, thre
 print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, threads)}")
 
 # %% [markdown]
-# One split keeps one core busy. As many as there are cores is best; 32 on few cores cost their merges and gain nothing.
+# One split keeps one core busy, two keep two. A few more than there are cores gain a little more here, and then the gain ends. (The rows
+# of 1 and 32 splits above do not repeat on an idle machine. Measured again in turns, idle, on 2026-11-23: 0.67, 0.30, 0.24, 0.22 and 0.24 ms.)
 #
 # ## The unified maximum
 #
@@ -215,8 +216,8 @@ with limit(1):
 print(f"split {1e3 * t_split:.2f} ms, unified {1e3 * t_unified:.2f} ms: a gain of {t_split / t_unified:.2f}")
 
 # %% [markdown]
-# The paper measured 18.8 % of the time for the synchronisation on a GPU, where a maximum crosses threads. Here it stays in a
-# register and its loop is no longer than the other's. The last line above is the ratio of the two times: near 1, it does not pay for a test
+# The paper measured 18.8 % of the time for the synchronisation on a GPU, where a maximum crosses threads. Here one thread keeps it in a
+# register, and no thread waits for it. The last line above is the ratio of the two times: near 1, it does not pay for a test
 # and a second way through the code. So the package's own decode kernel has the split and not the unified maximum.
 #
 # ## The cache that ships
@@ -325,7 +326,7 @@ engine.cleanup()
 #
 # One layer, 8 query heads over 2 KV heads, D = 128, on one core. The ceiling of a token is its bytes divided by what this core
 # reads per second from memory. A cache that fits the processor's own caches may pass it, because those are faster. The line
-# printed below says whether the longest one does. INT8 is a quarter of
+# printed below says whether the longest one does. (In a virtual machine the L3 is the host's, shared with others.) INT8 is a quarter of
 # the bytes of float32 (plus 8 bytes of scales for each token and head).
 
 # %%

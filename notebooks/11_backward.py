@@ -52,7 +52,7 @@ def normal(*shape):
 # $$dV = P^T dO, \qquad dP = dO\,V^T, \qquad dQ = dS\,K \cdot scale, \qquad dK = dS^T Q \cdot scale$$
 #
 # In between lies softmax. Its row sums to one, so raising one score takes weight from all others: dS = P * (dP - D), where D is
-# the row's weighted mean of dP. That mean needs no P at all: sum over j of P_ij dP_ij = sum over j of P_ij (dO_i . V_j) = dO_i
+# the row's weighted mean of dP. (The papers call it D, as they call the head size; the code below calls it `delta`.) That mean needs no P at all: sum over j of P_ij dP_ij = sum over j of P_ij (dO_i . V_j) = dO_i
 # . O_i.
 
 # %%
@@ -100,7 +100,8 @@ table(["kept for the backward pass", "MB"],
 # exp2 is what the machine computes fast.)
 #
 # Here is the plain kernel. `key_pass` owns a block of keys and goes through the queries; `query_pass` owns a block of queries
-# and goes through the keys. No other worker writes there.
+# and goes through the keys. No other worker writes there. Printed are the tile that both share, and `query_pass`; `key_pass` is the same
+# with the roles of queries and keys exchanged.
 
 # %%
 print(inspect.getsource(backward_plain.tile_gradients.py_func))
@@ -149,7 +150,7 @@ print(f"{sum(x.size for x in small)} gradients, largest difference to finite dif
 assert worst < 1e-5
 
 # %% [markdown]
-# ## Five products or seven
+# ## How many products
 #
 # A product of L x S x D costs 2 L S D operations. Forward has two. The two passes of the plain kernel share nothing.
 #
@@ -189,7 +190,7 @@ table(["buffer", "KiB"], [*sizes.items(), ["together", sum(sizes.values())]])
 print(", ".join(f"{level} {size / 1024:.0f} KiB" for level, size in caches.levels()))
 
 # %% [markdown]
-# More than L1 holds: only what one register tile runs through, some 30 KiB, must stay there. The rest streams from L2.
+# More than L1 holds, but L2 holds it. What one register tile runs through must fit L1; the rest streams from L2.
 #
 # ## How fast
 #

@@ -46,7 +46,7 @@ device = card()
 # ## Bytes
 #
 # `mma.m16n8k32` takes signed bytes, 32 channels at a time, and adds in 32-bit integers: twice the operations of the float16
-# instruction, from operands of half the size. And it is exact.
+# instruction, from the same number of registers, since a byte is half of a float16. And it is exact.
 
 # %%
 mma = ptx.mma_s8
@@ -75,8 +75,8 @@ print(f"{report.tensor_operations} instruction, {report.tensor_flops} operations
 # %% [markdown]
 # ## Order
 #
-# A tensor core adds in an order that no manual states, and another chip in another. For floats that shows: each order rounds
-# differently. Add the same 1000 products in 200 orders:
+# No manual states the order in which a tensor core adds, and it differs from chip to chip. With floats that shows: each order rounds
+# differently. Add the same 1000 numbers in 200 orders:
 
 # %%
 x = rng.standard_normal(1000, np.float32)
@@ -93,7 +93,7 @@ print("different results of 200 orders:", different)
 # %% [markdown]
 # So a float kernel on a GPU can agree with one on a CPU to rounding only, and a test must allow for it. Integers need no tolerance.
 # The integer pipeline (chapters 03 and 04) has two exact products; between them a few float operations, each done once per element
-# in a stated order. IEEE arithmetic rounds those alike on every machine. Unless the compiler is allowed to touch them.
+# in a stated order. IEEE arithmetic rounds those alike on every machine, unless the compiler is allowed to change them.
 #
 # ## One rounding or two
 #

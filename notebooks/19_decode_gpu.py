@@ -121,7 +121,7 @@ for name, groups, dtype, size in (("2 KV heads, float16", 2, "float16", 2), ("14
 table(["cache", "bytes of its tokens", "bytes read", "blocks", "flop of the tensor cores", "of them wanted", "conflicts"], rows)
 
 # %% [markdown]
-# Every byte of the tokens once; INT8 halves them. 7 of 16 rows are in use, so more than half of the tensor cores' work is for
+# Every byte of the tokens once; INT8 needs about half of them (half, and two scales per token). 7 of 16 rows are in use, so more than half of the tensor cores' work is for
 # nothing, and it does not matter. A T4 has 320 GB/s and 65 TFLOP/s: it could do 203 flop for each byte it reads.
 
 # %%
@@ -141,7 +141,7 @@ assert max(wanted.values()) < 8.1e12 / 320e9 < max(done.values()) < ridge
 #
 # 2 KV heads are 2 blocks. A T4 has 40 SMs, an H200 132: nearly all of them idle. So the keys are divided, and a second kernel
 # merges the parts: it weighs each with 2^(m_i - max) and divides by the sum, the division that chapter 10 found missing. Up to 256 keys one block per KV head does it all; beyond, the number of splits is
-# FlashAttention-2's rule.
+# FlashAttention-2's rule (chapter 10), with two blocks of threads to an SM.
 
 # %%
 multiprocessors = {"T4": 40, "L4": 58, "H200": 132}

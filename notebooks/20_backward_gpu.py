@@ -49,7 +49,7 @@ device = card()
 # $$P = e^{S - LSE},\quad dP = dO\,V^T,\quad dS = P * (dP - D),\quad dV = P^T dO,\quad dK = dS^T Q\cdot scale,\quad
 # dQ = dS\,K\cdot scale$$
 #
-# dV and dK are sums over queries, dQ is a sum over keys. A block that owns keys can keep dV and dK in registers; one that owns
+# (D is the row's sum of dO * O, chapter 11's `delta`, not the head size.) dV and dK are sums over queries, dQ is a sum over keys. A block that owns keys can keep dV and dK in registers; one that owns
 # queries can keep dQ. A block that computes all three in one pass adds one of them in global memory, where other blocks add too.
 #
 # So, two passes. In `kernels/backward.py` they are one kernel, because they mirror each other:
@@ -253,7 +253,8 @@ except numflash.errors.UnsupportedError as error:
 # %% [markdown]
 # ## What backward needs
 #
-# An autograd function that saves q, k and v and calls one kernel with them and dO forgets three things.
+# A framework calls backward long after forward. A first sketch would save q, k and v and call one kernel with them and dO. It forgets three
+# things.
 #
 # **What is saved.** LSE and O have to be saved too. D needs O, every P needs LSE; both are what a forward pass makes.
 # FlashAttention-2 saves q, k, v, out and softmax_lse. Without them backward must run forward first:
@@ -270,7 +271,7 @@ table(["L", "O and LSE, KB", "P in float16, KB"], [[x, x * (d * 2 + 4) / 1000, x
 # once, from registers.
 #
 # **What it costs.** Counted, for the shape of chapter 16 (B = 1, H = 8, L = 512, D = 64), an L4's least times as
-# in chapter 16; the grid is 2 x 2 x 8 times the one counted above.
+# in chapter 16. That has twice the queries, twice the keys and 8 times the heads of what was counted above: 2 x 2 x 8 times the work.
 
 # %%
 SM, HZ, TENSOR, MEMORY = 58, 2.04e9, 121e12, 300e9
@@ -290,8 +291,7 @@ ratio = least["backward"]["tensor cores"] / least["forward"]["tensor cores"]
 print(f"backward has {ratio:.1f} times the products of forward, and {moved['backward'] / moved['forward']:.0f} times its traffic")
 
 # %% [markdown]
-# These are PTX instructions; the machine's own differ somewhat. Such
-# launches can be captured in a graph: they are ordinary launches on a stream, with sizes known before.
+# These are PTX instructions; the machine's own differ somewhat.
 #
 # On a card, one line of what `python -m numflash.cuda.validate` measures:
 

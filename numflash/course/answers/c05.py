@@ -22,15 +22,17 @@ EXERCISES = {
         "vector multiply-adds",
         (
             "Look at the names: print(strict), print(free). A scalar instruction ends in ss.",
-            "any(...) over the names that begin with vfmadd or fmla and have ps in the mnemonic.",
+            "any(...) over the names that begin with vfmadd or fmla, and whose first word, "
+            "name.split()[0], does not end in ss.",
         ),
         model=has_vector_fma,
         cases=(
             ({"vmulss xmm": 1, "vaddss xmm": 1, "vfmadd231ss xmm": 1},),
             ({"vmovups ymm": 4, "vfmadd231ps ymm": 4},),
+            ({"ld1w z.s": 8, "fmla z.s": 4},),
             ({},),
         ),
-        slip=('and "ps" in name.split()[0]', ""),
+        slip=('.endswith("ss")', '.endswith("ps")'),
     ),
     "05.2": Exercise(
         "products of one instruction",
