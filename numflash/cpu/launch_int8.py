@@ -268,7 +268,7 @@ class Int8Plan:
             _, _, _, out_at, lse_at = addresses(out, out, out, out, out if lse is None else lse)
         else:
             *at, out_at, lse_at = addresses(q, k, v, out, out if lse is None else lse)
-        self._run(at, numbers, out_at, 0 if lse is None else lse_at)
+        self._run(tuple(at), numbers, out_at, 0 if lse is None else lse_at)
 
     def run_at(self, q: int, k: int, v: int, out: int, lse: int, with_lse: bool = True) -> None:
         """The same for addresses of contiguous arrays."""
@@ -294,11 +294,11 @@ class Int8Plan:
             0 if t.low is None else at for t, at in ((key, k_low_at), (value, v_low_at))
         )
         tensors = query, key, value
-        at = (q, q_scale, k, k_scale, k_low_at, v, v_scale, v_low_at)
+        at = (q, q_scale, k, k_scale, k_low_at, v, v_scale, v_low_at)  # in the order of `Ready`
         self._run(at, self.numbers, out_at, 0 if lse is None else lse_at, tensors)
 
     def _run(
-        self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any = None
+        self, operands: tuple[int, ...], numbers: np.ndarray, out: int, lse: int, ready: Any = None
     ) -> None:
         room = scratch.take(self.layout.nbytes)
         at = room.address
@@ -307,7 +307,7 @@ class Int8Plan:
                 numbers = numbers.copy()
                 buffers = self.layout.guarded()
                 numbers[PLACES] = [x.ctypes.data - at for x in buffers]
-            if self.call(*operands, out, at, numbers, self.factors):
+            if self.call(operands, out, at, numbers, self.factors):
                 self._go_the_general_way(operands, numbers, out, lse, ready)
             elif lse:
                 self._write_lse(at, numbers, lse, ready)

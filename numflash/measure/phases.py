@@ -21,6 +21,7 @@ from ..cpu.int8.packing import pack_keys, pack_values
 from ..cpu.int8.softmax import add_sums, grow_rows, octave_rows, weigh_rows
 from ..cpu.isa.amx_tiles import tile_state
 from ..cpu.isa.isas import VECTOR_ISAS, lanes_of, running_lanes
+from ..cpu.isa.operands import KeyRange, Queries
 from ..errors import ArgumentError
 from ..jit.compiler import kernel
 from ..jit.memory import empty, reinterpret, zeros
@@ -79,7 +80,8 @@ def make_phases(isa_name: str, parts: int):
             l[:] = F(0)
             o[:] = F(0)
             for c in range(0, start.size, KEY_BLOCK):
-                scores(tile, stride, k, c, start, ck, factor, block_q, KEY_BLOCK, x)
+                keys_here = KeyRange(k, start, ck, c, KEY_BLOCK)
+                scores(Queries(tile, stride, factor, block_q), keys_here, x)
                 if with_softmax:
                     octaves(x, block_q, KEY_BLOCK, octave, octave_q8)
                     weigh(x, block_q, KEY_BLOCK, octave_q8, scale, p, sums, total)

@@ -11,7 +11,7 @@ from numflash.cpu.int8 import microkernels, packing, softmax_vectors
 from numflash.cpu.int8.score_changes import Changes
 from numflash.cpu.isa.dot_loop import BESIDE
 from numflash.cpu.isa.isas import lanes_of
-from numflash.cpu.isa.operands import Packed, Rows, Scales
+from numflash.cpu.isa.operands import Packed, Part, Rows, Scales, Waiting
 from numflash.jit.compiler import bare
 from numflash.tiling import KEY_BLOCK
 
@@ -75,8 +75,8 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
         stride, room = q.shape[1], room_of()
         changes = changes_of(shift, numbers, base, bias, mask)
         scales = Scales(start, ck, KEY, cq, 0)
-        tile(Rows(q, 0, stride), Packed(k, 0), stride // 4, scales, room, 0)
-        finish(room, 0, Rows(x, 0, STRIDE), changes, 0, mr, 0, KEY)
+        tile(Rows(q, 0, stride), Packed(k, 0), stride // 4, scales, Waiting(room, 0))
+        finish(Waiting(room, 0), Rows(x, 0, STRIDE), changes, 0, Part(mr, 0, KEY))
 
     @bare
     def scores(q, k, start, ck, cq, x, shift, numbers, base, bias, mask):
@@ -85,9 +85,10 @@ def changed_function(isa, mr, wide, has_cap, has_slope, has_bias, has_mask):
         beside = min(mr, (stride // 4 - 1) // BESIDE)
         row, keys, groups = Rows(q, 0, stride), Packed(k, 0), stride // 4
         scales, to = Scales(start, ck, KEY, cq, 0), Rows(x, 0, STRIDE)
-        tile(row, keys, groups, scales, room, 0, to, changes, 0, 0, KEY)
-        tile(row, keys, groups, scales, room, 1, to, changes, beside, 0, KEY)
-        finish(room, 0, to, changes, beside, mr, 0, KEY)
+        even, odd = Waiting(room, 0), Waiting(room, 1)
+        tile(row, keys, groups, scales, even, to, changes, Part(0, 0, KEY))
+        tile(row, keys, groups, scales, odd, to, changes, Part(beside, 0, KEY))
+        finish(even, to, changes, beside, Part(mr, 0, KEY))
 
     return wide_scores if wide else scores, (
         f"void(int8[:,::1], int8[::1], int32[::1], float32[::1], float32[::1], {'float32' if wide else 'int16'}[:,::1], "

@@ -273,7 +273,9 @@ def score_block(changed: bool, wide: bool):
     last_block = finish(rows_of_x)
 
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, *changes):
+    def scores(queries, keys, x, *changes):
+        q, stride, cq, rows = queries
+        k, _, ck, first, columns = keys
         scratch, side, steps = scratch_blocks(), columns // BLOCK, stride // WIDTH
         blocks = (rows + BLOCK - 1) // BLOCK * side
         first_block(Rows(q, 0, stride), Packed(k, first * stride), steps)
@@ -283,10 +285,10 @@ def score_block(changed: bool, wide: bool):
             c = n % side * BLOCK
             at = (n - 1) // side * BLOCK
             old = (n - 1) % side * BLOCK
-            row, keys = Rows(q, i * stride, stride), Packed(k, (first + c) * stride)
+            row, right = Rows(q, i * stride, stride), Packed(k, (first + c) * stride)
             to = Rows(x, at * KEY_BLOCK + old, KEY_BLOCK)
             key_scales, row_scales = Packed(ck, first + old), Packed(cq, at)
-            both(row, keys, steps, scratch, n - 1, key_scales, row_scales, to, changes)
+            both(row, right, steps, scratch, n - 1, key_scales, row_scales, to, changes)
             save(scratch, n)
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
         to = Rows(x, at * KEY_BLOCK + old, KEY_BLOCK)

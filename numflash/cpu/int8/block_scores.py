@@ -12,6 +12,7 @@ import numpy as np
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ..isa.isas import VECTOR_ISAS
+from ..isa.operands import KeyRange, Queries
 from ..semantics import UNSEEN
 from .blocks import score_block
 from .function_scores import drop_rows, follow_base, function_block
@@ -44,15 +45,13 @@ def make_narrow_scores(isa_name: str):
             if not block.inside:
                 i, stop = unit_range(tile, first, part, unit_rows)
             if i < stop:
-                q, scale, to = tile.q[i:stop], tile.scale[i:stop], x[i:stop, a:]
-                n = stop - i
+                queries = Queries(tile.q[i:stop], stride, tile.scale[i:stop], stop - i)
+                keys, to = KeyRange(kv.keys, kv.start, kv.scale, first, part), x[i:stop, a:]
                 if job.changed:
                     here = changes_from(changes, i)
-                    changed_scores(
-                        q, stride, kv.keys, first, kv.start, kv.scale, scale, n, part, to, here
-                    )
+                    changed_scores(queries, keys, to, here)
                 else:
-                    plain_scores(q, stride, kv.keys, first, kv.start, kv.scale, scale, n, part, to)
+                    plain_scores(queries, keys, to)
         if not block.inside:
             hide_edges(x, tile, block)
         elif block.first < block.begin:

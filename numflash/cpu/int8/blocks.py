@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 
-from ...jit.compiler import bare, inline
+from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
 from ..floats import float_tiles
 from ..floats.float_isas import MR
 from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of
-from ..isa.operands import Packed, Rows, Scales
+from ..isa.operands import Packed, Part, Rows, Scales, Waiting
 from . import amx, wide_rows
 from .microkernels import (
     WAITING_ROWS,
@@ -30,9 +30,7 @@ from .microkernels import (
 
 @functools.cache
 def score_block(isa_name: str, changed: bool = False, wide: bool = False):
-    """f(q, stride, k, first, start, ck, cq, rows, columns, x): scores x[rows, columns].
-
-    For keys first to first + columns - 1.
+    """f(queries: Queries, keys: KeyRange, x): scores x of these rows and keys.
 
     Scores are int16 Q8.8, with `wide` float32 before rounding. `changed`: one more argument,
     `score_changes.Changes`.
@@ -48,22 +46,24 @@ def score_block(isa_name: str, changed: bool = False, wide: bool = False):
     tile6, tile4, tile2 = (score_tile(isa_name, m, wide) for m in VECTOR_ISAS[isa_name].rows)
 
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x):
+    def scores(queries, keys, x):
+        q, stride, cq, rows = queries
+        k, start, ck, first, columns = keys
         groups, panel = stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
-            keys = Packed(k, key * stride)
+            right = Packed(k, key * stride)
             while i + mr <= rows:
                 row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
-                tile6(row, keys, groups, Scales(start, ck, key, cq, i), to)
+                tile6(row, right, groups, Scales(start, ck, key, cq, i), to)
                 i += mr
             while rows - i >= mr2:
                 row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
-                tile4(row, keys, groups, Scales(start, ck, key, cq, i), to)
+                tile4(row, right, groups, Scales(start, ck, key, cq, i), to)
                 i += mr2
             if rows - i == 2:
                 row, to = Rows(q, i * stride, stride), Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
-                tile2(row, keys, groups, Scales(start, ck, key, cq, i), to)
+                tile2(row, right, groups, Scales(start, ck, key, cq, i), to)
 
     return scores
 
@@ -81,49 +81,48 @@ def _changed_score_block(isa_name: str, wide: bool):
     tile4, tile2 = (waiting_tile(isa_name, m, not wide) for m in WAITING_ROWS)
     change = finish(isa_name, wide)
 
-    @bare
-    def finish_rows(room, turn, x, changes, done, rows, i, c, first):
-        to = Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
-        change(room, turn, to, changes, done, rows, i, first + c)
-
     @inline
-    def scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+    def scores(queries, keys, x, changes):
+        q, stride, cq, rows = queries
+        k, start, ck, first, columns = keys
         room, turn, groups, panel = room_of(), 0, stride // group, nv * lanes()
-        waiting, i_old, c_old = 0, 0, 0  # rows of the tile that waits, and where it belongs
+        kept, i_old, c_old = 0, 0, 0  # rows of the tile that waits, and where it belongs
         for c in range(0, columns, panel):
             key, i = first + c, 0
-            keys = Packed(k, key * stride)
+            right = Packed(k, key * stride)
             while i < rows:
                 row, scales = Rows(q, i * stride, stride), Scales(start, ck, key, cq, i)
                 old, key_old = Rows(x, i_old * KEY_BLOCK + c_old, KEY_BLOCK), first + c_old
-                beside, new = min(waiting, (groups - 1) // BESIDE), min(4, rows - i)
+                beside, new = min(kept, (groups - 1) // BESIDE), min(4, rows - i)
+                here, part = Waiting(room, turn), Part(beside, i_old, key_old)
                 if new == 4:
-                    tile4(
-                        row, keys, groups, scales, room, turn, old, changes, beside, i_old, key_old
-                    )
+                    tile4(row, right, groups, scales, here, old, changes, part)
                 else:
-                    tile2(
-                        row, keys, groups, scales, room, turn, old, changes, beside, i_old, key_old
-                    )
-                if beside < waiting:
-                    finish_rows(room, turn + 1, x, changes, beside, waiting, i_old, c_old, first)
-                waiting, i_old, c_old, i, turn = new, i, c, i + new, turn + 1
-        finish_rows(room, turn + 1, x, changes, 0, waiting, i_old, c_old, first)
+                    tile2(row, right, groups, scales, here, old, changes, part)
+                if beside < kept:
+                    part = Part(kept, i_old, key_old)
+                    change(Waiting(room, turn + 1), old, changes, beside, part)
+                kept, i_old, c_old, i, turn = new, i, c, i + new, turn + 1
+        old = Rows(x, i_old * KEY_BLOCK + c_old, KEY_BLOCK)
+        change(Waiting(room, turn + 1), old, changes, 0, Part(kept, i_old, first + c_old))
 
     @inline
-    def wide_scores(q, stride, k, first, start, ck, cq, rows, columns, x, changes):
+    def wide_scores(queries, keys, x, changes):
+        q, stride, cq, rows = queries
+        k, start, ck, first, columns = keys
         room, groups, panel = room_of(), stride // group, nv * lanes()
         for c in range(0, columns, panel):
             key, i = first + c, 0
-            keys = Packed(k, key * stride)
+            right = Packed(k, key * stride)
             while i < rows:
                 row, scales = Rows(q, i * stride, stride), Scales(start, ck, key, cq, i)
                 new = min(4, rows - i)
                 if new == 4:
-                    tile4(row, keys, groups, scales, room, 0)
+                    tile4(row, right, groups, scales, Waiting(room, 0))
                 else:
-                    tile2(row, keys, groups, scales, room, 0)
-                finish_rows(room, 0, x, changes, 0, new, i, c, first)
+                    tile2(row, right, groups, scales, Waiting(room, 0))
+                to = Rows(x, i * KEY_BLOCK + c, KEY_BLOCK)
+                change(Waiting(room, 0), to, changes, 0, Part(new, i, key))
                 i += new
 
     return wide_scores if wide else scores

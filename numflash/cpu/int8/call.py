@@ -77,6 +77,19 @@ class Numbers(NamedTuple):
     counter: int
 
 
+class Ready(NamedTuple):
+    """Addresses of quantised operands, of their scales and of `QuantizedTensor.low`, 0 for none."""
+
+    q: int
+    q_scale: int
+    k: int
+    k_scale: int
+    k_low: int
+    v: int
+    v_scale: int
+    v_low: int
+
+
 class Factors(NamedTuple):
     """What it reads from one float64 array: `scores.score_unit`, and the softcap in Q8.8 units."""
 
@@ -200,7 +213,8 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
         )
 
     @kernel
-    def call(q_at, k_at, v_at, out, room, numbers, factors):
+    def call(at, out, room, numbers, factors):
+        q_at, k_at, v_at = at
         p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*to_fixed_tuple(factors, FACTORS))
@@ -229,11 +243,10 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
 
 @functools.cache
 def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
-    """call(q, q_scale, k, k_scale, k_low, v, v_scale, v_low, out, room, numbers, factors) -> as
-    the float call.
+    """call(ready: the addresses of `Ready`, out, room, numbers, factors) -> as the float call.
 
-    Addresses of contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales
-    (B, H, L), (B, Hkv, S) and (B, Hkv, Dv) float32, all finite, and of `QuantizedTensor.low` or 0.
+    Contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales (B, H, L),
+    (B, Hkv, S) and (B, Hkv, Dv) float32, all finite.
     """
     pack_keys = key_packer(isa_name, running_lanes(isa_name))
     pack_values = value_packer(isa_name, running_lanes(isa_name))
@@ -278,16 +291,14 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         pack_values(place(v_at, (n, p.keys, p.value_dim), np.int8), values, p.columns)
 
     @kernel
-    def call(
-        q_at, q_scale_at, k_at, k_scale_at, k_low_at, v_at, v_scale_at, v_low_at, out, room,
-        numbers, factors,
-    ):  # fmt: skip
+    def call(ready, out, room, numbers, factors):
+        at = Ready(*ready)
         p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
         o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
         f = Factors(*to_fixed_tuple(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
-        q_scale = place(q_scale_at, (n * p.length,), np.float32)
-        k_scale = place(k_scale_at, (n_kv * p.keys,), np.float32)
+        q_scale = place(at.q_scale, (n * p.length,), np.float32)
+        k_scale = place(at.k_scale, (n_kv * p.keys,), np.float32)
         top_q, top_k = largest_scale(q_scale), largest_scale(k_scale)
         if max(top_q * abs(f.unit), top_k) >= LIMIT:
             return True
@@ -297,13 +308,13 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
         for i in range(flat.size):
             flat[i] = F(q_scale[i] * unit)
         keys, values, first = keys_at(p, room), values_at(p, room), first_at(p, room)
-        pack(p, k_at, v_at, k_scale, keys, values)
-        k = place(k_at, (n_kv, p.keys, p.head_dim), np.int8)
-        v = place(v_at, (n_kv, p.keys, p.value_dim), np.int8)
-        pack_first(p, k, k_low_at, k_scale, v, v_low_at, first)
+        pack(p, at.k, at.v, k_scale, keys, values)
+        k = place(at.k, (n_kv, p.keys, p.head_dim), np.int8)
+        v = place(at.v, (n_kv, p.keys, p.value_dim), np.int8)
+        pack_first(p, k, at.k_low, k_scale, v, at.v_low, first)
         most = most_score(f.unit, top_q, top_k, p.head_dim)
-        q = place(q_at, (n, p.length, p.head_dim), np.int8)
-        v_scale = place(v_scale_at, (n_kv, p.value_dim), np.float32)
+        q = place(at.q, (n, p.length, p.head_dim), np.int8)
+        v_scale = place(at.v_scale, (n_kv, p.value_dim), np.float32)
         attend(p, o, f, most, Operands(q, cq, keys, values, first, v_scale), out, room)
         if p.workers < threads:
             use_threads(threads)

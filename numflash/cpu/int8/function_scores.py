@@ -21,7 +21,7 @@ from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, padded
-from ..isa.operands import Packed, Rows
+from ..isa.operands import KeyRange, Packed, Queries, Rows
 from ..isa.score_calls import Corner, Function, batch_of, call_rounded, call_tile, must_mask
 from ..semantics import HIDDEN, UNSEEN
 from .amx_stream_data import MOST_OCTAVES
@@ -101,10 +101,9 @@ def function_block(name: str):
             if tile.hi[seen - 1] <= block.first or tile.lo[i] >= block.first + block.columns:
                 x[i:seen, : block.columns] = HIDDEN
                 continue
-            float_scores(
-                tile.q[i:stop], stride, kv.keys, block.first, kv.start, kv.scale,
-                tile.scale[i:stop], stop - i, block.columns, scores,
-            )  # fmt: skip
+            queries = Queries(tile.q[i:stop], stride, tile.scale[i:stop], stop - i)
+            keys = KeyRange(kv.keys, kv.start, kv.scale, block.first, block.columns)
+            float_scores(queries, keys, scores)
             here = Called(called.address, called.frame, called.b, called.h, called.row + i)
             round_rows(here, flat, seen - i, block, narrow, base, i)
         if not block.inside:

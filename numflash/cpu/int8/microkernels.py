@@ -119,7 +119,7 @@ def _waiting(b, isa, room, turn):
 def _change(context, b, isa, types_, args, tile, wide):
     """emit(n): applies the options to row n of a stored tile, and stores it again.
 
-    args : x, x_off, x_stride, changes, ..., i, j as in `finish`
+    args : those of `finish` from x on, flat
     """
     px = data(context, b, types_[0], args[0])
     change = score_changes.changer(context, b, isa, types_[3], args[3], wide)
@@ -137,13 +137,13 @@ def _change(context, b, isa, types_, args, tile, wide):
 
 @functools.cache
 def waiting_tile(name: str, mr: int, overlapped: bool):
-    """Intrinsic f(q: Rows, k: Packed, groups, scales, room, turn).
+    """Intrinsic f(q: Rows, k: Packed, groups, scales, waiting: Waiting).
 
-    Computes a tile of float32 scores and keeps it in `room` for `finish`.
+    Computes a tile of float32 scores and keeps it for `finish`.
 
-    `overlapped`: f(..., x: Rows, changes, rows, row_before, key_before) finishes the first rows of
-    the tile of the turn before beside the dot products, which use two of Zen 4's four vector pipes.
-    rows <= (groups - 1) // BESIDE.
+    `overlapped`: f(..., x: Rows, changes, before: Part) finishes the first rows of the tile of the
+    turn before beside the dot products, which use two of Zen 4's four vector pipes.
+    before.count <= (groups - 1) // BESIDE.
     """
     isa = VECTOR_ISAS[name]
 
@@ -161,22 +161,21 @@ def waiting_tile(name: str, mr: int, overlapped: bool):
         return context.get_dummy_value()
 
     @intrinsic
-    def alone(typingctx, q, k, groups, scales, room, turn):
-        return types.void(q, k, groups, scales, room, turn), codegen
+    def alone(typingctx, q, k, groups, scales, waiting):
+        return types.void(q, k, groups, scales, waiting), codegen
 
     @intrinsic
-    def beside(typingctx, q, k, groups, scales, room, turn, x, changes, rows, row, key):
-        sig = types.void(q, k, groups, scales, room, turn, x, changes, rows, row, key)
-        return sig, codegen
+    def beside(typingctx, q, k, groups, scales, waiting, x, changes, before):
+        return types.void(q, k, groups, scales, waiting, x, changes, before), codegen
 
     return beside if overlapped else alone
 
 
 @functools.cache
 def finish(name: str, wide: bool):
-    """Intrinsic f(room, turn, x: Rows, changes, done, rows, i, j).
+    """Intrinsic f(waiting: Waiting, x: Rows, changes, done, part: Part).
 
-    Writes rows i + done to i + rows of a kept tile, for the keys from j on, to x.
+    Writes the rows of `part` from number `done` on of a kept tile to x.
 
     changes : `score_changes.Changes`, for softcap, ALiBi, bias and mask; x becomes int16, or stays
         float32 where `wide`
@@ -184,8 +183,8 @@ def finish(name: str, wide: bool):
     isa = VECTOR_ISAS[name]
 
     @intrinsic
-    def rest(typingctx, room, turn, x, changes, done, rows, i, j):
-        sig = types.void(room, turn, x, changes, done, rows, i, j)
+    def rest(typingctx, waiting, x, changes, done, part):
+        sig = types.void(waiting, x, changes, done, part)
 
         def codegen(context, b, sig, args):
             target.guard(name, context.codegen())

@@ -13,6 +13,7 @@ from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS
+from ..isa.operands import KeyRange, Queries
 from ..semantics import UNSEEN
 from . import wide_rows
 from .blocks import score_block
@@ -51,10 +52,9 @@ def make_wide_scores(isa_name: str):
     def wide_scores(job, block, changes, called, scratch):
         tile, kv, state, wide = job.tile, job.kv, job.state, scratch.wide
         real = tile.real
-        float_scores(
-            tile.q, tile.q.shape[1], kv.keys, block.first, kv.start, kv.scale, tile.scale,
-            tile.rows, block.columns, wide, changes,
-        )  # fmt: skip
+        queries = Queries(tile.q, tile.q.shape[1], tile.scale, tile.rows)
+        keys = KeyRange(kv.keys, kv.start, kv.scale, block.first, block.columns)
+        float_scores(queries, keys, wide, changes)
         call_rows(called, wide.reshape(wide.size), real, block)
         narrow_wide(wide, tile, block, scratch.x, state)
         for i in range(real):  # relative to its own octave, a row has octave 0

@@ -38,12 +38,49 @@ class Scales(NamedTuple):
     row: Any
 
 
+class Waiting(NamedTuple):
+    """One of two stored tiles: that of an even or of an odd turn."""
+
+    room: Any  # their address
+    turn: Any
+
+
+class Part(NamedTuple):
+    """The first `count` rows of a tile, and the row and the key of a problem that it begins at."""
+
+    count: Any
+    row: Any
+    key: Any
+
+
+class Queries(NamedTuple):
+    """Query rows of a block of scores: channels in a flat view or rows, `stride` elements a row."""
+
+    data: Any
+    stride: Any
+    scale: Any  # of each row
+    count: Any
+
+
+class KeyRange(NamedTuple):
+    """`count` packed keys from key `first` on, with what their sums begin with and their scales."""
+
+    data: Any
+    start: Any
+    scale: Any
+    first: Any
+    count: Any
+
+
+FLAT = (Rows, Packed, Scales, Waiting, Part)
+
+
 def flat(b, sig, args):
     """(types, values) of an intrinsic's arguments, the fields of such operands one by one."""
     found_types: list[Any] = []
     values: list[Any] = []
     for kind, value in zip(sig.args, args, strict=True):
-        if isinstance(kind, types.NamedTuple) and kind.instance_class in (Rows, Packed, Scales):
+        if isinstance(kind, types.BaseNamedTuple) and kind.instance_class in FLAT:
             found_types += kind.types
             values += cgutils.unpack_tuple(b, value)
         else:

@@ -20,6 +20,8 @@ the price is that S and dP are computed twice, seven products instead of five.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import prange
 
@@ -28,6 +30,22 @@ from ...jit.compiler import inline, kernel
 F = np.float32
 BLOCK = 32  # queries and keys of a tile: p and ds together are 8 KiB
 LOG2E = 1 / np.log(2.0)
+
+
+class Given(NamedTuple):
+    """What the gradients are made of.
+
+    Rows without keys have an `lse` of +inf.
+    """
+
+    q: np.ndarray  # (N, L, D) float32
+    k: np.ndarray  # (Nkv, S, D)
+    v: np.ndarray  # (Nkv, S, Dv)
+    do: np.ndarray  # (N, L, Dv)
+    lse: np.ndarray  # (N, L) in units of log2
+    delta: np.ndarray  # (N, L)
+    scale: np.float32  # in units of log2
+    causal: bool
 
 
 @inline
@@ -66,22 +84,21 @@ def tile_gradients(q, k, v, do, lse, delta, scale, first_key, p, ds):
 
 
 @inline
-def seen_keys(first_row, rows, key, diagonal, causal, seen):
+def seen_keys(first_row, rows, key, causal, seen):
     """seen[i]: how many keys of a block that starts at `key` row first_row + i attends to."""
     for i in range(rows):
-        seen[i] = first_row + i + diagonal - key + 1 if causal else BLOCK
+        seen[i] = first_row + i - key + 1 if causal else BLOCK
 
 
 @kernel(parallel=True, float_math=True)
-def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
+def key_pass(given, dk, dv):
     """dK and dV: a worker owns a block of keys and goes through all queries that see it.
 
-    q, do (N, L, .), k, v (N / group, S, .) float32; lse (N, L) in units of log2, +inf for a row
-    without keys; delta (N, L); scale in units of log2; dk, dv as k and v, without the factor
-    of the scores.
+    given : `Given`;  dk, dv : as k and v, without the factor of the scores
     """
+    q, k, v, do, lse, delta, scale, causal = given
     n_kv, s, _ = k.shape
-    length, blocks = q.shape[1], (s + BLOCK - 1) // BLOCK
+    group, length, blocks = q.shape[0] // max(1, n_kv), q.shape[1], (s + BLOCK - 1) // BLOCK
     for task in prange(n_kv * blocks):
         n_key, j = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         z = min(j + BLOCK, s)
@@ -91,10 +108,10 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
         transposed = np.empty((BLOCK, BLOCK), F)
         dk[n_key, j:z], dv[n_key, j:z] = F(0), F(0)
         for n in range(n_key * group, (n_key + 1) * group):
-            first = max(0, j - diagonal) // BLOCK * BLOCK if causal else 0
+            first = j // BLOCK * BLOCK if causal else 0
             for i in range(first, length, BLOCK):
                 y = min(i + BLOCK, length)
-                seen_keys(i, y - i, j, diagonal, causal, seen)
+                seen_keys(i, y - i, j, causal, seen)
                 tile_gradients(
                     q[n, i:y],
                     k[n_key, j:z],
@@ -120,13 +137,14 @@ def key_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dk, dv):
 
 
 @kernel(parallel=True, float_math=True)
-def query_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dq):
+def query_pass(given, dq):
     """dQ: a worker owns a block of queries and goes through all keys that they see.
 
-    Arguments as in `key_pass`.
+    given : `Given`;  dq : as q, without the factor of the scores
     """
+    q, k, v, do, lse, delta, scale, causal = given
     n_heads, length, _ = q.shape
-    s, blocks = k.shape[1], (length + BLOCK - 1) // BLOCK
+    group, s, blocks = n_heads // max(1, k.shape[0]), k.shape[1], (length + BLOCK - 1) // BLOCK
     for task in prange(n_heads * blocks):
         n, i = np.intp(task) // blocks, np.intp(task) % blocks * BLOCK
         y, n_key = min(i + BLOCK, length), np.intp(task) // blocks // group
@@ -134,10 +152,10 @@ def query_pass(q, k, v, do, lse, delta, scale, causal, diagonal, group, dq):
         ds = np.empty((BLOCK, BLOCK), F)
         seen = np.empty(BLOCK, np.int64)
         dq[n, i:y] = F(0)
-        last = min(s, y + diagonal) if causal else s
+        last = min(s, y) if causal else s
         for j in range(0, last, BLOCK):
             z = min(j + BLOCK, s)
-            seen_keys(i, y - i, j, diagonal, causal, seen)
+            seen_keys(i, y - i, j, causal, seen)
             tile_gradients(
                 q[n, i:y],
                 k[n_key, j:z],
@@ -175,7 +193,7 @@ def backward(
     k, v = (np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for x in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     rows = (lse * LOG2E).astype(F).reshape(q.shape[:2])
-    arguments = (
+    given = Given(
         q,
         k,
         v,
@@ -184,12 +202,10 @@ def backward(
         np.einsum("nld,nld->nl", do, o),
         F(factor * LOG2E),
         is_causal,
-        0,
-        max(1, q.shape[0] // max(1, k.shape[0])),
     )
     dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-    key_pass(*arguments, dk, dv)
-    query_pass(*arguments, dq)
+    key_pass(given, dk, dv)
+    query_pass(given, dq)
     return (
         (dq * F(factor)).reshape(query.shape),
         (dk * F(factor)).reshape(key.shape),

@@ -27,6 +27,7 @@ from ..int8 import blocks, softmax_vectors
 from ..int8.packing import PackedKeys, pack_keys, pack_values
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded, running_lanes
+from ..isa.operands import KeyRange, Queries
 from ..isa.vectors import next_task
 from ..semantics import HIDDEN, UNSEEN
 
@@ -120,10 +121,9 @@ def make_parts(isa_name: str):
 
         Keys after the last one and, in a causal tile, after the row are the caller's to hide.
         """
-        tile, factor = q[row : row + block_q], cq[row : row + block_q]
-        score_block(
-            tile, q.shape[1], keys.data, c, keys.start, keys.scale, factor, block_q, KEY_BLOCK, x
-        )
+        factor = cq[row : row + block_q]
+        queries = Queries(q[row : row + block_q], q.shape[1], factor, block_q)
+        score_block(queries, KeyRange(keys.data, keys.start, keys.scale, c, KEY_BLOCK), x)
 
     @inline
     def softmax(x, octave, octave_q8, p, sums, total):
@@ -164,9 +164,9 @@ def make_unfused(isa_name: str):
     """Rung 5: register tiles, one pass after the other over the scores and weights of the whole
     problem.
 
-    f(q, cq, keys, n_keys, v, x, p, octave, total, o, l): scores x and weights p (tiles, blocks,
-    block_q, KEY_BLOCK); octave and total (tiles, blocks, block_q) int32; o (rows, columns) and l
-    (rows,) float32.
+    f(q, cq, keys, n_keys, v, whole, o, l): whole = scores and weights (tiles, blocks, block_q,
+    KEY_BLOCK), octaves and totals (tiles, blocks, block_q) int32; o (rows, columns) and l (rows,)
+    float32.
     """
     scores, softmax, merge, values = make_parts(isa_name)
     vector_lanes, block_q, (begin, end) = (
@@ -176,8 +176,9 @@ def make_unfused(isa_name: str):
     )
 
     @kernel
-    def unfused(q, cq, keys, n_keys, v, x, p, octave, total, o, l):
+    def unfused(q, cq, keys, n_keys, v, whole, o, l):
         begin()
+        x, p, octave, total = whole
         octave_q8, sums = np.zeros(block_q, np.int16), np.zeros(block_q * vector_lanes(), np.int32)
         m, scale = np.zeros(block_q, np.int32), np.zeros(block_q, np.float32)
         tiles, blocks = x.shape[:2]
@@ -337,19 +338,8 @@ def run(rung: str, isa_name: str, x: Operands, workers: int = 1) -> np.ndarray:
         shape = x.q.shape[0] // block_q, padded(n, KEY_BLOCK) // KEY_BLOCK, block_q
         scores = empty((*shape, KEY_BLOCK), np.int16)
         weights = empty((*shape, KEY_BLOCK), x.q.dtype)
-        make_unfused(isa_name)(
-            x.q,
-            x.cq,
-            keys,
-            n,
-            v,
-            scores,
-            weights,
-            np.empty(shape, np.int32),
-            np.empty(shape, np.int32),
-            o,
-            l,
-        )
+        whole = scores, weights, np.empty(shape, np.int32), np.empty(shape, np.int32)
+        make_unfused(isa_name)(x.q, x.cq, keys, n, v, whole, o, l)
     elif rung == "fused":
         make_fused(isa_name)(x.q, x.cq, keys, n, v, o, l)
     else:

@@ -35,7 +35,7 @@ from ...tiling import TILINGS
 from ..int8.packing import PackedKeys, pack_keys
 from ..isa.dot_loop import Panel, dot_loop
 from ..isa.isas import VECTOR_ISAS, lanes_of, padded
-from ..isa.operands import Rows
+from ..isa.operands import Packed, Rows, flat
 from ..isa.vectors import I32, data, load, prefetch_once, store
 
 F, I, U = np.float32, np.int32, np.uint32
@@ -105,17 +105,18 @@ def operands(isa_name: str, q: np.ndarray, k: np.ndarray) -> Operands:
 
 @functools.cache
 def make_tile(name: str):
-    """Intrinsic f(q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride).
+    """Intrinsic f(q: Rows, k: Packed, groups, start: Packed, s: Rows).
 
     Writes s[6, panel] int32 = q . k, in key order.
     """
     isa = ISAS[name]
 
     @intrinsic
-    def tile(typingctx, q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride):
-        def codegen(context, b, sig, a):
+    def tile(typingctx, q, k, groups, start, s):
+        def codegen(context, b, sig, args):
             target.guard(name, context.codegen())
-            pq, pk, pb, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 3, 6, 8))
+            kinds, a = flat(b, sig, args)
+            pq, pk, pb, ps = (data(context, b, kinds[n], a[n]) for n in (0, 3, 6, 8))
             first = [
                 load(b, pb, b.add(a[7], isa.elements(b, v)), isa.vector(I32), 4)
                 for v in range(isa.nv)
@@ -138,9 +139,7 @@ def make_tile(name: str):
                         store(b, x, ps, b.add(where, isa.elements(b, v + n)), 4)
             return context.get_dummy_value()
 
-        return types.void(
-            q, q_off, q_stride, k, k_off, groups, start, j, s, s_off, s_stride
-        ), codegen
+        return types.void(q, k, groups, start, s), codegen
 
     return tile
 
@@ -158,19 +157,9 @@ def make_rows(isa_name: str):
     def six_rows(q, i, k, start, c, s, s_off, s_stride):
         stride, panel = q.shape[1], nv * lanes()
         for j in range(0, KEYS, panel):
-            tile(
-                q,
-                i * stride,
-                stride,
-                k,
-                (c + j) * stride,
-                stride // group,
-                start,
-                c + j,
-                s,
-                s_off + j,
-                s_stride,
-            )
+            key = c + j
+            rows, to = Rows(q, i * stride, stride), Rows(s, s_off + j, s_stride)
+            tile(rows, Packed(k, key * stride), stride // group, Packed(start, key), to)
 
     return six_rows
 
