@@ -158,6 +158,13 @@ def test_the_model_alone_measures_nothing(capsys):
     assert "--measure: got 2 together with --model" in capsys.readouterr().err
 
 
+def test_the_shape_is_2048_by_128_unless_given(capsys):
+    assert main(["tune", "--model"]) == 0
+    usual = capsys.readouterr().out
+    assert main(["tune", "--shape", "2048", "128", "--model"]) == 0
+    assert usual == capsys.readouterr().out
+
+
 def test_other_cpus_are_modelled(file, capsys):
     assert main(["tune", "--shape", "256", "64", "--model", "--cpu", "a64fx"]) == 0
     assert "a64fx, sve, int8" in capsys.readouterr().out and not file.exists()

@@ -100,11 +100,8 @@ def flex(c: dict) -> None:
             error = error + (8 * EPS * max(c["l"], c["s"]) if c["score"] == "slopes" else 0)
         if mask is not None:
             seen = seen & mask(*at)
-        return (
-            s,
-            error,
-            seen & (s != -np.inf),
-        )  # a score of -inf is hidden, a soft cap after it or not
+        # a score of -inf is hidden, a soft cap after it or not
+        return s, error, seen & (s != -np.inf)
 
     q, k, v = (as_bhld(x, c["layout"]) for x in (q, k, v))
     o = {**o, "functions": functions, "changes scores": score is not None}

@@ -57,7 +57,8 @@ def _call(context, b, sig, args, arrays):
         return sig.args[n].types[place], b.extract_value(args[n], place)
 
     def whole(n, name):
-        return context.cast(b, field(n, name)[1], field(n, name)[0], types.int64)
+        kind, value = field(n, name)
+        return context.cast(b, value, kind, types.int64)
 
     def first_of(n, target):
         """Where an operand begins; null if there is none."""

@@ -86,7 +86,7 @@ def prefetch(b: ir.IRBuilder, address, locality: int = 2) -> None:
 
 
 @intrinsic
-def ask_for(typingctx, place):
+def prefetch_line(typingctx, place):
     """f(address): prefetch the cache line there into all levels."""
 
     def codegen(context, b, sig, a):

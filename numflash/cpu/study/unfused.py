@@ -165,7 +165,7 @@ def make_rows(isa_name: str):
 
 
 @intrinsic
-def ask_once(typingctx, x, off):
+def prefetch_at(typingctx, x, off):
     """Prefetch the cache line of element `off` of an int8 or int16 array, which is read once."""
 
     def codegen(context, b, sig, args):
@@ -204,7 +204,7 @@ def make_gemm(isa_name: str, buffers: int = 0, maxima: bool = False, ahead: bool
     @inline
     def fetch(k, first, size):
         for at in range(first, min(first + size, k.size), LINE):
-            ask_once(k, at)
+            prefetch_at(k, at)
 
     @kernel
     def gemm(q, k, start, s, top):
