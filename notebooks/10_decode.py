@@ -172,8 +172,7 @@ table(["splits", "microseconds", "parts computed by"], [[n, 1e6 * t, min(n, thre
 print(f"one KV head on {threads} threads; chosen: {split_count(1, 32768 // 128, threads)}")
 
 # %% [markdown]
-# One split keeps one core busy, two keep two. A few more than there are cores gain a little more here, and then the gain ends. (The rows
-# of 1 and 32 splits above do not repeat on an idle machine. Measured again in turns, idle, on 2026-11-23: 0.67, 0.30, 0.24, 0.22 and 0.24 ms.)
+# One split keeps one core busy, two keep two. More than there are cores gain next to nothing here, and every part costs a little.
 #
 # ## The unified maximum
 #

@@ -191,9 +191,8 @@ bars(axes, {name: 1e3 * t for name, t in seconds.items()}, "milliseconds, one th
 
 # %% [markdown]
 # The window computes 23 % of the blocks and takes a fraction of the time. That is the part that a function gives you and a dense
-# mask cannot: the kernel knows beforehand what it need not do. (That ALiBi is faster than "plain" in the table
-# above does not repeat on an idle machine. Measured again in turns, idle, on 2026-11-23: plain 4.0 ms; of plain, dense bias 1.29, ALiBi 1.13, window 0.31, all
-# three 0.22. The window takes more than its 23 %, since three of the four blocks in a row call the mask.)
+# mask cannot: the kernel knows beforehand what it need not do. The window takes more
+# than its 23 %, since three of the four blocks in a row call the mask.
 #
 # Now invent your own. Some that people have published are in [the guide](../docs/flex.md): neighbourhoods of pixels, distances in a graph,
 # prefixes, dilated windows. Write one, test it with `exact`, look at its blocks, and measure it.
