@@ -33,6 +33,10 @@ PEER = "PyTorch"
 PEER_BFLOAT16 = "PyTorch bfloat16"
 COMPILED = "compiled"
 COMPILED_INT8 = "int8, compiled"
+NAMES = (
+    "arrays", "int8", "int8, ready", COMPILED, COMPILED_INT8, "tensors", "numflash.torch", PEER,
+    PEER_BFLOAT16,
+)  # fmt: skip
 ROUNDS = 25
 TURN = 2e-4  # seconds of one contender's turn, at least
 
@@ -52,7 +56,12 @@ def _compiled(arrays: list[np.ndarray], precision: str) -> Callable[[], Any] | N
     room = scratch.take(plan.layout.nbytes)
     *at, out_at, _ = addresses(q, k, v, out, out)
     if precision == "int8":
-        return lambda: (plan.call(*at, out_at, room.address, plan.numbers, plan.factors), out, room)
+        places = tuple(at)
+        return lambda: (
+            plan.call(places, out_at, room.address, plan.numbers, plan.factors),
+            out,
+            room,
+        )
     lse = np.empty(q.shape[:3], np.float32)
     lse_at, numbers, factors = lse.ctypes.data, plan.numbers, plan.factors
     return lambda: (plan.call(*at, out_at, lse_at, room.address, numbers, factors), out, lse)

@@ -3,6 +3,8 @@
 Nothing passes or fails by time.
 """
 
+import functools
+
 import numpy as np
 import pytest
 from oracles import naive
@@ -10,15 +12,15 @@ from oracles import naive
 from numflash.measure import short_calls
 from numflash.measure.contenders import on_threads
 
-CALLS = {shape: short_calls.calls(shape) for shape in short_calls.SHAPES}
+calls = functools.cache(short_calls.calls)
 
 
 @pytest.mark.parametrize("shape", short_calls.SHAPES, ids=str)
-@pytest.mark.parametrize("name", list(CALLS[short_calls.SHAPES[-1]]))
+@pytest.mark.parametrize("name", short_calls.NAMES)
 def bench_short(benchmark, shape, name):
-    call = CALLS[shape].get(name)
+    call = calls(shape).get(name)
     if call is None:
-        pytest.skip("no such way for this shape")
+        pytest.skip("no such way for this shape, or without PyTorch")
     benchmark.group = f"short {shape}"
     with on_threads(1):
         out = call()

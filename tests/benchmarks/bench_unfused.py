@@ -9,12 +9,14 @@ import pytest
 
 from numflash.cpu.study import unfused_times
 
+D = 128
+
 
 @pytest.mark.parametrize("exp2", ["quadratic", "line177"])
 @pytest.mark.parametrize("length", [1024, 4096, 8192])
 def bench_unfused(benchmark, length, exp2):
-    benchmark.group = f"unfused L={length} D=128"
-    times = benchmark.pedantic(unfused_times.measure, (length, 128, exp2), rounds=1)
+    benchmark.group = f"unfused L={length} D={D}"
+    times = benchmark.pedantic(unfused_times.measure, (length, D, exp2), rounds=1)
     benchmark.extra_info.update(
         {f"{c.pipeline}, {c.part}": c.seconds for c in times.components},
         softmax_share=times.softmax,
