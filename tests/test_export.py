@@ -36,13 +36,15 @@ def check(folder):
 @pytest.mark.parametrize(
     "kernel",
     [
-        "int8-scores",
-        "float32-values",
+        "int8-softmax",
+        "float32-softmax",
         *(
             pytest.param(x, marks=pytest.mark.slow)
             for x in (
+                "int8-scores",
                 "int8-values",
                 "float32-scores",
+                "float32-values",
                 "int8-attention",
                 "int8-append",
                 "int8-decode",
@@ -113,13 +115,20 @@ def test_a_cache_in_c_by_narrower_vectors(cpu, isa, kernels, tmp_path):
         "int8-scores",
         "float32-values",
         "exp2-fexpa",
+        "int8-softmax",
+        "float32-softmax",
         pytest.param("int8-decode", marks=pytest.mark.slow),
     ],
 )
 def test_code_for_the_a64fx(kernel, tmp_path):
     found = export.run(kernel, "a64fx", tmp_path)
     text = (tmp_path / f"{found['symbol']}.s").read_text()
-    marks = {"float32-values": "fmla", "exp2-fexpa": "fexpa"}
+    marks = {
+        "float32-values": "fmla",
+        "exp2-fexpa": "fexpa",
+        "int8-softmax": "smax",
+        "float32-softmax": "fmla",
+    }
     assert f"{marks.get(kernel, 'sdot')}\tz" in text
     assert (tmp_path / f"{found['symbol']}.o").read_bytes()[18:20] == b"\xb7\x00", "ELF for AArch64"
     assert "aarch64-linux-gnu-gcc" in (tmp_path / "Makefile").read_text() or (

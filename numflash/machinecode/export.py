@@ -22,10 +22,10 @@ from numba import types
 from ..cpu.isa.isas import VECTOR_ISAS, running_lanes
 from ..errors import ArgumentError, UnsupportedError
 from ..jit import target
-from . import codegen, exported, exported_decode
+from . import codegen, exported, exported_decode, exported_softmax
 from .exported import Export, Parameter
 
-EXPORTS = {**exported.EXPORTS, **exported_decode.EXPORTS}
+EXPORTS = {**exported.EXPORTS, **exported_softmax.EXPORTS, **exported_decode.EXPORTS}
 
 LENGTHS = {"a64fx": 512, "neoverse-v1": 256}  # bits of SVE vectors; 128 elsewhere
 C_TYPES = {
@@ -182,11 +182,16 @@ static inline int {name}(
 """
 
 
+def _number(x: Any) -> str:
+    """A value as C writes it."""
+    if not isinstance(x, np.floating):
+        return str(x)
+    return float(x).hex() + "f" if np.isfinite(x) else f"{x}".replace("inf", "INFINITY")
+
+
 def _values(x: np.ndarray) -> str:
     flat = x.reshape(-1)
-    words = (
-        [float(v).hex() + "f" for v in flat] if x.dtype == np.float32 else [str(v) for v in flat]
-    )
+    words = [_number(v) for v in flat]
     return ",\n    ".join(", ".join(words[i : i + 12]) for i in range(0, len(words), 12))
 
 
@@ -194,6 +199,7 @@ def _example(kernel: str, entry: Export, arguments: list[Any]) -> str:
     """`example.h`: operands, and what must come out."""
     lines = [
         f"/* Operands of {kernel}, and its results by NumPy and the integer model. */",
+        "#include <math.h>",
         "#include <stdint.h>",
     ]
     for parameter, x in zip(entry.parameters, arguments, strict=True):
