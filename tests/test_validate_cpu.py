@@ -5,12 +5,13 @@ The JSON holds everything.
 
 import json
 import os
+import shutil
 import subprocess
 
 import numpy as np
 import pytest
 
-from numflash.commands import validate, validate_groups
+from numflash.commands import validate, validate_groups, validate_kernels
 from numflash.commands.cli import main
 from numflash.cpu import launch
 from numflash.jit.system import cpus_of
@@ -26,7 +27,12 @@ def quick(monkeypatch):
     monkeypatch.setattr(
         roofline, "measure", lambda n: roofline.Roof("avx2", n, 1e12, 1e11, 1e10, 1e10)
     )
-    monkeypatch.setattr(validate, "attention_seconds", lambda d, threads, repeats: 1e-2 / threads)
+    monkeypatch.setattr(
+        validate_kernels, "seconds_of", lambda call, threads, budget: 1e-2 / threads
+    )
+    monkeypatch.setattr(validate_kernels, "LENGTH", 32)
+    monkeypatch.setattr(validate_kernels, "CACHE_BYTES", 2**21)
+    monkeypatch.setattr(validate_kernels, "measure_clock", lambda: 2e9)
 
 
 def test_the_report_and_its_json(quick, tmp_path, capsys):
@@ -35,8 +41,39 @@ def test_the_report_and_its_json(quick, tmp_path, capsys):
     found = json.loads(file.read_text())
     assert found["ok"] and found["cpu"] and not found["quick"]
     kinds = [x["check"] for x in found["checks"]]
-    assert kinds.count("accuracy") == 1 and {"peak", "efficiency", "scaling"} < set(kinds)
+    assert kinds.count("accuracy") == 1 and {"peak", "kernel", "scaling"} < set(kinds)
     assert "allowed 0.03" in capsys.readouterr().out
+
+
+def test_kernels_stand_beside_the_model(quick, monkeypatch, capsys):
+    """Cycles of the time by the clock, and those of the CPU's model where one is stored."""
+    monkeypatch.setattr(validate_kernels.target, "cpu_name", lambda: "a64fx")
+    found = [x for x in validate.run()["checks"] if x["check"] == "kernel"]
+    names = [*validate_kernels.CALLS, *validate_kernels.CACHES.values()]
+    assert list(dict.fromkeys(x["kernel"] for x in found)) == names
+    for x in found:
+        if "cycles_per_score" in x:
+            assert x["cycles_per_score"] == pytest.approx(1e-2 * 2e9 / (2 * 32 * 32))
+            assert 1 < x["modelled_cycles_per_score"] < 30
+        else:
+            assert x["share_of_peak"] == pytest.approx(x["modelled_seconds"] / x["seconds"])
+    assert "cycles a score, 2.70 by the model" in capsys.readouterr().out
+    monkeypatch.setattr(validate_kernels.target, "cpu_name", lambda: "unknown")
+    assert validate_kernels.modelled("INT8 attention", 128) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-mca")
+def test_the_stored_model_is_what_estimate_gives():
+    """Other releases of LLVM differ by up to 9 %."""
+    pytest.importorskip("unicorn")
+    from numflash.machinecode import estimate_kernels
+
+    for kernel, by_size in estimate_kernels.cycles_per_score("a64fx").items():
+        for head_dim, cycles in by_size.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(validate_kernels.target, "cpu_name", lambda: "a64fx")
+                assert validate_kernels.modelled(kernel, head_dim) == pytest.approx(cycles, rel=0.1)
 
 
 def test_what_is_wrong_fails_after_everything_ran(quick, monkeypatch, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """`numflash validate`: everything to check on a new machine, in one run and one JSON.
 
 Bits of every instruction set against the integer model, accuracy against float64, measured peaks,
-the INT8 kernel's share of its peak beside the modelled one, and how it scales over threads and memory
+the kernels' times beside the peaks and a model, and how INT8 attention scales over threads and memory
 groups. Every check is a record with "ok"; the command fails where one does not hold. Times never fail it.
 """
 
@@ -24,13 +24,12 @@ from ..cpu import launch
 from ..errors import ArgumentError
 from ..jit import target
 from ..jit.system import memory_groups, scalable_bits
-from ..jit.threads import limit, most
+from ..jit.threads import most
 from ..measure.console import Progress, Table
 from ..measure.metrics import errors
-from ..measure.timing import best_time
 from ..numerics.quantization import quantize_problem
 from ..validation.options import Options
-from . import validate_groups
+from . import validate_groups, validate_kernels
 
 F = np.float32
 CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -40,15 +39,6 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one key": ({"l": 1, "s": 1, "d": 1}, {}),
 }
 BUDGETS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2, "int8": 3e-2}  # relative L1
-# Share of a key block's cycles that are dot products, by llvm-mca (docs/aarch64.md): head_dim 64,
-# 128
-MODELLED = {
-    "a64fx": (0.61, 0.74),
-    "neoverse-v1": (0.65, 0.77),
-    "neoverse-v2": (0.57, 0.66),
-    "neoverse-n1": (0.46, 0.53),
-}
-LENGTH = 2048
 
 
 def _draw(l: int, d: int, s: int = 0, dv: int = 0, heads: int = 2) -> Any:
@@ -108,39 +98,11 @@ def accuracy(precision: str) -> dict[str, Any]:
     }
 
 
-def operations(head_dim: int) -> int:
-    """Multiplications and additions of the timed call."""
-    return 2 * 4 * LENGTH**2 * head_dim
-
-
-def attention_seconds(head_dim: int, threads: int, seconds: float) -> float:
-    """Time of INT8 attention, two heads of LENGTH queries and keys: the least of `seconds` seconds."""
-    q, k, v = _draw(LENGTH, head_dim, heads=2)
-    quantised = numflash.quantize_qkv(q, k, v)
-    with limit(threads):
-        return best_time(lambda: numflash.attention_int8(*quantised), seconds)
-
-
-def efficiency(head_dim: int, peak: float, budget: float) -> dict[str, Any]:
-    """The INT8 kernel's operations per second on one thread, as a share of the measured peak."""
-    seconds = attention_seconds(head_dim, 1, budget)
-    rate = operations(head_dim) / seconds
-    modelled = MODELLED.get(target.cpu_name())
-    return {
-        "check": "efficiency",
-        "head_dim": head_dim,
-        "seconds": seconds,
-        "operations_per_second": rate,
-        "share_of_peak": rate / peak,
-        "modelled_share": modelled[head_dim == 128] if modelled else None,
-        "ok": True,
-    }
-
-
 def scaling(budget: float) -> dict[str, Any]:
     """Speed-up of the INT8 kernel over one thread, at powers of two and at all threads."""
     counts = sorted({n for n in (1, 2, 4, 6, 8, 12, 24, 48) if n < most()} | {1, most()})
-    seconds = {n: attention_seconds(128, n, budget) for n in counts}
+    call = validate_kernels.int8_call(128)
+    seconds = {n: validate_kernels.seconds_of(call, n, budget) for n in counts}
     gain = {n: seconds[1] / s for n, s in seconds.items()}
     return {"check": "scaling", "seconds": seconds, "speedup": gain, "ok": True}
 
@@ -187,10 +149,8 @@ def _row(x: dict[str, Any]) -> tuple[str, str]:
             f"relative L1 error, {x['precision']}",
             f"{x['error']:.2g} (allowed {x['allowed']:.2g})",
         )
-    if kind == "efficiency":
-        model = f", modelled {x['modelled_share']:.0%}" if x["modelled_share"] else ""
-        text = f"{x['operations_per_second'] / 1e9:.0f} GOP/s, {x['share_of_peak']:.0%} of the peak{model}"
-        return f"INT8 attention, one thread, D = {x['head_dim']}", text
+    if kind == "kernel":
+        return validate_kernels.row(x)
     if kind == "memory groups":
         return validate_groups.row(x)
     if kind == "scaling":
@@ -229,7 +189,7 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
     found = []
     counts = [] if quick else list(range(1, len(validate_groups.usable()) + 1))
     counts = counts if len(counts) > 1 else []  # one group is the whole machine, measured above
-    with Progress("validate", len(plan) + len(counts) + (2 if quick else 3)) as progress:
+    with Progress("validate", len(plan) + len(counts) + (2 if quick else 10)) as progress:
         for name, check in plan:
             progress.step(name)
             found.append(check())
@@ -240,9 +200,9 @@ def run(quick: bool = False, to: str | None = None) -> dict[str, Any]:
         for roof in roofs:
             powers = roofline.measure_fexpa(roof.threads)
             found.append({"check": "peak", **roof.as_dict(), "fexpa": powers, "ok": True})
-        progress.step("time of the kernel")
-        for head_dim in (128,) if quick else (64, 128):
-            found.append(efficiency(head_dim, roofs[0].int8, seconds))
+        for name, record in validate_kernels.checks(quick, roofs[0], seconds):
+            progress.step(f"time: {name}")
+            found.append(record)
         if not quick:
             progress.step("threads")
             found.append(scaling(seconds))

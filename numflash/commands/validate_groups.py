@@ -35,10 +35,11 @@ def here(seconds: float) -> dict[str, Any]:
     """Rates of this process on all of its CPUs."""
     from ..jit.threads import most
     from ..measure import roofline
-    from . import validate
+    from . import validate_kernels as kernels
 
     roof = roofline.measure(most())
-    rate = validate.operations(128) / validate.attention_seconds(128, most(), seconds)
+    least = kernels.seconds_of(kernels.int8_call(128), most(), seconds)
+    rate = kernels.operations(128) / least
     return {"threads": most(), "read": roof.read, "copy": roof.copy, "int8_attention": rate}
 
 
