@@ -1,22 +1,27 @@
 """Cycles of whole kernels per score, by llvm-mca: what `numflash validate` sets measured times beside.
 
-A key block's parts in one line after the other: what a kernel does between its blocks, and waiting
-for memory, is not in them. `measure/data/modelled_cycles.json` holds the figures, since the machines
-they are for rarely have llvm-mca; `tools/modelled_cycles.py` writes it.
+Of attention and the gradient a key block's parts in one line after the other: what a kernel does
+between its blocks is not in them. Waiting for memory is in none. The figures are kept in
+`measure/data/modelled_cycles.json`, since the machines they are for rarely have llvm-mca;
+`tools/modelled_cycles.py` writes it.
 """
 
 from __future__ import annotations
 
-from . import estimate, estimate_floats
+from . import estimate, estimate_decode, estimate_floats
 from .model import Model, bits_of, isa_of
 
 CPUS = ("a64fx", "neoverse-v1", "neoverse-v2", "neoverse-n1")
 HEAD_DIMS = (64, 128)
+CACHES = {"decoding, INT8 cache": "int8", "decoding, float32 cache": "float32"}
 GRADIENT = {"score": 2, "softmax": 1, "value": 3}  # S and dP; the weights; dV, dK and dQ
 
 
 def cycles_per_score(cpu: str) -> dict[str, dict[str, float]]:
-    """{kernel: {head_dim: cycles per score}} of an AArch64 CPU at its own vector length."""
+    """{kernel: {head_dim: cycles per score}} of an AArch64 CPU at its own vector length.
+
+    Decoding with four query rows of a KV head.
+    """
     model, isa, bits = Model(cpu), isa_of(cpu), bits_of(cpu)
     found: dict[str, dict[str, float]] = {}
     for d in HEAD_DIMS:
@@ -38,4 +43,7 @@ def cycles_per_score(cpu: str) -> dict[str, dict[str, float]]:
             scores = rows * estimate.KEY_BLOCK
             total = sum(n * cycles[name] for name, n in times.items())
             found.setdefault(kernel, {})[str(d)] = round(total / scores, 3)
+    for name, dtype in CACHES.items():
+        each = estimate_decode.cycles_per_score(model, dtype, HEAD_DIMS[-1])
+        found[name] = {str(HEAD_DIMS[-1]): round(each, 3)}
     return found

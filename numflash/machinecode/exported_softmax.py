@@ -31,7 +31,8 @@ def _integer(isa_name: str, lanes: int) -> Any:
     def softmax(x, octave, p, total):
         width = vector_lanes()
         xs, ps = place(x, (ROWS * KEY_BLOCK,), np.int16), place(p, (ROWS * KEY_BLOCK,), weight)
-        found, sums = np.empty(ROWS, np.int16), np.zeros(ROWS * width, np.int32)
+        found, sums = np.empty(ROWS, np.int16), np.empty(ROWS * width, np.int32)
+        sums[:] = np.int32(0)
         octaves(xs, 0, KEY_BLOCK, place(octave, (ROWS,), np.int32), found, 0)
         for i in range(ROWS):
             weights(xs, i * KEY_BLOCK, found, i, ps, i * KEY_BLOCK, sums, i * width)
