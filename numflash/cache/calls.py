@@ -25,14 +25,12 @@ class EqualSteps(NamedTuple):
     """Steps of float32 arrays of the same shapes, of which one has succeeded.
 
     tokens : new ones of each sequence, and the same as an array (B,)
-    shape : of the result (B, H, n, Dv);  rows, results : of query and result as plans take them
+    shape : of the result (B, H, n, Dv)
     """
 
     tokens: int
     take: np.ndarray
     shape: tuple[int, ...]
-    rows: tuple[int, ...]
-    results: tuple[int, ...]
 
 
 class Calls:
@@ -43,6 +41,7 @@ class Calls:
     shapes : shapes of key and value that `append` has accepted: their tokens
     steps : captured steps on a card, by plan and factor
     equal : what equal calls of `KVCache.step` have in common, by the shapes of query, key and value
+    results : shape of the result of a plain `KVCache.decode`, by the query's; of calls that succeeded
     """
 
     def __init__(self, backend: Backend, layout: Layout, settings: Settings, batch: int) -> None:
@@ -50,6 +49,7 @@ class Calls:
         self.shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, np.ndarray]] = {}
         self.steps: dict[tuple[Plan, float], Any] = {}
         self.equal: dict[tuple[Any, ...], EqualSteps] = {}
+        self.results: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._calls: dict[tuple[Any, ...], tuple[Plan, np.float32]] = {}
 
@@ -82,7 +82,7 @@ class Calls:
 
     def forget(self) -> None:
         """Drop the prepared calls and their buffers."""
-        for prepared in (self._plans, self._calls, self.steps, self.equal):
+        for prepared in (self._plans, self._calls, self.steps, self.equal, self.results):
             prepared.clear()
 
     def _make(

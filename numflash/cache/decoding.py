@@ -28,11 +28,15 @@ def redo(
 ) -> None:
     """Compute rows again in float64 whose scores or sums float32 cannot hold.
 
-    query (B, Hkv, rows, D), out (B, Hkv, rows, Dv) float32.
+    query (B, H, L, D), out (B, H, L, Dv) float32, contiguous.
     """
+    left = plan.to_redo()
+    if not left.size:
+        return
     window = memory.settings.window
     layout = memory.layout
-    for b, g, r in plan.to_redo():
+    query, out = query.reshape(plan.shape), out.reshape((*plan.shape[:3], -1))
+    for b, g, r in left:
         key, value = read(memory, int(b))
         queries = plan.queries
         length = int(memory.store.lengths[b])

@@ -5,6 +5,7 @@ Also which kernels a call may take, and how many splits of the keys.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -104,10 +105,9 @@ class Layout:
     @property
     def bits(self) -> type:
         """The type of a stored element in memory."""
-        bits = {"int8": np.int8, "int4": np.int8, "float32": np.uint32}
-        return bits.get(self.tile.dtype, np.uint16)
+        return self.tile.bits
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         """Bytes of a token of one KV head, scales not counted."""
         return (self.channels + self.columns) * self.tile.size // self.tile.packed

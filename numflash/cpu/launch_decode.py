@@ -17,10 +17,10 @@ from ..tiling import KEY_BLOCK
 from .decode import matrix_floats
 from .decode.append import make_append_float, make_append_int8
 from .decode.append_int4 import make_append_int4
-from .decode.changes import ChangedScratch
-from .decode.flash_decode import make_decode
+from .decode.call import OPTIONS, STORE, Numbers, make_call
+from .decode.changes import Options
 from .decode.matrix_tiles import SCRATCH_ROWS
-from .decode.task_data import AGAIN, Scratch, Store, rows_together, sums_rows
+from .decode.task_data import AGAIN, Scratch, Sizes, Store, rows_together, sums_rows
 from .decode.tiles import ROWS
 from .decode_layout import MIN_PAGE, PARALLEL_CHANNELS, F, Layout, make_layout, zeros
 
@@ -108,8 +108,9 @@ class Plan:
         tasks = max(1, units * splits)
         w = workers
         span = rows_together(t, rows) // rows  # tiles of a task
-        self.kernel = make_decode(t, rows, changed, workers > 1)
-        self.sizes = (
+        self.kernel = t, rows, changed, workers > 1  # `make_call` of these
+        self.call = make_call(*self.kernel)
+        self.sizes = Sizes(
             queries,
             splits,
             layout.window,
@@ -122,7 +123,7 @@ class Plan:
         columns = layout.sum_columns
         # What a worker writes block by block has pages of its own: prefetching beyond its end takes
         # lines from another worker. The two share few sets of the first-level cache.
-        self.scratch: Scratch | ChangedScratch = Scratch(
+        self.scratch = Scratch(
             zeros((w * span, rows, t.planes, layout.channels // t.group), np.int32),
             zeros((w * span, scratch_rows, KEY_BLOCK), np.int32, PAGE, fill=True),
             zeros((w, sums_rows(t, rows), columns), F, PAGE, (rows + 1) * KEY_BLOCK * 4, fill=True),
@@ -136,6 +137,24 @@ class Plan:
         )
         self.m, self.l = zeros(self.shape[:3], F, fill=True), zeros(self.shape[:3], F, fill=True)
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
+        self.store: Store | None = None  # whose addresses `numbers` has
+        self.options: Options | None = None
+        self.again = False  # whether the last call left rows to do again
+        s = self.scratch
+        numbers = Numbers(
+            *self.shape,
+            layout.value_dim,
+            *self.sizes,
+            s.q.shape[0],
+            s.q.shape[3],
+            s.work.shape[1],
+            s.sums.shape[1],
+            columns,
+            tasks,
+            most,
+            *(x.ctypes.data for x in (*s, self.m, self.l)),
+        )
+        self.numbers = np.array(numbers, np.int64)
 
     def change(self, changes: Changes, shift: np.ndarray | None) -> None:
         """Set the options of the next calls.
@@ -158,26 +177,20 @@ class Plan:
         mask: np.ndarray = np.zeros((0, 0, 0), np.uint8)
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
-        plain = {name: getattr(self.scratch, name) for name in Scratch._fields}
-        moved = moved.reshape(batch, kv_heads, rows)
-        self.scratch = ChangedScratch(
-            **plain,
-            cap=cap,
-            shift=moved,
-            slopes=slopes,
-            mask=mask,
-            function=function,
-            frame=frame,
-        )
+        moved = np.ascontiguousarray(moved).reshape(batch, kv_heads, rows)
+        self.options = o = Options(cap, moved, slopes, mask, function, frame)
+        places = (x.ctypes.data for x in (o.cap, o.shift, o.slopes))
+        at = *places, slopes.shape[1], mask.ctypes.data, mask.shape[1], function, frame
+        self.numbers[OPTIONS] = at
 
     @property
     def queries(self) -> int:
         """New tokens; rows are (query head of the group, new token)."""
-        return self.sizes[0]
+        return self.sizes.queries
 
     def to_redo(self) -> np.ndarray:
         """(n, 3) the sequence, KV head and row of what the last call could not do in float32."""
-        return np.argwhere(self.m == AGAIN) if self.scratch.counter[1] else NOTHING_TO_REDO
+        return np.argwhere(self.m == AGAIN) if self.again else NOTHING_TO_REDO
 
     def results(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> Any:
         """What a call writes."""
@@ -185,10 +198,18 @@ class Plan:
 
     @guard.writes(results)
     def __call__(self, query: np.ndarray, c: np.float32, store: Store, out: np.ndarray) -> None:
-        """Decode `query` over the store into `out`; `c` scales the scores to units of log2."""
-        if self.sizes[6] == 1:
-            self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)
+        """Decode `query` over the store into `out`; `c` scales the scores to units of log2.
+
+        Both are contiguous; their elements are in the order of (B, Hkv, rows, D).
+        """
+        if store is not self.store:
+            pages, _, elements = store.data.shape
+            places = (x.ctypes.data for x in store)
+            self.numbers[STORE] = (pages, elements, store.table.shape[1], *places)
+            self.store = store
+        if self.sizes.workers == 1:
+            self.again = self.call(query, c, out, self.numbers)
         else:
             refuse_after_fork()
             with one_at_a_time():
-                self.kernel(query, c, store, self.scratch, self.sizes, out, self.m, self.l)
+                self.again = self.call(query, c, out, self.numbers)

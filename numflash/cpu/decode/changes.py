@@ -22,8 +22,8 @@ I = np.int32
 softcap = bare(fx.softcap)
 
 
-class ChangedScratch(NamedTuple):
-    """`task_data.Scratch` and the options of a call.
+class Options(NamedTuple):
+    """The options of a call.
 
     cap : (2,) float32, the cap in the unit of the scores and its reciprocal; 0 for none
     shift : (B, Hkv, rows) float32, added to the scores in units of the cap; in the unit of the
@@ -32,6 +32,17 @@ class ChangedScratch(NamedTuple):
     mask : (B, L, L) uint8, 0 where a new token does not attend to a new token; (0, 0, 0) for none
     function, frame : addresses of a tile function and its frame, see `isa.score_calls`; 0 for none
     """
+
+    cap: np.ndarray
+    shift: np.ndarray
+    slopes: np.ndarray
+    mask: np.ndarray
+    function: int
+    frame: int
+
+
+class ChangedScratch(NamedTuple):
+    """`task_data.Scratch` and `Options`, as the kernel takes them."""
 
     q: np.ndarray
     work: np.ndarray

@@ -28,7 +28,7 @@ import functools
 
 import numpy as np
 
-from ...jit.compiler import bare, inline, kernel
+from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
 from ...numerics.rotation import rotate_row
@@ -135,7 +135,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                     finish(unit, q, store, s, sizes, results)
         end_tiles()
 
-    @kernel
+    @separate(no_cpython_wrapper=False)
     def decode(q, c, store, scratch, sizes, out, m_out, l_out):
         """All rows of all KV heads of all sequences.
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import llvmlite.ir as ir
+import numpy as np
 
 from ...jit import target
 from ...tiling import KEY_BLOCK
@@ -139,6 +140,12 @@ class Tile:
     def size(self) -> int:
         """Bytes of a stored element."""
         return {"int8": 1, "int4": 1, "float32": 4}.get(self.dtype, 2)
+
+    @property
+    def bits(self) -> type:
+        """The type of a stored element in memory."""
+        bits = {"int8": np.int8, "int4": np.int8, "float32": np.uint32}
+        return bits.get(self.dtype, np.uint16)
 
     @property
     def scales(self) -> int:

@@ -1,0 +1,165 @@
+"""One call of the decode kernel with few arguments.
+
+A cache, its scratch memory and the state of its rows stay where they are from call to call. Their
+addresses and sizes come as one array of numbers, which `launch_decode.Plan` prepares once: unpacking
+seventeen arrays takes as long as attention over 300 tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from ...jit.compiler import bare, kernel
+from ...jit.memory import place
+from ...tiling import KEY_BLOCK
+from .changes import ChangedScratch
+from .flash_decode import make_decode
+from .task_data import Scratch, Store
+from .tiles import Tile
+
+
+class Numbers(NamedTuple):
+    """What the compiled call reads from one int64 array, in this order.
+
+    See `Store`, `Scratch` and `ChangedScratch` for the arrays, whose addresses these are.
+    """
+
+    batch: int
+    kv_heads: int
+    all_rows: int  # query rows of a KV head
+    head_dim: int
+    value_dim: int
+    queries: int  # from here on `task_data.Sizes`
+    splits: int
+    window: int
+    sinks: int
+    ring: int
+    page_size: int
+    workers: int
+    tiles: int  # of all workers
+    words: int  # of 32 bits in a row of the query
+    work_rows: int
+    sums_rows: int
+    columns: int
+    tasks: int
+    most: int  # rows that `m` and `l` have room for
+    q: int  # from here on addresses, of `Scratch`
+    work: int
+    sums: int
+    line: int
+    edges: int
+    spoiled: int
+    o: int
+    m: int
+    l: int
+    counter: int
+    m_out: int
+    l_out: int
+    pages: int = 0  # from here on `Store`: pages, elements of a head of a page, pages of a sequence
+    elements: int = 0
+    width: int = 0
+    data: int = 0
+    table: int = 0
+    lengths: int = 0
+    cap: int = 0  # from here on options, see `ChangedScratch`
+    shift: int = 0
+    slopes: int = 0
+    group: int = 0  # slopes of a KV head
+    mask: int = 0
+    new: int = 0  # rows and columns of the mask
+    function: int = 0
+    frame: int = 0
+
+
+NUMBERS = len(Numbers._fields)
+SIZES = slice(Numbers._fields.index("queries"), Numbers._fields.index("tiles"))
+STORE = slice(Numbers._fields.index("pages"), Numbers._fields.index("cap"))
+OPTIONS = slice(Numbers._fields.index("cap"), NUMBERS)
+
+
+@functools.cache
+def make_scratch_at(tile: Tile, rows: int, changed: bool) -> Any:
+    """f(p: Numbers) -> `Scratch`, or `ChangedScratch` where there are options."""
+    planes = tile.planes
+
+    @bare
+    def scratch_at(p):
+        return Scratch(
+            place(p.q, (p.tiles, rows, planes, p.words), np.int32),
+            place(p.work, (p.tiles, p.work_rows, KEY_BLOCK), np.int32),
+            place(p.sums, (p.workers, p.sums_rows, p.columns), np.float32),
+            place(p.line, (p.workers, 3, p.head_dim), np.float32),
+            place(p.edges, (p.tiles, rows, 5), np.int64),
+            place(p.spoiled, (p.tiles, rows), np.uint8),
+            place(p.o, (p.tasks, rows, p.columns), np.float32),
+            place(p.m, (p.tasks, p.most), np.float32),
+            place(p.l, (p.tasks, p.most), np.float32),
+            place(p.counter, (2,), np.int64),
+        )
+
+    @bare
+    def changed_scratch_at(p):
+        s = scratch_at(p)
+        heads = p.kv_heads if p.group > 0 else 0
+        return ChangedScratch(
+            s.q,
+            s.work,
+            s.sums,
+            s.line,
+            s.edges,
+            s.spoiled,
+            s.o,
+            s.m,
+            s.l,
+            s.counter,
+            place(p.cap, (2,), np.float32),
+            place(p.shift, (p.batch, p.kv_heads, p.all_rows), np.float32),
+            place(p.slopes, (heads, p.group), np.float32),
+            place(p.mask, (p.batch if p.new > 0 else 0, p.new, p.new), np.uint8),
+            p.function,
+            p.frame,
+        )
+
+    return changed_scratch_at if changed else scratch_at
+
+
+@functools.cache
+def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[..., bool]:
+    """call(query, c, out, numbers) -> whether some row is to be done again in float64.
+
+    query, out : contiguous float32, (B, H, L, D) and (B, H, L, Dv), of any shape of that size
+    c : float32 factor of the scores, see `flash_decode`
+    numbers : int64, `Numbers`
+    """
+    decode = make_decode(tile, rows, changed, parallel)
+    scratch_at = make_scratch_at(tile, rows, changed)
+    bits = tile.bits
+
+    @kernel
+    def call(query, c, out, numbers):
+        p = Numbers(*to_fixed_tuple(numbers, NUMBERS))
+        store = Store(
+            place(p.data, (p.pages, p.kv_heads, p.elements), bits),
+            place(p.table, (p.batch, p.width), np.int32),
+            place(p.lengths, (p.batch,), np.int64),
+        )
+        heads = (p.batch, p.kv_heads, p.all_rows)
+        scratch = scratch_at(p)
+        decode(
+            place(query.ctypes.data, (*heads, p.head_dim), np.float32),
+            c,
+            store,
+            scratch,
+            to_fixed_tuple(numbers[SIZES], 7),
+            place(out.ctypes.data, (*heads, p.value_dim), np.float32),
+            place(p.m_out, heads, np.float32),
+            place(p.l_out, heads, np.float32),
+        )
+        return scratch.counter[1] != 0
+
+    return call
