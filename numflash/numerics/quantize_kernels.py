@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jit.compiler import bare, inline, kernel
-from ..jit.memory import reinterpret, uncleared
+from ..jit.compiler import bare, kernel
+from ..jit.memory import reinterpret
 from ..jit.parallel import over_tasks
 from . import fixedpoint as fx
 
@@ -74,28 +74,30 @@ def finer(t, whole):
 
 
 @bare
-def _quantize_block(n, b, source, block, moved, scale, to):
-    """Rows of one block of head n; moved (D,) float32: scratch."""
-    x, shift, moved_bits = source.x[n], source.offset[n], reinterpret(moved, np.int32)
+def _row_peaks(row, row_bits, shift):
+    """Bits of the largest |x| of a row, and of the row less its offset: ordered like the floats."""
+    given, moved = I(0), I(0)
+    for d in range(row.size):
+        given = max(given, I(row_bits[d] & MAGNITUDE))
+        x = F(min(max(row[d] - shift[d], -LARGEST), LARGEST))
+        moved = max(moved, I(x.view(np.int32) & MAGNITUDE))
+    return given, moved
+
+
+@bare(forceinline=True)
+def _quantize_block(n, b, source, block, scale, to):
+    """Rows of one block of head n."""
+    x, shift = source.x[n], source.offset[n]
     raw, nonfinite, low = reinterpret(x, np.int32), to.nonfinite[n], to.low[n]
     i0, i1 = b * block, min((b + 1) * block, source.lengths[n])
     peak = I(0)
     for i in range(i0, i1):
-        row, row_bits = x[i], raw[i]
-        top = I(0)
-        for d in range(row.size):
-            top = max(top, I(row_bits[d] & MAGNITUDE))
-            moved[d] = min(max(row[d] - shift[d], -LARGEST), LARGEST)
-        if top < INFINITE:
-            for d in range(row.size):
-                peak = max(peak, I(moved_bits[d] & MAGNITUDE))
+        given, moved = _row_peaks(x[i], raw[i], shift)
+        if given < INFINITE:
+            peak = max(peak, moved)
         else:
             nonfinite[i] = 1
-    if i1 > i0 and peak > I(0):
-        moved_bits[0] = peak
-    else:
-        moved[0] = F(0)
-    largest = moved[0]
+    largest = I(peak).view(np.float32)
     usable = largest > NO_SCALE
     scale[n, b] = largest / F(127) if usable else F(1)
     factor = F(127) / largest if usable else F(0)
@@ -111,12 +113,11 @@ def _quantize_block(n, b, source, block, moved, scale, to):
                     low[i, d] = finer(t, out[d])
 
 
-@inline
+@bare
 def _quantize_blocks(task, source, block, per_task, tasks, scale, to):
     n, first = task // tasks, task % tasks * per_task
-    moved = uncleared((source.x.shape[2],), np.float32, "a row without its offset")
     for b in range(first, min(first + per_task, scale.shape[1])):
-        _quantize_block(n, b, source, block, moved, scale, to)
+        _quantize_block(n, b, source, block, scale, to)
 
 
 @kernel
