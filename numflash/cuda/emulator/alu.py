@@ -74,7 +74,8 @@ def binary(m: Machine, i: Instruction) -> Run:
     b = m.value(i.operands[2], t)
     floating = t[0] == "f" or (t[0] == "b" and t[1] == "f")
     if i.op in ("max", "min"):
-        f = getattr(np, ("f" + i.op) if floating else i.op + "imum")
+        keeps_nan = floating and "NaN" in i.modifiers
+        f = getattr(np, "f" + i.op if floating and not keeps_nan else i.op + "imum")
     elif i.op == "div" and floating:
         f = np.divide
     elif i.op in ("div", "rem"):
@@ -201,9 +202,12 @@ def fused_multiply_add(m: Machine, i: Instruction) -> Run:
             total = np.where(
                 tie & (error != 0), (total.view(np.uint64) + away).view(np.float64), total
             )
+        if saturated:
+            total = np.where(np.isnan(total), 0.0, np.clip(total, 0.0, 1.0))
         np.copyto(d, total, where=mask, casting="same_kind")
 
-    if "rn" not in i.modifiers and "rz" not in i.modifiers:
+    saturated = "sat" in i.modifiers
+    if ("rn" not in i.modifiers and "rz" not in i.modifiers) or (saturated and "rz" in i.modifiers):
         raise Fault("unsupported", i.text)
     return toward_zero if "rz" in i.modifiers else run
 

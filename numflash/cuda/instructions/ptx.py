@@ -52,11 +52,14 @@ def global_address(typingctx, array):
 # -----------------------------------------
 fma = op("fma.rn.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)  # 9.7.3.6
 fma_toward_zero = op("fma.rz.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
+fma_saturate = op("fma.rn.sat.f32 <r>, <a>, <b>, <c>;", f32, pure=True, a=f32, b=f32, c=f32)
 mul = op("mul.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.5
 add = op("add.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.3
 sub = op("sub.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.4
 div = op("div.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.8
 fmax = op("max.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.12
+# 9.7.3.12; NaN if one of them is, sm_80
+fmax_nan = op("max.NaN.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)
 fmin = op("min.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.11
 rcp = op("rcp.rn.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.13
 ex2 = op("ex2.approx.ftz.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.21
@@ -65,6 +68,7 @@ tanh = op("tanh.approx.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.22, sm_75
 imax = op("max.s32 <r>, <a>, <b>;", i32, pure=True, a=i32, b=i32)  # 9.7.1.14
 imin = op("min.s32 <r>, <a>, <b>;", i32, pure=True, a=i32, b=i32)  # 9.7.1.13
 umin = op("min.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)
+multiply_add = op("mad.lo.u32 <r>, <a>, <b>, <c>;", u32, pure=True, a=u32, b=u32, c=u32)  # 9.7.1.4
 # 9.7.1.8; Numba's `//` of 32-bit numbers takes 64 bits
 udiv = op("div.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)
 urem = op("rem.u32 <r>, <a>, <b>;", u32, pure=True, a=u32, b=u32)  # 9.7.1.9
@@ -224,6 +228,13 @@ uniform = op(
     a=i32,
     # what all lanes agree on: ptxas then keeps it, and what follows from it, in one register of the
     # warp
+)
+# 9.7.13.8: 1 where it is not 0 in all lanes of the warp
+vote_all = op(
+    "{.reg .pred p;\nsetp.ne.s32 p, <a>, 0;\nvote.sync.all.pred p, p, 0xffffffff;\n"
+    "selp.s32 <r>, 1, 0, p;}",
+    i32,
+    a=i32,
 )
 barrier = op("bar.sync <number>, <threads>;", memory=True, number=u32, threads=u32)  # 9.7.13.1
 barrier_arrive = op("bar.arrive <number>, <threads>;", memory=True, number=u32, threads=u32)

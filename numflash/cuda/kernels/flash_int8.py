@@ -123,8 +123,8 @@ def flash_int8(
     load_v = make_load_tile(dv, block_k, threads, not turing)
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    log2_scores = make_log2_scores(own_tiles, chosen)
-    weigh = make_weigh(own_tiles, wide)
+    log2_scores = make_log2_scores(own_tiles, chosen, turing)
+    weigh = make_weigh(own_tiles, wide, turing)
     sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
     describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)

@@ -265,9 +265,10 @@ def flash_int8_hopper(
                         wait_none()
                     fence_acc(acc, 0)
                     for i in range(n_acc):
-                        o[part * n_acc + i] = ptx.add(
+                        o[part * n_acc + i] = ptx.fma(
+                            ptx.to_float(acc[i]),
+                            share[(i >> 1) & 1],
                             ptx.mul(o[part * n_acc + i], alpha[(i >> 1) & 1]),
-                            ptx.mul(ptx.to_float(acc[i]), share[(i >> 1) & 1]),
                         )
                 ptx.mbarrier_arrive(empty + stage * u32(8))
                 if not overlap:

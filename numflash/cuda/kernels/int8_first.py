@@ -23,6 +23,7 @@ from .int8_softmax import (
     make_finish_score,
     octave_of,
     quad_imax,
+    rounded,
     weight_p16,
 )
 
@@ -151,7 +152,8 @@ def make_begin_rows(
                 scale = ptx.load_global_f32(scales + u64((kv * FIRST_KEYS + j) * 4))
                 x = ptx.mul(ptx.mul(ptx.to_float(i32(mine_s * FINER + other)), scale), cq[r])
                 seen = exists[r] & (j >= low) & (j < high)
-                t = finish(x, seen, j, (query[r], head[r], slope[r], shift[r]), block, given)
+                row = query[r], head[r], slope[r], shift[r]
+                t = rounded(finish(x, seen, j, row, block, given))
                 s[2 * r + e] = t
                 top = ptx.imax(top, t)
             top = quad_imax(top)

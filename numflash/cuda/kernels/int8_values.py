@@ -51,9 +51,8 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
                 product(acc, 0, p, 8 * step, b, 0)
                 product(acc, 0, p, 8 * step + 4, b, 2)
             for i in range(4):
-                o[4 * n + i] = ptx.add(
-                    ptx.mul(o[4 * n + i], alpha[i >> 1]),
-                    ptx.mul(ptx.to_float(acc[i]), share[i >> 1]),
+                o[4 * n + i] = ptx.fma(
+                    ptx.to_float(acc[i]), share[i >> 1], ptx.mul(o[4 * n + i], alpha[i >> 1])
                 )
 
     return add_values
