@@ -60,6 +60,7 @@ div = op("div.rn.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.8
 fmax = op("max.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.12
 # 9.7.3.12; NaN if one of them is, sm_80
 fmax_nan = op("max.NaN.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)
+fmin_nan = op("min.NaN.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.11, sm_80
 fmin = op("min.f32 <r>, <a>, <b>;", f32, pure=True, a=f32, b=f32)  # 9.7.3.11
 rcp = op("rcp.rn.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.13
 ex2 = op("ex2.approx.ftz.f32 <r>, <a>;", f32, pure=True, a=f32)  # 9.7.3.21

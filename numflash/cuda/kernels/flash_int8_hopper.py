@@ -19,7 +19,7 @@ of rank 5 brings them so.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK, tiling
@@ -42,6 +42,7 @@ from .int8_softmax import (
     find_shares,
     make_add_weights,
     make_log2_scores,
+    make_shrink,
     make_sum_weights,
     make_weigh,
 )
@@ -60,6 +61,26 @@ MAPS = 4
 SIGNATURE = types.void(
     types.UniTuple(u64, 16), types.UniTuple(i64, 8), types.UniTuple(i32, 6), types.UniTuple(f32, 1)
 )
+
+
+class Fragments(NamedTuple):
+    """A thread's registers: local arrays."""
+
+    s: Any  # scores
+    o: Any  # sums of the outputs
+    p: Any  # weights, four bytes each
+    acc: Any  # P . V of some channels
+
+
+class Rows(NamedTuple):
+    """Of a thread's two rows, local arrays: state, and what the last block makes of it."""
+
+    m: Any  # octaves of the maxima
+    l: Any  # sums of the weights
+    top: Any  # the block's largest scores
+    total: Any  # sums of the block's weights
+    alpha: Any  # factors of the sums so far
+    share: Any  # and of the block's
 
 
 def flash_int8_hopper(
@@ -105,6 +126,7 @@ def flash_int8_hopper(
     log2_scores = make_log2_scores(key_tiles, chosen)
     weigh = make_weigh(key_tiles, False)
     sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
+    shrink = make_shrink(value_tiles)
 
     @device_function
     def begin_scores(s, dq, n, full, ring):
@@ -114,6 +136,56 @@ def flash_int8_hopper(
         fence_s(s, 0)
         ptx.wgmma_fence()
         issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(stage_size)))
+        ptx.wgmma_commit()
+
+    @device_function
+    def soften(f, rows, tile, table, scales, block, given, lane):
+        """Weights of the block's scores, and what they make of the rows' state."""
+        key = i32(tile * block_k + 2 * (lane & 3))  # the thread's first in the block
+        log2_scores(f.s, rows.top, table, key, scales + u32(8 * (lane & 3)), block, given)
+        weigh(f.s, f.p, rows.top)
+        find_shares(rows.top, rows.m, rows.alpha, rows.share)
+        sum_weights(f.p, rows.total)
+        add_weights(rows.total, rows.top, rows.l, rows.alpha, rows.share)
+        shrink(f.o, rows.alpha)
+
+    @device_function
+    def begin_values(f, part, dv_at):
+        """Issues P . V of the channels of a part."""
+        fence_acc(f.acc, 0)
+        ptx.wgmma_fence()
+        for step in range(p_steps):
+            ahead = u64(2 * step + part * (columns * block_k >> 4))
+            multiply_v(f.acc, 0, f.p, 4 * step, dv_at + ahead, i32(step != 0))
+        ptx.wgmma_commit()
+
+    @device_function
+    def add_values(f, rows, part):
+        """Adds the product of a part, which has ended, to its channels."""
+        fence_acc(f.acc, 0)
+        for i in range(n_acc):
+            at, r = part * n_acc + i, (i >> 1) & 1
+            f.o[at] = ptx.fma(ptx.to_float(f.acc[i]), rows.share[r], f.o[at])
+
+    def make_add_parts(stop):
+        """add_parts(f, rows, dv_at): P . V of the first `stop` parts, one after the other.
+
+        Unrolled here: libNVVM may leave a loop over products in place, and O in memory.
+        """
+        if stop == 0:
+            return device_function(lambda f, rows, dv_at: None)
+        add_before = make_add_parts(stop - 1)
+
+        @device_function
+        def add_parts(f, rows, dv_at):
+            add_before(f, rows, dv_at)
+            begin_values(f, stop - 1, dv_at)
+            wait_none()
+            add_values(f, rows, stop - 1)
+
+        return add_parts
+
+    add_first, add_all = make_add_parts(parts - 1), make_add_parts(parts)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.
@@ -198,14 +270,17 @@ def flash_int8_hopper(
             MORE()
             s = cuda.local.array(n_s, i32)
             o = cuda.local.array(n_o, f32)
-            p = cuda.local.array(n_p, u32)
-            acc = cuda.local.array(n_acc, i32)
             m = cuda.local.array(2, i32)
-            top = cuda.local.array(2, i32)
-            total = cuda.local.array(2, i32)
             l = cuda.local.array(2, f32)
-            alpha = cuda.local.array(2, f32)
-            share = cuda.local.array(2, f32)
+            f = Fragments(s, o, cuda.local.array(n_p, u32), cuda.local.array(n_acc, i32))
+            rows = Rows(
+                m,
+                l,
+                cuda.local.array(2, i32),
+                cuda.local.array(2, i32),
+                cuda.local.array(2, f32),
+                cuda.local.array(2, f32),
+            )
             mine = i32(
                 (warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16
             )  # the warp's first row in the tile
@@ -222,62 +297,37 @@ def flash_int8_hopper(
             begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
-            n = i32(0)
+            n, last = i32(0), i32(tiles - 1)
             if tile < tiles:
                 begin_scores(s, dq, n, full, ring)
-                ptx.wgmma_commit()
                 wait_none()
                 fence_s(s, 0)
-            while (
-                tile < tiles
-            ):  # no product is under way from one turn to the next: ptxas would wait for it
+            while tile < last:
                 stage = u32(n & (stages - 1))
-                start = i32(tile * block_k)
-                key = i32(start + 2 * (lane & 3))  # the thread's first in the block
-                scales = sc + stage * u32(scale_size) + u32(8 * (lane & 3))
-                log2_scores(s, top, table, key, scales, block, given)
-                weigh(s, p, top)
-                find_shares(top, m, alpha, share)
-                sum_weights(p, total)
-                add_weights(total, top, l, alpha, share)
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
-                for part in range(parts):
-                    fence_acc(acc, 0)
-                    ptx.wgmma_fence()
-                    for step in range(p_steps):
-                        multiply_v(
-                            acc,
-                            0,
-                            p,
-                            4 * step,
-                            dv_at + u64(2 * step + part * (columns * block_k >> 4)),
-                            i32(step != 0),
-                        )
-                    ptx.wgmma_commit()
-                    if overlap and part + 1 == parts:
-                        # the next block's scores beside the last sums of this one; after the last
-                        # block its own once more, which is never read: with a branch around them
-                        # ptxas adds waits of its own
-                        begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
-                        ptx.wgmma_commit()
-                        wait_one()
-                    else:
-                        wait_none()
-                    fence_acc(acc, 0)
-                    for i in range(n_acc):
-                        o[part * n_acc + i] = ptx.fma(
-                            ptx.to_float(acc[i]),
-                            share[(i >> 1) & 1],
-                            ptx.mul(o[part * n_acc + i], alpha[(i >> 1) & 1]),
-                        )
-                ptx.mbarrier_arrive(empty + stage * u32(8))
-                if not overlap:
-                    begin_scores(s, dq, i32(n + 1 - i32(tile + 1 == tiles)), full, ring)
-                    ptx.wgmma_commit()
-                wait_none()
-                fence_s(s, 0)
+                soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
+                add_first(f, rows, dv_at)
+                begin_values(f, parts - 1, dv_at)
                 n = i32(n + 1)
                 tile = i32(tile + 1)
+                if overlap:  # the next block's scores beside the last sums of this one
+                    begin_scores(s, dq, n, full, ring)
+                    wait_one()
+                else:
+                    wait_none()
+                add_values(f, rows, parts - 1)
+                ptx.mbarrier_arrive(empty + stage * u32(8))
+                if not overlap:
+                    begin_scores(s, dq, n, full, ring)
+                wait_none()
+                fence_s(s, 0)
+            # the last block by itself: with a branch around its successor's scores ptxas would wait for
+            # each product
+            if tile < tiles:
+                stage = u32(n & (stages - 1))
+                dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
+                soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
+                add_all(f, rows, dv_at)
             outputs = Outputs(
                 batch,
                 kv_head,

@@ -86,7 +86,7 @@ def make_begin_rows(
     """
     steps = d // 32
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
-    band, finish = options.band, make_finish_score(options)
+    band, finish = options.band, make_finish_score(options, turing)
     add_values = make_first_values(0, value_tiles, width)
     unit = f32(fx.P_ONE / fx.FIRST_ONE)
 

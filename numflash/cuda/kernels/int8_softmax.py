@@ -154,6 +154,19 @@ def make_larger(turing: bool) -> Any:
     return larger
 
 
+@functools.cache
+def make_limited(turing: bool) -> Any:
+    """limited(x): within `T_LIMIT`, NaN if x is."""
+
+    @device_function
+    def limited(x):
+        if turing:
+            return ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT) if x == x else x
+        return ptx.fmax_nan(ptx.fmin_nan(x, T_LIMIT), -T_LIMIT)
+
+    return limited
+
+
 @device_function
 def rounded(x):
     """t of a score x, also of a hidden key's (-inf) and of NaN."""
@@ -169,7 +182,7 @@ def power(n):
 @device_function
 def octave_of(top):
     """The octave of a row's largest score: the whole power of two that its weights refer to."""
-    return i32(MIN_OCTAVE) if top == MASKED_SCORE else i32((top + 255) >> 8)
+    return i32(MIN_OCTAVE) if top == MASKED_SCORE else i32(i32(top + 255) >> i32(8))
 
 
 @device_function
@@ -186,7 +199,7 @@ def quad_isum(x):
 
 
 @functools.cache
-def make_finish_score(options: Int8Options) -> Any:
+def make_finish_score(options: Int8Options, turing: bool = False) -> Any:
     """finish(x, seen, j, row, block: Block, given: OptionData): the score x of key j in Q8.8.
 
     Still a float, within `T_LIMIT`, -inf where hidden, NaN where it is no number.
@@ -194,7 +207,7 @@ def make_finish_score(options: Int8Options) -> Any:
     `row` = (query, head, slope, shift).
     """
     _, mask, bias, softcap, alibi = options
-    general = softcap or alibi or bias
+    general, limited = softcap or alibi or bias, make_limited(turing)
 
     @device_function
     def finish(x, seen, j, row, block, given):
@@ -219,9 +232,10 @@ def make_finish_score(options: Int8Options) -> Any:
             )
             x = ptx.add(x, ptx.mul(y, LOG2E_Q8))
             seen = y != NEG_INF
-        limited = ptx.fmax(ptx.fmin(x, T_LIMIT), -T_LIMIT)
-        limited = limited if number & (x == x) else f32(np.nan)
-        return limited if seen else NEG_INF
+        x = limited(x)
+        if general and not number:
+            x = f32(np.nan)
+        return x if seen else NEG_INF
 
     return finish
 
@@ -241,7 +255,7 @@ def make_log2_scores(key_tiles: int, options: Int8Options, turing: bool = False)
     # too much code to unroll: the fragment turns instead, a tile at a time, and is never indexed
     turns = options.softcap or options.alibi or options.bias or options.mask
     described = options.alibi or options.mask or options.bias
-    finish, larger = make_finish_score(options), make_larger(turing)
+    finish, larger = make_finish_score(options, turing), make_larger(turing)
     last = 8 * key_tiles - 7  # the thread's last key, from `first` on
 
     @device_function
@@ -358,6 +372,20 @@ def find_shares(top, m, alpha, share):
         alpha[r] = power(i32(new - m[r]))
         share[r] = f32(0) if top[r] == MASKED_SCORE else power(i32(new - octave))
         m[r] = new
+
+
+@functools.cache
+def make_shrink(value_tiles: int) -> Any:
+    """shrink(o, alpha): O times alpha, where a row of the warp has a new octave."""
+
+    @device_function
+    def shrink(o, alpha):
+        if not ptx.vote_all(i32((alpha[0] == f32(1)) & (alpha[1] == f32(1)))):
+            for n in range(value_tiles):
+                for i in range(4):
+                    o[4 * n + i] = ptx.mul(o[4 * n + i], alpha[i >> 1])
+
+    return shrink
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .int8_pairs import make_take
-from .int8_softmax import ONE_Q16
+from .int8_softmax import ONE_Q16, make_shrink
 from .pieces import make_copy
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
@@ -32,16 +32,18 @@ class Values(NamedTuple):
 def make_byte_values(value_tiles: int, turing: bool) -> Any:
     """O = O * alpha + (P . V) * share for bytes.
 
-    The product exact, each float operation rounded once.
+    The product and its share, a power of two, are exact, so a fused multiply-add rounds as two
+    operations would.
 
     `sv` is where the warp's channels start.
     """
-    steps = KEY_BLOCK // 64
+    steps, shrink = KEY_BLOCK // 64, make_shrink(value_tiles)
     product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
 
     @device_function
     def add_values(o, p, alpha, share, sv, lane):
         acc, b = cuda.local.array(4, i32), cuda.local.array(4, u32)
+        shrink(o, alpha)
         for n in range(value_tiles):
             for i in range(4):
                 acc[i] = i32(0)
@@ -51,9 +53,7 @@ def make_byte_values(value_tiles: int, turing: bool) -> Any:
                 product(acc, 0, p, 8 * step, b, 0)
                 product(acc, 0, p, 8 * step + 4, b, 2)
             for i in range(4):
-                o[4 * n + i] = ptx.fma(
-                    ptx.to_float(acc[i]), share[i >> 1], ptx.mul(o[4 * n + i], alpha[i >> 1])
-                )
+                o[4 * n + i] = ptx.fma(ptx.to_float(acc[i]), share[i >> 1], o[4 * n + i])
 
     return add_values
 
@@ -75,7 +75,7 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
     wait_all = ptx.cp_async_wait[0]
     unit = f32(1 / ONE_Q16)
     high = u32(0xFFFFE000)
-    take = make_take(n_a)
+    take, shrink = make_take(n_a), make_shrink(value_tiles)
 
     @device_function
     def add_values(o, weights, factors, sv, values, first, begin, thread):
@@ -85,8 +85,7 @@ def make_float_values(dv: int, value_tiles: int, threads: int, paired: bool) -> 
         b_high, b_low = cuda.local.array(2, u32), cuda.local.array(2, u32)
         lane, loader = thread & 31, cuda.local.array(1, i32)
         loader[0] = thread
-        for i in range(4 * value_tiles):
-            o[i] = ptx.mul(o[i], alpha[(i >> 1) & 1])
+        shrink(o, alpha)
         for part in range(KEY_BLOCK // FLOAT_KEYS):
             start = first + part * FLOAT_KEYS
             renew(loader, 0)
