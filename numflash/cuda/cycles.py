@@ -2,7 +2,8 @@
 
 One warp's pass through the loop takes at least as many cycles of its quarter of a multiprocessor as
 it has instructions (one is issued per cycle), 8 for each MUFU (4 lanes per cycle), and the time of
-its products on the tensor core. The largest of the three is the limit when other warps fill every
+its products on the tensor core. Instructions that a branch can skip are left out: what hides keys
+at the edges of a mask, and what INT8 does where a row's octave rose. The largest of the three is the limit when other warps fill every
 wait; memory and latency are left out, so a card can only be slower.
 """
 
@@ -94,9 +95,24 @@ def main_loop(code: list[tuple[str, str]], products: int = 0) -> list[tuple[str,
     return max(exponential, key=lambda loop: _weight(loop) / len(loop))
 
 
+def common_path(loop: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The instructions of a loop without those between a forward branch and its label.
+
+    A part that begins with a label or ends with a branch is one of two ways, and stays.
+    """
+    places = {operands: n for n, (opcode, operands) in enumerate(loop) if not opcode}
+    skipped: set[int] = set()
+    for n, (opcode, operands) in enumerate(loop):
+        target = re.search(r"\.L\w+", operands) if opcode == "BRA" else None
+        stop = places.get(target.group(), 0) if target else 0
+        if stop > n + 1 and loop[n + 1][0] and loop[stop - 1][0] != "BRA":
+            skipped.update(range(n + 1, stop))
+    return [x for n, x in enumerate(loop) if x[0] and n not in skipped]
+
+
 def cycles(cubin: bytes, card: Card, products: int = 0) -> Cycles:
     """The main loop of a cubin, which has so many multiplications of a warp (0: not known)."""
-    loop = [x for x in main_loop(sass.instructions(cubin), products) if x[0]]
+    loop = common_path(main_loop(sass.instructions(cubin), products))
     mufu = sum(opcode.startswith("MUFU") for opcode, _ in loop)
     tensor = 0.0
     for opcode, n in _products(loop):

@@ -297,14 +297,18 @@ def flash_int8_hopper(
             begin_rows(Sums(o, m, l), table, block, first_sizes, sources, given, lane)
             dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * PANEL_BYTES))
             ptx.mbarrier_wait(full_q, u32(0))
-            n, last = i32(0), i32(tiles - 1)
-            if tile < tiles:
+            n, last = i32(0), i32(tiles - int(overlap))
+            if overlap and tile < tiles:
                 begin_scores(s, dq, n, full, ring)
                 wait_none()
                 fence_s(s, 0)
             while tile < last:
                 stage = u32(n & (stages - 1))
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
+                if not overlap:
+                    begin_scores(s, dq, n, full, ring)
+                    wait_none()
+                    fence_s(s, 0)
                 soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
                 add_first(f, rows, dv_at)
                 begin_values(f, parts - 1, dv_at)
@@ -317,13 +321,12 @@ def flash_int8_hopper(
                     wait_none()
                 add_values(f, rows, parts - 1)
                 ptx.mbarrier_arrive(empty + stage * u32(8))
-                if not overlap:
-                    begin_scores(s, dq, n, full, ring)
-                wait_none()
-                fence_s(s, 0)
-            # the last block by itself: with a branch around its successor's scores ptxas would wait for
+                if overlap:
+                    wait_none()
+                    fence_s(s, 0)
+            # the last block by itself: with a branch around the next one's scores ptxas would wait for
             # each product
-            if tile < tiles:
+            if overlap and tile < tiles:
                 stage = u32(n & (stages - 1))
                 dv_at = descriptor(DESCRIPTOR, ring + stage * u32(stage_size) + u32(k_size))
                 soften(f, rows, tile, table, sc + stage * u32(scale_size), block, given, lane)
