@@ -2,9 +2,9 @@
 
 One warp's pass through the loop takes at least as many cycles of its quarter of a multiprocessor as
 it has instructions (one is issued per cycle), 8 for each MUFU (4 lanes per cycle), and the time of
-its products on the tensor core. Instructions that a branch can skip are left out: what hides keys
-at the edges of a mask, and what INT8 does where a row's octave rose. The largest of the three is the limit when other warps fill every
-wait; memory and latency are left out, so a card can only be slower.
+its products on the tensor core. The largest of the three is the limit when other warps fill every
+wait; memory and latency are left out, so a card can only be slower. So are instructions that a
+branch skips: what hides keys at the edges of a mask, what INT8 does where a row's octave rose.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from numflash import tiling, validation
 from numflash.cuda import emulate, launch_int8
 from numflash.cuda.compile import Source
 from numflash.cuda.compile.target import cuda, types
-from numflash.cuda.kernels import int8_softmax
+from numflash.cuda.kernels import int8_weights
 from numflash.cuda.kernels.scores import softcap_exact
 from numflash.errors import UnsupportedError
 from numflash.numerics import fixedpoint as fx
@@ -229,35 +229,70 @@ def test_extreme_options():
     same_bits(q * np.float32(1e18), k, v, attn_mask=bias, alibi_slopes=np.array([1e20], np.float32))
 
 
-def test_weight_is_exp2_p8():
-    """The kernel's scalar for every Q8.8 distance, against the shared definition.
+def weights_of(x, octave, turing=False):
+    """(P8 weights, Q16.16 weights) of scores x, float32, four of which share an octave."""
+    four_bytes = int8_weights.make_bytes(turing)
 
-    A hidden key weighs nothing at any octave.
-    """
-
-    def kernel(t, octave, out):
+    def kernel(x, octave, out):
         i = cuda.grid(1)
-        out[i] = types.uint32(int8_softmax.rounded_p16(t[i], octave[i]) >> types.uint32(8))
+        w, base = cuda.local.array(4, types.float32), int8_weights.base_of(octave[i], 2.0**-12)
+        for k in range(4):
+            w[k] = int8_weights.weight_steps(int8_weights.below(x[4 * i + k], base))
+        out[0, i] = four_bytes(w[0], w[1], w[2], w[3])
+        base = int8_weights.base_of(octave[i], 2.0**-11)
+        for k in range(4):
+            out[1 + k, i] = int8_weights.weight_q16(int8_weights.below(x[4 * i + k], base))
 
-    limit = 1 << 22  # T_LIMIT in octaves
-    octaves = np.repeat(np.array([0, limit, 13, -limit], np.int32), 1 << 16)
-    hidden = np.array([fx.MIN_OCTAVE, -limit, 0, limit], np.int32).repeat(1024)
-    distances = np.tile(np.arange(1 << 16, dtype=np.int32), 4)
-    t = np.concatenate(
-        [octaves * 256 - distances, np.full(hidden.size, int8_softmax.MASKED_SCORE, np.int32)]
-    )
-    out = np.full(t.size, 77, np.uint32)
-    kinds = [types.Array(x, 1, "C") for x in (types.int32, types.int32, types.uint32)]
-    emulate(
-        Source(kernel, types.void(*kinds), 1024),
-        t.size // 1024,
-        None,
-        [t, np.concatenate([octaves, hidden]), out],
-    )
-    assert (
-        np.array_equal(out[: octaves.size], fx.exp2_p8(distances.astype(np.uint16)))
-        and not out[octaves.size :].any()
-    )
+    out = np.zeros((5, x.size // 4), np.uint32)
+    kinds = types.float32[::1], types.int32[::1], types.uint32[:, ::1]
+    arguments = [x, octave.astype(np.int32), out]
+    emulate(Source(kernel, types.void(*kinds), 1024), x.size // 4096, None, arguments)
+    return out[0].view(np.uint8), out[1:].T.reshape(-1)
+
+
+def is_exp2(x, octaves):
+    """Weights of x at four octaves, against the shared definition of t = rint(x)."""
+    y = np.minimum((octaves.repeat(4).astype(np.int64) << 8) - np.rint(x).astype(np.int64), 65535)
+    for turing in (False, True):
+        byte, wide = weights_of(x, octaves, turing)
+        assert np.array_equal(byte, fx.exp2_p8(y.astype(np.uint16)))
+        assert np.array_equal(wide, fx.exp2_quadratic(y.astype(np.uint32)))
+
+
+@pytest.mark.parametrize("octave", [0, 1 << 22, 13, -(1 << 22)])  # within T_LIMIT
+def test_weight_is_exp2_p8(octave):
+    """Every Q8.8 distance of 16 bits, as a whole score."""
+    octaves = np.full(1 << 14, octave)
+    x = (octave * 256 - np.arange(1 << 16)).astype(np.float32)
+    is_exp2(np.where(x < -fx.T_LIMIT, -fx.T_LIMIT, x), octaves)
+
+
+def test_weight_of_a_score_between():
+    """Every tie between two distances that weigh something, and the floats next to it.
+
+    Far below, and hidden: nothing.
+    """
+    octaves = np.array([0, 1, -3, 700, 4000, -4000, 12345, -(1 << 13)]).repeat(4096)
+    ties = octaves * 256 - (np.tile(np.arange(4096), 8) + 0.5)
+    ties = ties.astype(np.float32)  # exact: 21 bits and a half
+    for x in (
+        ties,
+        np.nextafter(ties, np.float32(np.inf)),
+        np.nextafter(ties, -np.float32(np.inf)),
+    ):
+        is_exp2(x, octaves[::4])
+    x = np.random.default_rng(0).choice(np.float32([-np.inf, -1e30, -(2.0**29), -1e7]), 4096)
+    assert not any(w.any() for w in weights_of(x, np.zeros(1024)))
+
+
+def test_a_share_of_a_sum_is_exact():
+    """So a fused multiply-add of a product P . V rounds once, like an addition."""
+    largest = 255 * 128 * 128
+    sums = np.concatenate([np.arange(-300, 300), [largest, -largest, largest - 1, 1 << 21]])
+    for n in range(127):
+        share = np.float32(2.0**-n)
+        assert np.array_equal(sums.astype(np.float32) * share, sums * 2.0**-n)
+    assert largest < 1 << 24
 
 
 def test_softcap_is_the_shared_definition():

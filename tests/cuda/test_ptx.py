@@ -44,6 +44,9 @@ def test_float_arithmetic():
         out[10, i] = ptx.ex2(a)
         out[11, i] = ptx.lg2(abs(a))
         out[12, i] = ptx.tanh(a)
+        out[13, i] = ptx.fmax_nan(a, b)
+        out[14, i] = ptx.fmin_nan(a, b)
+        out[15, i] = ptx.fma_saturate(a, b, a)
 
     rng = np.random.default_rng(0)
     x, y = (
@@ -51,7 +54,8 @@ def test_float_arithmetic():
         for _ in range(2)
     )
     x[0], y[1] = np.nan, np.nan
-    out = np.zeros((13, 256), np.float32)
+    y[2:5], x[2:5] = 1, (np.inf, -np.inf, 0.25)
+    out = np.zeros((16, 256), np.float32)
     emulate(
         Source(kernel, types.void(array(f32), array(f32), array(f32, 2)), 256), 1, None, [x, y, out]
     )
@@ -69,10 +73,13 @@ def test_float_arithmetic():
             x.astype(np.float16).astype(np.float32),
         ]
         close = [np.exp2(x), np.log2(np.abs(x)), np.tanh(x)]
+        nan = [np.maximum(x, y), np.minimum(x, y), np.nan_to_num(np.clip(exact[0], 0, 1))]
     for k, expected in enumerate(exact):
         assert np.array_equal(out[k], expected, equal_nan=True), k
     for k, expected in enumerate(close):
         assert np.allclose(out[10 + k], expected, rtol=1e-6, equal_nan=True)
+    for k, expected in enumerate(nan):
+        assert np.array_equal(out[13 + k], expected, equal_nan=True), k
 
 
 def test_fma_rounds_once():
@@ -154,6 +161,7 @@ def test_integer_arithmetic():
         out[9, i], out[10, i] = u32(both), u32(both >> u64(32))
         out[11, i] = ptx.shift_right(u32(x[i]), u32(y[i]))
         out[12, i] = u32(ptx.dot4(u32(x[i]), u32(y[i]), x[i]))
+        out[13, i] = ptx.multiply_add(u32(x[i]), u32(y[i]), u32(77))
 
     ptx_pack = ptx.pack["float16"]
     ptx_pack_bf16 = ptx.pack["bfloat16"]
@@ -162,7 +170,7 @@ def test_integer_arithmetic():
     f = (rng.standard_normal(128) * 100).astype(np.float32)
     f[:4] = 0.5, 1.5, -2.5, 3e9
     y[:40] = np.arange(40)  # shifts by less than a word, by one, and by more
-    out = np.zeros((13, 128), np.uint32)
+    out = np.zeros((14, 128), np.uint32)
     emulate(
         Source(kernel, types.void(array(i32), array(i32), array(f32), array(u32, 2)), 128),
         1,
@@ -189,6 +197,7 @@ def test_integer_arithmetic():
         with np.errstate(over="ignore"):
             halves = np.stack([f.astype(kind), y.astype(np.float32).astype(kind)], 1)
         assert np.array_equal(out[row], halves.view(np.uint32)[:, 0])
+    assert np.array_equal(out[13].view(np.int32), x * y + 77)
     amount = np.minimum(y.view(np.uint32).astype(np.uint64), 32)
     assert np.array_equal(out[11], x.view(np.uint32).astype(np.uint64) >> amount)
     assert np.array_equal(
@@ -221,6 +230,8 @@ def test_memory_and_shuffles():
         ptx.store_global_u16(to + u64(40), u32(0x12345))
         ptx.store_global_f32(to + u64(44), ptx.shuffle_xor(ptx.load_shared_f32(here), u32(5)))
         ptx.store_global(to + u64(48), u32(ptx.shuffle_xor_i32(i32(t), u32(16))))
+        ptx.store_global(to + u64(52), u32(ptx.vote_all(i32(t - 32))))
+        ptx.store_global(to + u64(56), u32(ptx.vote_all(i32(t + 1))))
 
     x = np.arange(128 * 4, dtype=np.float32) + 0.5
     y = np.zeros((128, 16), np.uint32)
@@ -232,6 +243,8 @@ def test_memory_and_shuffles():
         assert np.array_equal(y[:, column], bits[:, 0])
     assert np.array_equal(y[:, 9], bits.view(np.uint8)[:, 1]) and (y[:, 10] == 0x2345).all()
     assert np.array_equal(y[:, 11], bits[t ^ 5, 0]) and np.array_equal(y[:, 12], t ^ 16)
+    # lane 0 of the second warp alone has 0
+    assert np.array_equal(y[:, 13], t // 32 != 1) and (y[:, 14] == 1).all()
 
 
 def place(which, register, part, per_word, lane):

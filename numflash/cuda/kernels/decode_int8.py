@@ -35,7 +35,8 @@ from .decode_pieces import (
     remainder,
     visible,
 )
-from .int8_softmax import MASKED_SCORE, MIN_OCTAVE, T_LIMIT, power, weight_p16
+from .int8_softmax import MASKED_SCORE, MIN_OCTAVE, T_LIMIT, power
+from .int8_weights import weight_p16
 from .pieces import swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

@@ -46,9 +46,9 @@ from .int8_softmax import (
     make_add_weights,
     make_log2_scores,
     make_sum_weights,
-    make_weigh,
 )
 from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
+from .int8_weights import make_weigh
 from .pieces import (
     make_copy,
     make_load_rows,

@@ -44,8 +44,8 @@ from .int8_softmax import (
     make_log2_scores,
     make_shrink,
     make_sum_weights,
-    make_weigh,
 )
+from .int8_weights import make_weigh
 from .pieces import make_row_block, make_tile_range
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32

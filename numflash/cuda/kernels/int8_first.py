@@ -24,8 +24,8 @@ from .int8_softmax import (
     octave_of,
     quad_imax,
     rounded,
-    weight_p16,
 )
+from .int8_weights import weight_p16
 
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 FIRST_KEYS, FINER = fx.FIRST_KEYS, fx.FINER
