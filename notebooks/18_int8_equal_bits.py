@@ -124,7 +124,7 @@ assert equal["named"]
 
 # %% [markdown]
 # Neither is wrong; the fused one is a little closer. But a weight that rounds the other way is another byte, and then all else
-# differs. So the INT8 kernel names every rounding.
+# differs. So the INT8 kernel names every rounding, and fuses where the product is exact: there once and twice are the same.
 #
 # ## The result as operand
 #
@@ -226,8 +226,8 @@ table(["", "float16", "INT8", "INT8 / float16"], [[n, x, counts["int8"][n], coun
 
 # %% [markdown]
 # Products are halved (but for the first four keys, chapter 03, which add a few), and less is read from global and shared memory. What is between the products is not: a score is
-# scaled, rounded, its weight made by integer shifts and multiplications and packed into a byte, where float16 has one fused
-# multiply-add and one exponential. How much of the doubled product rate is left over is decided there, and only a card can tell. On
+# scaled, rounded, its weight made by fused multiply-adds and by integer operations on the bits of floats, and packed into a byte, where
+# float16 has one fused multiply-add and one exponential. How much of the doubled product rate is left over is decided there, and only a card can tell. On
 # a CPU, against float32, the same trade was won (chapter 07).
 
 # %%

@@ -9,9 +9,9 @@ from numflash.cuda.compile import ARCHITECTURES, compiled, sass
 from numflash.errors import UnsupportedError
 
 
-def resources(factory, arch, spilled=0, doubles=0, **constants):
+def resources(factory, arch, doubles=0, **constants):
     """What ptxas made of a kernel, which has no stack, no generic accesses and no arithmetic in
-    float64 but at most `doubles` additions; `spilled` registers are stored once and loaded once.
+    float64 but at most `doubles` additions; nothing is spilled.
     """
     try:
         sass.tool("cuobjdump"), sass.tool("nvdisasm")
@@ -22,7 +22,6 @@ def resources(factory, arch, spilled=0, doubles=0, **constants):
     assert item.remarks == (), "ptxas waits for products of wgmma, or runs them one by one"
     found = sass.resources(item.code)
     assert found.local == found.count("LD") == found.count("ST") == 0
-    assert found.stack <= 8 * spilled
-    assert found.count("LDL") <= spilled and found.count("STL") <= spilled
+    assert found.stack == found.count("LDL") == found.count("STL") == 0
     assert found.count("DADD") <= doubles and found.count("DMUL") == found.count("DFMA") == 0
     return found

@@ -10,6 +10,7 @@ from daily import of_today
 from sass_checks import resources
 
 from numflash.cuda import cycles
+from numflash.tiling import KEY_BLOCK, cuda_tiling
 
 # those of other tests, and one of those whose kernels only this page needs
 CARDS = ["sm_80", "sm_90a", *of_today(("sm_89", "sm_100"), 2)]
@@ -56,6 +57,17 @@ def test_the_page_has_every_kernel():
     assert set(found) == {
         (name, arch) for arch in cycles.CARDS for name, *_ in cycles.kernels(arch)
     }
+
+
+def test_int8_issues_for_less_time_than_float16_multiplies():
+    """Of the page, which the next test compares with machine code, for 128 keys and 16 rows."""
+    found = documented()
+    issue = {key: float(x[0]) for key, x in found.items() if key[0].startswith("INT8 forward")}
+    assert len(issue) == 12 and max(issue.values()) <= 1400
+    for d in (128, 256):
+        key_block = cuda_tiling("sm_90a", "float16", d).key_block
+        tensor = float(found[f"float16 forward, D={d}", "sm_90a"][2]) * KEY_BLOCK / key_block
+        assert issue[f"INT8 forward, D={d}", "sm_90a"] < tensor
 
 
 @pytest.mark.parametrize("arch", [pytest.param(x, marks=pytest.mark.slow) for x in CARDS])

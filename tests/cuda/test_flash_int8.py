@@ -89,6 +89,19 @@ def test_extreme_scores(factor):
     same_bits(q * np.float32(factor), k, v)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90a", marks=pytest.mark.slow)])
+def test_a_whole_block_out_of_range(arch):
+    """The second block hides no key: rows beyond the range of scores, on both sides, and NaN."""
+    q, k, v = oracles.qkv(b=1, h=1, l=20, s=300, d=64)
+    q *= np.float32(10.0) ** np.array([0, 7, 9, 18, 30], np.float32).repeat(4)[:, None]
+    k[0, 0, 128:256] = np.abs(k[0, 0, 128:256])
+    q[0, 0, 12] = -np.abs(q[0, 0, 12])
+    q[0, 0, 13] = np.abs(q[0, 0, 13])
+    same_bits(q, k, v, arch=arch)
+    q[0, 0, 5], k[0, 0, 200] = np.nan, np.inf
+    same_bits(q, k, v, arch=arch, window=(190, 290), alignment="lower_right")
+
+
 def test_rows_that_are_not_finite():
     q, k, v = oracles.qkv(b=1, h=1, l=40, s=150, d=64)
     q[0, 0, 3], k[0, 0, 30], v[0, 0, 35, 2] = np.nan, np.inf, np.nan

@@ -57,7 +57,6 @@ def check(arch, d, name, dv=None, wide=False):
     found = resources(
         flash_int8,
         arch,
-        spilled=int((arch, d, name, wide) == ("sm_120", 256, "all", True)),
         d=sizes["d"],
         dv=sizes["dv"],
         block_q=64,
@@ -106,7 +105,7 @@ def test_every_option(arch, d, name):
     """
     found = check(arch, d, name)
     assert found.registers <= (
-        {32: 232, 64: 232, 128: 255, 256: 232}.get(d, 255) if arch == "sm_80" else 255
+        {32: 232, 64: 232, 128: 255, 256: 240}.get(d, 255) if arch == "sm_80" else 255
     )
 
 

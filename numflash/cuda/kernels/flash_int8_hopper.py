@@ -3,9 +3,9 @@
 The integer pipeline of `flash_int8` with TMA, wgmma on bytes and specialised warps.
 
 One thread of the first warpgroup brings blocks of 128 keys, K with V and K's scales, by TMA into a
-ring; the other two warpgroups own 64 query rows each. Their softmax is the longest part by far
-(about 40 instructions per score), so the products overlap with the other warpgroup; within one, Q
-. K^T of the next block runs beside the scaling of this block's sums.
+ring; the other two warpgroups own 64 query rows each. Their softmax is the longest part (eleven
+instructions per score), so the products overlap with the other warpgroup; within one, Q . K^T of
+the next block runs beside the scaling of this block's sums.
 
 wgmma reads bytes with k along memory only (K-major), for both operands: K is stored so; V is stored
 transposed (channels x keys) and permuted once, as for `mma.sync`: turned here, it would cross
