@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ArgumentError, CacheFullError
 from ..interop.arrays import widen
 from ..numerics import fixedpoint as fx
+from ..numerics.code_pairs import from_pairs, to_pairs
 from ..numerics.quantization import QuantizedTensor
 from ..numerics.rotation import rotate
 from .damage import check_common, check_numbers, check_rotation
@@ -83,7 +84,7 @@ def read(memory: Memory, b: int) -> tuple[np.ndarray, np.ndarray]:
     unpacked = memory.layout.read(memory.store, pages, n, memory.offset[b])
     if unpacked is not None:
         return unpacked
-    if memory.settings.dtype == "int8":
+    if memory.settings.dtype in INTEGERS:
         key, value = quantized(memory, b)
         if not memory.settings.rotate:
             return key.dequantize(), value.dequantize()
@@ -110,7 +111,7 @@ def state(memory: Memory) -> dict[str, np.ndarray]:
         for name, x in zip(("key", "value", "scale"), stored(memory, b), strict=True):
             codes = memory.settings.dtype == "int4" and name != "scale"
             if name != "value" or not memory.settings.value_in_key:
-                found[f"{name}{b}"] = np.ascontiguousarray(_to_codes(x) if codes else x)
+                found[f"{name}{b}"] = np.ascontiguousarray(to_pairs(x) if codes else x)
     return found
 
 
@@ -208,18 +209,5 @@ def _tokens(
     key, scale = given[f"key{b}"], given[f"scale{b}"]
     value = key[..., : settings.value_dim] if settings.value_in_key else given[f"value{b}"]
     if codes:
-        key, value = (_from_codes(x, n) for x, n in zip((key, value), dims, strict=True))
+        key, value = (from_pairs(x, n) for x, n in zip((key, value), dims, strict=True))
     return key, value, scale
-
-
-def _to_codes(x: np.ndarray) -> np.ndarray:
-    """Odd numbers (..., D) int8 of "int4" as codes (..., D in pairs) uint8, two a byte."""
-    codes = ((x + np.int8(15)) >> 1).view(np.uint8)
-    codes = np.pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def _from_codes(x: np.ndarray, channels: int) -> np.ndarray:
-    """The inverse of `_to_codes`."""
-    codes = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], 2 * x.shape[-1])[..., :channels]
-    return codes.view(np.int8) * np.int8(2) - np.int8(15)

@@ -102,10 +102,6 @@ def check_settings(given: Settings, backend: Backend) -> Settings:
             raise ArgumentError(
                 f"{name}: got True with dtype {given.dtype!r}; allowed: only with dtype 'int8' or 'int4'"
             )
-    if given.dtype == "int4" and given.device != "cpu":
-        raise UnsupportedError(
-            f"dtype: got 'int4' with device {given.device!r}; allowed: 'int4' with device 'cpu'"
-        )
     if flag("value_in_key", given.value_in_key):
         _check_shared(given, head_dim, value_dim)
     if given.isa is not None and given.device != "cpu":

@@ -15,9 +15,14 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..interop.arguments import emulated_arch
 from ..interop.arrays import to_float32
+from ..numerics.code_pairs import from_pairs, to_pairs
 from ..tiling import KEY_BLOCK, split_count
+from .compile import ARCHITECTURES
 from .device.resident import Card, Emulated
 from .kernels.decode_append import BLOCK
+from .kernels.decode_codes import KEY_PAIR, VALUE_PAIR
+from .kernels.decode_float import decode_float
+from .kernels.decode_int8 import decode_int8
 from .kernels.decode_pieces import LANE_KEYS
 
 if TYPE_CHECKING:
@@ -32,7 +37,7 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # of the kernels' registers
 # slots of a ring that never turns, and of a sequence's page where it has but one
 UNLIMITED = 1 << 30
 HEAD_DIMS = (32, 64, 96, 128, 256)
-KEY_DIMS_INT8 = (64, 128, 256)  # whole swizzles
+WHOLE_DIMS = (64, 128, 256)  # of integer keys: whole swizzles; of INT4 values: pairs of tiles
 SOURCES = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
 MAX_BATCH = 65535  # blocks along an axis of the grid
 
@@ -40,7 +45,7 @@ MAX_BATCH = 65535  # blocks along an axis of the grid
 class Store:
     """A cache on the card.
 
-    k, v : what a slot holds, see `Layout.allocate`;  scales : of INT8 slots
+    k, v : what a slot holds, see `Layout.allocate`;  scales : of integers
     table (B, pages of a sequence) int32, lengths (B,) int64 : on the host; `synchronise` sends
         them when they were changed there
     """
@@ -119,25 +124,35 @@ class Layout:
     @property
     def exact(self) -> bool:
         """Whether products and sums are exact integers."""
-        return self.dtype == "int8"
+        return self.dtype in ("int8", "int4")
+
+    @property
+    def packed(self) -> bool:
+        """Whether a stored element is a pair of codes."""
+        return self.dtype == "int4"
 
     @property
     def bits(self) -> type:
         """The type of a stored element in memory."""
+        if self.packed:
+            return np.uint8
         return np.int8 if self.exact else np.uint16
 
     @property
     def k_stored(self) -> int:
-        """Channels of a stored key: whole pieces of 16 bytes."""
+        """Elements of a stored key: whole pieces of 16 bytes."""
         unit = 16 // np.dtype(self.bits).itemsize
-        return -(-self.head_dim // unit) * unit
+        channels = unit * 2 if self.packed else unit
+        return -(-self.head_dim // channels) * unit
 
     @property
     def v_stored(self) -> int:
-        """Channels of a stored value.
+        """Elements of a stored value.
 
         INT8 values are stored channel by channel and need no padding.
         """
+        if self.packed:
+            return -(-self.value_dim // (2 * VALUE_PAIR)) * VALUE_PAIR
         return self.value_dim if self.exact else -(-self.value_dim // 8) * 8
 
     @property
@@ -161,15 +176,24 @@ class Layout:
         ]
         return tuple(n for head in heads for n in (self.kv_heads * head, head))
 
-    def row_tiles(self, rows: int) -> int:
-        """Tiles of 16 query rows per block; two where the registers hold them."""
-        return 2 if rows > 16 and max(self.padded) <= 128 and self.unified is None else 1
+    def row_tiles(self, rows: int, changed: bool = False) -> int:
+        """Tiles of 16 query rows per block; two where the registers hold them.
+
+        Of integers they do not with options: the compiler leaves a loop over so many rows as it is,
+        and what a loop's counter indexes is no register.
+        """
+        registers = max(self.padded) <= 128 and self.unified is None
+        return 2 if rows > 16 and registers and not (changed and self.exact) else 1
 
     @property
     def padded(self) -> tuple[int, int]:
         """The head sizes that the kernels are built for."""
-        d = next(n for n in (KEY_DIMS_INT8 if self.exact else HEAD_DIMS) if n >= self.head_dim)
-        return d, next(n for n in HEAD_DIMS if n >= self.value_dim)
+        keys = WHOLE_DIMS if self.exact else HEAD_DIMS
+        values = WHOLE_DIMS if self.packed else HEAD_DIMS
+        return (
+            next(n for n in keys if n >= self.head_dim),
+            next(n for n in values if n >= self.value_dim),
+        )
 
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(blocks that run at once, key blocks of the longest sequence).
@@ -200,7 +224,8 @@ class Layout:
     def allocate(self, pages: int, batch: int, table_width: int) -> Store:
         """K (pages, Hkv, slots, D).
 
-        V (pages, Hkv, slots, Dv), for INT8 (pages, Hkv, slots / n, Dv, n) with n = min(page, 128).
+        V (pages, Hkv, slots, Dv), for integers (pages, Hkv, slots / n, Dv, n) with n = min(page,
+        128). Of INT4 D and Dv count pairs, `kernels.decode_codes`.
 
         Scales (pages, Hkv, 2, slots) float32, of keys and of values.
         """
@@ -284,9 +309,11 @@ class Layout:
         """
         size = self.page_size
         span = min(self.page_size, BLOCK)
+        if self.packed:
+            key, value = to_pairs(key, KEY_PAIR), to_pairs(value, VALUE_PAIR)
         k = np.zeros((*key.shape[:2], self.k_stored), self.bits)
         v = np.zeros((*value.shape[:2], self.v_stored), self.bits)
-        k[..., : self.head_dim], v[..., : self.value_dim] = key, value
+        k[..., : key.shape[2]], v[..., : value.shape[2]] = key, value
         if not self.exact:
             k[np.isnan(scales[0])] = 0x7FC0 if self.dtype == "bfloat16" else 0x7E00
         for n, page in enumerate(pages):
@@ -309,19 +336,21 @@ class Layout:
 
     def keys(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, D) stored elements of K of the pages, in slot order."""
-        return self._pages(store.k, pages).reshape(self.kv_heads, -1, self.k_stored)[
-            ..., : self.head_dim
-        ]
+        x = self._pages(store.k, pages).reshape(self.kv_heads, -1, self.k_stored)
+        return from_pairs(x, self.head_dim, KEY_PAIR) if self.packed else x[..., : self.head_dim]
 
     def values(self, store: Store, pages: np.ndarray) -> np.ndarray:
         """(Hkv, slots, Dv) stored elements of V of the pages, in slot order."""
         x = self._pages(store.v, pages)
         if self.exact:
             x = x.swapaxes(-1, -2)
-        return x.reshape(self.kv_heads, -1, self.v_stored)[..., : self.value_dim]
+        x = x.reshape(self.kv_heads, -1, self.v_stored)
+        return (
+            from_pairs(x, self.value_dim, VALUE_PAIR) if self.packed else x[..., : self.value_dim]
+        )
 
     def scales(self, store: Store, pages: np.ndarray) -> np.ndarray:
-        """(1 or 2, Hkv, slots) float32: the scales of keys, and for INT8 of values.
+        """(1 or 2, Hkv, slots) float32: the scales of keys, and for integers of values.
 
         A float key that is NaN has the scale NaN.
         """
@@ -338,10 +367,10 @@ def make_layout(settings: Settings) -> Layout:
     emulator = emulated_arch(settings.device)
     card = Emulated(emulator) if emulator else Card()
     dtype = settings.dtype
-    if dtype == "float32" or (card.arch == "sm_75" and dtype != "float16"):
-        allowed = "float16" if card.arch == "sm_75" else "int8, float16, bfloat16"
+    allowed = ["int8", "int4", "float16", *([] if card.arch == "sm_75" else ["bfloat16"])]
+    if dtype not in allowed:
         raise UnsupportedError(
-            f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {allowed}"
+            f"dtype: got {dtype!r}; the CUDA kernels of {card.arch} decode over {', '.join(allowed)}"
         )
     for name, n in (("head_dim", settings.head_dim), ("value_dim", settings.value_dim)):
         if n > HEAD_DIMS[-1]:
@@ -349,7 +378,7 @@ def make_layout(settings: Settings) -> Layout:
     ring: dict[str, int] = {}
     if settings.window is not None and settings.ring is not None:
         ring = {"window": settings.window, "sinks": settings.sinks, "ring": settings.ring}
-    return Layout(
+    layout = Layout(
         card,
         dtype,
         settings.kv_heads,
@@ -361,3 +390,18 @@ def make_layout(settings: Settings) -> Layout:
         unified=settings.unified_max,
         rotate=settings.rotate,
     )
+    needed, there = shared_bytes(layout), ARCHITECTURES[card.arch][1]
+    if needed > there:
+        raise UnsupportedError(
+            f"head_dim: got {settings.head_dim} and value_dim {settings.value_dim} with dtype {dtype!r}, "
+            f"which need {needed} bytes of shared memory; {card.arch} has {there}; allowed: smaller ones, as 128"
+        )
+    return layout
+
+
+def shared_bytes(layout: Layout) -> int:
+    """Shared memory of the decode kernel that takes the most query rows of a cache."""
+    sizes = {"row_tiles": layout.row_tiles(MAX_BATCH), "turing": layout.card.arch == "sm_75"}
+    if layout.exact:
+        return decode_int8(*layout.padded, packed=layout.packed, **sizes).shared_bytes
+    return decode_float(*layout.padded, dtype=layout.dtype, **sizes).shared_bytes

@@ -163,7 +163,7 @@ class Plan:
         card = layout.card
         rows = group * queries
         d, dv = layout.padded
-        tiles = layout.row_tiles(rows)
+        tiles = layout.row_tiles(rows, changed)
         units = batch * layout.kv_heads * -(-rows // (16 * tiles))
         self.layout, self.splits, self.sizes = layout, splits, (queries,)
         self.shape = (batch, layout.kv_heads, rows, layout.head_dim)
@@ -175,11 +175,13 @@ class Plan:
             "paged": layout.paged,
             "ring": layout.ring != UNLIMITED,
             "changed": changed,
+            "turing": card.arch == "sm_75",
         }
-        if not layout.exact:
+        if layout.exact:
+            self.constants["packed"] = layout.packed
+        else:
             self.constants |= {
                 "dtype": layout.dtype,
-                "turing": card.arch == "sm_75",
                 "unified": layout.unified is not None and not changed,
             }
         self.combine = {"dv": dv, "row_tiles": tiles, "exact": layout.exact}
@@ -253,7 +255,6 @@ class Plan:
             store.lengths_there,
             *results,
         )
-        value_row = () if exact else (layout.v_stored * size,)
         sizes = (
             queries,
             rows,
@@ -262,7 +263,7 @@ class Plan:
             d,
             dv,
             layout.k_stored * size,
-            *value_row,
+            layout.v_stored * size,
             store.table.shape[1],
             layout.shift,
             layout.window,

@@ -107,9 +107,14 @@ def variants(arch):
                     **options,
                 },
             )
-            if not turing and d in CHANNELS and "unified" not in options:
-                yield decode_int8, {"d": d, "dv": d, "row_tiles": rows, **options}
-    for d, dtype in itertools.product((64, 128, 256), (*dtypes, *(() if turing else ("int8",)))):
+            if d in CHANNELS and "unified" not in options:
+                changes = ({}, {"changed": True}) if rows == 1 else ({},)
+                # a T4's shared memory does not hold bytes of 256 channels
+                storages = (True,) if turing and d == 256 else (False, True)
+                for packed, changed in itertools.product(storages, changes):
+                    sizes = {"d": d, "dv": d, "row_tiles": rows, "packed": packed}
+                    yield decode_int8, {**sizes, "turing": turing, **options, **changed}
+    for d, dtype in itertools.product((64, 128, 256), (*dtypes, "int8", "int4")):
         yield (
             decode_append,
             {
@@ -127,9 +132,7 @@ def variants(arch):
         yield int8_statistics, {**sizes, "source": dtype}
         yield int8_quantize, {**sizes, "width": d, "source": dtype}
         yield int8_results, {**sizes, "dtype": dtype, "sinks": True}
-    for d, rows, exact in itertools.product(
-        CUDA_HEAD_DIMS, (1, 2), (False,) if turing else (False, True)
-    ):
+    for d, rows, exact in itertools.product(CUDA_HEAD_DIMS, (1, 2), (False, True)):
         yield decode_combine, {"dv": d, "row_tiles": rows, "exact": exact}
 
 

@@ -8,7 +8,9 @@ import pytest
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
 from sass_checks import resources
+from sass_table import variants
 
+from numflash.cuda.compile import compiled, sass
 from numflash.cuda.kernels.decode_append import decode_append
 from numflash.cuda.kernels.decode_combine import decode_combine
 from numflash.cuda.kernels.decode_float import decode_float
@@ -71,8 +73,51 @@ def test_int8(arch, d, rows, options, registers):
     assert found.count("STG.E.128") == (d // 32 * rows if options.get("direct") is False else 0)
 
 
+@pytest.mark.parametrize(
+    ("arch", "d", "rows", "options", "registers"),
+    [
+        ("sm_75", 64, 1, {"turing": True}, 168),
+        ("sm_75", 128, 2, {"turing": True, "direct": False}, 255),
+        ("sm_80", 64, 1, {"paged": True}, 168),
+        ("sm_80", 128, 1, {"direct": False}, 200),
+        ("sm_80", 128, 1, {"changed": True, "ring": True}, 200),
+        ("sm_80", 128, 2, {"ring": True}, 240),
+        ("sm_89", 128, 1, {"paged": True, "direct": False}, 200),
+        ("sm_90a", 128, 1, {"paged": True, "direct": False}, 200),
+        ("sm_90a", 256, 1, {"ring": True, "changed": True}, 255),
+    ],
+)
+def test_int4(arch, d, rows, options, registers):
+    """Half the copies, and three instructions to unpack the 8 codes of a word: a shift, and for each
+    half of its bytes the mask and the sign in one.
+    """
+    found = resources(decode_int8, arch, d=d, dv=d, row_tiles=rows, packed=True, **options)
+    assert found.count("IMMA") == rows * d // 32 * 16 * (4 if arch == "sm_75" else 1)
+    assert found.registers <= registers
+    if d <= 128:
+        assert loads(found, arch) == 3 * 64 * d // 16 // 128 + 2
+    code = compiled(
+        decode_int8, arch, "cubin", d=d, dv=d, row_tiles=rows, packed=True, **options
+    ).code
+    signs = [opcode for opcode, operands in sass.instructions(code) if "0x88888888" in operands]
+    assert set(signs) == {"LOP3.LUT"}
+    assert len(signs) == 2 * (d // 8) * (1 + rows)  # words of K, and of V for each tile of rows
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_every_variant_of_int4(arch):
+    """At D = 128, where two tiles of rows take the most registers."""
+    for factory, constants in variants(arch):
+        if factory is decode_int8 and constants["packed"] and constants["d"] == 128:
+            resources(factory, arch, **constants)
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a"])
 def test_append_and_combine(arch):
+    found = resources(
+        decode_append, arch, d=256, dv=256, source="float32", dtype="int4", turing=arch == "sm_75"
+    )
+    assert found.count("SHFL") >= 2 * 8 and found.registers <= 80  # pairs of 8 turns
     found = resources(
         decode_append,
         arch,

@@ -391,6 +391,8 @@ def decode_float(
                     if not turing:
                         ptx.cp_async_commit()
 
+        # addresses of results are computed here, not kept in registers during the loop
+        head, first_row = ptx.fresh(head), ptx.fresh(first_row)
         results = Results(out, m_out, l_out, task, head, first_row, rows, columns)
         store(results, o, m, l, warp, lane)
 

@@ -1,4 +1,4 @@
-"""Decode over an INT8 cache on tensor cores.
+"""Decode over an INT8 or INT4 cache on tensor cores.
 
 New tokens against one split of one KV head's keys, with the CPU cache's bits.
 
@@ -7,7 +7,8 @@ bytes, so the tensor cores multiply twice; scores and sums of a key block of 128
 each value's scale is folded into its weight, and every float operation between them is rounded
 once. How the four warps of a block share the work: `decode_pieces`. The values are stored
 transposed (channel after channel), because the second product needs four consecutive keys in a
-register.
+register. INT4 differs in how bytes become fragments (`decode_codes`), and in what a product is
+divided by.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..compile import Source
 from ..compile.target import cuda, types
 from ..instructions import ptx
 from .decode_changes import extended, make_changes
+from .decode_codes import NUMBER_BITS, make_key_fragments, make_value_fragments
 from .decode_pieces import (
     THREADS,
     WARPS,
@@ -48,12 +50,12 @@ P_ROW = 2 * KEY_BLOCK  # bytes of a row of weights: the high plane, then the low
 
 # pointers: q (B, Hkv, rows, D) float32, k, v, scales, table, lengths, out, m, l bytes: of a page of
 # K, V and scales, over all heads, and of one head in it sizes: new tokens, rows, KV heads, splits,
-# D, Dv, bytes of a stored key, pages of a sequence in the table, log2 of the slots of a
-#        page, window, sinks, ring
+# D, Dv, bytes of a stored key, rows of bytes of stored values, pages of a sequence in the table,
+#        log2 of the slots of a page, window, sinks, ring
 # factors: scale * log2(e) * 256 with options more pointers: shift (B, Hkv, rows), slopes (Hkv,
 # rows) float32, mask (B, L, L) int32, 0 for none; more factors: the cap and its reciprocal
 SIGNATURE = types.void(
-    types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 12), types.UniTuple(f32, 1)
+    types.UniTuple(u64, 9), types.UniTuple(i64, 6), types.UniTuple(i32, 13), types.UniTuple(f32, 1)
 )
 
 
@@ -65,8 +67,11 @@ def decode_int8(
     paged: bool = False,
     ring: bool = False,
     changed: bool = False,
+    packed: bool = False,
+    turing: bool = False,
 ) -> Source:
-    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32).
+    """The kernel for padded head sizes d (64, 128, 256: whole swizzles) and dv (a multiple of 32, of
+    64 for INT4).
 
     Parameters
     ----------
@@ -76,23 +81,33 @@ def decode_int8(
     paged : sequences take pages from a pool, by the table; else sequence b has page b
     ring : the cache is a ring with a window and sinks
     changed : with soft cap, ALiBi and a mask of the new tokens, see `decode_changes`
+    packed : an INT4 cache, two codes a byte
+    turing : sm_75, without cp.async and with k16 products
     """
     block_k = KEY_BLOCK
+    per_byte = 2 if packed else 1
     k_steps, value_tiles, tile_rows = d // 32, dv // 8 // WARPS, 16 * row_tiles
     n_s, n_o, n_rows = 16 * row_tiles, 4 * value_tiles * row_tiles, 2 * row_tiles
-    shift_k, xor_k = swizzle_of(d)
-    load_k, load_v = make_load_keys(block_k, d, paged), make_load_channels(dv, block_k, paged)
-    load_scales = make_load_scales(block_k, paged)
+    shift_q, xor_q = swizzle_of(d)
+    k_bytes, v_rows, later = d // per_byte, dv // per_byte, not turing
+    shift_k, xor_k = swizzle_of(k_bytes)
+    load_k = make_load_keys(block_k, k_bytes, paged, later)
+    load_v = make_load_channels(v_rows, block_k, paged, later)
+    load_scales = make_load_scales(block_k, paged, later)
+    key_fragments = make_key_fragments(d, packed)
+    value_fragments = make_value_fragments(value_tiles, block_k, packed)
+    divide = NUMBER_BITS if packed else 0
     query_rows = make_query_rows(d, True, None)(tile_rows)  # two planes
     part_of = make_part_of(tile_rows, ring)
     store = make_store(row_tiles, value_tiles, direct, fx.SUM_ONE / fx.W_ONE / fx.VALUE_UNIT)
     options_of, row_option, position_of, allowed, changed_score = make_changes(changed, ring, 9, 1)
     new_is_whole = 0 if changed else 1  # a mask may hide the first new token too
-    mma_s, mma_p = ptx.mma_s8, ptx.mma_u8s8
+    mma_s = ptx.mma_turing_s8 if turing else ptx.mma_s8
+    mma_p = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
     wait_all, wait_but_one = ptx.cp_async_wait[0], ptx.cp_async_wait[1]
     q_size = tile_rows * d
-    k_size = block_k * d
-    v_size = dv * block_k
+    k_size = block_k * k_bytes
+    v_size = v_rows * block_k
     p_size = tile_rows * P_ROW
     row_size = tile_rows * 4
 
@@ -110,6 +125,7 @@ def decode_int8(
             channels,
             columns,
             k_row,
+            v_row,
             width,
             shift,
             window,
@@ -140,13 +156,14 @@ def decode_int8(
         values_at = u64(s_head) >> u64(1)
         table = tables + u64(b * width) * u64(4) if paged else u64(b)
         keys = Pages(k, u64(k_page), table, shift, k_row)
-        values = Pages(v, u64(v_page), table, shift, columns)
+        values = Pages(v, u64(v_page), table, shift, v_row)
         both_scales = Pages(scale_at, u64(s_page), table, shift, values_at)
         tokens = Tokens(length, newest, window, sinks, ring_slots)
         if start < stop:
             load_k(sk, keys, start, stop, thread)
             load_scales(s_scales, both_scales, start, stop, thread)
-            ptx.cp_async_commit()
+            if not turing:
+                ptx.cp_async_commit()
         query_rows(
             sq,
             s_factor,
@@ -178,6 +195,7 @@ def decode_int8(
         acc = cuda.local.array(8, i32)
         qf = cuda.local.array(4, u32)
         kb = cuda.local.array(4, u32)
+        codes = cuda.local.array(8, u32)
         two = cuda.local.array(2, f32)
         ratio = cuda.local.array(8, u32)
         for i in range(n_rows):
@@ -193,18 +211,20 @@ def decode_int8(
             o[i] = f32(0)
         low = length - queries  # the first position of any row
         k_row_of = ((lane >> 4) << 3) + (lane & 7)
-        k_at = sk + u32((32 * warp + k_row_of) * d)
+        k_at = sk + u32((32 * warp + k_row_of) * k_bytes)
         k_chunk = u32(((lane >> 3) & 1) ^ ((k_row_of >> shift_k) & xor_k))
         a_row = lane & 15
-        q_chunk = u32((lane >> 4) ^ ((a_row >> shift_k) & xor_k))
+        q_chunk = u32((lane >> 4) ^ ((a_row >> shift_q) & xor_q))
         p_chunk = u32((lane >> 4) ^ (a_row & 7))
         stage = i32(0)
         while start < stop:
-            wait_all()
+            if not turing:
+                wait_all()
             # the keys are there, and everyone is done with the last values and weights
             cuda.syncthreads()
             load_v(sv, values, start, stop, thread)
-            ptx.cp_async_commit()
+            if not turing:
+                ptx.cp_async_commit()
             scales = s_scales + u32(stage * (block_k * 8))
 
             # S = Q . K^T of this warp's 32 keys, exact
@@ -212,9 +232,7 @@ def decode_int8(
                 s[i], high[i] = i32(0), i32(0)
             for step in range(k_steps):
                 for n in range(2):
-                    ptx.ldmatrix(
-                        kb, 0, k_at + u32(16 * n * d) + ((k_chunk ^ u32(2 * step)) << u32(4))
-                    )
+                    key_fragments(kb, codes, k_at, k_chunk, step, n)
                     for t in range(row_tiles):
                         at_q = (
                             sq + u32((16 * t + a_row) * d) + ((q_chunk ^ u32(2 * step)) << u32(4))
@@ -226,7 +244,7 @@ def decode_int8(
                         mma_s(s, 16 * t + 8 * n, qf, 0, kb, 0)
                         mma_s(s, 16 * t + 8 * n + 4, qf, 0, kb, 2)
             for i in range(n_s):
-                s[i] = i32(s[i] + (high[i] << LOW_BITS))
+                s[i] = i32((s[i] + (high[i] << LOW_BITS)) >> divide)
 
             # t = round((float32(S) * ck) * cq) in Q8.8, except masked keys; the largest of each row
             # over this warp's keys
@@ -272,7 +290,8 @@ def decode_int8(
                 load_k(sk, keys, start + block_k, stop, thread)
                 ahead = s_scales + u32(stage * (block_k * 8))
                 load_scales(ahead, both_scales, start + block_k, stop, thread)
-            ptx.cp_async_commit()
+            if not turing:
+                ptx.cp_async_commit()
 
             # the largest scale of a value in the block, and this thread's keys' shares of it
             v_max = f32(0)
@@ -284,6 +303,8 @@ def decode_int8(
             for n in range(5):
                 v_max = ptx.fmax(v_max, ptx.shuffle_xor(v_max, u32(1 << n)))
             per_unit = ptx.div(f32(65536), v_max)
+            if packed and v_max == f32(0):  # of zeros in 4 bits
+                per_unit = f32(0)
             for n in range(4):
                 ptx.load_shared_f32_v2(
                     two, 0, scales + u32((block_k + 32 * warp + 8 * n + 2 * (lane & 3)) * 4)
@@ -326,7 +347,8 @@ def decode_int8(
                 alpha[i] = power(i32(new - m[i]))
                 weight[i] = f32(0) if largest == MASKED_SCORE else power(i32(new - octave))
                 m[i] = new
-            wait_but_one()
+            if not turing:
+                wait_but_one()
             cuda.syncthreads()  # values, weights and their sums are there
 
             unit_of_v = ptx.mul(v_max, VALUE_UNIT)
@@ -357,15 +379,8 @@ def decode_int8(
                 for n in range(value_tiles):
                     for e in range(8):
                         acc[e] = i32(0)
-                    for half in range(2):  # four 8 x 16-byte matrices: 8 channels, 64 keys
-                        channel = (warp * value_tiles + n) * 8 + (lane & 7)
-                        ptx.ldmatrix(
-                            kb,
-                            0,
-                            sv
-                            + u32(channel * block_k)
-                            + (u32((4 * half + (lane >> 3)) ^ (lane & 7)) << u32(4)),
-                        )
+                    for half in range(2):  # 64 keys
+                        value_fragments(kb, codes, sv, warp, n, half, lane)
                         for plane in range(2):
                             at_w = 16 * plane + 8 * half
                             mma_p(acc, 4 * plane, p, at_w, kb, 0)
@@ -373,7 +388,7 @@ def decode_int8(
                     at_o = 4 * (t * value_tiles + n)
                     for e in range(4):
                         i = 2 * t + (e >> 1)
-                        both = i32((acc[e] << LOW_BITS) + acc[4 + e])
+                        both = i32(((acc[e] << LOW_BITS) + acc[4 + e]) >> divide)
                         o[at_o + e] = ptx.add(
                             ptx.mul(o[at_o + e], alpha[i]), ptx.mul(ptx.to_float(both), weight[i])
                         )
@@ -381,6 +396,8 @@ def decode_int8(
 
         for i in range(n_rows):
             top[i] = ptx.to_float(m[i])
+        # addresses of results are computed here, not kept in registers during the loop
+        head, first_row = ptx.fresh(head), ptx.fresh(first_row)
         results = Results(out, m_out, l_out, task, head, first_row, rows, columns)
         store(results, o, top, l, warp, lane)
 

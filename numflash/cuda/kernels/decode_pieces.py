@@ -18,7 +18,7 @@ from ...numerics.fixedpoint import KEY_SCALE_LIMIT, QUERY_ONE, ZERO_VALUE_SCALE
 from ...tiling import KEY_BLOCK
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .pieces import swizzle_of
+from .pieces import make_copy, swizzle_of
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 WARPS = 4
@@ -63,9 +63,9 @@ def make_part_of(tile_rows: int, ring: bool) -> Any:
         split = task - unit * splits
         tiles = (rows + tile_rows - 1) >> row_shift
         head = divided(unit, tiles)
-        first_row = (unit - head * tiles) * tile_rows
+        first_row = i32((unit - head * tiles) * tile_rows)
         b = divided(head, kv_heads)
-        g = head - b * kv_heads
+        g = i32(head - b * kv_heads)
         length = ptx.load_global_s32(lengths + u64(b * 4))
         slots, newest = length, length - 1
         if ring:
@@ -101,7 +101,7 @@ class Pages(NamedTuple):
     page_bytes: Any  # over all heads, uint64
     table: Any  # address of the sequence's page numbers, or its one page
     shift: Any  # log2 of the slots of a page
-    left: Any  # bytes of a stored key; channels of a value; of scales, bytes from K's to V's
+    left: Any  # bytes of a stored key, rows of a stored value; of scales, bytes from K's to V's
 
 
 class Results(NamedTuple):
@@ -140,85 +140,101 @@ def make_load_keys(rows: int, row_bytes: int, paged: bool, asynchronous: bool = 
     swizzle, xor = swizzle_of(row_bytes)
     turns = (pieces + THREADS - 1) // THREADS
     even = pieces % THREADS == 0
+    copy = make_copy(asynchronous)
+    step = THREADS // chunks  # rows per turn, where a thread stays in one column
+
+    @device_function
+    def copy_piece(place, ahead, pages, slot, stop, c):
+        data, page_bytes, table, shift, bytes_left = pages
+        there = slot < stop and (c << 4) < bytes_left
+        address = data
+        if there:
+            inside = slot & ((i32(1) << shift) - 1)
+            address = (
+                data
+                + page_of(table, slot, shift) * page_bytes
+                + u64(inside) * u64(bytes_left)
+                + u64(c << 4)
+            )
+        copy(place, ahead, address, there)
 
     @device_function
     def load_keys(to, pages, first, stop, thread):
-        data, page_bytes, table, shift, bytes_left = pages
-        four = cuda.local.array(4, u32)
         for i in range(turns):
-            piece = thread + i * THREADS
-            r = piece // chunks
-            c = piece - r * chunks
+            piece = i32(thread + i * THREADS)
+            r = i32(piece // chunks)
+            c = i32(piece - r * chunks)
             if even or piece < pieces:
                 place = to + u32(r * row_bytes + ((c ^ ((r >> swizzle) & xor)) << 4))
-                slot = first + r
-                there = slot < stop and (c << 4) < bytes_left
-                address = data
-                if there:
-                    inside = slot & ((i32(1) << shift) - 1)
-                    address = (
-                        data
-                        + page_of(table, slot, shift) * page_bytes
-                        + u64(inside) * u64(bytes_left)
-                        + u64(c << 4)
-                    )
-                if asynchronous:
-                    ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
-                else:
-                    for n in range(4):
-                        four[n] = u32(0)
-                    if there:
-                        ptx.load_global_v4(four, 0, address)
-                    ptx.store_shared_v4(place, four, 0)
+                copy_piece(place, 0, pages, i32(first + r), stop, c)
 
-    return load_keys
+    @device_function
+    def load_keys_by_steps(to, pages, first, stop, thread):
+        r = i32(thread // chunks)
+        c = i32(thread - r * chunks)
+        place = to + u32(r * row_bytes + ((c ^ ((r >> swizzle) & xor)) << 4))
+        slot = i32(first + r)
+        left = i32(stop - slot) if (c << 4) < pages.left else i32(0)
+        address = pages.data + pages.table * pages.page_bytes  # of sequences with a page each
+        address += u64(slot) * u64(pages.left) + u64(c << 4)
+        for i in range(turns):
+            if paged:
+                copy_piece(place, i32(i * step * row_bytes), pages, slot + i * step, stop, c)
+            else:
+                copy(place, i32(i * step * row_bytes), address, i32(i * step) < left)
+                address += u64(step) * u64(pages.left)
+
+    # where the column is the thread's own in every turn, and turns are whole swizzles
+    steady = even and THREADS % chunks == 0 and step % ((xor + 1) << swizzle) == 0
+    return load_keys_by_steps if steady else load_keys
 
 
-def make_load_channels(channels: int, block_k: int, paged: bool) -> Any:
-    """Copy a tile of V^T, as it is stored for INT8, to a swizzled tile of `channels` rows of
+def make_load_channels(channels: int, block_k: int, paged: bool, asynchronous: bool) -> Any:
+    """Copy a tile of V^T, as it is stored for integers, to a swizzled tile of `channels` rows of
     `block_k` bytes.
 
     load_channels(to, pages: Pages, first, stop, thread): within a page the values are stored in
-    blocks of min(page, block_k) slots, channel after channel, `pages.left` of them.
+    blocks of min(page, block_k) slots, channel after channel (of INT4 pair after pair of them),
+    `pages.left` of them.
     """
+    copy = make_copy(asynchronous)
     page_of, chunks = make_page_of(paged), block_k // LANE_KEYS
-    pieces = channels * chunks
     swizzle, xor = swizzle_of(block_k)
-    turns = (pieces + THREADS - 1) // THREADS
+    step = THREADS // chunks  # channels per turn: whole swizzles
 
     @device_function
     def load_channels(to, pages, first, stop, thread):
         data, page_bytes, table, shift, channels_left = pages
+        channel = i32(thread // chunks)
+        c = i32(thread - channel * chunks)
+        place = to + u32(channel * block_k + ((c ^ ((channel >> swizzle) & xor)) << 4))
+        slot = i32(first + c * LANE_KEYS)
         span = min(i32(1) << shift, i32(block_k))
-        for i in range(turns):
-            piece = thread + i * THREADS
-            channel = piece // chunks
-            c = piece - channel * chunks
-            place = to + u32(channel * block_k + ((c ^ ((channel >> swizzle) & xor)) << 4))
-            slot = first + c * LANE_KEYS
-            there = slot < stop and channel < channels_left
-            address = data
-            if there:
-                inside = slot & ((i32(1) << shift) - 1)
-                within = inside & (span - 1)
-                address = (
-                    data
-                    + page_of(table, slot, shift) * page_bytes
-                    + u64(inside - within) * u64(channels_left)
-                    + u64(channel * span + within)
-                )
-            ptx.cp_async_zfill(place, 0, address, u32(16) if there else u32(0))
+        left, address = i32(0), data
+        if slot < stop:
+            inside = slot & ((i32(1) << shift) - 1)
+            within = inside & (span - 1)
+            left = i32(channels_left - channel)
+            address = (
+                data
+                + page_of(table, slot, shift) * page_bytes
+                + u64(inside - within) * u64(channels_left)
+                + u64(channel * span + within)
+            )
+        for i in range(channels // step):
+            copy(place, i32(i * step * block_k), address, i32(i * step) < left)
+            address += u64(step * span)
 
     return load_channels
 
 
-def make_load_scales(block_k: int, paged: bool) -> Any:
+def make_load_scales(block_k: int, paged: bool, asynchronous: bool) -> Any:
     """Copy the float32 scales of `block_k` slots: of the keys, and behind them of the values.
 
     load_scales(to, pages: Pages, first, stop, thread): in a page and head those of the values begin
     `pages.left` bytes behind those of the keys.
     """
-    page_of = make_page_of(paged)
+    page_of, copy = make_page_of(paged), make_copy(asynchronous)
 
     @device_function
     def load_scales(to, pages, first, stop, thread):
@@ -235,7 +251,7 @@ def make_load_scales(block_k: int, paged: bool) -> Any:
                     + u64(inside * 4)
                     + (u64(0) if thread < block_k // 4 else values_at)
                 )
-            ptx.cp_async_zfill(to + u32(thread * 16), 0, address, u32(16) if there else u32(0))
+            copy(to + u32(thread * 16), 0, address, there)
 
     return load_scales
 

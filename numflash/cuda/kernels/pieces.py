@@ -32,8 +32,11 @@ def swizzle_of(row_bytes: int) -> tuple[int, int]:
     column use 8 bank groups.
 
     A row of 128 bytes or a multiple covers all banks: XOR with r % 8. A row of 64 or 192 bytes
-    covers half of them, so two rows share an XOR with (r / 2) % 4.
+    covers half of them, so two rows share an XOR with (r / 2) % 4; of 32 bytes a quarter: four rows
+    share one with (r / 4) % 2.
     """
+    if row_bytes == 32:
+        return 2, 1
     return (0, 7) if row_bytes % 128 == 0 else (1, 3)
 
 
