@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...cache.kvcache import KVCache
+from ...cache.settings import INTEGERS
 from ...errors import UnsupportedError
 from ..device import Device, median_seconds
 from ..device.driver import DriverError
@@ -49,7 +50,7 @@ def refused(error: UnsupportedError) -> dict[str, Any]:
 
 
 def check(device: Device, cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
-    """One row per case: equal bits with the emulator for INT8, else errors against it."""
+    """One row per case: equal bits with the emulator for integers, else errors against it."""
     for case in cases:
         name, dtype = case[:2]
         row: dict[str, Any] = {"case": f"decode {name}", "arch": device.arch}
@@ -59,7 +60,7 @@ def check(device: Device, cases: Iterable = CASES) -> Iterator[dict[str, Any]]:
         except UnsupportedError as problem:
             yield row | refused(problem)
             continue
-        if dtype == "int8":
+        if dtype in INTEGERS:
             equal = all(np.array_equal(a.view(np.int32), b.view(np.int32)) for a, b in found)
             yield row | {"equal_bits": equal, "passed": equal}
         else:
@@ -153,8 +154,6 @@ def short_step(
 
 
 def timings(device: Device, dtype: str) -> Iterator[dict[str, Any]]:
-    """The long cache, then the short step; nothing where the card has no kernel for the cache."""
-    if device.arch == "sm_75" and dtype != "float16":
-        return
+    """The long cache, then the short step."""
     yield long_cache(device, dtype, **LONG)
     yield short_step(dtype)

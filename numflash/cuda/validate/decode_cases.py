@@ -15,20 +15,24 @@ G = 2
 CASES: tuple[tuple[str, str, int, int, int, int, dict[str, Any]], ...] = (
     *(
         (f"{dtype} {n} tokens, D={d}", dtype, d, n, 1, 1 if n < 257 else 3, {})
-        for dtype in ("int8", "float16", "bfloat16")
+        for dtype in ("int8", "int4", "float16", "bfloat16")
         for d, n in ((64, 1), (64, 17), (128, 128), (128, 129), (64, 300), (256, 300))
     ),
     *(
         (f"{dtype} pages of 16", dtype, 64, 300, 1, 3, {"page_size": 16})
-        for dtype in ("int8", "float16")
+        for dtype in ("int8", "int4", "float16")
     ),
-    *((f"{dtype} three new tokens", dtype, 64, 140, 3, 2, {}) for dtype in ("int8", "float16")),
+    *(
+        (f"{dtype} three new tokens", dtype, 64, 140, 3, 2, {})
+        for dtype in ("int8", "int4", "float16")
+    ),
     *(
         (f"{dtype} ring", dtype, 64, 300, 1, 1, {"window": 20, "sinks": 3})
-        for dtype in ("int8", "float16")
+        for dtype in ("int8", "int4", "float16")
     ),
     ("int8 smoothed", "int8", 64, 100, 1, 1, {"smooth": True}),
     ("int8 rotated", "int8", 80, 300, 1, 3, {"smooth": True, "rotate": True}),
+    ("int4 smoothed", "int4", 80, 300, 1, 3, {"smooth": True}),
     *(
         (f"float16 unified maximum {phi}", "float16", 64, 100, 1, 1, {"unified_max": phi})
         for phi in (0.0, 40.0)

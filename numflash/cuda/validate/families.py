@@ -55,6 +55,7 @@ def families(
         forward("int8", lengths),
         decoding("float16"),
         decoding("int8"),
+        decoding("int4"),
         backward("float16", lengths),
         Family("backward peers", "gradient peers", lengths=lengths),
         Family("forward variants", "variants"),
