@@ -40,6 +40,7 @@ TORCH = "tests/pytorch/test_torch_operator.py tests/pytorch/test_sdpa.py"
 MPI = "tests/mpi"
 CUDA_FLOAT = "tests/cuda/test_flash_halves.py"
 CUDA_INT8 = "tests/cuda/test_flash_int8.py"
+CUDA_INT4 = "tests/cuda/test_decode_int4_cuda.py"
 CUDA_QUANTIZED = "tests/cuda/test_quantized.py"
 INT8_FUNCTIONS = "tests/flex/test_int8_functions.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
@@ -660,6 +661,36 @@ MUTANTS = [
         "            _rotate(card, out)",
         "            pass",
         "tests/cuda/test_decode_rotated_cuda.py",
+    ),
+    Mutant(
+        "cuda/kernels/decode_codes.py",
+        "if lane + 32 * t < channels:",
+        "if True:",
+        f"{CUDA_INT4} -k channels",
+    ),
+    Mutant(
+        "cuda/kernels/decode_append.py",
+        "code = codes_k[t] if good else i32(0)",
+        "code = codes_k[t]",
+        f"{CUDA_INT4} -k finite",
+    ),
+    Mutant(
+        "cuda/kernels/decode_append.py",
+        "scale_v if good else f32(0)",
+        "scale_v",
+        f"{CUDA_INT4} -k finite",
+    ),
+    Mutant(
+        "cuda/kernels/decode_int8.py",
+        "i32((s[i] + (high[i] << LOW_BITS)) >> divide)",
+        "i32(s[i] + (high[i] << LOW_BITS))",
+        f"{CUDA_INT4} -k bits_of_the_model",
+    ),
+    Mutant(
+        "cuda/decode_layout.py",
+        "from_pairs(x, self.head_dim, KEY_PAIR)",
+        "from_pairs(x, self.head_dim, VALUE_PAIR)",
+        f"{CUDA_INT4} -k storage",
     ),
     Mutant(
         "cuda/kernels/int8_quantize.py",

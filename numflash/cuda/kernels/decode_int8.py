@@ -302,9 +302,8 @@ def decode_int8(
                     )
             for n in range(5):
                 v_max = ptx.fmax(v_max, ptx.shuffle_xor(v_max, u32(1 << n)))
+            # infinite for a block of zeros in 4 bits: its shares are NaN, which the conversion makes 0
             per_unit = ptx.div(f32(65536), v_max)
-            if packed and v_max == f32(0):  # of zeros in 4 bits
-                per_unit = f32(0)
             for n in range(4):
                 ptx.load_shared_f32_v2(
                     two, 0, scales + u32((block_k + 32 * warp + 8 * n + 2 * (lane & 3)) * 4)
