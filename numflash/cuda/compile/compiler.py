@@ -46,6 +46,7 @@ ARCHITECTURES: dict[str, tuple[tuple, int]] = {
     )
 }
 Key = tuple[Callable, str, tuple[tuple[str, Any], ...]]  # factory, architecture, sorted options
+TEXTS = {"ptx": "to_ptx", "linked": "to_linked_ptx"}  # kind -> the function of `target`
 _lock = threading.Lock()  # Numba's compiler is not thread-safe
 
 
@@ -138,17 +139,16 @@ def flat_parameters(signature: Any) -> tuple[str, ...]:
 
 
 def compile_source(source: Source, arch: str, kind: str) -> Compiled:
-    """Compile without the cache; `kind` is "ptx" or "cubin"."""
+    """Compile without the cache; `kind` as for `compiled`."""
     from . import target
 
     cc = capability(arch)
     bounds = (source.threads, source.blocks)
     with _lock:
-        if kind == "ptx":
+        if kind in TEXTS:
             name = source.function.__name__
-            code = target.to_ptx(
-                source.function, source.signature, cc, bounds, source.fastmath
-            ).encode()
+            to_text = getattr(target, TEXTS[kind])
+            code = to_text(source.function, source.signature, cc, bounds, source.fastmath).encode()
             remarks: tuple[str, ...] = ()
         else:
             name, code, remarks = target.to_cubin(
@@ -211,7 +211,8 @@ def compiled(factory: Callable[..., Source], arch: str, kind: str, **constants: 
     ----------
     factory : module-level function returning a `Source`
     arch : one of `ARCHITECTURES`
-    kind : "ptx" or "cubin"; cubins are taken from the folder NUMFLASH_CUBINS first (`cubins`)
+    kind : "ptx" (what the emulator runs), "linked" (PTX after link-time optimisation) or "cubin";
+        cubins are taken from the folder NUMFLASH_CUBINS first (`cubins`)
     constants : plain values (numbers, strings, booleans, None)
     """
     folder = os.environ.get("NUMFLASH_CUBINS") if kind == "cubin" else None

@@ -52,6 +52,7 @@ __all__ = [
     "numba_cuda_version",
     "signature",
     "to_cubin",
+    "to_linked_ptx",
     "to_ptx",
     "types",
 ]
@@ -162,6 +163,34 @@ def remarks_of(log: str) -> tuple[str, ...]:
     return tuple(sorted(set(re.findall(r"\((C\d{4})\)", log))))
 
 
+def _library(
+    function: Any,
+    sig: Any,
+    cc: tuple,
+    launch_bounds: tuple,
+    fastmath: bool,
+    max_registers: int | None,
+) -> tuple[str, Any]:
+    """Entry name and numba-cuda's library of a kernel, as LTO-IR."""
+    result = compile_cuda(
+        function,
+        types.void,
+        sig.args,
+        fastmath=fastmath,
+        cc=cc[:2],
+        lto=True,
+        max_registers=max_registers,
+        nvvm_options={"fastmath": fastmath, "opt": 3},
+    )
+    library = result.library
+    name = result.fndesc.llvm_func_name
+    kernel = library.get_function(name)
+    library._entry_name = name
+    kernel_fixup(kernel, False)
+    nvvm.set_launch_bounds(kernel, launch_bounds)
+    return name, library
+
+
 def to_cubin(
     function: Any,
     sig: Any,
@@ -184,24 +213,21 @@ def to_cubin(
     if cc[0] >= 10:
         return _assembled(to_ptx(function, sig, (8, 0), launch_bounds, fastmath), cc, max_registers)
     with _offline(cc), _linker_logs() as logs:
-        result = compile_cuda(
-            function,
-            types.void,
-            sig.args,
-            fastmath=fastmath,
-            cc=cc[:2],
-            lto=True,
-            max_registers=max_registers,
-            nvvm_options={"fastmath": fastmath, "opt": 3},
-        )
-        library = result.library
-        name = result.fndesc.llvm_func_name
-        kernel = library.get_function(name)
-        library._entry_name = name
-        kernel_fixup(kernel, False)
-        nvvm.set_launch_bounds(kernel, launch_bounds)
+        name, library = _library(function, sig, cc, launch_bounds, fastmath, max_registers)
         code = bytes(library.get_cubin(cc=cc).code)
         return name, code, remarks_of("\n".join(logs))
+
+
+def to_linked_ptx(function: Any, sig: Any, cc: tuple, launch_bounds: tuple, fastmath: bool) -> str:
+    """PTX text after link-time optimisation: what the linker hands to ptxas for `to_cubin`.
+
+    It has no line numbers, so the emulator runs `to_ptx`; tests compare the two. Needs no driver.
+    """
+    _need_compiler()
+    if cc[0] >= 10:
+        return to_ptx(function, sig, (8, 0), launch_bounds, fastmath)
+    with _offline(cc):
+        return _library(function, sig, cc, launch_bounds, fastmath, None)[1].get_lto_ptx(cc=cc)
 
 
 def _assembled(
