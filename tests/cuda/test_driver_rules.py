@@ -243,6 +243,27 @@ def test_strides(driver):  # noqa: F811
     assert "multiples of 16 bytes" in out[0] and "launch" not in odd
 
 
+LADDER = """
+from numflash.cuda import study
+device = card.current_device()
+q, k, v, _ = study.problem(128, 64, 0)
+for rung in study.LADDER:
+    if rung.runs_on(device.arch):
+        device.prepared(study.launch(rung, q, k, v, device.arch), lambda work: work(), persist=(k, v))
+        print(rung.number)
+"""
+
+
+@pytest.mark.parametrize(("capability", "rungs"), [("75", 2), ("89", 11), ("90", 14)])
+def test_every_rung_is_launched_with_keys_and_values_in_l2(driver, capability, rungs):  # noqa: F811
+    """What the ladder's timing does for each, whether the kernel takes arrays or tensor maps."""
+    out, said = lines(driver, LADDER, capability)
+    assert len(out) == rungs and "stub:" not in said, said
+    windows = [x for x in said.splitlines() if x.startswith("stream attribute 1")]
+    assert sum(x.endswith(f" {65536 + 128 * 64 * 2} 1") for x in windows) == rungs
+    assert windows[1::2] == ["stream attribute 1: 0 0 1"] * rungs
+
+
 def test_an_old_driver(driver):  # noqa: F811
     out, _ = lines(
         driver, "print(refused(lambda: numflash.attention(q, k, k)))", STUB_VERSION="12040"

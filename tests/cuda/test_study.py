@@ -2,12 +2,23 @@
 counters.
 """
 
+import importlib
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from numflash.cuda import study
+from sass_checks import resources
+
+from numflash.cuda import cycles, emulate, study
+from numflash.cuda.compile import compiled, sass
+from numflash.cuda.device import operands
+from numflash.cuda.emulator import EmulatorError
+from numflash.cuda.study import specialised
+from numflash.cuda.study.tensor_cores import register_blocks
 from numflash.errors import NumflashError
 
 
@@ -43,6 +54,13 @@ def test_what_each_rung_claims(rows):
     assert rows["7b"]["tensor_operations"] == rows["7a"]["tensor_operations"]
     assert rows["7b"]["shared_bytes_read"] < 0.55 * rows["7a"]["shared_bytes_read"]
     assert rows["7h"]["error"] > rows["7a"]["error"]
+    assert rows["7s"]["tensor_operations"] == rows["7a"]["tensor_operations"]
+    # results leave in whole sectors of 32 bytes; 7a's lanes store 16 of them at a time
+    assert rows["7a"]["global_moved"] - rows["7s"]["global_moved"] == 2 * 256 * 64
+    assert rows["7s"]["warp_instructions"] > rows["7a"]["warp_instructions"]
+    # five warps meet at each of: K and V, full and empty, per tile; the two buffers of each, empty
+    # once more; Q full, empty and empty once more; results empty and full
+    assert rows["7s"]["barriers"] == 4 * 5 * (4 * 4 + 2 * 2 + 3 + 2)
     assert rows["9a"]["warp_instructions"] < rows["7a"]["warp_instructions"]
     turns = 2 * 2 * 2 * 4  # blocks, tiles, warpgroups, warps
     ends = 2 * 2 * 4  # in each block one warpgroup gives the first turn, the other takes the last
@@ -80,6 +98,107 @@ def test_the_table_shows_every_rung(rows):
     )
     timed = study.table(list(rows.values()), {"1": (2e-3, 1e-3)})
     assert "| 2000.0 | 1000.0 |" in timed and timed.count("| - | - |") >= len(study.LADDER) - 1
+
+
+@pytest.mark.parametrize(("arch", "rungs"), [("sm_75", "12"), ("sm_90a", "89")])
+def test_rungs_of_an_architecture(arch, rungs):
+    """Turing has the scalar rungs only; Hopper alone has the last ones."""
+    found = {rung.number[0] for rung in study.LADDER if rung.runs_on(arch)}
+    assert found == set("12") if arch == "sm_75" else {*rungs} < found
+    assert all(not rung.runs_on("sm_89") for rung in study.LADDER if rung.number[0] in "89")
+
+
+def exact(q, k, v, causal):
+    """Attention of heads (H, L, D) by its definition, in float64."""
+    q, k, v = (x.astype(np.float64).repeat(q.shape[0] // x.shape[0], 0) for x in (q, k, v))
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[2])
+    if causal:
+        scores[:, np.arange(k.shape[1]) > np.arange(q.shape[1])[:, None]] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+# heads, key heads, L, S, D, causal, blocks that share a head's tiles
+SPECIALISED = [
+    (1, 1, 1, 1, 64, True, None),
+    (2, 1, 130, 200, 64, False, 2),
+    pytest.param((4, 2, 257, 257, 64, True, 2), marks=pytest.mark.slow),
+    pytest.param((1, 1, 300, 70, 64, True, 1), marks=pytest.mark.slow),
+    pytest.param((1, 1, 70, 300, 128, False, 1), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", SPECIALISED, ids=str)
+def test_specialised_warps(case, seed):
+    """Rung 7s: odd lengths, causal, grouped heads, several tiles per block, two schedules."""
+    heads, groups, length, keys, d, causal, blocks = case
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        rng.standard_normal((h, n, d)).astype(np.float16)
+        for h, n in ((heads, length), (groups, keys), (groups, keys))
+    )
+    step = specialised.launch(q, k, v, causal=causal, blocks=blocks)
+    out, _, report = operands.emulated(step, seed=seed)
+    expected = exact(q, k, v, causal)
+    assert np.abs(out - expected).max() < 2e-3
+    assert np.linalg.norm(out - expected) < 1e-3 * np.linalg.norm(expected)
+    assert report.shared_conflicts == 0
+
+
+FORGOTTEN = {
+    "the copies are not waited for": ("landed()", "pass", "pending"),
+    "results are stored before they are all there": (
+        "ptx.barrier(O_FULL, MEET)", "ptx.barrier_arrive(O_FULL, MEET)", "race uninitialised",
+    ),
+    "a tile of K is given back before it is read": (
+        "scores(s, qf, sk + stage * tile, lane)\n" + 16 * " " + "ptx.barrier_arrive(K_EMPTY + stage, MEET)",
+        "ptx.barrier_arrive(K_EMPTY + stage, MEET)\n" + 16 * " " + "scores(s, qf, sk + stage * tile, lane)",
+        "race pending",
+    ),
+    "V is not waited for": (
+        "ptx.barrier(V_FULL + stage, MEET)", "ptx.barrier_arrive(V_FULL + stage, MEET)",
+        "race pending uninitialised",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FORGOTTEN)
+def test_a_forgotten_wait_is_found(fault, tmp_path, monkeypatch):
+    """The kernel with one line changed: the emulator names the fault."""
+    there, instead, kinds = FORGOTTEN[fault]
+    text = Path(specialised.__file__).read_text()
+    assert text.count(there) == 1
+    text = text.replace(there, instead).replace("from ...", "from numflash.")
+    text = text.replace("from ..", "from numflash.cuda.").replace(
+        "from .", "from numflash.cuda.study."
+    )
+    (tmp_path / "broken_rung.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_rung", raising=False)
+    broken = importlib.import_module("broken_rung")
+    q, k, v, _ = study.problem(256, 64, 0)
+    step = broken.launch(q[None], k[None], v[None], blocks=2)
+    source = step.factory(**step.constants)
+    with pytest.raises(EmulatorError) as caught:
+        emulate(source, step.grid, None, list(step.args), arch="sm_89")
+    assert caught.value.kind in kinds.split(), caught.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+@pytest.mark.parametrize(("d", "causal"), [(64, False), (64, True), (128, True)])
+def test_machine_code_of_specialised_warps(arch, d, causal):
+    """No stack; no copy stands in the loop of the products, which is shorter than rung 7a's."""
+    found = resources(specialised.specialised, arch, d=d, causal=causal, tails=causal)
+    assert found.count("HMMA") == d and found.count("LDGSTS") == 3 * d // 4
+    if not causal:
+        loops = [
+            [name for name, _ in cycles.main_loop(sass.instructions(compiled(*x).code)) if name]
+            for x in ((specialised.specialised, arch, "cubin"), (register_blocks, arch, "cubin"))
+        ]
+        assert not any(x.startswith("LDGSTS") for x in loops[0]) and len(loops[0]) < len(loops[1])
 
 
 def test_a_rung_that_is_wrong_is_not_counted():

@@ -195,8 +195,8 @@ class Device:
         """`use` the launches, in order, as one function without arguments, their arrays on the
         card; results are back afterwards.
 
-        `persist` names arrays that should stay in L2 meanwhile: one window over all of them
-        (`Device.persist`).
+        `persist`: arrays among those of the launches, or views of their whole memory, that should
+        stay in L2 meanwhile: one window over all of them (`Device.persist`).
         """
         steps = [launches] if isinstance(launches, Launch) else launches
         flat = [
@@ -205,10 +205,8 @@ class Device:
         ]
         maps = [m for args in flat for x in args if isinstance(x, list) for m in x]
         arrays = [x for args in flat for x in args if isinstance(x, np.ndarray)]
-        with (
-            self.active(),
-            _Copies(self.driver, arrays + [m.array for m in maps]) as address,
-        ):
+        arrays += [m.array for m in maps]
+        with self.active(), _Copies(self.driver, arrays) as address:
             table = encode(self.driver, [(m, address[id(m.array)]) for m in maps])
             with _Copies(self.driver, [table]) as at:
                 next_map = at[id(table)]
@@ -244,8 +242,10 @@ class Device:
 
                 if not persist:
                     return use(work)
-                low = min(address[id(x)] for x in persist)
-                self.persist(0, low, max(address[id(x)] + x.nbytes for x in persist) - low)
+                copies = {x.ctypes.data: address[id(x)] for x in arrays}
+                starts = [copies[x.ctypes.data] for x in persist]
+                ends = [start + x.nbytes for start, x in zip(starts, persist, strict=True)]
+                self.persist(0, min(starts), max(ends) - min(starts))
                 try:
                     return use(work)
                 finally:

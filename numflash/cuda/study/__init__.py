@@ -8,7 +8,7 @@ float64 and prints the table; where there is a card it times them too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from ..device.operands import LOG2E, Launch
 class Rung:
     """A step of the ladder.
 
-    The factory and its constants, what changed against the rung before, and why.
+    The factory and its constants, what changed against the rung before, and why. `arch` is the
+    oldest architecture that has its instructions; wgmma is Hopper's alone (`runs_on`).
     """
 
     number: str
@@ -32,6 +33,10 @@ class Rung:
     arch: str = "sm_80"
     tolerance: float = 1.0
 
+    def runs_on(self, arch: str) -> bool:
+        """Whether the rung can be built for an architecture."""
+        return self.arch in ("sm_75", arch) or (self.arch == "sm_80" and arch != "sm_75")
+
 
 LADDER = (
     Rung(
@@ -39,12 +44,14 @@ LADDER = (
         "one thread per row",
         "The definition with an online softmax; every thread reads every key from global memory.",
         "one_thread_per_row",
+        arch="sm_75",
     ),
     Rung(
         "2",
         "tiles in shared memory",
         "A key is read from global memory once per block of 64 rows, 16 bytes per thread.",
         "shared_tiles",
+        arch="sm_75",
     ),
     Rung(
         "3",
@@ -105,6 +112,14 @@ LADDER = (
         tolerance=8.0,
     ),
     Rung(
+        "7s",
+        "warps that bring, compute or store",
+        "Beside 7a: four warps compute, three bring tiles of Q, K and V, one stores. No copy stands in the loop "
+        "of the products, but without setmaxnreg all eight have the registers that four need.",
+        "specialised",
+        arch="sm_80",
+    ),
+    Rung(
         "8",
         "TMA, wgmma, warp specialisation",
         "One thread feeds two warpgroups whose products read shared memory by themselves "
@@ -135,14 +150,11 @@ LADDER = (
 
 def factory(rung: Rung) -> Callable:
     """The module-level function that builds the rung's kernel."""
-    from ..kernels.flash_hopper import flash_hopper
-    from . import scalar, tensor_cores
+    from ..kernels import flash_hopper
+    from . import scalar, specialised, tensor_cores
 
-    return (
-        flash_hopper
-        if rung.factory == "flash_hopper"
-        else getattr(scalar, rung.factory, None) or getattr(tensor_cores, rung.factory)
-    )
+    places = (scalar, tensor_cores, specialised, flash_hopper)
+    return next(getattr(x, rung.factory) for x in places if hasattr(x, rung.factory))
 
 
 def launch(
@@ -150,42 +162,54 @@ def launch(
 ) -> Launch:
     """The launch of a rung on float16 (L, D) arrays, L a multiple of 128.
 
-    Rungs 1 to 7 can be built for other architectures.
+    `arch`: one of those that the rung runs on; None: sm_90a for rungs 8 and 9, else sm_80.
     """
-    length, d = query.shape
-    scale = np.float32(LOG2E / np.sqrt(d))
-    out = np.zeros_like(query)
-    if rung.arch == "sm_90a":
-        from ..instructions.tensormap import TensorMap
+    if rung.factory == "flash_hopper":
+        return _hopper_launch(rung, query, key, value)
+    arch = arch or "sm_80"
+    if rung.factory == "specialised":
+        from .specialised import launch as specialised_launch
 
-        lse, place = np.zeros(length, np.float32), np.array([0, key.shape[0]], np.int32)
-        maps = [
-            TensorMap(query[None, None, :, None], (1, 1, 128, 1, 64)),
-            *(TensorMap(x[None, None], (1, 1, 128, 64)) for x in (key, value)),
-        ]
-        args: tuple = (
-            (maps, out, lse, place[:1], place[1:], place, place, place),
-            (0, 0, 2 * d, 0, 0, 0, 0),
-            (length, 2 * d, 1, 0, 0),
-            (scale, np.float32(0)),
-        )
-        return Launch(
-            factory(rung),
-            {"d": d, "dv": d, "block_k": 128, **rung.constants},
-            rung.arch,
-            (length // 128, 1, 1),
-            args,
-            lambda: (out, lse),
-        )
-    args = (query, key, value, out, key.shape[0], scale)
+        step = specialised_launch(query[None], key[None], value[None], arch=arch)
+        return replace(step, finish=lambda: (step.finish()[0][0], np.zeros(0)))
+    length, d = query.shape
+    out = np.zeros_like(query)
+    args = (query, key, value, out, key.shape[0], np.float32(LOG2E / np.sqrt(d)))
     rows = 64 * rung.constants.get("row_tiles", 1)
     return Launch(
         factory(rung),
         {"d": d, **rung.constants},
-        arch or rung.arch,
+        arch,
         (length // rows, 1, 1),
         args,
         lambda: (out, np.zeros(0)),
+    )
+
+
+def _hopper_launch(rung: Rung, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> Launch:
+    """Rungs 8 and 9: the shipped kernel, with its tensor maps."""
+    from ..instructions.tensormap import TensorMap
+
+    length, d = query.shape
+    out, lse = np.zeros_like(query), np.zeros(length, np.float32)
+    place = np.array([0, key.shape[0]], np.int32)
+    maps = [
+        TensorMap(query[None, None, :, None], (1, 1, 128, 1, 64)),
+        *(TensorMap(x[None, None], (1, 1, 128, 64)) for x in (key, value)),
+    ]
+    args: tuple = (
+        (maps, out, lse, place[:1], place[1:], place, place, place),
+        (0, 0, 2 * d, 0, 0, 0, 0),
+        (length, 2 * d, 1, 0, 0),
+        (np.float32(LOG2E / np.sqrt(d)), np.float32(0)),
+    )
+    return Launch(
+        factory(rung),
+        {"d": d, "dv": d, "block_k": 128, **rung.constants},
+        rung.arch,
+        (length // 128, 1, 1),
+        args,
+        lambda: (out, lse),
     )
 
 
@@ -217,7 +241,8 @@ def climb(
 
     A row of figures per rung, in order, checked against float64 first.
 
-    `arch`: build them for another architecture, sm_80 or later; rungs 8 and 9 are Hopper's.
+    `arch`: build them for this architecture, and leave out those that it cannot run: rungs 8 and 9
+    are Hopper's, those from 3 on need sm_80.
 
     Registers, stack, spills and machine instructions come from the cubin where the binary utilities
     are installed, else None. Global memory is counted in the 32-byte sectors that each warp's
@@ -232,7 +257,7 @@ def climb(
     for rung in LADDER:
         if rungs is not None and rung.number not in rungs:
             continue
-        if arch is not None and rung.arch == "sm_90a" != arch:
+        if arch is not None and not rung.runs_on(arch):
             continue
         step = launch(rung, q, k, v, arch)
         out, _, report = emulated(step)
@@ -275,7 +300,7 @@ def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[flo
 
     Every rung is validated before it is timed.
 
-    Rungs 8 and 9 run on Hopper only. The second figure requests the L2 window that the L4 analysis
+    Only those that the card can run. The second figure requests the L2 window that the L4 analysis
     (docs/sources.md) names (`Device.prepared`). Raises UnsupportedError where there is no card.
     """
     from ..device import current_device, median_seconds
@@ -284,7 +309,7 @@ def clock(length: int = 4096, d: int = 64, seed: int = 0) -> dict[str, tuple[flo
     q, k, v, expected = problem(length, d, seed)
     found = {}
     for rung in LADDER:
-        if rung.arch == "sm_90a" and device.arch != "sm_90a":
+        if not rung.runs_on(device.arch):
             continue
         step = launch(rung, q, k, v, device.arch)
         device.prepared(step, lambda work: work())

@@ -6,12 +6,15 @@ Climb the ladder in the emulator, time it where there is a card, and print its t
 import argparse
 
 from ...errors import UnsupportedError
+from ...interop.arguments import EMULATED
 from . import climb, clock, table
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m numflash.cuda.study")
     parser.add_argument(
-        "--arch", choices=("sm_80", "sm_86", "sm_89", "sm_90a"), help="build the rungs for it"
+        "--arch",
+        choices=EMULATED,
+        help="build the rungs for it, as far as it has their instructions",
     )
     arch = parser.parse_args().arch
     seconds = None

@@ -128,6 +128,29 @@ def make_scores(d: int, layout: str) -> Any:
     return scores
 
 
+def make_kept_scores(d: int, row_tiles: int = 1) -> Any:
+    """scores(s, qf, sk, lane): S = Q . K^T with Q's fragments in registers, 64 swizzled keys.
+
+    Each fragment of K serves 2 * row_tiles products.
+    """
+    load_keys, mma = make_load_keys(d, "swizzled"), ptx.mma["float16"]
+    tile_s, k_steps = BLOCK // 2, d // 16
+
+    @device_function
+    def scores(s, qf, sk, lane):
+        b = cuda.local.array(4, u32)
+        for i in range(row_tiles * tile_s):
+            s[i] = f32(0)
+        for step in range(k_steps):
+            for n in range(BLOCK // 16):
+                load_keys(b, sk, 16 * n, step, lane)
+                for r in range(row_tiles):
+                    mma(s, r * tile_s + 8 * n, qf, 4 * (r * k_steps + step), b, 0)
+                    mma(s, r * tile_s + 8 * n + 4, qf, 4 * (r * k_steps + step), b, 2)
+
+    return scores
+
+
 def make_softmax(row_tiles: int = 1) -> Any:
     """softmax(s, m, l, alpha, scale): scores become weights.
 

@@ -19,6 +19,7 @@ from .pieces import (
     make_begin,
     make_copy,
     make_finish,
+    make_kept_scores,
     make_load_keys,
     make_load_queries,
     make_outputs,
@@ -192,7 +193,7 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
     copy = make_copy(d, "swizzled", True)
     load_queries = make_load_queries(d, "swizzled")
     load_keys = make_load_keys(d, "swizzled")
-    softmax = make_softmax(row_tiles)
+    scores, softmax = make_kept_scores(d, row_tiles), make_softmax(row_tiles)
     outputs = make_outputs(d, "swizzled", row_tiles)
     wait_all = ptx.cp_async_wait[0]
     begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles)
@@ -203,19 +204,7 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
     n_rows = 2 * row_tiles
     tile_s = BLOCK // 2
     n_h = n_s // 2
-    mma, mma_half = ptx.mma["float16"], ptx.mma_f16_accumulate
-
-    @device_function
-    def scores(s, qf, sk, lane):
-        b = cuda.local.array(4, u32)
-        for i in range(n_s):
-            s[i] = f32(0)
-        for step in range(k_steps):
-            for n in range(BLOCK // 16):
-                load_keys(b, sk, 16 * n, step, lane)
-                for r in range(row_tiles):
-                    mma(s, r * tile_s + 8 * n, qf, 4 * (r * k_steps + step), b, 0)
-                    mma(s, r * tile_s + 8 * n + 4, qf, 4 * (r * k_steps + step), b, 2)
+    mma_half = ptx.mma_f16_accumulate
 
     @device_function
     def scores_in_half(s, qf, sk, lane):

@@ -98,7 +98,7 @@ def _variants(arch: str) -> Iterator[Launch]:
 def _ladder(arch: str) -> Iterator[Launch]:
     q, k, v, _ = study.problem(256, ladder.D, 0)
     for rung in study.LADDER:
-        if rung.arch != "sm_90a" or arch == "sm_90a":
+        if rung.runs_on(arch):
             yield study.launch(rung, q, k, v, arch)
 
 
