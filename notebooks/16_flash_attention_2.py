@@ -13,7 +13,7 @@
 # >
 # > **Where you are:** GPU path, stop 4 of 6: [13](13_threads_warps_memory.ipynb) → [14](14_fragments.ipynb) → [15](15_bank_conflicts.ipynb) → **16** → [17](17_hopper.ipynb) → [23](23_broken_kernels.ipynb)
 # >
-# > **Time:** 30 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
+# > **Time:** 35 minutes to read, 15 for the exercises. **Before it:** [01](01_online_softmax.ipynb), [14](14_fragments.ipynb), [15](15_bank_conflicts.ipynb).
 # >
 # > **Terms:** [rung](../docs/glossary.md#rung), [tensor core](../docs/glossary.md#tensor-core), [bank conflict](../docs/glossary.md#bank-conflict), [barrier](../docs/glossary.md#barrier).
 # >
@@ -29,9 +29,12 @@ import inspect
 
 from numflash.course import answer_of, card, check, figure, table
 from numflash.cuda import study
+from numflash.cuda.compile import compiled, sass
+from numflash.cuda.cycles import main_loop
 from numflash.cuda.device.operands import emulated
 from numflash.cuda.study import pieces
-from numflash.cuda.study.tensor_cores import both_products
+from numflash.cuda.study.specialised import specialised
+from numflash.cuda.study.tensor_cores import both_products, register_blocks
 
 device = card()
 
@@ -167,8 +170,39 @@ largest = {n: max(b, key=b.get) for n, b in bounds.items()}
 table(["rung", "longest limit", "us at least"], [[n, largest[n], 1e6 * bounds[n][largest[n]]] for n in bounds])
 
 # %% [markdown]
-# All warps of FlashAttention-2 do the same, on rows of their own; specialised warps come with FlashAttention-3 (chapter 17). Here K
-# and V are a few per cent of the L2 and stay there by themselves. A launcher may also ask for that (an L2 persistence window,
+# ## Specialised warps on this card
+#
+# All warps of FlashAttention-2 do the same, on rows of their own; specialised warps come with FlashAttention-3 (chapter 17). They can be
+# built for an L4 as well: rung 7s has four warps that compute as in 7a, three that bring tiles of Q, K and V by `cp.async`, and one that
+# stores. For each buffer they meet at two named barriers (barriers with numbers, for some of the warps), "full" and "empty".
+
+# %%
+special = {r["rung"]: r for r in study.climb(length, d, rungs=("7a", "7s"), arch="sm_89")}
+table(["rung", "warp instr.", "memory, copies", "control", "barriers", "global KB", "shared memory of a block, KB"],
+      [[n, r["warp_instructions"], sum(r["instructions"].get(x, 0) for x in ("memory", "asynchronous")), r["instructions"]["control"],
+        r["barriers"], r["global_moved"] / 1000, r["shared_bytes"] / 1024] for n, r in special.items()])
+if special["7s"]["registers"] is not None:
+    threads = {"7a": 128, "7s": 256}
+    blocks = {n: min(65536 // (threads[n] * -(-r["registers"] // 8) * 8), 100 * 1024 // (r["shared_bytes"] + 1024))
+              for n, r in special.items()}                 # what the registers and the 100 KB of an SM of the L4 allow
+    table(["rung", "registers", "threads of a block", "blocks on an SM", "warps that compute on an SM"],
+          [[n, r["registers"], threads[n], blocks[n], 4 * blocks[n]] for n, r in special.items()])
+    assert blocks["7s"] < blocks["7a"]
+    loops = {n: [name for name, _ in main_loop(sass.instructions(compiled(kernel, "sm_89", "cubin", d=d).code)) if name]
+             for n, kernel in (("7a", register_blocks), ("7s", specialised))}
+    table(["rung", "instructions of a computing warp per tile", "of them copies"],
+          [[n, len(loop), sum(x.startswith("LDGSTS") for x in loop)] for n, loop in loops.items()])
+    assert len(loops["7s"]) < len(loops["7a"]) and not any(x.startswith("LDGSTS") for x in loops["7s"])
+
+# %% [markdown]
+# What it buys: no copy and none of its addresses stand in the loop of the products, which is a few per cent shorter; a warp that brings
+# may simply wait for its copies; results leave in whole sectors while the next tile is computed. What it costs: the copies are issued all the
+# same, by warps on the same four schedulers; five warps meet four times per tile where four met once; and registers. A
+# kernel has one number of registers for all of its threads. Hopper's `setmaxnreg` moves them from producers to consumers; an L4 has
+# nothing like it, so four warps that need few hold as many as the four that compute, and half as many warps compute on an SM. In
+# FlashAttention-2 these warps are other blocks, whose products hide the copies. That is why it does not specialise them.
+#
+# Here K and V are a few per cent of the L2 and stay there by themselves. A launcher may also ask for that (an L2 persistence window,
 # `Device.prepared(..., persist=arrays)`), and the ladder times with and without it where there is a card:
 
 # %%

@@ -254,8 +254,8 @@ if rows["8"]["registers"] is not None:
 
 # %% [markdown]
 # The same attention as in chapter 16: the loads of fragments are gone, 1024 products became 96 warp-level parts of 24 wgmma,
-# and one thread does the copying. Specialised warps need all three: on an L4 there is
-# neither TMA nor wgmma nor setmaxnreg, and in FlashAttention-2 all warps do the same.
+# and one thread does the copying. Specialised warps pay with all three: an L4 has
+# neither TMA nor wgmma nor setmaxnreg, and chapter 16 counts what they cost there (rung 7s).
 #
 # ## Softmax beside the products
 #

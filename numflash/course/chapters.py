@@ -188,7 +188,7 @@ CHAPTERS = {
     ),
     "16": Chapter(
         "16_flash_attention_2",
-        (30, 15),
+        (35, 15),
         "Chapter 01's loop on tensor cores, one improvement per rung.",
         ("01", "14", "15"),
         ("rung", "tensor-core", "bank-conflict", "barrier"),
