@@ -128,6 +128,26 @@ def test_forward_and_backward_are_captured(driver):  # noqa: F811
     assert "a graph that reads what is freed" in said and said.count("stub:") == 1, said
 
 
+DECODE = """
+from numflash.cuda.device import resident
+resident.compiled = uncompiled
+x = np.ones((1, 2, 1, 64), np.float32)
+for mode in range(3):
+    cache = numflash.KVCache(1, 2, 64, 100, "float16", device="cuda")
+    d.cuStreamBeginCapture(0x77, d.CUstreamCaptureMode(mode))
+    print(cache.step(x, x, x).shape, cache.step(x, x, x).shape, cache.decode(x).shape)
+    print(d.cuStreamEndCapture(0x77)[0].name)
+    cache.close()
+"""
+
+
+def test_a_decode_step_while_another_stream_is_captured(driver):  # noqa: F811
+    """A step is a graph of its own: its first one loads kernels, captures and waits meanwhile."""
+    out, said = lines(driver, DECODE, "80")
+    assert "stub:" not in said, said
+    assert out == ["(1, 2, 1, 64) (1, 2, 1, 64) (1, 2, 1, 64)", "CUDA_SUCCESS"] * 3
+
+
 INT8 = """
 import contextlib
 @contextlib.contextmanager
