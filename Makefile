@@ -5,6 +5,7 @@ PYTEST ?= -q
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
+CUDA12 := .venv-cuda12/bin
 # where the CUDA compiler has wheels, the CUDA kernels are tested too: in the emulator, without a GPU, driver or toolkit
 ifeq ($(shell uname -sm),Linux x86_64)
 CUDA := ,cuda,sass
@@ -12,7 +13,7 @@ endif
 # the PyTorch that is compared with; pip's own on Linux brings gigabytes of CUDA, an index of CPU builds (PIP_INDEX_URL) does not
 TORCH ?= torch==2.13.0
 
-.PHONY: demo fuzz mutants test test-slow test-mpi test-torch test-aarch64 test-oldest notebooks notebooks-made lint docs figures bench clean
+.PHONY: demo fuzz mutants test test-slow test-mpi test-torch test-aarch64 test-oldest test-cuda12 notebooks notebooks-made lint docs figures bench clean
 
 demo: .venv/ready  ## the main job: real attention end to end, with tables of errors and speed
 	$(BIN)/numflash demo
@@ -37,6 +38,9 @@ test-aarch64: .venv/ready  ## CPU tests with an emulated AArch64 Python (x86-64 
 
 test-oldest: .venv-oldest/ready  ## the default tests with exactly the oldest supported numba, llvmlite and numpy
 	$(OLDEST)/python -m pytest $(PYTEST) $(WORKERS)
+
+test-cuda12: .venv-cuda12/ready  ## kernels of every family compiled by CUDA 12's compiler, for drivers from 525 on; 5 minutes
+	$(CUDA12)/python -m pytest $(PYTEST) $(WORKERS) -m "slow or not slow" tests/cuda/test_compile.py tests/cuda/test_linked.py
 
 # the same seed gives the same cases; each failure is printed with the line that repeats it
 SECONDS ?= 600
@@ -80,7 +84,7 @@ bench: .venv/bench  ## the benchmark matrix; PyTorch takes part where it is inst
 		--benchmark-columns=median,iqr,rounds --benchmark-json=.benchmarks/latest.json
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info
+	rm -rf .venv .venv-oldest .venv-cuda12 build *.egg-info
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
@@ -125,4 +129,9 @@ clean:
 .venv-oldest/ready: pyproject.toml tests/oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check --constraint tests/oldest.txt --editable '.[test,cli]'
+	@touch $@
+
+.venv-cuda12/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-cuda12
+	$(CUDA12)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,cuda12,sass]'
 	@touch $@

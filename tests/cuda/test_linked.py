@@ -175,6 +175,7 @@ def linked(monkeypatch):
     assert set(asked) == {"ptx"}
 
 
+@pytest.mark.slow
 def test_linked_decode_has_the_bits_of_the_model(linked):
     cache, _, _ = filled(70)
     assert_bits(cache, tokens(1, 7)[0], 2)

@@ -120,7 +120,7 @@ def exact(q, k, v, causal):
 
 # heads, key heads, L, S, D, causal, blocks that share a head's tiles
 SPECIALISED = [
-    (1, 1, 1, 1, 64, True, None),
+    pytest.param((1, 1, 1, 1, 64, True, None), marks=pytest.mark.slow),
     (2, 1, 130, 200, 64, False, 2),
     pytest.param((4, 2, 257, 257, 64, True, 2), marks=pytest.mark.slow),
     pytest.param((1, 1, 300, 70, 64, True, 1), marks=pytest.mark.slow),
@@ -128,7 +128,7 @@ SPECIALISED = [
 ]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", SPECIALISED, ids=str)
 def test_specialised_warps(case, seed):
     """Rung 7s: odd lengths, causal, grouped heads, several tiles per block, two schedules."""
