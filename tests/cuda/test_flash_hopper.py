@@ -50,6 +50,13 @@ def test_bands(options):
     check({"b": 2, "h": 2, "hkv": 1, "l": 200, "s": 300, "d": 64}, **options)
 
 
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_band_with_two_edges(overlap):
+    """Two tiles at its end, one or two that all rows attend to, two at its beginning."""
+    options = {"window": (400, 3), "alignment": "lower_right"}
+    check({"b": 1, "h": 1, "l": 130, "s": 600, "d": 64}, overlap, **options)
+
+
 def test_one_key():
     check({"b": 1, "h": 1, "l": 1, "s": 1, "d": 64})
 

@@ -169,10 +169,10 @@ def test_hopper(d, block_k, overlap, ping_pong):
     found = resources(
         flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, overlap=overlap, ping_pong=ping_pong
     )
-    assert found.count("HGMMA") == (d // 16 + block_k // 16) * (2 if overlap else 1)
-    assert (
-        found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == (4 if overlap else 2)
-    ), "a wait after each product"
+    assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2
+    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 4, (
+        "a wait after each product"
+    )
     assert found.count("USETMAXREG") == 2 and found.count("UTMALDG") > 0
     assert found.registers == 168  # 65536 / 384, shared out by setmaxnreg
     assert found.count("R2UR") <= (32 if d == 256 else 12), (
@@ -214,33 +214,58 @@ def test_hopper_softmax_runs_beside_the_products(d, block_k, options, ping_pong)
     constants = {"d": d, "dv": d, "block_k": block_k, "ping_pong": ping_pong}
     item = compiled(flash_hopper, "sm_90a", "cubin", **constants, **OVERLAPPED[options])
     exponentials = block_k // 2 + 2  # of the scores, and of the change of two maxima
-    with_products = [
+    for loop in tile_loops(item.code, d, block_k, "band" in OVERLAPPED[options]):
+        places = {
+            kind: [n for n, (name, _) in enumerate(loop) if name.startswith(kind)]
+            for kind in ("MUFU.EX2", "HGMMA", "WARPGROUP.DEPBAR")
+        }
+        scores, values = places["WARPGROUP.DEPBAR"]
+        assert loop[scores][1].endswith("0x1") and loop[values][1].endswith("0x0")
+        assert max(places["HGMMA"]) < scores
+        assert len(places["MUFU.EX2"]) >= exponentials
+        assert scores < min(places["MUFU.EX2"]) and max(places["MUFU.EX2"]) < values
+
+
+def tile_loops(code, d, block_k, band):
+    """The loops over tiles of keys, the main one first; with a band the one of its edges.
+
+    The longer ones hold both, or the waits for barriers, which lie behind the kernel.
+    """
+    products = d // 16 + block_k // 16
+    found = [
         loop
-        for loop in sass.loops(sass.instructions(item.code))
-        if sum(name.startswith("MUFU.EX2") for name, _ in loop) >= exponentials
-        and any(name.startswith("HGMMA") for name, _ in loop)
+        for loop in sass.loops(sass.instructions(code))
+        if sum(name.startswith("HGMMA") for name, _ in loop) == products
+        and sum(name.startswith("WARPGROUP.DEPBAR") for name, _ in loop) == 2
     ]
-    loop = with_products[
-        -1
-    ]  # the longer ones hold the waits for barriers, which lie behind the kernel
-    places = {
-        kind: [
-            n
-            for n, (name, operands) in enumerate(loop)
-            if name.startswith(kind) and operands.endswith(end)
-        ]
-        for kind, end in (("MUFU.EX2", ""), ("HGMMA", ""), ("WARPGROUP.DEPBAR", ""))
-    }
-    scores, values = places["WARPGROUP.DEPBAR"][-2:]
-    assert loop[scores][1].endswith("0x1") and loop[values][1].endswith("0x0")
-    assert max(places["HGMMA"]) < scores
-    assert len(places["MUFU.EX2"]) >= exponentials
-    assert scores < min(places["MUFU.EX2"]) and max(places["MUFU.EX2"]) < values
+    return sorted(found, key=len)[: 2 if band else 1]
+
+
+@pytest.mark.parametrize(("d", "block_k"), TILES)
+@pytest.mark.parametrize("band", [False, True])
+def test_keys_are_hidden_at_edges_only(d, block_k, band):
+    """The main loop compares no keys, selects no scores, and branches for barriers alone."""
+    constants = {"d": d, "dv": d, "block_k": block_k, "band": band}
+    if band:
+        constants["dtype"] = "bfloat16"
+    constants["ping_pong"] = TILES.index((d, block_k)) % 2 == band  # compiled for its positions
+    item = compiled(flash_hopper, "sm_90a", "cubin", **constants)
+    main, *edges = tile_loops(item.code, d, block_k, band)
+
+    def count(loop, *kinds):
+        return sum(name.startswith(kinds) for name, _ in loop)
+
+    assert count(main, "FSEL") <= 2 and count(main, "ISETP") <= 3, "the two rows' maxima, the end"
+    assert count(main, "BRA") == 3  # two barriers of the ring that are not ready, the loop
+    assert len(edges) == band
+    for edge in edges:
+        assert count(edge, "FSEL") >= block_k // 2 and len(edge) > len(main) + block_k
 
 
 @pytest.mark.parametrize(("d", "block_k"), TILES)
 @pytest.mark.parametrize("options", ["packed heads", "float mask"])
 def test_hopper_with_options(d, block_k, options):
     found = resources(flash_hopper, "sm_90a", d=d, dv=d, block_k=block_k, **OVERLAPPED[options])
-    assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2 and found.registers == 168
-    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 4
+    bodies = 3 if "band" in OVERLAPPED[options] else 2  # around the main loop and in it, at edges
+    assert found.count("HGMMA") == (d // 16 + block_k // 16) * bodies and found.registers == 168
+    assert found.count("WARPGROUP.ARRIVE") == found.count("WARPGROUP.DEPBAR") == 2 * bodies

@@ -125,7 +125,7 @@ def flash_float(
     adjusted = scaled or softcap or alibi or bool(mask)
     adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask)
     transform = chosen.transforms or changes
-    find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
+    find_tiles, start_of, is_full, _ = make_tile_list(OWN, listed, block_k)
     change = make_apply(OWN, functions, "score", key_tiles)
     hide_by_mask = make_apply(OWN, functions, "mask", key_tiles)
 

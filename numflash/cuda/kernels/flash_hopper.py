@@ -6,12 +6,12 @@ Three warpgroups of 128 threads. One thread of the first brings tiles of keys an
 a ring of two stages; the other two own 64 query rows each and compute with asynchronous products.
 Full and empty mbarriers connect them. With `overlap` the scores of the next tile are multiplied
 while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two issue their
-products in turns (section 3.1).
+products in turns (section 3.1). The last tile of keys comes first: only it, and the tiles at the
+edges of a band, which have a loop of their own, have code that hides keys.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from ...tiling import tiling
@@ -28,24 +28,13 @@ from .hopper import (
     descriptor,
     make_issue_scores,
 )
-from .pieces import NEG_INF, State, make_row_block, make_softmax, make_tile_range, quad_sum
-from .score_functions import known, make_apply, make_tile_list, pointers_of
-from .scores import (
-    LOG2E,
-    Mask,
-    Place,
-    Rows,
-    ScoreOptions,
-    join_sink,
-    load_slopes,
-    make_adjust,
-    make_hide,
-)
+from .hopper_scores import LN2, OWN, WIDE, Block, Call, make_describe, make_soften
+from .pieces import NEG_INF, State, make_row_block, make_tile_range, quad_sum
+from .score_functions import known, make_tile_list, pointers_of
+from .scores import LOG2E, ScoreOptions, join_sink, load_slopes
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-LN2 = f32(math.log(2))
 BLOCK_Q = tiling("sm_90a", "float16").block_q
-OWN, MASK, SLOPES = 8, 5, 6  # pointers before those of the functions; places of two of them
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
@@ -56,22 +45,24 @@ SIGNATURE = types.void(
 )
 
 
-class Block(NamedTuple):
-    """What a thread's scores need to know of its rows and of their block, for every tile."""
+class Ring(NamedTuple):
+    """Shared addresses that a warpgroup uses for every tile, and its numbers of named barriers."""
 
-    lane: Any
-    row: Any  # the first of the thread's two
-    first_head: Any  # of those that are packed together
-    heads: Any
-    slope: Any  # ALiBi's, of the two rows
-    listed_at: Any
-    whole_low: Any  # the keys [whole_low, whole_high) are visible to all rows
-    whole_high: Any
-    diagonal: Any
-    queries: Any
-    keys: Any
-    left: Any
-    right: Any
+    query: Any  # descriptor of the warpgroup's rows of Q
+    tiles: Any  # the ring's first stage: keys, then values
+    full: Any  # mbarriers: 16 bytes per stage, keys then values
+    empty: Any
+    sums: Any  # the thread's own 4 bytes
+    turn: Any  # this warpgroup may issue products
+    other: Any
+
+
+class Fragments(NamedTuple):
+    """What a warpgroup multiplies: local arrays."""
+
+    s: Any  # scores, then weights
+    o: Any  # the output so far
+    p: Any  # packed weights
 
 
 def flash_hopper(
@@ -92,8 +83,8 @@ def flash_hopper(
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
     chosen = ScoreOptions(**options)
-    band, mask, softcap, alibi, _, sinks, functions, listed = chosen
-    key_tiles, value_tiles, k_steps, p_steps = block_k // 8, dv // 8, d // 16, block_k // 16
+    band, _, _, alibi, _, sinks, functions, listed = chosen
+    value_tiles, k_steps, p_steps = dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
     q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
@@ -108,26 +99,11 @@ def flash_hopper(
     multiply_k, multiply_v = ptx.wgmma(block_k, dtype, False), ptx.wgmma(dv, dtype, True)
     issue_scores = make_issue_scores(multiply_k, k_steps, q_panel, k_panel)
     fence_s, fence_o = ptx.register_fence(n_s), ptx.register_fence(n_o)
-    code = known(functions)
-    changes, masks = code.changes, code.masks
-    scaled = chosen.transforms and not changes  # by `adjust`
-    adjusted = scaled or softcap or alibi or bool(mask)
-    transform = chosen.transforms or changes
-    find_tiles, start_of, is_full = make_tile_list(OWN, listed, block_k)
-    softmax, hide, pack = make_softmax(key_tiles), make_hide(key_tiles), ptx.pack[dtype]
-    wide = dv > 128  # registers are short: fewer scores at a time, slopes read again for every tile
-    part = 2 if wide else 4
-    adjust = make_adjust(key_tiles, scaled, softcap, alibi, mask, part)
-    change = make_apply(OWN, functions, "score", key_tiles, part)
-    hide_by_mask = make_apply(OWN, functions, "mask", key_tiles, part)
+    transform = chosen.transforms or known(functions).changes
+    find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
+    pack, describe = ptx.pack[dtype], make_describe(packed)
     tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
-
-    @device_function
-    def outputs(o, p, dv_at):
-        """Issues O += P . V, 16 keys (two groups of 8 rows of 128 bytes) at a time."""
-        for step in range(p_steps):
-            multiply_v(o, 0, p, 4 * step, ahead(dv_at, step * 128), i32(1))
 
     @device_function
     def weights(p, s):
@@ -141,72 +117,90 @@ def flash_hopper(
                 o[4 * n + e] *= alpha[e >> 1]
 
     @device_function
-    def begin(s, o, dq, n, full, ring, turn):
+    def begin(work, n, ring):
         """Waits for the keys of the ring's tile n and issues their scores."""
         stage = u32(n & 1)
-        ptx.mbarrier_wait(full + stage * u32(16), u32((n >> 1) & 1))
+        ptx.mbarrier_wait(ring.full + stage * u32(16), u32((n >> 1) & 1))
         if ping_pong:
-            ptx.barrier(turn, u32(256))
-        fence_s(s, 0)
-        fence_o(o, 0)
+            ptx.barrier(ring.turn, u32(256))
+        fence_s(work.s, 0)
+        fence_o(work.o, 0)
         ptx.wgmma_fence()
-        issue_scores(s, dq, descriptor(DESCRIPTOR, ring + stage * u32(pair)))
+        issue_scores(work.s, ring.query, descriptor(DESCRIPTOR, ring.tiles + stage * u32(pair)))
         ptx.wgmma_commit()
 
     @device_function
-    def finish(o, p, n, full, ring):
-        """Waits for the values of the ring's tile n, and for their product."""
+    def add_values(work, n, ring):
+        """Waits for the values of the ring's tile n and issues O += P . V.
+
+        16 keys (two groups of 8 rows of 128 bytes) at a time.
+        """
         stage = u32(n & 1)
-        ptx.mbarrier_wait(full + stage * u32(16) + u32(8), u32((n >> 1) & 1))
-        fence_o(o, 0)
+        ptx.mbarrier_wait(ring.full + stage * u32(16) + u32(8), u32((n >> 1) & 1))
+        fence_o(work.o, 0)
         ptx.wgmma_fence()
-        outputs(o, p, descriptor(value_descriptor, ring + stage * u32(pair) + u32(k_size)))
+        dv_at = descriptor(value_descriptor, ring.tiles + stage * u32(pair) + u32(k_size))
+        for step in range(p_steps):
+            multiply_v(work.o, 0, work.p, 4 * step, ahead(dv_at, step * 128), i32(1))
         ptx.wgmma_commit()
+
+    @device_function
+    def pass_turn(ring):
+        if ping_pong:
+            ptx.barrier_arrive(ring.other, u32(256))
+
+    @device_function
+    def values_read(work, n, ring):
+        """Waits for O += P . V of the ring's tile n, whose stage is then empty."""
         wait_none()
-        fence_o(o, 0)
+        fence_o(work.o, 0)
+        ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16) + u32(8))
 
-    @device_function
-    def describe(query, head, row, first_head):
-        """Query and head of the thread's two rows, 8 apart."""
-        for r in range(2):
-            query[r] = i32((row + 8 * r) // packed)
-            head[r] = i32(first_head + (row + 8 * r - query[r] * packed))
+    def make_step(edge):
+        """step(work, state, n, ring, block, call): the tile of keys that comes as number n.
 
-    @device_function
-    def place_of(block):
-        """Where the block's scores are; its batch entry is read anew: no register keeps it."""
-        return Place(ptx.block_z(), block.diagonal, block.queries, block.keys)
+        Before it `alone`, for a tile with nothing else under way: its scores and softmax.
+        """
+        soften = make_soften(chosen, dv, block_k, packed, edge)
 
-    @device_function
-    def soften(s, state, t, block, factors, pointers, strides):
-        """Functions, options and the online softmax on the scores of tile number t."""
-        diagonal, keys = block.diagonal, block.keys
-        mask_at, slopes = pointers[MASK], pointers[SLOPES]
-        start = start_of(block.listed_at, t)
-        here = i32(start + 2 * (block.lane & 3))
-        query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
-        # not in registers from tile to tile
-        describe(query, head, ptx.fresh(block.row), block.first_head)
-        if alibi and wide:
-            load_slopes(block.slope, slopes, ptx.block_z() * block.heads, head)
-        held = Rows(query, head, block.slope)
-        change(s, here, held, place_of(block), factors[0] * LN2, pointers)
-        if adjusted:
-            adjust(s, here, held, place_of(block), factors, Mask(mask_at, strides[3:]))
-        if masks and not is_full(block.listed_at, t):
-            hide_by_mask(s, here, held, place_of(block), f32(1), pointers)
-        if start < block.whole_low or start + block_k > block.whole_high:
-            low, high = cuda.local.array(2, i32), cuda.local.array(2, i32)
-            for r in range(2):
-                low[r], high[r] = i32(0), keys
-                if band:
-                    middle = i32(query[r] + diagonal)
-                    low[r], high[r] = (
-                        i32(middle - block.left),
-                        i32(min(keys, i32(middle + block.right + 1))),
-                    )
-            hide(s, here, low, high)
-        softmax(s, state.m, state.l, state.alpha, f32(1) if transform else factors[0])
+        @device_function
+        def alone(work, state, n, ring, block, call):
+            begin(work, n, ring)
+            pass_turn(ring)
+            wait_none()
+            fence_s(work.s, 0)
+            ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16))
+            soften(work.s, state, n, block, call)
+
+        @device_function
+        def in_order(work, state, n, ring, block, call):
+            alone(work, state, n, ring, block, call)
+            shrink(work.o, state.alpha)
+            weights(work.p, work.s)
+            add_values(work, n, ring)
+            values_read(work, n, ring)
+
+        @device_function
+        def beside(work, state, n, ring, block, call):
+            """P . V of the tile before runs beside Q . K^T and the softmax of this one."""
+            begin(work, n, ring)
+            add_values(work, n - 1, ring)
+            pass_turn(ring)
+            wait_one()
+            fence_s(work.s, 0)
+            ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16))
+            soften(work.s, state, n, block, call)
+            # a store that the wait cannot pass: without it ptxas moves the wait ahead of
+            # every exponential
+            ptx.store_shared_f32(ring.sums, state.l[0] + state.l[1])
+            values_read(work, n - 1, ring)
+            shrink(work.o, state.alpha)
+            weights(work.p, work.s)
+
+        return alone, beside if overlap else in_order
+
+    alone, edge_step = make_step(True)
+    _, full_step = make_step(False)
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
     # their own would all take as arguments.
@@ -223,15 +217,15 @@ def flash_hopper(
         full_q = base
         full = base + u32(16)
         empty = base + u32(64)
-        sq, ring = base + u32(1024), base + u32(first_tile)
-        first = row_block() * BLOCK_Q
+        sq, tiles_at = base + u32(1024), base + u32(first_tile)
+        first_row = row_block() * BLOCK_Q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(
-            first, queries * packed, keys, diagonal, left, right
+            first_row, queries * packed, keys, diagonal, left, right
         )
         listed_at, tile, tiles = find_tiles(
-            pointers, batch, i32(cuda.blockIdx.y), first // BLOCK_Q, tile, tiles
+            pointers, batch, i32(cuda.blockIdx.y), first_row // BLOCK_Q, tile, tiles
         )
         if thread == 0:
             ptx.mbarrier_init(full_q, u32(1))
@@ -252,15 +246,15 @@ def flash_hopper(
                         maps,
                         i32(h * PANEL),
                         i32(0),
-                        first // packed,
+                        first_row // packed,
                         first_head // packed,
                         batch,
                         full_q,
                     )
-                n = i32(0)
-                for t in range(tile, tiles):
+                for n in range(tiles - tile):
+                    start = start_of(listed_at, tiles - 1 - n)
                     stage, parity = u32(n & 1), u32(((n >> 1) & 1) ^ 1)
-                    bar, at = full + stage * u32(16), ring + stage * u32(pair)
+                    bar, at = full + stage * u32(16), tiles_at + stage * u32(pair)
                     ptx.mbarrier_wait(empty + stage * u32(16), parity)
                     ptx.mbarrier_expect(bar, u32(k_size))
                     for h in range(d_panels):
@@ -268,7 +262,7 @@ def flash_hopper(
                             at + u32(h * k_panel),
                             maps + u64(128),
                             i32(h * PANEL),
-                            start_of(listed_at, t),
+                            start,
                             first_head // group,
                             batch,
                             bar,
@@ -280,17 +274,17 @@ def flash_hopper(
                             at + u32(k_size + h * k_panel),
                             maps + u64(256),
                             i32(h * PANEL),
-                            start_of(listed_at, t),
+                            start,
                             first_head // group,
                             batch,
                             bar + u32(8),
                         )
-                    n += 1
         else:
             MORE()
-            s = cuda.local.array(n_s, f32)
-            o = cuda.local.array(n_o, f32)
-            p = cuda.local.array(n_p, u32)
+            work = Fragments(
+                cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
+            )
+            o = work.o
             m, l, alpha = state = State(
                 cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
             )
@@ -300,84 +294,58 @@ def flash_hopper(
             for i in range(n_o):
                 o[i] = f32(0)
             warp = (thread >> 5) & 3
-            row = i32(first + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
+            row = i32(first_row + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
             describe(query, head, row, first_head)
             for r in range(2):
                 m[r], l[r] = NEG_INF, f32(0)
                 slope[r] = f32(0)
-            if alibi and not wide:
+            if alibi and dv <= WIDE:
                 load_slopes(slope, slopes, batch * heads, head)
-            # named barriers; 1 and 2 are the warpgroups' own
-            turn = u32(2 + warpgroup)
-            other = u32(5 - warpgroup)
-            if ping_pong and warpgroup == 2 and tile < tiles:
-                ptx.barrier_arrive(other, u32(256))  # the first turn is warpgroup 1's
-            dq = descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128))
-            ptx.mbarrier_wait(full_q, u32(0))
+            ring = Ring(
+                descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128)),
+                tiles_at,
+                full,
+                empty,
+                base + u32(sums_at) + u32((thread - 128) * 4),
+                # named barriers; 1 and 2 are the warpgroups' own
+                u32(2 + warpgroup),
+                u32(5 - warpgroup),
+            )
             block = Block(
-                lane, row, first_head, heads, slope, listed_at, whole_low, whole_high,
-                diagonal, queries, keys, left, right,
+                lane, row, first_head, heads, slope, listed_at, i32(tiles - 1), diagonal, queries,
+                keys, left, right,
             )  # fmt: skip
-            n = i32(0)
-            sums = base + u32(sums_at) + u32((thread - 128) * 4)
-            if overlap:
+            call = Call(pointers, strides, factors)
+            if ping_pong and warpgroup == 2 and tile < tiles:
+                ptx.barrier_arrive(ring.other, u32(256))  # the first turn is warpgroup 1's
+            ptx.mbarrier_wait(full_q, u32(0))
+            n, count = i32(0), i32(tiles - tile)
+            if overlap and n < count:
                 # the first tile by itself: with a branch around products that are still under way
                 # ptxas waits after each of them
-                if tile < tiles:
-                    begin(s, o, dq, n, full, ring, turn)
-                    if ping_pong:
-                        ptx.barrier_arrive(other, u32(256))
-                    wait_none()
-                    fence_s(s, 0)
-                    ptx.mbarrier_arrive(empty)
-                    soften(s, state, tile, block, factors, pointers, strides)
-                    weights(p, s)
-                for t in range(
-                    tile + 1, tiles
-                ):  # last tile's P . V runs beside this tile's Q . K^T
+                alone(work, state, n, ring, block, call)
+                weights(work.p, work.s)
+                n += 1
+            seen, seen_end = (
+                all_seen(listed_at, tile, tiles, whole_low, whole_high) if band else (tile, tiles)
+            )
+            # tiles at an edge, then those that all rows see, then tiles at the other edge of a band
+            edge_end = i32(max(n, tiles - seen_end)) if band else i32(1)
+            while n < count:
+                if band or not overlap:
+                    while n < edge_end:
+                        edge_step(work, state, n, ring, block, call)
+                        n += 1
+                while n < i32(tiles - seen):
+                    full_step(work, state, n, ring, block, call)
                     n += 1
-                    before = u32((n - 1) & 1)
-                    begin(s, o, dq, n, full, ring, turn)
-                    ptx.mbarrier_wait(full + before * u32(16) + u32(8), u32(((n - 1) >> 1) & 1))
-                    fence_o(o, 0)
-                    ptx.wgmma_fence()
-                    outputs(
-                        o, p, descriptor(value_descriptor, ring + before * u32(pair) + u32(k_size))
-                    )
-                    ptx.wgmma_commit()
-                    if ping_pong:
-                        ptx.barrier_arrive(other, u32(256))
-                    wait_one()
-                    fence_s(s, 0)
-                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, state, t, block, factors, pointers, strides)
-                    # a store that the wait cannot pass: without it ptxas moves the wait ahead of
-                    # every exponential
-                    ptx.store_shared_f32(sums, l[0] + l[1])
-                    wait_none()
-                    fence_o(o, 0)
-                    ptx.mbarrier_arrive(empty + before * u32(16) + u32(8))
-                    shrink(o, alpha)
-                    weights(p, s)
-                if tile < tiles:
-                    finish(o, p, n, full, ring)
-            else:
-                for t in range(tile, tiles):
-                    begin(s, o, dq, n, full, ring, turn)
-                    if ping_pong:
-                        ptx.barrier_arrive(other, u32(256))
-                    wait_none()
-                    fence_s(s, 0)
-                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16))
-                    soften(s, state, t, block, factors, pointers, strides)
-                    shrink(o, alpha)
-                    weights(p, s)
-                    finish(o, p, n, full, ring)
-                    ptx.mbarrier_arrive(empty + u32(n & 1) * u32(16) + u32(8))
-                    n += 1
-
-            if ping_pong and warpgroup == 1 and tile < tiles:
-                ptx.barrier(turn, u32(256))  # what the other's last arrival is waiting for
+                edge_end = count
+            if overlap and count > 0:
+                add_values(work, n - 1, ring)
+                wait_none()
+                fence_o(o, 0)
+            if ping_pong and warpgroup == 1 and count > 0:
+                ptx.barrier(ring.turn, u32(256))  # what the other's last arrival is waiting for
             ptx.barrier(
                 u32(warpgroup), u32(128)
             )  # the four warps have all read their part of Q's tile
@@ -413,7 +381,7 @@ def flash_hopper(
             for turn_of in range(value_tiles * 16 // 32):
                 piece = lane + 32 * turn_of
                 inner, c = piece // value_tiles, piece % value_tiles
-                mine_row = first + (warpgroup - 1) * 64 + warp * 16 + inner
+                mine_row = first_row + (warpgroup - 1) * 64 + warp * 16 + inner
                 i = mine_row // packed
                 if i < queries and c * 16 < dv_left:
                     ptx.load_shared_v4(

@@ -131,11 +131,12 @@ def make_apply(own: int, name: str, root: str, key_tiles: int, part: int = 4) ->
 
 
 @functools.cache
-def make_tile_list(own: int, listed: bool, block_k: int) -> tuple[Any, Any, Any]:
+def make_tile_list(own: int, listed: bool, block_k: int) -> tuple[Any, Any, Any, Any]:
     """The tiles of keys that a tile of rows visits: all of a range, or the listed ones in it.
 
     find(pointers, batch, heads, row, tile, tiles) gives an address and the range of numbers;
-    start(at, n) the first key of tile number n; full(at, n) whether its mask hides nothing. The
+    start(at, n) the first key of tile number n; full(at, n) whether its mask hides nothing;
+    within(at, tile, tiles, low, high) the range of numbers whose keys are all in [low, high). The
     list (int32) begins with its strides along batch and heads; a row has a count, then twice the
     number of each tile, plus 1 where it is full.
     """
@@ -177,6 +178,16 @@ def make_tile_list(own: int, listed: bool, block_k: int) -> tuple[Any, Any, Any]
     def full_listed(at, n):
         return entry(at, n) & 1 != 0
 
+    start = start_listed if listed else start_all
+
+    @device_function
+    def within(at, tile, tiles, low, high):
+        while tile < tiles and start(at, tile) < low:
+            tile += 1
+        while tile < tiles and start(at, i32(tiles - 1)) + block_k > high:
+            tiles -= 1
+        return tile, i32(tiles)
+
     if listed:
-        return find_listed, start_listed, full_listed
-    return find_all, start_all, never_full
+        return find_listed, start, full_listed, within
+    return find_all, start, never_full, within
