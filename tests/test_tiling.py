@@ -205,8 +205,12 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
 
     turing = arch == "sm_75"
     found = {}
-    for dtype in ("float16", "int8", *(() if turing else ("bfloat16", "int8-fp32"))):
-        t = tiling.cuda_tiling(arch, dtype, d)
+    kinds = [(dtype, plain) for dtype in ("float16", "bfloat16") for plain in (False, True)]
+    kinds += [("int8", False), ("int8-fp32", False)]
+    for dtype, plain in kinds:
+        if turing and dtype in ("bfloat16", "int8-fp32"):
+            continue
+        t = tiling.cuda_tiling(arch, dtype, d, plain=plain)
         sizes = t.sizes(d)
         if (arch, dtype) == ("sm_90a", "int8"):
             made = flash_int8_hopper(sizes["d"], sizes["dv"])
@@ -220,12 +224,12 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
                 halves=t.key_block // (t.nv * t.lanes),
             )
         elif arch == "sm_90a":
-            made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, dtype)
+            made = flash_hopper(sizes["d"], sizes["dv"], t.key_block, t.block_q, dtype)
         else:
             made = flash_float(
                 sizes["d"], sizes["dv"], t.block_q, t.key_block, dtype, turing=turing
             )
-        found[dtype] = made.shared_bytes, sum(t.working_set(d).values())
+        found[t.name] = made.shared_bytes, sum(t.working_set(d).values())
         assert made.shared_bytes <= tiling.SHARED_MEMORY[arch]
         assert "of the shared memory of a block" in t.explain(d, caches=t.caches(arch))
     assert all(kernel == table for kernel, table in found.values()), found
@@ -234,6 +238,19 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
 def test_the_cuda_tilings_are_looked_up():
     assert tiling.cuda_tiling("sm_89", "bfloat16", 128).name == "sm_80-bfloat16"
     assert tiling.cuda_tiling("sm_90a", "float16", 64, 129).name == "sm_90a-float16-wide"
+    hopper = {
+        (d, plain, band): tiling.cuda_tiling("sm_90a", "bfloat16", d, None, plain, band)
+        for d in (64, 65, 128, 129)
+        for plain in (False, True)
+        for band in (False, True)
+    }
+    sizes = {key: (t.block_q, t.key_block) for key, t in hopper.items()}
+    assert sizes.pop((64, True, False)) == sizes.pop((64, True, True)) == (192, 128)
+    assert sizes.pop((65, True, False)) == sizes.pop((128, True, False)) == (128, 176)
+    assert {d: n for (d, *_), n in sizes.items()} == dict.fromkeys((64, 65, 128), (128, 128)) | {
+        129: (128, 64)
+    }
+    assert tiling.cuda_tiling("sm_80", "float16", 64, plain=True).name == "sm_80-float16"
     assert tiling.cuda_tiling("sm_90a", "int8", 256).name == "sm_90a-int8-wide"
     assert tiling.cuda_tiling("sm_75", "float32", 64).name == "sm_80-float32"
     assert tiling.TILINGS["sm_90a-float16"].explain(128).splitlines()[1:3] == [

@@ -154,13 +154,16 @@ def kernels(arch: str) -> Iterator[Row]:
     older = "sm_80"
     for d in (64, 128, 256):
         size = {"d": d, "dv": d}
-        block_k = cuda_tiling(arch if hopper else older, "float16", d).key_block
+        block_k = cuda_tiling(older, "float16", d).key_block
         tile = 2 * WARP_ROWS * d * block_k
         if hopper:
-            pairs = {"overlap": True, "ping_pong": d <= 128}
-            yield row(
-                f"float16 forward, D={d}", flash_hopper, tile, **size, block_k=block_k, **pairs
-            )
+            for band in (False, True):
+                t = cuda_tiling(arch, "float16", d, d, True, band)
+                pairs = {"overlap": True, "ping_pong": d <= 128, "band": band}
+                name = f"float16 forward, D={d}{', causal' if band else ''}"
+                tile = 2 * WARP_ROWS * d * t.key_block
+                blocks = {"block_q": t.block_q, "block_k": t.key_block}
+                yield row(name, flash_hopper, tile, **size, **blocks, **pairs)
         else:
             yield row(
                 f"float16 forward, D={d}", flash_float, tile, **size, block_q=64, block_k=block_k

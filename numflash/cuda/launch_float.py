@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..tiling import cuda_tiling
+from ..tiling import Tiling, cuda_tiling
 from ..tiling import padded as smallest
 from ..validation import Problem
 from .device.operands import (
@@ -207,19 +207,31 @@ def float_forward(problem: Problem, arch: str, results: Results = None) -> Launc
     )
 
 
-def hopper_forward(problem: Problem, overlap: bool = True, results: Results = None) -> Launch:
+def scores_as_they_are(problem: Problem) -> bool:
+    """Whether no option touches the scores: a band, lengths and sinks do not."""
+    changed = (problem.mask, problem.bias, problem.alibi_slopes, problem.functions)
+    return problem.scale > 0 and not problem.softcap and all(x is None for x in changed)
+
+
+def hopper_forward(
+    problem: Problem,
+    overlap: bool = True,
+    results: Results = None,
+    tiling: Tiling | None = None,
+) -> Launch:
     """The launch of `kernels.flash_hopper` for a float16 or bfloat16 problem.
 
-    Sinks as for `float_forward`.
+    Sinks as for `float_forward`; `tiling` replaces the one that is chosen for the problem.
     """
-    from .kernels.flash_hopper import BLOCK_Q, PANEL, flash_hopper
+    from .kernels.flash_hopper import PANEL, flash_hopper
 
     nb, nh, nkv, length, s, d, dv = problem.shape
     q, k, v, out, lse = _operands(problem, results)
-    _, left, right = band(problem)
-    tiling = cuda_tiling("sm_90a", problem.precision, d, dv)
+    banded, left, right = band(problem)
+    plain = scores_as_they_are(problem)
+    tiling = tiling or cuda_tiling("sm_90a", problem.precision, d, dv, plain, banded)
     wide, dv_wide = (smallest(x, tiling.head_dims) for x in (d, dv))
-    block_k = tiling.key_block
+    block_q, block_k = tiling.block_q, tiling.key_block
     packed = packed_heads(nh // nkv)
     mask, kind = _one_mask(problem)
     stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
@@ -228,6 +240,7 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         "d": wide,
         "dv": dv_wide,
         "block_k": block_k,
+        "block_q": block_q,
         "group": nh // nkv,
         "packed": packed,
         "overlap": overlap,
@@ -236,10 +249,10 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         "ping_pong": max(wide, dv_wide) <= 128,
         **_float_options(problem, kind, results),
     }
-    chosen, functions = _functions(problem, packed, (BLOCK_Q, block_k))
+    chosen, functions = _functions(problem, packed, (block_q, block_k))
     constants.update(chosen)
     maps = [
-        TensorMap(packed_rows(q, packed), (1, 1, BLOCK_Q // packed, packed, PANEL)),
+        TensorMap(packed_rows(q, packed), (1, 1, block_q // packed, packed, PANEL)),
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
     ]
     args = (
@@ -252,7 +265,7 @@ def hopper_forward(problem: Problem, overlap: bool = True, results: Results = No
         flash_hopper,
         constants,
         "sm_90a",
-        (-(-length * packed // BLOCK_Q), nh // packed, nb),
+        (-(-length * packed // block_q), nh // packed, nb),
         args,
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),

@@ -170,8 +170,15 @@ def explain_problem(
             from ..cuda.device import current_device
 
             isa = current_device().arch
+        from ..cuda.launch_float import scores_as_they_are
+
         tiling = cuda_tiling(
-            isa, problem.precision + ("-fp32" if problem.pv == "fp32" else ""), d, dv
+            isa,
+            problem.precision + ("-fp32" if problem.pv == "fp32" else ""),
+            d,
+            dv,
+            scores_as_they_are(problem),
+            problem.left is not None or problem.right is not None,
         )
     else:
         isa = "portable" if impl == "portable" else target.available()[0]

@@ -23,6 +23,7 @@ from .named import TILINGS
 from .sizes import (
     CACHES,
     CUDA_HEAD_DIMS,
+    CUDA_NARROW,
     CUDA_WIDE,
     KEY_BLOCK,
     MAX_HEAD_DIM,
@@ -38,6 +39,7 @@ __all__ = [
     "CACHES",
     "CHOSEN",
     "CUDA_HEAD_DIMS",
+    "CUDA_NARROW",
     "CUDA_WIDE",
     "KEY_BLOCK",
     "MAX_HEAD_DIM",
@@ -103,15 +105,25 @@ def split_count(units: int, blocks: int, workers: int) -> int:
     return next((n for n in fill if fill[n] >= 0.85 * max(fill.values())), 1)
 
 
-def cuda_tiling(arch: str, dtype: str, head_dim: int, value_dim: int | None = None) -> Tiling:
+def cuda_tiling(
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    value_dim: int | None = None,
+    plain: bool = False,
+    band: bool = False,
+) -> Tiling:
     """The tiling of the CUDA kernels.
 
-    Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes.
+    Architectures from sm_86 on use sm_80's; sm_90a has its own for 16-bit numbers and bytes, larger
+    ones for 16-bit problems that are `plain` (no option touches the scores) or have no `band`.
     """
     family = arch if f"{arch}-{dtype}" in TILINGS else "sm_80"
-    wide = (
-        "-wide"
-        if max(head_dim, value_dim or 0) > CUDA_WIDE and f"{family}-{dtype}-wide" in TILINGS
-        else ""
-    )
-    return tiling(family, dtype + wide)
+    widest = max(head_dim, value_dim or 0)
+    if widest > CUDA_WIDE:
+        kind = "-wide"
+    elif plain and widest <= CUDA_NARROW:
+        kind = "-narrow"
+    else:
+        kind = "-full" if plain and not band else ""
+    return tiling(family, dtype + (kind if f"{family}-{dtype}{kind}" in TILINGS else ""))

@@ -79,26 +79,27 @@ def _cuda_float(arch: str, dtype: str, key_block: int, wide: str = "") -> Tiling
     )
 
 
-def _hopper(dtype: str, key_block: int, wide: str = "") -> Tiling:
-    """FlashAttention-3: two warpgroups of 64 rows, a ring of two stages by TMA.
+def _hopper(dtype: str, key_block: int, kind: str = "", block_q: int = 128) -> Tiling:
+    """FlashAttention-3: two or three warpgroups of 64 rows, a ring of two stages by TMA.
 
-    Head sizes are multiples of 64.
+    Head sizes are multiples of 64. The largest tiles that ptxas keeps in registers: "-narrow" for 64
+    channels and "-full" for 128 where no option touches the scores, the latter without a band.
     """
     return Tiling(
-        f"sm_90a-{dtype}{wide}",
+        f"sm_90a-{dtype}{kind}",
         "cuda",
         "sm_90a",
         dtype,
         64,
         key_block // 8,
         8,
-        128,
+        block_q,
         key_block,
         (
             Buffer("Q, then O", "block_q", "widest", dtype),
             Buffer("K tile", "key_block", "d", dtype, 2),
             Buffer("V tile", "key_block", "dv", dtype, 2),
-            Buffer("sums that order the softmax", 1, 256, "float32"),
+            Buffer("sums that order the softmax", 2, "block_q", "float32"),
             Buffer("barriers, alignment", 1, 2048, "int8"),
         ),
         head_dims=SWIZZLED_HEAD_DIMS,
@@ -355,10 +356,11 @@ TILINGS = {
         _cuda_float("sm_80", "float16", 32, "-wide"),
         _cuda_float("sm_80", "bfloat16", 64),
         _cuda_float("sm_80", "bfloat16", 32, "-wide"),
-        _hopper("float16", 128),
-        _hopper("float16", 64, "-wide"),
-        _hopper("bfloat16", 128),
-        _hopper("bfloat16", 64, "-wide"),
+        *(
+            _hopper(dtype, *sizes)
+            for dtype in ("float16", "bfloat16")
+            for sizes in ((128,), (64, "-wide"), (128, "-narrow", 192), (176, "-full"))
+        ),
         _cuda_int8("sm_75", (Buffer("K, then V", "key_block", "widest", "int8"),)),
         _cuda_int8("sm_75", (Buffer("K, then P, V", "key_block", "widest", "int8"),), "-wide", 2),
         _cuda_int8(

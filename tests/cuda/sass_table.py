@@ -32,6 +32,13 @@ FLOAT32 = {"group": 4, "mask": True, "bias": True, "softcap": True, "alibi": Tru
 CHANNELS = (64, 128, 256)  # of INT8 keys, and of Hopper's tiles
 
 
+def hopper_tile(d, options):
+    """Constants of Hopper's float kernel for d channels: the tile that ships with these options."""
+    plain = not any(options.get(x) for x in ("mask", "softcap", "alibi", "functions"))
+    t = cuda_tiling("sm_90a", "float16", d, d, plain, options.get("band", False))
+    return {"d": d, "dv": d, "block_q": t.block_q, "block_k": t.key_block}
+
+
 def variants(arch):
     """(factory, constants) of each kernel that `arch` may run."""
     turing = arch == "sm_75"
@@ -55,16 +62,21 @@ def variants(arch):
                 },
             )
     if hopper:
-        sets = (PLAIN, {**MASKED, "packed": 4}, {**ALL, "packed": 4, "sinks": True})
+        heads = {"group": 4, "packed": 4}
+        sets = (
+            PLAIN,
+            {"band": True, "sinks": True, **heads},
+            {**MASKED, **heads},
+            {**ALL, **heads, "sinks": True},
+        )
         for d, dtype, options, overlap in itertools.product(CHANNELS, dtypes, sets, (True, False)):
             yield (
                 flash_hopper,
                 {
-                    "d": d,
-                    "dv": d,
-                    "block_k": cuda_tiling(arch, dtype, d).key_block,
+                    **hopper_tile(d, options),
                     "dtype": dtype,
                     "overlap": overlap,
+                    "ping_pong": d <= 128,
                     **options,
                 },
             )

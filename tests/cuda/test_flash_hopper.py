@@ -34,7 +34,7 @@ def test_ring_of_tiles(overlap, seed):
 
 @pytest.mark.slow
 def test_head_sizes():
-    check({"b": 1, "h": 1, "l": 70, "s": 200, "d": 128})
+    check({"b": 1, "h": 1, "l": 70, "s": 200, "d": 128}, is_causal=True)
     check({"b": 1, "h": 2, "hkv": 1, "l": 70, "s": 200, "d": 256, "dv": 200})
 
 
@@ -55,6 +55,23 @@ def test_a_band_with_two_edges(overlap):
     """Two tiles at its end, one or two that all rows attend to, two at its beginning."""
     options = {"window": (400, 3), "alignment": "lower_right"}
     check({"b": 1, "h": 1, "l": 130, "s": 600, "d": 64}, overlap, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ({"b": 1, "h": 1, "l": 70, "s": 540, "d": 128}, (128, 176)),  # four tiles of keys
+        ({"b": 1, "h": 2, "hkv": 1, "l": 110, "s": 200, "d": 64}, (192, 128)),  # two of rows
+    ],
+)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_tiles_of_other_sizes(shape, tile, seed):
+    """11 steps of 16 keys; three warpgroups that take turns. The last tiles are not full."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(**shape, seed=seed))
+    launched = launch_float.hopper_forward(problem_of(q, k, v))
+    assert (launched.constants["block_q"], launched.constants["block_k"]) == tile
+    out, lse, _ = operands.emulated(launched, seed=seed)
+    compare(out, lse, q, k, v)
 
 
 def test_one_key():
@@ -192,3 +209,10 @@ def test_sinks_join_on_the_card(dtype, d, options):
     assert np.allclose(out, expected, atol=8 * float(ml_dtypes.finfo(dtype).eps)) and np.allclose(
         lse, expected_lse, atol=1e-4
     )
+
+
+def test_heads_packed_into_192_rows():
+    """128 heads share keys: 64 of them fill a tile of 64 * 3 rows, which 128 do not divide."""
+    launched = launch_float.hopper_forward(zeros((1, 128, 1, 5, 5)))
+    box = launched.args[0][0][0].box
+    assert launched.constants["packed"] == 64 and box[2] * box[3] == 192

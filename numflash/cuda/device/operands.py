@@ -122,11 +122,11 @@ def rows_per_block(tiling: Tiling, rows: int) -> int:
 
 
 def packed_heads(group: int) -> int:
-    """Heads that a Hopper kernel packs into one tile of 128 rows.
+    """Heads that a Hopper kernel packs into one tile of 128 or 192 rows.
 
-    The largest power of two that divides the group.
+    The largest power of two that divides the group and the rows of a warpgroup.
     """
-    return math.gcd(group, 128)
+    return math.gcd(group, 64)
 
 
 def packed_rows(q: np.ndarray, packed: int) -> np.ndarray:

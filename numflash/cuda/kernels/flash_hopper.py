@@ -2,11 +2,11 @@
 
 TMA, wgmma and specialised warps.
 
-Three warpgroups of 128 threads. One thread of the first brings tiles of keys and values by TMA into
-a ring of two stages; the other two own 64 query rows each and compute with asynchronous products.
-Full and empty mbarriers connect them. With `overlap` the scores of the next tile are multiplied
-while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` the two issue their
-products in turns (section 3.1). The last tile of keys comes first: only it, and the tiles at the
+Three or four warpgroups of 128 threads. One thread of the first brings tiles of keys and values by
+TMA into a ring of two stages; the others own 64 query rows each and compute with asynchronous
+products. Full and empty mbarriers connect them. With `overlap` the scores of the next tile are
+multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` they
+issue their products in turns (section 3.1). The last tile of keys comes first: only it, and the tiles at the
 edges of a band, which have a loop of their own, have code that hides keys.
 """
 
@@ -14,27 +14,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...tiling import tiling
 from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
-from .hopper import (
-    DESCRIPTOR,
-    FEWER,
-    MORE,
-    PANEL_BYTES,
-    THREADS,
-    ahead,
-    descriptor,
-    make_issue_scores,
-)
+from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
 from .hopper_scores import LN2, OWN, WIDE, Block, Call, make_describe, make_soften
 from .pieces import NEG_INF, State, make_row_block, make_tile_range, quad_sum
 from .score_functions import known, make_tile_list, pointers_of
 from .scores import LOG2E, ScoreOptions, join_sink, load_slopes
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
-BLOCK_Q = tiling("sm_90a", "float16").block_q
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
@@ -54,7 +43,7 @@ class Ring(NamedTuple):
     empty: Any
     sums: Any  # the thread's own 4 bytes
     turn: Any  # this warpgroup may issue products
-    other: Any
+    next: Any  # the next one's
 
 
 class Fragments(NamedTuple):
@@ -69,6 +58,7 @@ def flash_hopper(
     d: int,
     dv: int,
     block_k: int,
+    block_q: int = 128,
     dtype: str = "float16",
     group: int = 1,
     packed: int = 1,
@@ -78,21 +68,25 @@ def flash_hopper(
 ) -> Source:
     """The kernel for head sizes d and dv, multiples of 64.
 
-    `packed`, a power of two, divides `group`; `options` are those of `ScoreOptions`.
+    `block_q` is 128 or 192 rows, 64 per consumer warpgroup; `block_k` keys are a multiple of 16;
+    `packed`, a power of two, divides `group` and `block_q`; `options` are those of `ScoreOptions`.
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
     chosen = ScoreOptions(**options)
     band, _, _, alibi, _, sinks, functions, listed = chosen
+    consumers = block_q // 64
+    more_registers = MORE[consumers]
     value_tiles, k_steps, p_steps = dv // 8, d // 16, block_k // 16
     n_s, n_o, n_p = block_k // 2, dv // 2, block_k // 4
     d_panels, dv_panels = d // PANEL, dv // PANEL
-    q_panel, k_panel = BLOCK_Q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
+    q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
     q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
     o_size = dv_panels * q_panel
     first_tile = 1024 + max(q_size, o_size)
     pair = k_size + v_size
-    sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each thread of the consumers
+    sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
+    sums_size = 512 * consumers if overlap else 0
     value_descriptor = DESCRIPTOR | (
         k_panel >> 4 << 16
     )  # values are MN-major: the leading stride spans a panel
@@ -102,7 +96,7 @@ def flash_hopper(
     transform = chosen.transforms or known(functions).changes
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
-    tile_range, row_block = make_tile_range(BLOCK_Q, block_k, packed, band), make_row_block(band)
+    tile_range, row_block = make_tile_range(block_q, block_k, packed, band), make_row_block(band)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
     @device_function
@@ -147,7 +141,7 @@ def flash_hopper(
     @device_function
     def pass_turn(ring):
         if ping_pong:
-            ptx.barrier_arrive(ring.other, u32(256))
+            ptx.barrier_arrive(ring.next, u32(256))
 
     @device_function
     def values_read(work, n, ring):
@@ -218,20 +212,20 @@ def flash_hopper(
         full = base + u32(16)
         empty = base + u32(64)
         sq, tiles_at = base + u32(1024), base + u32(first_tile)
-        first_row = row_block() * BLOCK_Q
+        first_row = row_block() * block_q
         keys = ptx.load_global_s32(lengths + u64(batch * 4))
         diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
         tile, tiles, whole_low, whole_high = tile_range(
             first_row, queries * packed, keys, diagonal, left, right
         )
         listed_at, tile, tiles = find_tiles(
-            pointers, batch, i32(cuda.blockIdx.y), first_row // BLOCK_Q, tile, tiles
+            pointers, batch, i32(cuda.blockIdx.y), first_row // block_q, tile, tiles
         )
         if thread == 0:
             ptx.mbarrier_init(full_q, u32(1))
             for i in range(2 * STAGES):
                 ptx.mbarrier_init(full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(empty + u32(8 * i), u32(256))
+                ptx.mbarrier_init(empty + u32(8 * i), u32(128 * consumers))
             ptx.fence_mbarrier_init()
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
@@ -280,7 +274,7 @@ def flash_hopper(
                             bar + u32(8),
                         )
         else:
-            MORE()
+            more_registers()
             work = Fragments(
                 cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             )
@@ -307,17 +301,17 @@ def flash_hopper(
                 full,
                 empty,
                 base + u32(sums_at) + u32((thread - 128) * 4),
-                # named barriers; 1 and 2 are the warpgroups' own
-                u32(2 + warpgroup),
-                u32(5 - warpgroup),
+                # named barriers: the warpgroups' own, then those of their turns
+                u32(consumers + warpgroup),
+                u32(consumers + warpgroup % consumers + 1),
             )
             block = Block(
                 lane, row, first_head, heads, slope, listed_at, i32(tiles - 1), diagonal, queries,
                 keys, left, right,
             )  # fmt: skip
             call = Call(pointers, strides, factors)
-            if ping_pong and warpgroup == 2 and tile < tiles:
-                ptx.barrier_arrive(ring.other, u32(256))  # the first turn is warpgroup 1's
+            if ping_pong and warpgroup == consumers and tile < tiles:
+                ptx.barrier_arrive(ring.next, u32(256))  # the first turn is warpgroup 1's
             ptx.mbarrier_wait(full_q, u32(0))
             n, count = i32(0), i32(tiles - tile)
             if overlap and n < count:
@@ -349,6 +343,7 @@ def flash_hopper(
             ptx.barrier(
                 u32(warpgroup), u32(128)
             )  # the four warps have all read their part of Q's tile
+            describe(query, head, ptx.fresh(row), first_head)  # not in registers until here
             mine, batch = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128), ptx.block_z()
             for r in range(2):
                 l[r] = quad_sum(l[r])
@@ -396,4 +391,4 @@ def flash_hopper(
                     )
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
-    return Source(flash, own, THREADS, first_tile + STAGES * pair + (1024 if overlap else 0) + 1024)
+    return Source(flash, own, 128 * (1 + consumers), sums_at + sums_size + 1024)

@@ -97,7 +97,7 @@ def flash_int8_hopper(
     those of `Int8Options`.
     """
     chosen = Int8Options(**options)
-    block_k = KEY_BLOCK
+    block_k, more_registers = KEY_BLOCK, MORE[BLOCK_Q // 64]
     k_steps, key_tiles, value_tiles, p_steps = d // 32, block_k // 8, dv // 8, block_k // 32
     columns = (
         32 if dv > 128 or dv % 64 else 64
@@ -267,7 +267,7 @@ def flash_int8_hopper(
                     n = i32(n + 1)
                     tile = i32(tile + 1)
         else:
-            MORE()
+            more_registers()
             s = cuda.local.array(n_s, i32)
             o = cuda.local.array(n_o, f32)
             m = cuda.local.array(2, i32)

@@ -17,8 +17,8 @@ THREADS = 384
 PANEL_BYTES = 128
 # matrix descriptors, 128-byte swizzle: 8 rows are 1024 bytes apart (PTX 9.7.15.5.1.2.2)
 DESCRIPTOR = (1 << 62) | (64 << 32)
-# 65536 registers: 128 x 24 + 256 x 240
-MORE = ptx.setmaxnreg_inc[240]
+# by consumer warpgroups; 65536 registers: 128 x 24 + 256 x 240, or 128 x 24 + 384 x 160
+MORE = {2: ptx.setmaxnreg_inc[240], 3: ptx.setmaxnreg_inc[160]}
 FEWER = ptx.setmaxnreg_dec[24]
 
 

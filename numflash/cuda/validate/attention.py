@@ -12,6 +12,7 @@ import numpy as np
 from ... import reference, validation
 from ...errors import UnsupportedError
 from ...interop.arrays import widen
+from ...tiling import TILINGS
 from .. import launch, launch_backward
 from ..device import Device, median_seconds
 from ..device.operands import Launch
@@ -20,6 +21,7 @@ from . import decode, expected, from_floats
 from .cases import CHANNELS, ROWS, Case, floats_of, gradient_operands, problem_of
 
 OLDER = "numflash float16, sm_80 code"  # on a Hopper card, beside the wgmma kernel
+SQUARE = "sm_90a-float16"  # the tiling of 128 x 128
 VARIANT_CHECK = (1, 16, 16, 200, 200, 128)
 VARIANT_SHAPE = (2, 16, 16, 8192, 8192, 128)
 Row = dict[str, Any]
@@ -168,6 +170,7 @@ class Variant(NamedTuple):
     causal: bool
     precision: str
     constants: dict[str, Any]  # those that are changed; {}: the launch as it ships
+    tiling: str = ""  # the name of another one than the shipped launch's
 
     def problem(self) -> validation.Problem:
         """Standard normal numbers of the shape."""
@@ -175,9 +178,9 @@ class Variant(NamedTuple):
 
     def launch(self, arch: str) -> Launch:
         """The launch, on arrays in host memory."""
-        if not self.constants:
+        if not self.constants and not self.tiling:
             return launch.plan(self.problem(), arch)
-        work = hopper_forward(self.problem())
+        work = hopper_forward(self.problem(), tiling=TILINGS.get(self.tiling))
         return replace(work, constants=work.constants | self.constants)
 
 
@@ -193,6 +196,16 @@ def variants(arch: str, shape: tuple[int, ...]) -> list[Variant]:
         )
         if arch == "sm_90a"
     ]
+    if arch == "sm_90a":
+        found += [
+            Variant(f"{tiles} tiles", (*shape[:-1], width), causal, "float16", {}, SQUARE + kind)
+            for tiles, kind, width, causal in (
+                ("128 x 128", "", d, False),
+                ("128 x 128, 64 channels,", "", 64, False),
+                ("128 x 128, 64 channels,", "", 64, True),
+                ("128 x 176", "-full", d, True),
+            )
+        ]
     grouped, wide = (b, h, max(1, hkv // 8), length, s, d), (b, h // 2, hkv // 2, length, s, 256)
     found.append(Variant("8 query heads per key head", grouped, False, "float16", {}))
     found.append(Variant("256 channels", wide, False, "float16", {}))
