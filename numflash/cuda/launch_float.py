@@ -32,6 +32,8 @@ from .device.operands import (
 from .device.tile_list import tile_list
 from .instructions.tensormap import TensorMap
 
+KEPT_IN_L2 = 32 << 20  # bytes of a Hopper card's 50 MB
+
 
 def hide_nonfinite(key: np.ndarray, value: np.ndarray, bits: bool) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values such that 0 * NaN never happens.
@@ -213,6 +215,13 @@ def scores_as_they_are(problem: Problem) -> bool:
     return problem.scale > 0 and not problem.softcap and all(x is None for x in changed)
 
 
+def units_together(problem: Problem, packed: int) -> int:
+    """How many units of `packed` query heads read keys and values that L2 holds together."""
+    nb, nh, nkv, _, s, d, dv = problem.shape
+    units = KEPT_IN_L2 // (2 * s * (d + dv)) * (nh // nkv // packed)
+    return max(1, min(units, nb * nh // packed))
+
+
 def hopper_forward(
     problem: Problem,
     overlap: bool = True,
@@ -251,6 +260,8 @@ def hopper_forward(
     }
     chosen, functions = _functions(problem, packed, (block_q, block_k))
     constants.update(chosen)
+    row_tiles, units = -(-length * packed // block_q), nb * nh // packed
+    schedule = row_tiles, units, units_together(problem, packed) if banded else 1
     maps = [
         TensorMap(packed_rows(q, packed), (1, 1, block_q // packed, packed, PANEL)),
         *(TensorMap(x, (1, 1, block_k, PANEL)) for x in (k, v)),
@@ -258,17 +269,18 @@ def hopper_forward(
     args = (
         (maps, out, lse, *key_places(problem, s), stored, slopes, sinks, *functions),
         (*(int(n) for n in out.strides[:3]), *strides_of(mask, results)),
-        (length, v.shape[-1] * 2, nh, left, right),
+        (length, v.shape[-1] * 2, nh, left, right, *schedule),
         (np.float32(problem.scale * LOG2E), np.float32(problem.softcap * LOG2E)),
     )
     return Launch(
         flash_hopper,
         constants,
         "sm_90a",
-        (-(-length * packed // block_q), nh // packed, nb),
+        (schedule[0] * schedule[1], 1, 1),
         args,
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),
+        persistent=True,
     )
 
 

@@ -96,7 +96,7 @@ def _hopper(dtype: str, key_block: int, kind: str = "", block_q: int = 128) -> T
         block_q,
         key_block,
         (
-            Buffer("Q, then O", "block_q", "widest", dtype),
+            Buffer("Q tile", "block_q", "d", dtype),
             Buffer("K tile", "key_block", "d", dtype, 2),
             Buffer("V tile", "key_block", "dv", dtype, 2),
             Buffer("sums that order the softmax", 2, "block_q", "float32"),

@@ -234,7 +234,9 @@ class Device:
                             ]
                         else:
                             numbers.append(address[id(x)])
-                    calls.append(functools.partial(kernel, step.grid, 0, *numbers))
+                    calls.append(
+                        functools.partial(kernel, step.blocks(self.multiprocessors), 0, *numbers)
+                    )
 
                 def work() -> None:
                     for call in calls:
@@ -278,7 +280,7 @@ class Device:
                 else:
                     content = np.ascontiguousarray(x)
                     numbers.append(constant(content.tobytes(), content.copy))
-            kernel(launch.grid, stream, *numbers)
+            kernel(launch.blocks(self.multiprocessors), stream, *numbers)
 
     def _encoded(self, maps: list[TensorMap]) -> np.ndarray:
         return encode(self.driver, [(m, m.array.ctypes.data) for m in maps])

@@ -18,6 +18,7 @@ from ...tiling import padded as smallest
 from ...validation import Problem
 
 NO_LIMIT = 1 << 29
+EMULATED_BLOCKS = 4  # persistent ones, as if there were so many multiprocessors
 MMA_ROWS = 64  # so few rows fill no tile of the Hopper kernels: mma.sync has smaller ones
 
 
@@ -41,6 +42,11 @@ class Launch:
     args: tuple
     finish: Callable[[], Any]  # the results, once the kernel has run
     resident: frozenset[int] = frozenset()  # ids of the arrays that are on the card already
+    persistent: bool = False  # any number of blocks shares the work; more than fit only wait
+
+    def blocks(self, most: int) -> tuple[int, int, int]:
+        """The grid, for a card that holds `most` persistent blocks at once."""
+        return (min(self.grid[0], most), 1, 1) if self.persistent else self.grid
 
 
 def padded(d: int) -> int:
@@ -144,7 +150,8 @@ def emulated(launch: Launch, **options: Any) -> tuple[np.ndarray, np.ndarray, An
     from ..emulator import emulate
 
     kernel = compiled(launch.factory, launch.arch, "ptx", **launch.constants)
-    report = emulate(kernel, launch.grid, None, list(launch.args), **options)
+    grid = launch.blocks(EMULATED_BLOCKS)
+    report = emulate(kernel, grid, None, list(launch.args), **options)
     return (*launch.finish(), report)
 
 

@@ -18,28 +18,47 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
-from .hopper_scores import LN2, OWN, WIDE, Block, Call, make_describe, make_soften
-from .pieces import NEG_INF, State, make_row_block, make_tile_range, quad_sum
+from .hopper_rows import make_write_rows
+from .hopper_schedule import make_rows_of, number_in
+from .hopper_scores import OWN, SLOPES, WIDE, Block, Call, make_describe, make_soften
+from .pieces import NEG_INF, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
-from .scores import LOG2E, ScoreOptions, join_sink, load_slopes
+from .scores import ScoreOptions, load_slopes
 
 i32, i64, u32, u64, f32 = types.int32, types.int64, types.uint32, types.uint64, types.float32
 STAGES, PANEL = 2, PANEL_BYTES // 2  # columns of a panel
 
 # pointers: tensor maps of q, k, v (3 x 128 bytes), o, lse, diagonal, key_lengths, mask, slopes,
-# sinks strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key sizes:
-# queries, bytes per row of o, query heads, left, right;  factors: scale * log2(e), softcap
+# sinks; strides in bytes: batch, head, row of o; then of the mask: batch, head, query, key; sizes:
+# queries, bytes per row of o, query heads, left, right, then the schedule's (`hopper_schedule`):
+# tiles of rows, units, units together; factors: scale * log2(e), softcap
+DIAGONALS, LENGTHS = 3, 4
 SIGNATURE = types.void(
-    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 5), types.UniTuple(f32, 2)
+    types.UniTuple(u64, OWN), types.UniTuple(i64, 7), types.UniTuple(i32, 8), types.UniTuple(f32, 2)
 )
 
 
-class Ring(NamedTuple):
-    """Shared addresses that a warpgroup uses for every tile, and its numbers of named barriers."""
+class Keys(NamedTuple):
+    """What a tile of rows attends to."""
 
+    keys: Any
+    diagonal: Any
+    listed_at: Any
+    tile: Any  # numbers of its tiles of keys
+    tiles: Any
+    seen: Any  # of those that all of its rows see
+    seen_end: Any
+
+
+class Ring(NamedTuple):
+    """Shared addresses of tiles and barriers, and a warpgroup's numbers of named barriers."""
+
+    rows: Any  # Q
     query: Any  # descriptor of the warpgroup's rows of Q
     tiles: Any  # the ring's first stage: keys, then values
-    full: Any  # mbarriers: 16 bytes per stage, keys then values
+    full_q: Any  # mbarriers
+    empty_q: Any
+    full: Any  # 16 bytes per stage, keys then values
     empty: Any
     sums: Any  # the thread's own 4 bytes
     turn: Any  # this warpgroup may issue products
@@ -82,8 +101,7 @@ def flash_hopper(
     d_panels, dv_panels = d // PANEL, dv // PANEL
     q_panel, k_panel = block_q * PANEL_BYTES, block_k * PANEL_BYTES  # bytes of one panel of a tile
     q_size, k_size, v_size = d_panels * q_panel, d_panels * k_panel, dv_panels * k_panel
-    o_size = dv_panels * q_panel
-    first_tile = 1024 + max(q_size, o_size)
+    first_tile = 1024 + q_size
     pair = k_size + v_size
     sums_at = first_tile + STAGES * pair  # with `overlap`, 4 bytes for each consumer thread
     sums_size = 512 * consumers if overlap else 0
@@ -96,7 +114,8 @@ def flash_hopper(
     transform = chosen.transforms or known(functions).changes
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
-    tile_range, row_block = make_tile_range(block_q, block_k, packed, band), make_row_block(band)
+    tile_range, rows_of = make_tile_range(block_q, block_k, packed, band), make_rows_of(band)
+    write_rows = make_write_rows(dv, pack, packed, transform, sinks)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
     @device_function
@@ -196,199 +215,193 @@ def flash_hopper(
     alone, edge_step = make_step(True)
     _, full_step = make_step(False)
 
-    # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
-    # their own would all take as arguments.
-    def flash(pointers, strides, sizes, factors):
-        maps, o_out, lse_out, diagonals, lengths, _, slopes, sinks_at = pointers[:OWN]
-        queries, dv_left, heads, left, right = sizes
-        scale = f32(1) if transform else factors[0]
-        shared = cuda.shared.array(0, u32)
-        thread = i32(cuda.threadIdx.x)
-        lane, warpgroup = thread & 31, ptx.uniform(thread >> 7)
-        first_head, batch = i32(cuda.blockIdx.y) * packed, i32(cuda.blockIdx.z)
-        base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
-        # full and empty: 16 bytes per stage, keys then values
-        full_q = base
-        full = base + u32(16)
-        empty = base + u32(64)
-        sq, tiles_at = base + u32(1024), base + u32(first_tile)
-        first_row = row_block() * block_q
-        keys = ptx.load_global_s32(lengths + u64(batch * 4))
-        diagonal = ptx.load_global_s32(diagonals + u64(batch * 4))
-        tile, tiles, whole_low, whole_high = tile_range(
+    @device_function
+    def place_in(turn, call):
+        """First row, first head and batch entry of the block's tile of rows in its turn."""
+        _, _, heads, _, _, row_tiles, units, together = call.sizes
+        rows, unit = rows_of(number_in(turn), row_tiles, units, together)
+        groups = i32(heads // packed)
+        batch = i32(ptx.udiv(u32(unit), u32(groups)))
+        return i32(rows * block_q), i32((unit - batch * groups) * packed), batch
+
+    @device_function
+    def keys_of(place, call):
+        """The tiles of keys that a tile of rows attends to."""
+        first_row, first_head, batch = place
+        queries, _, _, left, right = call.sizes[:5]
+        keys = ptx.load_global_s32(call.pointers[LENGTHS] + u64(batch * 4))
+        diagonal = ptx.load_global_s32(call.pointers[DIAGONALS] + u64(batch * 4))
+        tile, tiles, low, high = tile_range(
             first_row, queries * packed, keys, diagonal, left, right
         )
         listed_at, tile, tiles = find_tiles(
-            pointers, batch, i32(cuda.blockIdx.y), first_row // block_q, tile, tiles
+            call.pointers, batch, first_head // packed, first_row // block_q, tile, tiles
+        )
+        seen, seen_end = all_seen(listed_at, tile, tiles, low, high) if band else (tile, tiles)
+        return Keys(keys, diagonal, listed_at, tile, tiles, seen, seen_end)
+
+    @device_function
+    def bring_q(turn, place, ring, maps):
+        """Loads a tile of Q once the last products with the one before are done."""
+        ptx.mbarrier_wait(ring.empty_q, u32((turn & 1) ^ 1))
+        ptx.mbarrier_expect(ring.full_q, u32(q_size))
+        first_row, first_head, batch = place
+        for h in range(d_panels):
+            at, column = ring.rows + u32(h * q_panel), i32(h * PANEL)
+            ptx.tma_load_5d(
+                at, maps, column, i32(0), first_row // packed, first_head // packed, batch,
+                ring.full_q,
+            )  # fmt: skip
+
+    @device_function
+    def bring_keys(n, start, place, ring, maps):
+        """Loads keys as the ring's tile n once its stage is empty."""
+        stage = u32(n & 1)
+        bar, at = ring.full + stage * u32(16), ring.tiles + stage * u32(pair)
+        ptx.mbarrier_wait(ring.empty + stage * u32(16), u32(((n >> 1) & 1) ^ 1))
+        ptx.mbarrier_expect(bar, u32(k_size))
+        for h in range(d_panels):
+            to, column = at + u32(h * k_panel), i32(h * PANEL)
+            ptx.tma_load_4d(
+                to, maps + u64(128), column, start, place[1] // group, place[2], bar
+            )  # fmt: skip
+
+    @device_function
+    def bring_values(n, start, place, ring, maps):
+        stage = u32(n & 1)
+        bar = ring.full + stage * u32(16) + u32(8)
+        at = ring.tiles + stage * u32(pair) + u32(k_size)
+        ptx.mbarrier_wait(ring.empty + stage * u32(16) + u32(8), u32(((n >> 1) & 1) ^ 1))
+        ptx.mbarrier_expect(bar, u32(v_size))
+        for h in range(dv_panels):
+            to, column = at + u32(h * k_panel), i32(h * PANEL)
+            ptx.tma_load_4d(
+                to, maps + u64(256), column, start, place[1] // group, place[2], bar
+            )  # fmt: skip
+
+    @device_function
+    def bring(turn, n, ring, maps, call):
+        """The producer's part of a tile of rows, whose first tile of keys is the ring's tile n.
+
+        Q comes behind the first keys: their stage is free before the rows are.
+        """
+        place = place_in(turn, call)
+        found = keys_of(place, call)
+        count = i32(found.tiles - found.tile)
+        for k in range(max(count, i32(1))):
+            start = start_of(found.listed_at, found.tiles - 1 - k) if k < count else i32(0)
+            if k < count:
+                bring_keys(n, start, place, ring, maps)
+            if k == 0:
+                bring_q(turn, place, ring, maps)
+            if k < count:
+                bring_values(n, start, place, ring, maps)
+                n += 1
+        return n
+
+    @device_function
+    def attend(turn, n, own_row, work, state, ring, call):
+        """A consumer's part of a tile of rows."""
+        first_row, first_head, batch = place = place_in(turn, call)
+        keys, diagonal, listed_at, tile, tiles, seen, seen_end = keys_of(place, call)
+        queries, _, heads, left, right = call.sizes[:5]
+        row = i32(first_row + own_row)
+        slope = cuda.local.array(2, f32)
+        for i in range(n_o):
+            work.o[i] = f32(0)
+        for r in range(2):
+            state.m[r], state.l[r], slope[r] = NEG_INF, f32(0), f32(0)
+        if alibi and dv <= WIDE:
+            query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
+            describe(query, head, row, first_head)
+            load_slopes(slope, call.pointers[SLOPES], batch * heads, head)
+        last = i32(tiles - 1 + n)  # the tile of keys that comes as number i is last - i
+        block = Block(
+            i32(cuda.threadIdx.x) & 3, row, first_head, batch, heads, slope, listed_at, last, diagonal, queries,
+            keys, left, right,
+        )  # fmt: skip
+        end = i32(n + tiles - tile)
+        ptx.mbarrier_wait(ring.full_q, u32(turn & 1))
+        some = n < end
+        # tiles at an edge, then those that all rows see, then tiles at the other edge of a band
+        edge_end = i32(max(n + 1, last + 1 - seen_end)) if band else i32(n + 1)
+        if overlap and some:
+            # the first tile by itself: with a branch around products that are still under way
+            # ptxas waits after each of them
+            alone(work, state, n, ring, block, call)
+            weights(work.p, work.s)
+            n += 1
+        while n < end:
+            if band or not overlap:
+                while n < edge_end:
+                    edge_step(work, state, n, ring, block, call)
+                    n += 1
+            while n < i32(last + 1 - seen):
+                full_step(work, state, n, ring, block, call)
+                n += 1
+            edge_end = end
+        ptx.mbarrier_arrive(ring.empty_q)
+        if overlap and some:
+            add_values(work, n - 1, ring)
+            values_read(work, n - 1, ring)
+        first_row, first_head, batch = place_in(ptx.fresh(turn), call)  # in no register until here
+        write_rows(work.o, state, i32(first_row + own_row), first_head, batch, call)
+        return n
+
+    def flash(pointers, strides, sizes, factors):
+        maps = pointers[0]
+        shared = cuda.shared.array(0, u32)
+        thread = i32(cuda.threadIdx.x)
+        lane, warpgroup = thread & 31, ptx.uniform(thread >> 7)
+        base = (ptx.shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        rows_at = base + u32(1024)
+        call = Call(pointers, strides, sizes, factors)
+        tiles_of_rows = u32(sizes[5] * sizes[6])
+        ring = Ring(
+            rows_at,
+            descriptor(DESCRIPTOR, rows_at + u32((warpgroup - 1) * 64 * PANEL_BYTES)),
+            base + u32(first_tile),
+            base,
+            base + u32(8),
+            base + u32(16),
+            base + u32(64),
+            base + u32(sums_at) + u32((thread - 128) * 4),
+            u32(warpgroup),
+            u32(warpgroup % consumers + 1),
         )
         if thread == 0:
-            ptx.mbarrier_init(full_q, u32(1))
+            ptx.mbarrier_init(ring.full_q, u32(1))
+            ptx.mbarrier_init(ring.empty_q, u32(128 * consumers))
             for i in range(2 * STAGES):
-                ptx.mbarrier_init(full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(empty + u32(8 * i), u32(128 * consumers))
+                ptx.mbarrier_init(ring.full + u32(8 * i), u32(1))
+                ptx.mbarrier_init(ring.empty + u32(8 * i), u32(128 * consumers))
             ptx.fence_mbarrier_init()
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
         cuda.syncthreads()
+        turn, n = i32(0), i32(0)
         if warpgroup == 0:
             FEWER()
             if thread == 0:
-                ptx.mbarrier_expect(full_q, u32(q_size))
-                for h in range(d_panels):
-                    ptx.tma_load_5d(
-                        sq + u32(h * q_panel),
-                        maps,
-                        i32(h * PANEL),
-                        i32(0),
-                        first_row // packed,
-                        first_head // packed,
-                        batch,
-                        full_q,
-                    )
-                for n in range(tiles - tile):
-                    start = start_of(listed_at, tiles - 1 - n)
-                    stage, parity = u32(n & 1), u32(((n >> 1) & 1) ^ 1)
-                    bar, at = full + stage * u32(16), tiles_at + stage * u32(pair)
-                    ptx.mbarrier_wait(empty + stage * u32(16), parity)
-                    ptx.mbarrier_expect(bar, u32(k_size))
-                    for h in range(d_panels):
-                        ptx.tma_load_4d(
-                            at + u32(h * k_panel),
-                            maps + u64(128),
-                            i32(h * PANEL),
-                            start,
-                            first_head // group,
-                            batch,
-                            bar,
-                        )
-                    ptx.mbarrier_wait(empty + stage * u32(16) + u32(8), parity)
-                    ptx.mbarrier_expect(bar + u32(8), u32(v_size))
-                    for h in range(dv_panels):
-                        ptx.tma_load_4d(
-                            at + u32(k_size + h * k_panel),
-                            maps + u64(256),
-                            i32(h * PANEL),
-                            start,
-                            first_head // group,
-                            batch,
-                            bar + u32(8),
-                        )
+                while number_in(turn) < tiles_of_rows:
+                    n = bring(turn, n, ring, maps, call)
+                    turn += 1
         else:
             more_registers()
             work = Fragments(
                 cuda.local.array(n_s, f32), cuda.local.array(n_o, f32), cuda.local.array(n_p, u32)
             )
-            o = work.o
-            m, l, alpha = state = State(
+            state = State(
                 cuda.local.array(2, f32), cuda.local.array(2, f32), cuda.local.array(2, f32)
             )
-            query = cuda.local.array(2, i32)
-            head = cuda.local.array(2, i32)
-            slope = cuda.local.array(2, f32)
-            for i in range(n_o):
-                o[i] = f32(0)
-            warp = (thread >> 5) & 3
-            row = i32(first_row + (warpgroup - 1) * 64 + warp * 16 + (lane >> 2))
-            describe(query, head, row, first_head)
-            for r in range(2):
-                m[r], l[r] = NEG_INF, f32(0)
-                slope[r] = f32(0)
-            if alibi and dv <= WIDE:
-                load_slopes(slope, slopes, batch * heads, head)
-            ring = Ring(
-                descriptor(DESCRIPTOR, sq + u32((warpgroup - 1) * 64 * 128)),
-                tiles_at,
-                full,
-                empty,
-                base + u32(sums_at) + u32((thread - 128) * 4),
-                # named barriers: the warpgroups' own, then those of their turns
-                u32(consumers + warpgroup),
-                u32(consumers + warpgroup % consumers + 1),
-            )
-            block = Block(
-                lane, row, first_head, heads, slope, listed_at, i32(tiles - 1), diagonal, queries,
-                keys, left, right,
-            )  # fmt: skip
-            call = Call(pointers, strides, factors)
-            if ping_pong and warpgroup == consumers and tile < tiles:
+            own_row = i32((warpgroup - 1) * 64 + ((thread >> 5) & 3) * 16 + (lane >> 2))
+            if ping_pong and warpgroup == consumers:
                 ptx.barrier_arrive(ring.next, u32(256))  # the first turn is warpgroup 1's
-            ptx.mbarrier_wait(full_q, u32(0))
-            n, count = i32(0), i32(tiles - tile)
-            if overlap and n < count:
-                # the first tile by itself: with a branch around products that are still under way
-                # ptxas waits after each of them
-                alone(work, state, n, ring, block, call)
-                weights(work.p, work.s)
-                n += 1
-            seen, seen_end = (
-                all_seen(listed_at, tile, tiles, whole_low, whole_high) if band else (tile, tiles)
-            )
-            # tiles at an edge, then those that all rows see, then tiles at the other edge of a band
-            edge_end = i32(max(n, tiles - seen_end)) if band else i32(1)
-            while n < count:
-                if band or not overlap:
-                    while n < edge_end:
-                        edge_step(work, state, n, ring, block, call)
-                        n += 1
-                while n < i32(tiles - seen):
-                    full_step(work, state, n, ring, block, call)
-                    n += 1
-                edge_end = count
-            if overlap and count > 0:
-                add_values(work, n - 1, ring)
-                wait_none()
-                fence_o(o, 0)
-            if ping_pong and warpgroup == 1 and count > 0:
-                ptx.barrier(ring.turn, u32(256))  # what the other's last arrival is waiting for
-            ptx.barrier(
-                u32(warpgroup), u32(128)
-            )  # the four warps have all read their part of Q's tile
-            describe(query, head, ptx.fresh(row), first_head)  # not in registers until here
-            mine, batch = sq + u32(((warpgroup - 1) * 64 + warp * 16) * 128), ptx.block_z()
-            for r in range(2):
-                l[r] = quad_sum(l[r])
-                top, share = NEG_INF if l[r] == f32(0) else m[r] * scale, f32(1)
-                if sinks and query[r] < queries:
-                    top, l[r], share = join_sink(
-                        top, l[r], ptx.load_global_f32(sinks_at + u64(head[r] * 4)) * LOG2E
-                    )
-                share = f32(0) if l[r] == f32(0) else share * ptx.rcp(l[r])
-                inner = i32((lane >> 2) + 8 * r)
-                if lane & 3 == 0 and query[r] < queries:
-                    lse = (top + ptx.lg2(l[r])) * LN2
-                    ptx.store_global_f32(
-                        lse_out + u64(((batch * heads + head[r]) * queries + query[r]) * 4), lse
-                    )
-                for c in range(value_tiles):
-                    place = mine + u32(
-                        (c >> 3) * q_panel
-                        + inner * 128
-                        + (((c & 7) ^ (inner & 7)) << 4)
-                        + (lane & 3) * 4
-                    )
-                    ptx.store_shared_f32(
-                        place,
-                        ptx.from_bits(pack(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share)),
-                    )
-            cuda.syncwarp()
-            four = cuda.local.array(4, u32)
-            o_at = o_out + u64(batch * strides[0])
-            for turn_of in range(value_tiles * 16 // 32):
-                piece = lane + 32 * turn_of
-                inner, c = piece // value_tiles, piece % value_tiles
-                mine_row = first_row + (warpgroup - 1) * 64 + warp * 16 + inner
-                i = mine_row // packed
-                if i < queries and c * 16 < dv_left:
-                    ptx.load_shared_v4(
-                        four,
-                        0,
-                        mine
-                        + u32((c >> 3) * q_panel + inner * 128 + (((c & 7) ^ (inner & 7)) << 4)),
-                    )
-                    h = first_head + mine_row - i * packed
-                    ptx.store_global_v4(
-                        o_at + u64(h * strides[1] + i * strides[2] + c * 16), four, 0
-                    )
+            while number_in(turn) < tiles_of_rows:
+                n = attend(turn, n, own_row, work, state, ring, call)
+                turn += 1
+            if ping_pong and warpgroup == 1:
+                ptx.barrier(ring.turn, u32(256))  # what the last arrival is waiting for
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
     return Source(flash, own, 128 * (1 + consumers), sums_at + sums_size + 1024)

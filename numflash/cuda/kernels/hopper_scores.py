@@ -21,13 +21,14 @@ WIDE = 128  # value channels from which on registers are short: fewer scores at 
 class Block(NamedTuple):
     """What a thread's scores need to know of its rows and of their block, for every tile."""
 
-    lane: Any
+    quad: Any  # the thread's place among the four that share its rows
     row: Any  # the first of the thread's two
     first_head: Any  # of those that are packed together
+    batch: Any
     heads: Any
     slope: Any  # ALiBi's, of the two rows
     listed_at: Any
-    last: Any  # number of the last tile of keys, which comes first
+    last: Any  # the tile of keys that comes as number n is last - n
     diagonal: Any
     queries: Any
     keys: Any
@@ -36,10 +37,11 @@ class Block(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Arguments of the kernel that the options read."""
+    """The arguments of the kernel."""
 
     pointers: Any
     strides: Any
+    sizes: Any
     factors: Any
 
 
@@ -79,8 +81,8 @@ def make_soften(chosen: ScoreOptions, dv: int, block_k: int, packed: int, edge: 
 
     @device_function
     def place_of(block):
-        """Where the block's scores are; its batch entry is read anew: no register keeps it."""
-        return Place(ptx.block_z(), block.diagonal, block.queries, block.keys)
+        """Where the block's scores are."""
+        return Place(block.batch, block.diagonal, block.queries, block.keys)
 
     @device_function
     def hide_edge(s, here, query, block):
@@ -96,13 +98,13 @@ def make_soften(chosen: ScoreOptions, dv: int, block_k: int, packed: int, edge: 
     @device_function
     def soften(s, state, n, block, call):
         t = i32(block.last - n)
-        here = i32(start_of(block.listed_at, t) + 2 * (block.lane & 3))
+        here = i32(start_of(block.listed_at, t) + 2 * block.quad)
         query, head = cuda.local.array(2, i32), cuda.local.array(2, i32)
         # not in registers from tile to tile
         describe(query, head, ptx.fresh(block.row), block.first_head)
         if alibi and wide:
             slopes = call.pointers[SLOPES]
-            load_slopes(block.slope, slopes, ptx.block_z() * block.heads, head)
+            load_slopes(block.slope, slopes, block.batch * block.heads, head)
         held = Rows(query, head, block.slope)
         change(s, here, held, place_of(block), call.factors[0] * LN2, call.pointers)
         if adjusted:

@@ -1,0 +1,48 @@
+"""Which tiles of rows a persistent block computes, and in what order: a static schedule.
+
+There are as many blocks as multiprocessors (or tiles), and each computes one tile of rows after the
+other. The tiles are numbered longest first, and turn n gives out the next ones, one to each block:
+in even turns in the order of the blocks, in odd ones backwards, so that who got a long one gets a
+short one next. Nothing is counted in memory: there is nothing to reset before a launch, which a
+captured graph may repeat, and the same block always computes the same rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..compile.target import cuda, device_function, types
+from ..instructions import ptx
+
+i32, u32 = types.int32, types.uint32
+
+
+@device_function
+def number_in(turn):
+    """The number of this block's tile of rows in its turn."""
+    block, blocks = u32(cuda.blockIdx.x), u32(cuda.gridDim.x)
+    place = u32(blocks - u32(1) - block) if turn & 1 else block
+    return u32(u32(turn) * blocks + place)
+
+
+@functools.cache
+def make_rows_of(last_first: bool) -> Any:
+    """rows_of(number, row_tiles, units, together): (tile of rows, unit) of a number.
+
+    A unit is a batch entry's heads whose rows are packed together. The numbers go through all rows
+    of `together` units (whose keys stay in L2), unit after unit in each tile of rows; with
+    `last_first` the last rows, which attend to most keys when causal, come first.
+    """
+
+    @device_function
+    def rows_of(number, row_tiles, units, together):
+        section = ptx.udiv(number, u32(together * row_tiles))
+        first_unit = u32(section * u32(together))
+        inside = u32(number - section * u32(together * row_tiles))
+        width = ptx.umin(u32(together), u32(u32(units) - first_unit))
+        rows = ptx.udiv(inside, width)
+        unit = i32(first_unit + inside - rows * width)
+        return i32(row_tiles - 1 - i32(rows)) if last_first else i32(rows), unit
+
+    return rows_of
