@@ -243,7 +243,7 @@ def test_extreme_options():
 
 
 def weights_of(x, octave, turing=False):
-    """Weights in P8 and in Q16.16 of scores x, float32, four of which share an octave."""
+    """Weights as bytes and in Q16.16 of scores x, float32, four of which share an octave."""
     four_bytes = int8_weights.make_bytes(turing)
 
     def kernel(x, octave, out):
