@@ -84,8 +84,6 @@ from_bits = op("mov.b32 <r>, <a>;", f32, pure=True, a=u32)
 fresh = op("mov.b32 <r>, <a>;", i32, memory=True, a=i32)
 # nor is what is added to it put together in another way
 fresh_address = op("mov.b64 <r>, <a>;", u64, memory=True, a=u64)
-# read where it is needed, and no register in between
-block_z = op("mov.u32 <r>, %ctaid.z;", i32, memory=True)
 words = op("mov.b64 <r>, {<low>, <high>};", u64, pure=True, low=u32, high=u32)  # 9.7.9.5
 half_bits = op("{.reg .b16 h;\ncvt.rn.f16.f32 h, <a>;\ncvt.u32.u16 <r>, h;}", u32, pure=True, a=f32)
 half_to_float = op(
