@@ -112,6 +112,17 @@ def test_int8_has_the_bits_of_the_model(n, paged):
         assert_bits(cache, draw((B, H, 1, D), 9), splits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "heads", "paged"), [(64, 4, True), (128, 40, False)])
+def test_int8_on_a_t4(d, heads, paged):
+    """Without asynchronous copies, by products of sm_75's shape; one tile of rows and two."""
+    page_size = 16 if paged else None
+    cache = KVCache(B, G, d, 300, device="cuda-emulator:sm_75", page_size=page_size)
+    cache.append(*tokens(140, d=d))
+    for queries, splits in ((1, 2), (3, 1)):
+        assert_bits(cache, draw((B, heads, queries, d), 9), splits)
+
+
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float16", marks=pytest.mark.slow)])
 def test_the_cpu_gives_the_same(dtype):
     """Token by token, on both devices: INT8 equal bits, with the same splits."""

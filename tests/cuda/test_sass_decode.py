@@ -59,6 +59,7 @@ def test_floats(arch, d, rows, options, registers):
         ("sm_80", 64, 1, {}, 200),
         ("sm_80", 128, 1, {"direct": False}, 224),
         ("sm_80", 128, 2, {"ring": True}, 255),
+        ("sm_80", 128, 2, {"direct": False, "paged": True}, 255),
         ("sm_90a", 128, 1, {"direct": False}, 224),
         ("sm_90a", 128, 1, {"paged": True, "direct": False}, 224),
         ("sm_90a", 256, 1, {}, 255),
