@@ -158,7 +158,7 @@ def from_integers(problem: Problem, isa: str) -> Operands:
 
 def stream_of(problem: Problem, isa: str) -> int:
     """The address of the software-pipelined stream for these head sizes, or 0 where there is none."""
-    if not VECTOR_ISAS[isa].tiled or problem.pv == "fp32":
+    if not VECTOR_ISAS[isa].tiled or problem.pv != "int8":
         return 0
     changed = problem.functions is not None and problem.functions.changes_scores
     return amx_stream.address_of(problem.shape[5], problem.shape[6], changed)
@@ -236,10 +236,10 @@ class Int8Plan:
         unit = score_unit(problem.scale, problem.softcap)
         self.factors = np.array((unit, self.options.softcap), np.float64)
         if ready:
-            self.call = make_ready_call(isa, *rows)
+            self.call = make_ready_call(isa, problem.pv, *rows)
         else:
             kind = "bfloat16" if self.operand == np.uint16 else "float32"
-            self.call = make_float_call(isa, kind, *rows)
+            self.call = make_float_call(isa, kind, problem.pv, *rows)
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of query, key and value."""
@@ -330,7 +330,8 @@ class Int8Plan:
             shift = row_shift(query, offset, self.problem.scale)
         m = at_address(room + p.m, rows, "=i4")
         l = at_address(room + p.l, rows, "=f4")
-        at_address(lse, rows, "=f4")[...] = log_sum_exp(m, l, shift)
+        one = fx.WEIGHT_ONE[self.problem.pv]
+        at_address(lse, rows, "=f4")[...] = log_sum_exp(m, l, shift, one)
 
     def _go_the_general_way(
         self, operands: Sequence[int], numbers: np.ndarray, out: int, lse: int, ready: Any
@@ -434,6 +435,6 @@ def run_general(
     if not problem.return_lse and problem.sinks is None:
         return shaped, None
     shift = x.row_shift() if problem.smooths else None
-    one = 1 if problem.pv == "fp32" else fx.P_ONE
     rows = nb, nh, length
+    one = fx.WEIGHT_ONE[problem.pv]
     return shaped, log_sum_exp(m.reshape(rows), l.reshape(rows), shift, one)

@@ -84,6 +84,8 @@ def choose(problem: Problem, arch: str) -> Chosen:
     """Which kernel takes a problem on an architecture."""
     _, nh, nkv, length, _, d, dv = problem.shape
     wide, turing = problem.pv == "fp32", arch == "sm_75"
+    if problem.pv == "int16":
+        raise UnsupportedError("pv: got 'int16' on a card; allowed there: 'int8' and 'fp32'")
     if wide and turing:
         raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)

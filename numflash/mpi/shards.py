@@ -58,7 +58,7 @@ class Format:
             kinds = [
                 ("float32", 1),
                 ("int8", d),
-                ("int8" if problem.pv == "int8" else "float32", dv),
+                ("float32" if problem.pv == "fp32" else "int8", dv),
             ]
         else:
             storage = "uint16" if problem.precision == "bfloat16" else problem.precision
@@ -278,7 +278,7 @@ def quantise_shard(
         real = np.repeat(np.clip(problem.key_lengths - start, 0, n), hkv)
         kq = quantize_heads(k, "row", offset is not None, real, offset=offset)
         bad = np.zeros((b * hkv, n), bool) if kq.nonfinite is None else kq.nonfinite
-        if problem.pv == "int8":
+        if problem.pv != "fp32":
             vq = quantize_heads(
                 v, "channel", False, real, peak=agreed.peaks.reshape(b * hkv, value.shape[3])
             )
@@ -310,4 +310,4 @@ def operands(
     )
     return key, QuantizedTensor(
         value, agreed.value_scale, "channel", low=value_low
-    ) if problem.pv == "int8" else value
+    ) if problem.pv != "fp32" else value

@@ -30,6 +30,8 @@ ONE_Q16 = 65536  # 1.0 in Q16.16
 P_ONE = 255  # 1.0 in P8
 P_WIDE = 65280  # 255 * 256: P8 with eight more fraction bits
 W_ONE = 32640  # 1.0 in W15, the weight of a value in decode: fits int16, or a byte and 7 bits
+# pv -> 1.0 in the weights of blocks, and in their running sum
+WEIGHT_ONE = {"int8": P_ONE, "int16": W_ONE, "fp32": 1}
 FIRST_ONE = 4080  # 1.0 in P12, the weights of a sequence's first keys
 FIRST_KEYS = 4  # keys of a sequence whose keys, weights and values are finer: see INT8 pipeline
 FINER = 32  # steps of an INT8 value in which those keys and values are rounded: 5 bits more
@@ -102,6 +104,14 @@ def exp2_p12(y):
     Times a value of 127 * 32 it fits the 24 bits of a float32.
     """
     return u16(exp2_p16(y) >> u16(4))
+
+
+def exp2_w15(y):
+    """32640 * 2**(-y / 256) as uint16: the weights of pv "int16".
+
+    They fit int16, and the sum of 128 of them times INT8 values fits int32.
+    """
+    return u16(exp2_p16(y) >> u16(1))
 
 
 def exp2_quadratic(y):

@@ -24,12 +24,12 @@ F = np.float32
 class Step:
     """One key block of one head in the integer pipeline, as the kernels hold it.
 
-    The first step with pv "int8" is that of the sequence's first keys.
+    The first step with pv "int8" and "int16" is that of the sequence's first keys.
 
     first, stop : the keys of the block
     s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
     octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint16 P12 of the
-        first keys, uint32 Q16.16 with pv "fp32")
+        first keys, uint16 W15 with pv "int16", uint32 Q16.16 with pv "fp32")
     m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running
         output, all after this block
     """
@@ -45,6 +45,12 @@ class Step:
     o: np.ndarray
 
 
+# pv -> weights of a block's scores, and their dtype
+WEIGHTS: dict[str, tuple] = {
+    "int8": (fx.exp2_p8, np.uint8),
+    "int16": (fx.exp2_w15, np.uint16),
+    "fp32": (fx.exp2_quadratic, np.uint32),
+}
 HIDDEN = np.int32(-(1 << 31))  # t of a hidden key: below every score
 
 
@@ -115,7 +121,10 @@ def integer_steps(
     kernel. With pv "fp32" the value is a float array, in `value_units`, and the weights stay in
     Q16.16.
 
-    With pv "int8" the first `fixedpoint.FIRST_KEYS` keys of the sequence come by themselves, before
+    With pv "int16" the weights of a block have 15 bits instead of 8. A sum of P.V is at most
+    32640 * 128 * KEY_BLOCK = 5.3e8: int32 holds it, and it is rounded once, to float32.
+
+    With pv "int8" and "int16" the first `fixedpoint.FIRST_KEYS` keys of the sequence come by themselves, before
     the block that they are taken out of: their keys and values have 5 more bits
     (`QuantizedTensor.low`), their weights 12. Where one of them takes nearly all the weight, the
     other keys of its block would share few levels of 8 bits, and its own rounding would be the
@@ -155,6 +164,7 @@ def integer_steps(
     o = np.zeros((length, dv), F)
     seen_all = visible(problem, b, h)
     power = lambda n: np.exp2(-np.minimum(n, 126).astype(F)).astype(F)  # noqa: E731
+    exp2_of_block, kind_of_block = WEIGHTS[problem.pv]
     blocks = [slice(0, count)] if count else []
     for first in range(0, s_len, key_block):
         if first + key_block > count and s_len > count:
@@ -166,12 +176,12 @@ def integer_steps(
             if finer:
                 kn, vn = (finer_rows(t, b, g)[cols] for t in (k, v))
                 key_scale, value_unit = ck[cols] * F(1 / fx.FINER), 1 / fx.FINER
-                exp2, unit, kind = fx.exp2_p12, 1 / 16, np.uint16
+                exp2, kind = fx.exp2_p12, np.uint16
+                unit = fx.WEIGHT_ONE[problem.pv] / fx.FIRST_ONE
             else:
                 kn, vn, key_scale, value_unit = ki[cols], vi[cols], ck[cols], 1.0
-                exp2, unit, kind = fx.exp2_p8, 1.0, np.uint8
-                if wide:
-                    exp2, unit, kind = fx.exp2_quadratic, 1 / fx.ONE_Q16, np.uint32
+                exp2, kind = exp2_of_block, kind_of_block
+                unit = 1 / fx.ONE_Q16 if wide else 1.0
             s = (qi @ kn.T).astype(np.int32)  # exact: |s| <= 128 * 128 * FINER * D
             x = (s.astype(F) * key_scale) * cq[:, None]
             x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
@@ -237,7 +247,7 @@ def integer_model(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
 
-    With pv "int8" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each
+    With pv "int8" and "int16" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each
     kernel's own order. `first_keys` as for `integer_steps`.
     """
     nb, nh, nkv, length, _, _, dv = problem.shape
@@ -258,7 +268,7 @@ def integer_model(
                         step.l[:, None] == 0, F(0), (step.o * r[:, None]) * value_scale
                     )
     shift = None if problem.softcap else row_shift(problem.query, problem.key, problem.scale)
-    return out, log_sum_exp(m, l, shift, 1 if wide else fx.P_ONE)
+    return out, log_sum_exp(m, l, shift, fx.WEIGHT_ONE[problem.pv])
 
 
 def log_sum_exp(

@@ -42,7 +42,7 @@ class Problem:
     sinks : (H,) float32 or None
         Adds exp(sink) to each row's denominator.
     precision : "float32", "bfloat16", "float16" or "int8"
-    pv : "int8" or "fp32"
+    pv : "int8", "int16" or "fp32"
         The second product of precision "int8".
     return_lse : bool
     functions : flex.Fused or None

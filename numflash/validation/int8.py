@@ -110,7 +110,7 @@ def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAU
     v = quantized(
         "value",
         value,
-        ("channel", "tensor") if pv == "int8" else ("row", "block", "channel", "tensor"),
+        ("channel", "tensor") if pv != "fp32" else ("row", "block", "channel", "tensor"),
     )
     for name, t in (("key", key), ("value", value)):
         if t.data.ndim != query.data.ndim:
@@ -118,6 +118,6 @@ def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAU
                 f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
             )
     check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
-    if pv == "int8" and v.granularity == "tensor":
+    if pv != "fp32" and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
     return describe(q, k, v.dequantize() if pv == "fp32" else v, options, "int8")

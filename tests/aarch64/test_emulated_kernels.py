@@ -63,7 +63,7 @@ def hold_floats(precision, kernels, rows, guests):
     hold(lambda isa, row, run: floats_hold(precision, isa, row, run), kernels, rows, guests)
 
 
-@pytest.mark.parametrize("pv", ["int8", "fp32"])
+@pytest.mark.parametrize("pv", ["int8", "int16", "fp32"])
 @pytest.mark.parametrize(("cpu", "isa"), INT8)
 def test_int8_by_pairs(cpu, isa, pv, guests):
     hold_int8(pv, [(cpu, isa)], pairs(), guests)

@@ -25,6 +25,13 @@ from numflash.numerics import merge
 from numflash.numerics.quantization import quantize_problem
 
 INT8 = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
+FINER = [
+    pytest.param(isa, "int16", marks=[] if isa in ends else pytest.mark.slow)
+    for ends in [
+        target.available()[:: len(target.available()) - 1 or 1]
+    ]  # the best and the plain one
+    for isa in target.available()
+]
 FLOATS = [
     (precision, isa)
     for precision, isas in (
@@ -69,7 +76,7 @@ def int8_holds(isa, pv, row, run=launch.run):
     ):
         np.testing.assert_array_equal(got_lse, lse, err_msg=repr(row))
         largest = np.abs(np.where(np.isfinite(out), out, 0)).max(initial=1)
-        atol = 0 if pv == "int8" else 1e-5 * largest
+        atol = 1e-5 * largest if pv == "fp32" else 0
         np.testing.assert_allclose(got_out, out, rtol=0, atol=atol, err_msg=repr(row))
 
 
@@ -115,7 +122,7 @@ def test_the_pairs_are_all_of_them():
     assert not missing and len(pairs()) < 60
 
 
-@pytest.mark.parametrize(("isa", "pv"), INT8)
+@pytest.mark.parametrize(("isa", "pv"), INT8 + FINER)
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)
@@ -129,7 +136,7 @@ def test_floats_by_pairs(precision, isa):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("pv", ["int8", "fp32"])
+@pytest.mark.parametrize("pv", ["int8", "int16", "fp32"])
 def test_int8_in_the_whole_table(pv, one_thread):
     for row in rows():
         for isa in target.available():

@@ -190,7 +190,7 @@ def tensor(c: dict, i: int, shape: tuple[int, ...]) -> tuple[QuantizedTensor, Qu
     full = np.repeat(scales, 128, 2)[:, :, :n] if granularity == "block" else scales
     hidden = np.zeros((b, h, n), bool) if marked is None else marked
     known = data.astype(np.float64)
-    if low is not None and i and c["pv"] == "int8":
+    if low is not None and i and c["pv"] != "fp32":
         known[:, :, : low.shape[2]] += low / oracle.FINER
     offset = 0.0 if shift is None else shift.astype(float)
     return t, Quantized(known, full.astype(np.float64), offset, hidden, 0.0, False)

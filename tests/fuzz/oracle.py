@@ -284,13 +284,13 @@ def block_peaks(p: np.ndarray) -> np.ndarray:
 def weight_errors(p: np.ndarray, pv: str) -> np.ndarray:
     """How far weights may be off: rounded in units of their block's largest, from a polynomial.
 
-    With pv "int8" the first keys are a block of their own, of 12 bits instead of 8.
+    With pv "int8" and "int16" the first keys are a block of their own, of 12 bits.
     """
-    if pv != "int8":
+    if pv == "fp32":
         return block_peaks(p) * 1.1 / 32768 + 0.0045 * p
     rest = p.copy()
     rest[..., :FIRST] = 0
-    error = block_peaks(rest) * 1.1 / 255 + 0.0045 * p
+    error = block_peaks(rest) * 1.1 / (255 if pv == "int8" else 32640) + 0.0045 * p
     first = p[..., :FIRST]
     error[..., :FIRST] = first.max(-1, keepdims=True, initial=0) * 2.1 / 4080 + 0.0045 * first
     return error

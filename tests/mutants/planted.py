@@ -98,7 +98,7 @@ MUTANTS = [
         FLOAT_VALUES,
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
-    Mutant(LAUNCH_INT8, '1 if problem.pv == "fp32" else fx.P_ONE', "fx.P_ONE", INT8),
+    Mutant(LAUNCH_INT8, "one = fx.WEIGHT_ONE[problem.pv]", "one = fx.P_ONE", INT8),
     # ---- the stream of AMX
     Mutant(STREAM_PIECES, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
     Mutant(

@@ -193,12 +193,11 @@ def finish(rows):
 
 
 def _sums(b, block, m):
-    """Row m of a block, as vectors of float32."""
-    words = (
+    """Row m of a block, as vectors of int32."""
+    return [
         load(b, block, b.add(b.mul(m, I64(SIDE)), I64(v)), AMX_INT8.vector(I32), WIDTH)
         for v in range(SIDE)
-    )
-    return [b.sitofp(w, AMX_INT8.vector(F32)) for w in words]
+    ]
 
 
 @functools.cache
@@ -225,7 +224,7 @@ def score_rows(changed: bool = False, wide: bool = False):
         def row(b, m):
             row_scale = isa.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
             scores = [
-                b.fmul(b.fmul(x, k), row_scale)
+                b.fmul(b.fmul(b.sitofp(x, f32s), k), row_scale)
                 for x, k in zip(_sums(b, block, m), key_scale, strict=True)
             ]
             where = b.add(args[7], b.mul(args[8], m))
@@ -242,26 +241,42 @@ def score_rows(changed: bool = False, wide: bool = False):
     return rows
 
 
-def value_rows(context, b, types_, args):
-    """Rows of O (x) to which products are added as in `microkernels.value_tile`.
+def _value_rows(context, b, types_, args, sums):
+    """Rows of O (x) to which `sums(m)` are added as in `microkernels.value_tile`.
 
     t : scales of the rows; s is not used
     """
-    block, (pt, px) = (
-        _block(b, args[0], args[1]),
-        (data(context, b, types_[n], args[n]) for n in (4, 6)),
-    )
+    pt, px = (data(context, b, types_[n], args[n]) for n in (4, 6))
     f32s = AMX_INT8.vector(F32)
 
     def row(b, m):
         scale = AMX_INT8.splat(b, load(b, pt, b.add(args[5], m), F32, 4), f32s)
-        for v, x in enumerate(_sums(b, block, m)):
+        for v, x in enumerate(sums(m)):
+            x = b.sitofp(x, f32s)
             column = b.add(b.add(args[7], b.mul(args[8], m)), I64(v * LANES))
             store(
                 b, AMX_INT8.generic(b, "fma", x, scale, load(b, px, column, f32s, 4)), px, column, 4
             )
 
     return row
+
+
+def value_rows(context, b, types_, args):
+    """Rows of O with the sums of a block."""
+    block = _block(b, args[0], args[1])
+    return _value_rows(context, b, types_, args, lambda m: _sums(b, block, m))
+
+
+def value_rows_of_planes(context, b, types_, args):
+    """Rows of O with those of two planes of weights: 256 times block 0, and block 1."""
+    high, low = (_block(b, args[0], I64(n)) for n in range(2))
+    eight = AMX_INT8.fill(b, AMX_INT8.vector(I32), 8)
+
+    def sums(m):
+        pairs = zip(_sums(b, high, m), _sums(b, low, m), strict=True)
+        return [b.add(b.shl(x, eight), y) for x, y in pairs]
+
+    return _value_rows(context, b, types_, args, sums)
 
 
 @functools.cache
@@ -298,11 +313,13 @@ def score_block(changed: bool, wide: bool):
 
 
 @functools.cache
-def value_block():
+def value_block(planes: int):
     """f(p, v, first, columns, scale, total, rows, o): o[rows] += P.V.
 
-    For keys first to first + columns - 1.
+    For keys first to first + columns - 1; weights of one byte, or of two `planes`.
     """
+    if planes == 2:
+        return _value_block_of_planes()
     first_block = multiply("tdpbusd")
     both = multiply_beside("tdpbusd", value_rows)
     last_block = finish(value_rows)
@@ -329,5 +346,39 @@ def value_block():
         at, old = (blocks - 1) // side * BLOCK, (blocks - 1) % side * BLOCK
         to, scales = Rows(o, at * width + old, width), Packed(scale, at)
         last_block(scratch, blocks - 1, Packed(scale, 0), scales, to, ())
+
+    return values
+
+
+def _value_block_of_planes():
+    """The same for weights of two bytes, the low ones KEY_BLOCK bytes behind the high ones.
+
+    Two blocks of sums, of the high bytes and of the low ones, are added to O beside the next
+    product of high bytes.
+    """
+    product = multiply("tdpbusd")
+    both = multiply_beside("tdpbusd", value_rows_of_planes)
+    last_block = finish(value_rows_of_planes)
+
+    @inline
+    def values(p, v, first, columns, scale, total, rows, o):
+        scratch, width, steps = scratch_blocks(), o.shape[1], columns // WIDTH
+        side, size = width // BLOCK, 2 * KEY_BLOCK
+        blocks = (rows + BLOCK - 1) // BLOCK * side
+        to, scales = Rows(o, 0, width), Packed(scale, 0)
+        for n in range(blocks):
+            i = n // side * BLOCK
+            c = n % side * BLOCK
+            column = Packed(v, first * width + c * KEY_BLOCK)
+            high = Rows(p, i * size, size)
+            if n == 0:
+                product(high, column, steps)
+            else:
+                both(high, column, steps, scratch, 0, Packed(scale, 0), scales, to, ())
+            save(scratch, 0)
+            product(Rows(p, i * size + KEY_BLOCK, size), column, steps)
+            save(scratch, 1)
+            to, scales = Rows(o, i * width + c, width), Packed(scale, i)
+        last_block(scratch, 0, Packed(scale, 0), scales, to, ())
 
     return values

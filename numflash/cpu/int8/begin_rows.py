@@ -31,10 +31,10 @@ def clear(first, stop, state):
 
 
 @functools.cache
-def make_begin_rows(isa_name: str):
+def make_begin_rows(isa_name: str, pv: str):
     """f(q, job, semantics, x): the state of a tile after the first keys; x, a flat scratch."""
     first_scores, first_values = score_row(isa_name), value_row(isa_name)
-    weigh_four, weigh_one = weigh_first(4), weigh_first(1)
+    weigh_four, weigh_one = (weigh_first(rows, fx.WEIGHT_ONE[pv]) for rows in (4, 1))
 
     @bare(forceinline=True)
     def first_row_scores(q, job, semantics, x):

@@ -15,7 +15,7 @@ from ...tiling import KEY_BLOCK
 from ..floats import float_tiles
 from ..floats.float_isas import MR
 from ..isa.dot_loop import BESIDE
-from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.isas import VECTOR_ISAS, lanes_of, weight_planes
 from ..isa.operands import Packed, Part, Rows, Scales, Waiting
 from . import amx, wide_rows
 from .microkernels import (
@@ -147,17 +147,19 @@ def value_block(isa_name: str, pv: str):
     """
     if pv == "fp32":
         return _float_value_block(isa_name)
+    planes = weight_planes(isa_name, pv)
     if isa_name == "amx_int8":
-        return amx.value_block()
+        return amx.value_block(planes)
     isa = VECTOR_ISAS[isa_name]
+    size = planes * KEY_BLOCK  # of a row of P
     vector_lanes = lanes_of(isa_name)
     group = isa.group
     nv = isa.nv
     nv_half = max(1, isa.nv // 2)
     mr, mr2, _ = isa.rows
-    tile6, tile4, tile2 = (value_tile(isa_name, m, nv) for m in isa.rows)
-    half6 = value_tile(isa_name, mr, nv_half)
-    one6 = value_tile(isa_name, mr, 1)
+    tile6, tile4, tile2 = (value_tile(isa_name, m, nv, planes) for m in isa.rows)
+    half6 = value_tile(isa_name, mr, nv_half, planes)
+    one6 = value_tile(isa_name, mr, 1, planes)
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
@@ -166,27 +168,27 @@ def value_block(isa_name: str, pv: str):
         while t + nv * lanes <= width:
             values_at, i = Packed(v, first * width + t * KEY_BLOCK), 0
             while i + mr <= rows:
-                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                row, to = Rows(p, i * size, size), Rows(o, i * width + t, width)
                 tile6(row, values_at, groups, scale, total, i, to)
                 i += mr
             while rows - i >= mr2:
-                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                row, to = Rows(p, i * size, size), Rows(o, i * width + t, width)
                 tile4(row, values_at, groups, scale, total, i, to)
                 i += mr2
             if rows - i == 2:
-                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                row, to = Rows(p, i * size, size), Rows(o, i * width + t, width)
                 tile2(row, values_at, groups, scale, total, i, to)
             t += nv * lanes
         if nv_half > 1 and t + nv_half * lanes <= width:
             values_at = Packed(v, first * width + t * KEY_BLOCK)
             for i in range(0, rows, mr):
-                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                row, to = Rows(p, i * size, size), Rows(o, i * width + t, width)
                 half6(row, values_at, groups, scale, total, i, to)
             t += nv_half * lanes
         if t < width:
             values_at = Packed(v, first * width + t * KEY_BLOCK)
             for i in range(0, rows, mr):
-                row, to = Rows(p, i * KEY_BLOCK, KEY_BLOCK), Rows(o, i * width + t, width)
+                row, to = Rows(p, i * size, size), Rows(o, i * width + t, width)
                 one6(row, values_at, groups, scale, total, i, to)
 
     return values

@@ -151,9 +151,9 @@ def operands_at(isa_name: str):
 
 
 @functools.cache
-def attend_packed(isa_name: str, *rows: int):
+def attend_packed(isa_name: str, pv: str, *rows: int):
     """f(p, o, f, most, operands, out, room): attention of packed operands."""
-    attend = make_attend(isa_name, "int8", *rows)
+    attend = make_attend(isa_name, pv, *rows)
 
     @inline
     def run(p, o, f, most, operands, out, room):
@@ -185,18 +185,18 @@ def limit_threads(workers):
 
 
 @functools.cache
-def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]:
+def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[..., bool]:
     """call(q, k, v, out, room, numbers, factors) -> whether only the general way is right, and
     nothing was written.
 
     q, k, v, out, room : addresses of q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv), rows
         of contiguous `kind`; of out (B, H, L, Dv) float32; of scratch memory
-    kind : "float32" or "bfloat16"
+    kind : "float32" or "bfloat16";  pv : "int8" or "int16"
     rows : of a query tile, where these are not the tiling's
     """
     quantize = make_quantize(isa_name, kind)
     keys_at, values_at, first_at = operands_at(isa_name)
-    attend = attend_packed(isa_name, *rows)
+    attend = attend_packed(isa_name, pv, *rows)
 
     @inline
     def operands(p, room):
@@ -242,7 +242,7 @@ def make_float_call(isa_name: str, kind: str, *rows: int) -> Callable[..., bool]
 
 
 @functools.cache
-def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
+def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
     """call(ready: the addresses of `Ready`, out, room, numbers, factors) -> as the float call.
 
     Contiguous q (B, H, L, D), k (B, Hkv, S, D) and v (B, Hkv, S, Dv) int8 with scales (B, H, L),
@@ -251,7 +251,7 @@ def make_ready_call(isa_name: str, *rows: int) -> Callable[..., bool]:
     pack_keys = key_packer(isa_name, running_lanes(isa_name))
     pack_values = value_packer(isa_name, running_lanes(isa_name))
     keys_at, values_at, first_at = operands_at(isa_name)
-    attend = attend_packed(isa_name, *rows)
+    attend = attend_packed(isa_name, pv, *rows)
     whole_words = VECTOR_ISAS[isa_name].group == 4
     step = VECTOR_ISAS[isa_name].step
 

@@ -212,16 +212,16 @@ def _fold_rows(b: ir.IRBuilder, x, combine):
 
 
 @functools.cache
-def weigh_first(rows: int):
+def weigh_first(rows: int, one: int):
     """Intrinsic f(x, at, m, m_at, l, l_at) -> whether a score is NaN.
 
     The scores x[at ...] of `rows` rows, FIRST_KEYS of each, -inf where hidden, become weights; 1.0
-    is 255, as in the blocks. Octaves go to m[m_at ...], sums of the weights to l[l_at ...].
+    is `one`, as in the blocks. Octaves go to m[m_at ...], sums of the weights to l[l_at ...].
     """
     lanes = rows * FIRST_KEYS
     floats, ints = vector(F32, lanes), vector(I32, lanes)
     first_lanes = list(range(0, lanes, FIRST_KEYS))
-    unit = fx.P_ONE / fx.FIRST_ONE
+    unit = one / fx.FIRST_ONE
 
     @intrinsic
     def weigh(typingctx, x, at, m, m_at, l, l_at):

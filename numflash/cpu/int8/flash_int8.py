@@ -11,7 +11,7 @@ register tiles come from `microkernels`. Per query tile of `block_q` rows (`atte
         scores   S = Q.K^T in int32 registers -> log2 scores, int16 Q8.8; own octave of each row
                                                                                     (block_scores)
         merge    running octave m; O and l shift by whole octaves when it grows      (grow_rows)
-        softmax  weights P uint8 and their sum, added to l                           (weigh, add_sums)
+        softmax  weights P of 8 or 15 bits and their sum, added to l                 (weigh, add_sums)
         values   O += P.V in int32 registers, added to float32 O                     (add_values)
     out = O / l * v_scale                                                            (store_rows)
 
@@ -219,14 +219,14 @@ def make_add_values(isa_name: str, pv: str):
 
 @functools.cache
 def make_attend(isa_name: str, pv: str, block_q: int = 0):
-    """The kernel of one instruction set, with P.V in integers (pv "int8") or with weights in Q16.16
-    and V in float32 ("fp32"); query tiles as in its tiling, or of about `block_q` rows.
+    """The kernel of one instruction set, with P.V in integers (weights of 8 bits with pv "int8", of
+    15 with "int16") or with weights in Q16.16 and V in float32 ("fp32"); query tiles as in its tiling, or of about `block_q` rows.
 
     Longer than a screen: its loops, from the block of keys to all tiles, stand one above the other.
     """
     isa = VECTOR_ISAS[isa_name]
     block_q = query_rows(isa_name, pv, block_q)
-    begin_rows = make_begin_rows(isa_name)
+    begin_rows = make_begin_rows(isa_name, pv)
     hides = make_hides(isa_name)
     block_scores = make_block_scores(isa_name)
     weigh = weigh_rows(isa_name, pv)
@@ -234,7 +234,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
     scratch_of = make_scratch(isa_name, pv, block_q)
     begin, end = tile_state(isa_name)
-    unit = F(1 if pv == "int8" else 1 / ONE_Q16)  # of a weight, in the sum l
+    unit = F(1 / ONE_Q16 if pv == "fp32" else 1)  # of a weight, in the sum l
     unit_rows = isa.rows[-1]
     streams = isa.tiled and pv == "int8"
 
@@ -253,7 +253,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
         grow_rows(state.octave, real, state.m, state.l, scale, state.scale_bits, state.o)
         weigh(scratch.x, real, block.columns, state.octave_q8, scale, p, scratch.sums, total)
         if unused:
-            blank_rows(p, tile, block.columns, total)
+            blank_rows(p, tile, total)
         add_sums(total, real, unit, scale, state.l)
         add_values(p, job.kv, tile, block, inside, state)
         return left

@@ -27,6 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
+from ...tiling import KEY_BLOCK
 from ..isa.dot_loop import Panel, dot_loop
 from ..isa.isas import VECTOR_ISAS
 from ..isa.operands import Rows, flat
@@ -200,9 +201,12 @@ def finish(name: str, wide: bool):
 
 
 @functools.cache
-def value_tile(name: str, mr: int, nv: int):
+def value_tile(name: str, mr: int, nv: int, planes: int = 1):
     """Intrinsic f(p: Rows, v: Packed, groups, scale, total, i, o: Rows) for one ISA, row count and
     width.
+
+    planes : 2 where a weight is two bytes (`softmax_vectors.row_weights`): the sums of the high
+        ones, times 256, are what those of the low ones begin with
     """
     isa = VECTOR_ISAS[name]
 
@@ -223,11 +227,18 @@ def value_tile(name: str, mr: int, nv: int):
                     start += [isa.splat(b, b.mul(sum_p, I32(-isa.v_offset)), i32s)] * nv
                 else:
                     start += [isa.fill(b, i32s, 0)] * nv
-            for m, acc in enumerate(
-                dot_loop(
-                    b, isa, isa.value_dot, Rows(pp, a[1], a[2]), Panel(pv, a[4]), a[5], start, nv
-                )
-            ):
+
+            def product(first, start):
+                rows = Rows(pp, first, a[2])
+                return dot_loop(b, isa, isa.value_dot, rows, Panel(pv, a[4]), a[5], start, nv)
+
+            first = a[1]
+            if planes == 2:
+                high = product(first, [isa.fill(b, i32s, 0)] * (mr * nv))
+                sums = [b.shl(x, isa.fill(b, i32s, 8)) for row in high for x in row]
+                start = [b.add(x, y) for x, y in zip(sums, start, strict=True)]
+                first = b.add(first, I64(KEY_BLOCK))
+            for m, acc in enumerate(product(first, start)):
                 s = isa.splat(b, load(b, ps, b.add(a[8], I64(m)), F32, 4), f32s)
                 for n in range(nv):
                     where = b.add(b.add(a[10], b.mul(a[11], I64(m))), isa.elements(b, n))

@@ -12,7 +12,7 @@ by one, of lengths that are constants.
 
 P is stored minus 128, so that both operands of P.V are signed (AArch64 without i8mm has no mixed
 dot product, and LLVM makes no UDOT of a block of unsigned products on Neoverse); 128 times the sum
-of V over the block is put back, exactly.
+of V over the block is put back, exactly. With pv "int16" it is int16, and not shifted.
 """
 
 from __future__ import annotations
@@ -148,10 +148,10 @@ def score_first(q, k, ck, cq, x):
 
 
 @inline
-def begin_row(x, v, o):
+def begin_row(x, v, one, o):
     """The state of a row after its first keys: (m, l, whether a score is NaN), and O.
 
-    x : their scores, -inf where hidden;  v : their values, float32
+    x : their scores, -inf where hidden;  v : their values, float32;  one : weight 1.0
     """
     top, spoiled = F(-np.inf), False
     for j in range(x.size):
@@ -160,7 +160,7 @@ def begin_row(x, v, o):
     if top == F(-np.inf) or spoiled:
         return I(UNSEEN), F(0), spoiled
     octave = I(I(np.rint(min(max(top, -fx.T_LIMIT), fx.T_LIMIT))) + I(255)) >> I(8)
-    total, unit = I(0), F(fx.P_ONE / fx.FIRST_ONE)
+    total, unit = I(0), F(one / fx.FIRST_ONE)
     for j in range(x.size):
         if x[j] > F(-np.inf):
             t = I(np.rint(min(max(x[j], -fx.T_LIMIT), fx.T_LIMIT)))
@@ -202,6 +202,31 @@ def value_block(p, v, scale, o):
         sums, row = s[i], o[i]
         for t in range(row.size):
             row[t] = F(row[t] + F(F(np.add(start[t], sums[t])) * scale[i]))
+
+
+@inline
+def softmax_row_w15(x, octave, p):
+    """p = 32640 * 2**(x - octave), the weights of pv "int16"; returns their sum."""
+    total = I(0)
+    for j in range(x.size):
+        p[j] = np.int16(exp2_p16(U16(np.subtract(octave, I(x[j])))) >> U16(1))
+    for j in range(x.size):
+        total = np.add(total, I(p[j]))
+    return total
+
+
+@inline
+def value_block_w15(p, v, scale, o):
+    """o[i, t] += float32(p[i] . v[t]) * scale[i].
+
+    p (rows, keys) int16 weights, v (Dv, keys) int8.
+    """
+    s = uncleared((p.shape[0], v.shape[0]), np.int32, "portable weighted values")
+    product(p, v, s)
+    for i in range(p.shape[0]):
+        sums, row = s[i], o[i]
+        for t in range(row.size):
+            row[t] = F(row[t] + F(F(sums[t]) * scale[i]))
 
 
 @inline
@@ -289,18 +314,21 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
+# pv -> softmax of a row, P.V of a block, dtype and zero of the weights, unit of their sum
+STEPS: dict[str, tuple] = {
+    "int8": (softmax_row, value_block, np.int8, np.int8(-P_OFFSET), F(1)),
+    "int16": (softmax_row_w15, value_block_w15, np.int16, np.int16(0), F(1)),
+    "fp32": (softmax_row_q16, value_block_float, np.float32, F(0), F(1 / fx.ONE_Q16)),
+}
+
+
 @functools.cache
 def make_attend(pv: str):
-    """The kernel with P.V in integers (pv "int8") or with weights in Q16.16 and V in float32
-    ("fp32").
+    """The kernel with P.V in integers (pv "int8", "int16") or with weights in Q16.16 and V in
+    float32 ("fp32").
     """
-    integer = pv == "int8"
-    softmax, add_values = (
-        (softmax_row, value_block) if integer else (softmax_row_q16, value_block_float)
-    )
-    weight, zero, unit = (
-        (np.int8, np.int8(-P_OFFSET), F(1)) if integer else (np.float32, F(0), F(1 / fx.ONE_Q16))
-    )
+    softmax, add_values, weight, zero, unit = STEPS[pv]
+    one = fx.WEIGHT_ONE[pv]
 
     @inline
     def work(_, operands, semantics, sizes, counter, results):
@@ -362,7 +390,7 @@ def make_attend(pv: str):
                         seen = x[i, a:z]
                         if semantics.general:
                             transform_row(semantics, b, h, row + i, a, seen)
-                        m[i], l[i], bad = begin_row(seen, first_keys.values[n_kv, a:z], o[i])
+                        m[i], l[i], bad = begin_row(seen, first_keys.values[n_kv, a:z], one, o[i])
                         if bad:
                             spoiled[i] = 1
             first, stop = s, 0

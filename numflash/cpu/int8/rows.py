@@ -31,8 +31,8 @@ class Tile(NamedTuple):
     scale: (
         np.ndarray
     )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
-    # (block_q,) int64 first key that a row attends to, in the blocks: with pv "int8" the first keys
-    # of the sequence are in none
+    # (block_q,) int64 first key that a row attends to, in the blocks: the first keys of the sequence
+    # are in none, but with pv "fp32"
     lo: np.ndarray
     hi: np.ndarray  # (block_q,) int64 the key after the last one it attends to
     start: np.ndarray  # (block_q,) int64 first key that a row attends to
@@ -161,11 +161,11 @@ def unsee(tile, octave):
 
 
 @bare
-def blank_rows(p, tile, columns, total):
+def blank_rows(p, tile, total):
     """Rows that see nothing of the block have weights 0."""
     for i in range(tile.real):
         if not tile.live[i]:
-            for j in range(columns):
+            for j in range(p.shape[1]):
                 p[i, j] = 0
             total[i] = I(0)
 

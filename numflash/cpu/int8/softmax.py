@@ -11,7 +11,7 @@ import numpy as np
 
 from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
-from ..isa.isas import lanes_of
+from ..isa.isas import lanes_of, weight_planes
 from .softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
 
 F = np.float32
@@ -45,22 +45,24 @@ def weigh_rows(isa_name: str, pv: str):
 
     Weights P of every row, and their sums.
 
-    P is uint8 relative to the block's octave, or with pv "fp32" Q16.16 as float32 times `scale`.
+    P is integers relative to the block's octave, or with pv "fp32" Q16.16 as float32 times `scale`.
     """
-    weights = row_weights if pv == "int8" else row_weights_q16
     vector_lanes = lanes_of(isa_name)
     totals = block_totals(isa_name)
-    half = weights(isa_name, HALF)
-    whole = weights(isa_name, KEY_BLOCK)
+    width = weight_planes(isa_name, pv) * KEY_BLOCK
+    if pv == "fp32":
+        half, whole = (row_weights_q16(isa_name, keys) for keys in (HALF, KEY_BLOCK))
+    else:
+        half, whole = (row_weights(isa_name, keys, pv) for keys in (HALF, KEY_BLOCK))
 
-    if pv == "int8":
+    if pv != "fp32":
 
         @inline
         def weigh(i, lanes, x, columns, octave_q8, scale, p, sums):
             if columns == HALF:
-                half(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
+                half(x, i * KEY_BLOCK, octave_q8, i, p, i * width, sums, i * lanes)
             else:
-                whole(x, i * KEY_BLOCK, octave_q8, i, p, i * KEY_BLOCK, sums, i * lanes)
+                whole(x, i * KEY_BLOCK, octave_q8, i, p, i * width, sums, i * lanes)
     else:
 
         @inline

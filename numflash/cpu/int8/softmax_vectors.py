@@ -13,7 +13,8 @@ from numba.extending import intrinsic
 
 from ...jit import target
 from ...numerics.fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
-from ..isa.isas import VECTOR_ISAS
+from ...tiling import KEY_BLOCK
+from ..isa.isas import VECTOR_ISAS, weight_planes
 from ..isa.vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
 
 
@@ -88,20 +89,29 @@ def block_octaves(name: str, keys: int):
     return octaves
 
 
+def _operands(b, isa: Isa, words: list) -> list:
+    """The high bytes of 16-bit words as dot operands."""
+    if isa.group == 4:  # the high bytes of two vectors side by side
+        return [isa.high_bytes(b, *words[n : n + 2]) for n in range(0, len(words), 2)]
+    return [b.lshr(w, isa.fill(b, w.type, 8)) for w in words]
+
+
 @functools.cache
-def row_weights(name: str, keys: int):
+def row_weights(name: str, keys: int, pv: str = "int8"):
     """Intrinsic f(x, x_off, octave_q8, i, p, p_off, sums, s_off).
 
     The softmax weights of one row of one key block.
 
     x int16 Q8.8, `keys` scores; p = round(255 * 2**(x - octave)) in the type of the first dot
-    operand, with the bits of `fixedpoint.exp2_p8`; sums[s_off: s_off + lanes] int32 add up to the
-    sum of p.
+    operand, with the bits of `fixedpoint.exp2_p8`; with pv "int16" those of `exp2_w15`, as one
+    int16, or as two bytes: the low ones are `KEY_BLOCK` elements behind the high ones.
+    sums[s_off: s_off + lanes] int32 add up to the sum of p.
 
     Short because a 16-bit variable shift by 16 or more is 0 (no clamp), one byte shuffle takes the
     high bytes of two vectors, and the dot instruction with ones adds up the weights.
     """
     isa = VECTOR_ISAS[name]
+    planes = weight_planes(name, pv)
     i16s = isa.vector(I16, 2)
     i32s = isa.vector(I32)
 
@@ -121,23 +131,33 @@ def row_weights(name: str, keys: int):
                 y = b.sub(top, load(b, px, b.add(a[1], at), i16s, 2))  # >= 0, Q8.8
                 f = b.shl(y, word(8))  # fraction, Q0.16
                 h = isa.multiply_high(b, f, b.sub(word(P_A), isa.multiply_high(b, f, word(P_B))))
-                return b.add(
-                    isa.shift_right(b, b.sub(word(P_WIDE), h), b.lshr(y, word(8))), word(128)
-                )
+                mantissa, octaves = b.sub(word(P_WIDE), h), b.lshr(y, word(8))
+                if pv == "int16":
+                    return isa.shift_right(b, mantissa, b.add(octaves, word(1)))
+                return b.add(isa.shift_right(b, mantissa, octaves), word(128))
 
-            def weigh_all(offsets, state):
-                (total,) = state
-                found = [weigh(at) for at in offsets]
-                if isa.group == 4:  # the high bytes of two vectors side by side
-                    found = [isa.high_bytes(b, *found[n : n + 2]) for n in range(0, len(found), 2)]
-                else:
-                    found = [b.lshr(w, word(8)) for w in found]
-                for at, w in zip(offsets[:: isa.group // 2], found, strict=True):
-                    store(b, w, pp, b.add(a[5], at), 4 // isa.group)
-                    total = isa.value_dot(b, total, w, isa.fill(b, isa.operand, 1))
-                return [total]
+            def operands(words):
+                """A list of dot operands for each plane of the weights."""
+                if pv == "int8":
+                    return [_operands(b, isa, words)]
+                if planes == 1:
+                    return [words]
+                low = [b.shl(w, word(8)) for w in words]
+                return [_operands(b, isa, words), _operands(b, isa, low)]
 
-            (total,) = over_keys(b, isa, keys, [isa.fill(b, i32s, 0)], weigh_all)
+            def weigh_all(offsets, totals):
+                found = operands([weigh(at) for at in offsets])
+                for plane, row in enumerate(found):
+                    first = b.add(a[5], I64(plane * KEY_BLOCK))
+                    for at, w in zip(offsets[:: isa.group // 2], row, strict=True):
+                        store(b, w, pp, b.add(first, at), 4 // isa.group)
+                        ones = isa.fill(b, isa.operand, 1)
+                        totals[plane] = isa.value_dot(b, totals[plane], w, ones)
+                return totals
+
+            total, *low = over_keys(b, isa, keys, [isa.fill(b, i32s, 0)] * planes, weigh_all)
+            if low:
+                total = b.add(b.shl(total, isa.fill(b, i32s, 8)), low[0])
             store(b, total, ps, a[7], 4)
             return context.get_dummy_value()
 

@@ -12,7 +12,7 @@ from ...jit.memory import reinterpret, uncleared, zeros
 from ...numerics.fixedpoint import FIRST_KEYS
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
-from ..isa.isas import VECTOR_ISAS, lanes_of
+from ..isa.isas import VECTOR_ISAS, lanes_of, weight_planes
 from . import amx_stream
 from .amx_stream import Kept
 from .rows import State, Tile
@@ -23,7 +23,7 @@ class Scratch(NamedTuple):
 
     q: np.ndarray  # (block_q, channels) operands of Q.K^T
     x: np.ndarray  # (block_q, KEY_BLOCK) int16 scores, Q8.8
-    p: np.ndarray  # (block_q, KEY_BLOCK) weights
+    p: np.ndarray  # (block_q, KEY_BLOCK) weights, of two planes the low one beside the high one
     wide: np.ndarray  # (block_q, KEY_BLOCK) float32 scores where int16 does not hold them
     o: np.ndarray  # (block_q, columns) float32
     sums: np.ndarray  # (block_q * lanes,) int32 partial sums of the weights
@@ -65,7 +65,8 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
     step, columns_unit = isa.step, isa.unit
     vector_lanes = lanes_of(isa_name)
     operand = np.uint8 if isa.group == 4 else np.int16
-    weight: type[np.generic] = operand if pv == "int8" else np.float32
+    weight: type[np.generic] = np.float32 if pv == "fp32" else operand
+    weights_of_row = weight_planes(isa_name, pv) * KEY_BLOCK
     streams = isa.tiled and pv == "int8"
     turns_shape = amx_stream.table_shape() if streams else (1, 1)
     stream_size = amx_stream.scratch_size() if streams else 0
@@ -79,7 +80,7 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
         return Scratch(
             zeros((block_q, stride), operand, "INT8 query tile"),
             uncleared((block_q, KEY_BLOCK), np.int16, "INT8 scores"),
-            uncleared((block_q, KEY_BLOCK), weight, "INT8 weights"),
+            uncleared((block_q, weights_of_row), weight, "INT8 weights"),
             uncleared((block_q, KEY_BLOCK), np.float32, "INT8 wide scores"),
             uncleared((block_q, width), np.float32, "INT8 output tile"),
             uncleared((block_q * lanes,), np.int32, "INT8 sums of weights"),

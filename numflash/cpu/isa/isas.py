@@ -36,6 +36,11 @@ VECTOR_ISAS: dict[str, Isa] = _Isas(
 )
 
 
+def weight_planes(name: str, pv: str) -> int:
+    """Dot operands that hold one softmax weight: with pv "int16" two bytes, or one int16."""
+    return VECTOR_ISAS[name].group // 2 if pv == "int16" else 1
+
+
 @functools.cache
 def lanes_of(name: str):
     """Intrinsic f() -> int32 lanes of a vector of the instruction set.
