@@ -145,7 +145,8 @@ def row_weights(name: str, keys: int, pv: str = "int8"):
                 low = [b.shl(w, word(8)) for w in words]
                 return [_operands(b, isa, words), _operands(b, isa, low)]
 
-            def weigh_all(offsets, totals):
+            def weigh_all(offsets, state):
+                totals = list(state)
                 found = operands([weigh(at) for at in offsets])
                 for plane, row in enumerate(found):
                     first = b.add(a[5], I64(plane * KEY_BLOCK))
