@@ -156,6 +156,7 @@ def test_all_codes_at_both_ends():
     assert_bits(cache, query)
 
 
+@pytest.mark.slow
 def test_zeros_and_what_is_not_finite():
     key, value = tokens(130)
     value[:], key[0, 0, 100, 3] = 0, np.nan

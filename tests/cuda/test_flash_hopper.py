@@ -61,7 +61,10 @@ def test_a_band_with_two_edges(overlap):
     ("shape", "tile"),
     [
         ({"b": 1, "h": 1, "l": 70, "s": 540, "d": 128}, (128, 176)),  # four tiles of keys
-        ({"b": 1, "h": 2, "hkv": 1, "l": 110, "s": 200, "d": 64}, (192, 128)),  # two of rows
+        pytest.param(
+            *({"b": 1, "h": 2, "hkv": 1, "l": 110, "s": 200, "d": 64}, (192, 128)),  # two of rows
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])

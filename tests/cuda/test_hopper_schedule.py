@@ -68,7 +68,7 @@ def test_causal_work_is_spread_evenly(blocks, sizes):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_block_after_another_tile(blocks, seed):
     """Three tiles of rows, one of which attends to no key: the bits of one block for each."""
     shape = {"b": 1, "h": 1, "l": 300, "s": 300, "d": 128}

@@ -139,6 +139,7 @@ def of_each_factory(arch):
     return list(most.values()), [key for key in keys if key != most[key[0]]]
 
 
+@pytest.mark.slow
 def test_small_kernels():
     same_down_to_machine_code(decode_combine, "sm_80", dv=64, row_tiles=1, exact=False)
     same_down_to_machine_code(
