@@ -160,7 +160,7 @@ def quantised(rng: Random) -> dict:
     c["granularity"] = [rng.choice(("row", "row", "block", "tensor")) for _ in "qk"]
     c["granularity"].append(
         rng.choice(
-            ("channel", "tensor") if c["pv"] == "int8" else ("row", "block", "channel", "tensor")
+            ("channel", "tensor") if c["pv"] != "fp32" else ("row", "block", "channel", "tensor")
         )
     )
     c["scales"] = [

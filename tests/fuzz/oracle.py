@@ -290,7 +290,8 @@ def weight_errors(p: np.ndarray, pv: str) -> np.ndarray:
         return block_peaks(p) * 1.1 / 32768 + 0.0045 * p
     rest = p.copy()
     rest[..., :FIRST] = 0
-    error = block_peaks(rest) * 1.1 / (255 if pv == "int8" else 32640) + 0.0045 * p
+    unit = 1.1 / 255 if pv == "int8" else 2.1 / 32640  # rounded to the nearest; cut off
+    error = block_peaks(rest) * unit + 0.0045 * p
     first = p[..., :FIRST]
     error[..., :FIRST] = first.max(-1, keepdims=True, initial=0) * 2.1 / 4080 + 0.0045 * first
     return error

@@ -99,6 +99,12 @@ MUTANTS = [
     ),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, "one = fx.WEIGHT_ONE[problem.pv]", "one = fx.P_ONE", INT8),
+    Mutant(
+        "cpu/int8/microkernels.py",
+        "b.shl(x, isa.fill(b, i32s, 8)) for row in high",
+        "b.shl(x, isa.fill(b, i32s, 7)) for row in high",
+        "tests/cpu/test_combinations.py -k test_int8_by_pairs",
+    ),
     # ---- the stream of AMX
     Mutant(STREAM_PIECES, "constant(eight, 255))", "constant(eight, 254))", STREAM_TESTS),
     Mutant(
