@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from numflash.commands import validate, validate_groups, validate_kernels
 from numflash.commands.cli import main
 from numflash.cpu import launch
 from numflash.jit.system import cpus_of
-from numflash.measure import roofline
+from numflash.measure import data, roofline
 
 GOOD = {"check": "accuracy", "precision": "int8", "error": 0.01, "allowed": 0.03, "ok": True}
 
@@ -70,15 +71,19 @@ def test_kernels_stand_beside_the_model(quick, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("llvm-mca"), reason="needs llvm-mca")
 def test_the_stored_model_is_what_estimate_gives():
-    """Other releases of LLVM differ by up to 9 %."""
+    """Other releases of LLVM differ: decoding's 42.5 cycles of 19 are 50.3 of 14."""
     pytest.importorskip("unicorn")
     from numflash.machinecode import estimate_kernels
+    from numflash.machinecode.model import Model
+
+    stored = json.loads((Path(data.__file__).parent / "modelled_cycles.json").read_text())
+    same = Model("a64fx").version.split(".")[0] == stored["llvm_mca"].split(".")[0]
 
     for kernel, by_size in estimate_kernels.cycles_per_score("a64fx").items():
         for head_dim, cycles in by_size.items():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(validate_kernels.target, "cpu_name", lambda: "a64fx")
-                assert validate_kernels.modelled(kernel, head_dim) == pytest.approx(cycles, rel=0.1)
+                assert validate_kernels.modelled(kernel, head_dim) == pytest.approx(cycles, rel=0.02 if same else 0.25)
 
 
 def test_what_is_wrong_fails_after_everything_ran(quick, monkeypatch, tmp_path, capsys):

@@ -71,7 +71,8 @@ def test_no_float64_anywhere(code):
 def test_product_loops_are_loads_and_dots(code):
     """The two 6-row tiles.
 
-    Nothing is spilled, nothing is called, and nearly all instructions are dots.
+    No vector is spilled (a row stride may be: one load beside twelve dots), nothing is called, and
+    nearly all instructions are dots.
     """
     dots = [sum(DOT[ISA] in i for i in loop.instructions) for loop in assembly.loops(code)]
     tile = 6 * VECTOR_ISAS[ISA].nv
@@ -87,7 +88,9 @@ def test_product_loops_are_loads_and_dots(code):
     )[:2]
     for loop in best:
         n = sum(DOT[ISA] in i for i in loop.instructions)
-        assert not any(assembly.is_stack(i) or assembly.is_call(i) for i in loop.instructions)
+        assert not any(assembly.is_call(i) for i in loop.instructions)
+        on_stack = [i for i in loop.instructions if assembly.is_stack(i)]
+        assert not any(map(assembly.is_vector, on_stack)) and len(on_stack) <= n / 12, on_stack
         assert len(loop.instructions) <= 2.2 * n, assembly.histogram(loop.instructions)
 
 
