@@ -22,7 +22,7 @@ def attend(*arrays, **options):
 @given(st.floats(width=32))
 def test_bfloat16_bits(x):
     x = np.array([x], np.float32)
-    bits = interop.to_bfloat16(x)
+    bits = interop.convert(x, "bfloat16")
     want = x.astype(ml_dtypes.bfloat16)
     assert bits.view(ml_dtypes.bfloat16)[0] == want[0] or (
         np.isnan(x[0]) and np.isnan(want[0].astype(np.float32))
@@ -51,9 +51,59 @@ def test_bfloat16_bits_of_what_rounds_badly():
     )
     signalling = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     np.testing.assert_array_equal(
-        interop.widen(interop.to_bfloat16(x)), x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        interop.widen(interop.convert(x, "bfloat16")),
+        x.astype(ml_dtypes.bfloat16).astype(np.float32),
     )
-    assert np.isnan(interop.widen(interop.to_bfloat16(signalling))).all()
+    assert np.isnan(interop.widen(interop.convert(signalling, "bfloat16"))).all()
+
+
+HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_becomes_its_float32(dtype):
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    halves = bits if dtype == "bfloat16" else bits.view(np.float16)
+    found, wanted = interop.to_float32(halves), bits.view(HALVES[dtype]).astype(np.float32)
+    nan = np.isnan(wanted)
+    assert np.isnan(found[nan]).all()
+    np.testing.assert_array_equal(found[~nan].view(np.uint32), wanted[~nan].view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_float32_rounds_to_the_nearest_half(dtype):
+    """Each sign, exponent and upper fraction with lower bits below, at and above every tie."""
+    high = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    for low in (0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x = (high | np.uint32(low)).view(np.float32)
+        found = interop.convert(x, dtype).view(np.uint16)
+        with np.errstate(over="ignore", invalid="ignore"):
+            wanted = x.astype(HALVES[dtype])
+        nan = np.isnan(x)
+        assert np.isnan(found[nan].view(HALVES[dtype]).astype(np.float32)).all()
+        np.testing.assert_array_equal(found[~nan], wanted[~nan].view(np.uint16))
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_halves_of_strided_arrays_of_several_tasks(forked, monkeypatch):
+    if forked:  # threads would end the process
+        monkeypatch.setattr(interop.halves, "refuse_after_fork", threads_refused)
+    x = np.random.default_rng(0).standard_normal((3, 2 * interop.halves.PART + 5), np.float32).T
+    assert not x.flags.c_contiguous
+    for dtype, kind in HALVES.items():
+        halves = interop.convert(x, dtype)
+        np.testing.assert_array_equal(halves.view(np.uint16), x.astype(kind).view(np.uint16))
+        back = interop.to_float32(np.asfortranarray(halves))
+        np.testing.assert_array_equal(back, x.astype(kind).astype(np.float32))
+
+
+def threads_refused():
+    raise UnsupportedError("forked")
+
+
+def test_float64_is_rounded_to_float16_once():
+    x = np.array([1 + 2**-11 + 2**-40, 65519.999999, 1e300])
+    assert interop.convert(x, "float16").tolist() == [1 + 2**-10, 65504, np.inf]
 
 
 @pytest.mark.parametrize(

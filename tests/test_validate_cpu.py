@@ -83,7 +83,9 @@ def test_the_stored_model_is_what_estimate_gives():
         for head_dim, cycles in by_size.items():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(validate_kernels.target, "cpu_name", lambda: "a64fx")
-                assert validate_kernels.modelled(kernel, head_dim) == pytest.approx(cycles, rel=0.02 if same else 0.25)
+                assert validate_kernels.modelled(kernel, head_dim) == pytest.approx(
+                    cycles, rel=0.02 if same else 0.25
+                )
 
 
 def test_what_is_wrong_fails_after_everything_ran(quick, monkeypatch, tmp_path, capsys):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from ..interop.arrays import widen
+from ..interop.arrays import to_float32
 from ..jit import guard, target
 from ..jit.compiler import bare, inline, kernel
 from ..jit.memory import fresh
@@ -127,9 +127,7 @@ def run(
     dq, dk, dv_ = results or tuple(np.zeros(shape, F) for shape in shapes)
     gradients = tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (dq, dk, dv_))
     if 0 not in (nb, length, s):
-        q, k, v = (
-            heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value)
-        )
+        q, k, v = (heads(to_float32(x)) for x in (problem.query, problem.key, problem.value))
         with one_at_a_time():
             _solve(problem, isa, (q, k, v, heads(grad_out)), heads(out), heads(lse), gradients)
     return dq, dk, dv_

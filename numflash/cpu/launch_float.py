@@ -10,7 +10,7 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory, to_float32, widen
+from ..interop.arrays import Memory, to_float32
 from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
 from ..tiling import chosen_float, workers
@@ -106,7 +106,7 @@ def run_rows(
     lse: np.ndarray,
 ) -> None:
     """Rows `todo` one at a time, in plain loops."""
-    q, k, v = (heads(np.asarray(widen(x), F)) for x in (problem.query, problem.key, problem.value))
+    q, k, v = (heads(to_float32(x)) for x in (problem.query, problem.key, problem.value))
     _, nh, nkv, _, s, _, _ = problem.shape
     threads = numba.get_num_threads()
     given = Given(q, k, v, todo, problem.scale * LOG2E, options, nh, nkv, s, threads)
@@ -261,7 +261,7 @@ def may_overflow(problem: Problem) -> np.ndarray:
     _, nh, nkv, _, _, d, _ = problem.shape
 
     def largest(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-        size = np.abs(np.asarray(widen(x), F))
+        size = np.abs(to_float32(x))
         return size.max(axes, where=np.isfinite(size), initial=0).astype(np.float64)
 
     of_keys = np.repeat(largest(problem.key, (2, 3)), nh // nkv, 1)[:, :, None]

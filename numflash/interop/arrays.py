@@ -18,8 +18,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from . import halves
 
 CPU_DEVICE = 1  # kDLCPU
+STORAGE = {"bfloat16": "uint16"}
+HALVES = "eH"  # NumPy's characters of float16, and of the uint16 that bfloat16 is
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,7 @@ def dtype_name(dtype: np.dtype) -> str:
 
 def widen(x: np.ndarray) -> np.ndarray:
     """Float array from a float array or from bfloat16 bits (uint16 -> float32)."""
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32) if x.dtype == np.uint16 else x
-
-
-def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """bfloat16 bits (uint16) of a float array, rounded to even; NaN stays NaN."""
-    with np.errstate(over="ignore"):
-        x = np.ascontiguousarray(x, np.float32)
-    bits = x.view(np.uint32)
-    rounded = bits >> np.uint32(16)  # in place from here on: passes over memory are what this costs
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += bits
-    rounded >>= np.uint32(16)
-    out = rounded.astype(np.uint16)
-    nan = np.isnan(x)
-    if nan.any():
-        out[nan] = 0x7FC0
-    return out
+    return halves.widen(x) if x.dtype == np.uint16 else x
 
 
 def convert(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -69,12 +55,15 @@ def convert(x: np.ndarray, dtype: str) -> np.ndarray:
 
     The same array where nothing changes.
     """
-    if dtype == "bfloat16":
-        return x if x.dtype == np.uint16 else to_bfloat16(x)
-    if dtype_name(x.dtype) == dtype:
+    if dtype_name(x.dtype) in (dtype, STORAGE.get(dtype)):
         return x
-    with np.errstate(over="ignore"):
-        return widen(x).astype(dtype, copy=False)
+    if x.dtype.char in HALVES:
+        x = halves.widen(x)
+    if x.dtype == np.float64 and dtype == "float16":  # rounded once
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+    x = to_float32(x)
+    return x if dtype == "float32" else halves.narrow(x, dtype)
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
@@ -84,8 +73,10 @@ def to_float32(x: np.ndarray) -> np.ndarray:
     """
     if x.dtype == np.float32 and x.flags.carray:  # before errstate, which takes a microsecond
         return x
+    if x.dtype.char in HALVES:
+        return halves.widen(x)
     with np.errstate(over="ignore"):
-        return writable(np.ascontiguousarray(widen(x), np.float32))
+        return writable(np.ascontiguousarray(x, np.float32))
 
 
 class Memory:

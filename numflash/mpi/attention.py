@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dispatch.backends import solve
 from ..interop.arguments import known
-from ..interop.arrays import convert, deliver, import_array, restore, widen
+from ..interop.arrays import convert, deliver, import_array, restore, to_float32
 from ..numerics.merge import apply_sinks, join, weights
 from ..numerics.quantization import QuantizedTensor, quantize_heads
 from .agreement import agree, communicator
@@ -94,7 +94,7 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         def statistics() -> Statistics:
             place = plan.keys.indices(plan.rank)
             real = place < p.key_lengths[:, None]
-            return Statistics.of(floats(p.key), floats(p.value), real, place)
+            return Statistics.of(to_float32(p.key), to_float32(p.value), real, place)
 
         agreed = Agreed.of(Statistics.join(agree(comm, statistics)), p)
 
@@ -102,7 +102,7 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
         query = p.query
         own = Shard.of(ranges, p.key, p.value)
         if agreed is not None:
-            t = quantize_heads(floats(p.query).reshape(b * h, length, d), "row", False)
+            t = quantize_heads(to_float32(p.query).reshape(b * h, length, d), "row", False)
             bad = None if t.nonfinite is None else t.nonfinite.reshape(b, h, length)
             query = QuantizedTensor(
                 t.data.reshape(b, h, length, d),
@@ -110,19 +110,13 @@ def prepare(comm: Any, plan: Plan, impl: str) -> Job:
                 "row",
                 nonfinite=bad,
             )
-            own = quantise_shard(floats(p.key), floats(p.value), ranges, p, agreed)
+            own = quantise_shard(to_float32(p.key), to_float32(p.value), ranges, p, agreed)
         out = np.zeros((b, h, length, dv), np.float32)
         lse = np.full((b, h, length), -np.inf, np.float32)
         jobs.append(Job(plan, form, query, own, agreed, impl, out, lse))
 
     agree(comm, make)
     return jobs[0]
-
-
-def floats(x: np.ndarray) -> np.ndarray:
-    """Contiguous float32; too large for it is infinite."""
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(widen(x), np.float32)
 
 
 def run(

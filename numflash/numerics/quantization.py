@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import flag
-from ..interop.arrays import import_array, widen
+from ..interop.arrays import import_array, to_float32
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..tiling import KEY_BLOCK
@@ -196,13 +196,12 @@ def _floats(name: str, x: Any) -> np.ndarray:
         raise ArgumentTypeError(
             f"{name}: got dtype {taken.dtype}; allowed: float32, float64, float16, bfloat16"
         )
-    array = widen(taken.array)
+    array = taken.array
     if not 2 <= array.ndim <= 4 or array.shape[-1] < 1:
         raise ArgumentError(
             f"{name}: got shape {array.shape}; allowed: 2 to 4 dimensions (..., L, D) with D >= 1"
         )
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, np.float32)
+    return to_float32(array)
 
 
 def quantize(x: Any, granularity: str = "row", smooth: bool = False) -> QuantizedTensor:
@@ -312,8 +311,7 @@ def quantize_problem(problem: Any) -> Any:
     """
 
     def heads(x: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            return np.ascontiguousarray(widen(x), np.float32).reshape(-1, *x.shape[2:])
+        return to_float32(x).reshape(-1, *x.shape[2:])
 
     b, h, hkv = problem.shape[:3]
     lengths = np.repeat(problem.key_lengths, hkv)

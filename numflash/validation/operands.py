@@ -106,14 +106,13 @@ def split_mask(
     if attn_mask is None:
         return None, None
     taken = import_array("attn_mask", attn_mask)
-    array = widen(taken.array) if taken.dtype == "bfloat16" else taken.array
-    if array.dtype.kind not in "bf":
+    array = taken.array
+    if taken.dtype == "bfloat16" or array.dtype.kind == "f":
+        array = convert(array, "float32")
+    elif array.dtype.kind != "b":
         raise ArgumentTypeError(
             f"attn_mask: got dtype {taken.dtype}; allowed: bool (True = may attend) or float (added to scores)"
         )
-    if array.dtype.kind == "f":
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32, copy=False)
     try:
         array = writable(np.broadcast_to(array, shape))
     except ValueError:

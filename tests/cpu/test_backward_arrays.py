@@ -157,7 +157,7 @@ def test_bad_arguments_are_named():
         (
             ArgumentTypeError,
             r"out: got dtype uint16",
-            (do, q, k, v, interop.to_bfloat16(out), lse),
+            (do, q, k, v, interop.convert(out, "bfloat16"), lse),
             {},
         ),
         (ArgumentError, r"key: got shape", (do, q, k[..., 1:], v, out, lse), {}),

@@ -16,7 +16,7 @@ from numflash.cpu import launch_float
 from numflash.cpu.floats.float_isas import FLOAT_ISAS
 from numflash.cpu.floats.float_rows import row_exp
 from numflash.errors import ArgumentError, UnsupportedError
-from numflash.interop.arrays import to_bfloat16, widen
+from numflash.interop.arrays import convert, widen
 from numflash.jit import target
 from numflash.validation.options import Options
 
@@ -60,7 +60,7 @@ def plain(problem):
     p = np.exp(scores - np.where(np.isinf(top), F(0), top))
     l = p.sum(-1, keepdims=True)
     if problem.precision == "bfloat16":
-        p = widen(to_bfloat16(p))
+        p = widen(convert(p, "bfloat16"))
     return np.where(
         l > 0, np.einsum("bhls,bhsd->bhld", p, v, dtype=F) / np.where(l > 0, l, F(1)), F(0)
     )
