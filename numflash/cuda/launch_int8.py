@@ -84,12 +84,14 @@ def choose(problem: Problem, arch: str) -> Chosen:
     """Which kernel takes a problem on an architecture."""
     _, nh, nkv, length, _, d, dv = problem.shape
     wide, turing = problem.pv == "fp32", arch == "sm_75"
-    if problem.pv == "int16":
-        raise UnsupportedError("pv: got 'int16' on a card; allowed there: 'int8' and 'fp32'")
     if wide and turing:
-        raise UnsupportedError("pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8'")
+        raise UnsupportedError(
+            "pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8' and 'int16'"
+        )
     tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
-    hopper = arch == "sm_90a" and not wide and length * packed_heads(nh // nkv) > MMA_ROWS
+    hopper = (
+        arch == "sm_90a" and problem.pv == "int8" and length * packed_heads(nh // nkv) > MMA_ROWS
+    )
     return Chosen(hopper, tiling, padded(d) if hopper else smallest(d, tiling.head_dims))
 
 
@@ -102,8 +104,8 @@ def sizes_of(problem: Problem) -> tuple[int, int]:
 def int8_forward(problem: Problem, arch: str) -> Launch:
     """The launch for a problem of QuantizedTensors in host memory.
 
-    With pv "int8" its bits are those of `reference.integer_model`; with pv "fp32" its sums are in
-    an order of their own.
+    With pv "int8" and "int16" its bits are those of `reference.integer_model`; with pv "fp32" its sums
+    are in an order of their own.
     """
     nb, nh, nkv, length, s, _, dv = problem.shape
     chosen = choose(problem, arch)
@@ -140,7 +142,7 @@ def int8_forward(problem: Problem, arch: str) -> Launch:
     )
 
     def finish() -> tuple[np.ndarray, np.ndarray]:
-        one = 1 if wide else fx.P_ONE
+        one = fx.WEIGHT_ONE[problem.pv]
         return x.out[..., :dv], log_sum_exp(x.octave, x.total, None if softcap else shift, one)
 
     return launch_of(problem, arch, chosen, x, finish)
@@ -216,7 +218,7 @@ def launch_of(
         "d": chosen.width,
         **options,
         "block_q": block_q,
-        "wide": problem.pv == "fp32",
+        "pv": problem.pv,
         "turing": arch == "sm_75",
         "halves": tiling.key_block // (tiling.nv * tiling.lanes),
     }

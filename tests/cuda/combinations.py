@@ -106,6 +106,8 @@ FAMILIES = {
             "shapes": (((70, 150), (140, 50), (65, 300)), ((40, 150), (70, 50), (35, 300))),
         },
     ),
+    "int8-int16 sm_80": Family(("int8-int16",), "sm_80", **INT8),
+    "int8-int16 sm_75": Family(("int8-int16",), "sm_75", **INT8),
     "int8-fp32 sm_80": Family(("int8-fp32",), "sm_80", **INT8),
 }
 # the tests go through all of the first, through every pair of options of the second, through every
@@ -377,14 +379,12 @@ def check(family: Family, one: Combination, case: Case) -> tuple:
     """Run one case and compare; what names the kernel."""
     (q, k, v), options, mask = draw(family, one, case)
     if one["precision"].startswith("int8"):
-        wide = one["precision"] == "int8-fp32"
-        problem = with_mask(
-            int8_checks.problem_of(q, k, v, **options, pv="fp32" if wide else "int8"), mask
-        )
+        pv = one["precision"].partition("-")[2] or "int8"
+        problem = with_mask(int8_checks.problem_of(q, k, v, **options, pv=pv), mask)
         if case.get("smooth"):
             problem = dataclasses.replace(problem, key=quantize(k, "row", smooth=True))
         launch = launch_int8.int8_forward(problem, family.arch)
-        (int8_checks.near_the_model if wide else int8_checks.same_bits_of)(
+        (int8_checks.near_the_model if pv == "fp32" else int8_checks.same_bits_of)(
             problem, family.arch, case["seed"]
         )
     else:

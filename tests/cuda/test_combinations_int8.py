@@ -12,7 +12,15 @@ from combinations import check_all, parameters
 
 @pytest.mark.parametrize(
     ("family", "one", "dealt"),
-    parameters("int8 sm_80", "int8 sm_75", "int8 sm_90a", "int8-fp32 sm_80", "float32 sm_80"),
+    parameters(
+        "int8 sm_80",
+        "int8 sm_75",
+        "int8 sm_90a",
+        "int8-int16 sm_80",
+        "int8-int16 sm_75",
+        "int8-fp32 sm_80",
+        "float32 sm_80",
+    ),
 )
 def test_combination(family, one, dealt):
     check_all(family, one, dealt)

@@ -191,6 +191,36 @@ def test_turing(shape):
     }
 
 
+@pytest.mark.parametrize(
+    ("arch", "shape", "options"),
+    [
+        (
+            "sm_80",
+            {"l": 37, "d": 64, "dv": 40},
+            {"is_causal": True, "key_lengths": np.array([0, 150])},
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("sm_75", {"l": 20, "d": 64}, {"window": (30, 2), "alignment": "lower_right"}),
+                ("sm_75", {"l": 20, "d": 200, "dv": 256}, {"softcap": 2.0}),
+                ("sm_80", {"l": 20, "d": 256, "dv": 72}, {"window": (150, 9)}),
+                ("sm_80", {"l": 1, "s": 1, "d": 128}, {}),
+                ("sm_89", {"l": 70, "d": 128}, {"alibi_slopes": np.float32([0.5, 0.1])}),
+                ("sm_90a", {"l": 70, "d": 64}, {"is_causal": True}),
+            )
+        ),
+    ],
+)
+def test_weights_of_two_bytes(arch, shape, options):
+    """pv "int16": the head sizes and cards that its kernels differ on; a pair of query heads."""
+    q, k, v = oracles.qkv(**{"b": 2, "h": 2, "hkv": 1, "s": 150, **shape})
+    if "is_causal" in options:
+        k[1, 0, 30], v[1, 0, 35, 2] = np.inf, np.nan
+    report = same_bits(q, k, v, arch=arch, pv="int16", **options)
+    assert report.shared_conflicts == 0
+
+
 def close_to_the_model(q, k, v, **options):
     return near_the_model(problem_of(q, k, v, pv="fp32", **options))
 
@@ -225,7 +255,9 @@ def test_float_values_of_any_size():
 
 def test_what_is_refused():
     problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv="fp32")
-    with pytest.raises(UnsupportedError, match=r"pv: got 'fp32'; sm_75 has no TF32"):
+    with pytest.raises(
+        UnsupportedError, match=r"no TF32 products; allowed there: 'int8' and 'int16'"
+    ):
         launch_int8.int8_forward(problem, "sm_75")
 
 
@@ -243,37 +275,44 @@ def test_extreme_options():
 
 
 def weights_of(x, octave, turing=False):
-    """Weights as bytes and in Q16.16 of scores x, float32, four of which share an octave."""
+    """Weights as bytes, in Q16.16 and of 15 bits of scores x, float32, four of which share an octave."""
     four_bytes = int8_weights.make_bytes(turing)
 
     def kernel(x, octave, out):
         i = cuda.grid(1)
         w, base = cuda.local.array(4, types.float32), int8_weights.base_of(octave[i], 2.0**-12)
+        u, planes = cuda.local.array(4, types.float32), cuda.local.array(2, types.uint32)
         for k in range(4):
-            w[k] = int8_weights.weight_steps(int8_weights.below(x[4 * i + k], base))
+            u[k] = int8_weights.below(x[4 * i + k], base)
+            w[k] = int8_weights.weight_steps(u[k])
         out[0, i] = four_bytes(w[0], w[1], w[2], w[3])
+        int8_weights.two_planes(u, planes, 0, 1)
+        out[5, i], out[6, i] = planes[0], planes[1]
         base = int8_weights.base_of(octave[i], 2.0**-11)
         for k in range(4):
             out[1 + k, i] = int8_weights.weight_q16(int8_weights.below(x[4 * i + k], base))
 
-    out = np.zeros((5, x.size // 4), np.uint32)
+    out = np.zeros((7, x.size // 4), np.uint32)
     kinds = types.float32[::1], types.int32[::1], types.uint32[:, ::1]
     arguments = [x, octave.astype(np.int32), out]
     emulate(Source(kernel, types.void(*kinds), 1024), x.size // 4096, None, arguments)
-    return out[0].view(np.uint8), out[1:].T.reshape(-1)
+    high, low = (plane.view(np.uint8).astype(np.uint16) for plane in out[5:])
+    return out[0].view(np.uint8), out[1:5].T.reshape(-1), high * np.uint16(256) + low
 
 
 def is_exp2(x, octaves):
     """Weights of x at four octaves, against the shared definition of t = rint(x)."""
     y = np.minimum((octaves.repeat(4).astype(np.int64) << 8) - np.rint(x).astype(np.int64), 65535)
     for turing in (False, True):
-        byte, wide = weights_of(x, octaves, turing)
+        byte, wide, fifteen = weights_of(x, octaves, turing)
         assert np.array_equal(byte, fx.exp2_p8(y.astype(np.uint16)))
         assert np.array_equal(wide, fx.exp2_quadratic(y.astype(np.uint32)))
+        # from 16 octaves on `exp2_w15` is 0 as well
+        assert np.array_equal(fifteen, fx.exp2_w15(y.astype(np.uint16)))
 
 
 @pytest.mark.parametrize("octave", [0, 1 << 22, 13, -(1 << 22)])  # within T_LIMIT
-def test_weight_is_exp2_p8(octave):
+def test_weights_are_the_definitions(octave):
     """Every Q8.8 distance of 16 bits, as a whole score."""
     octaves = np.full(1 << 14, octave)
     x = (octave * 256 - np.arange(1 << 16)).astype(np.float32)
@@ -300,7 +339,7 @@ def test_weight_of_a_score_between():
 
 def test_a_share_of_a_sum_is_exact():
     """So a fused multiply-add of a product P . V rounds once, like an addition."""
-    largest = 255 * 128 * 128
+    largest = 255 * 128 * 128  # sums of wider weights are rounded to such floats first
     sums = np.concatenate([np.arange(-300, 300), [largest, -largest, largest - 1, 1 << 21]])
     for n in range(127):
         share = np.float32(2.0**-n)

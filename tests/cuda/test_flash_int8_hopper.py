@@ -112,6 +112,7 @@ def test_plan_chooses_the_kernel():
         "so few rows fill no tile of 128"
     )
     assert kernel(h=1, l=65, pv="fp32") == kernel("sm_80", h=1, l=65) == "flash_int8"
+    assert kernel(h=1, l=65, pv="int16") == "flash_int8"
 
 
 def test_rows_are_packed_as_a_view():

@@ -172,7 +172,7 @@ def test_the_order_of_the_mean():
         ("sm_80", "float16", {"softcap": 3.0, "alibi_slopes": np.array([0.5, 0.1])}),
         ("sm_80", "bfloat16", {"window": (30, 5), "alignment": "lower_right"}),
         ("sm_75", "bfloat16", {"is_causal": True}),
-        ("sm_75", "float16", {}),
+        ("sm_75", "float16", {"pv": "int16"}),
         ("sm_90a", "bfloat16", {"attn_mask": "float"}),
         ("sm_90a", "float16", {"is_causal": True, "window": (50, 0)}),
     ],

@@ -44,14 +44,12 @@ OTHERS = [
 BY_DEFAULT = [("sm_80", 64, "none")]
 
 
-def check(arch, d, name, dv=None, wide=False):
+def check(arch, d, name, dv=None, pv="int8"):
     """Resources of the kernel with the constants that `launch_int8.int8_forward` takes, for a block of
     64 rows and 128 keys.
     """
-    tiling = cuda_tiling(
-        "sm_75" if arch == "sm_75" else "sm_80", "int8-fp32" if wide else "int8", d, dv
-    )
-    turing = arch == "sm_75"
+    wide, turing = pv == "fp32", arch == "sm_75"
+    tiling = cuda_tiling("sm_75" if turing else "sm_80", "int8-fp32" if wide else "int8", d, dv)
     halves = tiling.key_block // (tiling.nv * tiling.lanes)
     sizes = tiling.sizes(d, dv)
     found = resources(
@@ -60,13 +58,13 @@ def check(arch, d, name, dv=None, wide=False):
         d=sizes["d"],
         dv=sizes["dv"],
         block_q=64,
-        wide=wide,
+        pv=pv,
         turing=turing,
         halves=halves,
         **OPTIONS[name],
     )
     scores = sizes["d"] // 32 * (16 // halves + (not wide))  # and one of the first keys
-    values = sizes["dv"] // 8 * 4 // halves
+    values = sizes["dv"] // 8 * 4 // halves * (2 if pv == "int16" else 1)
     if wide:  # three products of TF32 per 8 keys and channels; a part of 32 keys is one round
         assert (
             found.count("IMMA") == scores
@@ -129,7 +127,23 @@ def test_head_sizes_that_differ(arch, d, dv):
     ],
 )
 def test_float_values(arch, d, name):
-    check(arch, d, name, wide=True)
+    check(arch, d, name, pv="fp32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "d", "name"),
+    [
+        *(("sm_80", d, "all") for d in (64, 128, 256)),
+        *((arch, 128, "all") for arch in ("sm_75", "sm_89", "sm_120")),
+        ("sm_90a", 128, "none"),
+        ("sm_75", 256, "band"),
+    ],
+)
+def test_two_planes_of_weights(arch, d, name):
+    """Twice the products of weights and values, in branches that keep operands few."""
+    found = check(arch, d, name, pv="int16")
+    assert found.registers <= (255 if d == 128 else 224)
 
 
 @pytest.mark.slow

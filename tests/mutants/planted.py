@@ -605,6 +605,24 @@ MUTANTS = [
         "(alpha[0] == f32(1))",
         CUDA_INT8,
     ),
+    Mutant(
+        "cuda/kernels/int8_softmax.py",
+        "total[r] + (high[r] << 8)",
+        "total[r]",
+        f"{CUDA_INT8} -k two_bytes",
+    ),
+    Mutant(
+        "cuda/kernels/int8_values.py",
+        "i32((acc[i] << 8) +",
+        "i32((acc[i] << 7) +",
+        f"{CUDA_INT8} -k two_bytes",
+    ),
+    Mutant(
+        "cuda/kernels/int8_weights.py",
+        "u32(quadratic(y, P_WIDE, P_A, P_B) >> u32(1))",
+        "u32(u32(quadratic(y, P_WIDE, P_A, P_B) + u32(1)) >> u32(1))",
+        f"{CUDA_INT8} -k two_bytes",
+    ),
     # ---- score functions of INT8, rotation, threads, tilings, the resident cache, arrays on a card
     Mutant(
         "flex/emit.py",

@@ -58,9 +58,9 @@ def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 def check(problem: Problem) -> None:
     """Raise UnsupportedError for what has no kernel on the card."""
-    if problem.pv != "int8":
+    if problem.pv == "fp32":
         raise UnsupportedError(
-            f"pv: got {problem.pv!r} for arrays on a card; allowed there: 'int8'"
+            "pv: got 'fp32' for arrays on a card; allowed there: 'int8' and 'int16'"
         )
     if problem.functions is not None:
         raise UnsupportedError(
@@ -175,6 +175,7 @@ def _write(
             "d": padded(d),
             "dv": padded(dv),
             "dtype": dtype,
+            "pv": problem.pv,
             "smooth": problem.smooths,
             "sinks": problem.sinks is not None,
         },

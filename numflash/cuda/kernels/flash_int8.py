@@ -11,6 +11,9 @@ order: lane quad q of 8-key tiles 2 t and 2 t + 1 holds keys 2 q, 2 q + 1 of bot
 needs four consecutive keys per lane. So the values are stored transposed (channels x keys) with the
 keys of each 32 permuted accordingly (`permuted_keys`); integer sums do not mind.
 
+With pv "int16" weights of 15 bits are two planes of unsigned bytes, each with a product of its own: 256
+times the first and the second are added in int32.
+
 With pv "fp32" the weights stay in Q16.16 and the values in float32: m16n8k8 products of TF32, each
 operand split into a high and a low part, of which the low times low is left out (2**-20 of the
 whole at most). There the values are stored as given, and the quad's two keys are the two halves of
@@ -48,7 +51,7 @@ from .int8_softmax import (
     make_sum_weights,
 )
 from .int8_values import FLOAT_KEYS, PADDING, Values, make_byte_values, make_float_values
-from .int8_weights import make_weigh
+from .int8_weights import PLANES, make_weigh
 from .pieces import (
     make_copy,
     make_load_rows,
@@ -86,7 +89,7 @@ def flash_int8(
     dv: int,
     block_q: int,
     group: int = 1,
-    wide: bool = False,
+    pv: str = "int8",
     turing: bool = False,
     halves: int = 1,
     first_keys: int = FIRST_KEYS,
@@ -96,22 +99,22 @@ def flash_int8(
 
     d : 64, 128 or 256, whole swizzles;  dv : a multiple of 8, or of 16 with two halves
 
-    wide : pv "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous and V
-        takes K's place;  halves : warps that share 16 rows, 1 or 2 (`int8_pairs`)
+    pv : "int8", "int16" or "fp32" (sm_80 or later);  turing : sm_75, where copies are not asynchronous
+        and V takes K's place;  halves : warps that share 16 rows, 1 or 2 (`int8_pairs`)
 
     first_keys : `Problem.first_keys`;  options : those of `Int8Options`
     """
-    chosen = Int8Options(**options)
+    chosen, wide, planes = Int8Options(**options), pv == "fp32", PLANES[pv]
     block_k, threads, paired = KEY_BLOCK, block_q * 2 * halves, halves - 1
     own_keys, own_channels = block_k // halves, dv // halves
     k_steps = d // 32
     key_tiles = block_k // 8
     own_tiles = own_keys // 8
     value_tiles = own_channels // 8
-    n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else key_tiles
+    n_s, n_o, n_p = own_tiles * 4, value_tiles * 4, 4 if wide else planes * key_tiles
     shift_k, xor_k = swizzle_of(d)
     own_weights = own_tiles * (
-        4 if wide else 1
+        4 if wide else planes
     )  # registers, whose contents cross through K's place
     q_size, k_size = block_q * d, max(block_k * d, paired * threads * 4 * own_weights)
     v_size = FLOAT_KEYS * (dv * 4 + PADDING) if wide else dv * block_k
@@ -124,15 +127,15 @@ def flash_int8(
     copy, wait_all = make_copy(not turing), ptx.cp_async_wait[0]
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
     log2_scores = make_log2_scores(own_tiles, chosen, turing)
-    weigh = make_weigh(own_tiles, wide, turing)
-    sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, wide), make_add_weights(wide)
+    weigh = make_weigh(own_tiles, pv, turing)
+    sum_weights, add_weights = make_sum_weights(n_s if wide else n_p, pv), make_add_weights(pv)
     give, take, sum_given = make_give(own_weights), make_take(n_p), make_sum_given(2 * n_s)
     describe_rows = make_describe_rows(group, chosen, 0 if wide else first_keys)
-    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys)
+    begin_rows = make_begin_rows(d, dv, value_tiles, chosen, turing, first_keys, pv)
     write_rows = make_write_rows(value_tiles)
     band = chosen.band
     tile_range, row_block = make_tile_range(block_q, block_k, group, band), make_row_block(band)
-    add_bytes = make_byte_values(value_tiles, turing)
+    add_bytes = make_byte_values(value_tiles, planes, turing)
     add_floats = make_float_values(dv, value_tiles, threads, bool(paired))
 
     # One long function: its steps share some twenty fragments, addresses and sizes, which functions of
@@ -286,7 +289,9 @@ def flash_int8(
                 begin = i32(half * own_channels)
                 add_floats(o, (s, crossed), (alpha, share), sv, values, start, begin, thread)
             else:
-                add_bytes(o, p, alpha, share, sv + u32(half * (own_channels * block_k)), lane)
+                own_at = sv + u32(half * (own_channels * block_k))
+                rest = i32(channels - half * own_channels)
+                add_bytes(o, p, (alpha, share), own_at, rest, lane)
             cuda.syncthreads()
             start = i32(start + block_k)
 

@@ -124,8 +124,8 @@ def flash_int8_hopper(
     begin_rows = make_begin_rows(d, dv, value_tiles, chosen, False, first_keys)
     write_rows = make_write_rows(value_tiles)
     log2_scores = make_log2_scores(key_tiles, chosen)
-    weigh = make_weigh(key_tiles, False)
-    sum_weights, add_weights = make_sum_weights(n_p, False), make_add_weights(False)
+    weigh = make_weigh(key_tiles, "int8")
+    sum_weights, add_weights = make_sum_weights(n_p, "int8"), make_add_weights("int8")
     shrink = make_shrink(value_tiles)
 
     @device_function

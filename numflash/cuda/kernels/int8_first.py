@@ -75,6 +75,7 @@ def make_begin_rows(
     options: Int8Options,
     turing: bool,
     count: int,
+    pv: str = "int8",
 ) -> Any:
     """begin_rows(sums: Sums, mine, block: Block, sizes, sources, given: OptionData, lane).
 
@@ -82,13 +83,14 @@ def make_begin_rows(
 
     `mine` is the first row's place in the table, `sizes` = (key heads, bytes of a query), `sources`
     = (q, first keys, their scales, first values at the first of `o`'s channels). Padded head size
-    `d`, `width` channels of the values; the first `count` keys count, the blocks have the rest.
+    `d`, `width` channels of the values; the first `count` keys count, the blocks have the rest. The
+    sums' unit is that of `pv`'s weights.
     """
     steps = d // 32
     product = ptx.mma_turing_s8 if turing else ptx.mma_s8
     band, finish = options.band, make_finish_score(options, turing)
     add_values = make_first_values(0, value_tiles, width)
-    unit = f32(fx.P_ONE / fx.FIRST_ONE)
+    unit = f32(fx.WEIGHT_ONE[pv] / fx.FIRST_ONE)
 
     @device_function
     def multiply(s, at, exists, first, rest, lane):

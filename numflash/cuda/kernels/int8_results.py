@@ -50,12 +50,15 @@ def bfloat16_of(x):
     return u32(0x7FC0) if x != x else u32(rounded)
 
 
-def int8_results(d: int, dv: int, dtype: str, smooth: bool = True, sinks: bool = False) -> Source:
-    """The kernel for padded head sizes and the dtype of the caller's output.
+def int8_results(
+    d: int, dv: int, dtype: str, pv: str = "int8", smooth: bool = True, sinks: bool = False
+) -> Source:
+    """The kernel for padded head sizes, the dtype of the caller's output, and the weights of `pv`.
 
     A warp takes a row. Blocks: rows, query heads, batches.
     """
     wide, size = dtype == "float32", 4 if dtype == "float32" else 2
+    unit = f32(1 / fx.WEIGHT_ONE[pv])
     narrow = bfloat16_of if dtype == "bfloat16" else half_of
     turns, v_turns = (d + 31) // 32, (dv + 31) // 32
 
@@ -70,7 +73,7 @@ def int8_results(d: int, dv: int, dtype: str, smooth: bool = True, sinks: bool =
             at = number * u64(4)
             total = ptx.load_global_f32(l + at)
             octave = ptx.to_float(ptx.load_global_s32(m + at))
-            lse = ptx.mul(ptx.add(octave, ptx.lg2(ptx.mul(total, f32(1 / fx.P_ONE)))), f32(LN2))
+            lse = ptx.mul(ptx.add(octave, ptx.lg2(ptx.mul(total, unit))), f32(LN2))
             if smooth:  # what was taken off every score of the row
                 kv = i32(batch * kv_heads + head // (heads // kv_heads))
                 dot = f32(0)

@@ -237,34 +237,42 @@ def make_shrink(value_tiles: int) -> Any:
 
 
 @functools.cache
-def make_sum_weights(registers: int, wide: bool) -> Any:
+def make_sum_weights(registers: int, pv: str) -> Any:
     """sum_weights(w, total).
 
-    Sums of each row's weights in so many registers of `p`, or with `wide` of `s`.
+    Sums of each row's weights in so many registers of `p` (`int8_weights.make_weigh`), or with pv
+    "fp32" of `s`.
     """
+    wide, planes = pv == "fp32", 2 if pv == "int16" else 1
 
     @device_function
     def sum_weights(w, total):
+        high = cuda.local.array(2, i32)
         for r in range(2):
-            total[r] = i32(0)
+            total[r], high[r] = i32(0), i32(0)
         for i in range(registers):
             if wide:
                 total[(i >> 1) & 1] = i32(total[(i >> 1) & 1] + i32(w[i]))
+            elif planes == 2 and i & 4 == 0:
+                high[i & 1] = ptx.dot4(w[i], ONES, high[i & 1])
             else:
                 total[i & 1] = ptx.dot4(w[i], ONES, total[i & 1])
+        if planes == 2:
+            for r in range(2):
+                total[r] = i32(total[r] + (high[r] << 8))
 
     return sum_weights
 
 
 @functools.cache
-def make_add_weights(wide: bool) -> Any:
+def make_add_weights(pv: str) -> Any:
     """add_weights(total, top, l, alpha, share).
 
     The row's weights, of which `total` is the thread's part, enter the running sum.
 
     A sum that has seen what is no number is NaN, and stays it.
     """
-    unit = f32(1 / ONE_Q16)
+    wide, unit = pv == "fp32", f32(1 / ONE_Q16)
 
     @device_function
     def add_weights(total, top, l, alpha, share):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 from ...tiling import KEY_BLOCK
@@ -18,6 +19,7 @@ renew = ptx.register_fence(1, i32)
 # pv "fp32": keys of V in shared memory at a time; bytes between rows, for the banks
 FLOAT_KEYS = 32
 PADDING = 16
+TOGETHER = 4  # tiles of 8 channels between two branches, with two planes
 
 
 class Values(NamedTuple):
@@ -29,31 +31,46 @@ class Values(NamedTuple):
 
 
 @functools.cache
-def make_byte_values(value_tiles: int, turing: bool) -> Any:
-    """O = O * alpha + (P . V) * share for bytes.
+def make_byte_values(value_tiles: int, planes: int, turing: bool) -> Any:
+    """add_values(o, p, factors, sv, channels, lane): O = O * alpha + (P . V) * share for bytes.
 
-    The product and its share, a power of two, are exact, so a fused multiply-add rounds as two
-    operations would.
+    With two `planes` of weights P . V is 256 times the first one's and the second one's. As a float
+    times its share, a power of two, it is exact, so a fused multiply-add rounds as two operations
+    would.
 
-    `sv` is where the warp's channels start.
+    `factors` = (alpha, share); `sv` is where the warp's channels start, of which `channels` exist.
     """
-    steps, shrink = KEY_BLOCK // 64, make_shrink(value_tiles)
+    steps, shrink, n_acc = KEY_BLOCK // 64, make_shrink(value_tiles), 4 * planes
     product = ptx.mma_turing_u8s8 if turing else ptx.mma_u8s8
+    # ptxas loads operands of later tiles ahead, with two planes of more than registers hold, but not
+    # across a branch. It skips channels that pad the head size.
+    together = value_tiles if planes == 1 else math.gcd(TOGETHER, value_tiles)
 
     @device_function
-    def add_values(o, p, alpha, share, sv, lane):
-        acc, b = cuda.local.array(4, i32), cuda.local.array(4, u32)
+    def multiply(acc, p, sv, n, lane):
+        """The products of tile n of 8 channels, one per plane."""
+        b = cuda.local.array(4, u32)
+        for i in range(n_acc):
+            acc[i] = i32(0)
+        for step in range(steps):  # four 8 x 16-byte matrices: 8 channels, 64 keys
+            chunk = u32((4 * step + (lane >> 3)) ^ (lane & 7))
+            ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (chunk << u32(4)))
+            for plane in range(planes):
+                at = 2 * n_acc * step + 4 * plane
+                product(acc, 4 * plane, p, at, b, 0)
+                product(acc, 4 * plane, p, at + n_acc, b, 2)
+
+    @device_function
+    def add_values(o, p, factors, sv, channels, lane):
+        acc, (alpha, share) = cuda.local.array(n_acc, i32), factors
         shrink(o, alpha)
-        for n in range(value_tiles):
-            for i in range(4):
-                acc[i] = i32(0)
-            for step in range(steps):  # four 8 x 16-byte matrices: 8 channels, 64 keys
-                chunk = u32((4 * step + (lane >> 3)) ^ (lane & 7))
-                ptx.ldmatrix(b, 0, sv + u32((n * 8 + (lane & 7)) * KEY_BLOCK) + (chunk << u32(4)))
-                product(acc, 0, p, 8 * step, b, 0)
-                product(acc, 0, p, 8 * step + 4, b, 2)
-            for i in range(4):
-                o[4 * n + i] = ptx.fma(ptx.to_float(acc[i]), share[i >> 1], o[4 * n + i])
+        for first in range(0, value_tiles, together):
+            if planes == 1 or 8 * first < channels:
+                for n in range(first, first + together):
+                    multiply(acc, p, sv, n, lane)
+                    for i in range(4):
+                        x = acc[i] if planes == 1 else i32((acc[i] << 8) + acc[i + n_acc - 4])
+                        o[4 * n + i] = ptx.fma(ptx.to_float(x), share[i >> 1], o[4 * n + i])
 
     return add_values
 

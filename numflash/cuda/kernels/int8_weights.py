@@ -1,4 +1,4 @@
-"""Weights of the integer pipeline: of a byte, in the blocks' products; in 16 bits and in Q16.16.
+"""Weights of the integer pipeline: of 8 bits and of 15, in the blocks' products; in 16 bits and in Q16.16.
 
 A score stays in float32 until it is a byte. x, in Q8.8, becomes its distance below its row's octave
 by one fused multiply-add, u = 1 - `WINDOW` + (256 octave - x) * 2**-24: from there up to 1 the
@@ -8,6 +8,9 @@ times -2**15 they are a float32 whose exponent falls by one every 256, with the 
 straight line in every octave. Two fused multiply-adds make `QUADRATIC` of the mantissa. The
 conversion to float16, whose smallest numbers are 2**-24 apart too, rounds two weights to integers
 at once. That this is `fixedpoint.exp2_p8` for every distance is a test.
+
+Wider weights are the definition's integers, whose truncations no curve repeats. Those of 15 bits (pv
+"int16") become two planes of bytes, high and low, each an operand of a product of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ MANTISSA = u32(0x7FFFFF)
 # weight the right byte
 QUADRATIC = tuple(f32(c * 2.0**-24) for c in (173.3475, -10.0244, 346.692))
 BYTE_STEPS = f32(0.75)  # added, it leaves integers of those steps in the low bits
-# of prmt: bytes 0, 2, 4 and 6; 0 and 4; 0, 1, 4 and 5
-EVEN_BYTES, FIRST_BYTES, LOW_HALVES = u32(0x6420), u32(0x40), u32(0x5410)
+# of prmt: bytes 0, 2, 4 and 6; 1, 3, 5 and 7; 0 and 4; 0, 1, 4 and 5
+EVEN_BYTES, ODD_BYTES, FIRST_BYTES, LOW_HALVES = u32(0x6420), u32(0x7531), u32(0x40), u32(0x5410)
+PLANES = {"int8": 1, "int16": 2, "fp32": 0}  # pv -> planes of bytes that hold its weights
 pack = ptx.pack["float16"]
 
 
@@ -52,6 +56,15 @@ def distance(t, octave):
 
 
 @device_function
+def quadratic(y, one, a, b):
+    """one * 2**(-y / 256) by `fixedpoint`'s quadratic, for a distance y."""
+    f = u32(y & u32(255))
+    g = u32(u32(f * u32(b)) >> u32(8))
+    h = u32(u32(f * u32(u32(a) - g)) >> u32(8))
+    return ptx.shift_right(u32(u32(one) - h), u32(y >> u32(8)))
+
+
+@device_function
 def weight_p16(t, octave):
     """The weight before its rounding, 65280 * 2**((t - 256 * octave) / 256).
 
@@ -59,11 +72,7 @@ def weight_p16(t, octave):
 
     From 16 octaves on it is 0, there 0 or 1: neither makes a byte. So a masked key has weight 0.
     """
-    y = distance(t, octave)
-    f = u32(u32(y << u32(8)) & u32(0xFFFF))
-    g = u32(u32(f * u32(P_B)) >> u32(16))
-    h = u32(u32(f * u32(u32(P_A) - g)) >> u32(16))
-    return ptx.shift_right(u32(u32(P_WIDE) - h), u32(y >> u32(8)))
+    return quadratic(distance(t, octave), P_WIDE, P_A, P_B)
 
 
 @device_function
@@ -101,11 +110,23 @@ def weight_q16(u):
 
     From 18 octaves on it is 0.
     """
-    y = u32(ptx.bits(u) - ptx.bits(f32(1 - WIDE_WINDOW)))
-    f = u32(u32(y & u32(255)) << u32(8))
-    g = u32(u32(f * u32(Q_B)) >> u32(16))
-    h = u32(u32(f * u32(u32(Q_A) - g)) >> u32(16))
-    return ptx.shift_right(u32(u32(ONE_Q16) - h), u32(y >> u32(8)))
+    return quadratic(u32(ptx.bits(u) - ptx.bits(f32(1 - WIDE_WINDOW))), ONE_Q16, Q_A, Q_B)
+
+
+@device_function
+def weight_w15(u):
+    """`fixedpoint.exp2_w15`, for u = 1 - `WINDOW` + y * 2**-24: from 16 octaves on 0."""
+    y = u32(ptx.bits(u) - ptx.bits(f32(1 - WINDOW)))
+    return u32(quadratic(y, P_WIDE, P_A, P_B) >> u32(1))
+
+
+@device_function
+def two_planes(u, p, at, stride):
+    """The weights of four keys of 15 bits: high bytes in p[at], low ones in p[at + stride]."""
+    front = ptx.prmt(weight_w15(u[0]), weight_w15(u[1]), LOW_HALVES)
+    back = ptx.prmt(weight_w15(u[2]), weight_w15(u[3]), LOW_HALVES)
+    p[at] = ptx.prmt(front, back, ODD_BYTES)
+    p[at + stride] = ptx.prmt(front, back, EVEN_BYTES)
 
 
 @functools.cache
@@ -131,14 +152,15 @@ def make_bytes(turing: bool) -> Any:
 
 
 @functools.cache
-def make_weigh(key_tiles: int, wide: bool, turing: bool = False) -> Any:
+def make_weigh(key_tiles: int, pv: str, turing: bool = False) -> Any:
     """weigh(s, p, top): the weights of scores against their block's largest.
 
     `p` takes four bytes per register as A operands of k32 products (4 registers per 32 keys: tiles
-    2 h and 2 h + 1 fill one register of each row), or with `wide` nothing, and `s` takes the Q16.16
-    weights.
+    2 h and 2 h + 1 fill one register of each row). With pv "int16" those of the high bytes and of the
+    low ones follow each other for every 32 keys; with "fp32" `s` takes the Q16.16 weights instead.
     """
     pairs, four_bytes = key_tiles // 2, make_bytes(turing)
+    wide, planes = pv == "fp32", PLANES[pv]
     window = WIDE_WINDOW if wide else WINDOW
 
     @device_function
@@ -154,7 +176,9 @@ def make_weigh(key_tiles: int, wide: bool, turing: bool = False) -> Any:
                     u[i] = below(ptx.from_bits(u32(s[k])), base[r])
                     if wide:
                         s[k] = i32(weight_q16(u[i]))
-                if not wide:
+                if planes == 2:
+                    two_planes(u, p, 8 * (n >> 1) + 2 * (n & 1) + r, 4)
+                elif planes == 1:
                     p[2 * n + r] = four_bytes(
                         weight_steps(u[0]),
                         weight_steps(u[1]),
