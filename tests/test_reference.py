@@ -66,7 +66,7 @@ def test_oracle_is_the_definition(name):
 def test_integer_model_is_close_to_the_definition(name):
     arrays = qkv(b=2, h=4, l=7, s=11, d=5, dv=3, hkv=2)
     exact, exact_lse = naive(*arrays, **OPTIONS[name])
-    for pv, limit in (("int8", 0.03), ("int16", 0.025), ("fp32", 0.02)):
+    for pv, limit in (("int8", 0.03), ("int16", 0.025), ("bf16", 0.022), ("fp32", 0.02)):
         out, lse = numflash.attention(
             *arrays,
             enable_gqa=True,
@@ -100,7 +100,7 @@ def test_not_finite_keys_spoil_only_rows_that_see_them():
 def test_finite_inputs_never_give_nan():
     for size in (1e20, 1e36, 1e-38, 1e-45):
         q, k, v = (np.tanh(x) * np.float32(size) for x in qkv(b=1, h=1, l=9, s=40, d=8))
-        for pv in ("int8", "int16", "fp32"):
+        for pv in ("int8", "int16", "bf16", "fp32"):
             out, lse = solve_int8(q, k, v, pv=pv)
             assert np.isfinite(out).all() and not np.isnan(lse).any(), (size, pv)
 
@@ -119,6 +119,7 @@ DATA = {
 BUDGETS = {
     ("normal", "int8"): 0.018,
     ("normal", "int16"): 0.0135,
+    ("normal", "bf16"): 0.0100,
     ("normal", "fp32"): 0.0100,
     ("outliers", "int8"): 0.045,
     ("flat", "int8"): 0.007,

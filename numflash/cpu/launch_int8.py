@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory
+from ..interop.arrays import Memory, to_bfloat16, widen
 from ..jit import guard
 from ..jit.memory import Layout, fresh, scratch
 from ..numerics import fixedpoint as fx
@@ -45,9 +45,10 @@ from .int8.call import (
     most_score,
 )
 from .int8.first_keys import FirstKeys, first_keys, no_first_keys
-from .int8.packing import float_rows, pack_keys, pack_values
+from .int8.packing import bfloat16_pairs, float_rows, pack_keys, pack_values
 from .int8.quantize import rows_of
 from .int8.quantize_rows import LANES
+from .int8.wide_rows import floats_of
 from .isa.isas import VECTOR_ISAS, padded, running_lanes
 from .launch_float import NO_LIMIT, Results, at_address, compact, functions_of, heads, seen_keys
 from .semantics import Semantics, option_numbers
@@ -114,9 +115,11 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     dv = problem.shape[6]
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     unit = score_unit(problem.scale, problem.softcap)
-    precise = problem.pv == "fp32"
+    precise = problem.pv in fx.FLOAT_VALUES
     if precise:
         v, units, bad = float_values(v)
+        if problem.pv == "bf16":
+            v = to_bfloat16(v)
         v_scale = units.reshape(-1, dv)
     else:
         v_scale, bad = heads(v.scale)[:, 0], v.nonfinite
@@ -125,16 +128,19 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     if isa == "portable":
         keys: Any = portable.pad_keys(heads(k.data)), portable.pad_keys(heads(ck))
         values = (
-            portable.arrange_values(heads(v), heads(bad))
+            portable.arrange_values(heads(widen(v)), heads(bad))
             if precise
             else portable.arrange_values(heads(v.data))
         )
         columns = padded(dv, portable.NR)
     else:
         keys = pack_keys(isa, heads(k.data), heads(ck))
-        values = (
-            float_rows(isa, heads(v), heads(bad)) if precise else pack_values(isa, heads(v.data))
-        )
+        if not precise:
+            values = pack_values(isa, heads(v.data))
+        elif floats_of(isa, problem.pv).group == 2:
+            values = bfloat16_pairs(isa, heads(v))
+        else:
+            values = float_rows(isa, heads(widen(v)), heads(bad))
         columns = values.shape[1] // max(1, keys.start.shape[1])
     if precise:
         first = no_first_keys(len(v_scale), columns)
@@ -365,7 +371,7 @@ def is_plain(problem: Problem, isa: str) -> bool:
     Float arrays that the one-pass quantiser takes, or contiguous tensors with a scale for each row
     and channel, all finite.
     """
-    if isa == "portable" or problem.pv == "fp32":
+    if isa == "portable" or problem.pv in fx.FLOAT_VALUES:
         return False
     q, k, v = problem.query, problem.key, problem.value
     if not isinstance(q, QuantizedTensor):

@@ -84,6 +84,10 @@ def choose(problem: Problem, arch: str) -> Chosen:
     """Which kernel takes a problem on an architecture."""
     _, nh, nkv, length, _, d, dv = problem.shape
     wide, turing = problem.pv == "fp32", arch == "sm_75"
+    if problem.pv == "bf16":
+        raise UnsupportedError(
+            "pv: got 'bf16' on a card; allowed there: 'int8', 'int16' and 'fp32'"
+        )
     if wide and turing:
         raise UnsupportedError(
             "pv: got 'fp32'; sm_75 has no TF32 products; allowed there: 'int8' and 'int16'"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..numerics.fixedpoint import FIRST_KEYS
+from ..numerics.fixedpoint import FIRST_KEYS, FLOAT_VALUES
 from ..numerics.quantization import QuantizedTensor, quantize_heads
 from ..validation import Problem
 from .splits import Range
@@ -58,7 +58,7 @@ class Format:
             kinds = [
                 ("float32", 1),
                 ("int8", d),
-                ("float32" if problem.pv == "fp32" else "int8", dv),
+                ("float32" if problem.pv in FLOAT_VALUES else "int8", dv),
             ]
         else:
             storage = "uint16" if problem.precision == "bfloat16" else problem.precision
@@ -261,7 +261,7 @@ class Agreed:
 def quantise_shard(
     key: np.ndarray, value: np.ndarray, ranges: tuple[Range, ...], problem: Problem, agreed: Agreed
 ) -> Shard:
-    """A rank's keys and values as INT8 (values as float32 with pv "fp32").
+    """A rank's keys and values as INT8 (values as float32 with pv "bf16" and "fp32").
 
     key and value (B, Hkv, n, .) are float32.
     """
@@ -278,7 +278,7 @@ def quantise_shard(
         real = np.repeat(np.clip(problem.key_lengths - start, 0, n), hkv)
         kq = quantize_heads(k, "row", offset is not None, real, offset=offset)
         bad = np.zeros((b * hkv, n), bool) if kq.nonfinite is None else kq.nonfinite
-        if problem.pv != "fp32":
+        if problem.pv not in FLOAT_VALUES:
             vq = quantize_heads(
                 v, "channel", False, real, peak=agreed.peaks.reshape(b * hkv, value.shape[3])
             )
@@ -310,4 +310,4 @@ def operands(
     )
     return key, QuantizedTensor(
         value, agreed.value_scale, "channel", low=value_low
-    ) if problem.pv != "fp32" else value
+    ) if problem.pv not in FLOAT_VALUES else value

@@ -31,7 +31,10 @@ P_ONE = 255  # 1.0 in P8
 P_WIDE = 65280  # 255 * 256: P8 with eight more fraction bits
 W_ONE = 32640  # 1.0 in W15, the weight of a value in decode: fits int16, or a byte and 7 bits
 # pv -> 1.0 in the weights of blocks, and in their running sum
-WEIGHT_ONE = {"int8": P_ONE, "int16": W_ONE, "fp32": 1}
+WEIGHT_ONE = {"int8": P_ONE, "int16": W_ONE, "bf16": P_ONE, "fp32": 1}
+# pv -> what the sums of a block's weights count in
+SUM_UNIT = {"int8": 1.0, "int16": 1.0, "bf16": 2.0**-15, "fp32": 1 / ONE_Q16}
+FLOAT_VALUES = ("bf16", "fp32")  # pv whose values stay floats
 FIRST_ONE = 4080  # 1.0 in P12, the weights of a sequence's first keys
 FIRST_KEYS = 4  # keys of a sequence whose keys, weights and values are finer: see INT8 pipeline
 FINER = 32  # steps of an INT8 value in which those keys and values are rounded: 5 bits more
@@ -112,6 +115,20 @@ def exp2_w15(y):
     They fit int16, and the sum of 128 of them times INT8 values fits int32.
     """
     return u16(exp2_p16(y) >> u16(1))
+
+
+def exp2_bf16(y):
+    """255 * 2**(-y / 256) to 8 significant bits, as uint32 in units of 2**-15: the weights of pv
+    "bf16", which bfloat16 holds.
+
+    The byte of `exp2_p8` before its octaves shift it; from y = 16 octaves on the result is 0.
+    """
+    f = u16(u16(y) << u16(8))
+    g = u16((u32(f) * u32(P_B)) >> u32(16))
+    h = u16((u32(f) * u32(u16(u16(P_A) - g))) >> u32(16))
+    n = u32(u16(u16(u16(P_WIDE) - h) + u16(128)) >> u16(8))
+    e = u32(u16(y) >> u16(8))
+    return u32(u32(n << u32(u32(15) - np.minimum(e, u32(15)))) * u32(e < u32(16)))
 
 
 def exp2_quadratic(y):

@@ -36,7 +36,7 @@ from .quantize_kernels import (
 from .rotation import rotate as rotated
 
 GRANULARITIES = ("row", "block", "channel", "tensor")
-# pv "fp32" adds float32 values before it divides by the sum of weights: channels with a value of
+# pv "bf16" and "fp32" add float values before they divide by the sum of weights: channels with a value of
 # HUGE or more are computed in units of HUGE_UNIT, so that their sums do not overflow
 HUGE = F(2.0**96)
 HUGE_UNIT = F(2.0**32)
@@ -283,7 +283,7 @@ def _four(t: QuantizedTensor, lead: tuple[int, ...]) -> QuantizedTensor:
 
 
 def float_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Values of pv "fp32" whose weighted sums stay in float32.
+    """Values of pv "fp32" and "bf16" whose weighted sums stay in float32.
 
     v : (..., S, Dv) float32
 
@@ -291,10 +291,11 @@ def float_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     float32, 1 or `HUGE_UNIT`; and (..., S) bool, the tokens that are not finite, whose values mean
     nothing.
     """
-    bad = ~np.isfinite(v).all(-1)
+    bad = np.zeros(v.shape[:-1], bool)
     with np.errstate(invalid="ignore"):
         top = np.maximum(v.max(-2, initial=0), -v.min(-2, initial=0))
     if not (top < HUGE).all():  # NaN and infinity, too
+        bad = ~np.isfinite(v).all(-1)
         v = np.where(bad[..., None], F(0), v)
         top = np.abs(v).max(-2, initial=0)
     units = np.where(top < HUGE, F(1), HUGE_UNIT)
@@ -304,7 +305,7 @@ def float_values(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def quantize_problem(problem: Any) -> Any:
     """The Problem with its float operands quantised, as precision "int8" computes with them.
 
-    Query per row, key smoothed and per row, value per channel; with pv "fp32" the value is a
+    Query per row, key smoothed and per row, value per channel; with pv "bf16" and "fp32" the value is a
     float32 array. Keys from `key_lengths` on are left out of means and scales, so padding never
     changes a bit. With a softcap or a score function the key is not smoothed:
     it would see the shift.
@@ -322,7 +323,7 @@ def quantize_problem(problem: Any) -> Any:
         key=_four(quantize_heads(heads(problem.key), "row", problem.smooths, lengths), (b, hkv)),
         value=(
             value.reshape(problem.value.shape)
-            if problem.pv == "fp32"
+            if problem.pv in fx.FLOAT_VALUES
             else _four(quantize_heads(value, "channel", False, lengths), (b, hkv))
         ),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..interop.arrays import to_bfloat16, widen
 from ..numerics import fixedpoint as fx
 from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
@@ -29,7 +30,8 @@ class Step:
     first, stop : the keys of the block
     s : (L, n) int32 raw scores;  t : (L, n) int32 log2 scores, Q8.8 (MASKED where hidden)
     octave : (L,) int32 the block's own whole octave;  p : (L, n) uint8 weights (uint16 P12 of the
-        first keys, uint16 W15 with pv "int16", uint32 Q16.16 with pv "fp32")
+        first keys, uint16 W15 with pv "int16", uint32 in units of 2**-15 with pv "bf16", uint32
+        Q16.16 with pv "fp32")
     m : (L,) int32 running octave;  l : (L,) float32 running sum;  o : (L, Dv) float32 running
         output, all after this block
     """
@@ -49,6 +51,7 @@ class Step:
 WEIGHTS: dict[str, tuple] = {
     "int8": (fx.exp2_p8, np.uint8),
     "int16": (fx.exp2_w15, np.uint16),
+    "bf16": (fx.exp2_bf16, np.uint32),
     "fp32": (fx.exp2_quadratic, np.uint32),
 }
 HIDDEN = np.int32(-(1 << 31))  # t of a hidden key: below every score
@@ -103,7 +106,7 @@ def cap_shift(problem: Problem) -> np.ndarray | None:
 
 
 def value_units(problem: Problem, b: int, g: int) -> np.ndarray:
-    """(Dv,) float32, the units of a KV head's channels with pv "fp32": 2**32 for those with a
+    """(Dv,) float32, the units of a KV head's channels with float values: 2**32 for those with a
     value of 2**96 or more, whose sums would overflow, otherwise 1. Tokens with a value that is not
     finite are left out.
     """
@@ -118,7 +121,8 @@ def integer_steps(
     """The integer pipeline of one head, key block by key block (INT8 pipeline, steps 2 to 7).
 
     `problem.query`, `key` and `value` are QuantizedTensors. For teaching and as the model of every
-    kernel. With pv "fp32" the value is a float array, in `value_units`, and the weights stay in
+    kernel. With pv "bf16" and "fp32" the value is a float array, in `value_units`, and the weights
+    are floats: with "bf16" both are bfloat16, of 8 significant bits; with "fp32" weights stay in
     Q16.16.
 
     With pv "int16" the weights of a block have 15 bits instead of 8. A sum of P.V is at most
@@ -144,7 +148,7 @@ def integer_steps(
     cq, ck = combined_scale(q, k, problem.scale, problem.softcap)
     cq = cq[b, h]
     ck = ck[b, g].copy()
-    wide = problem.pv == "fp32"
+    wide = problem.pv in fx.FLOAT_VALUES
     bad_value = (
         ~np.isfinite(v[b, g]).all(-1)
         if wide
@@ -158,6 +162,8 @@ def integer_steps(
     ki = k.data[b, g].astype(np.float64)
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
     vi /= value_units(problem, b, g) if wide else 1
+    if problem.pv == "bf16":
+        vi = widen(to_bfloat16(vi)).astype(np.float64)
     count = min(problem.first_keys, s_len) if first_keys and not wide else 0
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
     l = np.zeros(length, F)
@@ -181,7 +187,7 @@ def integer_steps(
             else:
                 kn, vn, key_scale, value_unit = ki[cols], vi[cols], ck[cols], 1.0
                 exp2, kind = exp2_of_block, kind_of_block
-                unit = 1 / fx.ONE_Q16 if wide else 1.0
+                unit = fx.SUM_UNIT[problem.pv]
             s = (qi @ kn.T).astype(np.int32)  # exact: |s| <= 128 * 128 * FINER * D
             x = (s.astype(F) * key_scale) * cq[:, None]
             x = np.clip(x, -fx.T_LIMIT, fx.T_LIMIT)  # NaN stays NaN
@@ -247,14 +253,14 @@ def integer_model(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The definition of precision "int8": out (B, H, L, Dv) float32, lse (B, H, L) float32.
 
-    With pv "int8" and "int16" every kernel gives these bits; with pv "fp32" the sums of P.V are rounded in each
-    kernel's own order. `first_keys` as for `integer_steps`.
+    With pv "int8" and "int16" every kernel gives these bits; with pv "bf16" and "fp32" weights and
+    their sums have these bits, and the sums of P.V are rounded in each kernel's own order. `first_keys` as for `integer_steps`.
     """
     nb, nh, nkv, length, _, _, dv = problem.shape
     out = np.zeros((nb, nh, length, dv), F)
     m = np.full((nb, nh, length), fx.MIN_OCTAVE, np.int32)
     l = np.zeros((nb, nh, length), F)
-    wide = problem.pv == "fp32"
+    wide = problem.pv in fx.FLOAT_VALUES
     for b in range(nb):
         for h in range(nh):
             *_, step = (None, *integer_steps(problem, b, h, key_block, first_keys))

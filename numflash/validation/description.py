@@ -20,7 +20,7 @@ class Problem:
         In the storage of `precision`: float32, float16, uint16 (the bits of bfloat16); a
         QuantizedTensor for "int8".
     key : (B, Hkv, S, D) array or QuantizedTensor, Hkv divides H
-    value : (B, Hkv, S, Dv) array or QuantizedTensor; float32 for "int8" with pv "fp32"
+    value : (B, Hkv, S, Dv) array or QuantizedTensor; float32 for "int8" with pv "bf16" and "fp32"
     scale : float
         Factor of Q.K^T, 1/sqrt(D) unless given.
     left, right : int or None
@@ -42,7 +42,7 @@ class Problem:
     sinks : (H,) float32 or None
         Adds exp(sink) to each row's denominator.
     precision : "float32", "bfloat16", "float16" or "int8"
-    pv : "int8", "int16" or "fp32"
+    pv : "int8", "int16", "bf16" or "fp32"
         The second product of precision "int8".
     return_lse : bool
     functions : flex.Fused or None

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arguments import choice
-from ..numerics.fixedpoint import FINER, FIRST_KEYS
+from ..numerics.fixedpoint import FINER, FIRST_KEYS, FLOAT_VALUES
 from ..numerics.quantization import QuantizedTensor
 from .description import Problem
 from .operands import check_shapes, describe
@@ -110,7 +110,7 @@ def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAU
     v = quantized(
         "value",
         value,
-        ("channel", "tensor") if pv != "fp32" else ("row", "block", "channel", "tensor"),
+        ("row", "block", "channel", "tensor") if pv in FLOAT_VALUES else ("channel", "tensor"),
     )
     for name, t in (("key", key), ("value", value)):
         if t.data.ndim != query.data.ndim:
@@ -118,6 +118,6 @@ def quantized_problem(query: Any, key: Any, value: Any, options: Options = DEFAU
                 f"{name}: got shape {t.data.shape}; allowed: as many dimensions as query {query.data.shape}"
             )
     check_shapes(q.shape, k.shape, v.shape, options.enable_gqa)
-    if pv != "fp32" and v.granularity == "tensor":
+    if pv not in FLOAT_VALUES and v.granularity == "tensor":
         v = replace(v, granularity="channel", scale=np.repeat(v.scale, v.shape[3], -1))
-    return describe(q, k, v.dequantize() if pv == "fp32" else v, options, "int8")
+    return describe(q, k, v.dequantize() if pv in FLOAT_VALUES else v, options, "int8")

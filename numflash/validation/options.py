@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..interop.arguments import Window, choice, factor, flag, mask_array, real, sides
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8")
-PV = ("int8", "int16", "fp32")
+PV = ("int8", "int16", "bf16", "fp32")
 LAYOUTS = ("bhld", "blhd")
 ALIGNMENTS = ("upper_left", "lower_right")
 IMPLS = ("auto", "reference", "portable", "cpu", "cuda", "cuda-emulator")

@@ -214,11 +214,13 @@ def test_row_softmax(isa, cpu, bits, keys):
 
 
 @on_every_machine
-@pytest.mark.parametrize("keys", [KEY_BLOCK // 2, KEY_BLOCK])
-def test_row_weights_of_float_values(isa, cpu, bits, keys):
-    """The weights of pv="fp32".
+@pytest.mark.parametrize(
+    ("pv", "keys"), [("fp32", KEY_BLOCK // 2), ("fp32", KEY_BLOCK), ("bf16", KEY_BLOCK)]
+)
+def test_row_weights_of_float_values(isa, cpu, bits, pv, keys):
+    """The weights of pv="fp32" and "bf16".
 
-    Q16.16 as exact float32 times the row's power of two, and their integer sum.
+    Integers as exact float32 times the row's power of two, and their integer sum.
     """
     rng = np.random.default_rng(keys)
     x = np.full((6, STRIDE), -7, np.int16)
@@ -229,12 +231,15 @@ def test_row_weights_of_float_values(isa, cpu, bits, keys):
     scale = np.exp2(-np.arange(6, dtype=np.float32))
     p = np.full(x.shape, 77, np.float32)
     sums = np.zeros(6 * bits // 32, np.int32)
-    Emulated(*precise_function(isa, keys), cpu, vector_bits=bits)(x, top, scale, p, sums)
+    Emulated(*precise_function(isa, keys, pv), cpu, vector_bits=bits)(x, top, scale, p, sums)
     distance = top[:, None].astype(np.uint32) - x[:, :keys].astype(np.uint32)
-    weights = fixedpoint.exp2_quadratic(distance & np.uint32(0xFFFF))
-    assert weights[2].min() == fixedpoint.ONE_Q16 and weights[3].max() == 0 < weights[0].max()
+    exp2 = fixedpoint.exp2_quadratic if pv == "fp32" else fixedpoint.exp2_bf16
+    weights = exp2(distance & np.uint32(0xFFFF))
+    one = fixedpoint.WEIGHT_ONE[pv] / fixedpoint.SUM_UNIT[pv]
+    assert weights[2].min() == one and weights[3].max() == 0 < weights[0].max()
     assert np.array_equal(
-        p[:, :keys], weights.astype(np.float32) * np.float32(2.0**-16) * scale[:, None]
+        p[:, :keys],
+        weights.astype(np.float32) * np.float32(fixedpoint.SUM_UNIT[pv]) * scale[:, None],
     )
     assert (p[:, keys:] == 77).all()
     assert np.array_equal(sums.reshape(6, -1).sum(1), weights.sum(1, dtype=np.int64))

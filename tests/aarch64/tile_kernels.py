@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from numba import njit
 
-from numflash.cpu.int8 import microkernels, packing, softmax_vectors
+from numflash.cpu.int8 import float_weights, microkernels, packing, softmax_vectors
 from numflash.cpu.int8.score_changes import Changes
 from numflash.cpu.isa.dot_loop import BESIDE
 from numflash.cpu.isa.isas import lanes_of
@@ -130,8 +130,8 @@ def softmax_function(isa, keys):
 
 
 @functools.cache
-def precise_function(isa, keys):
-    weights = softmax_vectors.row_weights_q16(isa, keys)
+def precise_function(isa, keys, pv):
+    weights = float_weights.row_weights_float(isa, keys, pv)
     vector_lanes = lanes_of(isa)
 
     @njit

@@ -22,14 +22,14 @@ from numflash.cpu import launch
 from numflash.interop.arrays import widen
 from numflash.jit import target
 from numflash.numerics import merge
+from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 
 INT8 = [(isa, pv) for isa in target.available() for pv in ("int8", "fp32")]
-FINER = [
-    pytest.param(isa, "int16", marks=[] if isa in ends else pytest.mark.slow)
-    for ends in [
-        target.available()[:: len(target.available()) - 1 or 1]
-    ]  # the best and the plain one
+BEST, PLAIN = target.available()[0], target.available()[-1]
+OTHERS = [
+    pytest.param(isa, pv, marks=[] if isa in first else pytest.mark.slow)
+    for pv, first in (("int16", (BEST, PLAIN)), ("bf16", (BEST,)))
     for isa in target.available()
 ]
 FLOATS = [
@@ -76,7 +76,7 @@ def int8_holds(isa, pv, row, run=launch.run):
     ):
         np.testing.assert_array_equal(got_lse, lse, err_msg=repr(row))
         largest = np.abs(np.where(np.isfinite(out), out, 0)).max(initial=1)
-        atol = 1e-5 * largest if pv == "fp32" else 0
+        atol = 1e-5 * largest if pv in FLOAT_VALUES else 0
         np.testing.assert_allclose(got_out, out, rtol=0, atol=atol, err_msg=repr(row))
 
 
@@ -122,7 +122,7 @@ def test_the_pairs_are_all_of_them():
     assert not missing and len(pairs()) < 60
 
 
-@pytest.mark.parametrize(("isa", "pv"), INT8 + FINER)
+@pytest.mark.parametrize(("isa", "pv"), INT8 + OTHERS)
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
         int8_holds(isa, pv, row)
@@ -136,7 +136,7 @@ def test_floats_by_pairs(precision, isa):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("pv", ["int8", "int16", "fp32"])
+@pytest.mark.parametrize("pv", ["int8", "int16", "bf16", "fp32"])
 def test_int8_in_the_whole_table(pv, one_thread):
     for row in rows():
         for isa in target.available():

@@ -259,6 +259,10 @@ def test_what_is_refused():
         UnsupportedError, match=r"no TF32 products; allowed there: 'int8' and 'int16'"
     ):
         launch_int8.int8_forward(problem, "sm_75")
+    for pv in ("int16", "bf16"):
+        problem = problem_of(*oracles.qkv(b=1, h=1, l=4, s=4, d=8), pv=pv)
+        with pytest.raises(UnsupportedError, match=f"pv: got '{pv}' on a card; allowed there"):
+            launch_int8.int8_forward(problem, "sm_80")
 
 
 @pytest.mark.slow

@@ -101,8 +101,8 @@ def expected(
     q, k, v = (oracle.rounded(x, "float32") for x in (q, k, v))
     counts = o.get("key_lengths", [k.shape[2]] * k.shape[0])
     smooth = not (o.get("softcap") or o.get("changes scores"))
-    keys = oracle.quantized(k, -1, counts, smooth=smooth, finer=pv != "fp32")
-    if pv == "fp32":
+    keys = oracle.quantized(k, -1, counts, smooth=smooth, finer=pv not in oracle.FLOAT_VALUES)
+    if pv in oracle.FLOAT_VALUES:
         exists = np.arange(k.shape[2]) < np.asarray(counts).reshape(-1, 1)
         bad = ~np.isfinite(v).all(-1) & exists[:, None]
         values = Quantized(np.where(np.isfinite(v), v, 0), np.ones(1), 0.0, bad, 0.0, False)
@@ -190,7 +190,7 @@ def tensor(c: dict, i: int, shape: tuple[int, ...]) -> tuple[QuantizedTensor, Qu
     full = np.repeat(scales, 128, 2)[:, :, :n] if granularity == "block" else scales
     hidden = np.zeros((b, h, n), bool) if marked is None else marked
     known = data.astype(np.float64)
-    if low is not None and i and c["pv"] != "fp32":
+    if low is not None and i and c["pv"] not in oracle.FLOAT_VALUES:
         known[:, :, : low.shape[2]] += low / oracle.FINER
     offset = 0.0 if shift is None else shift.astype(float)
     return t, Quantized(known, full.astype(np.float64), offset, hidden, 0.0, False)

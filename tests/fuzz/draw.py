@@ -137,7 +137,7 @@ def attention(rng: Random) -> dict:
     c["dtype"] = rng.choice(("float32", "float32", "float32", "float64", "float16", "bfloat16"))
     c["precision"] = rng.choice((None, None, "int8", "int8", "float32", "bfloat16", "float16"))
     if c["precision"] == "int8":
-        c["pv"] = rng.choice((None, "int8", "int16", "fp32"))
+        c["pv"] = rng.choice((None, "int8", "int16", "bf16", "fp32"))
     c["ndim"] = rng.choice((2, 3, 4, 4, 4)) if c["b"] == 1 else 4
     if c["ndim"] == 2:
         c["h"] = c["g"] = 1
@@ -156,11 +156,18 @@ def quantised(rng: Random) -> dict:
 
     Any int8 data, -128 included, and scales of any size.
     """
-    c = {"kind": "quantised", **shapes(rng), "ndim": 4, "pv": rng.choice(("int8", "int16", "fp32"))}
+    c = {
+        "kind": "quantised",
+        **shapes(rng),
+        "ndim": 4,
+        "pv": rng.choice(("int8", "int16", "bf16", "fp32")),
+    }
     c["granularity"] = [rng.choice(("row", "row", "block", "tensor")) for _ in "qk"]
     c["granularity"].append(
         rng.choice(
-            ("channel", "tensor") if c["pv"] != "fp32" else ("row", "block", "channel", "tensor")
+            ("row", "block", "channel", "tensor")
+            if c["pv"] in ("bf16", "fp32")
+            else ("channel", "tensor")
         )
     )
     c["scales"] = [
@@ -192,7 +199,7 @@ def flex(rng: Random) -> dict:
         c[name] = operand(rng, 4, True, bad and rng.random() < 0.5)
     c["options"] = options(rng, c["b"], c["h"], c["l"], c["s"], False) if rng.random() < 0.4 else {}
     if c["precision"] == "int8":  # the others belong into the functions
-        c["pv"] = rng.choice((None, "int8", "int16", "fp32"))
+        c["pv"] = rng.choice((None, "int8", "int16", "bf16", "fp32"))
         for name in ("attn_mask", "softcap", "alibi_slopes"):
             c["options"].pop(name, None)
     return c
@@ -207,7 +214,7 @@ def varlen(rng: Random) -> dict:
     c["dtype"] = rng.choice(("float32", "float32", "float16", "bfloat16"))
     c["precision"] = rng.choice((None, None, "int8", "float32", "bfloat16"))
     if c["precision"] == "int8":
-        c["pv"] = rng.choice((None, None, "int16", "fp32"))
+        c["pv"] = rng.choice((None, None, "int16", "bf16", "fp32"))
     usual = rng.random() < 0.85
     bad = rng.random() < 0.15
     for name in "qkv":

@@ -22,6 +22,7 @@ LARGEST = float(np.finfo(np.float32).max)
 TINY = 2.0**-112  # float weights below may be 0, and so may what bfloat16 has below 2**-126
 NO_SCALE = 2.0**-100  # peaks below count as zero in the integer pipeline
 EPS = 2.0**-24
+FLOAT_VALUES = ("bf16", "fp32")  # pv of INT8 attention whose values are floats
 SUBNORMAL = 2.0**-149  # float32's smallest step
 EPS_OF = {"float32": 2.0**-24, "float64": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -286,8 +287,8 @@ def weight_errors(p: np.ndarray, pv: str) -> np.ndarray:
 
     With pv "int8" and "int16" the first keys are a block of their own, of 12 bits.
     """
-    if pv == "fp32":
-        return block_peaks(p) * 1.1 / 32768 + 0.0045 * p
+    if pv in FLOAT_VALUES:
+        return block_peaks(p) * 1.1 / 32768 + (0.0045 + (2.0**-8 if pv == "bf16" else 0)) * p
     rest = p.copy()
     rest[..., :FIRST] = 0
     unit = 1.1 / 255 if pv == "int8" else 2.1 / 32640  # rounded to the nearest; cut off
@@ -360,7 +361,12 @@ def attention_int8(q: Quantized, k: Quantized, v: Quantized, o: dict, pv: str) -
         total = delta.sum(-1)
         spread = moved(delta, vv, out)
         room = np.maximum(1 - total, 0.05)[..., None]
-        out_error = spread / room + 1e-5 * (own @ np.abs(vv)) + TINY * np.abs(vv).sum(2)[:, :, None]
+        rounded_values = 2.0**-8 if pv == "bf16" else 1e-5  # or sums
+        out_error = (
+            spread / room
+            + rounded_values * (own @ np.abs(vv))
+            + TINY * np.abs(vv).sum(2)[:, :, None]
+        )
         if np.ndim(v.step):
             out_error = out_error + 2 * heads(v.step, h)
         lse_error = (

@@ -45,7 +45,7 @@ CUDA_QUANTIZED = "tests/cuda/test_quantized.py"
 INT8_FUNCTIONS = "tests/flex/test_int8_functions.py"
 ARGUMENTS = f"{VALIDATION} {WRONG}"
 
-FLASH_INT8 = "cpu/int8/flash_int8.py"
+FLASH_INT8, FLOAT_WEIGHTS = "cpu/int8/flash_int8.py", "cpu/int8/float_weights.py"
 BEGIN_ROWS, BLOCK_SCORES = "cpu/int8/begin_rows.py", "cpu/int8/block_scores.py"
 WIDE_SCORES, HIDDEN_BLOCKS = "cpu/int8/wide_scores.py", "cpu/int8/hidden_blocks.py"
 FLASH_FLOAT = "cpu/floats/flash_float.py"
@@ -93,10 +93,12 @@ MUTANTS = [
     Mutant(WIDE_SCORES, "state.spoiled[i] = 1", "state.spoiled[i] = 0", INT8),
     Mutant(
         "cpu/int8/blocks.py",
-        'return MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]',
+        "return wide_rows.floats_of(isa_name, pv).rows",
         "return VECTOR_ISAS[isa_name].rows[-1]",
         FLOAT_VALUES,
     ),
+    Mutant(FLOAT_WEIGHTS, "SIXTEEN = 16 << 8", "SIXTEEN = 12 << 8", FLOAT_VALUES),
+    Mutant(FLOAT_WEIGHTS, '"usub.sat", bits, below', '"usub.sat", bits, word(0)', FLOAT_VALUES),
     Mutant(LAUNCH_INT8, "ck = np.where(bad, F(np.nan), ck)", "pass", INT8),
     Mutant(LAUNCH_INT8, "one = fx.WEIGHT_ONE[problem.pv]", "one = fx.P_ONE", INT8),
     Mutant(

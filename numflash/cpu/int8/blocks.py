@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 
 from ...jit.compiler import inline
+from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..floats import float_tiles
-from ..floats.float_isas import MR
 from ..isa.dot_loop import BESIDE
 from ..isa.isas import VECTOR_ISAS, lanes_of, weight_planes
 from ..isa.operands import Packed, Part, Rows, Scales, Waiting
@@ -136,7 +136,9 @@ def value_rows(isa_name: str, pv: str) -> int:
     Parts of a block of rows must therefore begin at multiples of this number, and buffers must hold
     whole multiples.
     """
-    return MR if pv == "fp32" else VECTOR_ISAS[isa_name].rows[0]
+    if pv in FLOAT_VALUES:
+        return wide_rows.floats_of(isa_name, pv).rows
+    return VECTOR_ISAS[isa_name].rows[0]
 
 
 @functools.cache
@@ -145,8 +147,8 @@ def value_block(isa_name: str, pv: str):
 
     For keys first to first + columns - 1.
     """
-    if pv == "fp32":
-        return _float_value_block(isa_name)
+    if pv in FLOAT_VALUES:
+        return _float_value_block(isa_name, pv)
     planes = weight_planes(isa_name, pv)
     if isa_name == "amx_int8":
         return amx.value_block(planes)
@@ -194,47 +196,26 @@ def value_block(isa_name: str, pv: str):
     return values
 
 
-def _float_value_block(isa_name: str):
-    """The same in float32; V is stored in rows as wide as O."""
-    isa = VECTOR_ISAS[isa_name]
-    nv = isa.nv
+def _float_value_block(isa_name: str, pv: str):
+    """The same in floats; V is stored in rows as wide as O, of keys or of pairs of bfloat16 keys."""
+    floats = wide_rows.floats_of(isa_name, pv)
+    mr, group, nv = floats.rows, floats.group, VECTOR_ISAS[isa_name].nv
     vector_lanes = lanes_of(isa_name)
-    floats = wide_rows.values_of(isa)
-    tile6, one6 = (float_tiles.value_tile(floats, n) for n in (nv, 1))
+    tile, one = (float_tiles.value_tile(floats.name, n) for n in (nv, 1))
 
     @inline
     def values(p, v, first, columns, scale, total, rows, o):
-        width, lanes = o.shape[1], vector_lanes()
-        t = 0
+        width, lanes, steps = o.shape[1], vector_lanes(), columns // group
+        row, at, t = width * group, first * width, 0
         while t + nv * lanes <= width:
-            for i in range(0, rows, 6):
-                tile6(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    first * width + t,
-                    width,
-                    columns,
-                    o,
-                    i * width + t,
-                    width,
-                )
+            for i in range(0, rows, mr):
+                to = i * width + t
+                tile(p, i * KEY_BLOCK, KEY_BLOCK, v, at + t * group, row, steps, o, to, width)
             t += nv * lanes
         while t < width:
-            for i in range(0, rows, 6):
-                one6(
-                    p,
-                    i * KEY_BLOCK,
-                    KEY_BLOCK,
-                    v,
-                    first * width + t,
-                    width,
-                    columns,
-                    o,
-                    i * width + t,
-                    width,
-                )
+            for i in range(0, rows, mr):
+                to = i * width + t
+                one(p, i * KEY_BLOCK, KEY_BLOCK, v, at + t * group, row, steps, o, to, width)
             t += lanes
 
     return values

@@ -36,7 +36,6 @@ import numpy as np
 from ...jit.compiler import bare, inline, separate
 from ...jit.parallel import over_tasks
 from ...numerics import fixedpoint as fx
-from ...numerics.fixedpoint import ONE_Q16
 from ...tiling import KEY_BLOCK, tiling
 from ..isa.amx_tiles import tile_state
 from ..isa.isas import VECTOR_ISAS, padded
@@ -220,7 +219,8 @@ def make_add_values(isa_name: str, pv: str):
 @functools.cache
 def make_attend(isa_name: str, pv: str, block_q: int = 0):
     """The kernel of one instruction set, with P.V in integers (weights of 8 bits with pv "int8", of
-    15 with "int16") or with weights in Q16.16 and V in float32 ("fp32"); query tiles as in its tiling, or of about `block_q` rows.
+    15 with "int16") or in floats ("bf16", "fp32"); query tiles as in its tiling, or of about
+    `block_q` rows.
 
     Longer than a screen: its loops, from the block of keys to all tiles, stand one above the other.
     """
@@ -234,7 +234,7 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
     load_rows = make_load_rows(np.uint8 if isa.group == 4 else np.int16, isa.q_offset)
     scratch_of = make_scratch(isa_name, pv, block_q)
     begin, end = tile_state(isa_name)
-    unit = F(1 / ONE_Q16 if pv == "fp32" else 1)  # of a weight, in the sum l
+    unit = F(fx.SUM_UNIT[pv])
     unit_rows = isa.rows[-1]
     streams = isa.tiled and pv == "int8"
 

@@ -26,6 +26,7 @@ from ...jit.compiler import bare, inline, separate
 from ...jit.memory import LINE, empty, reinterpret, uncleared, zeros
 from ...jit.parallel import over_tasks
 from ...tiling import KEY_BLOCK
+from ..floats.float_packing import pack_pairs
 from ..isa.isas import VECTOR_ISAS, padded, running_lanes
 from ..isa.transpose import first_values, interleave, transpose
 
@@ -289,6 +290,17 @@ def pack_values(isa_name: str, v: np.ndarray, lanes: int | None = None) -> np.nd
     data = empty_values(isa_name, n, s, dv, lanes)
     value_packer(isa_name, lanes)(v, data, data.shape[1] // padded(s, KEY_BLOCK))
     return data
+
+
+def bfloat16_pairs(isa_name: str, v: np.ndarray) -> np.ndarray:
+    """v (N, S, Dv) bfloat16 bits as (N, padded keys * columns), in pairs of keys: (keys / 2, columns,
+    2), as the float kernels pack them. Padding is zeros.
+    """
+    n, s, dv = v.shape
+    columns = padded(dv, VECTOR_ISAS[isa_name].unit * running_lanes(isa_name))
+    out = empty((n, padded(s, KEY_BLOCK) // 2, columns), np.uint32)
+    pack_pairs(v[:, None], np.full(n, s), out)
+    return out.view(np.uint16).reshape(n, -1)
 
 
 def float_rows(isa_name: str, v: np.ndarray, bad: np.ndarray) -> np.ndarray:

@@ -40,7 +40,6 @@ MR = NR = 4  # register block: 16 sums
 P_OFFSET = 128
 exp2_p8 = inline(fx.exp2_p8)
 exp2_p16 = inline(fx.exp2_p16)
-exp2_q16 = inline(fx.exp2_quadratic)
 
 
 @inline
@@ -229,29 +228,38 @@ def value_block_w15(p, v, scale, o):
             row[t] = F(row[t] + F(F(sums[t]) * scale[i]))
 
 
-@inline
-def softmax_row_q16(x, octave, p):
-    """Weights p = exp2_quadratic(octave - x) in Q16.16, exact in float32; returns their sum."""
-    total = I(0)
-    for j in range(x.size):
-        p[j] = F(I(exp2_q16(np.uint32(np.subtract(octave, I(x[j]))))))
-    for j in range(x.size):
-        total = np.add(total, I(p[j]))
-    return total
+def softmax_row_float(exp2):
+    """f(x, octave, p): weights p = exp2(octave - x), exact in float32; returns their sum."""
+    exp2 = inline(exp2)
+
+    @inline
+    def softmax(x, octave, p):
+        total = I(0)
+        for j in range(x.size):
+            p[j] = F(I(exp2(np.uint32(np.subtract(octave, I(x[j]))))))
+        for j in range(x.size):
+            total = np.add(total, I(p[j]))
+        return total
+
+    return softmax
 
 
-@inline
-def value_block_float(p, v, scale, o):
-    """o[i] += sum over j of p[i, j] * 2**-16 * scale[i] * v[j].
+def value_block_float(weight_unit):
+    """f(p, v, scale, o): o[i] += sum over j of p[i, j] * weight_unit * scale[i] * v[j].
 
     p (rows, keys), v (keys, Dv) float32.
     """
-    for i in range(p.shape[0]):
-        row, unit = o[i], F(scale[i] * F(1 / fx.ONE_Q16))
-        for j in range(v.shape[0]):
-            weight, source = F(p[i, j] * unit), v[j]
-            for t in range(source.size):
-                row[t] = F(row[t] + F(weight * source[t]))
+
+    @inline
+    def add_values(p, v, scale, o):
+        for i in range(p.shape[0]):
+            row, unit = o[i], F(scale[i] * weight_unit)
+            for j in range(v.shape[0]):
+                weight, source = F(p[i, j] * unit), v[j]
+                for t in range(source.size):
+                    row[t] = F(row[t] + F(weight * source[t]))
+
+    return add_values
 
 
 @inline
@@ -314,18 +322,24 @@ def arrange_values(v: np.ndarray, bad: np.ndarray | None = None) -> np.ndarray:
     return out
 
 
+def float_steps(pv, exp2):
+    unit = F(fx.SUM_UNIT[pv])
+    return softmax_row_float(exp2), value_block_float(unit), np.float32, F(0), unit
+
+
 # pv -> softmax of a row, P.V of a block, dtype and zero of the weights, unit of their sum
 STEPS: dict[str, tuple] = {
     "int8": (softmax_row, value_block, np.int8, np.int8(-P_OFFSET), F(1)),
     "int16": (softmax_row_w15, value_block_w15, np.int16, np.int16(0), F(1)),
-    "fp32": (softmax_row_q16, value_block_float, np.float32, F(0), F(1 / fx.ONE_Q16)),
+    "bf16": float_steps("bf16", fx.exp2_bf16),
+    "fp32": float_steps("fp32", fx.exp2_quadratic),
 }
 
 
 @functools.cache
 def make_attend(pv: str):
-    """The kernel with P.V in integers (pv "int8", "int16") or with weights in Q16.16 and V in
-    float32 ("fp32").
+    """The kernel with P.V in integers (pv "int8", "int16") or in float32 ("bf16", whose weights and
+    V have 8 significant bits, and "fp32").
     """
     softmax, add_values, weight, zero, unit = STEPS[pv]
     one = fx.WEIGHT_ONE[pv]

@@ -32,7 +32,7 @@ class Tile(NamedTuple):
         np.ndarray
     )  # (block_q,) float32 factor of a row's scores; NaN where the query is not finite
     # (block_q,) int64 first key that a row attends to, in the blocks: the first keys of the sequence
-    # are in none, but with pv "fp32"
+    # are in none, but with pv "bf16" and "fp32"
     lo: np.ndarray
     hi: np.ndarray  # (block_q,) int64 the key after the last one it attends to
     start: np.ndarray  # (block_q,) int64 first key that a row attends to

@@ -10,9 +10,12 @@ import functools
 import numpy as np
 
 from ...jit.compiler import inline
+from ...numerics.fixedpoint import FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.isas import lanes_of, weight_planes
-from .softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
+from .float_weights import row_weights_bf16, row_weights_float
+from .softmax_vectors import block_octaves, block_totals, row_weights
+from .wide_rows import floats_of
 
 F = np.float32
 I = np.int32
@@ -45,17 +48,19 @@ def weigh_rows(isa_name: str, pv: str):
 
     Weights P of every row, and their sums.
 
-    P is integers relative to the block's octave, or with pv "fp32" Q16.16 as float32 times `scale`.
+    P is integers relative to the block's octave, or with pv "bf16" and "fp32" floats times `scale`.
     """
     vector_lanes = lanes_of(isa_name)
     totals = block_totals(isa_name)
     width = weight_planes(isa_name, pv) * KEY_BLOCK
-    if pv == "fp32":
-        half, whole = (row_weights_q16(isa_name, keys) for keys in (HALF, KEY_BLOCK))
-    else:
+    if pv not in FLOAT_VALUES:
         half, whole = (row_weights(isa_name, keys, pv) for keys in (HALF, KEY_BLOCK))
+    elif floats_of(isa_name, pv).group == 1:
+        half, whole = (row_weights_float(isa_name, keys, pv) for keys in (HALF, KEY_BLOCK))
+    else:
+        half, whole = (row_weights_bf16(isa_name, keys) for keys in (HALF, KEY_BLOCK))
 
-    if pv != "fp32":
+    if pv not in FLOAT_VALUES:
 
         @inline
         def weigh(i, lanes, x, columns, octave_q8, scale, p, sums):

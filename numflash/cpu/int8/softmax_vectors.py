@@ -12,10 +12,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit import target
-from ...numerics.fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B
+from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
 from ..isa.isas import VECTOR_ISAS, weight_planes
-from ..isa.vectors import F32, I16, I32, I64, Isa, constant, data, load, store, vector
+from ..isa.vectors import I16, I32, I64, Isa, constant, data, load, store, vector
 
 
 def over_keys(b, isa: Isa, keys: int, state: list, body):
@@ -160,58 +160,6 @@ def row_weights(name: str, keys: int, pv: str = "int8"):
             if low:
                 total = b.add(b.shl(total, isa.fill(b, i32s, 8)), low[0])
             store(b, total, ps, a[7], 4)
-            return context.get_dummy_value()
-
-        return sig, codegen
-
-    return weights
-
-
-@functools.cache
-def row_weights_q16(name: str, keys: int):
-    """Intrinsic f(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off).
-
-    As `row_weights`, in Q16.16 and float32.
-
-    p = float32(exp2_quadratic(octave - x)) * 2**-16 * scale[i], scale a power of two; sums add up
-    to the Q16.16 weights.
-    """
-    isa = VECTOR_ISAS[name]
-    i16s = isa.vector(I16)
-    i32s = isa.vector(I32)
-    f32s = isa.vector(F32)
-
-    @intrinsic
-    def weights(typingctx, x, x_off, octave_q8, i, scale, p, p_off, sums, s_off):
-        sig = types.void(x, x_off, octave_q8, i, scale, p, p_off, sums, s_off)
-
-        def codegen(context, b, sig, a):
-            target.guard(name, context.codegen())
-            px, pq, pc, pp, ps = (data(context, b, sig.args[n], a[n]) for n in (0, 2, 4, 5, 7))
-
-            def number(n):
-                return isa.fill(b, i32s, n)
-
-            top = isa.splat(b, load(b, pq, a[3], I16, 2), i16s)
-            factor = b.fmul(
-                isa.splat(b, load(b, pc, a[3], F32, 4), f32s), isa.fill(b, f32s, 1 / ONE_Q16)
-            )
-
-            def weigh_all(offsets, state):
-                (total,) = state
-                for at in (b.add(at, isa.elements(b, half)) for at in offsets for half in range(2)):
-                    y = b.zext(b.sub(top, load(b, px, b.add(a[1], at), i16s, 2)), i32s)
-                    f = b.shl(b.and_(y, number(255)), number(8))
-                    g = b.lshr(b.mul(f, number(Q_B)), number(16))
-                    h = b.lshr(b.mul(f, b.sub(number(Q_A), g)), number(16))
-                    octaves = isa.generic(b, "umin", b.lshr(y, number(8)), number(31))
-                    w = b.lshr(b.sub(number(ONE_Q16), h), octaves)
-                    total = b.add(total, w)
-                    store(b, b.fmul(b.sitofp(w, f32s), factor), pp, b.add(a[6], at), 4)
-                return [total]
-
-            (total,) = over_keys(b, isa, keys, [number(0)], weigh_all)
-            store(b, total, ps, a[8], 4)
             return context.get_dummy_value()
 
         return sig, codegen

@@ -9,13 +9,14 @@ import numpy as np
 
 from ...jit.compiler import bare, inline
 from ...jit.memory import reinterpret, uncleared, zeros
-from ...numerics.fixedpoint import FIRST_KEYS
+from ...numerics.fixedpoint import FIRST_KEYS, FLOAT_VALUES
 from ...tiling import KEY_BLOCK
 from ..isa.amx_tiles import BLOCK
 from ..isa.isas import VECTOR_ISAS, lanes_of, weight_planes
 from . import amx_stream
 from .amx_stream import Kept
 from .rows import State, Tile
+from .wide_rows import floats_of
 
 
 class Scratch(NamedTuple):
@@ -65,7 +66,9 @@ def make_scratch(isa_name: str, pv: str, block_q: int):
     step, columns_unit = isa.step, isa.unit
     vector_lanes = lanes_of(isa_name)
     operand = np.uint8 if isa.group == 4 else np.int16
-    weight: type[np.generic] = np.float32 if pv == "fp32" else operand
+    weight: type[np.generic] = operand
+    if pv in FLOAT_VALUES:
+        weight = np.float32 if floats_of(isa_name, pv).group == 1 else np.uint16
     weights_of_row = weight_planes(isa_name, pv) * KEY_BLOCK
     streams = isa.tiled and pv == "int8"
     turns_shape = amx_stream.table_shape() if streams else (1, 1)

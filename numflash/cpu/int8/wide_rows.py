@@ -11,10 +11,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ...jit import target
 from ...numerics import fixedpoint as fx
 from ..floats.float_exp2 import whole
-from ..floats.float_isas import FLOAT_ISAS, fold, larger
+from ..floats.float_isas import FLOAT_ISAS, FloatIsa, fold, larger
 from ..floats.float_rows import for_vectors
+from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import I16, I32, call, constant, data, load, splat, store, vector
 
 I1 = ir.IntType(1)
@@ -23,7 +25,20 @@ FLOATS = {
     8: "avx2",
     4: "neon",
 }  # float vectors of as many lanes as those of an INT8 instruction set
+# the bfloat16 tiles beside an INT8 instruction set, for CPUs that have both
+BFLOATS = {"amx_int8": "amx_bf16", "avx512_vnni": "avx512_bf16"}
 HIDDEN = float("-inf")
+
+
+def floats_of(isa_name: str, pv: str) -> FloatIsa:
+    """What multiplies the float weights and values of pv "bf16" and "fp32".
+
+    Without bfloat16 instructions, float32 vectors multiply the numbers of pv "bf16".
+    """
+    name = BFLOATS.get(isa_name.partition(":")[0])
+    if pv == "bf16" and name in target.available(target.BFLOAT16_ISAS):
+        return FLOAT_ISAS[name]
+    return FLOAT_ISAS[values_of(VECTOR_ISAS[isa_name])]
 
 
 def values_of(isa) -> str:

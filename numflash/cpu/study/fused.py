@@ -28,8 +28,9 @@ from ...tiling import KEY_BLOCK, tiling
 from ..floats import float_rows, float_tiles
 from ..floats.float_isas import FLOAT_ISAS
 from ..int8 import wide_rows
+from ..int8.float_weights import row_weights_float
 from ..int8.microkernels import score_tile, value_tile
-from ..int8.softmax_vectors import block_octaves, block_totals, row_weights, row_weights_q16
+from ..int8.softmax_vectors import block_octaves, block_totals, row_weights
 from ..isa import vectors
 from ..isa.isas import VECTOR_ISAS, lanes_of
 from ..isa.operands import Packed, Rows, Scales
@@ -87,7 +88,8 @@ def make_fused(isa_name: str, exp2: str = "vectors", pv: str = "int8"):
     score = score_tile(isa_name, 6)
     octaves = block_octaves(isa_name, KEY_BLOCK)
     totals = block_totals(isa_name)
-    exact_row, wide_row = row_weights(isa_name, KEY_BLOCK), row_weights_q16(isa_name, KEY_BLOCK)
+    exact_row = row_weights(isa_name, KEY_BLOCK)
+    wide_row = row_weights_float(isa_name, KEY_BLOCK, "fp32")
     integer, half_width, plain = pv == "int8", pv == "bf16", exp2 == "plain"
     group, nv, vector_lanes = isa.group, isa.nv, lanes_of(isa_name)
     operand = np.uint8 if group == 4 else np.int16
