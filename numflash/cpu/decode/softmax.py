@@ -231,8 +231,7 @@ def weigh_rows(tile: Tile, rows: int):
     def signed16(n):
         return constant(i16s, n if n < 32768 else n - 65536)
 
-    def multiply_high(b, u, v):  # recognised as one instruction (vpmulhuw)
-        return b.trunc(b.lshr(b.mul(b.zext(u, wide), b.zext(v, wide)), constant(wide, 16)), i16s)
+    multiply_high = tile.vectors.multiply_high
 
     def row_sum(b, xs, count):
         """uint16 vectors of a row summed in half as many int32 lanes.
@@ -268,9 +267,8 @@ def weigh_rows(tile: Tile, rows: int):
                     ]
                     y = b.trunc(shuffle(b, *halves, list(range(2 * lanes))), i16s)
                     f = b.shl(y, signed16(8))  # fraction, Q0.16
-                    h = multiply_high(
-                        b, f, b.sub(signed16(P_A), multiply_high(b, f, signed16(P_B)))
-                    )
+                    g = b.sub(signed16(P_A), multiply_high(b, f, signed16(P_B)))
+                    h = multiply_high(b, f, g)
                     x = tile.shift_right(b, b.sub(signed16(P_WIDE), h), b.lshr(y, signed16(8)))
                     totals[r].append(b.lshr(x, signed16(2)))
                     ratio = load(

@@ -131,6 +131,11 @@ class X86(Isa):
             x = b.select(b.fcmp_ordered(test, x, bound), bound, x)
         return x
 
+    def multiply_high(self, b: ir.IRBuilder, x, y):
+        """By name: LLVM takes the pattern apart where shifts or narrower parts of it follow."""
+        name = "avx512.pmulhu.w.512" if self.lanes == 16 else "avx2.pmulhu.w"
+        return call(b, f"llvm.x86.{name}", x.type, x, y)
+
     def shift_right(self, b: ir.IRBuilder, x, n):
         if self.lanes == 16:
             return call(b, "llvm.x86.avx512.psrlv.w.512", x.type, x, n)
