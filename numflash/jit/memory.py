@@ -2,8 +2,8 @@
 
 A vector that straddles two lines is loaded twice, a matrix tile sixteen times twice.
 
-`zeros`, `uncleared` and `reinterpret` are for kernels, where Numba compiles `np.zeros`, `view` and
-`reshape` once for every dtype and shape.
+`zeros`, `uncleared`, `unpacked` and `reinterpret` are for kernels, where Numba compiles `np.zeros`,
+`view` and `reshape` once for every dtype and shape.
 """
 
 from __future__ import annotations
@@ -145,6 +145,23 @@ def place(typingctx, address, shape, dtype):
         return out._getvalue()
 
     return kind(types.intp, shape, dtype), codegen
+
+
+@intrinsic(prefer_literal=True)
+def unpacked(typingctx, x, count):
+    """The first `count` elements of a contiguous array as a tuple; `count` is a literal.
+
+    Numba's `to_fixed_tuple` writes the whole tuple again for each element: of 50 elements 1 us.
+    """
+    n = count.literal_value
+
+    def codegen(context, builder, signature, args):
+        data = arrayobj.make_array(x)(context, builder, args[0]).data
+        places = [cgutils.gep_inbounds(builder, data, i) for i in range(n)]
+        found = [context.unpack_value(builder, x.dtype, at) for at in places]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(x.dtype, n)(x, count), codegen
 
 
 @intrinsic

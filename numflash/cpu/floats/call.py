@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ...jit.compiler import bare, kernel
-from ...jit.memory import place, reinterpret
+from ...jit.memory import place, reinterpret, unpacked
 from ...jit.parallel import threads_now, use_threads
 from ..semantics import OPTION_NUMBERS, OptionNumbers, semantics_at
 from .flash_float import make_attend
@@ -114,9 +113,9 @@ def make_call(isa: str, kind: str, in_place: bool, key_block: int = 0) -> Callab
 
     @kernel
     def call(q_at, k_at, v_at, out_at, lse_at, room, numbers, factors):
-        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
-        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
-        f = Factors(*to_fixed_tuple(factors, FACTORS))
+        p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
+        f = Factors(*unpacked(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         threads = threads_now()
         workers = min(p.workers, threads)

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ...jit.compiler import bare, inline, kernel
-from ...jit.memory import place, reinterpret
+from ...jit.memory import place, reinterpret, unpacked
 from ...jit.parallel import threads_now, use_threads
 from ...numerics.fixedpoint import FINER, FIRST_KEYS
 from ...numerics.scores import LIMIT
@@ -215,9 +214,9 @@ def make_float_call(isa_name: str, kind: str, pv: str, *rows: int) -> Callable[.
     @kernel
     def call(at, out, room, numbers, factors):
         q_at, k_at, v_at = at
-        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
-        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
-        f = Factors(*to_fixed_tuple(factors, FACTORS))
+        p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
+        f = Factors(*unpacked(factors, FACTORS))
         threads = limit_threads(p.workers)
         to = operands(p, room)
         source = Source(
@@ -293,9 +292,9 @@ def make_ready_call(isa_name: str, pv: str, *rows: int) -> Callable[..., bool]:
     @kernel
     def call(ready, out, room, numbers, factors):
         at = Ready(*ready)
-        p = Numbers(*to_fixed_tuple(numbers[:NUMBERS], NUMBERS))
-        o = OptionNumbers(*to_fixed_tuple(numbers[NUMBERS:], OPTION_NUMBERS))
-        f = Factors(*to_fixed_tuple(factors, FACTORS))
+        p = Numbers(*unpacked(numbers[:NUMBERS], NUMBERS))
+        o = OptionNumbers(*unpacked(numbers[NUMBERS:], OPTION_NUMBERS))
+        f = Factors(*unpacked(factors, FACTORS))
         n, n_kv = p.batch * p.heads, p.batch * p.kv_heads
         q_scale = place(at.q_scale, (n * p.length,), np.float32)
         k_scale = place(at.k_scale, (n_kv * p.keys,), np.float32)
