@@ -7,19 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CacheFullError
-from .arguments import floats, in_range, token_counts
+from .arguments import floats, in_range, is_float32, token_counts
 from .memory import Memory
 from .sequences import Sequences
 from .settings import INTEGERS, Settings
 from .smoothing import offset_of
 
 F = np.float32
-FLOAT32 = np.dtype(np.float32)
-
-
-def is_float32(x: Any) -> bool:
-    """Whether kernels take x as it is: a contiguous float32 array."""
-    return type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
 
 
 class Appending(Sequences):

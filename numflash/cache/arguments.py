@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interop.arrays import Imported, dtype_name, import_array, widen
 
+FLOAT32 = np.dtype(np.float32)
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 # What rounds to infinity where it is stored: magnitudes from here on, of these types ("uint16":
 # bfloat16).
@@ -18,6 +19,11 @@ BEYOND = {
     "bfloat16": (2.0**128 - 2.0**119, ("float32", "float64")),
     "float32": (2.0**128 - 2.0**103, ("float64",)),
 }
+
+
+def is_float32(x: Any) -> bool:
+    """Whether kernels take x as it is: a contiguous float32 array that can be written."""
+    return type(x) is np.ndarray and x.dtype is FLOAT32 and x.flags.carray
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
@@ -53,6 +59,8 @@ def token_counts(counts: Any, batch: int, n: int) -> np.ndarray:
 
 def output(out: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The caller's array for results."""
+    if is_float32(out) and out.shape == shape:
+        return out
     if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
         raise ArgumentTypeError(f"out: got {type(out).__name__}; allowed: a NumPy array")
     if not (out.dtype == np.float32 and out.flags.c_contiguous and out.flags.writeable):

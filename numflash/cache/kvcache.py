@@ -20,8 +20,8 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..interop.arguments import choice, flag
 from ..interop.arrays import convert, to_float32
-from .appending import Appending, is_float32
-from .arguments import floats, integer, output
+from .appending import Appending
+from .arguments import FLOAT32, floats, integer, is_float32, output
 from .calls import EqualSteps
 from .decode_options import (
     NOTHING,
@@ -213,11 +213,11 @@ class KVCache(Appending):
         memory = self._memory or self._open()
         functions = score_mod is not None or mask_mod is not None
         changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
-        plain = out is None and return_lse is False and sinks is None and not changed
+        plain = return_lse is False and sinks is None and not changed
         if plain and is_float32(query):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
-                return self._equal_decode(memory, query, wanted, scale, splits)
+                return self._equal_decode(memory, query, wanted, scale, splits, out)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
@@ -270,11 +270,21 @@ class KVCache(Appending):
 
     @staticmethod
     def _equal_decode(
-        memory: Memory, query: np.ndarray, wanted: tuple[int, ...], scale: Any, splits: Any
+        memory: Memory,
+        query: np.ndarray,
+        wanted: tuple[int, ...],
+        scale: Any,
+        splits: Any,
+        out: np.ndarray | None,
     ) -> np.ndarray:
-        """A plain call like one before: only `scale` and `splits` are still to be checked."""
+        """A plain call like one before: `scale`, `splits` and `out` are still to be checked."""
         plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest)
-        result = np.empty(wanted, F)
+        if out is None:
+            result = np.empty(wanted, FLOAT32)
+        else:
+            result = output(out, wanted)
+            if np.may_share_memory(result, query):
+                query = query.copy()  # it is read again after `out` is written
         plan(query, c, memory.store, result)
         redo(memory, plan, query, scale, result, NOTHING)
         return result

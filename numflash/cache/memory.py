@@ -50,6 +50,8 @@ class Memory:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         lengths = self.store.lengths
+        if lengths.size == 1:
+            return lengths.item()
         return max(lengths.tolist(), default=0) if lengths.size <= 64 else int(lengths.max())
 
     def slots(self, b: int) -> tuple[np.ndarray, int]:

@@ -112,10 +112,16 @@ class Layout:
         """Bytes of a token of one KV head, scales not counted."""
         return (self.channels + self.columns) * self.tile.size // self.tile.packed
 
+    @functools.cached_property
+    def limits(self) -> tuple[int, int]:
+        """Tokens up to which one thread serves all sequences, and slots of a sequence."""
+        return SERIAL_BYTES // (self.kv_heads * self.slot_bytes), self.sinks + self.ring
+
     def call(self, longest: int, batch: int) -> tuple[int, int]:
         """(threads, key blocks of the longest sequence): what the number of splits depends on."""
-        small = longest * batch * self.kv_heads * self.slot_bytes <= SERIAL_BYTES
-        return 1 if small else count(), -(-min(longest, self.sinks + self.ring) // KEY_BLOCK)
+        serial_tokens, slots = self.limits
+        held = longest if longest < slots else slots
+        return 1 if longest * batch <= serial_tokens else count(), -(-held // KEY_BLOCK)
 
     def splits(self, batch: int, rows: int, workers: int, blocks: int) -> int:
         """How many splits `blocks` key blocks go in, for `rows` query rows of each KV head."""

@@ -89,7 +89,7 @@ def make_decode(tile: Tile, rows: int, changed: bool, parallel: bool):
                         sums[e] = F(sums[e] + F(part[e] * share))
         return top, total
 
-    @bare
+    @bare(forceinline=True)
     def finish(unit, q, store, s, sizes, results):
         """Merge the splits of one tile, and divide by the sum of the weights."""
         n_kv, all_rows = store.data.shape[1], q.shape[2]

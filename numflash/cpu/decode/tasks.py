@@ -38,7 +38,7 @@ def make_attend(tile: Tile, rows: int, changed: bool):
     scales = tile.scales
     _, begin, take, leave = make_tile_rows(tile, rows, changed)
 
-    @bare
+    @bare(forceinline=True)
     def attend(q, c, store, s, w, task, sizes):
         """One task: its part of the keys for its rows, into s.o, s.m and s.l of the task."""
         queries, splits, window, sinks, ring, page_size, _ = sizes
