@@ -5,9 +5,9 @@ Soft cap, ALiBi, the mask of the new tokens, sinks.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 F = np.float32
 
 
-@dataclass(frozen=True)
-class Changes:
+class Changes(NamedTuple):
     """Changes of scores inside the kernel.
 
     softcap : 0 for none, natural units
@@ -40,8 +39,12 @@ class Changes:
     @property
     def any(self) -> bool:
         """Whether the kernel has anything to change."""
-        options = self.slopes, self.mask, self.functions
-        return bool(self.softcap) or any(x is not None for x in options)
+        return self.functions is not None or self.besides_functions
+
+    @property
+    def besides_functions(self) -> bool:
+        """Whether there is anything but functions."""
+        return self.softcap != 0 or self.slopes is not None or self.mask is not None
 
     @property
     def cap_or_functions(self) -> bool:
@@ -76,10 +79,15 @@ def with_functions(changes: Changes, score_mod: Any, mask_mod: Any, longest: int
     ArgumentTypeError
         A function that cannot be traced.
     """
-    # by name, as a cache finds its backend: functions are compiled for the CPU
-    fused = importlib.import_module("..flex.fused", __package__)
-    prepared = fused.prepare(score_mod, mask_mod)
-    return replace(changes, functions=fused.InCache(prepared, longest))
+    fused = _fused()
+    found = fused.InCache(fused.prepare(score_mod, mask_mod), longest)
+    return Changes(changes.softcap, changes.slopes, changes.mask, found)
+
+
+@functools.cache
+def _fused() -> Any:
+    """`flex.fused`: by name, as a cache finds its backend; functions are compiled for the CPU."""
+    return importlib.import_module("..flex.fused", __package__)
 
 
 def per_head(name: str, x: Any, heads: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from ..tiling import KEY_BLOCK
 from .decode import matrix_floats
 from .decode.append import make_append_float, make_append_int8
 from .decode.append_int4 import make_append_int4
-from .decode.call import OPTIONS, STORE, Numbers, make_call
+from .decode.call import FRAME, FUNCTION, OPTIONS, STORE, Numbers, make_call
 from .decode.changes import Options
 from .decode.matrix_tiles import SCRATCH_ROWS
 from .decode.task_data import AGAIN, Scratch, Sizes, Store, rows_together, sums_rows
@@ -138,7 +138,8 @@ class Plan:
         self.m, self.l = zeros(self.shape[:3], F, fill=True), zeros(self.shape[:3], F, fill=True)
         self.unit = LOG2E_Q8 if t.exact else F(LOG2E_Q8 / 256)
         self.store: Store | None = None  # whose addresses `numbers` has
-        self.options: Options | None = None
+        self.options: Options | None = None  # whose addresses `numbers` has
+        self.plain = False  # whether they change nothing
         self.again = False  # whether the last call left rows to do again
         s = self.scratch
         numbers = Numbers(
@@ -161,15 +162,25 @@ class Plan:
 
         shift (B, H, L) float32 in units of the soft cap, natural ones with functions, or None.
         """
+        plain = shift is None and not changes.besides_functions
+        if not (plain and self.plain):
+            self._set_options(changes, shift)
+            self.plain = plain
+        function = frame = 0
+        if changes.functions is not None:
+            batch, kv_heads, rows, _ = self.shape
+            function, frame = changes.functions.address_of(batch, kv_heads * rows // self.queries)
+        self.numbers[FUNCTION], self.numbers[FRAME] = function, frame
+
+    def _set_options(self, changes: Changes, shift: np.ndarray | None) -> None:
+        """`change`, but for the functions."""
         batch, kv_heads, rows, _ = self.shape
         cap = np.zeros(2, F)
         if changes.softcap:
             cap[0] = F(changes.softcap) * self.unit
             cap[1] = F(1) / cap[0]
-        function = frame = 0
         moved = np.zeros((batch, kv_heads, rows), F) if shift is None else shift
         if changes.functions is not None:
-            function, frame = changes.functions.address_of(batch, kv_heads * rows // self.queries)
             moved = moved * self.unit
         slopes: np.ndarray = np.zeros((0, 0), F)
         if changes.slopes is not None:
@@ -178,10 +189,9 @@ class Plan:
         if changes.mask is not None:
             mask = changes.mask.view(np.uint8)
         moved = np.ascontiguousarray(moved).reshape(batch, kv_heads, rows)
-        self.options = o = Options(cap, moved, slopes, mask, function, frame)
+        self.options = o = Options(cap, moved, slopes, mask)
         places = (x.ctypes.data for x in (o.cap, o.shift, o.slopes))
-        at = *places, slopes.shape[1], mask.ctypes.data, mask.shape[1], function, frame
-        self.numbers[OPTIONS] = at
+        self.numbers[OPTIONS] = *places, slopes.shape[1], mask.ctypes.data, mask.shape[1]
 
     @property
     def queries(self) -> int:

@@ -52,7 +52,7 @@ class Tile:
     def address(self) -> int:
         return self.machine.address
 
-    @property
+    @functools.cached_property
     def data(self) -> int:
         return self.frame.__array_interface__["data"][0]
 

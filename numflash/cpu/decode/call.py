@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from ...jit.compiler import bare, kernel
-from ...jit.memory import place
+from ...jit.memory import place, unpacked
 from ...tiling import KEY_BLOCK
 from .changes import ChangedScratch
 from .flash_decode import make_decode
@@ -79,7 +78,8 @@ class Numbers(NamedTuple):
 NUMBERS = len(Numbers._fields)
 SIZES = slice(Numbers._fields.index("queries"), Numbers._fields.index("tiles"))
 STORE = slice(Numbers._fields.index("pages"), Numbers._fields.index("cap"))
-OPTIONS = slice(Numbers._fields.index("cap"), NUMBERS)
+OPTIONS = slice(Numbers._fields.index("cap"), Numbers._fields.index("function"))
+FUNCTION, FRAME = (Numbers._fields.index(name) for name in ("function", "frame"))
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
 
     @kernel
     def call(query, c, out, numbers):
-        p = Numbers(*to_fixed_tuple(numbers, NUMBERS))
+        p = Numbers(*unpacked(numbers, NUMBERS))
         store = Store(
             place(p.data, (p.pages, p.kv_heads, p.elements), bits),
             place(p.table, (p.batch, p.width), np.int32),
@@ -155,7 +155,7 @@ def make_call(tile: Tile, rows: int, changed: bool, parallel: bool) -> Callable[
             c,
             store,
             scratch,
-            to_fixed_tuple(numbers[SIZES], 7),
+            unpacked(numbers[SIZES], 7),
             place(out.ctypes.data, (*heads, p.value_dim), np.float32),
             place(p.m_out, heads, np.float32),
             place(p.l_out, heads, np.float32),

@@ -23,26 +23,26 @@ softcap = bare(fx.softcap)
 
 
 class Options(NamedTuple):
-    """The options of a call.
+    """The options of a call but for its functions.
 
     cap : (2,) float32, the cap in the unit of the scores and its reciprocal; 0 for none
     shift : (B, Hkv, rows) float32, added to the scores in units of the cap; in the unit of the
         scores, before the functions, where there are some
     slopes : (Hkv, group) float32 in the unit of the scores; (0, 0) for none
     mask : (B, L, L) uint8, 0 where a new token does not attend to a new token; (0, 0, 0) for none
-    function, frame : addresses of a tile function and its frame, see `isa.score_calls`; 0 for none
     """
 
     cap: np.ndarray
     shift: np.ndarray
     slopes: np.ndarray
     mask: np.ndarray
-    function: int
-    frame: int
 
 
 class ChangedScratch(NamedTuple):
-    """`task_data.Scratch` and `Options`, as the kernel takes them."""
+    """`task_data.Scratch` and `Options`, as the kernel takes them.
+
+    function, frame : addresses of a tile function and its frame, see `isa.score_calls`; 0 for none
+    """
 
     q: np.ndarray
     work: np.ndarray

@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit.compiler import bare
+from ...jit.memory import place as array_at
 from ...numerics.fixedpoint import LN2_Q8, LOG2E_Q8, T_LIMIT
 from ...tiling import KEY_BLOCK
 from ..isa.operands import Rows
@@ -48,12 +49,16 @@ LN2 = F(np.log(2))
 
 
 @bare(forceinline=True)
+def head_of(at, all_rows, r):
+    """The query head of row r of a tile."""
+    row = at.g * all_rows + at.row + r
+    return row if at.queries == 1 else row // at.queries
+
+
+@bare(forceinline=True)
 def _call(scores, r, n, first, s, at, scale, unit):
     """Call the functions on scores[r, :n] of slots from `first` on, run by run of tokens."""
-    row = at.row + r
-    head = at.g * s.shift.shape[2] + row
-    if at.queries != 1:
-        head //= at.queries
+    head = head_of(at, s.shift.shape[2], r)
     position = position_of(at, r)
     wrapped = at.length > at.sinks + at.ring
     turn = 0  # the slot of a ring's oldest token
@@ -193,3 +198,26 @@ def make_apply_to_integers(tile: Tile):
         return to_integers(place, r)
 
     return apply_to_integers
+
+
+@functools.cache
+def make_apply_to_row(tile: Tile):
+    """apply_to_row(work, r, scales, some_bad, function, corner, shift): `apply_to_integers` for a
+    row that attends to all 128 tokens of a block, one after the other, without other options.
+
+    work, scales : addresses, of the scratch memory and of the keys' scales
+    """
+    to_floats, to_integers = row_conversions(tile)
+
+    @bare(forceinline=True)
+    def apply_to_row(work, r, scales, some_bad, function, corner, shift):
+        to_floats(work, r, shift)
+        x = array_at(work + r * (KEY_BLOCK * 4), (KEY_BLOCK,), np.float32)
+        if some_bad:
+            k_scale = array_at(scales, (KEY_BLOCK,), np.float32)
+            for j in range(KEY_BLOCK):
+                x[j] = F(np.nan) if k_scale[j] != k_scale[j] else x[j]
+        call_tile(function, Rows(x, 0, KEY_BLOCK), 1, KEY_BLOCK, corner, LN2_Q8, LOG2E_Q8)
+        return to_integers(work, r)
+
+    return apply_to_row

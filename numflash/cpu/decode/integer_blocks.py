@@ -9,10 +9,11 @@ import numpy as np
 from ...jit.compiler import bare
 from ...numerics import fixedpoint as fx
 from ...tiling import KEY_BLOCK
+from ..isa.score_calls import Corner, Function
 from ..isa.vectors import address, apart, prefetch_line
 from .append import quantize_row
-from .changes import attends_to_bad, change_floats, hide_masked, row_options
-from .functions import make_apply_to_integers, row_conversions
+from .changes import attends_to_bad, change_floats, hide_masked, position_of, row_options
+from .functions import head_of, make_apply_to_integers, make_apply_to_row, row_conversions
 from .products import make_block, make_matrix_block
 from .slots import hide, sees_bad
 from .softmax import octave_rows, shrink_rows, value_ratios, weigh_rows
@@ -34,7 +35,7 @@ def make_integers(tile: Tile, rows: int, changed: bool):
     ratios, octaves, shrink, weigh = (
         make(tile, rows) for make in (value_ratios, octave_rows, shrink_rows, weigh_rows)
     )
-    apply_to_integers = make_apply_to_integers(tile)
+    apply_to_integers, apply_to_row = make_apply_to_integers(tile), make_apply_to_row(tile)
     to_floats, to_integers = row_conversions(tile)
     ahead = tile.ahead
     scales, packed, size, group = tile.scales, tile.packed, tile.size, tile.group
@@ -121,22 +122,59 @@ def make_integers(tile: Tile, rows: int, changed: bool):
         weigh_block(of_values, n, words, work_at, o_at, columns, unit)
 
     @bare(forceinline=True)
+    def ask_for_next(place, words, r):
+        """Prefetch row r's part of the cache lines behind the keys of a block."""
+        if ahead > 0:
+            following = place + (scales + KEY_BLOCK * words * group // packed) * size + ahead
+            for line in range(r * LINES, (r + 1) * LINES):
+                prefetch_line(following + 64 * line)
+
+    @bare(forceinline=True)
+    def takes_functions_only(blocks, s, at):
+        """Whether `take_functions` may take these blocks."""
+        changed_further = s.cap[0] > F(0) or s.slopes.size > 0 or s.mask.size > 0
+        in_turn = at.length <= at.sinks + at.ring
+        whole = blocks.inside and blocks.n == KEY_BLOCK
+        return s.function != 0 and whole and in_turn and not changed_further
+
+    @bare(forceinline=True)
+    def take_functions(blocks, query):
+        """`take_changed` of whole blocks in which functions are all there is."""
+        words, columns = query.words.shape[2], query.o.shape[1]
+        place = address(blocks.data) + blocks.base
+        q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
+        s, at = query.options, query.rows
+        function, shift = Function(s.function, s.frame), s.shift[at.b, at.g]
+        for i in range(blocks.count):
+            some_bad, unit = score_block(place, KEY_BLOCK, q_at, words, work_at)
+            for r in range(query.real):
+                ask_for_next(place, words, r)
+                head, token = head_of(at, shift.size, r), blocks.first + i * KEY_BLOCK
+                corner = Corner(at.b, head, position_of(at, r), token)
+                moved = shift[at.row + r]
+                if apply_to_row(work_at, r, place, some_bad, function, corner, moved):
+                    query.spoiled[r] = 1
+            of_values = query.values if shared else place
+            weigh_block(of_values, KEY_BLOCK, words, work_at, o_at, columns, unit)
+            place += blocks.step
+
+    @bare(forceinline=True)
     def take_changed(blocks, query):
         """`take` with the options of `changes`, block by block."""
         words, columns, n = query.words.shape[2], query.o.shape[1], blocks.n
         q_at, work_at, o_at = address(query.words), address(query.work), address(query.o)
         s, at = query.options, query.rows
+        if takes_functions_only(blocks, s, at):
+            take_functions(blocks, query)
+            return
         for i in range(blocks.count):
             base, first = blocks.base + i * blocks.step, blocks.first + i * KEY_BLOCK
             place = address(blocks.data) + base
             some_bad, unit = score_block(place, n, q_at, words, work_at)
             k_scale = blocks.data[base : base + n * 4].view(np.float32)
-            following = place + (scales + KEY_BLOCK * words * group // packed) * size
             for r in range(query.real):
                 edges, row = query.edges[r], query.work[r]
-                if ahead > 0:
-                    for line in range(r * LINES, (r + 1) * LINES):
-                        prefetch_line(following + ahead + 64 * line)
+                ask_for_next(place, words, r)
                 if s.function != 0:
                     inside = blocks.inside
                     if apply_to_integers(r, n, first, k_scale, some_bad, query, inside):
