@@ -77,8 +77,8 @@ def attention(
         The inputs' own unless given. "int8" clips scores at +-2.9e6.
     pv : "int8", "int16" or "fp32"
         With precision "int8": the weights have 8 bits, or 15 ("int16": also exact integers, equal
-        bits on every CPU, 1.2 to 1.4 times the time; not on a card), or weights and values are
-        floats ("fp32").
+        bits on every device, 1.2 to 1.4 times the time on a CPU), or weights and values are floats
+        ("fp32"; not for arrays on a card, nor on sm_75).
     layout : "bhld" or "blhd"
     return_lse : bool
         Also return the log-sum-exp of each row.

@@ -106,3 +106,9 @@ def test_cuda_kernels_are_explained_by_their_shared_memory():
         ).tiling.name
         == "sm_80-int8-fp32"
     )
+    assert (
+        numflash.explain(
+            (1, 2, 64, 96), pv="int16", precision="int8", impl="cuda-emulator:sm_90a"
+        ).tiling.name
+        == "sm_80-int8"
+    )

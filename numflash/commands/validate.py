@@ -59,7 +59,7 @@ def bits(isa: str, pv: str) -> dict[str, Any]:
         problem = quantize_problem(validation.problem(q, k, v, chosen))
         exact, exact_lse = reference.integer_model(problem)
         out, lse = launch.run(problem, isa)
-        worst = 0.0 if pv == "int8" else 2e-6
+        worst = 2e-6 if pv == "fp32" else 0.0
         if not np.abs(out - exact).max() <= worst or not np.array_equal(lse, exact_lse):
             wrong.append(name)
     return {"check": "bits", "isa": isa, "pv": pv, "ok": not wrong, "wrong": wrong}
@@ -110,7 +110,7 @@ def scaling(budget: float) -> dict[str, Any]:
 def _plan(quick: bool) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     isas = target.available()
     for isa in isas[:1] if quick else isas:
-        for pv in ("int8",) if quick else ("int8", "fp32"):
+        for pv in ("int8",) if quick else ("int8", "int16", "fp32"):
             yield f"bits: {isa} {pv}", partial(bits, isa, pv)
     yield "bits: decoding", decoding
     for precision in ("float32", "int8") if quick else BUDGETS:

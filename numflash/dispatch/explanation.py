@@ -172,8 +172,10 @@ def explain_problem(
             isa = current_device().arch
         from ..cuda.launch_float import scores_as_they_are
 
+        # two planes of weights have no kernel of Hopper's own
+        family = "sm_80" if isa == "sm_90a" and problem.pv == "int16" else isa
         tiling = cuda_tiling(
-            isa,
+            family,
             problem.precision + ("-fp32" if problem.pv == "fp32" else ""),
             d,
             dv,

@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": "bfloat16"},
     "float16": {"precision": "float16"},
     "int8": {"precision": "int8", "pv": "int8"},
+    "int8, pv int16": {"precision": "int8", "pv": "int16"},
     "int8, pv fp32": {"precision": "int8", "pv": "fp32"},
 }
 
@@ -116,7 +117,8 @@ def accuracy(
     impl : str
         As `attention` takes it.
     variants : names of `numflash.measure.metrics.VARIANTS`
-        All unless given: "float32", "bfloat16", "float16", "int8", "int8, pv fp32".
+        All unless given: "float32", "bfloat16", "float16", "int8", "int8, pv int16",
+        "int8, pv fp32".
     options
         Everything else that `attention` takes, but precision, pv, return_lse.
 

@@ -126,8 +126,14 @@ def test_nonfinite_keys_spoil_only_rows_that_see_them(found, ranks):
 
 
 @pytest.mark.parametrize("ranks", PARTS)
-def test_int8_weights_with_float_values(found, ranks):
-    assert errors(found(ranks, "semantics")["pv"][0], naive(*qkv(**SMALL))[0]).relative_l1 <= 0.013
+@pytest.mark.parametrize(("pv", "limit"), [("int16", 0.018), ("fp32", 0.013)])
+def test_weights_of_more_bits(found, ranks, pv, limit):
+    """And gathered keys give the bits of one process."""
+    arrays = qkv(**SMALL)
+    got = found(ranks, "semantics")
+    assert errors(got["pv", pv][0], naive(*arrays)[0]).relative_l1 <= limit
+    options = {"enable_gqa": True, "precision": "int8", "pv": "int16", "impl": "reference"}
+    np.testing.assert_array_equal(got["pv", "gather"][0], numflash.attention(*arrays, **options))
 
 
 def test_layouts_dimensions_and_dtypes(found):

@@ -81,10 +81,11 @@ def semantics(comm):
                 comm, "ring", arrays, "plain", precision=precision, impl="reference", is_causal=True
             ),
         )
-    yield (
-        "pv",
-        solve(comm, "ring", qkv(**SMALL), "zigzag", precision="int8", pv="fp32", impl="reference"),
-    )
+    for pv in ("int16", "fp32"):
+        options = {"precision": "int8", "pv": pv, "impl": "reference"}
+        yield ("pv", pv), solve(comm, "ring", qkv(**SMALL), "zigzag", **options)
+    options = {"precision": "int8", "pv": "int16", "impl": "reference"}
+    yield ("pv", "gather"), solve(comm, "gather", qkv(**SMALL), "zigzag", **options)
 
 
 def interfaces(comm):

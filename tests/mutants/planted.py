@@ -621,7 +621,7 @@ MUTANTS = [
     ),
     Mutant(
         "cuda/kernels/int8_weights.py",
-        "u32(quadratic(y, P_WIDE, P_A, P_B) >> u32(1))",
+        "quadratic(u32(y + OCTAVE), P_WIDE, P_A, P_B)",
         "u32(u32(quadratic(y, P_WIDE, P_A, P_B) + u32(1)) >> u32(1))",
         f"{CUDA_INT8} -k two_bytes",
     ),

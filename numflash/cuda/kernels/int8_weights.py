@@ -36,6 +36,7 @@ TO_EXPONENT = -(1 << 15) & 0xFFFFFFFF
 HALF, ABOVE = (int(np.float32(x).view(np.uint32)) for x in (0.5, 1 - WINDOW))
 FROM_HALF = (HALF - ABOVE * TO_EXPONENT) & 0xFFFFFFFF
 MANTISSA = u32(0x7FFFFF)
+OCTAVE = u32(fx.ONE_Q8)
 # of x from 1/2 to 1, in the smallest steps of float16: 255 at 1/2, 510 at 1, within what makes every
 # weight the right byte
 QUADRATIC = tuple(f32(c * 2.0**-24) for c in (173.3475, -10.0244, 346.692))
@@ -116,8 +117,10 @@ def weight_q16(u):
 @device_function
 def weight_w15(u):
     """`fixedpoint.exp2_w15`, for u = 1 - `WINDOW` + y * 2**-24: from 16 octaves on 0."""
-    y = u32(ptx.bits(u) - ptx.bits(f32(1 - WINDOW)))
-    return u32(quadratic(y, P_WIDE, P_A, P_B) >> u32(1))
+    y = u32(ptx.bits(u) - u32(ABOVE))
+    return quadratic(
+        u32(y + OCTAVE), P_WIDE, P_A, P_B
+    )  # an octave farther: half, cut to an integer
 
 
 @device_function

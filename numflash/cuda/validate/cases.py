@@ -63,6 +63,10 @@ CASES: tuple[Case, ...] = (
         for p in ("float16", "int8")
     ),
     *((f"{p} grouped decode", (2, 8, 2, 1, 300, 128), p, {}) for p in ("float16", "int8")),
+    *(
+        (f"int8 pv int16 D={d}", (1, 2, 1, 130, 200, d), "int8", {"pv": "int16"})
+        for d in (64, 128, 256)
+    ),
     ("float16 one key", (1, 1, 1, 1, 1, 64), "float16", {}),
 )
 GRADIENTS: tuple[Case, ...] = (
