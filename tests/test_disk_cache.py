@@ -243,3 +243,29 @@ def test_clearing_lists_what_goes_and_takes_no_more(filled, tmp_path):
         assert not list(package.glob("*.tmp.*"))
     finally:
         beside.unlink()
+
+
+PAIR = """
+from numflash.jit.compiler import kernel
+
+@kernel
+def inner(x):
+    return x + 1
+
+@kernel
+def outer(x):
+    return inner(x) * 2
+"""
+CALLS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import pair
+print(pair.inner(1), *(pair.outer(int(n)) for n in sys.argv[2:]), sum(pair.inner.stats.cache_hits.values()))
+"""
+
+
+def test_a_kernel_from_the_disk_can_be_called_by_one_that_is_compiled(tmp_path):
+    (tmp_path / "pair.py").write_text(PAIR)
+    for numbers, printed in (("", "2 0"), ("3", "2 8 1")):
+        done = python(CALLS, tmp_path / "cache", tmp_path, *numbers)
+        assert done.stdout.split() == printed.split(), done.stderr

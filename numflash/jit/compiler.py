@@ -175,6 +175,9 @@ bare = functools.partial(inline, _nrt=False)
 class _KernelDispatcher(CPUDispatcher):
     """Numba's; signals wait until a kernel is compiled."""
 
+    def _compilation_chain_init_hook(self) -> None:
+        """Nothing: Numba would search all installed packages for types that extend it."""
+
     def compile(self, sig: Any) -> Any:
         return uninterrupted(super().compile, sig)
 

@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import llvmlite.binding as llvm
 import numpy as np
-from numba.core import caching
-from numba.core.runtime import rtsys
+from numba.core import caching, codegen
+from numba.core.runtime import _nrt_python
 
 from . import guard
 from .trust import read, trusted_folder
@@ -34,8 +35,27 @@ from .trust import read, trusted_folder
 logger = logging.getLogger("numflash")
 
 
-def _source(path: Path) -> str:
-    return "".join(linecache.getlines(str(path)))  # which also handles the cells of a notebook
+# Names of files are text with slashes here: a Path takes twenty times as long.
+ROOT = Path(__file__).parents[1].as_posix()
+
+
+@functools.cache
+def _files() -> frozenset[str]:
+    """The package's own source files."""
+    return frozenset(
+        f"{folder.replace(os.sep, '/')}/{name}"
+        for folder, _, names in os.walk(ROOT)
+        for name in names
+        if name.endswith(".py")
+    )
+
+
+@functools.cache
+def _source(path: str) -> str:
+    if path in _files():  # in half of the time
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    return "".join(linecache.getlines(path))  # which also handles the cells of a notebook
 
 
 _IMPORT = re.compile(
@@ -44,27 +64,19 @@ _IMPORT = re.compile(
 
 
 @functools.cache
-def _imports(path: Path) -> frozenset[Path]:
+def _imports(path: str) -> frozenset[str]:
     """The package's own files that a file imports, at any place in it."""
-    root = Path(__file__).parents[1]
-    found: set[str] = set()  # as text: a Path takes twenty times as long
+    found: set[str] = set()
     for dots, module, names in _IMPORT.findall(_source(path)):  # parsing takes eight times as long
-        base = "/".join(
-            [str(path.parents[len(dots) - 1] if dots else root.parent), *module.split(".")]
-        ).rstrip("/")
+        start = path.rsplit("/", len(dots))[0] if dots else os.path.dirname(ROOT)
+        base = "/".join((start, *module.split("."))).rstrip("/")
         found.add(base)
         found.update(
             f"{base}/{words[0].replace('.', '/')}"
             for name in names.strip("()").split(",")
             if (words := name.split())
         )
-    files = (
-        name + end
-        for name in found
-        if name.startswith(str(root))
-        for end in (".py", "/__init__.py")
-    )
-    return frozenset(Path(file) for file in files if os.path.isfile(file))
+    return _files() & {name + end for name in found for end in (".py", "/__init__.py")}
 
 
 @functools.cache
@@ -73,14 +85,14 @@ def source_digest(path: str) -> str:
 
     It is the version of the file's kernels.
     """
-    seen: set[Path] = set()
-    waiting = {Path(path), Path(__file__)}
+    seen: set[str] = set()
+    waiting = {name.replace(os.sep, "/") for name in (path, __file__)}
     while waiting:
         seen |= waiting
         waiting = {file for found in map(_imports, waiting) for file in found} - seen
     digest = hashlib.sha256()
     for file in sorted(seen):
-        digest.update(f"{file.name}\n{_source(file)}\0".encode())
+        digest.update(f"{os.path.basename(file)}\n{_source(file)}\0".encode())
     return digest.hexdigest()
 
 
@@ -226,23 +238,63 @@ def _trusted(locator: type) -> Any:
     return type(f"Trusted{locator.__name__}", (_TrustedLocator, locator), {})
 
 
+class _LoadedLibrary(codegen.JITCodeLibrary):
+    """Machine code from the disk.
+
+    Its LLVM IR, most of its size, is only read when a kernel that is compiled calls it.
+    """
+
+    bitcode: bytes
+
+    def _get_module_for_linking(self) -> Any:
+        if self._shared_module is None:
+            self._shared_module = llvm.parse_bitcode(self.bitcode)
+        return self._shared_module
+
+
+def _names_of(module: Any) -> bytes:
+    """LLVM IR in which all that a module defines is there by name alone, for Numba to look up."""
+    values = (*module.functions, *module.global_variables)
+    names = (value.name for value in values if not value.is_declaration)
+    lines = (f'define void @"{name}"() {{ ret void }}' for name in names)
+    return llvm.parse_assembly("\n".join(lines)).as_bitcode()
+
+
 class _Entries(caching.CompileResultCacheImpl):
     """What is cached of a kernel.
 
-    Numba's, and the `separate` functions that must be there before it is loaded.
+    Numba's, names of what it defines, and the `separate` functions that must be there before it is
+    loaded.
     """
 
     _locator_classes: ClassVar = [_trusted(x) for x in caching.CacheImpl._locator_classes]
 
     def reduce(self, cres: Any) -> Any:
-        declared = (f.name for f in cres.library._final_module.functions if f.is_declaration)
-        return tuple(symbols[name] for name in declared if name in symbols), super().reduce(cres)
+        module = cres.library._final_module
+        declared = (f.name for f in module.functions if f.is_declaration)
+        called = tuple(symbols[name] for name in declared if name in symbols)
+        return called, _names_of(module), super().reduce(cres)
 
     def rebuild(self, target_context: Any, payload: Any) -> Any:
-        called, compiled = payload
+        called, names, ((library, kind, (code, bitcode)), *rest) = payload
         for name, args, symbol in called:
             separate_functions[name].provide(args, symbol)
-        return super().rebuild(target_context, compiled)
+        cres = super().rebuild(target_context, ((library, kind, (code, names)), *rest))
+        loaded = cres.library
+        loaded.__class__ = _LoadedLibrary
+        loaded.bitcode, loaded._shared_module = bitcode, None
+        return cres
+
+
+@functools.cache
+def _provide_allocation() -> None:
+    """The C functions of Numba's runtime, by their symbols.
+
+    All else that machine code needs of it is linked into it. Numba compiles that again, for what it
+    compiles.
+    """
+    for name, at in _nrt_python.c_helpers.items():
+        llvm.add_symbol(name if name.startswith("_") else f"NRT_{name}", at)
 
 
 class _PackageCache(caching.FunctionCache):
@@ -272,7 +324,7 @@ class _PackageCache(caching.FunctionCache):
         # Numba would import and register all that it can compile first, which takes as long as the
         # rest of a first call. The compiler does that by itself; machine code from the disk needs
         # only the functions that allocate.
-        rtsys.initialize(target_context)
+        _provide_allocation()
         with self._guard_against_spurious_io_errors():
             found = self._load_overload(sig, target_context)
         if found is None:

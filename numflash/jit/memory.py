@@ -19,7 +19,6 @@ from numba import types
 from numba.core import cgutils
 from numba.core.imputils import impl_ret_borrowed
 from numba.extending import intrinsic
-from numba.np import arrayobj
 from numba.np.numpy_support import as_dtype
 
 from . import guard
@@ -89,10 +88,15 @@ def _allocator(clear: bool) -> Any:
                 data = context.nrt.meminfo_data(builder, meminfo)
                 if clear:
                     cgutils.memset(builder, data, size, 0)
-            out = arrayobj.make_array(kind)(context, builder)
             element = context.get_data_type(kind.dtype).as_pointer()
-            arrayobj.populate_array(
-                out, builder.bitcast(data, element), sizes, strides, itemsize, meminfo
+            out = context.make_array(kind)(context, builder)
+            context.populate_array(
+                out,
+                data=builder.bitcast(data, element),
+                shape=sizes,
+                strides=strides,
+                itemsize=itemsize,
+                meminfo=meminfo,
             )
             return out._getvalue()
 
@@ -139,9 +143,11 @@ def place(typingctx, address, shape, dtype):
         strides = [ir.Constant(cgutils.intp_t, itemsize)]
         for n in sizes[:0:-1]:
             strides.insert(0, builder.mul(strides[0], n))
-        out = arrayobj.make_array(kind)(context, builder)
+        out = context.make_array(kind)(context, builder)
         data = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
-        arrayobj.populate_array(out, data, sizes, strides, itemsize, None)
+        context.populate_array(
+            out, data=data, shape=sizes, strides=strides, itemsize=itemsize, meminfo=None
+        )
         return out._getvalue()
 
     return kind(types.intp, shape, dtype), codegen
@@ -175,8 +181,8 @@ def reinterpret(typingctx, x, dtype):
         return None
 
     def codegen(context, builder, signature, args):
-        source = arrayobj.make_array(x)(context, builder, args[0])
-        out = arrayobj.make_array(kind)(context, builder)
+        source = context.make_array(x)(context, builder, args[0])
+        out = context.make_array(kind)(context, builder)
         shape, strides = (cgutils.unpack_tuple(builder, t) for t in (source.shape, source.strides))
         if old != new:
             shape[-1] = builder.udiv(
@@ -185,7 +191,15 @@ def reinterpret(typingctx, x, dtype):
             )
             strides[-1] = ir.Constant(cgutils.intp_t, new)
         data = builder.bitcast(source.data, out.data.type)
-        arrayobj.populate_array(out, data, shape, strides, new, source.meminfo, source.parent)
+        context.populate_array(
+            out,
+            data=data,
+            shape=shape,
+            strides=strides,
+            itemsize=new,
+            meminfo=source.meminfo,
+            parent=source.parent,
+        )
         return impl_ret_borrowed(context, builder, kind, out._getvalue())
 
     return kind(x, dtype), codegen
