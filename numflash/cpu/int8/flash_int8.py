@@ -283,9 +283,11 @@ def make_attend(isa_name: str, pv: str, block_q: int = 0):
                 continue
             first = following
             stop = first
-            if streaming == FROM_FIRST or (streaming == FROM_SECOND and first > begin_at):
+            if streams and (
+                streaming == FROM_FIRST or (streaming == FROM_SECOND and first > begin_at)
+            ):
                 stop = stream_stop(tile, kv, place, functions, first, span.stop)
-            if stop > first:
+            if streams and stop > first:
                 following = stop
                 reached = stream_blocks(
                     sizes, scratch.turns, scratch.stream, tile, kv, place, functions, state, first,
