@@ -16,15 +16,17 @@ WORDS = types.Array(types.uint32, 1, "C")
 FLOATS = types.Array(types.float32, 1, "C")
 
 
-def compiled(function, *args, signature=None, threads=64, arch="sm_80"):
+def compiled(function, *args, signature=None, threads=64, arch="sm_80", cluster=1):
     """A kernel's PTX; it takes arrays of words where no signature is given."""
     signature = signature or types.void(*[WORDS for _ in args])
-    return compile_source(Source(function, signature, threads), arch, "ptx")
+    source = Source(function, signature, threads, cluster=cluster)
+    return compile_source(source, arch, "ptx")
 
 
 def run(function, *args, schedule="random", seed=0, **options):
+    """One block, or one cluster of them."""
     kernel = compiled(function, *args, **options)
-    return emulate(kernel, 1, None, list(args), schedule=schedule, seed=seed)
+    return emulate(kernel, kernel.cluster, None, list(args), schedule=schedule, seed=seed)
 
 
 def words(n=64):
@@ -38,7 +40,7 @@ def fails(kinds, line, function, *args, **options):
     kernel = compiled(function, *args, **options)
     for schedule, seed in (("random", 0), ("random", 1), ("lockstep", 0)):
         with pytest.raises(EmulatorError) as caught:
-            emulate(kernel, 1, None, list(args), schedule=schedule, seed=seed)
+            emulate(kernel, kernel.cluster, None, list(args), schedule=schedule, seed=seed)
         assert caught.value.kind in kinds.split(), caught.value
         if line is not None:
             file, number = caught.value.source

@@ -64,7 +64,7 @@ class Source:
     blocks : blocks that one multiprocessor is to hold at once; ptxas limits the registers
         accordingly
     cluster : blocks along x that run together and reach each other's shared memory (sm_90 and
-        later; not in the emulator)
+        later)
     fastmath : all or nothing, so the shipped kernels leave it off and use approximate instructions
         by name
     """

@@ -66,14 +66,15 @@ def emulate(
     start = time.perf_counter()
     if schedule not in ("random", "lockstep"):
         raise ArgumentError(f"schedule: got {schedule!r}; allowed: 'random', 'lockstep'")
-    if getattr(kernel, "cluster", 1) > 1:
-        raise ArgumentError(
-            f"kernel: got one for clusters of {kernel.cluster} blocks; allowed: blocks of their own"
-        )
     text, layout, threads, dynamic = _resolve(kernel, args, arch)
     sizes = _three("grid", grid)
     blocks = _three("block", threads if block is None else block)
     dynamic = dynamic if shared_bytes is None else shared_bytes
+    cluster = getattr(kernel, "cluster", 1)
+    if sizes[0] % cluster:
+        raise ArgumentError(
+            f"grid: got {sizes[0]} blocks along x; allowed: multiples of {cluster}, the kernel's cluster"
+        )
     program = _parsed(text)
     memory = Global()
     maps: dict[int, TensorMap] = {}
@@ -86,13 +87,10 @@ def emulate(
     todo = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
     report = Report(len(todo), blocks[0] * blocks[1] * blocks[2])
     if todo:
-        per_batch = min(
-            len(todo),
-            max(1, BATCH_THREADS // report.threads),
-            max(1, BATCH_BYTES // (dynamic + 4096)),
-        )
+        fit = min(BATCH_THREADS // report.threads, BATCH_BYTES // (dynamic + 4096))
+        per_batch = min(len(todo), max(1, fit // cluster) * cluster)
         with np.errstate(all="ignore"):
-            launch = Launch(sizes, blocks, dynamic, memory, parameters, maps)
+            launch = Launch(sizes, blocks, dynamic, memory, parameters, maps, cluster)
             machine = Machine(program, per_batch, launch, schedule, seed)
             for first in range(0, len(todo), per_batch):
                 machine.run(todo[first : first + per_batch])

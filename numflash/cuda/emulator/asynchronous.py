@@ -15,7 +15,7 @@ import numpy as np
 from ..instructions.tensormap import TensorMap
 from .alu import Run, binds
 from .errors import Fault
-from .memory import NO_LANE, PENDING, VALID, sectors, wavefronts
+from .memory import PENDING, sectors, wavefronts
 from .parse import Instruction, vector
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Mbarrier:
     Arrivals still missing in this phase, bytes still expected, and the clocks it hands on.
     """
 
+    made: tuple[int, int]  # the warp of the cluster that initialised it, and its clock then
     count: int
     missing: int
     clock: np.ndarray
@@ -37,6 +38,7 @@ class Mbarrier:
     phase: int = 0
     landing: list[Any] = field(default_factory=list)
     fenced: bool = False  # a fence has made the initialised object known to the copy engine
+    far: bool = False  # other blocks arrive at it
 
 
 class Copies:
@@ -99,11 +101,22 @@ class Copies:
 
     # ---- mbarrier
     # -----------------------------------------------------------------------------------------------------------
-    def barrier(self, block: int, address: int) -> Mbarrier:
+    def barrier(self, block: int, address: int, warps: np.ndarray) -> Mbarrier:
+        """The mbarrier at an address, for warps that know that it is initialised."""
         found = self.barriers.get((block, address))
         if found is None:
             raise Fault("protocol", f"no mbarrier was initialised at shared byte {address - 1024}")
+        warp, clock = found.made
+        if (self.m.shared.clock[warps, warp] < clock).any():
+            raise Fault(
+                "race",
+                f"the mbarrier at shared byte {address - 1024} is used without a barrier after its initialisation",
+            )
         return found
+
+    def under_way(self, block: int) -> bool:
+        """Whether copies into a block's shared memory have not landed."""
+        return any(copy[0] == block for _, copy in self.flying)
 
     def fence(self, warps: np.ndarray) -> None:
         """The copy engine learns of the mbarriers that are initialised in the warps' blocks."""
@@ -111,11 +124,27 @@ class Copies:
         for (block, _), bar in self.barriers.items():
             bar.fenced |= block in blocks
 
-    def arrive(self, lanes: np.ndarray, address: np.ndarray, expected: np.ndarray | None) -> None:
+    def arrive(
+        self,
+        lanes: np.ndarray,
+        block: np.ndarray,
+        address: np.ndarray,
+        expected: np.ndarray | None,
+        wide: bool,
+    ) -> None:
+        """Lanes arrive at mbarriers of these blocks, `wide` with a release for the whole cluster."""
         m = self.m
-        for key in np.unique(m.block_of[lanes] << 32 | address):
-            mine = (m.block_of[lanes] << 32 | address) == key
-            bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF))
+        for key in np.unique(block << 32 | address):
+            mine = (block << 32 | address) == key
+            warps = np.unique(m.warp[lanes[mine]])
+            bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF), warps)
+            if (m.block_of[lanes[mine]] != key >> 32).any():
+                bar.far = True
+                if not wide:
+                    raise Fault(
+                        "protocol",
+                        "an arrival at another block's mbarrier without .release.cluster",
+                    )
             if expected is not None:
                 bar.expected += int(expected[mine].sum())
             bar.missing -= int(mine.sum())
@@ -123,7 +152,6 @@ class Copies:
                 raise Fault(
                     "protocol", f"more arrivals than the {bar.count} that the mbarrier counts"
                 )
-            warps = np.unique(m.warp[lanes[mine]])
             bar.clock[:] = np.maximum(bar.clock, m.shared.clock[warps].max(0))
             m.shared.tick(warps)
             m.shared.epoch[warps] += 1
@@ -155,7 +183,12 @@ class Copies:
             wanted = np.broadcast_to(parity, m.n)[lanes]
             keys = m.block_of[lanes] << 32 | address
             for key in np.unique(keys):
-                bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF))
+                waiting = np.unique(m.warp[lanes[keys == key]])
+                bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF), waiting)
+                if bar.far and "cluster" not in i.modifiers:
+                    raise Fault(
+                        "protocol", "a wait for arrivals of another block without .acquire.cluster"
+                    )
                 mine = (keys == key) & ((bar.phase & 1) != wanted)
                 done[lanes[mine]] = True
                 warps = np.unique(m.warp[lanes[mine]])
@@ -169,60 +202,33 @@ class Copies:
     # ---- TMA
     # ----------------------------------------------------------------------------------------------------------------
     def load_tile(
-        self, thread: int, to: int, tensor: TensorMap, coordinates: list[int], address: int
+        self,
+        thread: int,
+        blocks: list[int],
+        to: int,
+        tensor: TensorMap,
+        coordinates: list[int],
+        address: int,
     ) -> None:
+        """A tile is read once, and on its way to the same address in each of these blocks."""
         m = self.m
-        block = int(self.m.block_of[thread])
-        bar = self.barrier(block, address)
-        if not bar.fenced:
-            raise Fault(
-                "protocol",
-                "a copy with an mbarrier that was initialised without fence.mbarrier_init",
-            )
-        array = tensor.array
-        box = tensor.box
-        if len(coordinates) != array.ndim:
-            raise Fault(
-                "protocol",
-                f"a copy of {len(coordinates)} coordinates by a tensor map of rank {array.ndim}",
-            )
-        start = coordinates[::-1]
-        tile = np.zeros(box, array.dtype)
-        inside = [
-            slice(max(0, s), max(0, min(s + b, n)))
-            for s, b, n in zip(start, box, array.shape, strict=True)
-        ]
-        if all(s.stop > s.start for s in inside):
-            tile[
-                tuple(slice(s.start - o, s.stop - o) for s, o in zip(inside, start, strict=True))
-            ] = array[tuple(inside)]
-        data = np.ascontiguousarray(tile).view(np.uint8).reshape(-1)
-        if to % 128:
-            raise Fault(
-                "misaligned",
-                f"a tile at shared byte {to - 1024}; allowed: multiples of 128",
-            )
-        offset = to + np.arange(0, data.size, 16)
-        if tensor.swizzle == 128:
-            if to % 1024:
-                raise Fault(
-                    "misaligned",
-                    f"a tile with 128-byte swizzle at shared byte {to - 1024}; allowed: multiples of 1024",
-                )
-            if box[-1] * array.itemsize != 128:
-                raise Fault(
-                    "protocol",
-                    f"a box row of {box[-1] * array.itemsize} bytes with 128-byte swizzle; allowed: 128",
-                )
-            offset = offset ^ (((offset >> 7) & 7) << 4)
-        index = m.shared.index(offset, np.full(offset.size, block), 16)
-        g = m.shared.granules(index, 16)
-        m.shared.check_write(g, np.full(index.size, m.warp[thread]), asynchronous=True)
-        m.shared.state[g] = PENDING
-        m.count("tma_copied", data.size)
+        data = _box(tensor, coordinates)
+        offset = _places(tensor, to, data.size)
         m.count("global_loaded", data.size)
         m.count("global_load_sectors", data.size // 32)
-        self.flying.append((bar, (block, index, data.reshape(-1, 16), g)))
+        for block in blocks:
+            bar = self.barrier(block, address, m.warp[[thread]])
+            if not bar.fenced:
+                raise Fault(
+                    "protocol",
+                    "a copy with an mbarrier that was initialised without fence.mbarrier_init",
+                )
+            index = m.shared.index(offset, np.full(offset.size, block), 16)
+            g = m.shared.granules(index, 16)
+            m.shared.check_write(g, np.full(index.size, m.warp[thread]), asynchronous=True)
+            m.shared.state[g] = PENDING
+            m.count("tma_copied", data.size)
+            self.flying.append((bar, (block, index, data.reshape(-1, 16), g)))
 
     def land_one(self, random: np.random.Generator) -> bool:
         """One tile, any of those on their way, arrives. False if there is none."""
@@ -231,21 +237,57 @@ class Copies:
         bar, (block, index, data, g) = self.flying.pop(int(random.integers(len(self.flying))))
         shared = self.m.shared
         shared.data[index[:, None] + np.arange(16)] = data
-        shared.engine[block] += 1
-        shared.state[g], shared.writer[g], shared.written[g], shared.unfenced[g] = (
-            VALID,
-            shared.warps,
-            shared.engine[block],
-            False,
-        )
-        shared.lane[g] = NO_LANE
-        bar.clock[shared.warps] = max(bar.clock[shared.warps], shared.engine[block])
+        column, clock = shared.land(block, g)
+        bar.clock[column] = max(bar.clock[column], clock)
         bar.expected -= data.size
-        if bar.expected < 0 and bar.missing == bar.count:
+        # another block's part of a tile may come before its own block announces the whole
+        if bar.expected < 0 and bar.missing == bar.count and self.m.cluster == 1:
             raise Fault("protocol", "more bytes arrived than mbarrier.arrive.expect_tx announced")
         self._finish(bar)
         self.version += 1
         return True
+
+
+def _box(tensor: TensorMap, coordinates: list[int]) -> np.ndarray:
+    """The bytes of a tensor map's box at these coordinates, zeros outside of its array."""
+    array, box = tensor.array, tensor.box
+    if len(coordinates) != array.ndim:
+        raise Fault(
+            "protocol",
+            f"a copy of {len(coordinates)} coordinates by a tensor map of rank {array.ndim}",
+        )
+    start = coordinates[::-1]
+    tile = np.zeros(box, array.dtype)
+    inside = [
+        slice(max(0, s), max(0, min(s + b, n)))
+        for s, b, n in zip(start, box, array.shape, strict=True)
+    ]
+    if all(s.stop > s.start for s in inside):
+        tile[tuple(slice(s.start - o, s.stop - o) for s, o in zip(inside, start, strict=True))] = (
+            array[tuple(inside)]
+        )
+    return np.ascontiguousarray(tile).view(np.uint8).reshape(-1)
+
+
+def _places(tensor: TensorMap, to: int, size: int) -> np.ndarray:
+    """Where the box's pieces of 16 bytes go in shared memory."""
+    if to % 128:
+        raise Fault(
+            "misaligned",
+            f"a tile at shared byte {to - 1024}; allowed: multiples of 128",
+        )
+    offset = to + np.arange(0, size, 16)
+    if tensor.swizzle != 128:
+        return offset
+    row = tensor.box[-1] * tensor.array.itemsize
+    if to % 1024:
+        raise Fault(
+            "misaligned",
+            f"a tile with 128-byte swizzle at shared byte {to - 1024}; allowed: multiples of 1024",
+        )
+    if row != 128:
+        raise Fault("protocol", f"a box row of {row} bytes with 128-byte swizzle; allowed: 128")
+    return offset ^ (((offset >> 7) & 7) << 4)
 
 
 @binds("cp")
@@ -287,6 +329,7 @@ def _bulk(m: Machine, i: Instruction) -> Run:
     name, coordinates = re.fullmatch(r"\[(\S+),\s*\{(.*)\}\]", i.operands[1]).groups()  # type: ignore[union-attr]
     tensor = m.value(name, "u64")
     places = [m.value(x, "s32") for x in vector(coordinates)]
+    several = m.value(i.operands[3], "u16") if "multicast::cluster" in i.modifiers else None
 
     def run(mask: Any) -> None:
         for t in m.thread if mask is True else np.nonzero(mask)[0]:
@@ -294,8 +337,12 @@ def _bulk(m: Machine, i: Instruction) -> Run:
             described = m.maps.get(int(at(tensor)))
             if described is None:
                 raise Fault("protocol", f"no tensor map at {int(at(tensor)):#x}")
+            blocks = [int(m.block_of[t])]
+            if several is not None:
+                blocks = m.clusters.named(int(t), int(at(several)))
             m.copies.load_tile(
                 int(t),
+                blocks,
                 int(at(to)) + to_offset,
                 described,
                 [int(at(p)) for p in places],
@@ -312,18 +359,26 @@ def mbarrier(m: Machine, i: Instruction) -> Run:
     base, offset = m.address(operands[0], "u32")
     number = m.value(operands[1], "u32") if len(operands) > 1 else None
 
+    far = "shared::cluster" in i.modifiers
+
     def run(mask: Any) -> None:
         lanes = m.thread if mask is True else np.nonzero(mask)[0]
         address = np.broadcast_to(base, m.n)[lanes].astype(np.int64) + offset
         values = np.broadcast_to(number, m.n)[lanes] if number is not None else None
         if what == "arrive":
-            m.copies.arrive(lanes, address, values if "expect_tx" in i.modifiers else None)
+            block = m.block_of[lanes]
+            if far:
+                block, address = m.clusters.reach(lanes, address)
+            expected = values if "expect_tx" in i.modifiers else None
+            m.copies.arrive(lanes, block, address, expected, "cluster" in i.modifiers)
         elif what == "init":
             m.shared.index(address, m.block_of[lanes], 8)
             for lane, a, n in zip(lanes, address, values, strict=True):  # type: ignore[arg-type]
-                clock = np.zeros(m.warps_per_block + 1, np.int32)
+                none = np.zeros(m.shared.clock.shape[1], np.int32)
+                own = int(m.warp[lane]) % m.shared.span
+                made = own, int(m.shared.clock[m.warp[lane], own])
                 m.copies.barriers[int(m.block_of[lane]), int(a)] = Mbarrier(
-                    int(n), int(n), clock, clock.copy()
+                    made, int(n), int(n), none, none.copy()
                 )
         else:
             raise Fault("unsupported", i.text)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 # they register their instructions
-from . import asynchronous, conversions, products, rules, tensor, transfer  # noqa: F401
+from . import asynchronous, cluster, conversions, products, rules, tensor, transfer  # noqa: F401
 from .alu import BINDERS
 from .errors import EmulatorError, Fault
 from .parse import Instruction, Program, registers_of
@@ -30,7 +30,7 @@ PLAIN, BRANCH, EXIT, BARRIER, WAIT = range(5)
 class Group:
     """Threads at the same instruction.
 
-    `wait` is None, ("barrier", id) or ("mbarrier", version seen).
+    `wait` is None, ("barrier", id), or ("mbarrier" or "barrier.cluster", version seen).
     """
 
     __slots__ = ("cohort", "mask", "pc", "wait", "warps")
@@ -66,6 +66,7 @@ class Machine(Registers):
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.alive = np.ones(self.n, bool)
         self.copies = asynchronous.Copies(self)
+        self.clusters = cluster.Clusters(self)
         self.products = products.Products(self)
         self.touched: list[tuple[frozenset, frozenset]] = []
         self.unset, self.fences = rules.Unset(self), rules.Fences(self)
@@ -92,7 +93,10 @@ class Machine(Registers):
                 elif i.op in ("ret", "exit"):
                     kind = EXIT
                     run = None
-                elif i.op in ("bar", "barrier"):
+                elif i.op == "barrier" and i.modifiers[:2] == ("cluster", "wait"):
+                    kind = WAIT
+                    run = self.clusters.bind_wait(i)
+                elif i.op == "bar" or (i.op == "barrier" and "cluster" not in i.modifiers):
                     kind = BARRIER
                     run = self._barrier_operands(i)
                 elif i.op == "mbarrier" and i.modifiers[0] == "try_wait":
@@ -165,6 +169,7 @@ class Machine(Registers):
             self.special["%ctaid." + axis][:] = per_block[self.block_of]
         self.shared.reset()
         self.copies.reset()
+        self.clusters.reset()
         self.products.reset()
         self.unset.reset()
         self.fences.reset()
@@ -216,7 +221,7 @@ class Machine(Registers):
                 seen[key] = g
 
     def _ready(self, g: Group) -> bool:
-        return g.wait is None or (g.wait[0] == "mbarrier" and g.wait[1] < self.copies.version)
+        return g.wait is None or (g.wait[0] != "barrier" and g.wait[1] < self.copies.version)
 
     def _pick(self) -> Group:
         ready = [g for g in self.groups if self._ready(g)]
@@ -299,6 +304,7 @@ class Machine(Registers):
                 if kind == EXIT:
                     self.groups.remove(g)
                     self.alive &= ~g.mask
+                    self.clusters.ended(g.mask)
                     self._check_barriers()
                 elif kind == BARRIER:
                     self._barrier(g, runs[pc])
@@ -406,7 +412,7 @@ class Machine(Registers):
             self._deal(pc, part)
 
     def _wait(self, g: Group, ready: Any) -> None:
-        """mbarrier.try_wait.
+        """mbarrier.try_wait and barrier.cluster.wait.
 
         The threads whose phase is over go on, the others stay at the instruction.
         """
@@ -416,6 +422,7 @@ class Machine(Registers):
             g.pc += 1
             return
         self.groups.remove(g)
-        self.groups.append(Group(g.pc, late, g.cohort, ("mbarrier", self.copies.version)))
+        name = "mbarrier" if self.program.code[g.pc].op == "mbarrier" else "barrier.cluster"
+        self.groups.append(Group(g.pc, late, g.cohort, (name, self.copies.version)))
         if done.any():
             self.groups.append(Group(g.pc + 1, done, g.cohort))

@@ -71,19 +71,21 @@ class Global:
 class Shared:
     """Shared memory of all blocks of a batch, one after another, with its shadow.
 
-    `clock` (warps, W + 1) holds the vector clock of every warp over the W warps of its own block
-    and, last, the copy engine.
+    `clock` (warps, W + C) holds the vector clock of every warp over the W warps of its own cluster
+    of C blocks (one block where there are no clusters) and, last, the blocks' copy engines.
     """
 
-    def __init__(self, blocks: int, size: int, granule: int, warps: int) -> None:
+    def __init__(self, blocks: int, size: int, granule: int, warps: int, cluster: int) -> None:
         self.size = RESERVED + (size + 127) // 128 * 128
         self.granule, self.warps, self.blocks = granule, warps, blocks
+        self.cluster = cluster
+        self.span = warps * cluster  # warps of a cluster
         self.data = np.zeros(blocks * self.size, np.uint8)
         n = self.data.size // granule
         self.state = np.zeros(n, np.uint8)
         self.writer = np.zeros(n, np.int16)
         self.written = np.zeros(n, np.int32)
-        self.reads = np.zeros((n, warps), np.int32)
+        self.reads = np.zeros((n, self.span), np.int32)
         self.unfenced = np.zeros(n, bool)
         # the lane that wrote a granule and the one that read it last, each with the epoch of its
         # warp: accesses of two lanes are ordered by what ends an epoch
@@ -93,7 +95,7 @@ class Shared:
         self.reader_warp = np.zeros(n, np.int16)
         self.reader_epoch = np.full(n, -1, np.int32)
         self.epoch = np.zeros(blocks * warps, np.int32)
-        self.clock = np.zeros((blocks * warps, warps + 1), np.int32)
+        self.clock = np.zeros((blocks * warps, self.span + cluster), np.int32)
         self.engine = np.zeros(blocks, np.int32)
         self.own = np.arange(blocks * warps)
         self.reset()
@@ -105,7 +107,7 @@ class Shared:
             array[:] = 0
         self.lane[:] = self.reader[:] = NO_LANE
         self.epoch += 1
-        self.clock[self.own, self.own % self.warps] = 1
+        self.clock[self.own, self.own % self.span] = 1
 
     def index(self, address: np.ndarray, block: np.ndarray, size: int) -> np.ndarray:
         """Byte offsets in `data`, after the checks of bounds and alignment."""
@@ -131,7 +133,7 @@ class Shared:
         return (
             (lane != NO_LANE)
             & (lane != mine)
-            & (self.writer[g] == (warp % self.warps)[:, None])
+            & (self.writer[g] == (warp % self.span)[:, None])
             & (self.lane_epoch[g] == self.epoch[warp][:, None])
         )
 
@@ -185,11 +187,9 @@ class Shared:
                     "race",
                     f"{self._where(g, self.unfenced[g])} read by the asynchronous proxy without fence.proxy.async",
                 )
-            self.reads[g, (warp % self.warps)[:, None]] = IN_FLIGHT
+            self.reads[g, (warp % self.span)[:, None]] = IN_FLIGHT
         else:
-            self.reads[g, (warp % self.warps)[:, None]] = self.clock[warp, warp % self.warps][
-                :, None
-            ]
+            self.reads[g, (warp % self.span)[:, None]] = self.clock[warp, warp % self.span][:, None]
 
     def check_write(self, g: np.ndarray, warp: np.ndarray, asynchronous: bool = False) -> None:
         """g (n, k) granules about to be overwritten by warps (n,), or for them by the copy engine.
@@ -209,7 +209,7 @@ class Shared:
                 f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} without a barrier "
                 f"after the write of {self._name(self.writer[g][bad][0])}",
             )
-        late = self.reads[g] > self.clock[warp, : self.warps][:, None, :]
+        late = self.reads[g] > self.clock[warp, : self.span][:, None, :]
         if late.any():
             bad = late.any(2)
             first = tuple(np.argwhere(bad)[0])  # the writer and the place that the report names
@@ -217,7 +217,7 @@ class Shared:
             flying = (self.reads[g] == IN_FLIGHT).any()
             raise Fault(
                 "race",
-                f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} while warp {reader} "
+                f"{self._where(g, bad)} overwritten by warp {self._warp(warp, bad)} while {self._name(reader)} "
                 + (
                     "has an asynchronous product reading it"
                     if flying
@@ -235,8 +235,8 @@ class Shared:
         self.lane[g] = lanes.astype(np.int8)[:, None]
         self.lane_epoch[g] = self.epoch[warp][:, None]
         self.state[g] = VALID
-        self.writer[g] = (warp % self.warps)[:, None]
-        self.written[g] = self.clock[warp, warp % self.warps][:, None]
+        self.writer[g] = (warp % self.span)[:, None]
+        self.written[g] = self.clock[warp, warp % self.span][:, None]
         self.unfenced[g] = True
 
     def fence(self, warps: np.ndarray) -> None:
@@ -262,7 +262,7 @@ class Shared:
         self.tick(warps)
 
     def tick(self, warps: np.ndarray) -> None:
-        self.clock[warps, warps % self.warps] += 1
+        self.clock[warps, warps % self.span] += 1
 
     def _where(self, g: np.ndarray, bad: np.ndarray) -> str:
         at = int(g[bad][0]) * self.granule
@@ -272,7 +272,18 @@ class Shared:
         return int(warp[np.nonzero(bad.any(1))[0][0]] % self.warps)
 
     def _name(self, writer: int) -> str:
-        return "the copy engine" if writer == self.warps else f"warp {writer}"
+        if writer >= self.span:
+            return "the copy engine"
+        block = f" of block {writer // self.warps} of the cluster" if self.cluster > 1 else ""
+        return f"warp {writer % self.warps}{block}"
+
+    def land(self, block: int, g: np.ndarray) -> tuple[int, int]:
+        """The copy engine has written these granules of a block: its column and its clock."""
+        column = self.span + block % self.cluster
+        self.engine[block] += 1
+        self.state[g], self.writer[g], self.written[g] = VALID, column, self.engine[block]
+        self.unfenced[g], self.lane[g] = False, NO_LANE
+        return column, int(self.engine[block])
 
 
 def wavefronts(address: np.ndarray, thread: np.ndarray, size: int) -> tuple[int, int]:

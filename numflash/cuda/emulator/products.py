@@ -106,11 +106,10 @@ class Products:
             x for x in self.reading if not (x[0] in mine and x[1] <= self.retired[x[0]])
         ]
         for warp, _, g in done:
-            m.shared.reads[g, warp % m.warps_per_block] = m.shared.clock[
-                warp, warp % m.warps_per_block
-            ]
+            own = warp % m.shared.span
+            m.shared.reads[g, own] = m.shared.clock[warp, own]
         for warp, _, g in self.reading:
-            m.shared.reads[g, warp % m.warps_per_block] = IN_FLIGHT
+            m.shared.reads[g, warp % m.shared.span] = IN_FLIGHT
         if (self.retired == self.current).all():
             self.tainted.clear()
             self.frozen.clear()

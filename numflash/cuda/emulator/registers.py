@@ -25,6 +25,7 @@ class Launch(NamedTuple):
     memory: Global
     parameters: dict[str, Any]
     maps: dict[int, Any]
+    cluster: int  # blocks along x that run together
 
 
 class Registers:
@@ -37,6 +38,7 @@ class Registers:
         self.memory = launch.memory
         self.parameters = launch.parameters
         self.maps = launch.maps
+        self.cluster = launch.cluster
         self.dynamic_shared = launch.dynamic_shared
         self.threads_per_block = int(np.prod(self.block))
         if self.threads_per_block % 32:
@@ -52,7 +54,7 @@ class Registers:
         self.thread = np.arange(self.n)
         self.warp, self.block_of = self.thread >> 5, self.thread // self.threads_per_block
         self.symbols, size = self._place_symbols(self.dynamic_shared)
-        self.shared = Shared(blocks, size, self._granule(), self.warps_per_block)
+        self.shared = Shared(blocks, size, self._granule(), self.warps_per_block, self.cluster)
         self.local = np.zeros((self.n, max(1, sum(n for n, _ in program.local.values()))), np.uint8)
         self.window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
         self.bases: dict[str, np.ndarray] = {}
@@ -105,11 +107,16 @@ class Registers:
             "%warpid": t >> 5,
             "%dynamic_smem_size": np.full(self.n, self.dynamic_shared),
             "%clock": np.zeros(self.n),
+            "%cluster_ctarank": self.block_of % self.cluster,
+            "%cluster_nctarank": np.full(self.n, self.cluster),
         }
         for k, axis in enumerate("xyz"):
             fixed["%ntid." + axis] = np.full(self.n, self.block[k])
             fixed["%nctaid." + axis] = np.full(self.n, self.grid[k])
             fixed["%ctaid." + axis] = np.zeros(self.n)
+            first = axis == "x"  # clusters are rows of blocks
+            fixed["%cluster_ctaid." + axis] = self.block_of % self.cluster * first
+            fixed["%cluster_nctaid." + axis] = np.full(self.n, self.cluster if first else 1)
         return {name: v.astype(np.uint32) for name, v in fixed.items()}
 
     def base(self, name: str) -> np.ndarray:

@@ -19,8 +19,8 @@ class Report:
         sectors moved
     shared_loaded, shared_stored : bytes;  shared_wavefronts : passes over the banks;
         shared_conflicts : passes beyond the least
-    async_copied, tma_copied : bytes;  tensor_operations : warp-level products;  tensor_flops :
-        multiplications and additions
+    async_copied, tma_copied : bytes written to shared memory, by a multicast copy in several blocks;
+        tensor_operations : warp-level products;  tensor_flops : multiplications and additions
     barriers : arrivals of warps at block barriers
     """
 

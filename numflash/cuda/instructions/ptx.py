@@ -327,6 +327,44 @@ tma_load_5d = op(
     u=i32,
     bar=u32,
 )
+# clusters of blocks (9.7.13.4, 9.7.9.23): a copy into the same place of each of the `blocks` (a bit
+# for every rank), an arrival by the first lanes of a warp, each at the mbarrier of one block
+cluster_rank = op("mov.u32 <r>, %cluster_ctarank;", u32, pure=True)
+cluster_address = op(
+    "mapa.shared::cluster.u32 <r>, <address>, <rank>;", u32, pure=True, address=u32, rank=u32
+)
+cluster_arrive = op("barrier.cluster.arrive.release;", memory=True)
+cluster_wait = op("barrier.cluster.wait.acquire;", memory=True)
+mbarrier_arrive_cluster = op(
+    "{\n.reg .pred p;\nsetp.lt.u32 p, <lane>, <lanes>;\n"
+    "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [<bar>];\n}",
+    memory=True,
+    bar=u32,
+    lane=u32,
+    lanes=u32,
+)
+mbarrier_wait_cluster = op(
+    "{\n.reg .pred p;\nwait_%=:\n"
+    "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [<bar>], <parity>;\n"
+    "@!p bra wait_%=;\n}",
+    memory=True,
+    bar=u32,
+    parity=u32,
+)
+tma_multicast_4d = op(
+    "{\n.reg .b16 mask;\ncvt.u16.u32 mask, <blocks>;\n"
+    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [<to>], [<map>, {<x>, <y>, <z>, <w>}], [<bar>], mask;\n}",
+    memory=True,
+    to=u32,
+    map=u64,
+    x=i32,
+    y=i32,
+    z=i32,
+    w=i32,
+    bar=u32,
+    blocks=u32,
+)
 wgmma_fence = op("wgmma.fence.sync.aligned;", memory=True)
 wgmma_commit = op("wgmma.commit_group.sync.aligned;", memory=True)
 wgmma_wait = {n: op(f"wgmma.wait_group.sync.aligned {n};", memory=True) for n in range(3)}
