@@ -157,10 +157,11 @@ def kernels(arch: str) -> Iterator[Row]:
         block_k = cuda_tiling(older, "float16", d).key_block
         tile = 2 * WARP_ROWS * d * block_k
         if hopper:
-            for band in (False, True):
+            for band, cluster in ((False, 1), (False, 2), (True, 1))[:: 2 if d < 128 else 1]:
                 t = cuda_tiling(arch, "float16", d, d, True, band)
-                pairs = {"overlap": True, "ping_pong": d <= 128, "band": band}
-                name = f"float16 forward, D={d}{', causal' if band else ''}"
+                pairs = {"overlap": True, "ping_pong": d <= 128, "band": band, "cluster": cluster}
+                kind = ", causal" if band else ", clusters" if cluster > 1 else ""
+                name = f"float16 forward, D={d}{kind}"
                 tile = 2 * WARP_ROWS * d * t.key_block
                 blocks = {"block_q": t.block_q, "block_k": t.key_block}
                 yield row(name, flash_hopper, tile, **size, **blocks, **pairs)

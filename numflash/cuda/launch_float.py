@@ -222,6 +222,15 @@ def units_together(problem: Problem, packed: int) -> int:
     return max(1, min(units, nb * nh // packed))
 
 
+def hopper_cluster(d: int, dv: int, row_tiles: int, alone: bool) -> int:
+    """Blocks of a cluster, which share keys and values: two for wide heads with an even number of
+    tiles of rows, unless a tile of rows has tiles of keys of its own (`alone`).
+
+    The choice is FlashAttention-3's: from 128 channels, full attention.
+    """
+    return 1 if alone or row_tiles % 2 or min(d, dv) < 128 else 2
+
+
 def hopper_forward(
     problem: Problem,
     overlap: bool = True,
@@ -245,6 +254,8 @@ def hopper_forward(
     mask, kind = _one_mask(problem)
     stored = np.zeros(1, np.uint8) if mask is None else storage(mask, results)
     slopes, sinks = _per_head(problem, results)
+    row_tiles, units = -(-length * packed // block_q), nb * nh // packed
+    cluster = hopper_cluster(wide, dv_wide, row_tiles, banded or not plain)
     constants = {
         "d": wide,
         "dv": dv_wide,
@@ -256,11 +267,11 @@ def hopper_forward(
         # turns at the tensor cores pay where a tile's products are about as long as its softmax
         # (FlashAttention-3 does the same)
         "ping_pong": max(wide, dv_wide) <= 128,
+        "cluster": cluster,
         **_float_options(problem, kind, results),
     }
     chosen, functions = _functions(problem, packed, (block_q, block_k))
     constants.update(chosen)
-    row_tiles, units = -(-length * packed // block_q), nb * nh // packed
     schedule = row_tiles, units, units_together(problem, packed) if banded else 1
     maps = [
         TensorMap(packed_rows(q, packed), (1, 1, block_q // packed, packed, PANEL)),
@@ -281,6 +292,7 @@ def hopper_forward(
         lambda: (out[..., :dv], lse),
         resident_ids(results, q, k, v, out, lse, stored, sinks),
         persistent=True,
+        cluster=cluster,
     )
 
 

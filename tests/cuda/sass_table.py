@@ -80,6 +80,9 @@ def variants(arch):
                     **options,
                 },
             )
+        for d, dtype in itertools.product((128, 256), dtypes):
+            shared = {"dtype": dtype, "ping_pong": d <= 128, "cluster": 2}
+            yield flash_hopper, {**hopper_tile(d, PLAIN), **shared}
     for d, dtype, options in itertools.product(
         CUDA_HEAD_DIMS, dtypes, (PLAIN, MASKED, {**MASKED, "mask": "float"}, ALL)
     ):

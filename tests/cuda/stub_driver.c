@@ -126,11 +126,16 @@ int cuMemcpyHtoDAsync_v2(uint64_t to, void *from, size_t n, void *s) {
 int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, void *s) { NEEDS_CONTEXT; TRACE("from the card %zu on %lx\n", n, (long)s); return enqueue(stream_of(s)); }
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t n, void *s) { NEEDS_CONTEXT; return put(to, n, stream_of(s)); }
 
-/* Kernels; a function's handle says its device */
+/* Kernels; a function's handle says its device and its number, by which its cluster is known */
+static unsigned cluster_width[4096];
 int cuLibraryLoadData(void **l, const void *c, void *a, void *b, unsigned n, void *e, void *f, unsigned m) { UNSAFE; loaded++; *l = (void *)0x1000; return 0; }
 int cuLibraryGetKernel(void **k, void *l, const char *n) { *k = (void *)0x2000; return 0; }
-int cuKernelGetFunction(void **f, void *k) { NEEDS_CONTEXT; *f = (void *)(0x4000l + stack[depth - 1]); return 0; }
-int cuFuncSetAttribute(void *f, int a, int v) { NEEDS_CONTEXT; fprintf(stderr, "attribute %d = %d\n", a, v); return 0; }
+int cuKernelGetFunction(void **f, void *k) { NEEDS_CONTEXT; *f = (void *)(0x4000l + loaded * 16 + stack[depth - 1]); return 0; }
+int cuFuncSetAttribute(void *f, int a, int v) { NEEDS_CONTEXT;
+  fprintf(stderr, "attribute %d = %d\n", a, v);
+  if (a == 11) cluster_width[((long)f - 0x4000) / 16 % 4096] = v;
+  return 0;
+}
 int cuCtxSetLimit(int limit, size_t n) { NEEDS_CONTEXT; fprintf(stderr, "limit %d = %zu\n", limit, n); return 0; }
 int cuStreamSetAttribute(void *s, int a, void *v) { NEEDS_CONTEXT;                 /* accessPolicyWindow: base, bytes, hit ratio, two properties */
   fprintf(stderr, "stream attribute %d: %llx %zu %g\n", a, *(unsigned long long *)v, ((size_t *)v)[1], ((float *)v)[4]);
@@ -171,7 +176,9 @@ int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
   int s = stream_of(stream), failed = enqueue(s);
   TRACE("kernel of %u blocks on %lx\n", gx * gy * gz, (long)stream);
   if (failed) return failed;
-  if ((long)f - 0x4000 != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", (long)f - 0x4000, streams[s].device);
+  long device = ((long)f - 0x4000) % 16; unsigned width = cluster_width[((long)f - 0x4000) / 16 % 4096];
+  if (device != streams[s].device) FAIL(400, "a kernel of device %ld on a stream of device %d", device, streams[s].device);
+  if (width && gx % width) FAIL(1, "a grid of %u blocks in clusters of %u", gx, width);
   for (int i = 0; i < 8 && parameters[i]; i++) {                                                /* the first are pointers, to tables too */
     uint64_t p = *(uint64_t *)parameters[i];
     if (p < FIRST || p >= FIRST + (8ull << 40)) break;

@@ -15,7 +15,6 @@ from numflash.cuda.compile import Source
 from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.emulator import TensorMap
 from numflash.cuda.instructions import ptx
-from numflash.cuda.instructions.inline_ptx import op
 from numflash.errors import ArgumentError
 
 u32 = types.uint32
@@ -32,8 +31,6 @@ def halves(
     lanes=2,
     everywhere=True,
     rank=0,
-    arrive=ptx.mbarrier_arrive_cluster,
-    wait=ptx.mbarrier_wait_cluster,
 ):
     """In each block a thread loads its half of every tile into both blocks; 32 read the whole.
 
@@ -58,7 +55,7 @@ def halves(
             cuda.syncthreads()
         for k in range(TILES):
             if t == 32:
-                wait(empty, u32((k & 1) ^ 1))
+                ptx.mbarrier_wait(empty, u32((k & 1) ^ 1))
                 ptx.mbarrier_expect(full, u32(TILE))
                 ptx.tma_multicast_4d(
                     base + own * u32(HALF), maps, i32(0), i32(8 * k + 4 * i32(own)), i32(0), i32(0),
@@ -69,7 +66,7 @@ def halves(
                 y[(cuda.blockIdx.x * TILES + k) * 32 + t] = ptx.load_shared_f32(base + u32(t * 32))
                 cuda.syncwarp()
                 to = ptx.cluster_address(empty, u32(t & 1) + u32(rank)) if everywhere else empty
-                arrive(to, u32(t), u32(lanes))
+                ptx.mbarrier_arrive_cluster(to, u32(t), u32(lanes))
         if end:
             ptx.cluster_arrive()
             ptx.cluster_wait()
@@ -92,16 +89,6 @@ def test_a_tile_for_two_blocks(seed):
     assert report.global_loaded == TILES * TILE
 
 
-NARROW_ARRIVAL = op(
-    "{\n.reg .pred p;\nsetp.lt.u32 p, <lane>, <lanes>;\n"
-    "@p mbarrier.arrive.shared::cluster.b64 _, [<bar>];\n}",
-    memory=True,
-    bar=u32,
-    lane=u32,
-    lanes=u32,
-)
-
-
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
@@ -116,8 +103,6 @@ NARROW_ARRIVAL = op(
         ("deadlock", {"lanes": 1}),
         ("race pending", {"everywhere": False}),
         ("protocol", {"rank": 1}),  # a block that the cluster does not have
-        ("protocol", {"arrive": NARROW_ARRIVAL}),
-        ("protocol", {"wait": ptx.mbarrier_wait}),
     ],
 )
 def test_cluster_faults(kinds, options):

@@ -60,7 +60,8 @@ def test_a_band_with_two_edges(overlap):
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        ({"b": 1, "h": 1, "l": 70, "s": 540, "d": 128}, (128, 176)),  # four tiles of keys
+        # four tiles of keys, which two blocks share
+        ({"b": 1, "h": 1, "l": 130, "s": 540, "d": 128}, (128, 176)),
         pytest.param(
             *({"b": 1, "h": 2, "hkv": 1, "l": 110, "s": 200, "d": 64}, (192, 128)),  # two of rows
             marks=pytest.mark.slow,
@@ -75,6 +76,60 @@ def test_tiles_of_other_sizes(shape, tile, seed):
     assert (launched.constants["block_q"], launched.constants["block_k"]) == tile
     out, lse, _ = operands.emulated(launched, seed=seed)
     compare(out, lse, q, k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"b": 1, "h": 1, "l": 500, "s": 400, "d": 128}, {}),
+        ({"b": 2, "h": 2, "hkv": 1, "l": 65, "s": 200, "d": 256}, {}),
+        ({"b": 2, "h": 1, "l": 200, "s": 300, "d": 128}, {"key_lengths": np.array([200, 0])}),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clusters_change_no_bit(shape, options, seed):
+    """Two blocks take two turns; keys and values come from global memory once for both."""
+    q, k, v = (x.astype(np.float16) for x in oracles.qkv(**shape, seed=seed))
+    plan = launch_float.hopper_forward(problem_of(q, k, v, **options))
+    assert plan.cluster == plan.constants["cluster"] == 2 and plan.grid == (4, 1, 1)
+    plan, found = dataclasses.replace(plan, grid=(2, 1, 1)), []
+    for blocks in (1, 2):
+        constants = plan.constants | {"cluster": blocks}
+        out, lse, report = operands.emulated(
+            dataclasses.replace(plan, constants=constants), seed=seed
+        )
+        compare(out, lse, q, k, v, **options)
+        found.append((out.view(np.uint16), lse.view(np.uint32), report))
+    (out, lse, alone), (same, same_lse, together) = found
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(lse, same_lse)
+    tiles_of_q = 4 * plan.constants["block_q"] * shape["d"] * 2
+    keys_and_values = alone.tma_copied - tiles_of_q
+    assert together.tma_copied == alone.tma_copied
+    assert alone.global_loaded - together.global_loaded == keys_and_values // 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "expected"),
+    [
+        ((129, 128, 128), {}, 2),
+        ((128, 128, 128), {}, 1),  # one tile of rows
+        ((300, 128, 128), {}, 1),  # three
+        ((129, 100, 256), {}, 2),
+        ((193, 64, 64), {}, 1),
+        ((129, 64, 128), {}, 1),  # one panel of keys
+        ((129, 128, 128), {"is_causal": True}, 1),
+        ((129, 128, 128), {"softcap": 2.0}, 1),
+    ],
+)
+def test_what_is_computed_in_clusters(shape, options, expected):
+    """A card with an odd number of multiprocessors leaves one of them out."""
+    length, d, dv = shape
+    q, v = (np.zeros((1, 4, length, n), np.float16) for n in (d, dv))
+    plan = launch_float.hopper_forward(problem_of(q, q, v, **options))
+    assert plan.cluster == plan.constants["cluster"] == expected
+    assert plan.blocks(7)[0] % expected == 0 and plan.blocks(1) == (expected, 1, 1)
 
 
 def test_one_key():

@@ -15,12 +15,12 @@ from numflash.cuda.compile import Source, compiled
 from numflash.cuda.compile.target import cuda, types
 from numflash.cuda.device import operands
 from numflash.cuda.emulator import emulate
-from numflash.cuda.kernels.hopper_schedule import make_rows_of, number_in
+from numflash.cuda.kernels.hopper_schedule import make_number_in, make_rows_of
 
 
-def listed(last_first: bool) -> Source:
+def listed(last_first: bool, cluster: int = 1) -> Source:
     """Each block writes (tile of rows, unit, block) for the number of each of its turns."""
-    rows_of = make_rows_of(last_first)
+    rows_of, number_in = make_rows_of(last_first), make_number_in(cluster)
 
     def kernel(to, row_tiles, units, together):
         turn = types.int32(0)
@@ -34,10 +34,10 @@ def listed(last_first: bool) -> Source:
     return Source(kernel, types.void(types.int32[:, ::1], *[types.int32] * 3), 32)
 
 
-def schedule(last_first, blocks, row_tiles, units, together):
+def schedule(last_first, blocks, row_tiles, units, together, cluster=1):
     to = np.full((row_tiles * units, 3), -1, np.int32)
     numbers = (np.int32(x) for x in (row_tiles, units, together))
-    kernel = compiled(listed, "sm_90a", "ptx", last_first=last_first)
+    kernel = compiled(listed, "sm_90a", "ptx", last_first=last_first, cluster=cluster)
     emulate(kernel, blocks, None, [to, *numbers])
     return to
 
@@ -55,6 +55,14 @@ def test_every_tile_once_and_in_order(sizes, blocks):
             for rows in order
             for unit in range(first, min(first + together, units))
         ]
+
+
+def test_a_cluster_takes_neighbouring_rows_of_one_unit():
+    """Each tile of rows once, an even one and the next by the two blocks of a cluster."""
+    found = schedule(False, 4, 6, 3, 1, cluster=2)
+    assert found[:, :2].tolist() == [[rows, unit] for unit in range(3) for rows in range(6)]
+    assert (found[:, 2] % 2 == found[:, 0] % 2).all()
+    assert (found[::2, 2] + 1 == found[1::2, 2]).all() and set(found[:, 2]) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(("blocks", "sizes"), [(4, (8, 6, 6)), (5, (16, 4, 4)), (6, (9, 8, 4))])

@@ -215,10 +215,35 @@ def test_hopper_softmax_runs_beside_the_products(d, options, ping_pong):
     By position in the machine code, and after the wait for the scores.
     """
     constants = {**hopper_tile(d, OVERLAPPED[options]), "ping_pong": ping_pong}
-    block_k = constants["block_k"]
     item = compiled(flash_hopper, "sm_90a", "cubin", **constants, **OVERLAPPED[options])
+    softmax_beside_products(item.code, d, constants["block_k"], "band" in OVERLAPPED[options])
+
+
+@pytest.mark.parametrize("d", [128, 256])
+def test_hopper_clusters(d):
+    """As a block of its own, but that copies go to two blocks and one lane of a warp arrives at
+    each of them: no more instructions in the main loop, and nothing that waits for memory.
+    """
+    constants = {**hopper_tile(d, {}), "ping_pong": d <= 128, "cluster": 2}
+    block_k = constants["block_k"]
+    found = resources(flash_hopper, "sm_90a", **constants)
+    item = compiled(flash_hopper, "sm_90a", "cubin", **constants)
+    assert item.cluster == 2 and found.registers == 168
+    assert found.count("HGMMA") == (d // 16 + block_k // 16) * 2
+    assert found.count("UTMALDG.4D.MULTICAST") == found.count("UTMALDG.4D") > 0
+    assert found.count("UCGABAR_ARV") == found.count("UCGABAR_WAIT") == 2
+    softmax_beside_products(item.code, d, block_k, False)
+    (main,) = tile_loops(item.code, d, block_k, False)
+    names = [name for name, _ in main]
+    assert sum(name.startswith("SYNCS.ARRIVE.TRANS64.RED") for name in names) == 2
+    assert not any(name.startswith(("MEMBAR", "ERRBAR", "CCTL")) for name in names)
+    assert sum(name.startswith("BRA") for name in names) == 3
+
+
+def softmax_beside_products(code, d, block_k, band):
+    """The loops over tiles hold every exponential between the two waits, behind all products."""
     exponentials = block_k // 2 + 2  # of the scores, and of the change of two maxima
-    for loop in tile_loops(item.code, d, block_k, "band" in OVERLAPPED[options]):
+    for loop in tile_loops(code, d, block_k, band):
         places = {
             kind: [n for n, (name, _) in enumerate(loop) if name.startswith(kind)]
             for kind in ("MUFU.EX2", "HGMMA", "WARPGROUP.DEPBAR")

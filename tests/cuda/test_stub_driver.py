@@ -96,6 +96,10 @@ source = Source(fill, types.void(types.int32[::1]), 32, cluster=2)
 current_device().active().__enter__()
 kernel = Kernel(current_device().driver, compile_source(source, "sm_90a", "cubin"))
 kernel((4, 1, 1), 0, 0, 0, 4, 4, 0, 4, 4)
+try:
+    kernel((3, 1, 1), 0, 0, 0, 4, 4, 0, 4, 4)
+except Exception as error:
+    print(type(error).__name__)
 """
 
 
@@ -106,6 +110,15 @@ def test_clusters(driver):
         f"attribute {11 + n} = {b}" for n, b in enumerate((2, 1, 1))
     ]
     assert "launch grid 4 1 1 block 32" in done.stderr
+    assert "a grid of 3 blocks in clusters of 2" in done.stderr and "DriverError" in done.stdout
+
+
+@pytest.mark.slow
+def test_wide_heads_are_launched_in_clusters(driver):
+    """Two tiles of rows of two heads, on whole clusters of the stub's multiprocessors."""
+    code = SOLVE.format(d=128).replace("1, 2, 70", "1, 2, 200")
+    done = run(driver, code, "90")
+    assert "attribute 11 = 2" in done.stderr and "launch grid 2 1 1 block 384" in done.stderr
 
 
 RESIDENT = """

@@ -43,10 +43,12 @@ class Launch:
     finish: Callable[[], Any]  # the results, once the kernel has run
     resident: frozenset[int] = frozenset()  # ids of the arrays that are on the card already
     persistent: bool = False  # any number of blocks shares the work; more than fit only wait
+    cluster: int = 1  # blocks that run together; they divide the grid
 
     def blocks(self, most: int) -> tuple[int, int, int]:
         """The grid, for a card that holds `most` persistent blocks at once."""
-        return (min(self.grid[0], most), 1, 1) if self.persistent else self.grid
+        clusters = max(1, most // self.cluster)
+        return (min(self.grid[0], clusters * self.cluster), 1, 1) if self.persistent else self.grid
 
 
 def padded(d: int) -> int:

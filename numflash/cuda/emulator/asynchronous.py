@@ -38,7 +38,6 @@ class Mbarrier:
     phase: int = 0
     landing: list[Any] = field(default_factory=list)
     fenced: bool = False  # a fence has made the initialised object known to the copy engine
-    far: bool = False  # other blocks arrive at it
 
 
 class Copies:
@@ -130,21 +129,16 @@ class Copies:
         block: np.ndarray,
         address: np.ndarray,
         expected: np.ndarray | None,
-        wide: bool,
     ) -> None:
-        """Lanes arrive at mbarriers of these blocks, `wide` with a release for the whole cluster."""
+        """Lanes arrive at mbarriers of these blocks.
+
+        Whatever its scope, an arrival orders what its warp has done before.
+        """
         m = self.m
         for key in np.unique(block << 32 | address):
             mine = (block << 32 | address) == key
             warps = np.unique(m.warp[lanes[mine]])
             bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF), warps)
-            if (m.block_of[lanes[mine]] != key >> 32).any():
-                bar.far = True
-                if not wide:
-                    raise Fault(
-                        "protocol",
-                        "an arrival at another block's mbarrier without .release.cluster",
-                    )
             if expected is not None:
                 bar.expected += int(expected[mine].sum())
             bar.missing -= int(mine.sum())
@@ -185,10 +179,6 @@ class Copies:
             for key in np.unique(keys):
                 waiting = np.unique(m.warp[lanes[keys == key]])
                 bar = self.barrier(int(key >> 32), int(key & 0xFFFFFFFF), waiting)
-                if bar.far and "cluster" not in i.modifiers:
-                    raise Fault(
-                        "protocol", "a wait for arrivals of another block without .acquire.cluster"
-                    )
                 mine = (keys == key) & ((bar.phase & 1) != wanted)
                 done[lanes[mine]] = True
                 warps = np.unique(m.warp[lanes[mine]])
@@ -370,7 +360,7 @@ def mbarrier(m: Machine, i: Instruction) -> Run:
             if far:
                 block, address = m.clusters.reach(lanes, address)
             expected = values if "expect_tx" in i.modifiers else None
-            m.copies.arrive(lanes, block, address, expected, "cluster" in i.modifiers)
+            m.copies.arrive(lanes, block, address, expected)
         elif what == "init":
             m.shared.index(address, m.block_of[lanes], 8)
             for lane, a, n in zip(lanes, address, values, strict=True):  # type: ignore[arg-type]

@@ -337,19 +337,11 @@ cluster_arrive = op("barrier.cluster.arrive.release;", memory=True)
 cluster_wait = op("barrier.cluster.wait.acquire;", memory=True)
 mbarrier_arrive_cluster = op(
     "{\n.reg .pred p;\nsetp.lt.u32 p, <lane>, <lanes>;\n"
-    "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [<bar>];\n}",
+    "@p mbarrier.arrive.shared::cluster.b64 _, [<bar>];\n}",
     memory=True,
     bar=u32,
     lane=u32,
     lanes=u32,
-)
-mbarrier_wait_cluster = op(
-    "{\n.reg .pred p;\nwait_%=:\n"
-    "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [<bar>], <parity>;\n"
-    "@!p bra wait_%=;\n}",
-    memory=True,
-    bar=u32,
-    parity=u32,
 )
 tma_multicast_4d = op(
     "{\n.reg .b16 mask;\ncvt.u16.u32 mask, <blocks>;\n"

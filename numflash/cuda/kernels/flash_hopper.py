@@ -6,8 +6,9 @@ Three or four warpgroups of 128 threads. One thread of the first brings tiles of
 TMA into a ring of two stages; the others own 64 query rows each and compute with asynchronous
 products. Full and empty mbarriers connect them. With `overlap` the scores of the next tile are
 multiplied while the softmax of this one runs (section 3.2 of the paper); with `ping_pong` they
-issue their products in turns (section 3.1). The last tile of keys comes first: only it, and the tiles at the
-edges of a band, which have a loop of their own, have code that hides keys.
+issue their products in turns (section 3.1); the blocks of a `cluster` share keys and values. The
+last tile of keys comes first: only it, and the tiles at the edges of a band, which have a loop of
+their own, have code that hides keys.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ..compile import Source
 from ..compile.target import cuda, device_function, types
 from ..instructions import ptx
 from .hopper import DESCRIPTOR, FEWER, MORE, PANEL_BYTES, ahead, descriptor, make_issue_scores
+from .hopper_cluster import make_bring, make_meet, make_release, readers
 from .hopper_rows import make_write_rows
-from .hopper_schedule import make_rows_of, number_in
+from .hopper_schedule import make_number_in, make_rows_of
 from .hopper_scores import OWN, SLOPES, WIDE, Block, Call, make_describe, make_soften
 from .pieces import NEG_INF, State, make_tile_range
 from .score_functions import known, make_tile_list, pointers_of
@@ -60,6 +62,7 @@ class Ring(NamedTuple):
     empty_q: Any
     full: Any  # 16 bytes per stage, keys then values
     empty: Any
+    emptied: Any  # where this thread arrives for the first stage, of its cluster's `empty`
     sums: Any  # the thread's own 4 bytes
     turn: Any  # this warpgroup may issue products
     next: Any  # the next one's
@@ -83,12 +86,15 @@ def flash_hopper(
     packed: int = 1,
     overlap: bool = True,
     ping_pong: bool = False,
+    cluster: int = 1,
     **options: Any,
 ) -> Source:
     """The kernel for head sizes d and dv, multiples of 64.
 
     `block_q` is 128 or 192 rows, 64 per consumer warpgroup; `block_k` keys are a multiple of 16;
     `packed`, a power of two, divides `group` and `block_q`; `options` are those of `ScoreOptions`.
+    `cluster` blocks share each tile of keys and values (`hopper_cluster`): 1, or 2 for head sizes that
+    are multiples of 128, without a band and a list of tiles, and for an even number of tiles of rows.
 
     Row r of the problem is query r // packed of head r % packed of those that are packed together.
     """
@@ -115,6 +121,10 @@ def flash_hopper(
     find_tiles, start_of, _, all_seen = make_tile_list(OWN, listed, block_k)
     pack, describe = ptx.pack[dtype], make_describe(packed)
     tile_range, rows_of = make_tile_range(block_q, block_k, packed, band), make_rows_of(band)
+    number_in, meet_all = make_number_in(cluster), make_meet(cluster)
+    emptied, release = make_release(cluster)
+    reads = readers(cluster, consumers)
+    bring_k, bring_v = (make_bring(cluster, n, k_panel) for n in (d_panels, dv_panels))
     write_rows = make_write_rows(dv, pack, packed, transform, sinks)
     wait_none, wait_one = ptx.wgmma_wait[0], ptx.wgmma_wait[1]
 
@@ -167,7 +177,7 @@ def flash_hopper(
         """Waits for O += P . V of the ring's tile n, whose stage is then empty."""
         wait_none()
         fence_o(work.o, 0)
-        ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16) + u32(8))
+        release(ring.emptied + u32(n & 1) * u32(16) + u32(8))
 
     def make_step(edge):
         """step(work, state, n, ring, block, call): the tile of keys that comes as number n.
@@ -182,7 +192,7 @@ def flash_hopper(
             pass_turn(ring)
             wait_none()
             fence_s(work.s, 0)
-            ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16))
+            release(ring.emptied + u32(n & 1) * u32(16))
             soften(work.s, state, n, block, call)
 
         @device_function
@@ -201,7 +211,7 @@ def flash_hopper(
             pass_turn(ring)
             wait_one()
             fence_s(work.s, 0)
-            ptx.mbarrier_arrive(ring.empty + u32(n & 1) * u32(16))
+            release(ring.emptied + u32(n & 1) * u32(16))
             soften(work.s, state, n, block, call)
             # a store that the wait cannot pass: without it ptxas moves the wait ahead of
             # every exponential
@@ -260,11 +270,7 @@ def flash_hopper(
         bar, at = ring.full + stage * u32(16), ring.tiles + stage * u32(pair)
         ptx.mbarrier_wait(ring.empty + stage * u32(16), u32(((n >> 1) & 1) ^ 1))
         ptx.mbarrier_expect(bar, u32(k_size))
-        for h in range(d_panels):
-            to, column = at + u32(h * k_panel), i32(h * PANEL)
-            ptx.tma_load_4d(
-                to, maps + u64(128), column, start, place[1] // group, place[2], bar
-            )  # fmt: skip
+        bring_k(at, maps + u64(128), start, place[1] // group, place[2], bar)
 
     @device_function
     def bring_values(n, start, place, ring, maps):
@@ -273,11 +279,7 @@ def flash_hopper(
         at = ring.tiles + stage * u32(pair) + u32(k_size)
         ptx.mbarrier_wait(ring.empty + stage * u32(16) + u32(8), u32(((n >> 1) & 1) ^ 1))
         ptx.mbarrier_expect(bar, u32(v_size))
-        for h in range(dv_panels):
-            to, column = at + u32(h * k_panel), i32(h * PANEL)
-            ptx.tma_load_4d(
-                to, maps + u64(256), column, start, place[1] // group, place[2], bar
-            )  # fmt: skip
+        bring_v(at, maps + u64(256), start, place[1] // group, place[2], bar)
 
     @device_function
     def bring(turn, n, ring, maps, call):
@@ -365,6 +367,7 @@ def flash_hopper(
             base + u32(8),
             base + u32(16),
             base + u32(64),
+            emptied(base + u32(64)),
             base + u32(sums_at) + u32((thread - 128) * 4),
             u32(warpgroup),
             u32(warpgroup % consumers + 1),
@@ -374,11 +377,11 @@ def flash_hopper(
             ptx.mbarrier_init(ring.empty_q, u32(128 * consumers))
             for i in range(2 * STAGES):
                 ptx.mbarrier_init(ring.full + u32(8 * i), u32(1))
-                ptx.mbarrier_init(ring.empty + u32(8 * i), u32(128 * consumers))
+                ptx.mbarrier_init(ring.empty + u32(8 * i), u32(reads))
             ptx.fence_mbarrier_init()
             for i in range(3):  # the maps are in global memory, written before this launch
                 ptx.tensormap_acquire(maps + u64(128 * i))
-        cuda.syncthreads()
+        meet_all()
         turn, n = i32(0), i32(0)
         if warpgroup == 0:
             FEWER()
@@ -402,6 +405,9 @@ def flash_hopper(
                 turn += 1
             if ping_pong and warpgroup == 1:
                 ptx.barrier(ring.turn, u32(256))  # what the last arrival is waiting for
+        if cluster > 1:
+            meet_all()  # the other block arrives at this one's mbarriers until its end
 
     own = types.void(pointers_of(OWN, functions), *SIGNATURE.args[1:])
-    return Source(flash, own, 128 * (1 + consumers), sums_at + sums_size + 1024)
+    shared_bytes = sums_at + sums_size + 1024
+    return Source(flash, own, 128 * (1 + consumers), shared_bytes, cluster=cluster)

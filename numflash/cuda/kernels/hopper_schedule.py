@@ -1,10 +1,11 @@
 """Which tiles of rows a persistent block computes, and in what order: a static schedule.
 
 There are as many blocks as multiprocessors (or tiles), and each computes one tile of rows after the
-other. The tiles are numbered longest first, and turn n gives out the next ones, one to each block:
-in even turns in the order of the blocks, in odd ones backwards, so that who got a long one gets a
-short one next. Nothing is counted in memory: there is nothing to reset before a launch, which a
-captured graph may repeat, and the same block always computes the same rows.
+other; the blocks of a cluster take neighbouring ones. The tiles are numbered longest first, and turn
+n gives out the next ones, one to each block: in even turns in the order of the blocks, in odd ones
+backwards, so that who got a long one gets a short one next. Nothing is counted in memory: there is
+nothing to reset before a launch, which a captured graph may repeat, and the same block always
+computes the same rows.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ from ..instructions import ptx
 i32, u32 = types.int32, types.uint32
 
 
-@device_function
-def number_in(turn):
-    """The number of this block's tile of rows in its turn."""
-    block, blocks = u32(cuda.blockIdx.x), u32(cuda.gridDim.x)
-    place = u32(blocks - u32(1) - block) if turn & 1 else block
-    return u32(u32(turn) * blocks + place)
+@functools.cache
+def make_number_in(cluster: int) -> Any:
+    """number_in(turn): the number of this block's tile of rows in its turn.
+
+    `cluster` blocks, a power of two, take their turns together: their ranks follow their numbers.
+    """
+    bits = u32(cluster.bit_length() - 1)
+
+    @device_function
+    def number_in(turn):
+        block = u32(cuda.blockIdx.x)
+        own, all_of_them = block >> bits, u32(cuda.gridDim.x) >> bits
+        place = u32(all_of_them - u32(1) - own) if turn & 1 else own
+        together = u32(u32(turn) * all_of_them + place)
+        return u32((together << bits) + (block & u32(cluster - 1)))
+
+    return number_in
 
 
 @functools.cache
