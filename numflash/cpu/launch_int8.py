@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory, to_bfloat16, widen
+from ..interop.arrays import Memory, convert, widen
 from ..jit import guard
 from ..jit.memory import Layout, fresh, scratch
 from ..numerics import fixedpoint as fx
@@ -119,7 +119,7 @@ def from_integers(problem: Problem, isa: str) -> Operands:
     if precise:
         v, units, bad = float_values(v)
         if problem.pv == "bf16":
-            v = to_bfloat16(v)
+            v = convert(v, "bfloat16")
         v_scale = units.reshape(-1, dv)
     else:
         v_scale, bad = heads(v.scale)[:, 0], v.nonfinite

@@ -162,7 +162,7 @@ def unpacked(typingctx, x, count):
     n = count.literal_value
 
     def codegen(context, builder, signature, args):
-        data = arrayobj.make_array(x)(context, builder, args[0]).data
+        data = context.make_array(x)(context, builder, args[0]).data
         places = [cgutils.gep_inbounds(builder, data, i) for i in range(n)]
         found = [context.unpack_value(builder, x.dtype, at) for at in places]
         return context.make_tuple(builder, signature.return_type, found)

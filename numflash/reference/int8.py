@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..interop.arrays import to_bfloat16, widen
+from ..interop.arrays import convert, widen
 from ..numerics import fixedpoint as fx
 from ..numerics.quantization import QuantizedTensor
 from ..tiling import KEY_BLOCK
@@ -163,7 +163,7 @@ def integer_steps(
     vi = np.where(bad_value[:, None], 0, (v if wide else v.data)[b, g]).astype(np.float64)
     vi /= value_units(problem, b, g) if wide else 1
     if problem.pv == "bf16":
-        vi = widen(to_bfloat16(vi)).astype(np.float64)
+        vi = widen(convert(vi, "bfloat16")).astype(np.float64)
     count = min(problem.first_keys, s_len) if first_keys and not wide else 0
     m = np.full(length, fx.MIN_OCTAVE, np.int32)
     l = np.zeros(length, F)
