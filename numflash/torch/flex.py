@@ -160,7 +160,7 @@ def blockwise(
 ) -> Tensor:
     """Attention of grouped heads under a block mask, with gradients.
 
-    `options` are scale, softcap and sinks as `numflash.attention` takes them; sinks are constants.
+    `options` are scale, softcap, sinks and pv as `numflash.attention` takes them; sinks are constants.
     """
     query, key, value = autocast(query, key, value)
     asked = {**options, "enable_gqa": True, "precision": precision}

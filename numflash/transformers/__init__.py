@@ -14,7 +14,8 @@
 True
 
 Or from the start: `AutoModel.from_pretrained(name, attn_implementation="numflash")`.
-"numflash_int8" computes the attention in integers and is for inference. Both serve every model that
+"numflash_int8" computes the attention in integers and is for inference, "numflash_int8_pv_int16" with
+weights of 15 bits (`pv` of `numflash.attention`). All serve every model that
 uses transformers' attention interface: causal and bidirectional, grouped heads, padding on either
 side, caches, sliding windows, soft caps (Gemma 2), sinks (gpt-oss), and position biases.
 

@@ -23,21 +23,25 @@ from .by_name import register_caches
 from .function_mask import FEWEST_ROWS_INT8, FunctionMask, function_mask
 from .standin import StandIn
 
-IMPLEMENTATIONS = {"numflash": None, "numflash_int8": "int8"}  # name -> precision
+# name -> options of `attend`
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "numflash": {},
+    "numflash_int8": {"precision": "int8"},
+    "numflash_int8_pv_int16": {"precision": "int8", "pv": "int16"},
+}
 
 
 def register() -> None:
-    """Add "numflash" and "numflash_int8" to the names that `attn_implementation` takes.
+    """Add the names of `IMPLEMENTATIONS` to those that `attn_implementation` takes.
 
-    May be called again.
+    "numflash", "numflash_int8", and "numflash_int8_pv_int16" with weights of 15 bits. May be called
+    again.
 
     And "numflash", "numflash_bfloat16" and "numflash_int8" to those that `cache_implementation`
     takes, each a `ResidentCache`.
     """
-    for name, precision in IMPLEMENTATIONS.items():
-        transformers.AttentionInterface.register(
-            name, functools.partial(attend, precision=precision)
-        )
+    for name, options in IMPLEMENTATIONS.items():
+        transformers.AttentionInterface.register(name, functools.partial(attend, **options))
         transformers.AttentionMaskInterface.register(name, mask)
     _tell_from_flash_attention()
     register_caches(tuple(IMPLEMENTATIONS))
@@ -81,6 +85,7 @@ def attend(
     attention_mask: Tensor | FunctionMask | None,
     *,
     precision: str | None = None,
+    pv: str | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -99,6 +104,7 @@ def attend(
     query : (B, H, L, D);  key : (B, Hkv, S, D);  value : (B, Hkv, S, Dv)
     attention_mask : (B, 1 or H, L, S) bool or float, a `FunctionMask`, or None, with which a causal
         layer is causal from key 0 on
+    precision, pv : as `numflash.attention` takes them; a `ResidentCache` takes them for prompts
     s_aux : (H,)
         Sinks.
     position_bias : float, broadcastable to (B, H, L, S), added to the scores
@@ -114,6 +120,7 @@ def attend(
         _refuse(dropout, output_attentions, cache)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     operands = (query, key, value)
+    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "pv": pv}
     if causal and precision == "int8" and not isinstance(key, StandIn):
         operands = rotated(*operands)
     if isinstance(attention_mask, FunctionMask):
@@ -122,25 +129,16 @@ def attend(
         if isinstance(key, StandIn) or position_bias is not None or trained or slower:
             attention_mask = attention_mask.dense()
         else:
-            given = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-            out = blockwise(*operands, attention_mask.blocks, precision, given).to(query.dtype)
+            out = blockwise(*operands, attention_mask.blocks, precision, options).to(query.dtype)
             return out.transpose(1, 2).contiguous(), None
     if isinstance(key, StandIn):
-        options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
         out = _resident(query, key, attention_mask, bool(causal), precision, position_bias, options)
         return out.transpose(1, 2).contiguous(), None
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if position_bias is not None:
         attention_mask = _biased(position_bias, attention_mask)
     out = attention(
-        *operands,
-        attention_mask,
-        causal,
-        scaling,
-        True,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-        precision=precision,
+        *operands, attention_mask, causal, enable_gqa=True, precision=precision, **options
     )
     return out.to(query.dtype).transpose(1, 2).contiguous(), None
 

@@ -32,9 +32,9 @@ class ResidentCache(Cache):
     """Keys and values of a model in numflash's own layout, for `model.generate(ids,
     past_key_values=cache)`.
 
-    The model must run with `attn_implementation="numflash"` (or "numflash_int8"); with another one
-    the first layer raises `ArgumentError`. Layers with a sliding window are rings that never grow.
-    Padding takes no memory.
+    The model must run with `attn_implementation="numflash"` (or "numflash_int8",
+    "numflash_int8_pv_int16"); with another one the first layer raises `ArgumentError`. Layers with
+    a sliding window are rings that never grow. Padding takes no memory.
 
     Parameters
     ----------

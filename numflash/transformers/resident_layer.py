@@ -173,7 +173,7 @@ class ResidentLayer(CacheLayerMixin):
         query : (B, H, n, D)
         mask : (B, 1, n, S) or None, S as `get_mask_sizes` says
         precision : of prefill; None for the cache's own
-        options : scale, softcap, sinks (H,)
+        options : scale, softcap, sinks (H,), and of prefill pv
 
         Returns
         -------

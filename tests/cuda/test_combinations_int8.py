@@ -17,7 +17,6 @@ from combinations import check_all, parameters
         "int8 sm_75",
         "int8 sm_90a",
         "int8-int16 sm_80",
-        "int8-int16 sm_75",
         "int8-fp32 sm_80",
         "float32 sm_80",
     ),

@@ -113,10 +113,26 @@ def test_logits(model, side):
 
 def test_int8_logits(model):
     out, want, calls = both(model, lambda: model(TOKENS).logits, "numflash_int8")
-    assert len(calls) == 2 and all(p.precision == "int8" for p in calls)
+    assert len(calls) == 2 and all((p.precision, p.pv) == ("int8", "int8") for p in calls)
     difference = (out - want).norm() / want.norm()
     # sharpened scores: 0.026 to 0.030 measured; in gpt-oss, 0.062, a token may take another expert
     assert 0.01 < difference < (0.08 if model.config.model_type == "gpt_oss" else 0.04)
+
+
+def test_weights_of_15_bits_by_name():
+    """Of a prompt, also over a cache of numflash's own."""
+    torch.manual_seed(0)
+    llama = CAUSAL["llama"]().eval()
+    for cached in (False, True):
+
+        def run(cached=cached):
+            given = cached and llama.config._attn_implementation != "eager"
+            cache = nt.ResidentCache(llama.config, "int8") if given else None
+            return llama(TOKENS, past_key_values=cache, use_cache=given).logits
+
+        out, want, calls = both(llama, run, "numflash_int8_pv_int16")
+        assert [(p.precision, p.pv) for p in calls] == [("int8", "int16")] * 2
+        assert 0 < (out - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("padding", [False, True])

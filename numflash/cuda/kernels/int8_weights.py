@@ -116,11 +116,12 @@ def weight_q16(u):
 
 @device_function
 def weight_w15(u):
-    """`fixedpoint.exp2_w15`, for u = 1 - `WINDOW` + y * 2**-24: from 16 octaves on 0."""
+    """`fixedpoint.exp2_w15`, for u = 1 - `WINDOW` + y * 2**-24: from 16 octaves on 0.
+
+    An octave farther the weight of 16 bits is half of itself, cut to an integer.
+    """
     y = u32(ptx.bits(u) - u32(ABOVE))
-    return quadratic(
-        u32(y + OCTAVE), P_WIDE, P_A, P_B
-    )  # an octave farther: half, cut to an integer
+    return quadratic(u32(y + OCTAVE), P_WIDE, P_A, P_B)
 
 
 @device_function
