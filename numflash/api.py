@@ -75,10 +75,12 @@ def attention(
         One extra score per head that takes part in the denominator only.
     precision : "float32", "bfloat16", "float16" or "int8"
         The inputs' own unless given. "int8" clips scores at +-2.9e6.
-    pv : "int8", "int16" or "fp32"
+    pv : "int8", "int16", "bf16" or "fp32"
         With precision "int8": the weights have 8 bits, or 15 ("int16": also exact integers, equal
-        bits on every device, 1.2 to 1.4 times the time on a CPU), or weights and values are floats
-        ("fp32"; not for arrays on a card, nor on sm_75).
+        bits on every device, 1.2 to 1.4 times the time on a CPU), or weights and values are
+        floats: bfloat16 ("bf16": 1.5 times the time where the CPU multiplies bfloat16, that of
+        "fp32" elsewhere; not on a card) or float32 ("fp32"; not for arrays on a card, nor on
+        sm_75). With floats the output's last digits depend on the CPU.
     layout : "bhld" or "blhd"
     return_lse : bool
         Also return the log-sum-exp of each row.
@@ -281,7 +283,7 @@ def attention_int8(query: Any, key: Any, value: Any, *, impl: str = "auto", **op
     query : QuantizedTensor (B, H, L, D), granularity "row", "block" or "tensor"; 2-D and 3-D data
         are promoted
     key : QuantizedTensor (B, Hkv, S, D), granularity "row", "block" or "tensor", smoothed or not
-    value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="fp32"
+    value : QuantizedTensor (B, Hkv, S, Dv), granularity "channel" or "tensor"; any with pv="bf16" or "fp32"
     options
         attn_mask, is_causal, scale, enable_gqa, window, alignment, key_lengths, softcap,
         alibi_slopes, sinks, pv, return_lse: as `attention` takes them.

@@ -109,3 +109,16 @@ def test_the_weight_of_the_octave_itself_is_one():
     assert fx.exp2_p8(np.uint16(0)) == fx.P_ONE == 255
     assert fx.exp2_p16(np.uint16(0)) == fx.P_WIDE == 255 * 256
     assert fx.exp2_quadratic(np.uint32(0)) == fx.ONE_Q16 == 65536
+
+
+def test_bfloat16_weights():
+    """Near 255 * 2**-y, of 8 significant bits, 0 from 16 octaves on."""
+    y = np.arange(65536, dtype=np.uint32)
+    found = fx.exp2_bf16(y)
+    exact = 255 * 2.0**15 * np.exp2(y / -256.0)
+    near = y < 16 * 256
+    assert (np.abs(found - exact) <= (2.0**-8 + 2e-4) * exact)[near].all() and not found[
+        ~near
+    ].any()
+    bits = found[near].astype(np.float32).view(np.uint32)
+    assert not (bits & np.uint32(0xFFFF)).any()

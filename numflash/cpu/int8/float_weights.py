@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...jit import target
-from ...numerics.fixedpoint import ONE_Q16, P_A, P_B, P_WIDE, Q_A, Q_B, SUM_UNIT
+from ...numerics.fixedpoint import B_A, B_B, B_C, ONE_Q16, P_WIDE, Q_A, Q_B, SUM_UNIT
 from ..floats.float_isas import FLOAT_ISAS
 from ..isa.isas import VECTOR_ISAS
 from ..isa.vectors import F32, I16, I32, I64, constant, data, load, store
@@ -39,8 +39,9 @@ def _q16_weight(b, isa, y, number):
 def _bf16_weight(b, isa, y, number):
     """`fixedpoint.exp2_bf16` of int32 lanes."""
     f = b.shl(b.and_(y, number(255)), number(8))
-    g = b.lshr(b.mul(f, number(P_B)), number(16))
-    h = b.lshr(b.mul(f, b.sub(number(P_A), g)), number(16))
+    g = b.lshr(b.mul(f, number(B_C)), number(16))
+    g = b.lshr(b.mul(f, b.sub(number(B_B), g)), number(16))
+    h = b.lshr(b.mul(f, b.sub(number(B_A), g)), number(16))
     n = b.lshr(b.sub(number(P_WIDE + 128), h), number(8))
     octaves = isa.generic(b, "umin", b.lshr(y, number(8)), number(31))
     # a shift by 24 or more leaves nothing of 255 << 15: 16 octaves and more become as many
@@ -126,7 +127,8 @@ def row_weights_bf16(name: str, keys: int):
             for at in range(0, keys, 2 * isa.lanes):
                 y = b.sub(top, load(b, px, b.add(a[1], I64(at)), i16s, 2))  # >= 0, Q8.8
                 f = b.shl(y, word(8))
-                h = isa.multiply_high(b, f, b.sub(word(P_A), isa.multiply_high(b, f, word(P_B))))
+                g = isa.multiply_high(b, f, b.sub(word(B_B), isa.multiply_high(b, f, word(B_C))))
+                h = isa.multiply_high(b, f, b.sub(word(B_A), g))
                 n = b.lshr(b.sub(word(P_WIDE + 128), h), word(8))
                 exponent = b.sub(word(BITS_128 + 127), b.lshr(y, word(1)))
                 bits = b.or_(b.and_(exponent, word(EXPONENT)), b.and_(n, word(127)))
