@@ -207,6 +207,11 @@ def variants(arch: str, shape: tuple[int, ...]) -> list[Variant]:
             )
         ]
     grouped, wide = (b, h, max(1, hkv // 8), length, s, d), (b, h // 2, hkv // 2, length, s, 256)
+    if arch == "sm_90a":
+        found += [
+            Variant(f"{shared[-1]} channels, no clusters", shared, False, "float16", {"cluster": 1})
+            for shared in (shape, wide)
+        ]
     found.append(Variant("8 query heads per key head", grouped, False, "float16", {}))
     found.append(Variant("256 channels", wide, False, "float16", {}))
     if arch != "sm_75":
