@@ -212,12 +212,17 @@ class KVCache(Appending):
         """
         memory = self._memory or self._open()
         functions = score_mod is not None or mask_mod is not None
-        changed = functions or alibi_slopes is not None or mask is not None or softcap != 0
-        plain = return_lse is False and sinks is None and not changed
+        options = alibi_slopes is not None or mask is not None or softcap != 0
+        changed = functions or options
+        plain = return_lse is False and sinks is None and not options
+        plain = plain and not (functions and self.smooth)
         if plain and is_float32(query):
             wanted = memory.calls.results.get(query.shape)
             if wanted is not None:
-                return self._equal_decode(memory, query, wanted, scale, splits, out)
+                changes = NOTHING
+                if functions:
+                    changes = with_functions(NOTHING, score_mod, mask_mod, memory.longest)
+                return self._equal_decode(memory, query, wanted, scale, splits, out, changes)
         return_lse, (query, taken) = flag("return_lse", return_lse), self._query(query)
         shape = query.shape
         if len(shape) == 4 and shape[2] > 1:
@@ -276,17 +281,22 @@ class KVCache(Appending):
         scale: Any,
         splits: Any,
         out: np.ndarray | None,
+        changes: Changes,
     ) -> np.ndarray:
-        """A plain call like one before: `scale`, `splits` and `out` are still to be checked."""
-        plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest)
+        """A plain call like one before, but for functions: `scale`, `splits` and `out` are still to
+        be checked.
+        """
+        plan, c = memory.calls.plan(query.shape, scale, splits, memory.longest, changes.any)
         if out is None:
             result = np.empty(wanted, FLOAT32)
         else:
             result = output(out, wanted)
             if np.may_share_memory(result, query):
                 query = query.copy()  # it is read again after `out` is written
+        if changes.any:
+            plan.change(changes, None)
         plan(query, c, memory.store, result)
-        redo(memory, plan, query, scale, result, NOTHING)
+        redo(memory, plan, query, scale, result, changes)
         return result
 
     @staticmethod

@@ -167,6 +167,12 @@ def test_the_result_may_go_over_the_query():
         assert out is query
         np.testing.assert_array_equal(out, wanted)
         np.testing.assert_array_equal(lse, wanted_lse)
+        again = wanted.copy()
+        assert cache.decode(again, out=again) is again  # an equal call, prepared by now
+        np.testing.assert_array_equal(again, cache.decode(wanted, return_lse=True)[0])
+        for wrong, error in ((wanted[:1], ArgumentError), (wanted[::-1], ArgumentTypeError)):
+            with pytest.raises(error, match="out: got"):
+                cache.decode(wanted, out=wrong)
 
 
 @pytest.mark.parametrize(

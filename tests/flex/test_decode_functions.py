@@ -60,6 +60,36 @@ def test_against_float64(dtype, options):
     check(found, oracle(query, key, VALUE, None, g.dilated), CLOSE[dtype])
 
 
+@pytest.mark.parametrize("options", [{}, {"smooth": True}], ids=str)
+def test_runs_of_whole_blocks(options):
+    """Each head, row, block and token has its own change; a token that is not finite is among them."""
+    key, value = (rng.standard_normal((B, KV, 290, D)).astype(np.float32) for _ in "kv")
+    key += 4 * ("smooth" in options)
+    cache = numflash.KVCache(B, KV, D, 384, "int8", **options)
+    cache.append(key[:, :, :200], value[:, :, :200])
+    bad = key.copy()
+    bad[0, 0, 230] = np.nan  # hidden from head 0, not from head 1
+    cache.append(bad[:, :, 200:], value[:, :, 200:])
+    table = rng.standard_normal((B, H, 290)).astype(np.float32)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[b, h, k] - 0.02 * (h + 1) * (q - k)
+
+    def mask_mod(b, h, q, k):
+        return (h > 0) | (k != 230)
+
+    query = rng.standard_normal((B, H, NEW, D)).astype(np.float32)
+    cache.decode(query)
+    first, second = (cache.decode(query, score_mod=score_mod, mask_mod=mask_mod) for _ in "12")
+    wanted, _ = oracle(query, key, value, score_mod, mask_mod)
+    spoiled = np.zeros((B, H), bool)
+    spoiled[0, 1] = True
+    assert np.isnan(first[spoiled]).all()
+    assert np.abs(first[~spoiled] - wanted[~spoiled]).max() <= CLOSE["int8"]
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(cache.decode(query), cache.decode(query, scale=D**-0.5))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_a_ring_gives_positions(dtype, sinks):
