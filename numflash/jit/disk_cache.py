@@ -245,6 +245,7 @@ class _LoadedLibrary(codegen.JITCodeLibrary):
     """
 
     bitcode: bytes
+    _shared_module: Any
 
     def _get_module_for_linking(self) -> Any:
         if self._shared_module is None:
