@@ -219,7 +219,7 @@ def test_shared_memory_of_the_cuda_kernels(arch, d):
                 sizes["d"],
                 sizes["dv"],
                 t.block_q,
-                wide=dtype == "int8-fp32",
+                pv="fp32" if dtype == "int8-fp32" else "int8",
                 turing=turing,
                 halves=t.key_block // (t.nv * t.lanes),
             )

@@ -168,7 +168,7 @@ def run(threads: int | None, dtype: str, tokens: int = 48, prompt: int = 1500) -
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{nt.CACHE_ARGUMENT: cache},
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,
@@ -203,9 +203,11 @@ def warm_up(model: Any, cache: Any, ids: Any) -> None:
     """Compile the kernels that generation runs: a prompt, a token, a longer cache."""
     import torch
 
+    import numflash.transformers as nt
+
     with torch.no_grad():
-        model(ids[:, :300], past_key_values=cache, logits_to_keep=1)
-        model(ids[:, :1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :300], **{nt.CACHE_ARGUMENT: cache}, logits_to_keep=1)
+        model(ids[:, :1], **{nt.CACHE_ARGUMENT: cache}, logits_to_keep=1)
 
 
 def prompt_ids(tokenizer: Any, tokens: int) -> Any:

@@ -204,7 +204,7 @@ def launch_of(
             (length, channels, nh, left, right, row_bytes),
             cap,
         )
-        constants = {"d": chosen.width, **options, "packed": packed}
+        constants: dict[str, Any] = {"d": chosen.width, **options, "packed": packed}
         grid = (-(-length * packed // BLOCK_Q), nh // packed, nb)
         return Launch(flash_int8_hopper, constants, arch, grid, args, finish, resident)
     from .kernels.flash_int8 import flash_int8

@@ -24,6 +24,7 @@ cache of continuous batching.
 """
 
 from .attention import register
+from .by_name import CACHE_ARGUMENT
 from .resident import ResidentCache
 
-__all__ = ["ResidentCache", "register"]
+__all__ = ["CACHE_ARGUMENT", "ResidentCache", "register"]

@@ -24,7 +24,7 @@ from .function_mask import FEWEST_ROWS_INT8, FunctionMask, function_mask
 from .standin import StandIn
 
 # name -> options of `attend`
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "numflash": {},
     "numflash_int8": {"precision": "int8"},
     "numflash_int8_pv_int16": {"precision": "int8", "pv": "int16"},
@@ -120,7 +120,12 @@ def attend(
         _refuse(dropout, output_attentions, cache)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     operands = (query, key, value)
-    options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux, "pv": pv}
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "pv": pv,
+    }
     if causal and precision == "int8" and not isinstance(key, StandIn):
         operands = rotated(*operands)
     if isinstance(attention_mask, FunctionMask):

@@ -19,6 +19,8 @@ CACHES = {
     "numflash_int8": "int8",
     "numflash_int4": "int4",
 }  # name -> dtype
+# models take a cache by this keyword: "cache" from transformers 5.24 on, "past_key_values" before
+CACHE_ARGUMENT = utils.ALL_CACHE_NAMES[0]
 
 
 def register_caches(implementations: tuple[str, ...]) -> None:
@@ -39,7 +41,7 @@ def register_caches(implementations: tuple[str, ...]) -> None:
         self: Any, generation_config: Any, model_kwargs: Any, *rest: Any, **options: Any
     ) -> Any:
         dtype = CACHES.get(generation_config.cache_implementation)
-        if dtype is None or model_kwargs.get("past_key_values") is not None:
+        if dtype is None or model_kwargs.get(CACHE_ARGUMENT) is not None:
             return original(self, generation_config, model_kwargs, *rest, **options)
         config = self.config.get_text_config(decoder=True)
         if config._attn_implementation not in implementations:
@@ -52,7 +54,7 @@ def register_caches(implementations: tuple[str, ...]) -> None:
                 f"cache_implementation: got {generation_config.cache_implementation!r} for an encoder-decoder model; "
                 "allowed: decoder-only models"
             )
-        model_kwargs["past_key_values"] = ResidentCache(self.config, dtype)
+        model_kwargs[CACHE_ARGUMENT] = ResidentCache(self.config, dtype)
         # an assistant is given the same configuration, and keeps a cache of its own between its calls
         generation_config.cache_implementation = None
         return None

@@ -29,8 +29,8 @@ SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
 
 
 class ResidentCache(Cache):
-    """Keys and values of a model in numflash's own layout, for `model.generate(ids,
-    past_key_values=cache)`.
+    """Keys and values of a model in numflash's own layout, for `model.generate(ids, cache=cache)`
+    (`past_key_values=cache` before transformers 5.24; `CACHE_ARGUMENT` is the name that counts).
 
     The model must run with `attn_implementation="numflash"` (or "numflash_int8",
     "numflash_int8_pv_int16"); with another one the first layer raises `ArgumentError`. Layers with

@@ -262,7 +262,7 @@ def place(which, register, part, per_word, lane):
     [
         (ptx.mma["float16"], np.float16, np.float16, 16, (4, 2)),
         (ptx.mma["bfloat16"], ml_dtypes.bfloat16, ml_dtypes.bfloat16, 16, (4, 2)),
-        (ptx.mma_k8_f16, np.float16, np.float16, 8, (2, 1)),
+        (ptx.mma_turing_f16, np.float16, np.float16, 16, (4, 2)),
         (ptx.mma_s8, np.int8, np.int8, 32, (4, 2)),
         (ptx.mma_u8s8, np.uint8, np.int8, 32, (4, 2)),
         (ptx.mma_turing_s8, np.int8, np.int8, 32, (4, 2)),

@@ -100,12 +100,33 @@ def test_the_table_shows_every_rung(rows):
     assert "| 2000.0 | 1000.0 |" in timed and timed.count("| - | - |") >= len(study.LADDER) - 1
 
 
-@pytest.mark.parametrize(("arch", "rungs"), [("sm_75", "12"), ("sm_90a", "89")])
+@pytest.mark.parametrize(
+    ("arch", "rungs"), [("sm_75", "1 2 3 4 5a 5b 7a 7b"), ("sm_90a", "8 9a 9b")]
+)
 def test_rungs_of_an_architecture(arch, rungs):
-    """Turing has the scalar rungs only; Hopper alone has the last ones."""
-    found = {rung.number[0] for rung in study.LADDER if rung.runs_on(arch)}
-    assert found == set("12") if arch == "sm_75" else {*rungs} < found
+    """Turing has neither cp.async nor k16 products that add up float16; Hopper alone has the last rungs."""
+    found = {rung.number for rung in study.LADDER if rung.runs_on(arch)}
+    assert found == {*rungs.split()} if arch == "sm_75" else {*rungs.split()} < found
     assert all(not rung.runs_on("sm_89") for rung in study.LADDER if rung.number[0] in "89")
+
+
+@pytest.mark.slow
+def test_the_rungs_of_a_t4():
+    """Right in the emulator, and ptxas takes them for sm_75, without a stack or spills."""
+    rows = {
+        row["rung"]: row
+        for row in study.climb(128, arch="sm_75", rungs=("3", "4", "5b", "7a", "7b"))
+    }
+    assert rows["4"]["tensor_flops"] == rows["7b"]["tensor_flops"] == 4 * 128 * 128 * 64
+    assert (
+        rows["7b"]["tensor_operations"]
+        == rows["4"]["tensor_operations"]
+        == 2 * 128 * 128 * 64 // (16 * 8 * 8)
+    )
+    assert {row["stack"] for row in rows.values()} | {row["spills"] for row in rows.values()} <= {
+        0,
+        None,
+    }
 
 
 def exact(q, k, v, causal):

@@ -85,7 +85,7 @@ def test_prompt_in_parts_and_gradients():
         model.zero_grad()
         with torch.no_grad():
             first = model(TOKENS[:, :20], use_cache=True)
-            part = model(TOKENS[:, 20:], past_key_values=first.past_key_values).logits
+            part = model(TOKENS[:, 20:], **{nt.CACHE_ARGUMENT: first.past_key_values}).logits
         model(TOKENS, position_ids=PACKED, use_cache=False).logits.square().mean().backward()
         found.append((part, model.model.layers[0].self_attn.k_proj.weight.grad.clone()))
     for x, y in zip(*found, strict=True):

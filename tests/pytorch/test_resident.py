@@ -86,7 +86,7 @@ def model(request):
 def generate(model, ids, cache=None, mask=None, implementation="numflash", **options):
     model.set_attn_implementation("eager" if cache is None else implementation)
     if cache is not None:
-        options["past_key_values"] = cache
+        options[nt.CACHE_ARGUMENT] = cache
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"max_new_tokens": 8, "do_sample": False, **options}
     torch.manual_seed(5)
@@ -128,7 +128,7 @@ def logits(model, pieces, cache, masks=None):
         seen += ids.shape[1]
         mask = None if masks is None else masks[:, :seen]
         with torch.no_grad():
-            found.append(model(ids, past_key_values=cache, attention_mask=mask).logits)
+            found.append(model(ids, **{nt.CACHE_ARGUMENT: cache}, attention_mask=mask).logits)
     return torch.cat(found, 1)
 
 
@@ -354,12 +354,12 @@ def test_a_mask_of_ones_own(llama):
             if name == "eager":
                 masks = [m if m is None else torch.where(m, 0.0, -torch.inf) for m in masks]
             with torch.no_grad():
-                llama(TOKENS[:1], past_key_values=cache, attention_mask=masks[0])
+                llama(TOKENS[:1], **{nt.CACHE_ARGUMENT: cache}, attention_mask=masks[0])
                 ids = TOKENS[1:, :3]
                 at = torch.tensor([[40, 41, 41]])
                 found.append(
                     llama(
-                        ids, past_key_values=cache, attention_mask=masks[1], position_ids=at
+                        ids, **{nt.CACHE_ARGUMENT: cache}, attention_mask=masks[1], position_ids=at
                     ).logits
                 )
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
@@ -407,7 +407,7 @@ def test_what_is_refused(llama, tmp_path):
         with pytest.raises(ArgumentTypeError, match=f"key_states: got .*{words}"):
             new(llama).update(x, x, 0)
     with pytest.raises(ArgumentError, match="requires grad"):
-        llama(TOKENS, past_key_values=new(llama))
+        llama(TOKENS, **{nt.CACHE_ARGUMENT: new(llama)})
     cache = new(llama)
     logits(llama, [TOKENS], cache)
     with pytest.raises(ArgumentError, match="got 1 sequences"):

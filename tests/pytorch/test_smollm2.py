@@ -38,9 +38,9 @@ def model_and_tokens():
 def log_probabilities(model, ids, cache):
     """(NEW, vocabulary) of tokens read one by one behind PAST tokens."""
     with torch.no_grad():
-        model(ids[:, :PAST], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :PAST], **{nt.CACHE_ARGUMENT: cache}, logits_to_keep=1)
         steps = [
-            model(ids[:, n : n + 1], past_key_values=cache).logits[0, -1]
+            model(ids[:, n : n + 1], **{nt.CACHE_ARGUMENT: cache}).logits[0, -1]
             for n in range(PAST, PAST + NEW)
         ]
     return torch.stack(steps).double().log_softmax(-1)
@@ -78,7 +78,7 @@ def test_perplexity_of_a_long_prompt(model_and_tokens):
         losses = []
         with torch.no_grad():
             for n in range(0, 4096, chunk):
-                piece = model(ids[:, n : n + chunk], past_key_values=cache).logits[0]
+                piece = model(ids[:, n : n + chunk], **{nt.CACHE_ARGUMENT: cache}).logits[0]
                 following = ids[0, n + 1 : n + chunk + 1]
                 losses.append(
                     torch.nn.functional.cross_entropy(

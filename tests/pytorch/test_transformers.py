@@ -128,7 +128,7 @@ def test_weights_of_15_bits_by_name():
         def run(cached=cached):
             given = cached and llama.config._attn_implementation != "eager"
             cache = nt.ResidentCache(llama.config, "int8") if given else None
-            return llama(TOKENS, past_key_values=cache, use_cache=given).logits
+            return llama(TOKENS, **{nt.CACHE_ARGUMENT: cache}, use_cache=given).logits
 
         out, want, calls = both(llama, run, "numflash_int8_pv_int16")
         assert [(p.precision, p.pv) for p in calls] == [("int8", "int16")] * 2

@@ -256,7 +256,6 @@ mma = {
     "bfloat16": _mma("m16n8k16", "f32", "bf16", "bf16", 4, 2, 4, f32),
 }
 mma_f16_accumulate = _mma("m16n8k16", "f16", "f16", "f16", 4, 2, 2, u32)
-mma_k8_f16 = _mma("m16n8k8", "f32", "f16", "f16", 2, 1, 4, f32)  # sm_75
 mma_s8 = _mma("m16n8k32", "s32", "s8", "s8", 4, 2, 4, i32)
 mma_u8s8 = _mma("m16n8k32", "s32", "u8", "s8", 4, 2, 4, i32)
 mma_tf32 = _mma(
@@ -276,6 +275,25 @@ def _mma_turing(a: str) -> Any:
         for h in range(2)
     )
     return op(text, pure=True, d=inout(4, i32), a=Fragment(4, u32), b=Fragment(2, u32))
+
+
+# an m16n8k16 product as two m16n8k8, half of k each (sm_75)
+mma_turing_f16 = op(
+    "".join(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {<d.0>, <d.1>, <d.2>, <d.3>}, "
+        f"{{<a.{2 * h}>, <a.{2 * h + 1}>}}, {{<b.{h}>}}, {{<d.0>, <d.1>, <d.2>, <d.3>}};\n"
+        for h in range(2)
+    ),
+    pure=True,
+    d=inout(4, f32),
+    a=Fragment(4, u32),
+    b=Fragment(2, u32),
+)
+
+
+def products(dtype: str, turing: bool) -> tuple[Any, Any]:
+    """(mma, pack): m16n8k16 products of halves, and two float32 packed into an operand's word."""
+    return (mma_turing_f16, pack_turing) if turing else (mma[dtype], pack[dtype])
 
 
 mma_turing_s8 = _mma_turing("s8")

@@ -89,7 +89,7 @@ def decode_float(
     n_qf = 4 * k_steps if keep_q else 4
     shift_k, xor_k = swizzle_of(d_bytes)
     shift_v, xor_v = swizzle_of(dv_bytes)
-    mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
+    mma, pack = ptx.products(dtype, turing)
     load_k, load_v = (make_load_keys(block_k, n, paged, not turing) for n in (d_bytes, dv_bytes))
     query_rows = make_query_rows(d, False, pack)(tile_rows)
     part_of = make_part_of(tile_rows, ring)
@@ -227,14 +227,8 @@ def decode_float(
                                 + u32((16 * t + a_row) * d_bytes)
                                 + ((q_chunk ^ u32(2 * step)) << u32(4)),
                             )
-                        if turing:
-                            mma8(s, 8 * t, qf, qi, kb, 0)
-                            mma8(s, 8 * t, qf, qi + 2, kb, 1)
-                            mma8(s, 8 * t + 4, qf, qi, kb, 2)
-                            mma8(s, 8 * t + 4, qf, qi + 2, kb, 3)
-                        else:
-                            mma(s, 8 * t, qf, qi, kb, 0)
-                            mma(s, 8 * t + 4, qf, qi, kb, 2)
+                        mma(s, 8 * t, qf, qi, kb, 0)
+                        mma(s, 8 * t + 4, qf, qi, kb, 2)
 
                 # in octaves, masked keys -inf, what float32 does not hold NaN; the largest of each
                 # row over this warp's keys
@@ -340,32 +334,8 @@ def decode_float(
                         )
                         for t in range(row_tiles):
                             for step in range(2):
-                                if turing:
-                                    mma8(
-                                        o,
-                                        4 * (t * value_tiles + n),
-                                        p,
-                                        8 * t + 4 * step,
-                                        kb,
-                                        2 * step,
-                                    )
-                                    mma8(
-                                        o,
-                                        4 * (t * value_tiles + n),
-                                        p,
-                                        8 * t + 4 * step + 2,
-                                        kb,
-                                        2 * step + 1,
-                                    )
-                                else:
-                                    mma(
-                                        o,
-                                        4 * (t * value_tiles + n),
-                                        p,
-                                        8 * t + 4 * step,
-                                        kb,
-                                        2 * step,
-                                    )
+                                at_o = 4 * (t * value_tiles + n)
+                                mma(o, at_o, p, 8 * t + 4 * step, kb, 2 * step)
                 start += block_k
 
             if constant:

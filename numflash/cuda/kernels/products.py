@@ -38,7 +38,7 @@ def make_scores(
     `other_ahead` are constants that belong to the two addresses.
     """
     steps, pairs, row_bytes = width // 16, columns // 16, width * 2
-    mma, mma8, read = ptx.mma[dtype], ptx.mma_k8_f16, make_read(row_bytes)
+    (mma, _), read = ptx.products(dtype, turing), make_read(row_bytes)
 
     @device_function
     def scores(s, own, own_at, own_chunk, other_at, other_chunk):
@@ -51,14 +51,8 @@ def make_scores(
             a = 4 * step if keep else 0
             for n in range(pairs):
                 read(b, 0, other_at, other_chunk, 2 * step, other_ahead + n * 16 * row_bytes)
-                if turing:
-                    mma8(s, 8 * n, own, a, b, 0)
-                    mma8(s, 8 * n, own, a + 2, b, 1)
-                    mma8(s, 8 * n + 4, own, a, b, 2)
-                    mma8(s, 8 * n + 4, own, a + 2, b, 3)
-                else:
-                    mma(s, 8 * n, own, a, b, 0)
-                    mma(s, 8 * n + 4, own, a, b, 2)
+                mma(s, 8 * n, own, a, b, 0)
+                mma(s, 8 * n + 4, own, a, b, 2)
 
     return scores
 
@@ -71,7 +65,7 @@ def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: in
     turned by ldmatrix.trans.
     """
     steps, pairs, row_bytes = columns // 16, width // 16, width * 2
-    mma, mma8, pack = ptx.mma[dtype], ptx.mma_k8_f16, ptx.pack_turing if turing else ptx.pack[dtype]
+    mma, pack = ptx.products(dtype, turing)
     read = make_read(row_bytes, turned=True)
 
     @device_function
@@ -83,14 +77,8 @@ def make_add(width: int, columns: int, dtype: str, turing: bool, other_ahead: in
                 a[i] = pack(w[8 * step + 2 * i], w[8 * step + 2 * i + 1])
             for n in range(pairs):
                 read(b, 0, other_at, other_chunk, 2 * n, other_ahead + step * 16 * row_bytes)
-                if turing:
-                    mma8(sums, 8 * n, a, 0, b, 0)
-                    mma8(sums, 8 * n, a, 2, b, 1)
-                    mma8(sums, 8 * n + 4, a, 0, b, 2)
-                    mma8(sums, 8 * n + 4, a, 2, b, 3)
-                else:
-                    mma(sums, 8 * n, a, 0, b, 0)
-                    mma(sums, 8 * n + 4, a, 0, b, 2)
+                mma(sums, 8 * n, a, 0, b, 0)
+                mma(sums, 8 * n + 4, a, 0, b, 2)
 
     return add
 

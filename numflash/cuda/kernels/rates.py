@@ -17,9 +17,9 @@ WIDE = 128  # columns of a wgmma product
 TILE_BYTES = 64 * 128  # 64 rows of one 128-byte panel
 
 
-def operations(dtype: str, hopper: bool = False, turing: bool = False, loops: int = LOOPS) -> int:
+def operations(dtype: str, hopper: bool = False, loops: int = LOOPS) -> int:
     """Multiplications and additions of one block."""
-    k = 32 if dtype == "int8" else 8 if turing else 16
+    k = 32 if dtype == "int8" else 16
     if hopper:
         return 2 * 64 * WIDE * k * 4 * loops * (THREADS // 128)
     return 2 * 16 * 8 * k * SUMS * loops * (THREADS // 32)
@@ -37,7 +37,7 @@ def product_rate(
 
 def _mma(dtype: str, turing: bool, loops: int) -> Source:
     whole = dtype == "int8"
-    mma = ptx.mma_s8 if whole else ptx.mma_k8_f16 if turing else ptx.mma["float16"]
+    mma = ptx.mma_s8 if whole else ptx.products("float16", turing)[0]
     n, kind = 4 * SUMS, i32 if whole else f32
 
     def product_rate(out):

@@ -59,6 +59,7 @@ LADDER = (
         "Half of the arithmetic moves to m16n8k16 products; the weights "
         "travel through shared memory.",
         "scores_only",
+        arch="sm_75",
     ),
     Rung(
         "4",
@@ -66,6 +67,7 @@ LADDER = (
         "The accumulator of the scores is the operand of P.V: weights stay in registers "
         "(FlashAttention-2). Rows of 128 bytes all start in the same bank, so ldmatrix takes 8 passes.",
         "both_products",
+        arch="sm_75",
     ),
     Rung(
         "5a",
@@ -73,6 +75,7 @@ LADDER = (
         "16 bytes of padding per row spread the 8 rows of a matrix over the banks.",
         "both_products",
         {"layout": "padded"},
+        arch="sm_75",
     ),
     Rung(
         "5b",
@@ -80,6 +83,7 @@ LADDER = (
         "An XOR of the chunk number with the row does the same without the padding.",
         "both_products",
         {"layout": "swizzled"},
+        arch="sm_75",
     ),
     Rung(
         "6",
@@ -93,6 +97,7 @@ LADDER = (
         "Q in registers",
         "Q's fragments are loaded once instead of once per tile and key.",
         "register_blocks",
+        arch="sm_75",
     ),
     Rung(
         "7b",
@@ -101,6 +106,7 @@ LADDER = (
         "tiles for its rows; it costs registers.",
         "register_blocks",
         {"row_tiles": 2},
+        arch="sm_75",
     ),
     Rung(
         "7h",
@@ -176,9 +182,12 @@ def launch(
     out = np.zeros_like(query)
     args = (query, key, value, out, key.shape[0], np.float32(LOG2E / np.sqrt(d)))
     rows = 64 * rung.constants.get("row_tiles", 1)
+    constants = {"d": d, **rung.constants}
+    if arch == "sm_75" and rung.number >= "3":  # its products and copies are other instructions
+        constants["turing"] = True
     return Launch(
         factory(rung),
-        {"d": d, **rung.constants},
+        constants,
         arch,
         (length // rows, 1, 1),
         args,
@@ -242,7 +251,7 @@ def climb(
     A row of figures per rung, in order, checked against float64 first.
 
     `arch`: build them for this architecture, and leave out those that it cannot run: rungs 8 and 9
-    are Hopper's, those from 3 on need sm_80.
+    are Hopper's; 6 and 7s copy by cp.async and 7h adds up float16, for which they need sm_80.
 
     Registers, stack, spills and machine instructions come from the cubin where the binary utilities
     are installed, else None. Global memory is counted in the 32-byte sectors that each warp's

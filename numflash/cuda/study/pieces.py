@@ -105,13 +105,13 @@ def make_load_values(d: int, layout: str) -> Any:
     return load_values
 
 
-def make_scores(d: int, layout: str) -> Any:
+def make_scores(d: int, layout: str, turing: bool = False) -> Any:
     """scores(s, sq, sk, row, lane): S = Q . K^T, 16 queries from `row` on against 64 keys.
 
     Both from shared memory each time.
     """
     load_queries, load_keys = make_load_queries(d, layout), make_load_keys(d, layout)
-    n_s, k_steps, mma = BLOCK // 2, d // 16, ptx.mma["float16"]
+    n_s, k_steps, (mma, _) = BLOCK // 2, d // 16, ptx.products("float16", turing)
 
     @device_function
     def scores(s, sq, sk, row, lane):
@@ -128,12 +128,12 @@ def make_scores(d: int, layout: str) -> Any:
     return scores
 
 
-def make_kept_scores(d: int, row_tiles: int = 1) -> Any:
+def make_kept_scores(d: int, row_tiles: int = 1, turing: bool = False) -> Any:
     """scores(s, qf, sk, lane): S = Q . K^T with Q's fragments in registers, 64 swizzled keys.
 
     Each fragment of K serves 2 * row_tiles products.
     """
-    load_keys, mma = make_load_keys(d, "swizzled"), ptx.mma["float16"]
+    load_keys, (mma, _) = make_load_keys(d, "swizzled"), ptx.products("float16", turing)
     tile_s, k_steps = BLOCK // 2, d // 16
 
     @device_function
@@ -181,12 +181,12 @@ def make_softmax(row_tiles: int = 1) -> Any:
     return softmax
 
 
-def make_outputs(d: int, layout: str, row_tiles: int = 1) -> Any:
+def make_outputs(d: int, layout: str, row_tiles: int = 1, turing: bool = False) -> Any:
     """outputs(o, s, alpha, sv, lane): O = alpha * O + P . V.
 
     Two accumulator tiles of P, packed, are one A operand.
     """
-    load_values, mma, pack = make_load_values(d, layout), ptx.mma["float16"], ptx.pack["float16"]
+    load_values, (mma, pack) = make_load_values(d, layout), ptx.products("float16", turing)
     n_s, n_o, n_a = BLOCK // 2, d // 2, 4 * row_tiles
 
     @device_function
@@ -222,9 +222,9 @@ def make_begin(d: int, row_tiles: int = 1) -> Any:
     return begin
 
 
-def make_finish(d: int, row_tiles: int = 1) -> Any:
+def make_finish(d: int, row_tiles: int = 1, turing: bool = False) -> Any:
     """finish(o, l, to, lane): one division per row, and the warp's rows to global memory."""
-    n_o, pack = d // 2, ptx.pack["float16"]
+    n_o, (_, pack) = d // 2, ptx.products("float16", turing)
 
     @device_function
     def finish(o, l, to, lane):

@@ -31,12 +31,12 @@ from .scalar import SIGNATURE
 i32, u32, u64, f32 = types.int32, types.uint32, types.uint64, types.float32
 
 
-def scores_only(d: int = 64) -> Source:
+def scores_only(d: int = 64, turing: bool = False) -> Source:
     """Rung 3: only Q . K^T on tensor cores.
 
     The weights go through shared memory to a scalar P . V, two threads per row.
     """
-    copy, scores, softmax = make_copy(d), make_scores(d, "naive"), make_softmax()
+    copy, scores, softmax = make_copy(d), make_scores(d, "naive", turing), make_softmax()
     # 64 weights and a factor
     row_bytes = d * 2
     tile = BLOCK * d * 2
@@ -102,16 +102,16 @@ def scores_only(d: int = 64) -> Source:
     return Source(kernel, SIGNATURE, THREADS, 3 * tile + BLOCK * line)
 
 
-def both_products(d: int = 64, layout: str = "naive") -> Source:
+def both_products(d: int = 64, layout: str = "naive", turing: bool = False) -> Source:
     """Rungs 4 and 5: both products, Q . K^T and P . V, on tensor cores.
 
     The weights never leave registers (FlashAttention-2).
     """
     copy = make_copy(d, layout)
-    scores = make_scores(d, layout)
+    scores = make_scores(d, layout, turing)
     softmax = make_softmax()
-    outputs = make_outputs(d, layout)
-    begin, finish = make_begin(d), make_finish(d)
+    outputs = make_outputs(d, layout, turing=turing)
+    begin, finish = make_begin(d), make_finish(d, turing=turing)
     tile, n_s, n_o, d_bytes = BLOCK * layout_of(d, layout)[0], BLOCK // 2, d // 2, d * 2
 
     def kernel(q, k, v, o, keys, scale):
@@ -182,21 +182,23 @@ def double_buffer(d: int = 64) -> Source:
     return Source(kernel, SIGNATURE, THREADS, 5 * tile)
 
 
-def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) -> Source:
+def register_blocks(
+    d: int = 64, row_tiles: int = 1, half_scores: bool = False, turing: bool = False
+) -> Source:
     """Rung 7: Q stays in registers.
 
     A warp owns 16 * row_tiles queries, so each fragment of K and V serves 2 * row_tiles products.
 
     With `half_scores` Q . K^T is accumulated in float16, two scores per register, and widened
-    afterwards.
+    afterwards. With `turing` (sm_75) tiles are copied through registers: it has no cp.async.
     """
-    copy = make_copy(d, "swizzled", True)
+    copy = make_copy(d, "swizzled", not turing)
     load_queries = make_load_queries(d, "swizzled")
     load_keys = make_load_keys(d, "swizzled")
-    scores, softmax = make_kept_scores(d, row_tiles), make_softmax(row_tiles)
-    outputs = make_outputs(d, "swizzled", row_tiles)
+    scores, softmax = make_kept_scores(d, row_tiles, turing), make_softmax(row_tiles)
+    outputs = make_outputs(d, "swizzled", row_tiles, turing)
     wait_all = ptx.cp_async_wait[0]
-    begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles)
+    begin, finish = make_begin(d, row_tiles), make_finish(d, row_tiles, turing)
     tile, k_steps, d_bytes, queries = BLOCK * d * 2, d // 16, d * 2, BLOCK * row_tiles
     n_s = row_tiles * BLOCK // 2
     n_o = row_tiles * d // 2
@@ -239,21 +241,24 @@ def register_blocks(d: int = 64, row_tiles: int = 1, half_scores: bool = False) 
             copy(sq + u32(r * tile), gq + u64((first + r * BLOCK) * d_bytes), t)
         copy(sk, gk, t)
         copy(sv, gv, t)
-        ptx.cp_async_commit()
-        wait_all()
+        if not turing:
+            ptx.cp_async_commit()
+            wait_all()
         cuda.syncthreads()
         for r in range(row_tiles):
             for step in range(k_steps):
                 load_queries(qf, 4 * (r * k_steps + step), sq, row + 16 * r, step, lane)
         stage = u32(0)
         for start in range(0, keys, BLOCK):
-            wait_all()
+            if not turing:
+                wait_all()
             cuda.syncthreads()
             ahead = stage ^ u32(tile)
             if start + BLOCK < keys:
                 copy(sk + ahead, gk + u64((start + BLOCK) * d_bytes), t)
                 copy(sv + ahead, gv + u64((start + BLOCK) * d_bytes), t)
-            ptx.cp_async_commit()
+            if not turing:
+                ptx.cp_async_commit()
             if half_scores:
                 scores_in_half(s, qf, sk + stage, lane)
             else:

@@ -44,7 +44,7 @@ def rows(device: Device) -> Iterator[dict[str, Any]]:
         out = np.zeros(blocks * compiled(factory, arch, "cubin", **constants).threads, np.int32)
         work = Launch(factory, constants, arch, (blocks, 1, 1), (out,), lambda: None)
         seconds = median_of(device, work)
-        done = blocks * operations(**constants)
+        done = blocks * operations(constants["dtype"], constants["hopper"])
         yield {
             "kernel": f"products {constants['dtype']}",
             "seconds": seconds,
