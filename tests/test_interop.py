@@ -64,7 +64,9 @@ HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 def test_every_half_becomes_its_float32(dtype):
     bits = np.arange(1 << 16, dtype=np.uint16)
     halves = bits if dtype == "bfloat16" else bits.view(np.float16)
-    found, wanted = interop.to_float32(halves), bits.view(HALVES[dtype]).astype(np.float32)
+    found = interop.to_float32(halves)
+    with np.errstate(invalid="ignore"):  # Arm's conversion tells of signalling NaN
+        wanted = bits.view(HALVES[dtype]).astype(np.float32)
     nan = np.isnan(wanted)
     assert np.isnan(found[nan]).all()
     np.testing.assert_array_equal(found[~nan].view(np.uint32), wanted[~nan].view(np.uint32))
