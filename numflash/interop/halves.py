@@ -111,12 +111,12 @@ def _convert(number: Any, x: np.ndarray, out: np.ndarray) -> None:
 
 
 def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
-    """A float32 array as "float16", or as "bfloat16" (bits, uint16).
+    """A contiguous, writable float32 array as "float16", or as "bfloat16" (bits, uint16).
 
     Rounded to even; what is too large becomes infinite, NaN stays NaN.
     """
     out = np.empty(x.shape, H)
-    bits = np.require(x, F, ("C", "W")).view(U)
+    bits = x.view(U)
     if dtype == "bfloat16":
         _convert(bfloat16_of, bits, out)
         return out
@@ -127,6 +127,8 @@ def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
 def widen(x: np.ndarray) -> np.ndarray:
     """A float16 array, or bfloat16 bits (uint16), as float32."""
     out = np.empty(x.shape, U)
+    if not x.flags.carray:  # np.require takes a microsecond to find that out
+        x = np.require(x, None, ("C", "W"))
     number = float16_to_float32 if x.dtype == np.float16 else bfloat16_to_float32
-    _convert(number, np.require(x.view(H), H, ("C", "W")), out)
+    _convert(number, x.view(H), out)
     return out.view(F)

@@ -20,9 +20,8 @@ from .softmax_vectors import over_keys
 
 ONE_F32 = 127 << 23  # the bits of 1.0 as float32
 EXPONENT = 0xFF80  # of bfloat16 bits
-BITS_128 = (
-    134 << 7
-)  # bfloat16 bits of 128.0; those of n, up to 255, have n - 128 below the exponent
+# bfloat16 bits of 128.0; those of n from 128 to 255 have n - 128 below the exponent
+BITS_128 = 134 << 7
 SIXTEEN = 16 << 8  # octaves, Q8.8
 UNITS = (127 + 15) << 7  # bfloat16 bits of 2**15
 
