@@ -65,13 +65,14 @@ class _Flex(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
         score_mod, block_mask = ctx.functions
+        options = {name: x for name, x in ctx.options.items() if name != "pv"}  # of "int8" only
         with pytorch_threads():
             found = attention_backward(
                 grad_out.detach(),
                 *(x.detach() for x in ctx.saved_tensors),
                 score_mod=score_mod,
                 block_mask=block_mask,
-                **ctx.options,
+                **options,
             )
         return (*found, None, None)
 
