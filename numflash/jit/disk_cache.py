@@ -29,7 +29,7 @@ import numpy as np
 from numba.core import caching, codegen
 from numba.core.runtime import _nrt_python
 
-from . import guard
+from . import guard, target
 from .trust import read, trusted_folder
 
 logger = logging.getLogger("numflash")
@@ -319,7 +319,14 @@ class _PackageCache(caching.FunctionCache):
         )
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (str(sig), codegen.magic_tuple(), self._options, salt(self._py_func), guard.ON)
+        return (
+            str(sig),
+            codegen.magic_tuple(),
+            self._options,
+            salt(self._py_func),
+            guard.ON,
+            target.EMULATES_AMX,
+        )
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         # Numba would import and register all that it can compile first, which takes as long as the

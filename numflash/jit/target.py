@@ -10,6 +10,7 @@ abort the process inside LLVM, so every register-tile kernel is guarded by `requ
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -20,6 +21,11 @@ from ..errors import ArgumentError, UnsupportedError
 from .system import scalable_bits, tiles_permitted
 
 Needs = dict[str, tuple[str, ...]]
+
+# On a target with AVX-512, tile instructions of AMX become calls of functions that are named so.
+EMULATES_AMX = os.environ.get("NUMFLASH_EMULATE_AMX", "") not in ("", "0")
+EMULATED_TILES = "numflash_emulated_"
+_TILES = frozenset(("amx-tile", "amx-int8", "amx-bf16"))
 
 # Instruction set of the INT8 register tiles -> features of the target that it needs, best first.
 ISAS: Needs = {
@@ -84,7 +90,8 @@ def _features(codegen: Any) -> frozenset[str]:
         return _features_by_trial(codegen._tm)
     if not listed:
         return CPUS.get(cpu, frozenset())
-    return frozenset(f[1:] for f in listed.split(",") if f.startswith("+"))
+    found = frozenset(f[1:] for f in listed.split(",") if f.startswith("+"))
+    return found | _TILES if EMULATES_AMX and "avx512vnni" in found else found
 
 
 # What LLVM lists for an AArch64 machine leaves out what the CPU's name implies (Neoverse N1: no
@@ -135,7 +142,7 @@ def _granted(isa: str) -> bool:
     """Whether the operating system lets this process use an instruction set that the target has."""
     if isa in ("sve512", "sve256"):  # laid out for this length of the machine's vectors
         return scalable_bits() == int(isa[3:])
-    return not isa.startswith("amx") or tiles_permitted()
+    return not isa.startswith("amx") or EMULATES_AMX or tiles_permitted()
 
 
 # bits of a CPU's scalable vectors, by its name; 128 of those that are not here

@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 
 from ...jit import target
 from ...tiling import KEY_BLOCK
-from ..isa.amx_tiles import LEFT, RIGHT, ROWS, SUMS, VOID, WIDTH
-from ..isa.vectors import F32, I8, I32, I64, call, constant, load, pointer, prefetch, splat, vector
+from ..isa.amx_tiles import LEFT, RIGHT, ROWS, SUMS, WIDTH, tile_call
+from ..isa.vectors import F32, I8, I32, I64, constant, load, pointer, prefetch, splat, vector
 from ..isa.vectors import store as write
 from .register_tiles import doubled, rounded_scores
 from .tiles import (
@@ -47,12 +47,12 @@ ALL_SUMS = (*SUMS[0], *SUMS[1])
 
 
 def _load(b, tile: int, address, stride) -> None:
-    call(b, "llvm.x86.tileloadd64", VOID, I8(tile), address, stride)
+    tile_call(b, "tileloadd64", I8(tile), address, stride)
 
 
 def _clear(b) -> None:
     for tile in ALL_SUMS:
-        call(b, "llvm.x86.tilezero", VOID, I8(tile))
+        tile_call(b, "tilezero", I8(tile))
 
 
 def _ahead(b, address, lines: int) -> None:
@@ -89,7 +89,7 @@ def _multiply(
         if prefetched:
             _ahead(b, b.gep(many, [I64(1024 * v)]), 16)
         _load(b, right, b.gep(many, [I64(WIDTH * v)]), stride)
-        call(b, f"llvm.x86.{instruction}", VOID, I8(ALL_SUMS[v]), I8(left), I8(right))
+        tile_call(b, instruction, I8(ALL_SUMS[v]), I8(left), I8(right))
 
 
 def _leave(b, work, vectors: int, column) -> None:
@@ -97,7 +97,7 @@ def _leave(b, work, vectors: int, column) -> None:
     sums = b.gep(work, [b.add(I64(4 * SUMS_ROW * KEY_BLOCK), b.mul(column, I64(4)))])
     for v in range(vectors):
         at = b.gep(sums, [I64(WIDTH * v)])
-        call(b, "llvm.x86.tilestored64", VOID, I8(ALL_SUMS[v]), at, I64(4 * KEY_BLOCK))
+        tile_call(b, "tilestored64", I8(ALL_SUMS[v]), at, I64(4 * KEY_BLOCK))
 
 
 def _both(b, work, row: int, column):

@@ -13,14 +13,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
-from ..isa.amx_tiles import LEFT, RIGHT, ROWS, SIDE, SUMS, VOID, WIDTH
-from ..isa.vectors import I8, I64, call, data
+from ..isa.amx_tiles import LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
+from ..isa.vectors import I8, I64, data
 
 PAIRS = 32  # bfloat16 of a tile's row: products of one step
 
 
 def _tile(b, operation: str, number: int, pointer, stride) -> None:
-    call(b, f"llvm.x86.{operation}64", VOID, I8(number), pointer, stride)
+    tile_call(b, f"{operation}64", I8(number), pointer, stride)
 
 
 def _multiply(b, pa, a_stride, pb, b_stride, steps, wide: int) -> None:
@@ -37,7 +37,7 @@ def _multiply(b, pa, a_stride, pb, b_stride, steps, wide: int) -> None:
         for r in range(SIDE):
             _tile(b, "tileloadd", LEFT[r], b.gep(left, [b.mul(tile_rows, I64(r))]), a_stride)
             for c in range(wide):
-                call(b, "llvm.x86.tdpbf16ps", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+                tile_call(b, "tdpbf16ps", I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
 
 
 def _sums(px, x_stride, b, wide: int):
@@ -72,7 +72,7 @@ def score_tile(isa, nv: int):
                     b.gep(px, [b.mul(b.add(a[7], I64(first * isa.lanes)), I64(4))]), x_row, b, wide
                 )
                 for number, _ in sums:
-                    call(b, "llvm.x86.tilezero", VOID, I8(number))
+                    tile_call(b, "tilezero", I8(number))
                 _multiply(
                     b,
                     b.gep(pq, [b.mul(a[1], I64(2))]),

@@ -30,9 +30,9 @@ from numba.extending import intrinsic
 from ...jit import target
 from ...jit.compiler import inline
 from ...tiling import KEY_BLOCK
-from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, VOID, WIDTH
+from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
 from ..isa.operands import Packed, Rows, flat
-from ..isa.vectors import F32, I8, I32, I64, call, data, load, store
+from ..isa.vectors import F32, I8, I32, I64, data, load, store
 from ..isa.vectors_x86 import AMX_INT8
 from . import score_changes
 
@@ -72,24 +72,23 @@ def _multiply(context, b, instruction, types_, args, step, between=lambda part: 
     right = b.gep(pb, [b.mul(step, I64(SIDE * tile))])
     for c in range(SIDE):
         here = b.gep(right, [I64(c * tile)])
-        call(b, "llvm.x86.tileloadd64", VOID, I8(RIGHT[c]), here, I64(WIDTH))
+        tile_call(b, "tileloadd64", I8(RIGHT[c]), here, I64(WIDTH))
     for r in range(SIDE):
-        call(
+        tile_call(
             b,
-            "llvm.x86.tileloadd64",
-            VOID,
+            "tileloadd64",
             I8(LEFT[r]),
             b.gep(left, [b.mul(a_stride, I64(r * ROWS))]),
             a_stride,
         )
         for c in range(SIDE):
-            call(b, f"llvm.x86.{instruction}", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+            tile_call(b, instruction, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
             between(SIDE * r + c)
 
 
 def _clear(b):
     for tile in (t for row in SUMS for t in row):
-        call(b, "llvm.x86.tilezero", VOID, I8(tile))
+        tile_call(b, "tilezero", I8(tile))
 
 
 @functools.cache
@@ -166,7 +165,7 @@ def save(typingctx, scratch, number):
         for r in range(SIDE):
             for c in range(SIDE):
                 where = b.gep(block, [I64((r * ROWS * SIDE + c) * WIDTH)])
-                call(b, "llvm.x86.tilestored64", VOID, I8(SUMS[r][c]), where, I64(SIDE * WIDTH))
+                tile_call(b, "tilestored64", I8(SUMS[r][c]), where, I64(SIDE * WIDTH))
         return context.get_dummy_value()
 
     return types.void(scratch, number), codegen

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..isa.amx_tiles import ROWS, VOID, WIDTH
-from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, vector
+from ..isa.amx_tiles import ROWS, WIDTH
+from ..isa.vectors import F32, I8, I16, I32, I64, constant, vector
 
 TILE = ROWS * WIDTH  # bytes
 GROUP = 8  # rows whose octaves are found together
@@ -107,11 +107,6 @@ def load_at(b, base, ty, offset, align=4):
 def store_at(b, x, base, offset, align=4):
     """Store x `offset` bytes behind `base`."""
     b.store(x, b.bitcast(pointer_at(b, base, offset), x.type.as_pointer())).align = align
-
-
-def amx_call(b, name, *args):
-    """One tile instruction."""
-    call(b, f"llvm.x86.{name}", VOID, *args)
 
 
 def word(n):

@@ -13,7 +13,7 @@ import llvmlite.ir as ir
 
 from ...numerics.fixedpoint import P_A, P_B, P_WIDE
 from ...tiling import KEY_BLOCK
-from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH
+from ..isa.amx_tiles import BLOCK, LEFT, RIGHT, ROWS, SIDE, SUMS, WIDTH, tile_call
 from ..isa.vectors import F32, I8, I16, I32, I64, call, constant, splat, vector
 from ..isa.vectors_x86 import AMX_INT8
 from .amx_stream_data import (
@@ -27,7 +27,6 @@ from .amx_stream_data import (
     MOST_OCTAVES,
     TILE,
     WORDS,
-    amx_call,
     load_at,
     pointer_at,
     store_at,
@@ -72,11 +71,11 @@ class Stream:
     def load_left(self, x: Operands, r: int, k: int) -> None:
         b = self.b
         place = b.add(b.mul(x.stride, I64(r * ROWS)), b.mul(x.step, I64(k)))
-        amx_call(b, "tileloadd64", I8(LEFT[r]), pointer_at(b, x.left, place), x.stride)
+        tile_call(b, "tileloadd64", I8(LEFT[r]), pointer_at(b, x.left, place), x.stride)
 
     def load_right(self, x: Operands, c: int, k: int) -> None:
         b = self.b
-        amx_call(
+        tile_call(
             b,
             "tileloadd64",
             I8(RIGHT[c]),
@@ -106,15 +105,15 @@ class Stream:
             source, next_k = (following, 0) if last else (now, k + 1)
             for i, (r, c) in enumerate(snake):
                 if k == 0:
-                    amx_call(
+                    tile_call(
                         b,
                         "tilestored64",
                         I8(SUMS[r][c]),
                         pointer_at(b, out, SUMS[r][c] * TILE),
                         I64(WIDTH),
                     )
-                    amx_call(b, "tilezero", I8(SUMS[r][c]))
-                amx_call(b, instruction, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+                    tile_call(b, "tilezero", I8(SUMS[r][c]))
+                tile_call(b, instruction, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
                 if i == 1:
                     self.load_left(source, 0, next_k)
                 elif i == 2:
@@ -132,7 +131,7 @@ class Stream:
         for row in SUMS:
             for t in row:
                 out = pointer_at(self.b, self.scratch, AT.other_sums + t * TILE)
-                amx_call(self.b, "tilestored64", I8(t), out, I64(WIDTH))
+                tile_call(self.b, "tilestored64", I8(t), out, I64(WIDTH))
 
     def sums(self, block, m: int, v: int):
         place = (m // ROWS * SIDE + v) * TILE + m % ROWS * WIDTH

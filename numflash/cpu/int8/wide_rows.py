@@ -25,9 +25,8 @@ FLOATS = {
     8: "avx2",
     4: "neon",
 }  # float vectors of as many lanes as those of an INT8 instruction set
-# the bfloat16 tiles beside an INT8 instruction set, for CPUs that have both; AMX's are not tried beside
-# its INT8 tiles, so vectors multiply there, as with pv "fp32"
-BFLOATS = {"amx_int8": "avx512_bf16", "avx512_vnni": "avx512_bf16"}
+# the bfloat16 tiles beside an INT8 instruction set, for CPUs that have both
+BFLOATS = {"amx_int8": "amx_bf16", "avx512_vnni": "avx512_bf16"}
 HIDDEN = float("-inf")
 
 

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit import target
-from .vectors import I8, call
+from .vectors import I8, I64, call
 
 # rows of a tile, and bytes of a row
 ROWS = 16
@@ -33,6 +33,15 @@ SIDE = 2  # tiles of sums: SIDE x SIDE at a time
 
 
 BLOCK = SIDE * ROWS  # rows and columns of the sums of a block
+
+
+def tile_call(b: ir.IRBuilder, name: str, *args: ir.Value) -> None:
+    """One tile instruction, or with `target.EMULATES_AMX` a call of the function that stands for it."""
+    if not target.EMULATES_AMX:
+        call(b, f"llvm.x86.{name}", VOID, *args)
+        return
+    words = [b.ptrtoint(x, I64) if x.type.is_pointer else b.zext(x, I64) for x in args]
+    call(b, target.EMULATED_TILES + name, VOID, *words)
 
 
 def _configuration(rows: int) -> ir.Constant:
@@ -57,7 +66,7 @@ def configure_rows(rows: int):
             target.guard("amx_int8", context.codegen())
             name = f"amx.configuration.{rows}"
             text = cgutils.global_constant(b, name, _configuration(rows))
-            call(b, "llvm.x86.ldtilecfg", VOID, b.bitcast(text, BYTES))
+            tile_call(b, "ldtilecfg", b.bitcast(text, BYTES))
             return context.get_dummy_value()
 
         return types.void(), codegen
@@ -73,7 +82,7 @@ def release(typingctx):
     """f(): this thread's tiles are empty again, so that switching threads need not save them."""
 
     def codegen(context, b, sig, args):
-        call(b, "llvm.x86.tilerelease", VOID)
+        tile_call(b, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -101,14 +110,17 @@ def peak_loop(typingctx, n, seed):
 
     def codegen(context, b, sig, args):
         for tile in range(8):
-            call(b, "llvm.x86.tilezero", VOID, I8(tile))
+            tile_call(b, "tilezero", I8(tile))
         with cgutils.for_range(b, args[0]):
             for r in range(SIDE):
                 for c in range(SIDE):
-                    call(b, "llvm.x86.tdpbusd", VOID, I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
+                    tile_call(b, "tdpbusd", I8(SUMS[r][c]), I8(LEFT[r]), I8(RIGHT[c]))
         return args[1]
 
     return types.int32(types.int64, types.int32), codegen
 
 
 PEAK_OPERATIONS = 2.0 * SIDE * SIDE * ROWS * ROWS * WIDTH  # of one turn
+
+if target.EMULATES_AMX:
+    from . import emulated_tiles  # noqa: F401 (it makes the functions known)
