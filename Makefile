@@ -21,7 +21,7 @@ demo: .venv/ready  ## the main job: real attention end to end, with tables of er
 test: .venv/ready  ## the default tests
 	$(BIN)/python -m pytest $(PYTEST) $(WORKERS)
 
-test-slow: .venv/ready  ## the tests marked slow
+test-slow: .venv/ready  ## the tests marked slow; of long tables a part by the date, TABLE=whole for all of it
 	$(BIN)/python -m pytest $(PYTEST) $(WORKERS) -m slow
 
 test-mpi: .venv/mpi  ## the tests over MPI ranks, with an MPI of their own

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from daily import of_today
 
 from numflash.jit import target
 
@@ -52,13 +53,22 @@ for fault in range(6):
         print(fault, error)
 """
 
-# not the kernels that only the course runs, nor what reads machine code
+# Between the widest vectors and plain loops: half of the instruction sets by the date, which differ
+# in instructions and in the size of tiles.
+BETWEEN = target.available()[1:-1]
+LEFT_OUT = [isa for isa in BETWEEN if isa not in of_today(BETWEEN, 2)]
+# not the kernels that only the course runs, what reads machine code, and the accuracy of kernels
+# that other files enter
 SUITE = (
     "tests/cpu",
     "tests/test_quantization.py",
     "tests/flex/test_int8_functions.py",
     "--ignore-glob=*/test_study_*.py",
     "--ignore=tests/cpu/test_int8_code.py",
+    "--ignore=tests/cpu/test_int8_float_values.py",
+    "--ignore=tests/cpu/test_decode_smooth.py",
+    "-k",
+    " and ".join(f"not {name}" for name in ("cuda", *LEFT_OUT)),
 )
 
 

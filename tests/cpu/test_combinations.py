@@ -1,8 +1,7 @@
 """Every option on every kernel of this machine that has code for it.
 
-By pairs; in the slow tests the whole table, each row without and with attention sinks. Other
-weights than INT8's differ in two functions of a block, halves in how operands are loaded: there
-every seventh row.
+By pairs; in the slow tests every seventh row of the whole table, by the date, in which any three
+settings meet; TABLE=whole for all rows. Each row without and with attention sinks.
 
 INT8 is held to the bits of the integer model. The float kernels get the budget that the fuzzer's
 own float64 oracle works out for every number of a result.
@@ -11,13 +10,15 @@ own float64 oracle works out for every number of a result.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numba
 import numpy as np
 import pytest
+from daily import of_today
 from fuzz import oracle
 from fuzz.compare import close
-from option_table import make, pairs, rows
+from option_table import LEVELS, make, pairs, rows
 
 from numflash import reference
 from numflash.cpu import launch
@@ -27,6 +28,7 @@ from numflash.numerics import merge
 from numflash.numerics.fixedpoint import FLOAT_VALUES
 from numflash.numerics.quantization import quantize_problem
 
+PARTS = 7  # of the whole table, which a day has one of
 INT8 = [(isa, "int8") for isa in target.available()]
 BEST, PLAIN = target.available()[0], target.available()[-1]
 OTHERS = [
@@ -124,6 +126,17 @@ def test_the_pairs_are_all_of_them():
     assert not missing and len(pairs()) < 60
 
 
+def test_any_three_settings_meet_every_day():
+    every = {
+        (*zip(names, values, strict=True),)
+        for names in itertools.combinations(LEVELS, 3)
+        for values in itertools.product(*(LEVELS[name] for name in names))
+    }
+    for day in range(PARTS):
+        part = rows()[day::PARTS]
+        assert every == {x for row in part for x in itertools.combinations(row.items(), 3)}
+
+
 @pytest.mark.parametrize(("isa", "pv"), INT8 + OTHERS)
 def test_int8_by_pairs(isa, pv):
     for row in pairs():
@@ -140,7 +153,7 @@ def test_floats_by_pairs(precision, isa):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("pv", ["int8", "int16", "bf16", "fp32"])
 def test_int8_in_the_whole_table(pv, one_thread):
-    for row in rows()[:: 1 if pv == "int8" else 7]:
+    for row in of_today(rows(), PARTS):
         for isa in target.available():
             int8_holds(isa, pv, row)
 
@@ -149,6 +162,6 @@ def test_int8_in_the_whole_table(pv, one_thread):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_floats_in_the_whole_table(precision, one_thread):
-    for row in rows()[:: 1 if precision == "float32" else 7]:
+    for row in of_today(rows(), PARTS):
         for isa in [isa for name, isa in FLOATS if name == precision]:
             floats_hold(precision, isa, row)

@@ -91,20 +91,20 @@ def test_bits_of_the_model(n, paged):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "d", "paged"),
+    ("arch", "d", "paged", "queries", "splits"),
     [
-        ("sm_75", 64, True),
-        ("sm_75", 128, False),
-        ("sm_75", 256, True),
-        ("sm_89", 256, True),
-        ("sm_90a", 128, False),
+        ("sm_75", 64, True, 1, 2),
+        ("sm_75", 128, False, 3, 1),
+        ("sm_75", 256, True, 1, 2),
+        ("sm_75", 256, True, 3, 1),
+        ("sm_89", 256, True, 3, 1),
+        ("sm_90a", 128, False, 1, 2),
     ],
 )
-def test_bits_on_other_architectures(arch, d, paged):
+def test_bits_on_other_architectures(arch, d, paged, queries, splits):
     cache = new(device=f"cuda-emulator:{arch}", d=d, page_size=32 if paged else None)
     cache.append(*tokens(140, d=d, dv=d))
-    for queries, splits in ((1, 2), (3, 1)):
-        assert_bits(cache, draw((B, H, queries, d), 9), splits)
+    assert_bits(cache, draw((B, H, queries, d), 9), splits)
 
 
 @pytest.mark.slow

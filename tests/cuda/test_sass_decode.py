@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
+from daily import of_today
 from sass_checks import resources
 from sass_table import variants
 
@@ -105,15 +106,15 @@ def test_int4(arch, d, rows, options, registers):
     assert len(signs) == 2 * (d // 8) * (1 + rows)  # words of K, and of V for each tile of rows
 
 
-@pytest.mark.parametrize(("arch", "step"), [("sm_75", 3), ("sm_80", 1)])
-def test_every_variant_of_int4(arch, step):
-    """At D = 128, where two tiles of rows take the most registers; a third of them on sm_75."""
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_every_variant_of_int4(arch):
+    """At D = 128, where two tiles of rows take the most registers; a third of them by the date."""
     chosen = [
         constants
         for factory, constants in variants(arch)
         if factory is decode_int8 and constants["packed"] and constants["d"] == 128
     ]
-    for constants in chosen[::step]:
+    for constants in of_today(chosen, 3):
         resources(decode_int8, arch, **constants)
 
 

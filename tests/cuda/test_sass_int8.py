@@ -1,13 +1,14 @@
 """Machine code of the INT8 forward kernels.
 
-Exact counts of tensor-core operations, no stack, nothing spilled, for every option.
+Exact counts of tensor-core operations, no stack, nothing spilled, for every option. Half of each
+table by the date: a kernel takes the compiler some three seconds.
 """
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
-from daily import WHOLE
+from daily import WHOLE, of_today
 from sass_checks import resources
 
 from numflash.cuda.kernels.flash_int8 import flash_int8
@@ -92,8 +93,11 @@ def check(arch, d, name, dv=None, pv="int8"):
 @pytest.mark.parametrize(
     ("arch", "d", "name"),
     [
-        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
-        for case in TABLE + OTHERS
+        *BY_DEFAULT,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in of_today([x for x in TABLE + OTHERS if x not in BY_DEFAULT], 2)
+        ),
     ],
 )
 def test_every_option(arch, d, name):
@@ -108,8 +112,17 @@ def test_every_option(arch, d, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "dv"), [(64, 256), (256, 32), (96, 40)])
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+@pytest.mark.parametrize(
+    ("arch", "d", "dv"),
+    of_today(
+        [
+            (arch, d, dv)
+            for d, dv in ((64, 256), (256, 32), (96, 40))
+            for arch in ("sm_75", "sm_80")
+        ],
+        2,
+    ),
+)
 def test_head_sizes_that_differ(arch, d, dv):
     check(arch, d, "band", dv)
 
@@ -117,14 +130,17 @@ def test_head_sizes_that_differ(arch, d, dv):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "d", "name"),
-    [
-        ("sm_80", 64, "all"),
-        *(("sm_80", 128, n) for n in SINGLE),
-        ("sm_80", 256, "none"),
-        ("sm_80", 256, "all"),
-        ("sm_120", 128, "none"),
-        ("sm_120", 256, "all"),
-    ],
+    of_today(
+        [
+            ("sm_80", 64, "all"),
+            *(("sm_80", 128, n) for n in SINGLE),
+            ("sm_80", 256, "none"),
+            ("sm_80", 256, "all"),
+            ("sm_120", 128, "none"),
+            ("sm_120", 256, "all"),
+        ],
+        2,
+    ),
 )
 def test_float_values(arch, d, name):
     check(arch, d, name, pv="fp32")
@@ -133,12 +149,15 @@ def test_float_values(arch, d, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "d", "name"),
-    [
-        *(("sm_80", d, "all") for d in (64, 128, 256)),
-        *((arch, 128, "all") for arch in ("sm_75", "sm_89", "sm_120")),
-        ("sm_90a", 128, "none"),
-        ("sm_75", 256, "band"),
-    ],
+    of_today(
+        [
+            *(("sm_80", d, "all") for d in (64, 128, 256)),
+            *((arch, 128, "all") for arch in ("sm_75", "sm_89", "sm_120")),
+            ("sm_90a", 128, "none"),
+            ("sm_75", 256, "band"),
+        ],
+        2,
+    ),
 )
 def test_two_planes_of_weights(arch, d, name):
     """Twice the products of weights and values, in branches that keep operands few."""
@@ -181,7 +200,7 @@ def test_hopper(d, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "dtype"), [(64, "float16"), (256, "float32")])
+@pytest.mark.parametrize(("d", "dtype"), of_today([(64, "float16"), (256, "float32")], 2))
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_operands_of_floats_on_the_card(arch, d, dtype):
     """No float64 but the additions of the chunks' sums: four at a time, then one.

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
+from daily import of_today
 from sass_checks import resources
 from sass_table import ALL, MASKED, variants
 
@@ -79,14 +80,16 @@ def test_all_options_of_wide_heads_at_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_widest_kernels(arch):
-    """float16 with boolean masks at D = 96 and 128, and on Hopper 256."""
+    """float16 with boolean masks at D = 96 and 128, and on Hopper 256; a third by the date."""
     widest = 256 if arch == "sm_90a" else 128
-    for factory, constants in variants(arch):
-        if 96 <= constants.get("d", 0) <= widest and (
-            constants.get("mask"),
-            constants.get("dtype"),
-        ) == ("bool", "float16"):
-            resources(factory, arch, **constants)
+    chosen = [
+        (factory, constants)
+        for factory, constants in variants(arch)
+        if 96 <= constants.get("d", 0) <= widest
+        and (constants.get("mask"), constants.get("dtype")) == ("bool", "float16")
+    ]
+    for factory, constants in of_today(chosen, 3):
+        resources(factory, arch, **constants)
 
 
 @pytest.mark.slow
@@ -99,8 +102,11 @@ def test_the_widest_kernels(arch):
     ],
 )
 def test_masked_gradients_of_256_channels(arch, mask):
-    """Half of a thread's registers hold sums: where a mask's addresses are first to be spilled."""
-    for gradients in launch_backward.passes(256, 256):
+    """Half of a thread's registers hold sums: where a mask's addresses are first to be spilled.
+
+    One of the passes by the date.
+    """
+    for gradients in of_today(launch_backward.passes(256, 256), 3):
         shape = launch_backward.shape_of(gradients, 256, 256, arch, True)
         turing = arch == "sm_75"
         found = resources(
