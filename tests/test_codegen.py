@@ -8,6 +8,7 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
+from daily import of_today
 from numba import njit, prange
 from numba.core import types
 
@@ -288,12 +289,15 @@ def test_named_kernels_have_a_histogram(kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "cpu", "vectors"),
-    [
-        ("float32", "a64fx", "z"),
-        ("float16", "a64fx", "z"),
-        ("bfloat16", "a64fx", "z"),
-        ("float32", "neoverse-n1", "v"),
-    ],
+    of_today(
+        [
+            ("float32", "a64fx", "z"),
+            ("float16", "a64fx", "z"),
+            ("bfloat16", "a64fx", "z"),
+            ("float32", "neoverse-n1", "v"),
+        ],
+        2,
+    ),
 )
 def test_float_caches_are_decoded_with_the_longest_vectors(dtype, cpu, vectors):
     code = codegen.compile_kernel(f"decode-{dtype}", cpu).assembly
@@ -303,14 +307,17 @@ def test_float_caches_are_decoded_with_the_longest_vectors(dtype, cpu, vectors):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "cpu", "dots"),
-    [
-        ("int8-amx_int8", "sapphirerapids", 4),
-        ("int8-avx512_vnni", "znver4", 24),
-        ("int8-avx_vnni", "alderlake", 12),
-        ("int8-avx2", "haswell", 12),
-        ("int8-sve", "a64fx", 24),
-        ("int8-neon_dot", "neoverse-n1", 24),
-    ],
+    of_today(
+        [
+            ("int8-amx_int8", "sapphirerapids", 4),
+            ("int8-avx512_vnni", "znver4", 24),
+            ("int8-avx_vnni", "alderlake", 12),
+            ("int8-avx2", "haswell", 12),
+            ("int8-sve", "a64fx", 24),
+            ("int8-neon_dot", "neoverse-n1", 24),
+        ],
+        2,
+    ),
 )
 def test_product_loops_of_the_fused_kernel(kernel, cpu, dots):
     """The loops of the tallest tiles, unrolled or not, are made of dot products and loads."""

@@ -7,6 +7,7 @@ import functools
 import numba
 import numpy as np
 import pytest
+from daily import of_today
 
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
@@ -61,8 +62,17 @@ def test_scores_of_a_row_become_floats_and_integers_again(isa, cpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "rotate"), [("int8", False), ("int8", True), ("int4", False)])
-@pytest.mark.parametrize(("isa", "cpu"), MACHINES)
+@pytest.mark.parametrize(
+    ("isa", "cpu", "dtype", "rotate"),
+    of_today(
+        [
+            (*machine, *kind)
+            for machine in MACHINES
+            for kind in (("int8", False), ("int8", True), ("int4", False))
+        ],
+        2,
+    ),
+)
 def test_bits_of_the_integer_model(isa, cpu, dtype, rotate, monkeypatch):
     def run(make, arguments, given):
         function = one_thread(make, *arguments[:-1])

@@ -7,6 +7,7 @@ import json
 import shutil
 
 import pytest
+from daily import of_today
 
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
@@ -82,7 +83,7 @@ def test_the_model_of_the_a64fx(capsys):
 @needs_mca
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cpu", "limit"), [("neoverse-v1", 1), ("neoverse-v2", 1), ("neoverse-n1", 2)]
+    ("cpu", "limit"), of_today([("neoverse-v1", 1), ("neoverse-v2", 1), ("neoverse-n1", 2)], 3)
 )
 def test_other_cpus(cpu, limit, capsys):
     try:

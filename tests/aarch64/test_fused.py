@@ -7,6 +7,7 @@ import functools
 
 import numba
 import pytest
+from daily import of_today
 
 pytest.importorskip("unicorn")
 pytest.importorskip("elftools")
@@ -36,7 +37,9 @@ MACHINES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cpu", "bits", "pv"), [m for m in MACHINES if m[0] in TRIPLES])
+@pytest.mark.parametrize(
+    ("cpu", "bits", "pv"), of_today([m for m in MACHINES if m[0] in TRIPLES], 2)
+)
 def test_bits_of_the_integer_model(cpu, bits, pv, monkeypatch):
     def emulated(isa, pv):
         def attend(*arguments):

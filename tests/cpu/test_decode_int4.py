@@ -4,6 +4,7 @@ all that a cache of 8 bits does.
 
 import numpy as np
 import pytest
+from daily import of_today
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
@@ -47,8 +48,10 @@ def test_bits_of_the_model(isa):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("d", "dv"), [(5, 7), (33, 24), (96, 80)])
+@pytest.mark.parametrize(
+    ("isa", "d", "dv"),
+    of_today([(isa, *sizes) for isa in ISAS for sizes in ((5, 7), (33, 24), (96, 80))], 2),
+)
 def test_bits_of_other_head_sizes(isa, d, dv):
     cache = KVCache(1, G, d, 700, "int4", value_dim=dv, isa=isa)
     cache.append(draw((1, G, 131, d)), draw((1, G, 131, dv), 1))

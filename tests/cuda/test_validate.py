@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_torch
 import numpy as np
 import pytest
+from daily import of_today
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
 
@@ -184,7 +185,7 @@ def test_planted_faults_on_the_stub_driver(driver, monkeypatch, tmp_path):  # no
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["90", "80", "75"])
+@pytest.mark.parametrize("capability", ["90", *of_today(["80", "75"], 2)])
 def test_every_family_on_the_stub_driver(driver, monkeypatch, tmp_path, capability):  # noqa: F811
     tutorial = tmp_path / "tutorial.py"
     tutorial.write_text(TUTORIAL.format(before="pass"))

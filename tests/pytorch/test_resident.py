@@ -10,6 +10,7 @@ import pickle
 
 import numpy as np
 import pytest
+from daily import of_today
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch = pytest.importorskip("torch", reason="needs the torch extra: pip install 'numflash[torch]'")
@@ -73,11 +74,12 @@ def make(name, seed=0):
 
 
 QUICK = ("llama", "gemma2", "gpt_oss")  # plain; soft cap and window; sinks and window
+OTHERS = [name for name in MODELS if name not in QUICK]  # half of them by the date
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS],
+    params=[*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in of_today(OTHERS, 2))],
 )
 def model(request):
     return make(request.param)
