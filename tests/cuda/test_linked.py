@@ -18,7 +18,7 @@ import backward_checks
 import float_checks
 import int8_checks
 from daily import of_today
-from test_decode_cuda import assert_bits, filled, tokens
+from decode_checks import assert_bits, filled, tokens
 
 import numflash.cuda.compile
 from numflash.cuda import launch
