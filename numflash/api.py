@@ -145,7 +145,7 @@ def attend(
     problem = validation.problem_of(taken, options)
     out, lse = (restore(x, taken[0].array.ndim, options.layout) for x in solve(problem, impl))
     if call is not None:
-        plans.keep(call, problem, taken[0], options, impl)
+        plans.keep(call, problem, taken, options, impl)
     return deliver(out, lse, taken[0], options.return_lse)
 
 

@@ -100,6 +100,19 @@ def test_halves_of_strided_arrays_of_several_tasks(forked, monkeypatch):
         np.testing.assert_array_equal(back, x.astype(kind).astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(0, 3), (), (1,), (2, 3)])
+def test_halves_of_few_numbers(dtype, shape):
+    x = np.full(shape, 1.2345, np.float32)
+    halves = interop.convert(x, dtype)
+    want = x.astype(HALVES[dtype])
+    assert halves.shape == shape
+    np.testing.assert_array_equal(halves.view(np.uint16), want.view(np.uint16))
+    back = interop.to_float32(halves)
+    assert back.shape == shape and back.dtype == np.float32
+    np.testing.assert_array_equal(back, want.astype(np.float32))
+
+
 def threads_refused():
     raise UnsupportedError("forked")
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from ..interop.arrays import Memory, to_float32
+from ..interop.arrays import Memory, carray, to_float32
 from ..jit import guard, target
 from ..jit.memory import Layout, fresh, scratch
 from ..tiling import chosen_float, workers
@@ -188,7 +188,8 @@ class FloatPlan:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv) arrays of the problem's storage as `run`
         takes them.
         """
-        q, k, v = (to_float32(x) if self.operand == F else heads(x) for x in (query, key, value))
+        contiguous = to_float32 if self.operand == F else carray
+        q, k, v = contiguous(query), contiguous(key), contiguous(value)
         if key.shape[3] % self.step:
             k = np.pad(k, (*((0, 0),) * (k.ndim - 1), (0, -key.shape[3] % self.step)))
         return q, k, on_lines(v) if self.on_lines else v

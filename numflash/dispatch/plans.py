@@ -15,12 +15,13 @@ sinks, whose values would have to be looked at, leave a plan.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ..interop.arrays import Imported, convert, deliver, import_array, restore
+from ..interop.arrays import Imported, convert, deliver, memory_of, restore
 from ..jit import guard
 from ..jit.threads import one_at_a_time, refuse_after_fork
 from ..numerics.quantization import GRANULARITIES, QuantizedTensor
@@ -91,12 +92,15 @@ def key_of(query: Any, key: Any, value: Any, given: tuple, impl: str) -> Key:
 def _arrays_or_tensors(*given: Any) -> bool:
     """Whether all are NumPy arrays, or all PyTorch's tensors on the CPU: no kinds of their own."""
     kind = type(given[0])
-    if any(type(x) is not kind for x in given):
-        return False
+    for x in given:  # a generator for `all` takes as long as the rest of this function
+        if type(x) is not kind:
+            return False
     if kind is np.ndarray:
         return True
     torch = sys.modules.get("torch")
-    return torch is not None and kind is torch.Tensor and all(x.is_cpu for x in given)
+    if torch is None or kind is not torch.Tensor:
+        return False
+    return all(x.is_cpu for x in given)
 
 
 def key_of_packed(arrays: tuple, cu_seqlens: tuple, given: tuple, impl: str) -> Key:
@@ -146,14 +150,17 @@ def key_of_quantized(query: Any, key: Any, value: Any, options: dict[str, Any], 
     return (QuantizedTensor, shapes, tuple(options.items()), kinds, impl)
 
 
-def imported(arrays: tuple, layout: str, precision: str) -> list[np.ndarray]:
+def taken_in(query: Any, key: Any, value: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The three as NumPy arrays."""
+    return memory_of("query", query), memory_of("key", key), memory_of("value", value)
+
+
+def shaped(arrays: Sequence[np.ndarray], layout: str, precision: str) -> Sequence[np.ndarray]:
     """(B, H, L, D) views of query, key and value, in the dtype of the kernels."""
-    names = ("query", "key", "value")
-    taken = [
-        tensor(name, import_array(name, x).array, layout)
-        for name, x in zip(names, arrays, strict=True)
-    ]
-    return taken if precision == "int8" else [convert(x, precision) for x in taken]
+    if layout != "bhld" or arrays[0].ndim != 4:
+        named = zip(("query", "key", "value"), arrays, strict=True)
+        arrays = [tensor(name, x, layout) for name, x in named]
+    return arrays if precision == "int8" else [convert(x, precision) for x in arrays]
 
 
 class Plan:
@@ -162,46 +169,55 @@ class Plan:
     Parameters
     ----------
     problem : the first of them, checked
-    query : its query, taken in
+    given : its query, key and value, taken in
     options : its options
     runner : what computes them: `operands` brings arrays into its form, `run` attends
-    dtypes : of the three arrays
+    native : all are NumPy arrays of float32 in the machine's byte order
+
+    Attributes
+    ----------
+    unchanged : the kernels' result is the caller's, but for its kind
+    direct : contiguous operands are what the runner takes, as they are
     """
 
     def __init__(
-        self, problem: Problem, query: Imported, options: Options, runner: Any, dtypes: tuple
+        self,
+        problem: Problem,
+        given: Sequence[Imported],
+        options: Options,
+        runner: Any,
+        native: bool,
     ) -> None:
+        query = given[0]
         self.runner, self.layout, self.precision = runner, options.layout, problem.precision
         self.return_lse, self.ndim = options.return_lse, query.array.ndim
         self.query = replace(query, array=np.empty(0))
         nb, nh, _, length, _, _, dv = problem.shape
         self.out_shape, self.lse_shape = (nb, nh, length, dv), (nb, nh, length)
-        native = all(dtype == F for dtype in dtypes)
-        self.plain = native and self.ndim == 4 and options.layout == "bhld"
+        self.native = native
+        whole = self.ndim == 4 and options.layout == "bhld"
+        self.unchanged = whole and query.dtype == "float32"
         unconverted = problem.precision in ("float32", "int8")
-        self.direct = self.plain and unconverted and runner.direct
+        floats = all(x.dtype == "float32" for x in given)
+        self.direct = whole and floats and unconverted and runner.direct
 
     def __call__(self, query: Any, key: Any, value: Any) -> Any:
         """What `attention` returns for arrays of these shapes and dtypes."""
         refuse_after_fork()
+        if not self.native:
+            query, key, value = taken_in(query, key, value)
         if not (self.direct and query.flags.carray and key.flags.carray and value.flags.carray):
-            query, key, value = self.operands(query, key, value)
+            arrays = shaped((query, key, value), self.layout, self.precision)
+            query, key, value = self.runner.operands(*arrays)
         out = np.empty(self.out_shape, F)
         lse = np.empty(self.lse_shape, F) if self.return_lse else None
         with one_at_a_time():
             self.runner.run(query, key, value, out, lse)
-        if self.plain:
+        if self.native and self.unchanged:
             return out if lse is None else (out, lse)
-        return deliver(
-            restore(out, self.ndim, self.layout),
-            restore(lse, self.ndim, self.layout),
-            self.query,
-            self.return_lse,
-        )
-
-    def operands(self, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The arrays as the runner takes them."""
-        return self.runner.operands(*imported(arrays, self.layout, self.precision))
+        if not self.unchanged:
+            out, lse = (restore(x, self.ndim, self.layout) for x in (out, lse))
+        return deliver(out, lse, self.query, self.return_lse)
 
 
 class QuantizedPlan:
@@ -262,7 +278,7 @@ class PackedPlan:
     def __call__(self, query: Any, key: Any, value: Any) -> Any:
         """What `attention_varlen` returns for such arrays."""
         refuse_after_fork()
-        q, k, v = imported((query, key, value), "blhd", self.precision)
+        q, k, v = shaped(taken_in(query, key, value), "blhd", self.precision)
         out = np.empty((self.total, q.shape[1], v.shape[3]), F)
         lse = np.empty(out.shape[:2], F) if self.return_lse else None
         (at_q, many), (at_k, few) = self.starts
@@ -306,12 +322,17 @@ def runner_of(problem: Problem, impl: str) -> Any:
 
 
 def keep(
-    key: tuple[Any, ...], problem: Problem, query: Imported, options: Options, impl: str
+    key: tuple[Any, ...],
+    problem: Problem,
+    given: Sequence[Imported],
+    options: Options,
+    impl: str,
 ) -> None:
     """Keep a plan of a call that has succeeded, if there is one for it."""
     runner = runner_of(problem, impl)
     if runner is not None:
-        _plans.keep(key, Plan(problem, query, options, runner, key[1:4]))
+        native = all(dtype == F for dtype in key[1:4])
+        _plans.keep(key, Plan(problem, given, options, runner, native))
 
 
 def keep_packed(

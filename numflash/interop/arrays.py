@@ -22,6 +22,7 @@ from . import halves
 
 CPU_DEVICE = 1  # kDLCPU
 STORAGE = {"bfloat16": "uint16"}
+RESULTS = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}  # of other inputs
 HALVES = "eH"  # NumPy's characters of float16, and of the uint16 that bfloat16 is
 
 
@@ -77,6 +78,11 @@ def to_float32(x: np.ndarray) -> np.ndarray:
         return halves.widen(x)
     with np.errstate(over="ignore"):
         return writable(np.ascontiguousarray(x, np.float32))
+
+
+def carray(x: np.ndarray) -> np.ndarray:
+    """An array of any dtype as contiguous and writable. The same memory where it is contiguous."""
+    return x if x.flags.carray else writable(np.ascontiguousarray(x))
 
 
 class Memory:
@@ -181,32 +187,55 @@ def _import_numpy(name: str, x: np.ndarray) -> Imported:
         raise ArgumentTypeError(
             f"{name}: got {type(x).__name__} of dtype {x.dtype}; allowed: an array of numbers"
         )
-    if dtype == "bfloat16":
-        x = x.view(np.uint16)
-    elif not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))
 
     def export(out: np.ndarray, wanted: str) -> np.ndarray:
         return out.view(caller) if wanted == "bfloat16" and dtype == "bfloat16" else out
 
-    return Imported(np.asarray(x), dtype, export)
+    return Imported(np.asarray(_array_memory(x)), dtype, export)
 
 
-def _import_torch(name: str, x: Any, torch: Any) -> Imported:
-    if x.device.type != "cpu":
+def _array_memory(x: np.ndarray) -> np.ndarray:
+    """bfloat16 as bits, other numbers in the machine's byte order."""
+    if dtype_name(x.dtype) == "bfloat16":
+        return x.view(np.uint16)
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
+def _tensor_memory(name: str, x: Any, torch: Any) -> np.ndarray:
+    """A tensor's numbers, bfloat16 as bits, after the checks of what a dtype does not say."""
+    if not x.is_cpu:
         raise UnsupportedError(f"{name}: the tensor is on device {x.device}; allowed: CPU tensors")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()"
-        )
-    dtype = str(x.dtype).removeprefix("torch.")
-    x = x.detach()
+    if x.requires_grad:
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                f"{name}: the tensor requires grad, which would be lost; allowed: detach() it, or call under no_grad()"
+            )
+        x = x.detach()
     try:
-        array = x.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else x.numpy()
+        if x.dtype is torch.bfloat16:
+            return x.view(torch.int16).numpy().view(np.uint16)
+        return x.numpy()
     except (TypeError, RuntimeError) as error:
         raise ArgumentTypeError(
             f"{name}: got a tensor of {x.dtype}, {x.layout} ({error}); allowed: dense float tensors"
         ) from None
+
+
+def memory_of(name: str, x: Any) -> np.ndarray:
+    """`import_array(name, x).array` of a NumPy array or a tensor of a dtype that was taken in before.
+
+    Raises
+    ------
+    ArgumentTypeError, ArgumentError, UnsupportedError
+        What a tensor can get wrong besides its dtype.
+    """
+    if type(x) is np.ndarray:
+        return _array_memory(x)
+    return _tensor_memory(name, x, sys.modules["torch"])
+
+
+def _import_torch(name: str, x: Any, torch: Any) -> Imported:
+    array = _tensor_memory(name, x, torch)
 
     def export(out: np.ndarray, wanted: str) -> Any:
         return (
@@ -215,7 +244,7 @@ def _import_torch(name: str, x: Any, torch: Any) -> Imported:
             else torch.from_numpy(out)
         )
 
-    return Imported(array, dtype, export)
+    return Imported(array, str(x.dtype).removeprefix("torch."), export)
 
 
 def _import_copy(name: str, x: Any, namespace: Any) -> Imported | None:
@@ -273,8 +302,6 @@ def deliver(out: np.ndarray, lse: Any, taken: Imported, return_lse: bool) -> Any
     """The result as the kind and dtype of what came (float32 for float64), lse as float32 of the
     same kind.
     """
-    dtype = {"float64": "float32", "uint16": "bfloat16", "int8": "float32"}.get(
-        taken.dtype, taken.dtype
-    )
+    dtype = RESULTS.get(taken.dtype, taken.dtype)
     result = taken.export(convert(out, dtype), dtype)
     return (result, taken.export(lse, "float32")) if return_lse else result

@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from ..errors import UnsupportedError
 from ..jit.compiler import inline, kernel
+from ..jit.memory import reinterpret
 from ..jit.parallel import over_tasks
 from ..jit.threads import one_at_a_time, refuse_after_fork
 
@@ -27,13 +28,13 @@ U, H, F = np.uint32, np.uint16, np.float32
 def _reinterpreted(to: Any) -> Any:
     """Intrinsic f(x): the 32 bits of x as `to`."""
 
-    def reinterpret(typingctx, x):
+    def same_bits(typingctx, x):
         def codegen(context, b, sig, args):
             return b.bitcast(args[0], context.get_value_type(to))
 
         return to(x), codegen
 
-    return intrinsic(reinterpret)
+    return intrinsic(same_bits)
 
 
 float_of, bits_of = _reinterpreted(types.float32), _reinterpreted(types.uint32)
@@ -83,8 +84,12 @@ def float16_to_float32(x):
 
 
 @functools.cache
-def _make_convert(number: Any) -> Callable[..., None]:
-    """convert(x, out, part) of one-dimensional arrays of bits, `part` numbers a task."""
+def _make_convert(number: Any, to_float: bool) -> Callable[..., None]:
+    """convert(halves, floats, part) of one-dimensional arrays, uint16 bits and float32, `part`
+    numbers a task.
+
+    to_float : from halves to floats, otherwise the other way
+    """
 
     @inline
     def convert_part(n, x, out, part):
@@ -93,21 +98,26 @@ def _make_convert(number: Any) -> Callable[..., None]:
             out[i] = number(x[i])
 
     @kernel
-    def convert(x, out, part):
-        over_tasks(convert_part, (x.size + part - 1) // part, (x, out, part))
+    def convert(halves, floats, part):
+        bits = reinterpret(floats, U)
+        x, out = (halves, bits) if to_float else (bits, halves)
+        over_tasks(convert_part, max(1, (x.size + part - 1) // part), (x, out, part))
 
     return convert
 
 
-def _convert(number: Any, x: np.ndarray, out: np.ndarray) -> None:
+def _convert(number: Any, halves: np.ndarray, floats: np.ndarray, to_float: bool) -> None:
+    convert = _make_convert(number, to_float)
+    halves, floats = halves.ravel(), floats.ravel()
+    if halves.size <= PART:  # one task runs in the thread that calls: nobody has to wait
+        return convert(halves, floats, PART)
     part = PART
-    if x.size > part:
-        try:
-            refuse_after_fork()
-        except UnsupportedError:  # one task runs in the thread that calls
-            part = x.size
+    try:
+        refuse_after_fork()
+    except UnsupportedError:
+        part = halves.size
     with one_at_a_time():
-        _make_convert(number)(x.reshape(-1), out.reshape(-1), part)
+        return convert(halves, floats, part)
 
 
 def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -116,19 +126,20 @@ def narrow(x: np.ndarray, dtype: str) -> np.ndarray:
     Rounded to even; what is too large becomes infinite, NaN stays NaN.
     """
     out = np.empty(x.shape, H)
-    bits = x.view(U)
     if dtype == "bfloat16":
-        _convert(bfloat16_of, bits, out)
+        _convert(bfloat16_of, out, x, to_float=False)
         return out
-    _convert(float16_of, bits, out)
+    _convert(float16_of, out, x, to_float=False)
     return out.view(np.float16)
 
 
 def widen(x: np.ndarray) -> np.ndarray:
     """A float16 array, or bfloat16 bits (uint16), as float32."""
-    out = np.empty(x.shape, U)
+    out = np.empty(x.shape, F)
     if not x.flags.carray:  # np.require takes a microsecond to find that out
         x = np.require(x, None, ("C", "W"))
-    number = float16_to_float32 if x.dtype == np.float16 else bfloat16_to_float32
-    _convert(number, x.view(H), out)
-    return out.view(F)
+    if x.dtype == H:
+        _convert(bfloat16_to_float32, x, out, to_float=True)
+    else:
+        _convert(float16_to_float32, x.view(H), out, to_float=True)
+    return out
