@@ -8,7 +8,7 @@ from oracles import qkv
 import numflash
 from numflash import reference, validation
 from numflash.dispatch.explanation import visible_share
-from numflash.errors import ArgumentError
+from numflash.errors import ArgumentError, UnsupportedError
 from numflash.validation.options import Options
 
 OPTIONS = [
@@ -48,7 +48,9 @@ def test_counts():
     text = str(e)
     for part in ("4096 queries x 4096 keys", "head_dim 128", "never stored", "working set"):
         assert part in text
-    assert e.as_dict()["shape"]["heads"] == 2
+    assert e.as_dict()["shape"]["heads"] == 2 and "weights (pv='int8'): 8 bits" in text
+    e = numflash.explain((1, 2, 4096, 128), precision="int8", pv="bf16")
+    assert e.as_dict()["pv"] == "bf16" and "weights (pv='bf16'): bfloat16" in str(e)
     e = numflash.explain((2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 3), enable_gqa=True)
     assert e.operations == 2 * 2 * 4 * 5 * 9 * (8 + 3)
     assert e.traffic == 4 * (2 * 4 * 5 * 8 + 2 * 2 * 9 * (8 + 3) + 2 * 4 * 5 * 3)
@@ -112,3 +114,5 @@ def test_cuda_kernels_are_explained_by_their_shared_memory():
         ).tiling.name
         == "sm_80-int8"
     )
+    with pytest.raises(UnsupportedError, match="pv: got 'bf16' on a card"):
+        numflash.explain((1, 2, 64, 96), pv="bf16", precision="int8", impl="cuda-emulator")

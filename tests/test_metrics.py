@@ -35,6 +35,7 @@ def test_order_of_precisions():
         < size["float16"]
         < size["bfloat16"]
         < size["int8, pv fp32"]
+        < size["int8, pv bf16"]
         < size["int8, pv int16"]
         < size["int8"]
         < 0.02

@@ -19,6 +19,7 @@ from ..measure.console import Progress, Table
 PRECISIONS: tuple[dict[str, Any], ...] = (
     {"precision": "int8"},
     {"precision": "int8", "pv": "int16"},
+    {"precision": "int8", "pv": "bf16"},
     {"precision": "int8", "pv": "fp32"},
     {"precision": "float32"},
     {"precision": "bfloat16"},

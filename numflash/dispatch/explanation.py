@@ -21,6 +21,12 @@ from ..validation.options import IMPLS, NAMES, Options
 
 LARGEST_SIZE = 1 << 31
 LARGEST_BATCH = 1 << 20
+WEIGHTS = {  # of the second product, by pv
+    "int8": "8 bits, exact integers",
+    "int16": "15 bits in two bytes, exact integers",
+    "bf16": "bfloat16, as the values are; float32 sums, whose last digits depend on the CPU",
+    "fp32": "float32, as the values are; float32 sums, whose last digits depend on the CPU",
+}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -31,6 +37,7 @@ class Explanation:
     Attributes
     ----------
     shape : B, H, Hkv, L, S, D, Dv
+    pv : what the second product of precision "int8" multiplies
     isa, tiling : what the kernels use
     visible : share of the score matrix that is computed
     operations : multiplications and additions of the two products over the visible part
@@ -41,6 +48,7 @@ class Explanation:
 
     shape: tuple[int, ...]
     precision: str
+    pv: str
     isa: str
     tiling: Tiling
     caches: Caches
@@ -69,6 +77,7 @@ class Explanation:
         return {
             "shape": dict(zip(names, self.shape, strict=True)),
             "precision": self.precision,
+            "pv": self.pv if self.precision == "int8" else None,
             "isa": self.isa,
             "tiling": self.tiling.name,
             "block_q": self.tiling.block_q,
@@ -85,11 +94,13 @@ class Explanation:
 
     def __str__(self) -> str:
         b, h, hkv, length, s, d, dv = self.shape
+        weights = f"  weights (pv={self.pv!r}): {WEIGHTS[self.pv]}"
         return "\n".join(
             (
                 f"attention, precision {self.precision}: batch {b}, heads {h} ({hkv} of keys), {length} queries x {s} keys, "
                 f"head_dim {d}{'' if d == dv else f', values {dv}'}",
                 self.tiling.explain(d, dv, self.caches),
+                *((weights,) if self.precision == "int8" else ()),
                 f"  operations: 2 products x 2 x {length} x {s} x {(d + dv) / 2:g} "
                 f"x {b * h} heads x {100 * self.visible:.4g} % visible"
                 f" = {self.operations / 1e9:.4g} G",
@@ -171,7 +182,10 @@ def explain_problem(
 
             isa = current_device().arch
         from ..cuda.launch_float import scores_as_they_are
+        from ..cuda.launch_int8 import choose
 
+        if problem.precision == "int8":
+            choose(problem, isa)  # refuses what cards have not
         # two planes of weights have no kernel of Hopper's own
         family = "sm_80" if isa == "sm_90a" and problem.pv == "int16" else isa
         tiling = cuda_tiling(
@@ -190,6 +204,7 @@ def explain_problem(
     return Explanation(
         shape=problem.shape,
         precision=problem.precision,
+        pv=problem.pv,
         isa=isa,
         tiling=tiling,
         caches=tiling.caches(isa),

@@ -158,6 +158,7 @@ def contenders(everybody: bool = False) -> list[Contender]:
         found += [
             Contender("numflash int8 with quantisation", 0.03, _whole("int8")),
             Contender("numflash int8, pv int16", 0.025, _int8(best, "int16")),
+            Contender("numflash int8, pv bf16", 0.022, _int8(best, "bf16")),
             Contender("numflash int8, pv fp32", 0.02, _int8(best, "fp32")),
             Contender("numflash float32", 1e-5, _whole("float32")),
         ]

@@ -27,8 +27,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float16": {"precision": "float16"},
     "int8": {"precision": "int8", "pv": "int8"},
     "int8, pv int16": {"precision": "int8", "pv": "int16"},
+    "int8, pv bf16": {"precision": "int8", "pv": "bf16"},
     "int8, pv fp32": {"precision": "int8", "pv": "fp32"},
 }
+NOT_ON_A_CARD = ("int8, pv bf16",)
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ def accuracy(
     impl : str
         As `attention` takes it.
     variants : names of `numflash.measure.metrics.VARIANTS`
-        All unless given: "float32", "bfloat16", "float16", "int8", "int8, pv int16",
-        "int8, pv fp32".
+        All that `impl` has unless given: "float32", "bfloat16", "float16", "int8",
+        "int8, pv int16", "int8, pv bf16" (not on a card), "int8, pv fp32".
     options
         Everything else that `attention` takes, but precision, pv, return_lse.
 
@@ -141,7 +143,7 @@ def accuracy(
             f"variants: got {variants!r}; allowed: a list of {', '.join(map(repr, VARIANTS))}"
         )
     names = (
-        tuple(VARIANTS)
+        tuple(v for v in VARIANTS if v not in NOT_ON_A_CARD or not impl.startswith("cuda"))
         if variants is None
         else tuple(choice("variants", v, tuple(VARIANTS)) for v in variants)
     )

@@ -126,7 +126,7 @@ def test_nonfinite_keys_spoil_only_rows_that_see_them(found, ranks):
 
 
 @pytest.mark.parametrize("ranks", PARTS)
-@pytest.mark.parametrize(("pv", "limit"), [("int16", 0.018), ("fp32", 0.013)])
+@pytest.mark.parametrize(("pv", "limit"), [("int16", 0.018), ("bf16", 0.015), ("fp32", 0.013)])
 def test_weights_of_more_bits(found, ranks, pv, limit):
     """And gathered keys give the bits of one process."""
     arrays = qkv(**SMALL)

@@ -81,7 +81,7 @@ def semantics(comm):
                 comm, "ring", arrays, "plain", precision=precision, impl="reference", is_causal=True
             ),
         )
-    for pv in ("int16", "fp32"):
+    for pv in ("int16", "bf16", "fp32"):
         options = {"precision": "int8", "pv": pv, "impl": "reference"}
         yield ("pv", pv), solve(comm, "ring", qkv(**SMALL), "zigzag", **options)
     options = {"precision": "int8", "pv": "int16", "impl": "reference"}
