@@ -5,6 +5,7 @@ The fused LayerNorm those of the separate passes.
 
 import numpy as np
 import pytest
+from daily import of_today
 from oracles import draw, qkv
 
 from numflash import quantize, reference, validation
@@ -17,7 +18,10 @@ from numflash.validation.options import Options
 pytestmark = pytest.mark.slow  # kernels that only the course runs
 
 F = np.float32
-KINDS = [(exp2, pv) for exp2 in ("plain", "vectors") for pv in ("fp32", "bf16", "int8")]
+# half of them by the date: each takes the compiler four seconds
+KINDS = of_today(
+    [(exp2, pv) for exp2 in ("plain", "vectors") for pv in ("fp32", "bf16", "int8")], 2
+)
 
 
 def integer_model(operands, **options):
