@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from daily import of_today
+from daily import isas_of_today
 
 from numflash.jit import target
 
@@ -53,10 +53,7 @@ for fault in range(6):
         print(fault, error)
 """
 
-# Between the widest vectors and plain loops: half of the instruction sets by the date, which differ
-# in instructions and in the size of tiles.
-BETWEEN = target.available()[1:-1]
-LEFT_OUT = [isa for isa in BETWEEN if isa not in of_today(BETWEEN, 2)]
+LEFT_OUT = [isa for isa in target.available() if isa not in isas_of_today(target.available())]
 # not the kernels that only the course runs, what reads machine code, and the accuracy of kernels
 # that other files enter
 SUITE = (

@@ -4,7 +4,7 @@ and has the bits of `reference.rotated_decode`.
 
 import numpy as np
 import pytest
-from daily import of_today
+from daily import isas_of_today, of_today
 from decode_cases import B, D, G, H, expected, filled, relative, tokens
 from oracles import draw
 
@@ -17,8 +17,6 @@ from numflash.numerics import fixedpoint, quantization
 from numflash.numerics.rotation import WHOLE, rotate, shared_block
 
 ISAS = target.available()
-# half of those between the widest vectors and plain loops by the date
-OF_TODAY = [ISAS[0], *of_today(ISAS[1:-1], 2), *ISAS[1:][-1:]]
 SLOW = pytest.mark.slow
 
 
@@ -37,7 +35,7 @@ def assert_bits(cache, query, splits, most=WHOLE):
 
 
 @SLOW
-@pytest.mark.parametrize("isa", OF_TODAY)
+@pytest.mark.parametrize("isa", isas_of_today(ISAS))
 def test_bits_of_the_model(isa):
     for n in (1, 129, 300):
         cache, _, _ = filled(n, n, rotate=True, isa=isa)
