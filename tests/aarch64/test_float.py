@@ -7,6 +7,7 @@ import functools
 
 import numpy as np
 import pytest
+from daily import of_today
 from numba import njit
 
 import numflash
@@ -28,21 +29,15 @@ def code_for(isa, cpu):
     )
 
 
-SLOW = [
-    pytest.param("neon", cpu, marks=pytest.mark.slow)
-    for cpu in CPUS
-    if cpu not in ("a64fx", "neoverse-v1")
+MACHINES = [
+    ("sve512", "a64fx"),
+    ("sve256", "neoverse-v1"),
+    *(("neon", cpu) for cpu in CPUS if cpu not in ("a64fx", "neoverse-v1")),
 ]
 
 
-@pytest.mark.parametrize(
-    ("isa", "cpu"),
-    [
-        pytest.param("sve512", "a64fx", marks=pytest.mark.slow),
-        pytest.param("sve256", "neoverse-v1", marks=pytest.mark.slow),
-        *SLOW,
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("isa", "cpu"), of_today(MACHINES, 2))
 def test_the_float_kernel_compiles_to_fused_multiply_adds(isa, cpu):
     """With SVE, 24 scalable FMLA a turn, and none of NEON in any loop of the kernel."""
     code = code_for(isa, cpu)

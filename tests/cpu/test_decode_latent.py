@@ -4,6 +4,7 @@ against float64, the integer model and a cache that stores them twice.
 
 import numpy as np
 import pytest
+from daily import of_today
 from decode_cases import relative
 from oracles import draw, naive
 
@@ -45,9 +46,17 @@ NO_AVX2 = pytest.mark.skipif("avx2" not in target.available(), reason="words of 
 
 @pytest.mark.parametrize(
     ("dtype", "isa"),
-    [("int8", BEST), pytest.param("float32", BEST, marks=SLOW)]
-    + [pytest.param("bfloat16", isa, marks=SLOW) for isa in target.available()[:2]]
-    + [pytest.param("int8", "avx2", marks=[SLOW, NO_AVX2])],
+    [
+        ("int8", BEST),
+        *of_today(
+            [
+                pytest.param("float32", BEST, marks=SLOW),
+                *(pytest.param("bfloat16", isa, marks=SLOW) for isa in target.available()[:2]),
+                pytest.param("int8", "avx2", marks=[SLOW, NO_AVX2]),
+            ],
+            2,
+        ),
+    ],
 )
 def test_every_feature(dtype, isa):
     key, query = draw((B, 1, 300, D)), draw((B, H, 1, D), 1)

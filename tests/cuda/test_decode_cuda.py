@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from daily import of_today
 from oracles import draw, naive
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -62,7 +63,7 @@ def test_int8_has_the_bits_of_the_model(n, paged):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "heads", "paged"), [(64, 4, True), (128, 40, False)])
+@pytest.mark.parametrize(("d", "heads", "paged"), of_today([(64, 4, True), (128, 40, False)], 2))
 def test_int8_on_a_t4(d, heads, paged):
     """Without asynchronous copies, by products of sm_75's shape; one tile of rows and two."""
     page_size = 16 if paged else None
@@ -169,13 +170,16 @@ def test_groups_of_heads_in_floats():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("d", "dv", "dtype"),
-    [
-        (5, 7, "int8"),
-        (80, 96, "int8"),
-        (256, 256, "int8"),
-        (5, 7, "float16"),
-        (128, 64, "float16"),
-    ],
+    of_today(
+        [
+            (5, 7, "int8"),
+            (5, 7, "float16"),
+            (80, 96, "int8"),
+            (256, 256, "int8"),
+            (128, 64, "float16"),
+        ],
+        2,
+    ),
 )
 def test_channels(d, dv, dtype):
     cache = KVCache(B, G, d, 300, dtype, device="cuda-emulator", value_dim=dv)

@@ -4,6 +4,7 @@ the CPU's cache, in half of INT8's memory.
 
 import numpy as np
 import pytest
+from daily import of_today
 from oracles import draw
 
 pytest.importorskip("numba_cuda", reason="needs the cuda extra: pip install 'numflash[cuda]'")
@@ -118,7 +119,8 @@ def test_groups_of_heads(heads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("d", "dv"), [(5, 7), (33, 24), (80, 96), (96, 32), (64, 129), (200, 160), (256, 256)]
+    ("d", "dv"),
+    of_today([(5, 7), (33, 24), (80, 96), (96, 32), (64, 129), (200, 160), (256, 256)], 2),
 )
 def test_channels(d, dv):
     caches = [new(device=device, d=d, value_dim=dv) for device in DEVICES]
