@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from numba.core import codegen, compiler
 from numba.core.registry import CPUDispatcher
 
 from ..errors import UnsupportedError
-from .collector import collector_off
 from .disk_cache import cached, named, salt, separate_functions, symbols
 from .interrupts import uninterrupted
 
@@ -45,12 +45,21 @@ FLOAT_MATH = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 
 
 class KernelCompiler(compiler.Compiler):
-    """Numba's compiler with the garbage collector switched off."""
+    """Numba's compiler with the garbage collector switched off.
+
+    The objects that a compilation makes stay alive; walking over them again and again takes a sixth
+    of the time.
+    """
 
     def compile_extra(self, func: Callable) -> Any:
         """What makes Numba's compilation of a function."""
-        with collector_off():
+        collects = gc.isenabled()
+        gc.disable()
+        try:
             return super().compile_extra(func)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def kernel(

@@ -3,7 +3,6 @@
 Offline compilation for every architecture, the cache, and what happens without the extra.
 """
 
-import gc
 import re
 import subprocess
 import sys
@@ -107,25 +106,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch):
     monkeypatch.setenv("NUMFLASH_CACHE_DIR", "/proc/none")
     monkeypatch.setattr(compiler, "_loaded", {})
     assert ".entry" in compiled(scale_kernel, "sm_80", "ptx").ptx
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_during_a_compilation(monkeypatch, collects):
-    """Afterwards, and after an error, the collector is as it was."""
-
-    def to_ptx(*_):
-        seen.append(gc.isenabled())
-        raise ArgumentError("none")
-
-    seen, before = [], gc.isenabled()
-    monkeypatch.setattr(target, "to_ptx", to_ptx)
-    try:
-        (gc.enable if collects else gc.disable)()
-        with pytest.raises(ArgumentError, match="none"):
-            compiler.compile_source(scale_kernel(), "sm_80", "ptx")
-        assert seen == [False] and gc.isenabled() is collects
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_unknown_architecture():

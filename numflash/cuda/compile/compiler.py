@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError, UnsupportedError
-from ...jit.collector import collector_off
 from ...jit.disk_cache import source_digest
 from ...jit.interrupts import uninterrupted
 from ...jit.trust import read
@@ -145,7 +144,7 @@ def compile_source(source: Source, arch: str, kind: str) -> Compiled:
 
     cc = capability(arch)
     bounds = (source.threads, source.blocks)
-    with _lock, collector_off():
+    with _lock:
         if kind in TEXTS:
             name = source.function.__name__
             to_text = getattr(target, TEXTS[kind])
